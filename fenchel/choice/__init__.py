@@ -1,0 +1,1 @@
+"""Scores to weights: argmax over the simplex, its value, derivative, loss, certificate."""

@@ -1,0 +1,1 @@
+"""Words to calls; one file a command, named for it."""

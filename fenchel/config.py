@@ -1,0 +1,101 @@
+"""Settings: frozen dataclasses to and from plain mappings and TOML, strictly.
+
+A setting is written once, in the dataclass of the package that reads it. Here are only the
+two directions between such a dataclass and text: an unknown key or a value of the wrong type
+is an error that names the nearest right one.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
+    """Build ``cls`` from ``values``, nested mappings into nested dataclasses."""
+    types = get_type_hints(cls)
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    built = {}
+    for key, value in values.items():
+        name = f"{where}{key}"
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known: {', '.join(known)}."
+            raise ValueError(f"there is no setting {name!r}; {hint}")
+        built[key] = _convert(types[key], value, name)
+    return cls(**built)
+
+
+def to_mapping(settings: Any) -> dict[str, Any]:
+    """The settings as nested plain values; what is None is left out, as TOML has no null."""
+    plain = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            value = to_mapping(value)
+        if value is not None:
+            plain[field.name] = value
+    return plain
+
+
+def to_toml(mapping: Mapping[str, Any]) -> str:
+    """Nested mappings of strings, numbers, booleans and lists of them as TOML text."""
+    lines = [f"{k} = {_toml(v)}" for k, v in mapping.items() if not isinstance(v, Mapping)]
+    for name, section in mapping.items():
+        if isinstance(section, Mapping):
+            lines += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def assign(mapping: Mapping[str, Any], dotted: str, value: str) -> dict[str, Any]:
+    """A copy of ``mapping`` with ``section.key`` set to a value written as TOML or as a word."""
+    head, _, rest = dotted.partition(".")
+    changed = dict(mapping)
+    changed[head] = assign(mapping.get(head, {}), rest, value) if rest else parse_value(value)
+    return changed
+
+
+def parse_value(text: str) -> Any:
+    """A number, boolean or quoted string as TOML reads it; anything else is the text itself."""
+    if text in ("true", "false"):
+        return text == "true"
+    for convert in (int, float, json.loads):
+        try:
+            return convert(text)  # type: ignore[operator]
+        except ValueError:
+            continue
+    return text
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    for choice in choices:
+        if is_dataclass(choice) and isinstance(value, Mapping):
+            return from_mapping(choice, value, where=f"{name}.")  # type: ignore[arg-type]
+        if get_origin(choice) is tuple and isinstance(value, list | tuple):
+            return tuple(value)
+        if choice is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(choice, type) and isinstance(value, choice):
+            if choice is int and isinstance(value, bool):
+                continue
+            return value
+        if choice is None and value is None:
+            return None
+    wanted = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
+    raise ValueError(f"setting {name!r} should be {wanted}, got {value!r}.")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)

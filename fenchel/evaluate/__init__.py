@@ -1,0 +1,1 @@
+"""Perplexity, bits per byte, and the baselines they are read against."""

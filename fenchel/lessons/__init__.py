@@ -1,0 +1,1 @@
+"""Numbered scripts that teach by running."""

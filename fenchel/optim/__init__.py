@@ -1,0 +1,1 @@
+"""Parameters and gradients to moved parameters, measured in score space; schedules."""

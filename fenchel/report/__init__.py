@@ -1,0 +1,1 @@
+"""A run directory to a page with pictures; needs no torch."""

@@ -1,0 +1,1 @@
+"""The loop, losses, checkpoints and the run directory."""
