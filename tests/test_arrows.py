@@ -13,11 +13,11 @@ ARROWS: dict[str, set[str]] = {
     "attention": {"choice", "kernels"},
     "sensitivity": {"choice", "attention"},
     "optim": {"choice", "attention"},
-    "model": {"choice", "attention"},
+    "model": {"choice", "attention", "data"},  # data for the tokenizer beside the weights
     "generate": {"attention", "model"},
     "data": set(),
     "train": {"choice", "optim", "data"},
-    "evaluate": {"choice", "data"},
+    "evaluate": {"attention", "choice", "data", "model"},
     "report": set(),
 }
 ARROWS["flow"] = set(ARROWS) - {"kernels"}

@@ -1,1 +1,54 @@
-"""Words to calls; one file a command, named for it."""
+"""fenchel COMMAND [options]: one file a command, named for it.
+
+A command's file states its words and loads the library when it is called, so that help and
+mistakes are answered at once. Results go to standard output; a trouble is one sentence on
+standard error. Exit codes: 0 done, 2 wrong input, 3 the run diverged, 4 storage failed,
+128 + n stopped by signal n.
+"""
+
+import sys
+
+from cyclopts import App, CycloptsError
+
+from fenchel import __version__
+from fenchel.files import NoSpace
+
+COMMANDS = {
+    "train": "Train a model on a text and leave a run directory with a report.",
+    "generate": "Continue a prompt with the model of a run directory.",
+    "eval": "Loss, perplexity and bits per byte of a model on a text.",
+    "report": "Make the page of a run directory again.",
+    "doctor": "What this machine can do, and whether a run directory is sound.",
+}
+
+app = App(
+    name="fenchel",
+    help="Transformers whose attention can be derived, measured and steered.",
+    version=__version__,
+    help_format="plaintext",
+)
+for _name, _does in COMMANDS.items():
+    app.command(f"fenchel.cli.{_name}:run", name=_name, help=_does)
+app.register_install_completion_command(add_to_startup=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Hand the line to its command; a trouble becomes one sentence and an exit code."""
+    try:
+        code = app(
+            argv, exit_on_error=False, print_error=False, result_action="return_value"
+        )
+    except CycloptsError as error:
+        return _trouble(str(error), 2)
+    except NoSpace as error:
+        return _trouble(str(error), 4 if getattr(error, "underway", False) else 2)
+    except (ValueError, OSError) as error:
+        return _trouble(str(error), 2)
+    except KeyboardInterrupt:
+        return _trouble("stopped at once; what was saved before is intact.", 130)
+    return code if isinstance(code, int) else 0
+
+
+def _trouble(sentence: str, code: int) -> int:
+    print(f"fenchel: {' '.join(sentence.split())}", file=sys.stderr)
+    return code

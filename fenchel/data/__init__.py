@@ -1,1 +1,44 @@
 """Text to tokens to batches; knows no model."""
+
+from fenchel.data.batches import Batch, Batches, Scored, windows
+from fenchel.data.config import TextConfig
+from fenchel.data.corpus import Corpus, CorpusFacts, prepare
+from fenchel.data.split import Split
+from fenchel.data.text import Document, Text, open_text
+from fenchel.data.tokens import (
+    END,
+    PAD,
+    Ids,
+    decode,
+    encode,
+    encode_batch,
+    end_id,
+    load_tokenizer,
+    pad_id,
+    train_tokenizer,
+)
+
+__all__ = [
+    "END",
+    "PAD",
+    "Batch",
+    "Batches",
+    "Corpus",
+    "CorpusFacts",
+    "Document",
+    "Ids",
+    "Scored",
+    "Split",
+    "Text",
+    "TextConfig",
+    "decode",
+    "encode",
+    "encode_batch",
+    "end_id",
+    "load_tokenizer",
+    "open_text",
+    "pad_id",
+    "prepare",
+    "train_tokenizer",
+    "windows",
+]

@@ -1,0 +1,186 @@
+"""attend: values mixed by the choice each query makes among the keys.
+
+    p = choice.weights(scale * q k^T, log_prior),     o = p v
+
+T queries, S keys, D the width of a query and a key, E the width of a value, G heads of keys and
+values for H heads of queries (G divides H: multi-head, grouped-query, multi-query attention).
+
+One definition, several ways to compute it; ``serves`` says which of them can take a call, and why
+the others cannot:
+
+    reference    as written above, O(T S) memory, every derivative
+    sdpa         torch's fused softmax, reverse derivative
+    auto         the quickest that serves; plain softmax goes to sdpa with nothing in between
+
+Dropout draws from torch's default generator in every back end, since the fused kernels take no
+other. A query that no key is open to gets zeros, with zero derivatives.
+"""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
+
+from fenchel.attention import reference, sdpa
+from fenchel.attention.prior import Causal, Prior
+from fenchel.attention.shapes import check, leading, together
+from fenchel.choice import Choice, Softmax
+from fenchel.kernels import support
+
+_SOFTMAX = Softmax()
+
+
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    choice: Choice = ...,
+    prior: Prior | None = ...,
+    scale: float | None = ...,
+    dropout: float = ...,
+    backend: str = ...,
+    return_weights: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    choice: Choice = ...,
+    prior: Prior | None = ...,
+    scale: float | None = ...,
+    dropout: float = ...,
+    backend: str = ...,
+    return_weights: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    choice: Choice = _SOFTMAX,
+    prior: Prior | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Outputs, or (outputs, weights).
+
+    q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E), weights (B, H, T, S)
+
+    ``scale`` multiplies q.k and is 1/sqrt(D) unless given. There may be fewer axes before T (the
+    missing ones count as 1) or more (the last is the heads, the others together are the batch).
+    """
+    if backend == "auto" and type(choice) is Softmax and not return_weights:
+        # The common case in as few steps as possible: small models feel every microsecond.
+        beta = choice.beta
+        if type(beta) is float and forward_ad._current_level < 0 and q.dim() == 4 == k.dim():
+            causal = False
+            direct = prior is None
+            if type(prior) is Causal and not prior.strict:
+                T = q.shape[-2]
+                causal = T == k.shape[-2]
+                direct = causal or T == 1
+            if direct:
+                if beta != 1.0:
+                    scale = beta * (q.shape[-1] ** -0.5 if scale is None else scale)
+                try:
+                    return scaled_dot_product_attention(
+                        q, k, v, None, dropout, causal, scale=scale, enable_gqa=True
+                    )
+                except RuntimeError:
+                    check(q, k, v, dropout)  # our sentence, if the shapes are what was wrong
+                    raise
+    return _attend(q, k, v, choice, prior, scale, dropout, backend, return_weights)
+
+
+def serves(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    choice: Choice = _SOFTMAX,
+    prior: Prior | None = None,
+    dropout: float = 0.0,
+    return_weights: bool = False,
+) -> dict[str, str | None]:
+    """For each back end, why it cannot take this call, or None: arguments as in ``attend``."""
+    check(q, k, v, dropout)
+    call = _describe(*together(q, k, v), choice, prior, dropout, return_weights)
+    return {name: support.why_not(name, call) for name in support.BACKENDS}
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Choice,
+    prior: Prior | None,
+    scale: float | None,
+    dropout: float,
+    backend: str,
+    return_weights: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    check(q, k, v, dropout)
+    axes = leading(q, k)
+    q, k, v = together(q, k, v)
+    if prior is not None:
+        prior.check(*q.shape[:3], k.shape[2])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = _describe(q, k, v, choice, prior, dropout, return_weights)
+    if backend == "auto":
+        backend = _pick(call)
+    elif reason := support.why_not(backend, call):
+        raise ValueError(f'backend "{backend}" cannot serve this call: {reason}.')
+    if backend == "sdpa" and isinstance(choice, Softmax):
+        out = sdpa.attend(q, k, v, choice, prior, scale, dropout)
+    else:
+        out, p = reference.attend(q, k, v, choice, prior, scale, dropout)
+    out = out.reshape(*axes, *out.shape[-2:])
+    return (out, p.to(q.dtype).reshape(*axes, *p.shape[-2:])) if return_weights else out
+
+
+def _pick(call: support.Call) -> str:
+    return "reference" if support.why_not("sdpa", call) else "sdpa"
+
+
+def _describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Choice,
+    prior: Prior | None,
+    dropout: float,
+    weights: bool,
+) -> support.Call:
+    beta = getattr(choice, "beta", 1.0)
+    settings = [x for x in (beta, getattr(choice, "alpha", None)) if isinstance(x, Tensor)]
+    carried = [*settings, *(prior.tensors() if prior is not None else ())]
+    grad = torch.is_grad_enabled()
+    kind = "number"
+    if isinstance(beta, Tensor):
+        kind = "scalar" if beta.dim() == 0 or beta.shape[-1] == 1 else "tensor"
+    return support.Call(
+        choice=type(choice).__name__,
+        device=q.device.type,
+        dtype=q.dtype,
+        H=q.shape[1],
+        G=k.shape[1],
+        T=q.shape[2],
+        S=k.shape[2],
+        D=q.shape[3],
+        E=v.shape[3],
+        prior=prior is not None,
+        temperature=kind,
+        learns=grad and any(x.requires_grad for x in carried),
+        gradient=grad and any(x.requires_grad for x in (q, k, v, *carried)),
+        tangent=forward_ad._current_level >= 0,
+        dropout=dropout,
+        weights=weights,
+    )

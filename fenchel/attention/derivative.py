@@ -1,0 +1,117 @@
+"""The derivative of attention, written out in both directions.
+
+Forward. When q, k, v move by dq, dk, dv, with z = scale q k^T, p the weights and J the derivative
+of the choice in its scores,
+
+    dz = scale (dq k^T + q dk^T)
+    do = (J dz) v  +  p dv
+         choosing     values
+
+Autograd gives the same sum; this form keeps its two causes apart, which is what
+fenchel.sensitivity bounds one at a time.
+
+Reverse. For a gradient g of the outputs (the same J, since it is symmetric),
+
+    gv = p^T g        gp = g v^T        gz = J gp        gq = scale gz k        gk = scale gz^T q
+
+Rows of gz sum to zero: a common shift of the scores does nothing. Shapes as in ``attend``; p, dz
+and gz are (B, H, T, S).
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fenchel.attention.prior import Prior
+from fenchel.attention.reference import log_prior, mix, pull, score
+from fenchel.attention.shapes import check, four
+from fenchel.choice import Choice
+
+
+class Move(NamedTuple):
+    """A first-order change of the output, split by cause; each is (B, H, T, E)."""
+
+    choosing: Tensor
+    """What changes because queries choose otherwise among the keys."""
+    values: Tensor
+    """What changes because the chosen values move."""
+
+    @property
+    def total(self) -> Tensor:
+        """The whole derivative."""
+        return self.choosing + self.values
+
+
+class Gradients(NamedTuple):
+    """The way back through attention, every step of it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weights: Tensor
+    scores: Tensor
+
+
+def attend_jvp(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    *,
+    choice: Choice,
+    prior: Prior | None = None,
+    scale: float | None = None,
+) -> Move:
+    """How the outputs move when q, k, v move by ``moves``; None stands still."""
+    for x, dx in zip(qkv, moves, strict=True):
+        if dx is not None and dx.shape != x.shape:
+            raise ValueError(
+                f"a move has the shape of what moves; got {tuple(dx.shape)} for {tuple(x.shape)}."
+            )
+    q, k, v, scale, axes = _ready(qkv, scale)
+    dq, dk, dv = (None if dx is None else four(dx) for dx in moves)
+    z = score(q, k, scale)
+    p = choice.weights(z, log_prior(prior, z))
+    dz = z.new_zeros(()).expand_as(z)
+    if dq is not None:
+        dz = dz + score(dq, k, scale)
+    if dk is not None:
+        dz = dz + score(q, dk, scale)
+    choosing = mix(choice.jacobian_product(p, dz), v)
+    values = choosing.new_zeros(choosing.shape) if dv is None else mix(p, dv)
+    return Move(
+        choosing.reshape(*axes, *values.shape[-2:]), values.reshape(*axes, *values.shape[-2:])
+    )
+
+
+def attend_vjp(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    g: Tensor,
+    *,
+    choice: Choice,
+    prior: Prior | None = None,
+    scale: float | None = None,
+) -> Gradients:
+    """The gradients of <g, attend(q, k, v)>, with those of the weights and the scores between."""
+    q, k, v, scale, axes = _ready(qkv, scale)
+    G = k.shape[1]
+    z = score(q, k, scale)
+    p = choice.weights(z, log_prior(prior, z))
+    wide = four(g).to(p.dtype)
+    gp = mix(wide, v.to(p.dtype).transpose(-1, -2))
+    gz = choice.jacobian_product(p, gp)
+    found = (scale * mix(gz, k.to(p.dtype)), scale * pull(gz, q.to(p.dtype), G), pull(p, wide, G))
+    gq, gk, gv = (x.to(y.dtype).reshape(y.shape) for x, y in zip(found, qkv, strict=True))
+    weights, scores = (x.reshape(*axes, *x.shape[-2:]) for x in (gp, gz))
+    return Gradients(gq, gk, gv, weights, scores)
+
+
+def _ready(
+    qkv: tuple[Tensor, Tensor, Tensor], scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float, tuple[int, ...]]:
+    q, k, v = qkv
+    check(q, k, v)
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(
+            f"q and k must hold the same batch; got {tuple(q.shape)}, {tuple(k.shape)}."
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return four(q), four(k), four(v), scale, tuple(q.shape[:-2])

@@ -1,0 +1,206 @@
+"""Rotary positions: queries and keys turned by an angle that grows with their position.
+
+Pairs of entries of x are points in a plane; pair i of a head W wide turns, at position m, by m t_i:
+
+    (a, b) -> (a cos m t_i - b sin m t_i,  a sin m t_i + b cos m t_i),     t_i = base^(-2i/W)
+
+The product of a query turned at m and a key turned at n depends on m - n alone, and turning keeps
+norms. Positions count from 0; W is the width of a head, not of the model.
+
+Two layouts are in use and are silently wrong when mixed up: "half" pairs entry i with i + W/2
+(Llama, NeoX), "pairs" pairs 2i with 2i + 1 (the original paper, GPT-J). ``to_half`` reorders the
+last axis of the second into the first.
+
+Longer contexts than those trained on lower the speeds t_i:
+
+    Linear   t_i / s                                    positions interpolated
+    NTK      base s^(W/(W-2)) in place of base          slowest speed / s exactly, fastest kept
+    Yarn     t_i (c_i + (1 - c_i)/s), c_i by the index i; scores tempered by a factor
+    Llama3   t_i (c_i + (1 - c_i)/s), c_i by how often t_i turns within the trained context
+
+Su et al. (2021), RoFormer; Peng et al. (2023), YaRN.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Scaling(Protocol):
+    """Speeds for a longer context, and the factor by which cos and sin grow with it."""
+
+    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:
+        """From the unscaled t (W/2,) to the scaled ones."""
+
+    @property
+    def magnitude(self) -> float:
+        """Multiplies cos and sin, so that scores are multiplied by its square."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Positions interpolated: every speed divided by ``factor``."""
+
+    factor: float
+
+    magnitude = 1.0
+
+    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+        return t / self.factor
+
+
+@dataclass(frozen=True)
+class NTK:
+    """A larger base: the slowest speed is divided by ``factor``, the fastest stays."""
+
+    factor: float
+
+    magnitude = 1.0
+
+    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: D102
+        if width < 4:
+            raise ValueError(f"NTK scaling needs a width of 4 or more, got {width}.")
+        return _speeds(base * self.factor ** (width / (width - 2)), width, t)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Fast pairs kept, slow ones interpolated, those between blended linearly in their index.
+
+    ``fast`` and ``slow`` are the turns within ``trained`` positions at which the blend begins and
+    ends; ``attention`` overrides the factor 0.1 log(factor) + 1 on cos and sin.
+    """
+
+    factor: float
+    trained: int
+    fast: float = 32.0
+    slow: float = 1.0
+    attention: float | None = None
+    truncate: bool = True
+
+    @property
+    def magnitude(self) -> float:  # noqa: D102
+        if self.attention is not None:
+            return self.attention
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: D102
+        low, high = (self._index(turns, base, width) for turns in (self.fast, self.slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        i = torch.arange(width // 2, dtype=t.dtype, device=t.device)
+        keep = 1 - ((i - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return t * (keep + (1 - keep) / self.factor)
+
+    def _index(self, turns: float, base: float, width: int) -> float:
+        """The pair that makes so many turns within the trained context."""
+        return width * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Pairs that turn more than ``high`` times within ``trained`` kept, fewer than ``low`` slowed."""
+
+    factor: float
+    trained: int
+    low: float = 1.0
+    high: float = 4.0
+
+    magnitude = 1.0
+
+    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+        turns = self.trained * t / (2 * math.pi)
+        keep = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return t * (keep + (1 - keep) / self.factor)
+
+
+class Angles(NamedTuple):
+    """cos and sin of the angles, (T, W) or (B, 1, T, W), laid out so that a rotation is cheap.
+
+    With c, s the W/2 cosines and sines of the pairs, cos = (c, c) and sin = (-s, s).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+def angles(
+    positions: Tensor,
+    width: int,
+    *,
+    base: float = 10000.0,
+    scaling: Scaling | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Angles:
+    """Once a forward pass: positions (T,) or (B, T) -> Angles for heads of ``width``.
+
+    Computed in float32 as trained checkpoints did, or better when ``dtype`` is.
+    """
+    if width < 2 or width % 2:
+        raise ValueError(f"rotary positions turn pairs, so the width must be even; got {width}.")
+    if positions.dim() not in (1, 2):
+        raise ValueError(f"positions are (T,) or (B, T), got {tuple(positions.shape)}.")
+    exact = torch.promote_types(dtype, torch.float32)
+    t = _speeds(base, width, torch.empty(0, dtype=exact, device=positions.device))
+    if scaling is not None:
+        t = scaling.speeds(t, base, width)
+    angle = positions.to(exact).unsqueeze(-1) * t
+    if positions.dim() == 2:
+        angle = angle.unsqueeze(1)
+    c, s = angle.cos(), angle.sin()
+    if scaling is not None and scaling.magnitude != 1.0:
+        c, s = c * scaling.magnitude, s * scaling.magnitude
+    return Angles(torch.cat((c, c), -1).to(dtype), torch.cat((-s, s), -1).to(dtype))
+
+
+def rotate(x: Tensor, turn: Angles, *, layout: str = "half") -> Tensor:
+    """Every layer: x (B, H, T, D) turned; entries beyond the angles' width pass unchanged."""
+    cos, sin = turn.cos, turn.sin
+    W = cos.shape[-1]
+    if W < x.shape[-1]:
+        return torch.cat((rotate(x[..., :W], turn, layout=layout), x[..., W:]), -1)
+    if W > x.shape[-1]:
+        raise ValueError(f"the angles are {W} wide and the heads only {x.shape[-1]}.")
+    if cos.dtype != x.dtype:
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if layout == "half":  # (a, b) (c, c) + (b, a) (-s, s): three passes, no cutting
+        return torch.addcmul(x * cos, x.roll(W // 2, -1), sin)
+    if layout == "pairs":
+        a, b = x[..., 0::2], x[..., 1::2]
+        c, s = cos[..., : W // 2], sin[..., W // 2 :]
+        return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2)
+    raise ValueError(f'a rotary layout is "half" or "pairs", got {layout!r}.')
+
+
+def rotary(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    base: float = 10000.0,
+    scaling: Scaling | None = None,
+    layout: str = "half",
+) -> Tensor:
+    """Both at once: x (B, H, T, D) at positions (T,) or (B, T)."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    turn = angles(positions, x.shape[-1], base=base, scaling=scaling, dtype=exact)
+    return rotate(x, turn, layout=layout)
+
+
+def to_half(x: Tensor) -> Tensor:
+    """Last axis from the "pairs" layout to "half"; apply it to q and k (or their weights) alike."""
+    return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+
+
+def to_pairs(x: Tensor) -> Tensor:
+    """Last axis from the "half" layout to "pairs"."""
+    a, b = x.chunk(2, -1)
+    return torch.stack((a, b), -1).flatten(-2)
+
+
+def _speeds(base: float, width: int, like: Tensor) -> Tensor:
+    exponent = torch.arange(0, width, 2, dtype=like.dtype, device=like.device) / width
+    return 1.0 / base**exponent

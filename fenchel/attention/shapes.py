@@ -1,0 +1,52 @@
+"""The axes of an attention call: checked once, and brought to four.
+
+    q (B, H, T, D)      k (B, G, S, D)      v (B, G, S, E)      G divides H
+
+The batch of q and that of k and v broadcast, as they do in torch's own attention.
+"""
+
+import torch
+from torch import Tensor
+
+
+def leading(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """The axes of the outputs before T: the common batch, then the heads of q."""
+    return (*torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]), *q.shape[-3:-2])
+
+
+def together(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v with four axes and one batch."""
+    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
+    q, k, v = (x.expand(*batch, *x.shape[-3:]) if x.dim() > 3 else x for x in (q, k, v))
+    return four(q), four(k), four(v)
+
+
+def four(x: Tensor) -> Tensor:
+    """(batch and heads, in any number of axes, N, M) -> (B, H, N, M)."""
+    if x.dim() == 4:
+        return x
+    return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
+    """Shapes that fit, said in one sentence when they do not."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if min(q.dim(), k.dim(), v.dim()) < 2 or not q.dim() == k.dim() == v.dim():
+        raise ValueError(
+            f"attend needs q, k, v with the same number of axes, 2 or more; got {shapes}."
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"a query and a key must be equally wide; got {shapes}.")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"there must be one value for each key; got {shapes}.")
+    if any(n != m and 1 not in (n, m) for n, m in zip(q.shape[:-3], k.shape[:-3], strict=True)):
+        raise ValueError(f"q and k must hold the same batch, or one of them 1; got {shapes}.")
+    H, G = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k))
+    if G == 0 or H % G:
+        raise ValueError(f"{G} heads of keys do not divide {H} heads of queries; got {shapes}.")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}."
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is a probability in [0, 1); got {dropout}.")

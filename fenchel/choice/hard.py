@@ -1,0 +1,99 @@
+"""Hard: the choice of the best, the limit of every other map as beta -> inf.
+
+    Omega(p) = 0
+    p        = u restricted to the alternatives of largest score, and normalised
+    value(z) = max of z over what u allows
+    s        = 0: almost everywhere the weights do not move
+
+The prior forbids, as everywhere, and parts ties: two best alternatives share the weight in
+the proportion of their priors, equally when there is none. It never outvotes a score.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fenchel.choice.base import FORBIDDEN, Choice, checked_axis
+from fenchel.choice.softmax import Softmax
+
+
+@final
+@dataclass(frozen=True)
+class Hard(Choice):
+    """All weight on the largest score.
+
+    >>> import torch
+    >>> u = torch.tensor([0.1, 0.3, 0.6])
+    >>> Hard().weights(torch.tensor([1.0, 1.0, 0.0]), u.log())
+    tensor([0.2500, 0.7500, 0.0000])
+    """
+
+    @property
+    def beta(self) -> float:  # type: ignore[override]
+        """Infinite: the limit this map is."""
+        return float("inf")
+
+    def weights(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
+        """The argmax: (..., K) -> (..., K); constant in z, so its derivative there is 0."""
+        axis = checked_axis(z, log_prior, dim)
+        x = z.to(torch.promote_types(z.dtype, torch.float32))
+        shares = x.new_zeros(()) if log_prior is None else log_prior.to(x.dtype)
+        if x.shape[axis] == 0:
+            return x.to(z.dtype)
+        allowed = torch.where(shares == FORBIDDEN, FORBIDDEN, x)
+        best = allowed.amax(axis, keepdim=True)
+        shares = torch.where(allowed == best, shares, FORBIDDEN)
+        p = Softmax().weights(shares.masked_fill(best == FORBIDDEN, FORBIDDEN), dim=axis)
+        # Without a path to z, asking for a gradient would be an error; with it, it is 0.
+        return (p + 0.0 * torch.where(p > 0, x, 0.0)).to(z.dtype)
+
+    def value(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
+        """The largest allowed score, whose gradient is ``weights``: (..., K) -> (...)."""
+        p = self.weights(z, log_prior, dim)
+        total = torch.where(p > 0, z, 0.0).mul(p).sum(dim)
+        return total.masked_fill(p.detach().sum(dim) == 0.0, FORBIDDEN)
+
+    def choose(self, x: Tensor) -> Tensor:
+        """The argmax for the scores x, ties parted equally: (..., K) -> (..., K)."""
+        return self.weights(x)
+
+    def regulariser(self, p: Tensor, log_prior: Tensor | None = None) -> Tensor:
+        """0, and infinite where p uses what is forbidden: (..., K) -> (...)."""
+        if log_prior is None:
+            return torch.zeros_like(p[..., 0])
+        broken = ((p != 0) & (log_prior == FORBIDDEN)).any(-1)
+        return torch.zeros_like(p[..., 0]).masked_fill(broken, float("inf"))
+
+    def jacobian_product(self, p: Tensor, v: Tensor) -> Tensor:
+        """0: (..., K) -> (..., K)."""
+        return torch.zeros_like(p * v)
+
+    def sensitivity(self, p: Tensor) -> Tensor:
+        """0, and a jump where the best two change places: (..., K) -> (...)."""
+        return torch.zeros_like(p[..., 0])
+
+    def omega(self, p: Tensor) -> Tensor:
+        """0."""
+        return torch.zeros_like(p)
+
+    def slope(self, p: Tensor) -> Tensor:
+        """0."""
+        return torch.zeros_like(p)
+
+    def response(self, y: Tensor) -> Tensor:
+        """1 for what is better than the threshold, else 0."""
+        return (y > 0).to(y.dtype)
+
+    def spread(self, p: Tensor) -> Tensor:
+        """0."""
+        return torch.zeros_like(p)
+
+    def lipschitz(self, K: int) -> float | Tensor:
+        """Infinite, as a jump has no slope; 0 where there is nothing to choose."""
+        return float("inf") if K > 1 else 0.0
+
+    def row_beta(self) -> float | Tensor:
+        """Infinite."""
+        return self.beta

@@ -1,0 +1,98 @@
+"""Softmax: choice under Shannon entropy, or under the divergence KL(p || u) from a prior u.
+
+    Omega(p) = sum_i p_i log p_i                      0 log 0 = 0
+    p_i      = u_i exp(beta z_i) / sum_j u_j exp(beta z_j)
+    value(z) = log sum_i u_i exp(beta z_i) / beta
+    s_i      = p_i                                    J = beta (diag(p) - p p^T)
+
+With u normalised, <p, z> - KL(p || u) / beta is what p maximises; without a prior u = 1, and
+value is larger than with the uniform prior by log(K) / beta. beta -> inf is ``Hard``, beta -> 0
+gives back u. J has no eigenvalue above beta / 2: a row of absolute values sums to
+2 beta p_i (1 - p_i). Two equal scores alone reach it; three or more only come near.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fenchel.choice.base import FORBIDDEN, Choice, checked_axis, positive
+
+
+@final
+@dataclass(frozen=True)
+class Softmax(Choice):
+    """The choice of largest entropy.
+
+    >>> import torch
+    >>> Softmax().weights(torch.tensor([5.0, 4.0]))
+    tensor([0.7311, 0.2689])
+    """
+
+    beta: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        positive("Softmax", self.beta)
+
+    def weights(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
+        """The argmax: (..., K) -> (..., K)."""
+        if log_prior is None and not isinstance(self.beta, Tensor) and self.beta == 1.0:
+            x, axis = z, checked_axis(z, log_prior, dim)  # torch sums halves in float32 itself
+        else:
+            x, axis = self.scores(z, log_prior, dim)
+        return _softmax(x, axis).to(z.dtype)
+
+    def choose(self, x: Tensor) -> Tensor:
+        """The argmax for the scores x: (..., K) -> (..., K)."""
+        return _softmax(x, -1)
+
+    def omega(self, p: Tensor) -> Tensor:
+        """p log p."""
+        return torch.xlogy(p, torch.where(p > 0, p, 1.0))
+
+    def slope(self, p: Tensor) -> Tensor:
+        """log p + 1."""
+        return p.clamp(min=torch.finfo(p.dtype).tiny).log() + 1.0
+
+    def response(self, y: Tensor) -> Tensor:
+        """exp(y - 1)."""
+        return (y - 1.0).exp()
+
+    def spread(self, p: Tensor) -> Tensor:
+        """p itself."""
+        return p
+
+    def lipschitz(self, K: int) -> float | Tensor:
+        """beta / 2, and 0 where there is nothing to choose."""
+        return self.beta * (0.5 if K > 1 else 0.0)
+
+    def _maximum(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == 0:
+            return x.new_full(x.shape[:-1], FORBIDDEN)
+        empty = x.amax(-1) == FORBIDDEN
+        total = x.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1)
+        return (total / self.row_beta()).masked_fill(empty, FORBIDDEN)
+
+
+def _softmax(x: Tensor, axis: int) -> Tensor:
+    """torch.softmax, with zeros for a row that is -inf throughout."""
+    if x.shape[axis] == 0:
+        return x
+    if _can_look(x):
+        # Such a row, and no other without nan in it, is nan from its first entry on. Looking
+        # there costs a column; the general form below costs three passes over x.
+        p = torch.softmax(x, axis)
+        if not p.select(axis, 0).isnan().any():
+            return p
+    empty = x.amax(axis, keepdim=True) == FORBIDDEN
+    return torch.softmax(x.masked_fill(empty, 0.0), axis).masked_fill(empty, 0.0)
+
+
+def _can_look(x: Tensor) -> bool:
+    """Whether Python may branch on the numbers in x without a trace or a device in the way."""
+    return (
+        not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )

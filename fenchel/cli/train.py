@@ -1,0 +1,76 @@
+"""fenchel train: text to a run directory in one command."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from fenchel.cli.console import Console, settings_from
+
+DIVERGED = 3
+
+
+def run(
+    config: Path | None = None,
+    /,
+    *,
+    set: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
+    text: str | None = None,
+    budget: str | None = None,
+    steps: int | None = None,
+    out: Path | None = None,
+    resume: Path | None = None,
+    accept_new_text: Annotated[bool, Parameter(negative="")] = False,
+    log: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train a model on a text and leave a run directory with a report.
+
+    With no arguments: the built-in text, a small model, about two minutes on two cores.
+
+    Parameters
+    ----------
+    config
+        A TOML file of settings; see config.toml of any run.
+    set
+        One setting, such as model.width=256; may be repeated and wins over the file.
+    text
+        "sotu", "kjv", a text file, a folder of them, or a .jsonl file. Short for text.source.
+    budget
+        Time for training, such as 90s, 3m or 1h. Short for train.budget.
+    steps
+        Steps instead of a time. Short for train.steps.
+    out
+        The run directory; runs/DATE_TIME_TEXT when left out. One that holds a run is refused.
+    resume
+        Go on with the run in this directory, bit for bit as if it had never stopped.
+    accept_new_text
+        With --resume: go on although the text has changed.
+    log
+        Loggers beside metrics.jsonl: tensorboard.
+    json
+        Print the summary as JSON.
+    """
+    short: dict[str, Any] = {"text.source": text, "train.budget": budget, "train.steps": steps}
+    if log:
+        short["train.log"] = list(log)
+    if budget is not None and steps is not None:
+        raise ValueError("give --budget or --steps, not both.")
+    if resume is not None and (config is not None or out is not None or text is not None):
+        raise ValueError("--resume continues a run as it is: no CONFIG, --out or --text with it.")
+    mapping = settings_from(config, set, short)
+
+    from fenchel import flow
+
+    console = Console(quiet=json)
+    if resume is not None:
+        path = resume
+        outcome = flow.resume(path, console, changes=mapping, accept_new_text=accept_new_text)
+    else:
+        chosen = flow.settings(mapping)
+        path = out or flow.fresh_path(Path("runs"), chosen)
+        outcome = flow.begin(chosen, path, console)
+    console.end(path, outcome.status, outcome.reason, json=json)
+    if outcome.status == "diverged":
+        return DIVERGED
+    return 0 if outcome.signal is None else 128 + outcome.signal

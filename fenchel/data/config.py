@@ -1,0 +1,38 @@
+"""The settings of a text: where it comes from, how it is divided and made into tokens."""
+
+from dataclasses import dataclass
+
+SMALLEST_VOCABULARY = 258
+"""256 bytes and two special tokens."""
+LARGEST_VOCABULARY = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """All that is needed to make token files of a text."""
+
+    source: str = "sotu"
+    """A built-in text (sotu, kjv), a text file, a folder of them, or a JSON-lines file."""
+    vocabulary: int = 4096
+    """Tokens to train for, at most; a given ``tokenizer`` brings its own number instead."""
+    tokenizer: str | None = None
+    """Path of a tokenizer.json to use instead of training one."""
+    validation: int = 10
+    """Every tenth document is for validation; a text of fewer than 20 gives its last tenth."""
+    prepared: str | None = None
+    """Folder where token files are kept and shared between runs; by default inside the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("source", "tokenizer", "prepared"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty; name a path or leave the setting out.")
+        if not SMALLEST_VOCABULARY <= self.vocabulary <= LARGEST_VOCABULARY:
+            raise ValueError(
+                f"vocabulary={self.vocabulary} is outside {SMALLEST_VOCABULARY} (256 bytes and "
+                f"two special tokens) to {LARGEST_VOCABULARY}; 4096 suits a few megabytes."
+            )
+        if self.validation < 2:
+            raise ValueError(
+                f"validation={self.validation} would leave nothing to train on; "
+                "10 keeps every tenth document for validation."
+            )

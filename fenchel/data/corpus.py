@@ -1,0 +1,347 @@
+"""A text to token files: two streams of ids, the tokenizer, and the facts of both.
+
+    train.bin, validation.bin   END d1 END d2 END ...   ids as uint16, uint32 for V > 65536
+    tokenizer.json              trained on the training stream only, or the one that was given
+    facts.json                  ``CorpusFacts``
+    manifest.json               the recipe they were made by, sizes and SHA-256 (fenchel/files.py)
+
+Each stream begins with END, so that every byte of the text is predicted from something.
+The recipe is the hash of the text, the split and the tokenizer asked for; a folder with the
+same recipe and every checksum right is used again, however old its files and wherever the
+text lies now. The text is read three times (measured, trained on, encoded) in blocks.
+"""
+
+import errno
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fenchel.config import from_mapping
+from fenchel.data import tokens
+from fenchel.data.config import TextConfig
+from fenchel.data.split import Part, Split
+from fenchel.data.text import Document, Tally, Text, open_text
+from fenchel.data.tokens import Ids
+from fenchel.files import MANIFEST, Damaged, NoSpace, committed, read_json, require_space, verify
+from fenchel.files import sha256 as file_sha256
+
+Report = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, and how much there is: for a progress bar."""
+
+_KIND, _VERSION = "tokens", 1
+_TOKENIZER, _FACTS = "tokenizer.json", "facts.json"
+_STREAMS = ("train.bin", "validation.bin")  # indexed by whether a part is for validation
+_OURS = {*_STREAMS, _TOKENIZER, _FACTS, MANIFEST}
+_BLOCK = 8 * 2**20  # bytes of text encoded at once
+_BETWEEN = b"\f"  # separates documents where a baseline reads them as bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusFacts:
+    """What a run records of its text, and compares before it goes on."""
+
+    text_name: str
+    text_sha256: str
+    tokenizer_sha256: str
+    split: str
+    """The rule in words."""
+    documents: int
+    vocabulary: int
+    """Tokens the tokenizer has, which may be fewer than were asked for."""
+    train_bytes: int
+    validation_bytes: int
+    train_tokens: int
+    validation_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Token files, open for reading."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    train: Ids
+    """Ids to train on, memory-mapped: (N,)."""
+    validation: Ids
+    """Ids to judge by, memory-mapped: (N,)."""
+    facts: CorpusFacts
+    source: str
+    """Where the text was read from, for the baselines, which read it again."""
+    recipe: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Corpus":
+        """The token files in ``folder``, after every byte of them was checked."""
+        manifest = verify(folder)
+        if manifest.get("kind") != _KIND:
+            raise ValueError(f"{folder} does not hold token files.")
+        if manifest.get("version") != _VERSION:
+            raise ValueError(
+                f"{folder} was written by a newer fenchel (version {manifest.get('version')} "
+                f"of the token files, {_VERSION} is known); upgrade, or make them anew elsewhere."
+            )
+        facts = _read_facts(folder / _FACTS)
+        tokenizer = tokens.load_tokenizer(folder / _TOKENIZER)
+        if tokenizer.get_vocab_size() != facts.vocabulary:
+            raise Damaged(f"{folder / _TOKENIZER} has not as many tokens as {_FACTS} says.")
+        return cls(
+            folder=folder,
+            tokenizer=tokenizer,
+            train=_map(folder / _STREAMS[False], facts.train_tokens, facts.vocabulary),
+            validation=_map(folder / _STREAMS[True], facts.validation_tokens, facts.vocabulary),
+            facts=facts,
+            source=manifest["source"],
+            recipe=manifest["recipe"],
+        )
+
+    def train_text(self, limit: int | None = None) -> bytes:
+        """The training text read again, documents parted by form feeds, ``limit`` bytes at most."""
+        return self._text(limit, validation=False)
+
+    def validation_text(self, limit: int | None = None) -> bytes:
+        """The validation text read again, likewise."""
+        return self._text(limit, validation=True)
+
+    def _text(self, limit: int | None, *, validation: bool) -> bytes:
+        tally = Tally()
+        facts = self.facts
+        bytes_read = facts.train_bytes + facts.validation_bytes
+        split = Split(self.recipe["validation"], facts.documents, bytes_read)
+        found, size = [], 0
+        for part in split.parts(tally.watch(open_text(self.source).documents())):
+            if part.validation == validation:
+                found.append(part.document.text.encode())
+                size += len(found[-1]) + len(_BETWEEN)
+                if limit is not None and size - len(_BETWEEN) >= limit:
+                    return _BETWEEN.join(found)[:limit]  # the rest was not read, nor checked
+        _require_same(facts.text_sha256, tally.sha256(), self.source)
+        return _BETWEEN.join(found)
+
+
+def prepare(config: TextConfig, folder: Path, *, report: Report | None = None) -> Corpus:
+    """Make the token files of a text in ``folder``, or use those that are there.
+
+    The caller says where: inside the run, or in ``config.prepared``. Files that are damaged
+    are made again; a folder that holds another text, or anything else, is left alone and
+    refused.
+    """
+    report = report or _silence
+    text = open_text(config.source)
+    tally = _measure(text, report)
+    given = None if config.tokenizer is None else _read_tokenizer(Path(config.tokenizer))
+    recipe = {
+        "text": tally.sha256(),
+        "validation": config.validation,
+        "tokenizer": f"trained for {config.vocabulary}" if given is None else _sha256(given),
+    }
+    if (corpus := _reusable(folder, recipe)) is None:
+        _make(config, folder, text, tally, recipe, given, report)
+        corpus = Corpus.open(folder)
+    return replace(corpus, source=text.source)
+
+
+def _measure(text: Text, report: Report) -> Tally:
+    tally = Tally()
+    size = text.size
+    for _ in tally.watch(text.documents()):
+        report("reading the text", min(tally.bytes, size), size)
+    report("reading the text", size, size)
+    return tally
+
+
+def _read_tokenizer(path: Path) -> bytes:
+    tokens.load_tokenizer(path.expanduser())  # refused before any work is done
+    return path.expanduser().read_bytes()
+
+
+def _reusable(folder: Path, recipe: Mapping[str, Any]) -> Corpus | None:
+    """The corpus in ``folder`` if it was made by ``recipe``; None if it must be made."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir() or not {file.name for file in folder.iterdir()} <= _OURS:
+        raise ValueError(f"{folder} holds something other than token files; name another folder.")
+    try:
+        corpus = Corpus.open(folder)
+    except Damaged:
+        return None
+    there = corpus.recipe
+    if there != recipe:
+        changed = next(key for key in recipe if there.get(key) != recipe[key])
+        raise ValueError(
+            f"{folder} holds token files with another {changed} ({there.get(changed)}, now "
+            f"{recipe[changed]}); name another folder, or remove it to make them anew."
+        )
+    return corpus
+
+
+def _make(
+    config: TextConfig,
+    folder: Path,
+    text: Text,
+    tally: Tally,
+    recipe: Mapping[str, Any],
+    given: bytes | None,
+    report: Report,
+) -> None:
+    split = Split(config.validation, tally.documents, tally.bytes)
+    header = {"kind": _KIND, "version": _VERSION, "recipe": recipe, "source": text.source}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    require_space(folder.parent, tally.bytes // 2)  # about four bytes a token, two for its id
+    with _first_wins(folder), committed(folder, header) as fresh:
+        if given is None:
+            trained = _train(text, split, config.vocabulary, report)
+            given = trained.to_str(pretty=True).encode()
+        (fresh / _TOKENIZER).write_bytes(given)
+        tokenizer = tokens.load_tokenizer(fresh / _TOKENIZER)
+        facts = _encode(fresh, text, split, tokenizer, tally.sha256(), report)
+        (fresh / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
+        _remove_damaged(folder)
+
+
+@contextmanager
+def _first_wins(folder: Path) -> Iterator[None]:
+    """Two runs may make the same files at once; the second finds those of the first."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise NoSpace(f"no space: {folder.parent} is full; free some and try again.") from None
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+
+
+def _remove_damaged(folder: Path) -> None:
+    if folder.exists():
+        for name in _OURS:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _train(text: Text, split: Split, vocabulary: int, report: Report) -> Tokenizer:
+    """A tokenizer of the training stream, or of documents spread evenly over a large one."""
+    stride = math.ceil(split.bytes / tokens.TRAINED_ON)
+    total = split.bytes // stride
+
+    def sample() -> Iterator[str]:
+        done = 0
+        parts = (part for part in split.parts(text.documents()) if not part.validation)
+        for part in islice(parts, 0, None, stride):
+            yield part.document.text
+            done += len(part.document.text.encode())
+            report("training the tokenizer", min(done, total), total)
+
+    report("training the tokenizer", 0, total)
+    tokenizer = tokens.train_tokenizer(sample(), vocabulary)
+    report("training the tokenizer", total, total)
+    return tokenizer
+
+
+def _encode(
+    folder: Path, text: Text, split: Split, tokenizer: Tokenizer, sha256: str, report: Report
+) -> CorpusFacts:
+    """Write both streams and return the facts."""
+    end = tokens.end_id(tokenizer)
+    dtype = _dtype(tokenizer.get_vocab_size())
+    tally = Tally()
+    bytes_of, tokens_of = [0, 0], [1, 1]
+    with (folder / _STREAMS[False]).open("wb") as train, (folder / _STREAMS[True]).open("wb") as v:
+        files = (train, v)
+        for file in files:
+            file.write(np.array([end], dtype).tobytes())
+        for block in _blocks(split.parts(tally.watch(text.documents()))):
+            rows = tokens.encode_batch(tokenizer, [part.document.text for part in block])
+            for part, row in zip(block, rows, strict=True):
+                if part.validation:
+                    _require_exact(tokenizer, row, part.document)
+                files[part.validation].write(np.array([*row, end], dtype).tobytes())
+                bytes_of[part.validation] += len(part.document.text.encode())
+                tokens_of[part.validation] += len(row) + 1
+            report("encoding the text", min(sum(bytes_of), split.bytes), split.bytes)
+    _require_same(sha256, tally.sha256(), text.source)
+    for validation, name in enumerate(("train on", "judge by")):
+        if not bytes_of[validation]:
+            raise ValueError(
+                f"{text.source} has {tally.bytes} bytes in {tally.documents} documents, which "
+                f"leaves nothing to {name} ({split}); use more text."
+            )
+    return CorpusFacts(
+        text_name=text.name,
+        text_sha256=sha256,
+        tokenizer_sha256=file_sha256(folder / _TOKENIZER),
+        split=str(split),
+        documents=tally.documents,
+        vocabulary=tokenizer.get_vocab_size(),
+        train_bytes=bytes_of[False],
+        validation_bytes=bytes_of[True],
+        train_tokens=tokens_of[False],
+        validation_tokens=tokens_of[True],
+    )
+
+
+def _blocks(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    block: list[Part] = []
+    size = 0
+    for part in parts:
+        block.append(part)
+        size += len(part.document.text)
+        if size >= _BLOCK:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _require_exact(tokenizer: Tokenizer, ids: list[int], document: Document) -> None:
+    """Bits per byte mean something only if the tokens hold all the bytes."""
+    if tokens.decode(tokenizer, ids) != document.text:
+        raise ValueError(
+            f"the tokenizer does not give back the text of {document.name!r} that it was given, "
+            "so bits per byte would be wrong; use one that loses nothing, or train one."
+        )
+
+
+def _require_same(expected: str, came: str, source: str) -> None:
+    if came != expected:
+        raise ValueError(
+            f"{source} has changed since its tokens were made "
+            f"(SHA-256 {came[:16]}, was {expected[:16]}); prepare it again."
+        )
+
+
+def _read_facts(path: Path) -> CorpusFacts:
+    try:
+        return from_mapping(CorpusFacts, read_json(path))
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"{path} does not hold the facts of a text ({error}).") from None
+
+
+def _map(path: Path, count: int, vocabulary: int) -> Ids:
+    dtype = _dtype(vocabulary)
+    size = path.stat().st_size if path.is_file() else 0
+    if size != count * dtype.itemsize or not count:
+        raise Damaged(f"{path} has {size} bytes, {count} tokens of {dtype.itemsize} were expected.")
+    ids = np.memmap(path, dtype, mode="r")
+    if (largest := int(ids.max())) >= vocabulary:
+        raise Damaged(f"{path} holds the token {largest}; there are {vocabulary}.")
+    return ids
+
+
+def _dtype(vocabulary: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+
+
+def _silence(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

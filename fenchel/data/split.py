@@ -1,0 +1,69 @@
+"""Documents to two streams: most to train on, the rest to judge by.
+
+With ``every`` = k, documents k, 2k, 3k, ... are for validation, so that both streams sample
+the whole text. A text of fewer than 2k documents is divided by length instead: its last k-th
+is for validation, cut at a line end where there is one nearby.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fenchel.data.text import Document
+
+
+class Part(NamedTuple):
+    """A document, or a part of one, and the stream it belongs to."""
+
+    validation: bool
+    document: Document
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rule for a text of ``documents`` documents and ``bytes`` bytes."""
+
+    every: int
+    documents: int
+    bytes: int
+
+    @property
+    def by_document(self) -> bool:
+        """Whether there are enough documents to take every k-th."""
+        return self.documents >= 2 * self.every
+
+    def __str__(self) -> str:
+        if self.by_document:
+            return f"every {_ordinal(self.every)} of {self.documents} documents is for validation"
+        return f"the last {_ordinal(self.every)} of the text is for validation"
+
+    def parts(self, documents: Iterable[Document]) -> Iterator[Part]:
+        """Each document with its stream, in order; at the cut one document becomes two."""
+        if self.by_document:
+            for number, document in enumerate(documents, start=1):
+                yield Part(number % self.every == 0, document)
+        else:
+            yield from self._parts_by_length(documents)
+
+    def _parts_by_length(self, documents: Iterable[Document]) -> Iterator[Part]:
+        left = self.bytes - self.bytes // self.every  # bytes still to train on
+        for name, text in documents:
+            size = len(text.encode())
+            head = text if size <= left else text[: _cut(text, left)]
+            left = max(0, left - size)
+            if head:
+                yield Part(False, Document(name, head))
+            if tail := text[len(head) :]:
+                yield Part(True, Document(name, tail))
+
+
+def _cut(text: str, at: int) -> int:
+    """The character at or before byte ``at``, moved past a line end if one follows soon."""
+    start = len(text.encode()[:at].decode(errors="ignore"))
+    line = text.find("\n", start, start + (len(text) - start) // 2) if start else -1
+    return start if line < 0 else line + 1
+
+
+def _ordinal(k: int) -> str:
+    ending = "th" if k % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(k % 10, "th")
+    return f"{k}{ending}"

@@ -1,0 +1,225 @@
+"""Text to token ids and back: byte-level byte-pair encoding.
+
+A text is UTF-8 bytes; training merges the most frequent neighbours again and again until the
+vocabulary is full. Every byte is a token of its own, so any string has ids and no unknown
+token is needed, and decoding gives back the string that was encoded, exactly.
+
+    id 0  ``END``   after every document, and before the first
+    id 1  ``PAD``   fills rows of unequal length; never in a text
+    then 256 bytes, then the merges in the order they were found
+
+Control tokens come from us, never from a text: text that spells ``<|end|>`` becomes the
+tokens of those seven characters. A tokenizer.json from elsewhere is hostile until checked.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
+from fenchel.files import read_json
+
+Ids = np.ndarray[Any, np.dtype[Any]]
+"""Token ids in a row, or rows of them."""
+END = "<|end|>"
+PAD = "<|pad|>"
+TRAINED_ON = 2**26
+"""The most bytes a vocabulary is trained on; more changes it little."""
+
+_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_PADS = (PAD, "<pad>", "[PAD]")
+_FILE_LIMIT = 48 * 2**20  # the largest in use, of 256,000 tokens, is 33 MB
+_SPECIAL_LIMIT = 256  # characters in an added token
+_GROWTH_LIMIT = 64  # characters that replacements may make of one
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """A tokenizer of at most ``vocabulary`` tokens; reads ``TRAINED_ON`` bytes at most."""
+    if not SMALLEST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
+        raise ValueError(
+            f"vocabulary={vocabulary} is outside {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY}."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    # The pattern behind use_regex parts letters from signs, so no merge can ever spell END
+    # or PAD: a merge that did would take the id of the control token.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with _rust("train a tokenizer"):
+        tokenizer.train_from_iterator(_at_most(TRAINED_ON, texts), trainer)
+    return _spell_out_specials(tokenizer)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json from a file nobody has vouched for; ValueError says what is wrong."""
+    raw = read_json(path, limit=_FILE_LIMIT)
+    _check_added(raw, path)
+    _check_growth(raw, path)
+    # These belong to somebody's pipeline; here a text has one encoding, of its own length.
+    raw["truncation"] = raw["padding"] = None
+    if isinstance(model := raw.get("model"), dict) and model.get("dropout"):
+        model["dropout"] = None
+    with _rust(f"read {path}"):
+        tokenizer = Tokenizer.from_str(json.dumps(raw))
+    _check_ids(tokenizer, path)
+    if _first_special(tokenizer, _ENDS) is None:
+        raise ValueError(
+            f"{path} has no special token that ends a document; it needs one of {', '.join(_ENDS)}."
+        )
+    _spell_out_specials(tokenizer)
+    with _rust(f"use {path}"):  # what only breaks in use breaks here, before any work
+        tokenizer.decode(tokenizer.encode("Ab 12\n\té中😀").ids)
+    return tokenizer
+
+
+def end_id(tokenizer: Tokenizer) -> int:
+    """The token that ends a document, and stands before the first."""
+    end = _first_special(tokenizer, _ENDS)
+    if end is None:
+        raise ValueError(f"the tokenizer has no special token among {', '.join(_ENDS)}.")
+    return end
+
+
+def pad_id(tokenizer: Tokenizer) -> int:
+    """The token that fills rows; a tokenizer that has none fills with its end."""
+    pad = _first_special(tokenizer, _PADS)
+    return end_id(tokenizer) if pad is None else pad
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text, with no control token among them."""
+    return encode_batch(tokenizer, [text])[0]
+
+
+def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """``encode`` of many texts, on all cores."""
+    for text in texts:
+        if not _is_unicode(text):
+            raise ValueError("the text holds half a surrogate pair, which no UTF-8 text can.")
+    with _rust("encode the text"):
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        rows = [row.ids for row in encoded]
+    # A model that holds the whole spelling as a piece can still choose it.
+    control = _control_ids(tokenizer)
+    for row in rows:
+        if not control.isdisjoint(row):
+            spelt = tokenizer.id_to_token(next(i for i in row if i in control))
+            raise ValueError(
+                f"the text spells {spelt!r}, which this tokenizer makes a control token; "
+                "take it out of the text or use another tokenizer."
+            )
+    return rows
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text of some ids; control tokens are left out, half a character becomes U+FFFD."""
+    with _rust("decode the tokens"):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+@contextmanager
+def _rust(doing: str) -> Iterator[None]:
+    """The one boundary to the library beneath: whatever goes wrong there is a ValueError."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, OSError, ValueError):
+        raise
+    except BaseException as error:  # a Rust panic is a BaseException and not an Exception
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"cannot {doing}: {reason}.") from None
+
+
+def _at_most(limit: int, texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        limit -= len(text.encode())
+        if limit < 0:
+            return
+        yield text
+
+
+def _spell_out_specials(tokenizer: Tokenizer) -> Tokenizer:
+    # The switch is not kept in tokenizer.json, so it is set each time one is made or read.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_special(tokenizer: Tokenizer, spellings: Sequence[str]) -> int | None:
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: id for id, token in added.items() if token.special}
+    return next((special[s] for s in spellings if s in special), None)
+
+
+def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    added = tokenizer.get_added_tokens_decoder()
+    unknown = getattr(tokenizer.model, "unk_token", None)  # says "not in here", controls nothing
+    return frozenset(id for id, t in added.items() if t.special and t.content != unknown)
+
+
+def _check_added(raw: dict[str, Any], path: Path) -> None:
+    added = raw.get("added_tokens", [])
+    if not isinstance(added, list):
+        raise ValueError(f"{path} should list its added_tokens, got {type(added).__name__}.")
+    for token in added:
+        content = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(content, str) or not 0 < len(content) <= _SPECIAL_LIMIT:
+            raise ValueError(
+                f"{path} has an added token that is not a string "
+                f"of 1 to {_SPECIAL_LIMIT} characters."
+            )
+
+
+def _check_growth(raw: dict[str, Any], path: Path) -> None:
+    """Refuse replacements that, one after another, could turn a little text into a lot."""
+    growth = prod(_growth(part) for part in _typed_parts(raw) if part["type"] == "Replace")
+    if growth > _GROWTH_LIMIT:
+        raise ValueError(
+            f"{path} replaces one character by as many as {growth}; "
+            f"more than {_GROWTH_LIMIT} is refused."
+        )
+
+
+def _growth(replace: dict[str, Any]) -> int:
+    size = len(str(replace.get("content", "")))
+    pattern = replace.get("pattern")
+    literal = isinstance(pattern, dict) and bool(pattern.get("String"))
+    return max(1, size if literal else 1 + size)  # an empty match adds to what is there
+
+
+def _typed_parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    waiting: list[Any] = [v for k, v in raw.items() if k not in ("model", "added_tokens")]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if "type" in value:
+                yield value
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+def _check_ids(tokenizer: Tokenizer, path: Path) -> None:
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if len(set(ids)) != len(ids) or max(ids, default=-1) != len(ids) - 1:
+        raise ValueError(
+            f"{path} has {len(ids)} tokens and its ids run to {max(ids, default=-1)}; "
+            "every id from 0 must belong to exactly one token."
+        )

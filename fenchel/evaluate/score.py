@@ -1,0 +1,72 @@
+"""How well a model predicts a text.
+
+    loss           mean over targets of -log p(target | what came before), in nats
+    perplexity     exp(loss): of a uniform model it is V. It depends on the tokenizer
+    bits_per_byte  sum of the losses / (bytes of the text x log 2). It does not
+
+Every token but the first is a target exactly once. A target is predicted with at least half a
+context before it, except near the start of the text.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fenchel.data import Ids, encode, end_id, open_text, windows
+
+
+class Score(NamedTuple):
+    """A model on a text."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    ids: Ids,
+    *,
+    bytes: int,
+    context: int,
+    limit: int | None = None,
+    batch: int = 32,
+) -> Score:
+    """Read ``ids``, the tokens of ``bytes`` bytes; at most the first ``limit`` of them.
+
+    Of a text that is read in part, the bytes are taken in proportion to its tokens.
+    """
+    part = ids if limit is None else ids[: limit + 1]
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    for window in windows(part, context=context, stride=max(1, context // 2), batch=batch):
+        logits = model(window.inputs.to(device))
+        losses = cross_entropy(
+            logits.flatten(0, 1).float(), window.targets.to(device).flatten(), reduction="none"
+        )
+        scored = window.scored.to(device).flatten()
+        total += float((losses * scored).sum(dtype=torch.float64))
+        count += int(scored.sum())
+    model.train(was_training)
+    loss = total / count
+    read = bytes * len(part) / len(ids)
+    return Score(loss, math.exp(min(loss, 700.0)), total / (read * math.log(2.0)), count)
+
+
+def text_ids(tokenizer: Tokenizer, source: str) -> tuple[Ids, int]:
+    """The ids of a whole text, each document after an end, and its bytes."""
+    end, size = end_id(tokenizer), 0
+    found = [end]
+    for document in open_text(source).documents():
+        found += [*encode(tokenizer, document.text), end]
+        size += len(document.text.encode())
+    return np.array(found, dtype=np.uint32), size

@@ -1,0 +1,379 @@
+"""The whole flow on one page: settings in, run directory out.
+
+    text -> tokens -> batches -> model -> loss -> optimiser -> run directory -> report
+
+Each stage is a package; here they are handed to one another and nothing else happens.
+``begin`` starts a run, ``resume`` goes on with one, and both end in the same ``_carry_out``.
+"""
+
+import time
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from fenchel.config import from_mapping, to_mapping
+from fenchel.data import (
+    Batch,
+    Batches,
+    Corpus,
+    Ids,
+    TextConfig,
+    decode,
+    end_id,
+    open_text,
+    prepare,
+)
+from fenchel.evaluate import (
+    Score,
+    attention_health,
+    attention_maps,
+    bzip2_bits,
+    ngram_bits,
+    score,
+)
+from fenchel.files import locked, read_json, sweep, write_atomic
+from fenchel.generate import generate
+from fenchel.model import ModelConfig, Transformer
+from fenchel.optim import OptimConfig, Together, build_optimiser, build_schedule
+from fenchel.report import page
+from fenchel.train import (
+    Listener,
+    Loop,
+    Outcome,
+    Pace,
+    Progress,
+    RunDir,
+    Stepper,
+    TrainConfig,
+    checkpoint,
+    environment,
+    measure,
+    seconds,
+)
+
+TOKENS = "tokens"
+"""Folder of a run's token files, unless they are shared."""
+BASELINE_BYTES = 64 * 2**20
+"""A longer text than this would need a table too large; its baselines are left out."""
+EVALUATION_SHARE = 0.1
+"""Part of a time budget that is left to evaluations and checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Every setting of a run, by stage."""
+
+    seed: int = 0
+    """The only source of chance: initial weights, order of batches, dropout, the sample."""
+    text: TextConfig = field(default_factory=TextConfig)
+    model: ModelConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+class Watch(Listener, Protocol):
+    """A listener that also sees the stages before training."""
+
+    def stage(self, what: str, done: int, total: int) -> None:
+        """``done`` of ``total`` of something slow."""
+
+
+def settings(mapping: Mapping[str, Any]) -> RunConfig:
+    """Nested plain values to settings; the vocabulary is the tokenizer's unless given."""
+    model = dict(mapping.get("model", {}))
+    text = mapping.get("text", {})
+    model.setdefault("vocabulary", text.get("vocabulary", TextConfig().vocabulary))
+    return from_mapping(RunConfig, {**mapping, "model": model})
+
+
+def fresh_path(parent: Path, config: RunConfig) -> Path:
+    """A folder name for a run that begins now: runs/2026-11-15_143205_sotu."""
+    name = Path(config.text.source).stem or "text"
+    return parent / f"{time.strftime('%Y-%m-%d_%H%M%S')}_{name}"
+
+
+def begin(config: RunConfig, path: Path, watch: Watch) -> Outcome:
+    """A new run in ``path``: text to tokens, a fresh model, training, the report."""
+    run = RunDir(path)
+    run.create()
+    with locked(path):
+        sweep(path)
+        corpus = prepare(config.text, path / TOKENS, report=watch.stage)
+        config = _fit_vocabulary(config, corpus)
+        batches = _batches(config, corpus.train)
+        config = _resolve(config, batches, watch)
+        _keep_corpus(run, corpus)
+        run.write_settings(to_mapping(config))
+        return _carry_out(config, run, corpus, batches, watch)
+
+
+def resume(
+    path: Path, watch: Watch, *, changes: Mapping[str, Any], accept_new_text: bool = False
+) -> Outcome:
+    """Go on with the run in ``path`` from its newest intact checkpoint."""
+    run = RunDir(path)
+    before = run.read_settings()
+    with locked(path):
+        sweep(path)
+        sweep(run.checkpoints)
+        config = settings(_changed(before, changes, watch))
+        corpus = open_corpus(path)
+        if _text_changed(config.text.source, corpus, watch, accept_new_text):
+            if corpus.folder == path / TOKENS:
+                corpus.folder.rename(path / f"{TOKENS}-{corpus.facts.text_sha256[:12]}")
+            same_ids = replace(config.text, tokenizer=str(path / "tokenizer.json"))
+            corpus = prepare(same_ids, path / TOKENS, report=watch.stage)
+            _keep_corpus(run, corpus)
+        if changes:
+            run.write_settings(to_mapping(config))
+        return _carry_out(config, run, corpus, _batches(config, corpus.train), watch)
+
+
+def open_corpus(path: Path) -> Corpus:
+    """The token files that the run in ``path`` reads."""
+    facts = read_json(path / "text.json")
+    return Corpus.open(path / str(facts["folder"]))
+
+
+def _carry_out(
+    config: RunConfig, run: RunDir, corpus: Corpus, batches: Batches, watch: Watch
+) -> Outcome:
+    torch.set_num_threads(config.train.threads or torch.get_num_threads())
+    device = _device(config.train.device)
+    model = _model(config).to(device)
+    optimiser = build_optimiser(model, config.optim)
+    progress = _restore(run, model, optimiser, watch)
+    steps = config.train.steps
+    assert steps is not None  # _resolve said it, or the run's own settings
+    run.write_json("environment.json", environment(device))
+    run.write_json("summary.json", {"status": "running", "step": progress.step, "steps": steps})
+
+    def validate(model: nn.Module, limit: int | None = config.train.evaluate_tokens) -> Score:
+        return score(
+            model,
+            corpus.validation,
+            bytes=corpus.facts.validation_bytes,
+            context=config.model.context,
+            limit=limit,
+        )
+
+    def probe(model: nn.Module, batch: Batch) -> dict[str, list[float]]:
+        return attention_health(model, batch.inputs[:2])
+
+    outcome = Loop(
+        Stepper(
+            model,
+            batches,
+            optimiser,
+            build_schedule(config.optim, steps),
+            config=config.train,
+            seed=config.seed,
+        ),
+        steps=steps,
+        run=run,
+        settings=to_mapping(config.model),
+        validate=lambda model: validate(model)._asdict(),
+        probe=probe,
+        listener=watch,
+        progress=progress,
+    ).train()
+
+    summary: dict[str, Any] = {
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "steps": steps,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "text": asdict(corpus.facts),
+        **asdict(outcome.progress),
+    }
+    if outcome.status == "finished":
+        watch.say("Reading all of the validation text, and the baselines.")
+        summary["validation"] = validate(model, None)._asdict()
+        summary["baselines"] = baselines(corpus)
+    run.write_json("summary.json", summary)
+    if outcome.status != "diverged":
+        run.write_json("sample.json", sample(model, corpus, seed=config.seed))
+    page(run.path)
+    return outcome
+
+
+def baselines(corpus: Corpus) -> dict[str, float]:
+    """Bits per byte without a model: bzip2 of the whole text, a table of n-grams."""
+    if corpus.facts.train_bytes > BASELINE_BYTES:
+        return {}
+    train, test = corpus.train_text(), corpus.validation_text()
+    return {"bzip2": bzip2_bits(train + test), "ngram5": ngram_bits(train, test, order=5)}
+
+
+def sample(model: Transformer, corpus: Corpus, *, seed: int, tokens: int = 160) -> dict[str, Any]:
+    """A continuation of the validation text's first words, and the maps of its first line."""
+    device = model.read_weight.device
+    ids = torch.from_numpy(corpus.validation[:64].astype("int64")).to(device)
+    short = min(len(ids), model.config.context, 48)
+    maps_LHTT = attention_maps(model, ids[None, :short])
+    prompt = ids[: min(16, short)]
+    drawn = generate(
+        model,
+        prompt[None],
+        max_new_tokens=tokens,
+        temperature=0.8,
+        top_p=0.95,
+        stop=[end_id(corpus.tokenizer)],
+        generator=torch.Generator(device).manual_seed(seed),
+    )[0]
+    data = (maps_LHTT.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu().numpy().tobytes()
+    return {
+        "prompt": decode(corpus.tokenizer, prompt.tolist()),
+        "text": decode(corpus.tokenizer, drawn[len(prompt) :].tolist()),
+        "sentence": decode(corpus.tokenizer, ids[:short].tolist()),
+        "tokens": [decode(corpus.tokenizer, [i]) for i in ids[:short].tolist()],
+        "attention": {
+            "layers": maps_LHTT.shape[0],
+            "heads": maps_LHTT.shape[1],
+            "size": short,
+            "scale": "sqrt",
+            "data": b64encode(data).decode(),
+        },
+    }
+
+
+def _keep_corpus(run: RunDir, corpus: Corpus) -> None:
+    """Record in the run which token files it reads, and keep its tokenizer."""
+    inside = corpus.folder == run.path / TOKENS
+    folder = TOKENS if inside else str(corpus.folder.resolve())
+    run.write_json("text.json", {"folder": folder, **asdict(corpus.facts)})
+    write_atomic(run.path / "tokenizer.json", (corpus.folder / "tokenizer.json").read_bytes())
+
+
+def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
+    """The tokenizer's size, unless the settings ask for more rows than it has ids."""
+    size = corpus.tokenizer.get_vocab_size()
+    asked = config.model.vocabulary
+    if asked < size:
+        raise ValueError(f"model.vocabulary={asked} is fewer than the tokenizer's {size} ids.")
+    given = asked != config.text.vocabulary
+    return config if given else replace(config, model=replace(config.model, vocabulary=size))
+
+
+def _batches(config: RunConfig, ids: Ids) -> Batches:
+    return Batches(
+        ids, batch=config.train.batch, context=config.model.context, seed=config.seed
+    )
+
+
+def _model(config: RunConfig) -> Transformer:
+    return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={name!r} cannot be used here: {reason}") from None
+    return torch.device(name)
+
+
+def _resolve(config: RunConfig, batches: Batches, watch: Watch) -> RunConfig:
+    """Threads and, from a time budget, steps: measured once, then part of the settings."""
+    pace, parameters = _trial(config, batches)
+    steps = config.train.steps
+    if steps is None:
+        budget = seconds(config.train.budget or "")
+        steps = max(1, int(budget * (1.0 - EVALUATION_SHARE) / pace.seconds))
+    watch.say(
+        f"{parameters:,} parameters; {1e3 * pace.seconds:.0f} ms a step with "
+        f"{pace.threads} threads; {steps:,} steps."
+    )
+    return replace(config, train=replace(config.train, threads=pace.threads, steps=steps))
+
+
+def _trial(config: RunConfig, batches: Batches) -> tuple[Pace, int]:
+    """How fast steps of this run are, on a model that is thrown away, and its parameters."""
+    model = _model(config).to(_device(config.train.device))
+    take = Stepper(
+        model,
+        batches,
+        build_optimiser(model, config.optim),
+        lambda step: 1.0,
+        config=config.train,
+        seed=config.seed,
+    )
+    pace = measure(lambda: take(0), threads=config.train.threads)
+    return pace, sum(p.numel() for p in model.parameters())
+
+
+def speed() -> tuple[Pace, int]:
+    """The pace of the default run on random tokens, and the tokens of one of its steps."""
+    config = settings({})
+    size = config.train.batch * config.model.context
+    ids = np.random.default_rng(0).integers(config.model.vocabulary, size=2 * size)
+    return _trial(config, _batches(config, ids))[0], size
+
+
+def _restore(run: RunDir, model: nn.Module, optimiser: Together, watch: Watch) -> Progress:
+    """Fill the model from the newest intact checkpoint, and forget metrics past it."""
+    folder, passed_over = checkpoint.newest(run.checkpoints)
+    for sentence in passed_over:
+        watch.say(sentence)
+    if folder is None:
+        if passed_over:
+            raise ValueError(
+                f"none of the checkpoints in {run.checkpoints} is intact; "
+                "start a new run, or restore one of them from a backup."
+            )
+        run.rewind(0)
+        return Progress()
+    progress = checkpoint.restore(folder, model, optimiser)
+    if lost := run.rewind(progress.metrics_bytes):
+        watch.say(lost)
+    watch.say(f"Resuming from {folder.name}.")
+    return progress
+
+
+def _changed(
+    before: Mapping[str, Any], changes: Mapping[str, Any], watch: Watch
+) -> Mapping[str, Any]:
+    """Settings of a run with some of them changed: refused where weights would not fit."""
+    after = {key: dict(v) if isinstance(v, Mapping) else v for key, v in before.items()}
+    for section, values in changes.items():
+        for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+            name = f"{section}.{key}" if key else section
+            if section in ("model", "text"):
+                raise ValueError(
+                    f"{name} cannot change in a run that has begun; start a new run instead."
+                )
+            if key:
+                after.setdefault(section, {})[key] = value
+            else:
+                after[section] = value
+            watch.say(f"{name} is now {value}: the run goes on, no longer bit for bit as begun.")
+    return after
+
+
+def _text_changed(source: str, corpus: Corpus, watch: Watch, accept: bool) -> bool:
+    """Whether the text is another than the one the run began with; refused unless accepted."""
+    try:
+        now = open_text(source).sha256()
+    except ValueError as error:
+        watch.say(f"{error} The run goes on with its own token files.")
+        return False
+    then = corpus.facts.text_sha256
+    if now == then:
+        return False
+    if not accept:
+        raise ValueError(
+            f"the text {source!r} has changed since the run began (SHA-256 was "
+            f"{then[:12]}, is {now[:12]}); put the old text back, or go on with the new one by "
+            "--accept-new-text."
+        )
+    watch.say(f"The text has changed from {then[:12]} to {now[:12]}, as accepted.")
+    return True

@@ -1,0 +1,107 @@
+"""Settings to an optimiser: which parameters it moves how, and which of them decay.
+
+Matrices inside blocks turn a vector into a vector: they decay, and Muon may move them.
+Embeddings, the read-out, norms and biases do not decay: a rare token's row would fade
+between its visits, and a norm's gain has no reason to be small.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fenchel.optim import schedule
+from fenchel.optim.muon import Muon
+from fenchel.optim.schedule import Schedule
+from fenchel.optim.together import Together
+
+OPTIMISERS = ("muon", "adamw")
+SCHEDULES = ("hold", "cosine", "linear", "inverse_sqrt", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """How parameters move."""
+
+    optimiser: str = "muon"
+    """"muon" (matrices by Muon, the rest by AdamW) or "adamw" (everything by AdamW)."""
+    learning_rate: float = 1e-2
+    """Peak rate of AdamW."""
+    matrix_learning_rate: float = 1e-2
+    """Peak rate of Muon."""
+    weight_decay: float = 0.1
+    """Share of a matrix, times the rate, that is taken away each step."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    momentum: float = 0.95
+    """Decay of Muon's momentum."""
+    schedule: str = "hold"
+    """"hold" (plateau, then linear), "cosine", "linear", "inverse_sqrt" or "constant"."""
+    warmup: float = 0.02
+    """Share of the steps in which the rate rises."""
+    final: float = 0.0
+    """Share of the peak rate that is left at the end."""
+
+    def __post_init__(self) -> None:
+        if self.optimiser not in OPTIMISERS:
+            raise ValueError(f"optimiser={self.optimiser!r} should be one of {OPTIMISERS}.")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} should be one of {SCHEDULES}.")
+        for name in ("learning_rate", "matrix_learning_rate"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name}={getattr(self, name)} should be above 0.")
+        for name in ("warmup", "final", "beta1", "beta2", "momentum"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} should be in [0, 1).")
+        if self.weight_decay < 0.0:
+            raise ValueError(f"weight_decay={self.weight_decay} should not be negative.")
+
+
+def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:
+    """The optimiser the settings ask for, over all parameters of ``model``."""
+    matrices, others = split(model)
+    adamw = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "weight_decay": 0.0,
+        "fused": True,
+    }
+    if config.optimiser == "adamw":
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others}]
+        return Together(torch.optim.AdamW(groups, **adamw))  # type: ignore[arg-type]
+    muon = Muon(
+        matrices,
+        lr=config.matrix_learning_rate,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+    )
+    return Together(muon, torch.optim.AdamW(others, **adamw))  # type: ignore[arg-type]
+
+
+def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(matrices of linear maps inside blocks, everything else), each parameter once."""
+    inside = {
+        id(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+    }
+    matrices = [p for p in model.parameters() if id(p) in inside]
+    return matrices, [p for p in model.parameters() if id(p) not in inside]
+
+
+def build_schedule(config: OptimConfig, steps: int) -> Schedule:
+    """The factor on the peak rate at each step."""
+    warmup = round(config.warmup * steps)
+    match config.schedule:
+        case "cosine":
+            return schedule.warmup_cosine(warmup, steps, config.final)
+        case "linear":
+            return schedule.warmup_linear(warmup, steps, config.final)
+        case "inverse_sqrt":
+            return schedule.inverse_sqrt(warmup)
+        case "constant":
+            return schedule.constant()
+        case _:
+            return schedule.warmup_hold(warmup, steps, config.final)

@@ -1,0 +1,154 @@
+"""What the training loop measured at each step, as curves: loss, perplexity, rate, norm, speed.
+
+Every curve can be read against steps, tokens seen or time elapsed. A value that is not finite
+leaves a gap, and a sentence says at which steps.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fenchel.report.document import Part, picture
+from fenchel.report.headline import rivals_of
+from fenchel.report.markup import Html, element, join, notes, table
+from fenchel.report.quantities import figure
+from fenchel.report.run import Run
+from fenchel.report.series import Series, curve, rows_of, series
+
+_DECADES = 30.0  # a positive quantity that spans more than this factor is drawn on a log scale
+_AXES = {"step": "steps", "tokens": "tokens seen", "elapsed": "time"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture of one or two columns of the metrics."""
+
+    name: str
+    title: str
+    caption: str
+    columns: Mapping[str, str]
+    """Column of the metrics to its name in the legend."""
+    log: bool = False
+    zero: bool = False
+    """Whether the vertical axis begins at zero."""
+    width: str = "third"
+    """How much of a wide page it takes: "whole", "half" or "third"."""
+
+
+CHARTS = (
+    Chart(
+        "loss",
+        "Loss",
+        "Cross-entropy in nats a token, on the batch just trained on and on held-out text.",
+        {"train/loss": "training", "validation/loss": "validation"},
+        width="whole",
+    ),
+    Chart(
+        "bits",
+        "Bits per byte",
+        "Of held-out text, with the baselines as dashed lines.",
+        {"validation/bits_per_byte": "validation"},
+        width="half",
+    ),
+    Chart(
+        "perplexity",
+        "Perplexity",
+        "How many equally likely tokens the model hesitates between, on held-out text.",
+        {"validation/perplexity": "validation"},
+        log=True,
+        width="half",
+    ),
+    Chart(
+        "rate",
+        "Learning rate",
+        "As the schedule set it.",
+        {"train/learning_rate": "rate"},
+        zero=True,
+    ),
+    Chart(
+        "gradient",
+        "Gradient norm",
+        "Of all parameters together, before clipping.",
+        {"train/gradient_norm": "norm"},
+    ),
+    Chart(
+        "speed",
+        "Speed",
+        "Tokens trained on a second.",
+        {"time/tokens_per_second": "tokens a second"},
+        zero=True,
+    ),
+)
+
+
+def curves(run: Run) -> Part:
+    """The section of all charts for which there is at least one number."""
+    body: list[Html] = [notes(run.troubles.get("metrics.jsonl", ()))]
+    pictures: dict[str, Any] = {}
+    missing = []
+    figures = []
+    for chart in CHARTS:
+        columns = {label: series(run, key) for key, label in chart.columns.items()}
+        if not any(len(column.finite) for column in columns.values()):
+            missing.append(chart.title.lower())
+            continue
+        pictures[chart.name] = _data(run, chart, columns)
+        figures.append(_figure(chart, columns))
+    if figures:
+        body += [_axis_choice(pictures), element("div", *figures, class_="charts")]
+    if missing and run.rows:
+        body.append(notes([f"The metrics hold no number yet for: {', '.join(missing)}."]))
+    return Part(anchor="learning", title="Learning", body=join(body, "\n"), pictures=pictures)
+
+
+def _data(run: Run, chart: Chart, columns: Mapping[str, Series]) -> dict[str, Any]:
+    values = np.concatenate([column.finite for column in columns.values()])
+    spread = values.max() > _DECADES * values.min() > 0 if chart.name == "gradient" else chart.log
+    references = rivals_of(run.summary) if chart.name == "bits" else []
+    return {
+        "view": "lineChart",
+        "log": bool(spread and values.min() > 0),
+        "zero": chart.zero,
+        "tall": chart.width == "whole",
+        "series": [
+            {**curve(run, label, column), "tone": int(label == "validation")}
+            for label, column in columns.items()
+            if len(column.steps)
+        ],
+        "references": [{"name": name, "value": value} for name, value in references],
+    }
+
+
+def _figure(chart: Chart, columns: Mapping[str, Series]) -> Html:
+    gaps = [_gap(label, column) for label, column in columns.items()]
+    head = ("step", *columns)
+    rows = [[figure(cell) for cell in row] for row in rows_of(list(columns.values()))]
+    caption = join([chart.caption, *(f" {gap}" for gap in gaps if gap)])
+    numbers = table(head, rows, caption=f"{chart.title}, some of the steps; all are in metrics.jsonl")
+    return picture(chart.name, chart.title, caption, [numbers], width=chart.width)
+
+
+def _gap(label: str, column: Series) -> str:
+    holes = column.steps[~np.isfinite(column.values)]
+    if not len(holes):
+        return ""
+    first, last = figure(holes[0]), figure(holes[-1])
+    where = f"at step {first}" if len(holes) == 1 else f"between steps {first} and {last}"
+    many = "1 value is" if len(holes) == 1 else f"{len(holes):,} values are"
+    return f"{many} not finite ({label}, {where}) and left out of the curve."
+
+
+def _axis_choice(pictures: Mapping[str, Any]) -> Html:
+    known = {axis for data in pictures.values() for one in data["series"] for axis in one["x"]}
+    choices = (
+        element(
+            "label",
+            element("input", type="radio", name="axis", value=axis, checked=axis == "step"),
+            element("span", label),
+        )
+        for axis, label in _AXES.items()
+        if axis in known
+    )
+    return element("fieldset", element("legend", "Read all curves against"), *choices, class_="axis")

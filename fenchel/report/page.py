@@ -1,0 +1,38 @@
+"""A run directory to a page: the end of the flow.
+
+    run directory -> Run (what can be read) -> parts -> one document -> report.html
+
+The page is a function of the files alone: the same run gives the same bytes, whenever and
+wherever the page is written.
+"""
+
+from pathlib import Path
+
+from fenchel.files import write_atomic
+from fenchel.report.attention_map import attention_map
+from fenchel.report.curves import curves
+from fenchel.report.document import document
+from fenchel.report.headline import header, headline
+from fenchel.report.layers import layers
+from fenchel.report.markup import shorten
+from fenchel.report.run import Run, read
+from fenchel.report.words import environment, sample, settings
+
+PARTS = (headline, curves, layers, attention_map, sample, settings, environment)
+"""The sections in the order of the page."""
+
+
+def page(run: Path) -> Path:
+    """Write ``report.html`` in the run directory and say where it is."""
+    target = run / "report.html"
+    write_atomic(target, render(read(run)))
+    return target
+
+
+def render(run: Run) -> str:
+    """The whole page as text."""
+    return document(
+        title=f"{shorten(run.name, 200)} · fenchel",
+        header=header(run),
+        parts=[part(run) for part in PARTS],
+    )

@@ -1,0 +1,270 @@
+"""fenchel/attention/attend.py: the definition, worked numbers, shapes and refusals."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fenchel.attention import Causal, Dense, Padding, Prior, Window, attend, serves
+from fenchel.choice import Entmax, Softmax, Sparsemax
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def test_rows_are_the_definition_written_query_by_query(draw) -> None:
+    q, k, v = draw(4, 5), draw(7, 5), draw(7, 3)
+    out = attend(q, k, v, backend="reference")
+    for t in range(4):
+        s = torch.stack([q[t] @ k[i] for i in range(7)]) / 5**0.5
+        alpha = s.exp() / s.exp().sum()
+        torch.testing.assert_close(out[t], sum(alpha[i] * v[i] for i in range(7)))
+
+
+Q = torch.tensor([[1.0, 0, 1], [0, 1, 1]], dtype=torch.float64)
+K = torch.tensor([[1.0, 1, 0], [1, 0, 1]], dtype=torch.float64)
+V = torch.tensor([[2.0, 0, 1], [1, 1, 0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_the_worked_forward_pass(backend: str) -> None:
+    out, p = attend(Q, K, V, return_weights=True, backend="reference")
+    assert p.round(decimals=3).tolist() == [[0.360, 0.640], [0.5, 0.5]]
+    assert attend(Q, K, V, backend=backend).round(decimals=3).tolist() == [
+        [1.360, 0.640, 0.360],
+        [1.5, 0.5, 0.5],
+    ]
+    torch.testing.assert_close(p @ V, out)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_the_worked_forward_pass_when_causal(backend: str) -> None:
+    out = attend(Q, K, V, prior=Causal(), backend=backend)
+    torch.testing.assert_close(out, torch.tensor([[2.0, 0, 1], [1.5, 0.5, 0.5]]).double())
+
+
+@pytest.mark.parametrize("choice", [Softmax(), Softmax(2.5), Entmax(1.5)], ids=repr)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_grouped_heads_are_repeated_heads(qkv: QKV, choice, backend: str) -> None:
+    q, k, v = qkv
+    repeated = [x.repeat_interleave(2, dim=1) for x in (k, v)]
+    for prior in (None, Causal(), Padding(torch.tensor([5, 2])) + Window(3, 2)):
+        ours = attend(q, k, v, choice=choice, prior=prior, backend=backend)
+        theirs = attend(q, *repeated, choice=choice, prior=prior, backend="reference")
+        torch.testing.assert_close(ours, theirs)
+
+
+PRIORS = {
+    "none": None,
+    "causal": Causal(),
+    "strict": Causal(strict=True),
+    "window": Window(2, 1),
+    "padding": Padding(torch.tensor([5, 0])),
+    "dense": Dense(torch.randn(6, 4, 7, generator=torch.Generator().manual_seed(3))),
+    "sum": Causal() + Padding(torch.tensor([5, 3]), "left"),
+}
+every_prior = pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys())
+
+
+@every_prior
+def test_softmax_goes_to_the_fused_kernels_with_the_same_answer(
+    qkv: QKV, prior: Prior | None
+) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv)
+    for choice in (Softmax(), Softmax(1.7)):
+        for scale in (None, 0.3):
+            call = {"choice": choice, "prior": prior, "scale": scale}
+            fused = attend(q, k, v, **call, backend="sdpa")
+            plain = attend(q, k, v, **call, backend="reference")
+            torch.testing.assert_close(fused, plain)
+            torch.testing.assert_close(attend(q, k, v, **call), plain)
+            g = torch.cos(torch.arange(plain.numel(), dtype=q.dtype)).view_as(plain)
+            ours = torch.autograd.grad(fused, (q, k, v), g)
+            torch.testing.assert_close(ours, torch.autograd.grad(plain, (q, k, v), g))
+
+
+def test_a_plain_call_builds_no_mask(qkv: QKV, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv
+    seen = []
+
+    def spy(*args: object, **kwargs: object) -> Tensor:
+        seen.append((args[3:], kwargs))
+        return scaled_dot_product_attention(*args, **kwargs)
+
+    page = import_module("fenchel.attention.attend")
+    monkeypatch.setattr(page, "scaled_dot_product_attention", spy)
+    attend(q, k, v)
+    attend(q[:, :, :1], k, v, prior=Causal())  # one new query on its whole cache
+    attend(k, k, v, prior=Causal())
+    masks_and_flags = [(args[0], args[2]) for args, _ in seen]
+    assert masks_and_flags == [(None, False), (None, False), (None, True)]
+
+
+def test_a_step_with_a_cache_is_the_last_row_of_the_whole(draw) -> None:
+    q, k, v = draw(2, 6, 7, 5), draw(2, 3, 7, 5), draw(2, 3, 7, 3)
+    for choice in (Softmax(), Entmax(1.5)):
+        whole = attend(q, k, v, choice=choice, prior=Causal())
+        for T in (1, 3):
+            few = attend(q[:, :, -T:], k, v, choice=choice, prior=Causal())
+            torch.testing.assert_close(few, whole[:, :, -T:])
+
+
+def test_the_future_does_not_leak(draw) -> None:
+    q, k, v = draw(2, 6, 7, 5), draw(2, 3, 7, 5), draw(2, 3, 7, 3)
+    for choice in (Softmax(), Entmax(1.5)):
+        before = attend(q, k, v, choice=choice, prior=Causal())
+        k2, v2 = k.clone(), v.clone()
+        k2[:, :, 4:], v2[:, :, 4:] = 1e3 * draw(2, 3, 3, 5), 1e3 * draw(2, 3, 3, 3)
+        after = attend(q, k2, v2, choice=choice, prior=Causal())
+        assert torch.equal(before[:, :, :4], after[:, :, :4])
+
+
+def test_padded_keys_weigh_nothing_and_masks_multiply_nothing(qkv: QKV) -> None:
+    q, k, v = qkv
+    _, p = attend(q, k, v, prior=Padding(torch.tensor([5, 3])), return_weights=True)
+    assert (p[0, :, :, 5:] == 0).all()
+    assert (p[1, :, :, 3:] == 0).all()
+    torch.testing.assert_close(p.sum(-1), torch.ones(2, 6, 4, dtype=torch.float64))
+    # A factor 0 on the scores leaves exp(0); a factor 0 on the weights leaves rows short of 1.
+    open_ = torch.arange(7) < 5
+    z = q[0, 0] @ k[0, 0].mT / 5**0.5
+    assert (torch.softmax(z * open_, -1)[:, 5:] > 0).all()
+    assert ((torch.softmax(z, -1) * open_).sum(-1) < 1).all()
+
+
+def test_a_query_with_no_open_key_gets_zeros_where_a_large_number_would_leak(qkv: QKV) -> None:
+    q, k, v = (x.float().requires_grad_() for x in qkv)
+    for backend in ("reference", "sdpa"):
+        out = attend(q, k, v, prior=Padding(torch.tensor([0, 4])), backend=backend)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert (out[0] == 0).all()
+        assert all((g[0] == 0).all() for g in grads)
+        assert all(g.isfinite().all() for g in grads)
+    leak = attend(q, k, v, prior=Dense(torch.full((1, 7), -1e9)), backend="reference")
+    assert (leak.abs() > 1e-3).any()
+
+
+def test_a_sharp_enough_choice_is_the_best_inner_product(draw) -> None:
+    q, k, v = draw(1, 5), draw(7, 5), draw(7, 3)
+    best = (q @ k.mT).argmax()
+    torch.testing.assert_close(attend(q, k, v, choice=Softmax(1e4))[0], v[best])
+    scores = torch.tensor([[1.0, 2.0, 1.9]], dtype=torch.float64).mT  # keys of width 1, query 1
+    one = torch.ones(1, 1, dtype=torch.float64)
+    for beta, top in ((1.0, 0.44), (10.0, 0.73), (100.0, 0.99995)):
+        _, p = attend(one, scores, scores, choice=Softmax(beta), return_weights=True)
+        assert p.max().item() == pytest.approx(top, abs=0.005)
+
+
+def test_fewer_and_more_axes_are_the_same_attention(qkv: QKV) -> None:
+    q, k, v = qkv
+    for choice in (Softmax(), Sparsemax()):
+        whole = attend(q, k, v, choice=choice)
+        heads = attend(q[0], k[0], v[0], choice=choice)
+        torch.testing.assert_close(heads, whole[0])
+        one = attend(q[0, 1], k[0, 0], v[0, 0], choice=choice)
+        torch.testing.assert_close(one, whole[0, 1])
+        five = [x.unflatten(0, (2, 1)) for x in (q, k, v)]
+        torch.testing.assert_close(attend(*five, choice=choice), whole.unflatten(0, (2, 1)))
+        shared = attend(q, k[:1], v[:1], choice=choice)
+        torch.testing.assert_close(shared[1], attend(q[1], k[0], v[0], choice=choice))
+
+
+def test_dropout_keeps_the_mean_and_follows_the_seed(draw) -> None:
+    q, k, v = draw(1, 2, 3, 4), draw(1, 2, 5, 4), draw(1, 2, 5, 3)
+    call = {"choice": Sparsemax(), "dropout": 0.4}
+    torch.manual_seed(1)
+    once = attend(q, k, v, **call)
+    torch.manual_seed(1)
+    assert torch.equal(once, attend(q, k, v, **call))
+    draws = torch.stack([attend(q, k, v, **call) for _ in range(3000)])
+    torch.testing.assert_close(draws.mean(0), attend(q, k, v, choice=Sparsemax()), atol=0.1, rtol=0)
+    torch.manual_seed(1)
+    _, p = attend(q, k, v, **call, return_weights=True)
+    assert (p.sum(-1) - 1).abs().max() > 0.05  # a dropped row no longer sums to one
+
+
+def test_variance_of_a_score_with_and_without_means() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = 1.5 * torch.randn(2, 200_000, 64, generator=generator)
+    assert (q * k).sum(-1).var().item() == pytest.approx(64 * 1.5**4, rel=0.02)
+    general = 64 * (1.5**4 + 2 * 1.5**2)
+    assert general == 612
+    assert ((q + 1) * (k + 1)).sum(-1).var().item() == pytest.approx(general, rel=0.02)
+    scaled = (q * k).sum(-1) / 8
+    assert scaled.var().item() == pytest.approx(1.5**4, rel=0.02)
+
+
+def test_the_right_scale_keeps_rows_from_collapsing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 16, 64, 64, dtype=torch.float64, generator=generator)
+    entropy = {}
+    for name, scale in (("unscaled", 1.0), ("scaled", None)):
+        _, p = attend(q, k, k, scale=scale, return_weights=True)
+        entropy[name] = torch.special.entr(p).sum(-1).mean().item()
+    assert entropy["unscaled"] == pytest.approx(0.55, abs=0.03)
+    assert entropy["scaled"] == pytest.approx(3.68, abs=0.03)
+
+
+def test_a_learned_temperature_learns_in_both_back_ends(qkv: QKV) -> None:
+    q, k, v = qkv
+    beta = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    for prior in (None, Causal()):
+        grads = []
+        for backend in ("reference", "sdpa"):
+            out = attend(q, k, v, choice=Softmax(beta), prior=prior, backend=backend)
+            grads.append(torch.autograd.grad(out.square().sum(), beta)[0])
+        torch.testing.assert_close(*grads)
+        assert grads[0].abs() > 1e-3
+
+
+def test_a_learned_prior_learns_in_both_back_ends(qkv: QKV) -> None:
+    q, k, v = qkv
+    table = torch.zeros(6, 4, 7, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for backend in ("reference", "sdpa"):
+        out = attend(q, k, v, prior=Dense(table) + Causal(), backend=backend)
+        grads.append(torch.autograd.grad(out.square().sum(), table)[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_serves_says_why_a_back_end_cannot(qkv: QKV) -> None:
+    assert serves(*qkv) == dict.fromkeys(serves(*qkv), None)
+    answer = serves(*qkv, choice=Entmax(1.5))
+    assert answer["reference"] is None
+    assert "Entmax" in (answer["sdpa"] or "")
+    with pytest.raises(ValueError, match="cannot serve this call: .*Entmax"):
+        attend(*qkv, choice=Entmax(1.5), backend="sdpa")
+    with pytest.raises(ValueError, match="weights"):
+        attend(*qkv, backend="sdpa", return_weights=True)
+    with pytest.raises(ValueError, match="no back end 'fast'"):
+        attend(*qkv, backend="fast")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((2, 6, 4, 5), (2, 3, 7, 4), (2, 3, 7, 3)), "equally wide"),
+        (((2, 6, 4, 5), (2, 3, 7, 5), (2, 3, 6, 3)), "one value for each key"),
+        (((2, 6, 4, 5), (2, 4, 7, 5), (2, 4, 7, 3)), "4 heads of keys do not divide 6"),
+        (((2, 6, 4, 5), (3, 3, 7, 5), (3, 3, 7, 3)), "same batch"),
+        (((6, 4, 5), (2, 3, 7, 5), (2, 3, 7, 3)), "same number of axes"),
+        (((5,), (5,), (5,)), "2 or more"),
+    ],
+)
+@pytest.mark.parametrize("choice", [Softmax(), Sparsemax()], ids=repr)
+def test_shapes_that_do_not_fit_are_refused_in_a_sentence(
+    shapes: tuple[tuple[int, ...], ...], words: str, choice
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        attend(*map(torch.zeros, shapes), choice=choice)
+
+
+def test_other_arguments_that_do_not_fit_are_refused(qkv: QKV) -> None:
+    q, k, v = qkv
+    with pytest.raises(ValueError, match="one floating dtype"):
+        attend(q.float(), k, v)
+    with pytest.raises(ValueError, match=r"dropout .* got 1.5"):
+        attend(q, k, v, dropout=1.5)
+    with pytest.raises(ValueError, match="3 lengths for 2"):
+        attend(q, k, v, prior=Padding(torch.tensor([1, 2, 3])))

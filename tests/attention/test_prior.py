@@ -1,0 +1,127 @@
+"""fenchel/attention/prior.py: what each prior allows, and how they add."""
+
+import pytest
+import torch
+
+from fenchel.attention import Causal, Dense, Padding, Prior, Window
+
+INF = torch.inf
+
+
+def allowed(prior: Prior, T: int, S: int, B: int = 1, H: int = 1) -> torch.Tensor:
+    return (prior.log(T, S, B=B, H=H) > -INF).expand(B, H, T, S)
+
+
+def test_a_causal_query_sees_itself_and_the_past() -> None:
+    assert torch.equal(allowed(Causal(), 4, 4)[0, 0], torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+def test_a_strictly_causal_query_does_not_see_itself() -> None:
+    seen = allowed(Causal(strict=True), 4, 4)[0, 0]
+    assert torch.equal(seen, torch.ones(4, 4, dtype=torch.bool).tril(-1))
+
+
+@pytest.mark.parametrize(
+    "prior", [Causal(), Causal(strict=True), Window(2), Window(1, 1)], ids=repr
+)
+def test_few_queries_are_the_last_ones_of_many(prior: Prior) -> None:
+    whole = prior.log(7, 7)
+    for T in (1, 3):
+        assert torch.equal(prior.log(T, 7), whole[:, :, -T:])
+
+
+def test_more_queries_than_keys_leave_the_first_ones_nothing() -> None:
+    assert torch.equal(allowed(Causal(), 5, 2)[0, 0].sum(-1), torch.tensor([0, 0, 0, 1, 2]))
+
+
+def test_a_window_is_a_band() -> None:
+    seen = allowed(Window(left=2, right=1), 6, 6)[0, 0]
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    assert torch.equal(seen, (j >= i - 2) & (j <= i + 1))
+    assert torch.equal(allowed(Window(None, None), 3, 5), torch.ones(1, 1, 3, 5, dtype=torch.bool))
+
+
+def test_padding_keeps_the_real_keys_of_each_sequence() -> None:
+    lengths = torch.tensor([1, 3])
+    right, left = (
+        allowed(Padding(lengths, side), 2, 3, B=2)[:, 0, 0] for side in ("right", "left")
+    )
+    assert right.tolist() == [[True, False, False], [True, True, True]]
+    assert left.tolist() == [[False, False, True], [True, True, True]]
+
+
+def test_a_dense_prior_is_its_tensor_and_true_means_open() -> None:
+    x = torch.randn(6, 1, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(Dense(x).log(4, 7, B=2, H=6), x[None])
+    mask = x > 0
+    assert torch.equal(allowed(Dense(mask), 4, 7, H=6)[0, :, :1], mask)
+
+
+ALL = {
+    "causal": Causal(),
+    "window": Window(2, 1),
+    "padding": Padding(torch.tensor([5, 2]), "left"),
+    "dense": Dense(torch.randn(6, 4, 7, generator=torch.Generator().manual_seed(1))),
+    "mask": Dense(torch.rand(2, 1, 1, 7, generator=torch.Generator().manual_seed(2)) > 0.3),
+}
+ALL["sum"] = ALL["causal"] + ALL["padding"] + ALL["dense"]
+every_prior = pytest.mark.parametrize("prior", ALL.values(), ids=ALL.keys())
+
+
+def points(prior: Prior) -> torch.Tensor:
+    """log u asked one point at a time, as a kernel or FlexAttention would."""
+    out = torch.zeros(2, 6, 4, 7)
+    for b, h, t, j in torch.cartesian_prod(*map(torch.arange, out.shape)):
+        place = (b, h, t + 7 - 4, j, 7)
+        admitted, bias = prior.admits(*place), prior.bias(*place)
+        value = torch.zeros(()) if bias is None else bias
+        out[b, h, t, j] = value if admitted is None or admitted else -INF
+    return out
+
+
+@every_prior
+def test_dense_blocks_and_points_agree(prior: Prior) -> None:
+    whole = prior.log(4, 7, B=2, H=6).expand(2, 6, 4, 7)
+    assert torch.equal(whole, points(prior))
+    block = prior.log(4, 7, B=2, H=6, rows=slice(1, 3), keys=slice(2, 6)).expand(2, 6, 2, 4)
+    assert torch.equal(block, whole[:, :, 1:3, 2:6])
+
+
+@every_prior
+def test_nothing_outside_its_reach_is_open(prior: Prior) -> None:
+    seen = allowed(prior, 4, 7, 2, 6)
+    for first in range(4):
+        for last in range(first, 4):
+            low, high = prior.reach(first + 3, last + 3, 7)
+            assert not seen[:, :, first : last + 1, :low].any()
+            assert not seen[:, :, first : last + 1, high:].any()
+
+
+def test_logarithms_add_and_the_order_does_not_matter() -> None:
+    a, b = ALL["dense"], ALL["padding"]
+    shape = {"B": 2, "H": 6}
+    both = a.log(4, 7, **shape) + b.log(4, 7, **shape)
+    assert torch.equal((a + b).log(4, 7, **shape), both)
+    assert torch.equal((b + a).log(4, 7, **shape), both)
+
+
+def test_causal_and_window_reach_as_little_as_they_can() -> None:
+    assert Causal().reach(3, 5, 100) == (0, 6)
+    assert Causal(strict=True).reach(3, 5, 100) == (0, 5)
+    assert (Causal() + Window(2, 9)).reach(10, 12, 100) == (8, 13)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Window(-1), "left=-1"),
+        (lambda: Padding(torch.tensor([1.0])), "whole number"),
+        (lambda: Padding(torch.tensor([1]), "middle"), "middle"),
+        (lambda: Padding(torch.tensor([1, 2, 3])).log(2, 2, B=2), "3 lengths for 2"),
+        (lambda: Dense(torch.zeros(3, 3)).log(2, 3), "does not broadcast"),
+        (lambda: Dense(torch.zeros(3, 3, dtype=torch.int64)), "float or bool"),
+    ],
+)
+def test_a_prior_that_cannot_be_is_refused_in_a_sentence(build: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build()  # type: ignore[operator]

@@ -1,0 +1,194 @@
+"""A run directory as a training run would leave it, without training anything.
+
+The numbers have the shapes of a real run: a loss that falls like a power law with noise, a
+warm-up and a cosine, entropies that fall layer by layer, causal maps of several kinds (first
+token, previous token, itself, far and wide). Everything follows from one seed.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+SENTENCE = (
+    "To the Congress of the United States : The year now closing has been one of peace , of "
+    "good harvests and of steady labor , and the people have met its burdens with a calm and "
+    "generous spirit that does honor to them ."
+)
+CONTINUATION = (
+    " of the Senate and House of Representatives: The condition of the Treasury is such as to "
+    "require the attention of the Congress at an early day. The receipts of the year have been "
+    "less than the expenditures, and it is the duty of the Government to provide for the "
+    "payment of the public debt.\n\nOur relations with foreign powers continue to be friendly, "
+    "and the commerce of the country has been extended to every part of the world."
+)
+
+
+def write_run(
+    folder: Path,
+    *,
+    layers: int = 4,
+    heads: int = 4,
+    steps: int = 1000,
+    every: int = 10,
+    size: int | None = None,
+    status: str = "finished",
+    reason: str = "",
+    seed: int = 0,
+) -> Path:
+    """Write all five files of a run and return its folder."""
+    chance = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = [word if i == 0 else f" {word}" for i, word in enumerate(SENTENCE.split())]
+    if size is not None:
+        tokens = (tokens * (size // len(tokens) + 1))[:size]
+    lines = _metrics(chance, layers, steps, every)
+    evaluated = [line for line in lines if "validation/loss" in line]
+    write_lines(folder / "metrics.jsonl", lines)
+    (folder / "config.toml").write_text(
+        f"seed = {seed}\n\n[text]\nname = \"sotu\"\nvocabulary = 2048\nvalidation = 0.05\n\n"
+        f"[model]\ncontext = 128\nwidth = 192\nlayers = {layers}\nheads = {heads}\n"
+        'choice = "softmax"\npositions = "rotary"\ndropout = 0.0\ntied = true\n\n'
+        f"[train]\nsteps = {steps}\nbatch = 16\nrate = 0.003\nwarmup = 60\nclip = 1.0\n"
+        "betas = [0.9, 0.95]\ndecay = 0.1\nbudget = \"3m\"\n"
+    )
+    write_json(
+        folder / "environment.json",
+        {
+            "fenchel": "0.1.0",
+            "torch": "2.13.0+cpu",
+            "python": "3.11.9",
+            "platform": "Linux-6.1-x86_64",
+            "device": "cpu",
+            "threads": 2,
+            "commit": "146d21e",
+            "started": "2026-11-15T09:20:11+00:00",
+        },
+    )
+    write_json(
+        folder / "summary.json",
+        {
+            "status": status,
+            "reason": reason,
+            "step": lines[-1]["step"],
+            "steps": steps,
+            "parameters": 2_167_488,
+            "tokens": lines[-1]["step"] * 4096,
+            "seconds": 161.4,
+            "text": {"name": "sotu", "bytes": 7_512_331, "tokens": 2_101_442, "until": 1928},
+            "validation": {
+                name: evaluated[-1][f"validation/{name}"]
+                for name in ("loss", "perplexity", "bits_per_byte")
+            },
+            "baselines": {"bzip2": 1.775, "ngram5": 1.569},
+            "best_step": evaluated[-1]["step"],
+        },
+    )
+    write_json(
+        folder / "sample.json",
+        {
+            "prompt": "Fellow-Citizens",
+            "text": CONTINUATION,
+            "sentence": "".join(tokens),
+            "tokens": tokens,
+            "attention": pack(maps(chance, layers, heads, len(tokens))),
+        },
+    )
+    return folder
+
+
+def maps(chance: np.random.Generator, layers: int, heads: int, size: int) -> np.ndarray:
+    """Causal attention (L, H, T, T) with heads that differ as real ones do."""
+    query, key = np.mgrid[:size, :size]
+    scores = np.empty((layers, heads, size, size))
+    for layer in range(layers):
+        for head in range(heads):
+            kind = (layer + 2 * head) % 4
+            base = chance.normal(size=(size, size)) * (0.6 + 0.3 * layer)
+            base += chance.normal(size=size)[None, :]
+            if kind == 0:
+                base += 4.0 * (key == 0)
+            elif kind == 1:
+                base += 5.0 * (key == query - 1)
+            elif kind == 2:
+                base -= 0.35 * (query - key)
+            else:
+                base += 3.0 * (chance.random((size, size)) < 0.04)
+            scores[layer, head] = base
+    scores = np.where(key <= query, scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def pack(p: np.ndarray) -> dict[str, Any]:
+    """Weights as sample.json holds them."""
+    layers, heads, size, _ = p.shape
+    data = np.round(255 * np.sqrt(p)).astype(np.uint8).tobytes()
+    return {
+        "layers": layers,
+        "heads": heads,
+        "size": size,
+        "scale": "sqrt",
+        "data": base64.b64encode(data).decode(),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _metrics(
+    chance: np.random.Generator, layers: int, steps: int, every: int
+) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for step in range(every, steps + 1, every):
+        part = step / steps
+        loss = 2.75 + 4.9 * (1 + step / 22) ** -0.62
+        entropy = [3.6 - (0.5 + 0.32 * i) * (1 - math.exp(-3 * part)) for i in range(layers)]
+        entropy = [h + 0.03 * chance.normal() for h in entropy]
+        lines.append(
+            {
+                "step": step,
+                "train/loss": loss + 0.07 * chance.normal(),
+                "train/learning_rate": 0.003 * min(step / 60, 0.55 + 0.45 * math.cos(math.pi * part)),
+                "train/gradient_norm": 0.4 + 6 / (1 + step / 15) + 0.08 * abs(chance.normal()),
+                "train/tokens": step * 4096,
+                "train/skipped": 0,
+                "attention/max_logit": [3 + (2 + i) * part**0.5 + 0.2 * chance.normal() for i in range(layers)],
+                "attention/entropy": entropy,
+                "attention/effective": [math.exp(h) for h in entropy],
+                "attention/support": [64.5] * layers,
+                "time/tokens_per_second": 25_400 + 900 * chance.normal(),
+                "time/elapsed": step * 0.1614,
+            }
+        )
+        if step % (10 * every) == 0 or step == steps:
+            held = loss + 0.05
+            lines.append(
+                {
+                    "step": step,
+                    "validation/loss": held,
+                    "validation/perplexity": math.exp(held),
+                    "validation/bits_per_byte": held / math.log(2) / 2.85,
+                }
+            )
+    return lines
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """A function that writes a run under ``tmp_path``; see ``write_run``."""
+
+    def make(name: str = "demo", **options: Any) -> Path:
+        return write_run(tmp_path / name, **options)
+
+    return make
