@@ -66,7 +66,7 @@ def parse_value(text: str) -> Any:
         return text == "true"
     for convert in (int, float, json.loads):
         try:
-            return convert(text)  # type: ignore[operator]
+            return convert(text)
         except ValueError:
             continue
     return text
@@ -98,4 +98,6 @@ def _toml(value: Any) -> str:
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    if isinstance(value, str):  # a TOML string is a JSON string that may not hold a raw DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

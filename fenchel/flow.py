@@ -101,15 +101,20 @@ def fresh_path(parent: Path, config: RunConfig) -> Path:
 def begin(config: RunConfig, path: Path, watch: Watch) -> Outcome:
     """A new run in ``path``: text to tokens, a fresh model, training, the report."""
     run = RunDir(path)
-    run.create()
+    new = run.create()
     with locked(path):
-        sweep(path)
-        corpus = prepare(config.text, path / TOKENS, report=watch.stage)
-        config = _fit_vocabulary(config, corpus)
-        batches = _batches(config, corpus.train)
-        config = _resolve(config, batches, watch)
-        _keep_corpus(run, corpus)
-        run.write_settings(to_mapping(config))
+        try:
+            sweep(path)
+            corpus = prepare(config.text, path / TOKENS, report=watch.stage)
+            config = _fit_vocabulary(config, corpus)
+            batches = _batches(config, corpus.train)
+            config = _resolve(config, batches, watch)
+            _keep_corpus(run, corpus)
+            run.write_settings(to_mapping(config))
+        except BaseException:
+            if new:
+                run.abandon()
+            raise
         return _carry_out(config, run, corpus, batches, watch)
 
 
@@ -207,8 +212,9 @@ def baselines(corpus: Corpus) -> dict[str, float]:
     """Bits per byte without a model: bzip2 of the whole text, a table of n-grams."""
     if corpus.facts.train_bytes > BASELINE_BYTES:
         return {}
-    train, test = corpus.train_text(), corpus.validation_text()
-    return {"bzip2": bzip2_bits(train + test), "ngram5": ngram_bits(train, test, order=5)}
+    whole = b"\n".join(d.text.encode() for d in open_text(corpus.source).documents())
+    table = ngram_bits(corpus.train_text(), corpus.validation_text(), order=5)
+    return {"bzip2": bzip2_bits(whole), "ngram5": table}
 
 
 def sample(model: Transformer, corpus: Corpus, *, seed: int, tokens: int = 160) -> dict[str, Any]:
@@ -262,9 +268,7 @@ def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
 
 
 def _batches(config: RunConfig, ids: Ids) -> Batches:
-    return Batches(
-        ids, batch=config.train.batch, context=config.model.context, seed=config.seed
-    )
+    return Batches(ids, batch=config.train.batch, context=config.model.context, seed=config.seed)
 
 
 def _model(config: RunConfig) -> Transformer:

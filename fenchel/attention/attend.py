@@ -80,16 +80,16 @@ def attend(
     if backend == "auto" and type(choice) is Softmax and not return_weights:
         # The common case in as few steps as possible: small models feel every microsecond.
         beta = choice.beta
-        if type(beta) is float and forward_ad._current_level < 0 and q.dim() == 4 == k.dim():
-            causal = False
-            direct = prior is None
+        axes = q.shape
+        if type(beta) is float and forward_ad._current_level < 0 and len(axes) == 4 == k.ndim:
+            direct, causal = prior is None, False
             if type(prior) is Causal and not prior.strict:
-                T = q.shape[-2]
-                causal = T == k.shape[-2]
+                T = axes[2]
+                causal = T != 1 and k.shape[2] == T
                 direct = causal or T == 1
             if direct:
                 if beta != 1.0:
-                    scale = beta * (q.shape[-1] ** -0.5 if scale is None else scale)
+                    scale = beta * (axes[3] ** -0.5 if scale is None else scale)
                 try:
                     return scaled_dot_product_attention(
                         q, k, v, None, dropout, causal, scale=scale, enable_gqa=True
@@ -131,7 +131,7 @@ def _attend(
     axes = leading(q, k)
     q, k, v = together(q, k, v)
     if prior is not None:
-        prior.check(*q.shape[:3], k.shape[2])
+        prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = _describe(q, k, v, choice, prior, dropout, return_weights)
     if backend == "auto":

@@ -12,10 +12,11 @@ stands at position i = t + S - T among S keys. With T = S this is the usual squa
 S keys and T new queries it is what decoding needs (one new query sees the whole cache).
 
 Each prior is written once, point by point, and that one definition serves dense tensors, blocks,
-FlexAttention and kernels:
+FlexAttention and kernels. At a place (b, h, i, j, S), that is sequence b, head h, position i,
+key j of S,
 
-    admits(b, h, i, j, S)     may sequence b, head h, position i see key j: bool, or None for always
-    bias(b, h, i, j, S)       the finite part of log u, or None for 0
+    admits(at)                may i see j: bool, or None for always
+    bias(at)                  the finite part of log u, or None for 0
     reach(first, last, S)     keys outside [low, high) are forbidden to all positions first..last
 
 b, h, i, j are integer tensors that broadcast against one another. log u broadcasts to (B, H, T, S).
@@ -23,24 +24,57 @@ b, h, i, j are integer tensors that broadcast against one another. log u broadca
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Place(NamedTuple):
+    """Where log u is asked for: integer tensors that broadcast, and the number of keys."""
+
+    b: Tensor
+    h: Tensor
+    i: Tensor
+    j: Tensor
+    S: int
+
+
+class Block(NamedTuple):
+    """A part of the (B, H, T, S) square: all of B and H, some rows, some keys."""
+
+    B: int
+    H: int
+    T: int
+    S: int
+    rows: slice
+    keys: slice
+    device: torch.device | str | None
+
+    def place(self) -> Place:
+        """Indices (B, 1, 1, 1), (1, H, 1, 1), (1, 1, t, 1), (1, 1, 1, s)."""
+        t0, t1, _ = self.rows.indices(self.T)
+        s0, s1, _ = self.keys.indices(self.S)
+        b = torch.arange(self.B, device=self.device)[:, None, None, None]
+        h = torch.arange(self.H, device=self.device)[None, :, None, None]
+        i = torch.arange(t0, t1, device=self.device)[None, None, :, None] + (self.S - self.T)
+        j = torch.arange(s0, s1, device=self.device)[None, None, None, :]
+        return Place(b, h, i, j, self.S)
 
 
 class Prior(ABC):
     """log u over the keys, for every sequence, head and query."""
 
     @abstractmethod
-    def admits(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor | None:
-        """Whether key j is open to position i; None when every key is."""
+    def admits(self, at: Place) -> Tensor | None:
+        """Whether the key is open to the position; None when every key is."""
 
-    def bias(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor | None:  # noqa: ARG002
+    def bias(self, at: Place) -> Tensor | None:  # noqa: ARG002
         """The finite part of log u; None when it is 0 everywhere."""
         return None
 
     def reach(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
-        """Half-open range of keys that positions first..last can see at all."""
+        """Half-open range of the keys that positions first..last can see at all."""
         return 0, S
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -49,6 +83,16 @@ class Prior(ABC):
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027
         """Refuse, in one sentence, a call that this prior does not fit."""
+
+    def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """log u on a block, four axes that broadcast to (B, H, t, s)."""
+        at = block.place()
+        open_, bias = self.admits(at), self.bias(at)
+        if bias is None:
+            if open_ is None:
+                return torch.zeros(1, 1, 1, 1, dtype=dtype, device=block.device)
+            return _forbid(open_, dtype)
+        return bias.to(dtype) if open_ is None else torch.where(open_, bias.to(dtype), -torch.inf)
 
     def log(
         self,
@@ -62,13 +106,12 @@ class Prior(ABC):
         rows: slice = slice(None),
         keys: slice = slice(None),
     ) -> Tensor:
-        """log u for T queries on S keys, or the block ``rows`` x ``keys`` of it.
+        """log u for T queries on S keys, or some rows and keys of it.
 
-        -> four axes that broadcast to (B, H, t, s).
+        -> four axes that broadcast to (B, H, T, S)
         """
         self.check(B, H, T, S)
-        b, h, i, j = _places(B, H, T, S, device, rows, keys)
-        return _dense(self, b, h, i, j, S, dtype)
+        return self.dense(Block(B, H, T, S, rows, keys, device), dtype)
 
     def __add__(self, other: "Prior") -> "Prior":
         """Both at once: measures multiply, logarithms add."""
@@ -79,17 +122,19 @@ class Prior(ABC):
 class Causal(Prior):
     """Position i sees keys j <= i, or j < i when ``strict``.
 
-    >>> Causal().log(2, 3)
-    tensor([[[[0., 0., -inf],
-              [0., 0., 0.]]]])
+    >>> Causal().log(2, 3)[0, 0]
+    tensor([[0., 0., -inf],
+            [0., 0., 0.]])
     """
 
     strict: bool = False
 
-    def admits(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor:  # noqa: ARG002
-        return j < i if self.strict else j <= i
+    def admits(self, at: Place) -> Tensor:
+        """The past, and the present unless strict."""
+        return at.j < at.i if self.strict else at.j <= at.i
 
     def reach(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
+        """Up to the last position."""
         return 0, min(S, max(0, last + (not self.strict)))
 
 
@@ -105,14 +150,14 @@ class Window(Prior):
             if size is not None and size < 0:
                 raise ValueError(f"a window reaches {side}={size} keys; give 0 or more, or None.")
 
-    def admits(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor | None:  # noqa: ARG002
-        near = None if self.left is None else j >= i - self.left
-        if self.right is None:
-            return near
-        ahead = j <= i + self.right
-        return ahead if near is None else near & ahead
+    def admits(self, at: Place) -> Tensor | None:
+        """A band around the diagonal."""
+        near = None if self.left is None else at.j >= at.i - self.left
+        ahead = None if self.right is None else at.j <= at.i + self.right
+        return _both(near, ahead)
 
     def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """From the first position's left edge to the last one's right edge."""
         low = 0 if self.left is None else min(S, max(0, first - self.left))
         high = S if self.right is None else min(S, max(0, last + self.right + 1))
         return low, max(low, high)
@@ -134,18 +179,20 @@ class Padding(Prior):
                 f"{tuple(self.lengths.shape)} of {self.lengths.dtype}."
             )
 
-    def admits(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor:  # noqa: ARG002
-        real = self.lengths[b]
-        return j < real if self.side == "right" else j >= S - real
+    def admits(self, at: Place) -> Tensor:
+        """The real keys."""
+        real = self.lengths.to(at.b.device)[at.b]
+        return at.j < real if self.side == "right" else at.j >= at.S - real
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """One length a sequence."""
         if len(self.lengths) != B:
             raise ValueError(f"padding gives {len(self.lengths)} lengths for {B} sequences.")
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Prior):
-    """log u given entry by entry, finite or -inf; True in a bool tensor means "may look".
+    """log u entry by entry, finite or -inf; True in a bool tensor means "may look".
 
     Any shape that broadcasts to (B, H, T, S).
     """
@@ -160,16 +207,20 @@ class Dense(Prior):
                 f"{tuple(self.log_prior.shape)} of {kind}."
             )
 
-    def admits(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor | None:
-        return self._at(b, h, i, j, S) if self.log_prior.dtype == torch.bool else None
+    def admits(self, at: Place) -> Tensor | None:
+        """The entry, if entries are bool."""
+        return self._at(at) if self.log_prior.dtype == torch.bool else None
 
-    def bias(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor | None:
-        return None if self.log_prior.dtype == torch.bool else self._at(b, h, i, j, S)
+    def bias(self, at: Place) -> Tensor | None:
+        """The entry, if entries are numbers."""
+        return None if self.log_prior.dtype == torch.bool else self._at(at)
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """The given tensor."""
         return (self.log_prior,)
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
+        """A shape that broadcasts."""
         wanted = (B, H, T, S)
         sizes = self._four().shape
         if any(size not in (1, want) for size, want in zip(sizes, wanted, strict=True)):
@@ -178,35 +229,21 @@ class Dense(Prior):
                 f"(B, H, T, S) = {wanted}."
             )
 
-    def log(
-        self,
-        T: int,
-        S: int,
-        *,
-        B: int = 1,
-        H: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        rows: slice = slice(None),
-        keys: slice = slice(None),
-    ) -> Tensor:
+    def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
         """The tensor itself, cut: gathering it point by point would copy it."""
-        self.check(B, H, T, S)
-        x = self._four()
-        x = x if x.shape[2] == 1 else x[:, :, rows]
-        x = x if x.shape[3] == 1 else x[:, :, :, keys]
-        if x.dtype == torch.bool:
-            return _forbid(x.to(device) if device else x, dtype)
-        return x.to(device=device, dtype=dtype)
+        x = self._four().to(block.device)
+        x = x if x.shape[2] == 1 else x[:, :, block.rows]
+        x = x if x.shape[3] == 1 else x[:, :, :, block.keys]
+        return _forbid(x, dtype) if x.dtype == torch.bool else x.to(dtype)
 
     def _four(self) -> Tensor:
         x = self.log_prior
         return x[(None,) * (4 - x.dim())]
 
-    def _at(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor:
+    def _at(self, at: Place) -> Tensor:
         x = self._four()
-        t = i - (S - x.shape[2])  # from a position among the keys back to the number of a query
-        places = zip((b, h, t, j), x.shape, strict=True)
+        t = at.i - (at.S - x.shape[2])  # from a position among the keys to the number of a query
+        places = zip((at.b, at.h, t, at.j), x.shape, strict=True)
         return x[tuple(place if size > 1 else torch.zeros_like(place) for place, size in places)]
 
 
@@ -216,79 +253,50 @@ class Sum(Prior):
 
     parts: tuple[Prior, ...]
 
-    def admits(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor | None:
+    def admits(self, at: Place) -> Tensor | None:
+        """What all parts admit."""
         found = None
         for part in self.parts:
-            one = part.admits(b, h, i, j, S)
-            found = one if found is None else (found if one is None else found & one)
+            found = _both(found, part.admits(at))
         return found
 
-    def bias(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int) -> Tensor | None:
+    def bias(self, at: Place) -> Tensor | None:
+        """The sum of the parts' biases."""
         total = None
         for part in self.parts:
-            one = part.bias(b, h, i, j, S)
+            one = part.bias(at)
             total = one if total is None else (total if one is None else total + one)
         return total
 
     def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """What all parts reach."""
         ranges = [part.reach(first, last, S) for part in self.parts]
         low = max(low for low, _ in ranges)
         return low, max(low, min(high for _, high in ranges))
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of all parts."""
         return tuple(tensor for part in self.parts for tensor in part.tensors())
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
+        """Every part fits."""
         for part in self.parts:
             part.check(B, H, T, S)
 
-    def log(
-        self,
-        T: int,
-        S: int,
-        *,
-        B: int = 1,
-        H: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        rows: slice = slice(None),
-        keys: slice = slice(None),
-    ) -> Tensor:
+    def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Part by part, so that a part with a quicker dense form uses it."""
-        cut = {"B": B, "H": H, "device": device, "dtype": dtype, "rows": rows, "keys": keys}
-        first, *rest = self.parts
-        total = first.log(T, S, **cut)  # type: ignore[arg-type]
-        for part in rest:
-            total = total + part.log(T, S, **cut)  # type: ignore[arg-type]
-        return total
+        first, *rest = (part.dense(block, dtype) for part in self.parts)
+        for one in rest:
+            first = first + one
+        return first
 
 
 def _parts(prior: Prior) -> tuple[Prior, ...]:
     return prior.parts if isinstance(prior, Sum) else (prior,)
 
 
-def _places(
-    B: int, H: int, T: int, S: int, device: torch.device | str | None, rows: slice, keys: slice
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Indices (B, 1, 1, 1), (1, H, 1, 1), (1, 1, t, 1), (1, 1, 1, s) of a block."""
-    t0, t1, _ = rows.indices(T)
-    s0, s1, _ = keys.indices(S)
-    b = torch.arange(B, device=device)[:, None, None, None]
-    h = torch.arange(H, device=device)[:, None, None]
-    i = torch.arange(t0 + S - T, t1 + S - T, device=device)[:, None]
-    j = torch.arange(s0, s1, device=device)
-    return b, h[None], i[None, None], j[None, None, None]
-
-
-def _dense(
-    prior: Prior, b: Tensor, h: Tensor, i: Tensor, j: Tensor, S: int, dtype: torch.dtype
-) -> Tensor:
-    open_ = prior.admits(b, h, i, j, S)
-    bias = prior.bias(b, h, i, j, S)
-    if bias is None:
-        return i.new_zeros(1, 1, 1, 1, dtype=dtype) if open_ is None else _forbid(open_, dtype)
-    bias = bias.to(dtype)
-    return bias if open_ is None else torch.where(open_, bias, -torch.inf)
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else (b if a is None else a & b)
 
 
 def _forbid(open_: Tensor, dtype: torch.dtype) -> Tensor:

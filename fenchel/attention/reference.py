@@ -6,8 +6,9 @@
 
 Plain PyTorch, O(T S) memory, every map, every prior, every derivative. All other back ends are
 measured against this one. Half precision is widened to float32 for the scores and the weights and
-narrowed again at the end: a bfloat16 score of 1e4 would be off by 32. With grouped heads (G of k and v for H of q, H = R G) the R query heads
-of a group are laid under one another, so that keys are never repeated.
+narrowed again at the end: a bfloat16 score of 1e4 would be off by 32. With grouped heads (G of k
+and v for H of q, H = R G) the R query heads of a group are laid under one another, so that keys
+are never repeated.
 """
 
 import torch

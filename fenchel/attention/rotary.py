@@ -103,7 +103,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Pairs that turn more than ``high`` times within ``trained`` kept, fewer than ``low`` slowed."""
+    """Speeds kept above ``high`` turns within ``trained`` positions, divided below ``low``."""
 
     factor: float
     trained: int
@@ -161,9 +161,9 @@ def rotate(x: Tensor, turn: Angles, *, layout: str = "half") -> Tensor:
     """Every layer: x (B, H, T, D) turned; entries beyond the angles' width pass unchanged."""
     cos, sin = turn.cos, turn.sin
     W = cos.shape[-1]
-    if W < x.shape[-1]:
+    if x.shape[-1] > W:
         return torch.cat((rotate(x[..., :W], turn, layout=layout), x[..., W:]), -1)
-    if W > x.shape[-1]:
+    if x.shape[-1] < W:
         raise ValueError(f"the angles are {W} wide and the heads only {x.shape[-1]}.")
     if cos.dtype != x.dtype:
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)

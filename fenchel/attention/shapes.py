@@ -5,20 +5,23 @@
 The batch of q and that of k and v broadcast, as they do in torch's own attention.
 """
 
-import torch
 from torch import Tensor
 
 
 def leading(q: Tensor, k: Tensor) -> tuple[int, ...]:
     """The axes of the outputs before T: the common batch, then the heads of q."""
-    return (*torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]), *q.shape[-3:-2])
+    return (*_batch(q, k), *q.shape[-3:-2])
 
 
 def together(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with four axes and one batch."""
-    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
-    q, k, v = (x.expand(*batch, *x.shape[-3:]) if x.dim() > 3 else x for x in (q, k, v))
+    if q.dim() > 3 and q.shape[:-3] != k.shape[:-3]:
+        q, k, v = (x.expand(*_batch(q, k), *x.shape[-3:]) for x in (q, k, v))
     return four(q), four(k), four(v)
+
+
+def _batch(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    return tuple(max(n, m) for n, m in zip(q.shape[:-3], k.shape[:-3], strict=True))
 
 
 def four(x: Tensor) -> Tensor:

@@ -35,9 +35,7 @@ app.register_install_completion_command(add_to_startup=False)
 def main(argv: list[str] | None = None) -> int:
     """Hand the line to its command; a trouble becomes one sentence and an exit code."""
     try:
-        code = app(
-            argv, exit_on_error=False, print_error=False, result_action="return_value"
-        )
+        code = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         return _trouble(str(error), 2)
     except NoSpace as error:

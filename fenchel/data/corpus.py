@@ -89,6 +89,7 @@ class Corpus:
                 f"{folder} was written by a newer fenchel (version {manifest.get('version')} "
                 f"of the token files, {_VERSION} is known); upgrade, or make them anew elsewhere."
             )
+        source, recipe = _read_recipe(manifest, folder)
         facts = _read_facts(folder / _FACTS)
         tokenizer = tokens.load_tokenizer(folder / _TOKENIZER)
         if tokenizer.get_vocab_size() != facts.vocabulary:
@@ -99,8 +100,8 @@ class Corpus:
             train=_map(folder / _STREAMS[False], facts.train_tokens, facts.vocabulary),
             validation=_map(folder / _STREAMS[True], facts.validation_tokens, facts.vocabulary),
             facts=facts,
-            source=manifest["source"],
-            recipe=manifest["recipe"],
+            source=source,
+            recipe=recipe,
         )
 
     def train_text(self, limit: int | None = None) -> bytes:
@@ -144,8 +145,15 @@ def prepare(config: TextConfig, folder: Path, *, report: Report | None = None) -
         "tokenizer": f"trained for {config.vocabulary}" if given is None else _sha256(given),
     }
     if (corpus := _reusable(folder, recipe)) is None:
-        _make(config, folder, text, tally, recipe, given, report)
+        split = Split(config.validation, tally.documents, tally.bytes)
+        with _made(folder, text, tally, recipe) as fresh:
+            if given is None:
+                given = _train(text, split, config.vocabulary, report)
+            (fresh / _TOKENIZER).write_bytes(given)
+            facts = _encode(fresh, text, split, tally.sha256(), report)
+            (fresh / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
         corpus = Corpus.open(folder)
+        _require_recipe(corpus, recipe)
     return replace(corpus, source=text.source)
 
 
@@ -172,61 +180,41 @@ def _reusable(folder: Path, recipe: Mapping[str, Any]) -> Corpus | None:
     try:
         corpus = Corpus.open(folder)
     except Damaged:
+        for name in _OURS:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
         return None
-    there = corpus.recipe
-    if there != recipe:
-        changed = next(key for key in recipe if there.get(key) != recipe[key])
-        raise ValueError(
-            f"{folder} holds token files with another {changed} ({there.get(changed)}, now "
-            f"{recipe[changed]}); name another folder, or remove it to make them anew."
-        )
+    _require_recipe(corpus, recipe)
     return corpus
 
 
-def _make(
-    config: TextConfig,
-    folder: Path,
-    text: Text,
-    tally: Tally,
-    recipe: Mapping[str, Any],
-    given: bytes | None,
-    report: Report,
-) -> None:
-    split = Split(config.validation, tally.documents, tally.bytes)
-    header = {"kind": _KIND, "version": _VERSION, "recipe": recipe, "source": text.source}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    require_space(folder.parent, tally.bytes // 2)  # about four bytes a token, two for its id
-    with _first_wins(folder), committed(folder, header) as fresh:
-        if given is None:
-            trained = _train(text, split, config.vocabulary, report)
-            given = trained.to_str(pretty=True).encode()
-        (fresh / _TOKENIZER).write_bytes(given)
-        tokenizer = tokens.load_tokenizer(fresh / _TOKENIZER)
-        facts = _encode(fresh, text, split, tokenizer, tally.sha256(), report)
-        (fresh / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
-        _remove_damaged(folder)
+def _require_recipe(corpus: Corpus, recipe: Mapping[str, Any]) -> None:
+    for key, wanted in recipe.items():
+        if (there := corpus.recipe.get(key)) != wanted:
+            raise ValueError(
+                f"{corpus.folder} holds token files with another {key} ({there}, now {wanted}); "
+                "name another folder, or remove it to make them anew."
+            )
 
 
 @contextmanager
-def _first_wins(folder: Path) -> Iterator[None]:
-    """Two runs may make the same files at once; the second finds those of the first."""
+def _made(folder: Path, text: Text, tally: Tally, recipe: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder to fill, which takes the place of ``folder`` when it is whole."""
+    header = {"kind": _KIND, "version": _VERSION, "recipe": recipe, "source": text.source}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    require_space(folder.parent, tally.bytes // 2)  # about four bytes a token, two for its id
     try:
-        yield
+        with committed(folder, header) as fresh:
+            yield fresh
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise NoSpace(f"no space: {folder.parent} is full; free some and try again.") from None
+        # Two runs may make the same files at once: the second to end finds those of the first.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
 
 
-def _remove_damaged(folder: Path) -> None:
-    if folder.exists():
-        for name in _OURS:
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def _train(text: Text, split: Split, vocabulary: int, report: Report) -> Tokenizer:
+def _train(text: Text, split: Split, vocabulary: int, report: Report) -> bytes:
     """A tokenizer of the training stream, or of documents spread evenly over a large one."""
     stride = math.ceil(split.bytes / tokens.TRAINED_ON)
     total = split.bytes // stride
@@ -242,19 +230,21 @@ def _train(text: Text, split: Split, vocabulary: int, report: Report) -> Tokeniz
     report("training the tokenizer", 0, total)
     tokenizer = tokens.train_tokenizer(sample(), vocabulary)
     report("training the tokenizer", total, total)
-    return tokenizer
+    return str(tokenizer.to_str(pretty=True)).encode()
 
 
-def _encode(
-    folder: Path, text: Text, split: Split, tokenizer: Tokenizer, sha256: str, report: Report
-) -> CorpusFacts:
-    """Write both streams and return the facts."""
+def _encode(folder: Path, text: Text, split: Split, sha256: str, report: Report) -> CorpusFacts:
+    """Write both streams by the tokenizer in ``folder``, and give the facts."""
+    tokenizer = tokens.load_tokenizer(folder / _TOKENIZER)
     end = tokens.end_id(tokenizer)
     dtype = _dtype(tokenizer.get_vocab_size())
     tally = Tally()
     bytes_of, tokens_of = [0, 0], [1, 1]
-    with (folder / _STREAMS[False]).open("wb") as train, (folder / _STREAMS[True]).open("wb") as v:
-        files = (train, v)
+    with (
+        (folder / _STREAMS[False]).open("wb") as train,
+        (folder / _STREAMS[True]).open("wb") as validation,
+    ):
+        files = (train, validation)
         for file in files:
             file.write(np.array([end], dtype).tobytes())
         for block in _blocks(split.parts(tally.watch(text.documents()))):
@@ -267,11 +257,11 @@ def _encode(
                 tokens_of[part.validation] += len(row) + 1
             report("encoding the text", min(sum(bytes_of), split.bytes), split.bytes)
     _require_same(sha256, tally.sha256(), text.source)
-    for validation, name in enumerate(("train on", "judge by")):
-        if not bytes_of[validation]:
+    for size, use in zip(bytes_of, ("train on", "judge by"), strict=True):
+        if not size:
             raise ValueError(
-                f"{text.source} has {tally.bytes} bytes in {tally.documents} documents, which "
-                f"leaves nothing to {name} ({split}); use more text."
+                f"{text.source} has {tally.bytes} bytes, which leaves nothing to {use} "
+                f"({split}); use more text."
             )
     return CorpusFacts(
         text_name=text.name,
@@ -315,6 +305,15 @@ def _require_same(expected: str, came: str, source: str) -> None:
             f"{source} has changed since its tokens were made "
             f"(SHA-256 {came[:16]}, was {expected[:16]}); prepare it again."
         )
+
+
+def _read_recipe(manifest: Mapping[str, Any], folder: Path) -> tuple[str, dict[str, Any]]:
+    source, recipe = manifest.get("source"), manifest.get("recipe")
+    if isinstance(source, str) and isinstance(recipe, dict):
+        every = recipe.get("validation")
+        if isinstance(every, int) and every >= 2:
+            return source, recipe
+    raise Damaged(f"{folder / MANIFEST} does not say how the token files were made.")
 
 
 def _read_facts(path: Path) -> CorpusFacts:

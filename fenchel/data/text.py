@@ -184,9 +184,9 @@ def _decode(block: bytes, where: str, offset: int) -> str:
     if offset == 0 and block.startswith(b"\xef\xbb\xbf"):  # a byte-order mark is not text
         block, offset = block[3:], 3
     try:
-        if (nul := block.find(0)) >= 0:
-            raise UnicodeDecodeError("utf-8", block, nul, nul + 1, "a zero byte")
         text = block.decode("utf-8")
+        if (zero := block.find(0)) >= 0:
+            raise UnicodeDecodeError("utf-8", block, zero, zero + 1, "a zero byte")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where} is not UTF-8 text (byte {offset + error.start}: {error.reason}); "

@@ -142,9 +142,11 @@ def _rust(doing: str) -> Iterator[None]:
 
 def _at_most(limit: int, texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
-        limit -= len(text.encode())
-        if limit < 0:
+        data = text.encode()
+        if len(data) > limit:
+            yield data[:limit].decode(errors="ignore")
             return
+        limit -= len(data)
         yield text
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fenchel.report.document import Part, picture
-from fenchel.report.headline import rivals_of
+from fenchel.report.headline import rivals
 from fenchel.report.markup import Html, element, join, notes, table
 from fenchel.report.quantities import figure
 from fenchel.report.run import Run
@@ -95,7 +95,7 @@ def curves(run: Run) -> Part:
             missing.append(chart.title.lower())
             continue
         pictures[chart.name] = _data(run, chart, columns)
-        figures.append(_figure(chart, columns))
+        figures.append(_figure(chart, columns, log=pictures[chart.name]["log"]))
     if figures:
         body += [_axis_choice(pictures), element("div", *figures, class_="charts")]
     if missing and run.rows:
@@ -106,7 +106,7 @@ def curves(run: Run) -> Part:
 def _data(run: Run, chart: Chart, columns: Mapping[str, Series]) -> dict[str, Any]:
     values = np.concatenate([column.finite for column in columns.values()])
     spread = values.max() > _DECADES * values.min() > 0 if chart.name == "gradient" else chart.log
-    references = rivals_of(run.summary) if chart.name == "bits" else []
+    references = rivals(run.summary) if chart.name == "bits" else []
     return {
         "view": "lineChart",
         "log": bool(spread and values.min() > 0),
@@ -121,11 +121,12 @@ def _data(run: Run, chart: Chart, columns: Mapping[str, Series]) -> dict[str, An
     }
 
 
-def _figure(chart: Chart, columns: Mapping[str, Series]) -> Html:
-    gaps = [_gap(label, column) for label, column in columns.items()]
+def _figure(chart: Chart, columns: Mapping[str, Series], *, log: bool) -> Html:
+    said = [chart.caption, "Logarithmic scale." if log else ""]
+    said += [_gap(label, column) for label, column in columns.items()]
     head = ("step", *columns)
     rows = [[figure(cell) for cell in row] for row in rows_of(list(columns.values()))]
-    caption = join([chart.caption, *(f" {gap}" for gap in gaps if gap)])
+    caption = " ".join(sentence for sentence in said if sentence)
     numbers = table(head, rows, caption=f"{chart.title}, some of the steps; all are in metrics.jsonl")
     return picture(chart.name, chart.title, caption, [numbers], width=chart.width)
 

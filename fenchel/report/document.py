@@ -6,7 +6,7 @@ the only style are the files beside this one; the policy names their SHA-256, so
 markup of a stranger slipped in, nothing of it would run, load or be sent anywhere.
 
 A ``Part`` is a section: its markup, and the pictures it draws under their names. The view
-``data-picture="name"`` of the markup is filled by ``viewer.js`` from ``pictures[name]``.
+``data-picture="name"`` of the markup is filled from ``pictures[name]`` by ``page.js``, with a drawing function of ``viewer.js``.
 """
 
 import base64
@@ -38,7 +38,7 @@ class Part:
 def document(*, title: str, header: Html, parts: Sequence[Part]) -> str:
     """The whole page as text."""
     style = _ours("page.css")
-    script = _ours("viewer.js") + "\nmount(document);\n"
+    script = _ours("viewer.js") + _ours("page.js")
     pictures = {name: picture for part in parts for name, picture in part.pictures.items()}
     links = (element("a", part.title, href=f"#{part.anchor}") for part in parts)
     return Template(_ours("page.html")).substitute(

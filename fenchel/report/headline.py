@@ -50,23 +50,26 @@ def headline(run: Run) -> Part:
     """Validation bits per byte beside the baselines, and the run in numbers."""
     measured, where = _validation(run)
     bits = measured.get("bits_per_byte")
-    rivals = _rivals(run.summary)
+    others = rivals(run.summary)
     bars = [{"name": "this model", "value": bits, "ours": True}] if bits is not None else []
-    bars += [{"name": name, "value": value} for name, value in rivals]
+    bars += [{"name": name, "value": value} for name, value in others]
     body: list[Html | None] = [notes(run.troubles.get("summary.json", ()))]
+    if bits is None:
+        body.append(notes(["No evaluation was written: the model's bits per byte are not known."]))
+    else:
+        told = f"bits per byte of unseen text{where}"
+        body.append(element("p", element("strong", figure(bits)), told, class_="hero"))
     if bars:
         rows = [(bar["name"], figure(number(bar["value"]))) for bar in bars]
         body.append(
             picture(
                 "baselines",
-                "Bits per byte of unseen text",
-                f"Lower is better. {_comparison(bits, rivals)}",
+                "Beside other coders of the same text",
+                f"Bits per byte, lower is better. {_comparison(bits, others)}",
                 [table(("coder", "bits per byte"), rows, caption="Bits per byte")],
             )
         )
-    if bits is None:
-        body.append(notes(["No evaluation has been written: the model's bits per byte are not known."]))
-    body.append(_numbers(run, measured, where))
+    body.append(_numbers(run, measured))
     whole = element("div", *body, class_="result")
     pictures = {"baselines": {"view": "bars", "bars": bars}} if bars else {}
     return Part(anchor="result", title="Result", body=whole, pictures=pictures)
@@ -83,12 +86,8 @@ def baseline_name(key: str) -> str:
     return _COMPRESSORS.get(key, shorten(key, 40))
 
 
-def rivals_of(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+def rivals(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     """(name, bits per byte) of every baseline that has a finite number."""
-    return _rivals(summary)
-
-
-def _rivals(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     found = []
     for key, value in list(mapping(summary.get("baselines")).items())[:_BASELINES]:
         one = number(value)
@@ -112,7 +111,7 @@ def _sentence(run: Run) -> str:
     if (seconds := number(summary.get("seconds"))) is not None:
         went.append(duration(seconds))
     opening = f"{where}, not ended when this page was written" if status == "running" else where
-    return ", ".join([opening, *went]) + "."
+    return f"{opening}. {', '.join(went)}{'.' if went else ''}"
 
 
 def _validation(run: Run) -> tuple[Mapping[str, float], str]:
@@ -121,27 +120,26 @@ def _validation(run: Run) -> tuple[Mapping[str, float], str]:
     stated = mapping(run.summary.get("validation"))
     found = {name: one for name in names if (one := _finite(stated.get(name))) is not None}
     if found:
-        return found, "validation"
+        return found, ""
     for row in reversed(run.rows):
         found = {name: one for name in names if (one := _finite(row.get(f"validation/{name}"))) is not None}
         if found:
-            return found, f"last evaluation, step {figure(number(row['step']))}"
-    return {}, "validation"
+            return found, f", at the last evaluation, step {figure(number(row['step']))}"
+    return {}, ""
 
 
-def _comparison(bits: float | None, rivals: list[tuple[str, float]]) -> str:
+def _comparison(bits: float | None, others: list[tuple[str, float]]) -> str:
     if bits is None:
         return ""
-    below = [f"{name} ({figure(value)})" for name, value in rivals if bits < value]
-    above = [f"{name} ({figure(value)})" for name, value in rivals if bits >= value]
+    below = [f"{name} ({figure(value)})" for name, value in others if bits < value]
+    above = [f"{name} ({figure(value)})" for name, value in others if bits >= value]
     said = [f"{word} {spoken(some)}" for word, some in (("below", below), ("not below", above)) if some]
     return f"The model needs {figure(bits)}{', ' if said else ''}{', '.join(said)}."
 
 
-def _numbers(run: Run, measured: Mapping[str, float], where: str) -> Html:
+def _numbers(run: Run, measured: Mapping[str, float]) -> Html:
     summary = run.summary
     entries = [
-        ("Bits per byte", figure(measured.get("bits_per_byte")), where),
         ("Perplexity", figure(measured.get("perplexity")), "of a token"),
         ("Loss", figure(measured.get("loss")), "nats a token"),
         ("Best step", figure(number(summary.get("best_step"))), "by validation loss"),
@@ -154,8 +152,7 @@ def _numbers(run: Run, measured: Mapping[str, float], where: str) -> Html:
         *(
             element("div", element("dt", name), element("dd", value, element("small", unit)))
             for name, value, unit in shown
-        ),
-        class_="numbers-list",
+        )
     )
 
 

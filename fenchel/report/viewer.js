@@ -6,10 +6,9 @@
 //   attention(host, {layers, heads, size, tokens, data})     the next three, wired together
 //   mapGrid, mapView, sentence(host, maps, choice, changed)  all heads; one map; the tokens, shaded
 //
-// Each gives a function that draws again: after a change of state.axis ("step", "tokens" or
-// "elapsed"), of the width or of the colours. `maps` is what `unpack` makes of the data, weights
-// as bytes round(255 sqrt p); `choice` is {layer, head, query, key}. `mount(document)` fills every
-// [data-picture] of a page from its JSON block.
+// Each gives a function that draws: at first, and after a change of state.axis ("step", "tokens"
+// or "elapsed"), of the width or of the colours. `maps` is what `unpack` makes of the data, weights
+// as bytes round(255 sqrt p); `choice` is {layer, head, query, key}.
 
 const SVG = "http://www.w3.org/2000/svg"; // the name of a language, never fetched
 const SHAPES = ["svg", "g", "path", "line", "rect", "circle", "text"];
@@ -20,7 +19,8 @@ function node(name, attributes = {}, ...children) {
   made.append(...children);
   return made;
 }
-const box = (name) => node("div", { class: name });
+const box = (name, ...children) => node("div", { class: name }, ...children);
+const output = () => node("output", { class: "readout" });
 const range = (count) => Array.from({ length: count }, (_, i) => i);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const wide = (host) => Math.max(host.clientWidth, 240);
@@ -47,10 +47,11 @@ function clock(seconds) {
 }
 
 const AXES = {
-  step: { name: "step", long: digits, short: brief },
-  tokens: { name: "tokens", long: brief, short: brief },
-  elapsed: { name: "time", long: clock, short: clock, sixty: true },
+  step: { axis: "step", name: "step", long: digits, short: (n) => (n < 1e4 ? digits(n) : brief(n)) },
+  tokens: { axis: "tokens", name: "tokens", long: brief, short: brief },
+  elapsed: { axis: "elapsed", name: "time", long: clock, short: clock, sixty: true },
 };
+const axisOf = (x, state) => AXES[x[state.axis] ? state.axis : "step"];
 
 function ticks(low, high, count, sixty) {
   const rough = (high - low) / count || 1, clocked = sixty && rough > 1;
@@ -61,11 +62,9 @@ function ticks(low, high, count, sixty) {
 }
 
 function logTicks(low, high, count) {
-  const tens = range(Math.ceil(Math.log10(high / low)) + 1).map((i) => 10 ** (Math.floor(Math.log10(low)) + i));
-  const inside = (n) => n >= low && n <= high;
-  const found = tens.flatMap((ten) => [ten, 2 * ten, 5 * ten]).filter(inside);
-  if (found.length < 3) return ticks(low, high, count);
-  return found.length > count ? tens.filter(inside) : found;
+  const inside = (...steps) => range(99).flatMap((i) => steps.map((n) => n * 10 ** (i - 49))).filter((n) => n >= low && n <= high);
+  const many = inside(1, 2, 5);
+  return many.length < 3 ? ticks(low, high, count) : many.length > count ? inside(1) : many;
 }
 
 // From [low, high] to [from, to].
@@ -74,9 +73,7 @@ function scale(low, high, from, to, log) {
   return (value) => (span ? from + ((f(value) - f(low)) / span) * (to - from) : (from + to) / 2);
 }
 
-function nearest(places, value) {
-  return places.reduce((best, place, i) => (Math.abs(place - value) < Math.abs(places[best] - value) ? i : best), 0);
-}
+const nearest = (places, value) => places.reduce((best, place, i) => (Math.abs(place - value) < Math.abs(places[best] - value) ? i : best), 0);
 
 // Arrow keys, Home and End as (right, down).
 function steer(element, move) {
@@ -92,19 +89,21 @@ function steer(element, move) {
 function follow(element, move) {
   for (const kind of ["pointermove", "pointerdown"])
     element.addEventListener(kind, (event) => {
-      const { left, top, width, height } = element.getBoundingClientRect();
-      move((event.clientX - left) / width, (event.clientY - top) / height);
+      const at = element.getBoundingClientRect();
+      move((event.clientX - at.left) / at.width, (event.clientY - at.top) / at.height);
     });
 }
 
-const operable = (label) => ({ tabindex: 0, role: "application", "aria-label": `${label}; arrow keys move` });
+const operable = (host) => ({ tabindex: 0, role: "application", "aria-label": `${host.getAttribute("aria-label")}; arrow keys move` });
+const frame = (width, height, attributes) => node("svg", { viewBox: `0 0 ${width} ${height}`, ...attributes });
 
 // Colours
 
 function colours() {
   const style = getComputedStyle(document.documentElement), read = (name) => style.getPropertyValue(name).trim();
-  const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-  return { ink: read("--ink"), muted: read("--muted"), accent: read("--accent"), alert: read("--alert"), ramp: read("--ramp").split(/\s+/).map(rgb) };
+  const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.trim().slice(i, i + 2), 16));
+  const [ink, muted, accent, alert] = ["--ink", "--muted", "--accent", "--alert"].map(read);
+  return { ink, muted, accent, alert, ramp: read("--ramp").split(",").map(rgb) };
 }
 
 function shade(ramp, t) {
@@ -124,17 +123,7 @@ function prepare(canvas, width, height) {
   return pen;
 }
 
-function rampBar(lowest, highest) {
-  const canvas = node("canvas", { width: 128, height: 1, "aria-hidden": true });
-  function draw() {
-    const pen = canvas.getContext("2d"), { ramp } = colours();
-    for (const i of range(128)) {
-      pen.fillStyle = css(shade(ramp, i / 127));
-      pen.fillRect(i, 0, 1, 1);
-    }
-  }
-  return [node("p", { class: "ramp" }, lowest, canvas, highest), draw];
-}
+const rampBar = (lowest, highest) => node("p", { class: "ramp" }, ...(lowest === highest ? [`${lowest} everywhere`] : [lowest, node("i"), highest]));
 
 // Bars
 
@@ -142,8 +131,8 @@ export function bars(host, data) {
   const most = Math.max(...data.bars.map((bar) => bar.value), 1e-12);
   return () => {
     const width = wide(host), row = 40, gutter = Math.min(110, width * 0.34), room = width - gutter - 58;
-    const chart = node("svg", { viewBox: `0 0 ${width} ${data.bars.length * row}`, role: "img",
-      "aria-label": data.bars.map((bar) => `${bar.name} ${digits(bar.value)}`).join(", ") });
+    const told = data.bars.map((bar) => `${bar.name} ${digits(bar.value)}`).join(", ");
+    const chart = frame(width, data.bars.length * row, { role: "img", "aria-label": told });
     data.bars.forEach(({ name, value, ours }, i) => {
       const y = (i + 0.5) * row, length = Math.max((value / most) * room, 1), kind = ours ? "ours" : "theirs";
       chart.append(
@@ -158,7 +147,7 @@ export function bars(host, data) {
 // Lines
 
 export function lineChart(host, data, state) {
-  const plot = node("div"), readout = node("output", { class: "readout" }), legend = node("ul", { class: "legend" });
+  const plot = box("plot"), readout = output(), legend = node("ul", { class: "legend" });
   const { series, references, log } = data;
   for (const one of series) legend.append(node("li", { class: `key s${one.tone}` }, one.name));
   references.forEach((one, i) => legend.append(node("li", { class: `key r${i % 3}` }, `${one.name} ${digits(one.value)}`)));
@@ -168,7 +157,7 @@ export function lineChart(host, data, state) {
   let at = null; // index of the chosen place; null is the end
 
   return () => {
-    const axis = series[0].x[state.axis] ? state.axis : "step", { name, long, short, sixty } = AXES[axis];
+    const { axis, name, long, short, sixty } = axisOf(series[0].x, state);
     const width = wide(plot), height = data.tall && width > 560 ? 300 : 200;
     const left = 46, right = width - 14, top = 10, bottom = height - 30;
     const xs = series.flatMap((one) => one.x[axis]), first = Math.min(...xs), end = Math.max(...xs);
@@ -178,9 +167,9 @@ export function lineChart(host, data, state) {
     if (log) [low, high] = [low / 1.08, high * 1.08];
     else [low, high] = [low < 0 ? low - pad : data.zero ? 0 : Math.max(low - pad, 0), high + pad];
     const X = scale(first, end, left, right), Y = scale(low, high, bottom, top, log);
-    const chart = node("svg", { viewBox: `0 0 ${width} ${height}`, ...operable(host.getAttribute("aria-label")) });
+    const chart = frame(width, height, operable(host));
     const level = (y, kind) => node("line", { x1: left, x2: right, y1: Y(y), y2: Y(y), class: kind });
-    const dot = (one, j, axis, r) => node("circle", { cx: X(one.x[axis][j]), cy: Y(one.y[j]), r, class: `dot s${one.tone}` });
+    const dot = (one, j, r) => node("circle", { cx: X(one.x[axis][j]), cy: Y(one.y[j]), r, class: `dot s${one.tone}` });
 
     for (const y of (log ? logTicks : ticks)(low, high, height / 45))
       chart.append(level(y, "rule"), node("text", { x: left - 8, y: Y(y), class: "end" }, brief(y)));
@@ -194,7 +183,7 @@ export function lineChart(host, data, state) {
         pen = drawable(y) ? "L" : "M";
       });
       chart.append(node("path", { d: path, class: `line s${one.tone}` }));
-      if (one.y.length <= 40) one.y.forEach((y, j) => drawable(y) && chart.append(dot(one, j, axis, 2.6)));
+      if (one.y.length <= 40) one.y.forEach((y, j) => drawable(y) && chart.append(dot(one, j, 2.6)));
     }
 
     const mark = node("g"), guide = series.reduce((a, b) => (b.y.length > a.y.length ? b : a)).x[axis], count = guide.length;
@@ -205,8 +194,9 @@ export function lineChart(host, data, state) {
       if (at !== null) mark.append(node("line", { x1: X(here), x2: X(here), y1: top, y2: bottom, class: "cursor" }));
       const words = series.map((one) => {
         const j = nearest(one.x[axis], here);
-        if (at !== null && drawable(one.y[j])) mark.append(dot(one, j, axis, 4));
-        return `${one.name} ${digits(one.y[j])}`;
+        if (at !== null && drawable(one.y[j])) mark.append(dot(one, j, 4));
+        const elsewhere = one.x[axis][j] === here ? "" : ` (at ${long(one.x[axis][j])})`;
+        return `${one.name} ${digits(one.y[j])}${elsewhere}`;
       });
       readout.textContent = `${name} ${long(here)}: ${words.join(", ")}`;
     }
@@ -214,9 +204,7 @@ export function lineChart(host, data, state) {
     follow(chart, (x) => point(nearest(guide.map(X), x * width)));
     chart.addEventListener("pointerleave", () => point(null));
     steer(chart, (right) => point(clamp((at ?? count - 1) + right * Math.ceil(count / 200), 0, count - 1)));
-    const focused = plot.contains(document.activeElement);
     plot.replaceChildren(chart);
-    if (focused) chart.focus();
     point(at);
   };
 }
@@ -224,16 +212,14 @@ export function lineChart(host, data, state) {
 // Strips: a row a layer, time to the right
 
 export function strips(host, data, state) {
-  const canvas = node("canvas", operable(host.getAttribute("aria-label"))), readout = node("output", { class: "readout" });
-  const [legend, drawLegend] = rampBar(digits(data.least), digits(data.most)), under = box("under");
-  under.append(readout, legend);
-  host.replaceChildren(canvas, under);
+  const canvas = node("canvas", operable(host)), readout = output();
+  host.replaceChildren(canvas, box("under", readout, rampBar(digits(data.least), digits(data.most))));
   const count = data.layers.length, columns = data.x.step.length, left = 50;
   const row = clamp(Math.round(200 / count), 5, 26), skip = Math.ceil(12 / row);
   let layer = count - 1, column = columns - 1, place;
 
   function draw() {
-    const axis = data.x[state.axis] ? state.axis : "step", { name, long, short, sixty } = AXES[axis], paint = colours();
+    const { axis, name, long, short, sixty } = axisOf(data.x, state), paint = colours();
     const width = wide(host), right = width - 54, height = count * row + 26, pen = prepare(canvas, width, height);
     const edges = [...data.x[axis], data.end[axis][0]];
     if (edges[columns] <= edges[columns - 1]) // the last measurement is drawn as wide as the one before
@@ -257,7 +243,6 @@ export function strips(host, data, state) {
     if (canvas.matches(":focus, :hover")) pen.strokeRect(X(edges[column]), layer * row, Math.max(X(edges[column + 1]) - X(edges[column]), 2), row - 2);
     place = (x, y) => [nearest(range(columns).map((j) => X((edges[j] + edges[j + 1]) / 2)), x * width), Math.floor((y * height) / row)];
     readout.textContent = `${name} ${long(data.x[axis][column])}, layer ${layer + 1}: ${digits(data.layers[layer][column])}`;
-    drawLegend();
   }
   function move(j, i) {
     [column, layer] = [clamp(j, 0, columns - 1), clamp(i, 0, count - 1)];
@@ -314,13 +299,12 @@ function rove(host, label, items, columns, go) {
 }
 
 export function mapGrid(host, maps, choice, changed) {
-  const { layers, heads, size } = maps, name = (word, i) => (heads > 6 ? "" : word + " ") + (i + 1);
-  const title = (text) => node("span", {}, text);
+  const { layers, heads, size } = maps, title = (word, i) => node("span", {}, heads > 6 ? i + 1 : `${word} ${i + 1}`);
   const cells = range(layers * heads).map((i) => node("button", { type: "button", role: "radio",
     "aria-label": `layer ${Math.floor(i / heads) + 1}, head ${(i % heads) + 1}` }, node("canvas")));
   host.style.gridTemplateColumns = `auto repeat(${heads}, minmax(0, 6.5rem))`;
-  host.append(title(heads > 6 ? "layer, head" : ""), ...range(heads).map((i) => title(name("head", i))));
-  for (const i of range(layers)) host.append(title(name("layer", i)), ...cells.slice(i * heads, (i + 1) * heads));
+  host.append(node("span", {}, heads > 6 ? "layer, head" : ""), ...range(heads).map((i) => title("head", i)));
+  for (const i of range(layers)) host.append(title("layer", i), ...cells.slice(i * heads, (i + 1) * heads));
   const check = rove(host, "Layer and head", cells, heads, (i) => {
     Object.assign(choice, { layer: Math.floor(i / heads), head: i % heads });
     choice.key = maps.strongest(choice);
@@ -331,26 +315,32 @@ export function mapGrid(host, maps, choice, changed) {
 }
 
 export function mapView(host, maps, choice, changed) {
-  const { size, tokens } = maps, labels = tokens.map(seen), canvas = node("canvas", operable("Attention map")), picture = node("canvas");
+  const { size, tokens } = maps, labels = tokens.map(seen), canvas = node("canvas", operable(host)), picture = node("canvas");
   host.append(canvas);
-  let gutter = 0; // for the labels, as a share of the width
+  let gutter = 0, span = 1; // where the map begins and how far it goes, as shares of the width
+  let painted, longest;
 
-  function move(key, query) {
-    Object.assign(choice, { key: clamp(key, 0, size - 1), query: clamp(query, 0, size - 1) });
+  function move(toKey, toQuery) {
+    const key = clamp(toKey, 0, size - 1), query = clamp(toQuery, 0, size - 1);
+    if (key === choice.key && query === choice.query) return;
+    Object.assign(choice, { key, query });
     changed();
   }
   follow(canvas, (x, y) => {
-    const [key, query] = [x, y].map((share) => Math.floor(((share - gutter) / (1 - gutter)) * size));
+    const [key, query] = [x, y].map((share) => Math.floor(((share - gutter) / span) * size));
     if (key >= 0 && query >= 0) move(key, query);
   });
   steer(canvas, (right, down) => move(choice.key + right, choice.query + down));
 
   return () => {
     const width = wide(host), pen = prepare(canvas, width, width), paint = colours();
-    const edge = Math.min(Math.max(...labels.map((text) => pen.measureText(text).width)) + 8, width * 0.2);
-    const cell = (width - edge) / size, skip = Math.ceil(11 / cell), place = (i) => edge + i * cell;
-    gutter = edge / width;
-    paintMap(picture, maps.map(choice.layer * maps.heads + choice.head), size, size);
+    longest ??= Math.max(...labels.map((text) => pen.measureText(text).width));
+    const edge = Math.min(longest + 8, width * 0.2);
+    const cell = (width - edge - 6) / size, skip = Math.ceil(11 / cell), place = (i) => edge + i * cell;
+    [gutter, span] = [edge / width, (cell * size) / width];
+    const wanted = [choice.layer, choice.head, paint.ramp].join();
+    if (painted !== wanted) paintMap(picture, maps.map(choice.layer * maps.heads + choice.head), size, size);
+    painted = wanted;
     pen.imageSmoothingEnabled = false;
     pen.drawImage(picture, edge, edge, cell * size, cell * size);
     function label(i, chosen, upright) {
@@ -369,10 +359,12 @@ export function mapView(host, maps, choice, changed) {
       label(i, choice.key, true);
     }
     pen.strokeStyle = paint.accent;
+    pen.globalAlpha = 0.5;
     pen.strokeRect(edge, place(choice.query), cell * size, cell);
     pen.strokeRect(place(choice.key), edge, cell, cell * size);
-    pen.lineWidth = 2.5;
-    pen.strokeRect(place(choice.key), place(choice.query), cell, cell);
+    pen.globalAlpha = 1;
+    pen.lineWidth = 2;
+    pen.strokeRect(place(choice.key) - 1, place(choice.query) - 1, cell + 2, cell + 2);
   };
 }
 
@@ -387,6 +379,7 @@ export function sentence(host, maps, choice, changed) {
   return () => {
     const { ramp } = colours();
     check(choice.query);
+    host.scrollTop = items[choice.query].offsetTop - host.clientHeight / 2;
     items.forEach((item, key) => {
       const [r, g, b] = shade(ramp, maps.at(choice, key) / 255);
       item.style.backgroundColor = css([r, g, b]);
@@ -398,66 +391,30 @@ export function sentence(host, maps, choice, changed) {
 export function attention(host, data) {
   const maps = unpack(data), choice = { layer: 0, head: 0, query: data.size - 1 };
   choice.key = maps.strongest(choice);
-  const grid = box("map-grid"), view = box("map-view"), words = box("sentence"), row = box("map-row"), all = box("maps");
-  const readout = node("output", { class: "readout" }), body = node("tbody"), caption = node("caption");
-  const titles = ["key", "token", "weight"].map((text) => node("th", { scope: "col" }, text));
-  const table = node("table", { class: "numbers" }, caption, node("thead", {}, node("tr", {}, ...titles)), body);
-  const fold = node("details", {}, node("summary", {}, "This row as a table"), node("div", { class: "scroll", tabindex: 0 }, table));
-  const [legend, drawLegend] = rampBar("0", "1, square-root scale");
-  row.append(readout, words, fold);
-  all.append(grid, view, row);
-  host.replaceChildren(all);
+  const grid = box("map-grid"), view = node("div", { class: "map-view", "aria-label": "Attention map" }), words = box("sentence");
+  const readout = output(), table = node("table"), fold = node("details", {}, node("summary", {}, "This row as a table"));
+  fold.append(box("scroll", table));
+  host.replaceChildren(box("maps", grid, view, box("map-row", readout, words, fold)));
 
+  const looking = () => [`Layer ${choice.layer + 1}, head ${choice.head + 1}: `, quoted(data.tokens[choice.query]), " looks at "];
   function tabulate() {
     if (!fold.open) return;
-    caption.replaceChildren(`Layer ${choice.layer + 1}, head ${choice.head + 1}, token ${choice.query}: `, quoted(data.tokens[choice.query]));
-    body.replaceChildren(...data.tokens.map((token, key) => node("tr", {}, node("th", { scope: "row" }, key),
-      node("td", {}, quoted(token)), node("td", {}, maps.weight(choice, key)))));
+    const row = (kind, ...cells) => node("tr", {}, ...cells.map((cell) => node(kind, {}, cell)));
+    table.replaceChildren(node("caption", {}, ...looking()), node("thead", {}, row("th", "key", "token", "weight")),
+      node("tbody", {}, ...data.tokens.map((token, key) => row("td", key, quoted(token), maps.weight(choice, key)))));
   }
   function changed() {
     drawGrid.mark();
     drawView();
     drawWords();
     tabulate();
-    readout.replaceChildren(`Layer ${choice.layer + 1}, head ${choice.head + 1}: `, quoted(data.tokens[choice.query]), " looks at ",
-      quoted(data.tokens[choice.key]), ` with weight ${maps.weight(choice, choice.key)}`);
+    readout.replaceChildren(...looking(), quoted(data.tokens[choice.key]), ` with weight ${maps.weight(choice, choice.key)}`);
   }
   const [drawGrid, drawView, drawWords] = [[mapGrid, grid], [mapView, view], [sentence, words]].map(([make, at]) => make(at, maps, choice, changed));
-  view.append(legend);
+  view.append(rampBar("0", "1, square-root scale"));
   fold.addEventListener("toggle", tabulate);
   return () => {
     drawGrid();
-    drawLegend();
     changed();
   };
-}
-
-// The page
-
-export function mount(root) {
-  const { pictures } = JSON.parse(root.getElementById("data").textContent);
-  const views = { lineChart, bars, strips, attention }, state = { axis: "step" }, drawings = new Map(), widths = new Map();
-  for (const host of root.querySelectorAll("[data-picture]")) {
-    const data = pictures[host.dataset.picture];
-    drawings.set(host, views[data.view](host, data, state));
-  }
-  const all = () => drawings.forEach((draw) => draw());
-  const fit = () => drawings.forEach((draw, host) => {
-    if (widths.get(host) === host.clientWidth) return;
-    widths.set(host, host.clientWidth);
-    draw();
-  });
-  fit();
-  addEventListener("resize", fit);
-  for (const input of root.querySelectorAll("input[name=axis]"))
-    input.addEventListener("change", () => {
-      state.axis = input.value;
-      all();
-    });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
-  for (const [event, paper] of [["beforeprint", true], ["afterprint", false]])
-    addEventListener(event, () => {
-      root.documentElement.classList.toggle("paper", paper);
-      all();
-    });
 }

@@ -58,7 +58,7 @@ def environment(run: Run) -> Part:
     body: Html = notes(run.troubles.get("environment.json", ()))
     if run.environment:
         values: Mapping[str, Any] = run.environment
-        body = element("div", facts(values, caption="environment"), class_="cards")
+        body = element("div", facts(values, caption="machine and versions"), class_="cards")
     elif not body:
         body = notes(["environment.json is an empty object: the machine is not known."])
     return Part(anchor="environment", title="Environment", body=body)

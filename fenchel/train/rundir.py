@@ -16,6 +16,7 @@ of the same settings; all others are the same bits.
 import json
 import math
 import os
+import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,8 +36,8 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
 
-    def create(self) -> None:
-        """Make the folder; one that holds a run already is never written over."""
+    def create(self) -> bool:
+        """Make the folder, and tell whether it was new; one that holds a run is refused."""
         if (self.path / "config.toml").exists():
             raise ValueError(
                 f"{self.path} holds a run already; continue it with --resume {self.path} "
@@ -44,7 +45,18 @@ class RunDir:
             )
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; choose another folder.")
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True)
+            new = True
+        except FileExistsError:
+            new = False
+        self.checkpoints.mkdir(exist_ok=True)
+        return new
+
+    def abandon(self) -> None:
+        """Remove a folder that was new and whose run never began."""
+        if not (self.path / "config.toml").exists():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Keep the settings, complete."""

@@ -100,6 +100,6 @@ def test_attention_passes_a_finite_difference_check(draw) -> None:
 
 
 def test_a_move_of_another_shape_is_refused(qkv: QKV) -> None:
-    q, k, v = qkv
+    _, k, v = qkv
     with pytest.raises(ValueError, match="shape of what moves"):
         attend_jvp(qkv, (k, k, v), choice=Softmax())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fenchel.attention import Causal, Dense, Padding, Prior, Window
+from fenchel.attention.prior import Place
 
 INF = torch.inf
 
@@ -72,8 +73,8 @@ def points(prior: Prior) -> torch.Tensor:
     """log u asked one point at a time, as a kernel or FlexAttention would."""
     out = torch.zeros(2, 6, 4, 7)
     for b, h, t, j in torch.cartesian_prod(*map(torch.arange, out.shape)):
-        place = (b, h, t + 7 - 4, j, 7)
-        admitted, bias = prior.admits(*place), prior.bias(*place)
+        place = Place(b, h, t + 7 - 4, j, 7)
+        admitted, bias = prior.admits(place), prior.bias(place)
         value = torch.zeros(()) if bias is None else bias
         out[b, h, t, j] = value if admitted is None or admitted else -INF
     return out

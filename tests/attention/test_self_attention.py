@@ -64,7 +64,7 @@ def test_the_total_derivative_of_the_notes(layer, draw) -> None:
     torch.testing.assert_close(move.values, p @ Xt @ W_V)
 
 
-def test_at_scores_of_zero_rows_are_even_and_the_slope_is_the_centring(draw) -> None:
+def test_at_scores_of_zero_rows_are_even_and_the_slope_is_the_centring() -> None:
     z = torch.zeros(N, dtype=torch.float64)
     J = torch.func.jacfwd(Softmax().weights)(z)
     torch.testing.assert_close(Softmax().weights(z), torch.full_like(z, 1 / N))

@@ -154,7 +154,7 @@ def _metrics(
         part = step / steps
         loss = 2.75 + 4.9 * (1 + step / 22) ** -0.62
         entropy = [3.6 - (0.5 + 0.32 * i) * (1 - math.exp(-3 * part)) for i in range(layers)]
-        entropy = [h + 0.03 * chance.normal() for h in entropy]
+        entropy = [max(h, 0.1) + 0.03 * chance.normal() for h in entropy]
         lines.append(
             {
                 "step": step,

@@ -1,0 +1,46 @@
+"""fenchel/cli/__init__.py: help at once, mistakes in one sentence."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fenchel.cli import COMMANDS, main
+
+
+def test_help_and_mistakes_load_neither_torch_nor_numpy() -> None:
+    probe = (
+        "import sys, contextlib, io\n"
+        "from fenchel.cli import COMMANDS, main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    for words in (['--help'], ['--version'], ['trian'], *([c, '--help'] for c in COMMANDS)):\n"
+        "        with contextlib.redirect_stderr(io.StringIO()):\n"
+        "            main(words)\n"
+        "print(sorted({'torch', 'numpy', 'tokenizers'} & set(sys.modules)))"
+    )
+    told = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert COMMANDS[command].split()[0] in capsys.readouterr().out
+
+
+def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert 'Did you mean "train"' in capsys.readouterr().err
+
+
+def test_an_unknown_flag_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "runs/x", "--promt", "a"]) == 2
+    assert "--prompt" in capsys.readouterr().err
+
+
+def test_completion_can_be_installed_for_every_shell() -> None:
+    from fenchel.cli import app
+
+    for shell in ("bash", "zsh", "fish"):
+        script = app.generate_completion(prog_name="fenchel", shell=shell)  # type: ignore[arg-type]
+        assert all(command in script for command in COMMANDS)

@@ -1,0 +1,128 @@
+"""fenchel train, as a person and as a program would call it."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fenchel.cli import main
+
+FILES = "config.toml environment.json metrics.jsonl report.html sample.json summary.json".split()
+
+
+def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one sentence that wrong input gets."""
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("fenchel: ")
+    assert told.count("\n") == 1
+    assert "Traceback" not in told
+    return told
+
+
+def test_a_run_directory_holds_the_whole_story(run_directory: Path) -> None:
+    assert all((run_directory / name).is_file() for name in [*FILES, "tokenizer.json"])
+    summary = json.loads((run_directory / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["baselines"].keys() == {"bzip2", "ngram5"}
+    assert summary["validation"]["bits_per_byte"] > 0
+
+
+def test_every_log_line_tells_the_health_of_each_layer(run_directory: Path) -> None:
+    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").open()]
+    trained = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in trained] == [5, 10, 15, 20]
+    for line in trained:
+        for name in ("max_logit", "entropy", "effective", "support"):
+            assert len(line[f"attention/{name}"]) == 1
+        assert line["train/gradient_norm"] > 0
+
+
+def test_the_settings_kept_are_complete(run_directory: Path) -> None:
+    kept = tomllib.loads((run_directory / "config.toml").read_text())
+    assert kept["format"] == 1
+    assert kept["train"]["steps"] == 20
+    assert kept["model"]["vocabulary"] <= 300
+    assert kept["optim"]["optimiser"] == "muon"
+
+
+def test_a_config_file_is_read_and_flags_win(
+    text_file: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text(f'seed = 5\n[text]\nsource = "{text_file}"\n[train]\nsteps = 7\nbatch = 2\n')
+    out = tmp_path / "run"
+    assert main(["train", str(config), "--steps", "3", "--out", str(out), *flags]) == 0
+    kept = tomllib.loads((out / "config.toml").read_text())
+    assert (kept["seed"], kept["train"]["steps"], kept["train"]["batch"]) == (5, 3, 4)
+
+
+def test_a_program_gets_the_summary_as_json(
+    text_file: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--text", str(text_file), "--steps", "2", "--out", str(tmp_path / "r")]
+    assert main([*words, "--json", *flags]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["status"] == "finished"
+    assert told["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--text", "no/such/file"], "no text"),
+        (["--set", "model.widht=8"], "did you mean model.width"),
+        (["--set", "modle.width=8"], "did you mean model"),
+        (["--set", "model.width=30", "--set", "model.heads=4"], "does not split"),
+        (["--set", "model.width=wide"], "should be int"),
+        (["--set", "model.width"], "name=value"),
+        (["--set", "train.device=abacus"], "abacus"),
+        (["--budget", "soon"], "90s, 3m or 1h"),
+        (["--budget", "1m", "--steps", "3"], "not both"),
+        (["no_such.toml"], "no settings file"),
+        (["--resume", "no/such/run"], "not a run directory"),
+        (["--resume", "x", "--out", "y"], "--resume"),
+        (["--log", "papyrus"], "tensorboard"),
+    ],
+)
+def test_wrong_words_get_one_sentence(
+    words: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in error_of(["train", *words], capsys)
+    left = {p.name for p in tmp_path.rglob("*")} - {"runs"}
+    assert not left, "a refused run leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "empty"),
+        (b"\x00\x01\x02" * 100, "zero byte"),
+        (b"\xff\xfe\xfa" * 100, "UTF-8"),
+        (b"too short", "token"),
+    ],
+    ids=["empty", "binary", "not UTF-8", "shorter than the context"],
+)
+def test_a_text_that_cannot_be_trained_on_gets_one_sentence(
+    content: bytes, says: str, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    words = ["train", "--text", str(path), "--steps", "2", "--out", str(tmp_path / "run")]
+    assert says in error_of([*words, *flags], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run_is_never_written_over(
+    run_directory: Path, text_file: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {p: p.stat().st_mtime_ns for p in run_directory.rglob("*")}
+    words = ["train", "--text", str(text_file), "--out", str(run_directory), *flags]
+    assert "holds a run already" in error_of(words, capsys)
+    assert {p: p.stat().st_mtime_ns for p in run_directory.rglob("*")} == before

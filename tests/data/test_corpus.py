@@ -1,0 +1,400 @@
+"""fenchel/data/corpus.py: what is stored, when it is used again, and how damage is met."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from fenchel.data import corpus as module
+from fenchel.data.config import TextConfig
+from fenchel.data.corpus import Corpus, prepare
+from fenchel.data.tokens import decode, encode, train_tokenizer
+from fenchel.files import Damaged, NoSpace
+
+FILES = ["facts.json", "manifest.json", "tokenizer.json", "train.bin", "validation.bin"]
+
+
+@pytest.fixture
+def config(folder: Path) -> TextConfig:
+    return TextConfig(source=str(folder), vocabulary=400)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "tokens"
+
+
+def documents(ids: Any, tokenizer: Tokenizer) -> list[str]:
+    """A stream taken apart at its END tokens."""
+    ends = np.flatnonzero(np.asarray(ids) == 0)
+    assert ends[0] == 0
+    assert ends[-1] == len(ids) - 1
+    return [
+        decode(tokenizer, ids[a + 1 : b].tolist()) for a, b in zip(ends, ends[1:], strict=False)
+    ]
+
+
+# what is stored
+
+
+def test_the_streams_hold_every_document_and_the_facts_count_them(
+    config: TextConfig, there: Path, verses: list[str]
+) -> None:
+    corpus = prepare(config, there)
+    validation = verses[9::10]
+    train = [verse for verse in verses if verse not in validation]
+    assert documents(corpus.train, corpus.tokenizer) == train
+    assert documents(corpus.validation, corpus.tokenizer) == validation
+    facts = corpus.facts
+    assert facts.train_bytes == sum(len(verse.encode()) for verse in train)
+    assert facts.validation_bytes == sum(len(verse.encode()) for verse in validation)
+    assert (facts.train_tokens, facts.validation_tokens) == (
+        len(corpus.train),
+        len(corpus.validation),
+    )
+    assert facts.split == "every 10th of 30 documents is for validation"
+    assert sorted(file.name for file in there.iterdir()) == FILES
+    assert list(there.parent.iterdir()) == [there]
+
+
+def test_the_tokenizer_is_trained_on_the_training_stream_alone(
+    config: TextConfig, there: Path, folder: Path, verses: list[str]
+) -> None:
+    train = [verse for number, verse in enumerate(verses) if number % 10 != 9]
+    ours = prepare(config, there).tokenizer
+    assert ours.to_str() == train_tokenizer(train, 400).to_str()
+    (folder / "09.txt").write_text("wholly other words " * 40)
+    elsewhere = prepare(config, there.with_name("other"))
+    assert elsewhere.tokenizer.to_str() == ours.to_str()
+
+
+def test_the_files_are_mapped_not_read_into_memory(config: TextConfig, there: Path) -> None:
+    corpus = prepare(config, there)
+    assert isinstance(corpus.train, np.memmap)
+    assert corpus.train.dtype == np.uint16
+    with pytest.raises(ValueError, match="read-only"):
+        corpus.train[0] = 1
+
+
+def test_a_vocabulary_beyond_65536_is_stored_in_four_bytes(tmp_path: Path, folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = alphabet + [f"{a}{b}" for a in alphabet for b in alphabet][: 2**16]
+    wide = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    wide.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    wide.decoder = decoders.ByteLevel()
+    wide.add_special_tokens(["<|endoftext|>"])
+    wide.save(str(tmp_path / "wide.json"))
+    config = TextConfig(source=str(folder), tokenizer=str(tmp_path / "wide.json"))
+    corpus = prepare(config, tmp_path / "tokens")
+    assert corpus.train.dtype == np.uint32
+    assert corpus.train[0] == corpus.facts.vocabulary - 1 == 2**16 + 256
+
+
+def test_blocks_do_not_change_the_streams(
+    config: TextConfig, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepare(config, there)
+    monkeypatch.setattr(module, "_BLOCK", 100)
+    pieces = prepare(config, there.with_name("pieces"))
+    np.testing.assert_array_equal(whole.train, pieces.train)
+    np.testing.assert_array_equal(whole.validation, pieces.validation)
+
+
+def test_a_large_text_trains_its_tokenizer_on_documents_from_all_over(
+    config: TextConfig, there: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(30):
+        (folder / f"{number:02d}.txt").write_text(f"word{chr(97 + number % 26)} " * 50)
+    monkeypatch.setattr(module.tokens, "TRAINED_ON", 2000)
+    vocabulary = prepare(config, there).tokenizer.get_vocab()
+    assert "Ġworda" in vocabulary  # the first document
+    assert "Ġwordy" in vocabulary  # the twenty-fifth: not only the beginning was read
+
+
+def test_progress_runs_from_the_reading_to_the_end_of_each_stage(
+    config: TextConfig, there: Path
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    prepare(config, there, report=lambda *all: told.append(all))
+    stages = ["reading the text", "training the tokenizer", "encoding the text"]
+    assert list(dict.fromkeys(what for what, _, _ in told)) == stages
+    for stage in stages:
+        done = [(d, t) for what, d, t in told if what == stage]
+        assert done == sorted(done)
+        assert done[-1][0] == done[-1][1]
+    told.clear()
+    prepare(config, there, report=lambda *all: told.append(all))
+    assert {what for what, _, _ in told} == {"reading the text"}
+
+
+# the text, read again
+
+
+def test_the_texts_for_baselines_are_those_of_the_streams(
+    config: TextConfig, there: Path, verses: list[str]
+) -> None:
+    corpus = prepare(config, there)
+    for each in (corpus, Corpus.open(there)):
+        assert each.validation_text() == "\f".join(verses[9::10]).encode()
+        assert each.train_text().count(b"\f") == 26
+        assert each.validation_text(50) == each.validation_text()[:50]
+        assert each.train_text(10**9) == each.train_text()
+
+
+def test_a_text_that_changed_is_not_passed_off_as_the_one_encoded(
+    config: TextConfig, there: Path, folder: Path
+) -> None:
+    corpus = prepare(config, there)
+    (folder / "03.txt").write_text("changed")
+    with pytest.raises(ValueError, match="has changed since its tokens were made"):
+        corpus.train_text()
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(
+    config: TextConfig, there: Path, folder: Path
+) -> None:
+    def meddle(what: str, done: int, total: int) -> None:
+        if what == "training the tokenizer" and done == total:
+            (folder / "03.txt").write_text("changed in the middle")
+
+    with pytest.raises(ValueError, match="has changed"):
+        prepare(config, there, report=meddle)
+    assert list(there.parent.iterdir()) == []
+
+
+# using a folder again
+
+
+def test_an_intact_folder_is_used_again_even_if_the_text_was_touched_or_moved(
+    config: TextConfig, there: Path, folder: Path
+) -> None:
+    prepare(config, there)
+    before = {file.name: file.stat().st_mtime_ns for file in there.iterdir()}
+    for file in folder.iterdir():
+        os.utime(file, (1, 1))
+    moved = folder.rename(folder.with_name("moved"))
+    again = prepare(TextConfig(source=str(moved), vocabulary=400), there)
+    assert {file.name: file.stat().st_mtime_ns for file in there.iterdir()} == before
+    assert again.validation_text()  # read from where the text is now
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"vocabulary": 300}, "another tokenizer"),
+        ({"validation": 5}, "another validation"),
+        ({"source": "kjv"}, "another text"),
+    ],
+)
+def test_a_folder_of_other_settings_is_refused_and_kept(
+    change: dict[str, Any], says: str, config: TextConfig, there: Path, folder: Path
+) -> None:
+    prepare(config, there)
+    before = (there / "manifest.json").read_bytes()
+    with pytest.raises(ValueError, match=says):
+        prepare(TextConfig(**{"source": str(folder), "vocabulary": 400, **change}), there)
+    assert (there / "manifest.json").read_bytes() == before
+
+
+def test_one_byte_of_the_text_is_another_text(
+    config: TextConfig, there: Path, folder: Path
+) -> None:
+    prepare(config, there)
+    path = folder / "11.txt"
+    path.write_bytes(path.read_bytes().replace(b"sea", b"see", 1))
+    with pytest.raises(ValueError, match="another text"):
+        prepare(config, there)
+
+
+def test_a_given_tokenizer_is_kept_byte_for_byte_and_is_part_of_the_recipe(
+    config: TextConfig, there: Path, tmp_path: Path, folder: Path
+) -> None:
+    trained = prepare(config, there)
+    given = TextConfig(source=str(folder), tokenizer=str(there / "tokenizer.json"))
+    other = tmp_path / "given"
+    corpus = prepare(given, other)
+    assert (other / "tokenizer.json").read_bytes() == (there / "tokenizer.json").read_bytes()
+    np.testing.assert_array_equal(corpus.train, trained.train)
+    assert corpus.facts == trained.facts
+    with pytest.raises(ValueError, match="another tokenizer"):
+        prepare(config, other)
+
+
+def test_somebody_elses_folder_is_left_alone(config: TextConfig, there: Path) -> None:
+    there.mkdir(parents=True)
+    (there / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="something other than token files"):
+        prepare(config, there)
+    assert (there / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_second_of_two_that_finish_together_uses_the_files_of_the_first(
+    config: TextConfig, there: Path
+) -> None:
+    def overtake(what: str, done: int, total: int) -> None:
+        if what == "encoding the text" and done == total:
+            rival = prepare(config, there.with_name("rival"))
+            rival.folder.rename(there)
+
+    assert prepare(config, there, report=overtake).facts == Corpus.open(there).facts
+    assert list(there.parent.iterdir()) == [there]
+
+
+# damage
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_found_named_and_mended(
+    name: str, config: TextConfig, there: Path
+) -> None:
+    prepare(config, there)
+    path = there / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=name):
+        Corpus.open(there)
+    data[len(data) // 2] ^= 1
+    prepare(config, there)
+    assert Corpus.open(there).folder == there
+    if name != "manifest.json":
+        assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_or_shortened_file_is_found_and_named(
+    name: str, config: TextConfig, there: Path
+) -> None:
+    prepare(config, there)
+    path = there / name
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(Damaged, match=name):
+        Corpus.open(there)
+    path.unlink()
+    with pytest.raises(Damaged, match=name):
+        Corpus.open(there)
+
+
+def sealed(there: Path, name: str, content: bytes, **header: Any) -> None:
+    """Change a file and seal the folder again, as a forger would."""
+    manifest = json.loads((there / "manifest.json").read_text())
+    contents = {file: (there / file).read_bytes() for file in manifest["files"]} | {name: content}
+    for file in there.iterdir():
+        file.unlink()
+    there.rmdir()
+    kept = {k: v for k, v in manifest.items() if k not in ("files", "seal")}
+    with module.committed(there, {**kept, **header}) as fresh:
+        for file, data in contents.items():
+            (fresh / file).write_bytes(data)
+
+
+def test_ids_beyond_the_vocabulary_are_refused_whatever_the_seal_says(
+    config: TextConfig, there: Path
+) -> None:
+    count = len(prepare(config, there).train)
+    sealed(there, "train.bin", np.full(count, 400, np.uint16).tobytes())
+    with pytest.raises(Damaged, match=r"train\.bin holds the token 400; there are"):
+        Corpus.open(there)
+
+
+def test_facts_that_do_not_fit_the_files_are_refused(config: TextConfig, there: Path) -> None:
+    prepare(config, there)
+    facts = json.loads((there / "facts.json").read_text())
+    for change in ({"train_tokens": 7}, {"vocabulary": 7}, {"train_tokens": "many"}, {"odd": 1}):
+        sealed(there, "facts.json", json.dumps({**facts, **change}).encode())
+        with pytest.raises(Damaged, match=r"train\.bin|tokenizer\.json|facts\.json"):
+            Corpus.open(there)
+    del facts["split"]
+    sealed(there, "facts.json", json.dumps(facts).encode())
+    with pytest.raises(Damaged, match=r"facts\.json.*split"):
+        Corpus.open(there)
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"version": 2}, "newer fenchel"),
+        ({"kind": "weights"}, "does not hold token files"),
+        ({"recipe": {}}, "does not say how"),
+        ({"recipe": "stew"}, "does not say how"),
+        ({"source": 3}, "does not say how"),
+    ],
+)
+def test_a_manifest_of_another_kind_or_time_is_refused(
+    header: dict[str, Any], says: str, config: TextConfig, there: Path
+) -> None:
+    prepare(config, there)
+    sealed(there, "facts.json", (there / "facts.json").read_bytes(), **header)
+    with pytest.raises(ValueError, match=says):
+        Corpus.open(there)
+
+
+def test_files_of_a_newer_version_are_not_replaced(config: TextConfig, there: Path) -> None:
+    prepare(config, there)
+    sealed(there, "facts.json", b"{}", version=2)
+    with pytest.raises(ValueError, match="newer fenchel"):
+        prepare(config, there)
+    assert (there / "facts.json").read_bytes() == b"{}"
+
+
+# what cannot be prepared
+
+
+@pytest.mark.parametrize("text", ["a", "abcdefghi"])
+def test_a_text_too_short_to_divide_is_refused(text: str, tmp_path: Path, there: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="leaves nothing to judge by"):
+        prepare(TextConfig(source=str(path)), there)
+    assert not there.exists()
+
+
+def test_a_short_text_gives_its_last_tenth(tmp_path: Path, there: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("abcdefghij" * 10)
+    corpus = prepare(TextConfig(source=str(path)), there)
+    assert documents(corpus.validation, corpus.tokenizer) == ["abcdefghij"]
+    assert corpus.facts.split == "the last 10th of the text is for validation"
+    assert corpus.train_text() + corpus.validation_text() == b"abcdefghij" * 10
+
+
+def test_a_tokenizer_that_loses_letters_is_refused(
+    tmp_path: Path, there: Path, folder: Path
+) -> None:
+    lossy = Tokenizer(models.WordLevel({"sea": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    lossy.pre_tokenizer = pre_tokenizers.Whitespace()
+    lossy.add_special_tokens(["</s>"])
+    lossy.save(str(tmp_path / "lossy.json"))
+    with pytest.raises(ValueError, match="does not give back the text of '09.txt'"):
+        prepare(TextConfig(source=str(folder), tokenizer=str(tmp_path / "lossy.json")), there)
+
+
+def test_no_space_is_said_before_and_during_the_work(
+    config: TextConfig, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_encode", full)
+        with pytest.raises(NoSpace, match="is full"):
+            prepare(config, there)
+    monkeypatch.setattr("fenchel.files.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(NoSpace, match="MiB are needed"):
+        prepare(config, there)
+    assert list(there.parent.iterdir()) == []
+
+
+def test_the_built_in_text_is_prepared_as_published(tmp_path: Path) -> None:
+    corpus = prepare(TextConfig(vocabulary=300), tmp_path / "tokens")
+    facts = corpus.facts
+    assert (facts.text_name, facts.documents) == ("sotu", 140)
+    assert (facts.train_bytes, facts.validation_bytes) == (7_044_902, 906_705)
+    first = encode(corpus.tokenizer, "Fellow-Citizens of the Senate")
+    assert corpus.train[1 : 1 + len(first)].tolist() == first

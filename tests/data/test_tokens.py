@@ -1,0 +1,253 @@
+"""fenchel/data/tokens.py: exact round trips, no control tokens from text, hostile files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from fenchel.data import tokens
+from fenchel.data.tokens import (
+    END,
+    PAD,
+    decode,
+    encode,
+    encode_batch,
+    end_id,
+    load_tokenizer,
+    pad_id,
+    train_tokenizer,
+)
+
+anything = st.text(st.characters(codec="utf-8"), max_size=200)
+pieces = st.sampled_from([END, PAD, "<|", "end", "|>", " ", "<", "\n", "é", "<|e", "nd|>", "he"])
+spellings = st.lists(pieces, max_size=30).map("".join)
+
+
+@pytest.fixture
+def raw(tokenizer: Tokenizer) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(tokenizer.to_str())
+    return value
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[Any], Tokenizer]:
+    def loaded(value: Any) -> Tokenizer:
+        path = tmp_path / "tokenizer.json"
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+        return load_tokenizer(path)
+
+    return loaded
+
+
+# round trips
+
+
+@settings(deadline=None)
+@given(st.one_of(anything, spellings))
+def test_decoding_gives_back_what_was_encoded(tokenizer: Tokenizer, text: str) -> None:
+    assert decode(tokenizer, encode(tokenizer, text)) == text
+
+
+@settings(deadline=None)
+@given(st.one_of(anything, spellings))
+def test_no_text_becomes_a_control_token(tokenizer: Tokenizer, text: str) -> None:
+    assert {end_id(tokenizer), pad_id(tokenizer)}.isdisjoint(encode(tokenizer, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\x00",
+        "a" * 10**5,
+        "\u202eright\u202c to left",
+        "👩\u200d👩\u200d👧",
+        "a" + "\u0301" * 10**4,
+    ],
+    ids=["empty", "NUL", "one letter", "right to left", "joiners", "marks"],
+)
+def test_odd_texts_come_back_too(tokenizer: Tokenizer, text: str) -> None:
+    assert decode(tokenizer, encode(tokenizer, text)) == text
+
+
+def test_the_tokenizer_read_back_encodes_alike(
+    raw: dict[str, Any], load: Callable[[Any], Tokenizer], tokenizer: Tokenizer, verses: list[str]
+) -> None:
+    again = load(raw)
+    assert encode_batch(again, verses) == encode_batch(tokenizer, verses)
+    # verses spell <|end|>: the switch that keeps it text is not in the file and is set anew
+    assert end_id(again) not in encode(again, verses[0])
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="surrogate"):
+        encode(tokenizer, "a\ud800b")
+
+
+def test_control_tokens_are_left_out_of_decoded_text(tokenizer: Tokenizer) -> None:
+    ids = encode(tokenizer, "sea shell")
+    assert decode(tokenizer, [0, *ids, 1, 0]) == "sea shell"
+
+
+# training
+
+
+def test_ids_are_end_pad_the_bytes_and_then_merges(tokenizer: Tokenizer) -> None:
+    assert (tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)) == (0, 1)
+    assert (end_id(tokenizer), pad_id(tokenizer)) == (0, 1)
+    assert sorted(tokenizer.get_vocab().values()) == list(range(tokenizer.get_vocab_size()))
+    bare = train_tokenizer([], 258)
+    assert bare.get_vocab_size() == 258
+    assert len(encode(bare, "naïve")) == 6
+    assert tokenizer.get_vocab_size() <= 400
+
+
+def test_a_text_full_of_the_spelling_of_end_does_not_learn_it() -> None:
+    trained = train_tokenizer([f"{END}{END} {END}{PAD}\n" * 500], 400)
+    assert {0, 1}.isdisjoint(encode(trained, f"{END}{END} {END}{PAD}"))
+
+
+def test_the_same_text_trains_the_same_tokenizer(verses: list[str]) -> None:
+    assert train_tokenizer(verses, 350).to_str() == train_tokenizer(verses, 350).to_str()
+
+
+def test_training_reads_no_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "TRAINED_ON", 100)
+    early = train_tokenizer(["ab " * 30, "é" * 500, "xyz " * 100], 400)
+    assert "xyz" not in early.get_vocab()
+    assert "ab" in early.get_vocab()
+    assert "ab" in train_tokenizer(["ab " * 500], 400).get_vocab()  # cut, not left out
+
+
+@pytest.mark.parametrize("vocabulary", [257, 2**20 + 1])
+def test_a_vocabulary_out_of_range_is_refused(vocabulary: int) -> None:
+    with pytest.raises(ValueError, match=f"vocabulary={vocabulary}"):
+        train_tokenizer([], vocabulary)
+
+
+# tokenizers of other people
+
+
+def others(model: models.Model, **parts: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def test_the_end_of_another_family_is_found(load: Callable[[Any], Tokenizer]) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    theirs = others(model, pre_tokenizer=pre_tokenizers.ByteLevel(), decoder=decoders.ByteLevel())
+    loaded = load(theirs.to_str())
+    assert end_id(loaded) == pad_id(loaded) == 256
+
+
+def test_a_model_that_would_choose_a_control_token_is_stopped(
+    load: Callable[[Any], Tokenizer],
+) -> None:
+    words = {"<|endoftext|>": 0, "sea": 1, "[UNK]": 2}
+    model = models.WordLevel(words, unk_token="[UNK]")
+    loaded = load(others(model, pre_tokenizer=pre_tokenizers.WhitespaceSplit()).to_str())
+    assert encode(loaded, "sea shell") == [1, 2]
+    with pytest.raises(ValueError, match=r"spells '<\|endoftext\|>'"):
+        encode(loaded, "sea <|endoftext|> sea")
+
+
+def test_a_pipeline_in_the_file_does_not_cut_pad_or_shuffle(
+    raw: dict[str, Any], load: Callable[[Any], Tokenizer], tokenizer: Tokenizer, verses: list[str]
+) -> None:
+    theirs = Tokenizer.from_str(json.dumps(raw))
+    theirs.enable_truncation(4)
+    theirs.enable_padding(length=4000)
+    hostile = json.loads(theirs.to_str())
+    hostile["model"]["dropout"] = 0.9
+    loaded = load(hostile)
+    for _ in range(3):
+        assert encode_batch(loaded, verses[:3]) == encode_batch(tokenizer, verses[:3])
+
+
+def change(raw: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
+    *parents, last = where.split(".")
+    inner: Any = raw
+    for name in parents:
+        inner = inner[int(name) if name.isdigit() else name]
+    inner[int(last) if last.isdigit() else last] = value
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "says"),
+    [
+        ("model", None, "cannot read"),
+        ("model.type", "Telepathy", "cannot read"),
+        ("model.merges", [["absent", "piece"]], "cannot read"),
+        ("model.vocab.s", 2, "exactly one token"),
+        ("model.vocab.extra", 99999, "exactly one token"),
+        ("added_tokens.0.content", "", "added token"),
+        ("added_tokens.0.content", "x" * 2**20, "added token"),
+        ("added_tokens.0.content", 7, "added token"),
+        ("added_tokens.0", "x", "added token"),
+        ("added_tokens", {}, "added_tokens"),
+        ("added_tokens", [], "ends a document"),
+        ("added_tokens.0.special", False, "ends a document"),
+        ("added_tokens.0.content", "\ud800", "cannot read"),
+        ("version", "9.9", "cannot read"),
+    ],
+    ids=repr,
+)
+def test_a_broken_tokenizer_is_refused_in_a_sentence(
+    where: str, value: Any, says: str, raw: dict[str, Any], load: Callable[[Any], Tokenizer]
+) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        load(change(raw, where, value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{", "[" * 10_000, '{"a":' * 10_000, '{"a":1,"a":2}']
+)
+def test_what_is_not_a_json_object_is_refused(text: str, load: Callable[[Any], Tokenizer]) -> None:
+    with pytest.raises(ValueError, match=r"JSON|object"):
+        load(text)
+
+
+def test_a_file_too_large_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(tokens, "_FILE_LIMIT", 1000)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="more than 1000 is not read"):
+        load_tokenizer(path)
+
+
+def test_replacements_that_multiply_are_refused(
+    raw: dict[str, Any], load: Callable[[Any], Tokenizer]
+) -> None:
+    bomb = {"type": "Replace", "pattern": {"String": "s"}, "content": "s" * 20}
+    raw["normalizer"] = {"type": "Sequence", "normalizers": [bomb, bomb]}
+    with pytest.raises(ValueError, match="as many as 400"):
+        load(raw)
+    raw["normalizer"] = {**bomb, "pattern": {"Regex": "s*"}, "content": "s" * 64}
+    with pytest.raises(ValueError, match="as many as 65"):
+        load(raw)
+    raw["normalizer"] = {**bomb, "pattern": {"String": " "}, "content": "▁"}
+    assert load(raw).normalizer is not None
+
+
+def test_a_panic_beneath_is_an_ordinary_error(tmp_path: Path, raw: dict[str, Any]) -> None:
+    theirs = Tokenizer.from_str(json.dumps(raw))
+    slow = Regex(r"^(([a-z])+.)+[A-Z]([a-z])+$")  # exceeds the retry limit of the engine
+    theirs.normalizer = normalizers.Replace(slow, "x")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(theirs.to_str())
+    loaded = load_tokenizer(path)
+    with pytest.raises(ValueError, match="cannot encode the text"):
+        encode(loaded, "a" * 200)

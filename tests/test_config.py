@@ -1,0 +1,91 @@
+"""fenchel/config.py: settings survive the way through text, and mistakes are named."""
+
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fenchel.config import assign, from_mapping, parse_value, to_mapping, to_toml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    width: int = 3
+    rate: float = 0.5
+    name: str = "x"
+    loud: bool = False
+    many: tuple[str, ...] = ()
+    maybe: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    seed: int = 0
+    inner: Inner = field(default_factory=Inner)
+
+
+inners = st.builds(
+    Inner,
+    width=st.integers(),
+    rate=st.floats(allow_nan=False),
+    name=st.text(),
+    loud=st.booleans(),
+    many=st.lists(st.text()).map(tuple),
+    maybe=st.none() | st.integers(),
+)
+
+
+@given(st.builds(Outer, seed=st.integers(), inner=inners))
+def test_settings_survive_toml(settings: Outer) -> None:
+    text = to_toml(to_mapping(settings))
+    assert from_mapping(Outer, tomllib.loads(text)) == settings
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"sede": 1}, "did you mean seed"),
+        ({"inner": {"widht": 1}}, "did you mean inner.width"),
+        ({"qqqq": 1}, "known: seed, inner"),
+        ({"seed": "one"}, "'seed' should be int, got 'one'"),
+        ({"seed": True}, "should be int"),
+        ({"seed": 1.5}, "should be int"),
+        ({"inner": 3}, "should be Inner"),
+        ({"inner": {"maybe": "x"}}, "'inner.maybe' should be int"),
+    ],
+)
+def test_a_mistake_is_named(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        from_mapping(Outer, values)
+
+
+def test_a_whole_number_serves_as_a_float() -> None:
+    assert from_mapping(Inner, {"rate": 2}).rate == 2.0
+
+
+def test_assigning_leaves_the_rest_and_the_original_alone() -> None:
+    before = {"seed": 1, "inner": {"width": 2, "name": "a"}}
+    after = assign(before, "inner.width", "7")
+    assert after == {"seed": 1, "inner": {"width": 7, "name": "a"}}
+    assert before["inner"] == {"width": 2, "name": "a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("3.5", 3.5),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("false", False),
+        ("plain words", "plain words"),
+        ('"3"', "3"),
+        ('["a", "b"]', ["a", "b"]),
+        ("2m", "2m"),
+    ],
+)
+def test_a_value_is_read_as_it_looks(text: str, value: object) -> None:
+    assert parse_value(text) == value
