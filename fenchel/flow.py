@@ -8,8 +8,10 @@ Each stage is a package; here they are handed to one another and nothing else ha
 
 import time
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,10 +39,19 @@ from fenchel.evaluate import (
     ngram_bits,
     score,
 )
-from fenchel.files import locked, read_json, sweep, write_atomic
+from fenchel.files import (
+    Damaged,
+    StorageFailed,
+    locked,
+    read_json,
+    require_space,
+    sha256,
+    sweep,
+    write_atomic,
+)
 from fenchel.generate import generate
 from fenchel.model import ModelConfig, Transformer
-from fenchel.optim import OptimConfig, Together, build_optimiser, build_schedule
+from fenchel.optim import OptimConfig, Together, build_optimiser, build_schedule, constant
 from fenchel.report import page
 from fenchel.train import (
     Listener,
@@ -49,11 +60,14 @@ from fenchel.train import (
     Pace,
     Progress,
     RunDir,
+    Several,
     Stepper,
+    TensorBoard,
     TrainConfig,
     checkpoint,
     environment,
     measure,
+    require_loggers,
     seconds,
 )
 
@@ -63,6 +77,16 @@ BASELINE_BYTES = 64 * 2**20
 """A longer text than this would need a table too large; its baselines are left out."""
 EVALUATION_SHARE = 0.1
 """Part of a time budget that is left to evaluations and checkpoints."""
+HARMLESS = {
+    f"train.{name}"
+    for name in "log_every evaluate_every evaluate_tokens save_every keep patience log".split()
+}
+"""Settings that no weight depends on."""
+FIXED = {
+    "optim.optimiser": "its state belongs to the one that wrote it",
+    "train.budget": "it was turned into steps when the run began, so give --steps",
+}
+"""Settings besides the model's and the text's that a resume cannot change, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +118,9 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
 
 def fresh_path(parent: Path, config: RunConfig) -> Path:
     """A folder name for a run that begins now: runs/2026-11-15_143205_sotu."""
-    name = Path(config.text.source).stem or "text"
-    return parent / f"{time.strftime('%Y-%m-%d_%H%M%S')}_{name}"
+    name = f"{time.strftime('%Y-%m-%d_%H%M%S')}_{Path(config.text.source).stem or 'text'}"
+    names = (name if n == 1 else f"{name}_{n}" for n in count(1))
+    return next(parent / name for name in names if not (parent / name).exists())
 
 
 def begin(config: RunConfig, path: Path, watch: Watch) -> Outcome:
@@ -104,11 +129,16 @@ def begin(config: RunConfig, path: Path, watch: Watch) -> Outcome:
     new = run.create()
     with locked(path):
         try:
+            run.require_free()  # asked again: another process may have been quicker
             sweep(path)
-            corpus = prepare(config.text, path / TOKENS, report=watch.stage)
+            require_loggers(config.train.log)
+            shared = config.text.prepared
+            folder = path / TOKENS if shared is None else Path(shared).expanduser()
+            corpus = prepare(config.text, folder, report=watch.stage)
             config = _fit_vocabulary(config, corpus)
             batches = _batches(config, corpus.train)
             config = _resolve(config, batches, watch)
+            _require_room(config, run)
             _keep_corpus(run, corpus)
             run.write_settings(to_mapping(config))
         except BaseException:
@@ -127,23 +157,34 @@ def resume(
     with locked(path):
         sweep(path)
         sweep(run.checkpoints)
-        config = settings(_changed(before, changes, watch))
-        corpus = open_corpus(path)
-        if _text_changed(config.text.source, corpus, watch, accept_new_text):
-            if corpus.folder == path / TOKENS:
-                corpus.folder.rename(path / f"{TOKENS}-{corpus.facts.text_sha256[:12]}")
-            same_ids = replace(config.text, tokenizer=str(path / "tokenizer.json"))
-            corpus = prepare(same_ids, path / TOKENS, report=watch.stage)
+        config = _changed(before, changes, watch)
+        _device(config.train.device)  # refused before anything is written
+        require_loggers(config.train.log)
+        _require_room(config, run)
+        corpus = _reopen(config, path, watch)
+        if now := _text_changed(corpus, watch, accept_new_text):
+            same_ids = replace(
+                config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
+            )
+            corpus = prepare(same_ids, path / f"{TOKENS}-{now[:12]}", report=watch.stage)
             _keep_corpus(run, corpus)
-        if changes:
+        if to_mapping(config) != before:
             run.write_settings(to_mapping(config))
         return _carry_out(config, run, corpus, _batches(config, corpus.train), watch)
 
 
 def open_corpus(path: Path) -> Corpus:
-    """The token files that the run in ``path`` reads."""
-    facts = read_json(path / "text.json")
-    return Corpus.open(path / str(facts["folder"]))
+    """The token files that the run in ``path`` reads, if they are still those of its text."""
+    kept = _read_kept(path)
+    corpus = replace(Corpus.open(path / kept["folder"]), source=kept["source"])
+    for what in ("text_sha256", "tokenizer_sha256"):
+        there = getattr(corpus.facts, what)
+        if there != kept[what]:
+            raise ValueError(
+                f"{corpus.folder} holds token files of another {what.partition('_')[0]} than the "
+                f"run began with (SHA-256 {there[:12]}, was {kept[what][:12]})."
+            )
+    return corpus
 
 
 def _carry_out(
@@ -153,10 +194,15 @@ def _carry_out(
     device = _device(config.train.device)
     model = _model(config).to(device)
     optimiser = build_optimiser(model, config.optim)
-    progress = _restore(run, model, optimiser, watch)
+    progress = _restore(config, run, model, optimiser, watch)
     steps = config.train.steps
-    assert steps is not None  # _resolve said it, or the run's own settings
-    run.write_json("environment.json", environment(device))
+    if steps is None:
+        raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
+    if progress.step >= steps:
+        watch.say(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
+        if _is_told(run):
+            return Outcome("finished", progress)
+    _keep_environment(run, device, progress, watch)
     run.write_json("summary.json", {"status": "running", "step": progress.step, "steps": steps})
 
     def validate(model: nn.Module, limit: int | None = config.train.evaluate_tokens) -> Score:
@@ -171,7 +217,8 @@ def _carry_out(
     def probe(model: nn.Module, batch: Batch) -> dict[str, list[float]]:
         return attention_health(model, batch.inputs[:2])
 
-    outcome = Loop(
+    loggers = [TensorBoard(run.path / name, step=progress.step) for name in config.train.log]
+    loop = Loop(
         Stepper(
             model,
             batches,
@@ -185,27 +232,66 @@ def _carry_out(
         settings=to_mapping(config.model),
         validate=lambda model: validate(model)._asdict(),
         probe=probe,
-        listener=watch,
+        listener=Several(watch, *loggers),
         progress=progress,
-    ).train()
-
-    summary: dict[str, Any] = {
-        "status": outcome.status,
-        "reason": outcome.reason,
-        "steps": steps,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "text": asdict(corpus.facts),
-        **asdict(outcome.progress),
-    }
-    if outcome.status == "finished":
-        watch.say("Reading all of the validation text, and the baselines.")
-        summary["validation"] = validate(model, None)._asdict()
-        summary["baselines"] = baselines(corpus)
-    run.write_json("summary.json", summary)
-    if outcome.status != "diverged":
-        run.write_json("sample.json", sample(model, corpus, seed=config.seed))
-    page(run.path)
+    )
+    with _under_way(run):
+        outcome = loop.train()
+        summary: dict[str, Any] = {
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "steps": steps,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "text": asdict(corpus.facts),
+            **asdict(outcome.progress),
+        }
+        if outcome.status == "finished":
+            watch.say("Reading all of the validation text, and the baselines.")
+            summary["validation"] = validate(model, None)._asdict()
+            summary["baselines"] = _baselines(corpus, watch)
+        run.write_json("summary.json", summary)
+        if outcome.status != "diverged":
+            run.write_json("sample.json", sample(model, corpus, seed=config.seed))
+        page(run.path)
     return outcome
+
+
+@contextmanager
+def _under_way(run: RunDir) -> Iterator[None]:
+    """Tell a disk that fails a run in the middle from one that never let it begin."""
+    try:
+        yield
+    except StorageFailed:
+        raise
+    except OSError as error:
+        raise StorageFailed(
+            f"{error}; what was saved before is intact, go on with --resume {run.path}."
+        ) from error
+
+
+def _is_told(run: RunDir) -> bool:
+    """Whether a finished run has its summary and its page already."""
+    try:
+        finished = read_json(run.path / "summary.json").get("status") == "finished"
+    except Damaged:
+        return False
+    return finished and (run.path / "report.html").is_file()
+
+
+def _keep_environment(run: RunDir, device: torch.device, progress: Progress, watch: Watch) -> None:
+    """Record what the bits depend on, and say what has changed since the run was here."""
+    now = environment(device)
+    try:
+        before = read_json(run.path / "environment.json") if progress.step else now
+    except Damaged:
+        before = now
+    for what in ("torch", "device"):
+        if before.get(what) != now[what]:
+            watch.say(
+                f"{what} was {before.get(what)} and is {now[what]}: "
+                "the run goes on, no longer bit for bit as begun."
+            )
+    run.write_json("environment.json", now)
 
 
 def baselines(corpus: Corpus) -> dict[str, float]:
@@ -215,6 +301,15 @@ def baselines(corpus: Corpus) -> dict[str, float]:
     whole = b"\n".join(d.text.encode() for d in open_text(corpus.source).documents())
     table = ngram_bits(corpus.train_text(), corpus.validation_text(), order=5)
     return {"bzip2": bzip2_bits(whole), "ngram5": table}
+
+
+def _baselines(corpus: Corpus, watch: Watch) -> dict[str, float]:
+    """The baselines, unless the text has gone or changed while the run went on."""
+    try:
+        return baselines(corpus)
+    except (ValueError, OSError) as error:
+        watch.say(f"The baselines are left out: {error}")
+        return {}
 
 
 def sample(model: Transformer, corpus: Corpus, *, seed: int, tokens: int = 160) -> dict[str, Any]:
@@ -251,10 +346,45 @@ def sample(model: Transformer, corpus: Corpus, *, seed: int, tokens: int = 160) 
 
 def _keep_corpus(run: RunDir, corpus: Corpus) -> None:
     """Record in the run which token files it reads, and keep its tokenizer."""
-    inside = corpus.folder == run.path / TOKENS
-    folder = TOKENS if inside else str(corpus.folder.resolve())
-    run.write_json("text.json", {"folder": folder, **asdict(corpus.facts)})
+    inside = corpus.folder.parent == run.path
+    folder = corpus.folder.name if inside else str(corpus.folder.resolve())
+    kept = {"folder": folder, "source": corpus.source, **asdict(corpus.facts)}
+    run.write_json("text.json", kept)
     write_atomic(run.path / "tokenizer.json", (corpus.folder / "tokenizer.json").read_bytes())
+
+
+def _read_kept(path: Path) -> dict[str, str]:
+    kept = read_json(path / "text.json")
+    wanted = ("folder", "source", "text_sha256", "tokenizer_sha256")
+    if not all(isinstance(kept.get(name), str) for name in wanted):
+        raise Damaged(f"{path / 'text.json'} does not say which text the run reads.")
+    return {name: kept[name] for name in wanted}
+
+
+def _reopen(config: RunConfig, path: Path, watch: Watch) -> Corpus:
+    """The token files of a run, made again from its text if they are damaged."""
+    kept, own = _read_kept(path), path / "tokenizer.json"
+    if not own.is_file() or sha256(own) != kept["tokenizer_sha256"]:
+        raise ValueError(
+            f"{own} is not the tokenizer the run began with (SHA-256 was "
+            f"{kept['tokenizer_sha256'][:12]}); put that one back."
+        )
+    try:
+        return open_corpus(path)
+    except Damaged as error:
+        _require_text(kept["source"], open_text(kept["source"]).sha256(), kept["text_sha256"])
+        watch.say(f"{error} The token files are made again.")
+        same_ids = replace(config.text, source=kept["source"], tokenizer=str(own))
+        prepare(same_ids, path / kept["folder"], report=watch.stage)
+        return open_corpus(path)
+
+
+def _require_room(config: RunConfig, run: RunDir) -> None:
+    """Refuse to train where not even one checkpoint fits: weights, and two moments of each."""
+    with torch.device("meta"):
+        parameters = Transformer(config.model).parameters()
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    require_space(run.path, int(1.2 * 3 * weights) + 2**20)
 
 
 def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
@@ -307,7 +437,7 @@ def _trial(config: RunConfig, batches: Batches) -> tuple[Pace, int]:
         model,
         batches,
         build_optimiser(model, config.optim),
-        lambda step: 1.0,
+        constant(),
         config=config.train,
         seed=config.seed,
     )
@@ -323,61 +453,77 @@ def speed() -> tuple[Pace, int]:
     return _trial(config, _batches(config, ids))[0], size
 
 
-def _restore(run: RunDir, model: nn.Module, optimiser: Together, watch: Watch) -> Progress:
+def _restore(
+    config: RunConfig, run: RunDir, model: nn.Module, optimiser: Together, watch: Watch
+) -> Progress:
     """Fill the model from the newest intact checkpoint, and forget metrics past it."""
-    folder, passed_over = checkpoint.newest(run.checkpoints)
-    for sentence in passed_over:
-        watch.say(sentence)
+    folder, wrong = checkpoint.newest(run.checkpoints)
+    for damaged, error in wrong.items():
+        instead = f"{folder.name} is used instead" if folder else "it cannot be used"
+        watch.say(f"{damaged.name} is damaged, {instead}: {error}")
     if folder is None:
-        if passed_over:
+        if wrong:
             raise ValueError(
                 f"none of the checkpoints in {run.checkpoints} is intact; "
                 "start a new run, or restore one of them from a backup."
             )
+        if run.metrics.exists():
+            watch.say("No checkpoint was written yet: the run begins again at its first step.")
         run.rewind(0)
         return Progress()
-    progress = checkpoint.restore(folder, model, optimiser)
+    progress = checkpoint.restore(folder, model, optimiser, to_mapping(config.model))
+    for damaged in wrong:
+        checkpoint.set_aside(damaged)
     if lost := run.rewind(progress.metrics_bytes):
         watch.say(lost)
     watch.say(f"Resuming from {folder.name}.")
     return progress
 
 
-def _changed(
-    before: Mapping[str, Any], changes: Mapping[str, Any], watch: Watch
-) -> Mapping[str, Any]:
-    """Settings of a run with some of them changed: refused where weights would not fit."""
+def _changed(before: Mapping[str, Any], changes: Mapping[str, Any], watch: Watch) -> RunConfig:
+    """Settings of a run with some of them changed: refused where the state would not fit."""
     after = {key: dict(v) if isinstance(v, Mapping) else v for key, v in before.items()}
+    told = []
     for section, values in changes.items():
         for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             name = f"{section}.{key}" if key else section
-            if section in ("model", "text"):
-                raise ValueError(
-                    f"{name} cannot change in a run that has begun; start a new run instead."
-                )
-            if key:
-                after.setdefault(section, {})[key] = value
-            else:
-                after[section] = value
-            watch.say(f"{name} is now {value}: the run goes on, no longer bit for bit as begun.")
-    return after
+            place = after.setdefault(section, {}) if key else after
+            if not isinstance(place, dict):
+                raise ValueError(f"there is no setting {name!r}.")
+            if place.get(key or section) == value:
+                continue
+            if section in ("model", "text") or name in FIXED:
+                instead = FIXED.get(name, "start a new run instead")
+                raise ValueError(f"{name} cannot change in a run that has begun; {instead}.")
+            place[key or section] = value
+            exactly = "" if name in HARMLESS else ", no longer bit for bit as begun"
+            told.append(f"{name} is now {value}: the run goes on{exactly}.")
+    config = settings(after)
+    for sentence in told:
+        watch.say(sentence)
+    return config
 
 
-def _text_changed(source: str, corpus: Corpus, watch: Watch, accept: bool) -> bool:
-    """Whether the text is another than the one the run began with; refused unless accepted."""
+def _text_changed(corpus: Corpus, watch: Watch, accept: bool) -> str | None:
+    """The hash of the text if it is not the one the run began with; refused unless accepted."""
     try:
-        now = open_text(source).sha256()
+        now = open_text(corpus.source).sha256()
     except ValueError as error:
         watch.say(f"{error} The run goes on with its own token files.")
-        return False
+        return None
     then = corpus.facts.text_sha256
     if now == then:
-        return False
+        return None
     if not accept:
+        _require_text(corpus.source, now, then)
+    watch.say(f"The text has changed from {then[:12]} to {now[:12]}, as accepted.")
+    return now
+
+
+def _require_text(source: str, now: str, then: str) -> None:
+    if now != then:
         raise ValueError(
             f"the text {source!r} has changed since the run began (SHA-256 was "
             f"{then[:12]}, is {now[:12]}); put the old text back, or go on with the new one by "
             "--accept-new-text."
         )
-    watch.say(f"The text has changed from {then[:12]} to {now[:12]}, as accepted.")
-    return True

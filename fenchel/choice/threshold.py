@@ -156,8 +156,9 @@ def _climb(y: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:
 def _step(y: Tensor, d: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:
     if _is(alpha, 1.5):
         u = _above(y, d, work)
-        norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-        return norm * (norm - 1.0) / u.sum(-1, keepdim=True)
+        # torch sums in pairs; vector_norm does not, and its error would keep the steps from ending
+        f = torch.linalg.vecdot(u, u).unsqueeze(-1)
+        return (f - f.sqrt()) / u.sum(-1, keepdim=True)
     if _is(alpha, 2.0):
         u = _above(y, d, work)
         return (u.sum(-1, keepdim=True) - 1.0) / u.count_nonzero(-1).unsqueeze(-1)

@@ -7,11 +7,12 @@ standard error. Exit codes: 0 done, 2 wrong input, 3 the run diverged, 4 storage
 """
 
 import sys
+from signal import SIGINT
 
 from cyclopts import App, CycloptsError
 
 from fenchel import __version__
-from fenchel.files import NoSpace
+from fenchel.files import StorageFailed
 
 COMMANDS = {
     "train": "Train a model on a text and leave a run directory with a report.",
@@ -38,12 +39,13 @@ def main(argv: list[str] | None = None) -> int:
         code = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         return _trouble(str(error), 2)
-    except NoSpace as error:
-        return _trouble(str(error), 4 if getattr(error, "underway", False) else 2)
+    except StorageFailed as error:
+        return _trouble(str(error), 4)
     except (ValueError, OSError) as error:
         return _trouble(str(error), 2)
-    except KeyboardInterrupt:
-        return _trouble("stopped at once; what was saved before is intact.", 130)
+    except KeyboardInterrupt as error:
+        signal = error.args[0] if error.args else SIGINT
+        return _trouble("stopped at once; what was saved before is intact.", 128 + signal)
     return code if isinstance(code, int) else 0
 
 

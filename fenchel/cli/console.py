@@ -109,7 +109,7 @@ class Console:
             sample = _read(path / "sample.json")
             prompt, text = (escape(printable(sample.get(k, ""))) for k in ("prompt", "text"))
             self.terminal.print(
-                f"\n[dim]A sample; the prompt ends at the bar:[/dim]\n{prompt}[bold]|[/bold]{text}\n",
+                f"\n[dim]A sample; the bar ends the prompt:[/dim]\n{prompt}[bold]|[/bold]{text}\n",
                 highlight=False,
             )
         self.say(f"Run directory  {path}\nReport         {path / 'report.html'}")

@@ -35,8 +35,9 @@ class Maps:
     @property
     def weights(self) -> NDArray[np.float32]:
         """The weights (L, H, T, T), each row scaled to sum to one as it did before rounding."""
-        p = np.square(self.data.astype(np.float32) / 255)
-        return p / np.maximum(p.sum(-1, keepdims=True), 1e-12)
+        p: NDArray[np.float32] = np.square(self.data.astype(np.float32) / np.float32(255))
+        p /= np.maximum(p.sum(-1, keepdims=True), np.float32(1e-12))
+        return p
 
 
 def maps(sample: Mapping[str, Any]) -> Maps:
@@ -99,7 +100,10 @@ def heads(found: Maps) -> list[tuple[str, ...]]:
     distance = (p * np.abs(place[:, None] - place[None, :])).sum(-1).mean(-1)
     measures = (entropy, np.exp(entropy), first, itself, distance)
     return [
-        (f"layer {layer + 1}, head {head + 1}", *(figure(float(m[layer, head]), 3) for m in measures))
+        (
+            f"layer {layer + 1}, head {head + 1}",
+            *(figure(float(m[layer, head]), 3) for m in measures),
+        )
         for layer in range(L)
         for head in range(H)
     ]
@@ -108,11 +112,10 @@ def heads(found: Maps) -> list[tuple[str, ...]]:
 def _figure(found: Maps) -> Html:
     L, H, T, _ = found.data.shape
     about = (
-        f"{L} layers of {H} heads on {T} tokens. A row is the token that looks, a column a token it "
-        "looks at; darker on light paper, brighter on dark, is more weight, on a square-root "
-        "scale from 0 to 1 that is the same for every head. Choose a head, then point at the map "
-        "or move through it with the arrow keys. A weight says where a head reads, not what it "
-        "does with what it finds."
+        f"{L} layers of {H} heads on {T} tokens. A row is the token that looks, a column a token "
+        "it looks at. The colours run from 0 to 1 on a square-root scale, the same for every head. "
+        "Choose a head, then point at the map or move through it with the arrow keys. A weight "
+        "says where a head reads, not what it does with what it finds."
     )
     head = ("head", "entropy", "effective tokens", "on the first", "on itself", "distance")
     told = (
@@ -142,5 +145,3 @@ def _data(found: Maps) -> dict[str, Any]:
 def _sentence(error: ValueError) -> str:
     text = str(error)
     return text[0].upper() + text[1:]
-
-

@@ -4,6 +4,7 @@ Every curve can be read against steps, tokens seen or time elapsed. A value that
 leaves a gap, and a sentence says at which steps.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from fenchel.report.quantities import figure
 from fenchel.report.run import Run
 from fenchel.report.series import Series, curve, rows_of, series
 
-_DECADES = 30.0  # a positive quantity that spans more than this factor is drawn on a log scale
 _AXES = {"step": "steps", "tokens": "tokens seen", "elapsed": "time"}
 
 
@@ -30,7 +30,8 @@ class Chart:
     caption: str
     columns: Mapping[str, str]
     """Column of the metrics to its name in the legend."""
-    log: bool = False
+    spread: float = 1000.0
+    """From what factor between its extremes on a logarithmic scale is used."""
     zero: bool = False
     """Whether the vertical axis begins at zero."""
     width: str = "third"
@@ -57,7 +58,7 @@ CHARTS = (
         "Perplexity",
         "How many equally likely tokens the model hesitates between, on held-out text.",
         {"validation/perplexity": "validation"},
-        log=True,
+        spread=1.0,
         width="half",
     ),
     Chart(
@@ -65,6 +66,7 @@ CHARTS = (
         "Learning rate",
         "As the schedule set it.",
         {"train/learning_rate": "rate"},
+        spread=math.inf,
         zero=True,
     ),
     Chart(
@@ -72,12 +74,14 @@ CHARTS = (
         "Gradient norm",
         "Of all parameters together, before clipping.",
         {"train/gradient_norm": "norm"},
+        spread=30.0,
     ),
     Chart(
         "speed",
         "Speed",
         "Tokens trained on a second.",
         {"time/tokens_per_second": "tokens a second"},
+        spread=math.inf,
         zero=True,
     ),
 )
@@ -105,13 +109,12 @@ def curves(run: Run) -> Part:
 
 def _data(run: Run, chart: Chart, columns: Mapping[str, Series]) -> dict[str, Any]:
     values = np.concatenate([column.finite for column in columns.values()])
-    spread = values.max() > _DECADES * values.min() > 0 if chart.name == "gradient" else chart.log
+    spread = values.min() > 0 and values.max() > chart.spread * values.min()
     references = rivals(run.summary) if chart.name == "bits" else []
     return {
         "view": "lineChart",
-        "log": bool(spread and values.min() > 0),
+        "log": bool(spread),
         "zero": chart.zero,
-        "tall": chart.width == "whole",
         "series": [
             {**curve(run, label, column), "tone": int(label == "validation")}
             for label, column in columns.items()
@@ -127,8 +130,9 @@ def _figure(chart: Chart, columns: Mapping[str, Series], *, log: bool) -> Html:
     head = ("step", *columns)
     rows = [[figure(cell) for cell in row] for row in rows_of(list(columns.values()))]
     caption = " ".join(sentence for sentence in said if sentence)
-    numbers = table(head, rows, caption=f"{chart.title}, some of the steps; all are in metrics.jsonl")
-    return picture(chart.name, chart.title, caption, [numbers], width=chart.width)
+    told = f"{chart.title}, some of the steps; all are in metrics.jsonl"
+    numbers = table(head, rows, caption=told)
+    return picture(chart.name, chart.title, caption, numbers, width=chart.width)
 
 
 def _gap(label: str, column: Series) -> str:
@@ -152,4 +156,6 @@ def _axis_choice(pictures: Mapping[str, Any]) -> Html:
         for axis, label in _AXES.items()
         if axis in known
     )
-    return element("fieldset", element("legend", "Read all curves against"), *choices, class_="axis")
+    return element(
+        "fieldset", element("legend", "Read all curves against"), *choices, class_="axis"
+    )

@@ -5,20 +5,21 @@ runs, with every ``<`` written as ``\\u003c`` so that it cannot end early. The o
 the only style are the files beside this one; the policy names their SHA-256, so that even if
 markup of a stranger slipped in, nothing of it would run, load or be sent anywhere.
 
-A ``Part`` is a section: its markup, and the pictures it draws under their names. The view
-``data-picture="name"`` of the markup is filled from ``pictures[name]`` by ``page.js``, with a drawing function of ``viewer.js``.
+A ``Part`` is a section: its markup, and the data of its pictures under their names. The element
+with ``data-picture="name"`` is filled from ``pictures[name]`` by ``page.js``, which calls the
+function of ``viewer.js`` that the data names as its "view".
 """
 
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from string import Template
 from typing import Any
 
-from fenchel.report.markup import Child, Html, details, element, join
+from fenchel.report.markup import Html, details, element, join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,13 @@ def document(*, title: str, header: Html, parts: Sequence[Part]) -> str:
     )
 
 
-def picture(name: str, title: str, caption: Child, tables: Iterable[Child], *, width: str = "half") -> Html:
+def picture(name: str, title: str, caption: str, numbers: Html, *, width: str = "half") -> Html:
     """A drawing with its heading, its explanation and the same numbers as a table."""
     return element(
         "figure",
-        element("figcaption", element("h3", title), element("p", caption) if caption else None),
+        element("figcaption", element("h3", title), element("p", caption)),
         element("div", class_="view", data_picture=name, aria_label=title),
-        details(f"{title} as a table", *tables),
+        details(f"{title} as a table", numbers),
         class_=width,
     )
 

@@ -1,9 +1,10 @@
 """The first thing a reader wants: did it end well, and is it any good?
 
 Good is measured in bits per byte of text the model has not seen, because that number does not
-depend on the vocabulary, beside two compressors anybody can run on the same text.
+depend on the vocabulary, beside coders that anybody can run on the same text.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,28 +20,31 @@ STATUSES = {
     "interrupted": ("‖", "Interrupted"),
     "diverged": ("✗", "Diverged"),
 }
-_UNKNOWN = ("?", "End unknown")
+"""What a summary may say, with a sign for those who do not see the colour, and a word."""
+
+_UNKNOWN = ("?", "Unknown end")
 _COMPRESSORS = {"bzip2": "bzip2 -9", "gzip": "gzip -9", "xz": "xz -9"}
 _BASELINES = 12
+_MEASURES = ("loss", "perplexity", "bits_per_byte")
 
 
 def header(run: Run) -> Html:
-    """The head of the page: name, status, one sentence, what could not be read."""
-    kind = str(run.summary.get("status"))
-    kind = kind if kind in STATUSES else "unknown"
+    """The head of the page: name, status, one sentence, and the reason if one was given."""
+    status = run.summary.get("status")
+    kind = status if isinstance(status, str) and status in STATUSES else "unknown"
     sign, word = STATUSES.get(kind, _UNKNOWN)
+    badge = element(
+        "span", element("span", sign, aria_hidden="true"), f" {word}", class_=f"status {kind}"
+    )
+    mark = element("span", "fenchel", class_="mark")
     reason = run.summary.get("reason")
+    said = isinstance(reason, str) and reason.strip()
     return join(
         (
-            element("p", element("span", "fenchel", class_="mark"), " training report", class_="over"),
+            element("p", mark, " training report", class_="over"),
             element("h1", shorten(run.name, 200)),
-            element(
-                "p",
-                element("span", element("span", sign, aria_hidden="true"), f" {word}", class_=f"status {kind}"),
-                f" {_sentence(run)}",
-                class_="lead",
-            ),
-            element("p", shorten(reason, 2000), class_="reason") if _said(reason) else None,
+            element("p", badge, f" {_sentence(run, kind)}", class_="lead"),
+            element("p", shorten(str(reason), 2000), class_="reason") if said else None,
         ),
         "\n",
     )
@@ -48,31 +52,44 @@ def header(run: Run) -> Html:
 
 def headline(run: Run) -> Part:
     """Validation bits per byte beside the baselines, and the run in numbers."""
-    measured, where = _validation(run)
+    measured, where = validation(run)
     bits = measured.get("bits_per_byte")
     others = rivals(run.summary)
-    bars = [{"name": "this model", "value": bits, "ours": True}] if bits is not None else []
-    bars += [{"name": name, "value": value} for name, value in others]
-    body: list[Html | None] = [notes(run.troubles.get("summary.json", ()))]
+    body = [notes(run.troubles.get("summary.json", ()))]
+    bars: list[dict[str, Any]] = []
     if bits is None:
         body.append(notes(["No evaluation was written: the model's bits per byte are not known."]))
     else:
+        bars.append({"name": "this model", "value": bits, "ours": True})
         told = f"bits per byte of unseen text{where}"
         body.append(element("p", element("strong", figure(bits)), told, class_="hero"))
+    bars += [{"name": name, "value": value, "ours": False} for name, value in others]
     if bars:
-        rows = [(bar["name"], figure(number(bar["value"]))) for bar in bars]
-        body.append(
-            picture(
-                "baselines",
-                "Beside other coders of the same text",
-                f"Bits per byte, lower is better. {_comparison(bits, others)}",
-                [table(("coder", "bits per byte"), rows, caption="Bits per byte")],
-            )
-        )
+        body.append(_beside(bars, _comparison(bits, others)))
     body.append(_numbers(run, measured))
-    whole = element("div", *body, class_="result")
-    pictures = {"baselines": {"view": "bars", "bars": bars}} if bars else {}
-    return Part(anchor="result", title="Result", body=whole, pictures=pictures)
+    return Part(
+        anchor="result",
+        title="Result",
+        body=element("div", *body, class_="result"),
+        pictures={"baselines": {"view": "bars", "bars": bars}} if bars else {},
+    )
+
+
+def validation(run: Run) -> tuple[Mapping[str, float], str]:
+    """The evaluation the summary states, else the last in the metrics, and words for which."""
+    stated = mapping(run.summary.get("validation"))
+    if found := _finite({name: stated.get(name) for name in _MEASURES}):
+        return found, ""
+    for row in reversed(run.rows):
+        if found := _finite({name: row.get(f"validation/{name}") for name in _MEASURES}):
+            return found, f", at the last evaluation, step {figure(number(row['step']))}"
+    return {}, ""
+
+
+def rivals(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(name, bits per byte) of every baseline that has a finite number."""
+    stated = _finite(mapping(summary.get("baselines")))
+    return [(baseline_name(key), value) for key, value in list(stated.items())[:_BASELINES]]
 
 
 def baseline_name(key: str) -> str:
@@ -81,51 +98,37 @@ def baseline_name(key: str) -> str:
     >>> baseline_name("ngram5"), baseline_name("bzip2"), baseline_name("other")
     ('5-gram', 'bzip2 -9', 'other')
     """
-    if match := re.fullmatch(r"ngram(\d{1,2})", key):
+    if match := re.fullmatch(r"ngram([0-9]{1,2})", key):
         return f"{match[1]}-gram"
-    return _COMPRESSORS.get(key, shorten(key, 40))
+    return _COMPRESSORS.get(key, shorten(key, 14))
 
 
-def rivals(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """(name, bits per byte) of every baseline that has a finite number."""
-    found = []
-    for key, value in list(mapping(summary.get("baselines")).items())[:_BASELINES]:
-        one = number(value)
-        if one is not None and abs(one) < 1e6:
-            found.append((baseline_name(str(key)), one))
-    return found
-
-
-def _sentence(run: Run) -> str:
-    summary, status = run.summary, run.summary.get("status")
-    step, steps = number(summary.get("step")), number(summary.get("steps"))
-    step = step if step is not None else run.last_step
+def _sentence(run: Run, kind: str) -> str:
+    stated = _finite(run.summary)
+    step = stated.get("step", run.last_step)
     where = "before the first step" if step is None else f"at step {figure(step)}"
-    if steps is not None and step is not None:
-        where += f" of {figure(steps)}"
+    if step is not None and "steps" in stated:
+        where += f" of {figure(stated['steps'])}"
+    if kind == "running":
+        where += ", not ended when this page was written"
     went = []
-    if (parameters := number(summary.get("parameters"))) is not None:
-        went.append(f"{amount(parameters)} parameters")
-    if (tokens := number(summary.get("tokens"))) is not None:
-        went.append(f"{amount(tokens)} tokens of training")
-    if (seconds := number(summary.get("seconds"))) is not None:
-        went.append(duration(seconds))
-    opening = f"{where}, not ended when this page was written" if status == "running" else where
-    return f"{opening}. {', '.join(went)}{'.' if went else ''}"
+    if "parameters" in stated:
+        went.append(f"{amount(stated['parameters'])} parameters")
+    if "tokens" in stated:
+        went.append(f"{amount(stated['tokens'])} tokens of training")
+    if "seconds" in stated:
+        went.append(duration(stated["seconds"]))
+    return f"{where}. {', '.join(went)}{'.' if went else ''}"
 
 
-def _validation(run: Run) -> tuple[Mapping[str, float], str]:
-    """The evaluation that the summary vouches for, else the last one in the metrics."""
-    names = ("loss", "perplexity", "bits_per_byte")
-    stated = mapping(run.summary.get("validation"))
-    found = {name: one for name in names if (one := _finite(stated.get(name))) is not None}
-    if found:
-        return found, ""
-    for row in reversed(run.rows):
-        found = {name: one for name in names if (one := _finite(row.get(f"validation/{name}"))) is not None}
-        if found:
-            return found, f", at the last evaluation, step {figure(number(row['step']))}"
-    return {}, ""
+def _beside(bars: list[dict[str, Any]], comparison: str) -> Html:
+    rows = [(bar["name"], figure(bar["value"])) for bar in bars]
+    return picture(
+        "baselines",
+        "Beside other coders of the same text",
+        f"Bits per byte, lower is better. {comparison}",
+        table(("coder", "bits per byte"), rows, caption="Bits per byte"),
+    )
 
 
 def _comparison(bits: float | None, others: list[tuple[str, float]]) -> str:
@@ -133,40 +136,36 @@ def _comparison(bits: float | None, others: list[tuple[str, float]]) -> str:
         return ""
     below = [f"{name} ({figure(value)})" for name, value in others if bits < value]
     above = [f"{name} ({figure(value)})" for name, value in others if bits >= value]
-    said = [f"{word} {spoken(some)}" for word, some in (("below", below), ("not below", above)) if some]
-    return f"The model needs {figure(bits)}{', ' if said else ''}{', '.join(said)}."
+    said = [f"below {spoken(below)}"] if below else []
+    said += [f"not below {spoken(above)}"] if above else []
+    return f"The model needs {figure(bits)}{': ' if said else ''}{', '.join(said)}."
 
 
 def _numbers(run: Run, measured: Mapping[str, float]) -> Html:
-    summary = run.summary
-    entries = [
-        ("Perplexity", figure(measured.get("perplexity")), "of a token"),
-        ("Loss", figure(measured.get("loss")), "nats a token"),
-        ("Best step", figure(number(summary.get("best_step"))), "by validation loss"),
+    entries = (
+        ("Perplexity", measured.get("perplexity"), "of a token"),
+        ("Loss", measured.get("loss"), "nats a token"),
+        ("Best step", number(run.summary.get("best_step")), "by validation loss"),
         ("Skipped steps", _last(run, "train/skipped"), "loss or gradient not finite"),
         ("Speed", _last(run, "time/tokens_per_second"), "tokens a second, last"),
-    ]
-    shown = [entry for entry in entries if entry[1]]
+    )
     return element(
         "dl",
         *(
-            element("div", element("dt", name), element("dd", value, element("small", unit)))
-            for name, value, unit in shown
-        )
+            element(
+                "div", element("dt", name), element("dd", figure(value), element("small", unit))
+            )
+            for name, value, unit in entries
+            if value is not None
+        ),
     )
 
 
-def _last(run: Run, key: str) -> str:
-    for row in reversed(run.rows):
-        if (value := number(row.get(key))) is not None:
-            return figure(round(value) if abs(value) >= 1000 and abs(value) < 1e15 else value)
-    return ""
+def _last(run: Run, key: str) -> float | None:
+    return next((v for row in reversed(run.rows) if (v := number(row.get(key))) is not None), None)
 
 
-def _finite(value: Any) -> float | None:
-    one = number(value)
-    return one if one is not None and abs(one) < float("inf") else None
-
-
-def _said(reason: Any) -> bool:
-    return isinstance(reason, str) and bool(reason.strip())
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of ``values`` that are finite numbers."""
+    found = ((str(key), number(value)) for key, value in values.items())
+    return {key: one for key, one in found if one is not None and math.isfinite(one)}

@@ -61,7 +61,7 @@ STRIPS = (
     Strip(
         "support",
         "Support",
-        "How many keys get any weight at all: every open one under softmax, few under a sparse map.",
+        "How many keys get any weight: all in sight under softmax, few under a sparse map.",
         "attention/support",
     ),
 )
@@ -125,4 +125,4 @@ def _figure(strip: Strip, steps: Numbers, values: Numbers) -> Html:
         for index in evenly(len(steps), _ROWS)
     ]
     told = f"{strip.title}, some of the steps; all are in metrics.jsonl"
-    return picture(strip.name, strip.title, strip.caption, [table(head, rows, caption=told)])
+    return picture(strip.name, strip.title, strip.caption, table(head, rows, caption=told))

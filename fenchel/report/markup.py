@@ -56,14 +56,23 @@ def element(name: str, /, *children: Child, **attributes: str | int | bool | Non
 
 def join(children: Iterable[Child], separator: str = "") -> Html:
     """Children one after another; a plain string is escaped, None is nothing."""
-    parts = (child if isinstance(child, Html) else html.escape(clean(child)) for child in children if child)
-    return Html(separator.join(parts))
+    return Html(
+        separator.join(
+            child if isinstance(child, Html) else html.escape(clean(child))
+            for child in children
+            if child
+        )
+    )
 
 
 def table(
     head: Sequence[str], rows: Iterable[Sequence[Any]], *, caption: str, numeric: bool = True
 ) -> Html:
-    """A table whose first column names its row; ``numeric`` aligns the others to the right."""
+    """A table whose first column names its row; ``numeric`` aligns the others to the right.
+
+    >>> table(("a", "b"), [(1, "<")], caption="c").count("&lt;")
+    1
+    """
     kind = "numbers" if numeric else "words"
     columns = element("tr", *(element("th", text, scope="col") for text in head))
     body = (
@@ -74,14 +83,13 @@ def table(
         )
         for row in rows
     )
-    whole = element(
+    return element(
         "table",
         element("caption", caption),
         element("thead", columns),
         element("tbody", *body),
         class_=kind,
     )
-    return element("div", whole, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
 def facts(values: Mapping[str, Any], *, caption: str) -> Html:
@@ -106,9 +114,10 @@ def flatten(
             yield shorten(f"{prefix}{key}", 200), shorten(_word(value), 2000)
 
 
-def details(summary: str, *children: Child, open_: bool = False) -> Html:
-    """A fold with a line that opens it."""
-    return element("details", element("summary", summary), *children, open=open_)
+def details(summary: str, child: Html, *, open_: bool = False) -> Html:
+    """A fold with a line that opens it, and a window that scrolls when there is much in it."""
+    window = element("div", child, class_="scroll", tabindex=0, role="region", aria_label=summary)
+    return element("details", element("summary", summary), window, open=open_)
 
 
 def notes(sentences: Iterable[str]) -> Html:

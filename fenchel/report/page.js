@@ -1,31 +1,31 @@
 // A page: every [data-picture] is filled from the JSON block, by the view that its data names.
 
 function mount(root) {
-  const { pictures } = JSON.parse(root.getElementById("data").textContent);
-  const views = { lineChart, bars, strips, attention }, state = { axis: "step" }, drawings = new Map(), widths = new Map();
-  for (const host of root.querySelectorAll("[data-picture]")) {
-    const data = pictures[host.dataset.picture];
-    drawings.set(host, views[data.view](host, data, state));
-  }
-  const all = () => drawings.forEach((draw) => draw());
-  const fit = () => drawings.forEach((draw, host) => {
-    if (widths.get(host) === host.clientWidth) return;
-    widths.set(host, host.clientWidth);
-    draw();
-  });
-  fit();
-  addEventListener("resize", fit);
-  for (const input of root.querySelectorAll("input[name=axis]"))
-    input.addEventListener("change", () => {
-      state.axis = input.value;
-      all();
-    });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
-  for (const [event, paper] of [["beforeprint", true], ["afterprint", false]])
-    addEventListener(event, () => {
-      root.documentElement.classList.toggle("paper", paper);
-      all();
-    });
+	const { pictures } = JSON.parse(root.getElementById("data").textContent);
+	const views = { lineChart, bars, strips, attention }, state = { axis: "step" }, drawings = new Map(), widths = new Map();
+	for (const host of root.querySelectorAll("[data-picture]")) {
+		const data = pictures[host.dataset.picture];
+		drawings.set(host, views[data.view](host, data, state));
+	}
+	const all = () => drawings.forEach((draw) => draw());
+	const fit = () => drawings.forEach((draw, host) => {
+		if (widths.get(host) === host.clientWidth) return;
+		widths.set(host, host.clientWidth);
+		draw();
+	});
+	fit();
+	addEventListener("resize", fit);
+	for (const input of root.querySelectorAll("input[name=axis]"))
+		input.addEventListener("change", () => {
+			state.axis = input.value;
+			all();
+		});
+	matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
+	for (const [event, paper] of [["beforeprint", true], ["afterprint", false]])
+		addEventListener(event, () => {
+			root.documentElement.classList.toggle("paper", paper);
+			all();
+		});
 }
 
 mount(document);

@@ -1,16 +1,16 @@
 """Numbers as a person reads them, and as JSON may hold them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 def figure(value: float | None, digits: int = 4) -> str:
-    """Four digits that matter.
+    """The digits that matter.
 
-    >>> figure(1.77489), figure(1234567.0), figure(0.00012), figure(math.nan), figure(3)
-    ('1.775', '1,234,567', '1.2e-04', 'nan', '3')
+    >>> figure(1.77489), figure(25465.3), figure(0.00012), figure(math.nan), figure(3.0)
+    ('1.775', '25,465', '0.00012', 'nan', '3')
     """
     if value is None:
         return ""
@@ -20,8 +20,8 @@ def figure(value: float | None, digits: int = 4) -> str:
         return f"{int(value):,}"
     if abs(value) < 1e-3 or abs(value) >= 1e15:
         return f"{value:.{digits - 1}g}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(decimals, 4)}f}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{min(max(decimals, 0), digits)}f}"
 
 
 def amount(value: float) -> str:
@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
     """
     if not math.isfinite(seconds) or seconds < 0:
         return figure(seconds)
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
@@ -53,14 +53,15 @@ def duration(seconds: float) -> str:
     return f"{hours:,} h {minutes} min"
 
 
-def spoken(words: Iterable[str]) -> str:
+def spoken(words: Sequence[str]) -> str:
     """A list as a sentence has it.
 
-    >>> spoken(["a", "b", "c"])
-    'a, b and c'
+    >>> spoken(["a", "b", "c"]), spoken(["a"]), spoken([])
+    ('a, b and c', 'a', '')
     """
-    *most, last = list(words) or [""]
-    return f"{', '.join(most)} and {last}" if most else last
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def plain(values: Iterable[float]) -> list[float | None]:

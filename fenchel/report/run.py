@@ -38,6 +38,7 @@ _METRICS_LIMIT = 96 * 2**20
 _LINE_LIMIT = 2**20
 _LAYERS_LIMIT = 256
 _STEP_LIMIT = 2**53  # above it a float no longer tells neighbours apart
+_HUGE = 1e100  # no measurement; its square and its neighbours must stay finite in a drawing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +92,13 @@ def read(path: Path) -> Run:
 
 def number(value: Any) -> float | None:
     """A number as JSON may hold it, "nan" and "inf" included; None for anything else."""
-    if isinstance(value, bool):
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if isinstance(value, str):
-        return float(value) if value in ("nan", "inf", "-inf") else None
-    try:
-        return float(value) if isinstance(value, int | float) else None
-    except OverflowError:
+    if abs(value) >= _HUGE:
         return math.inf if value > 0 else -math.inf
+    return float(value)
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
@@ -157,8 +157,8 @@ def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[Row, ...
         _note(troubles, path, f"The last line of {path.name} was cut short and is left out.")
     if bad:
         lines = "1 line" if len(bad) == 1 else f"{len(bad):,} lines"
-        sentence = f"{lines} of {path.name} could not be read and left out, first line {bad[0]:,}."
-        _note(troubles, path, sentence)
+        were = "was" if len(bad) == 1 else "were"
+        _note(troubles, path, f"{lines} of {path.name} {were} unreadable, the first at {bad[0]:,}.")
     if not rows:
         _note(troubles, path, f"{path.name} holds no measurement yet: {LOST[path.name]}.")
     return tuple(rows.values())

@@ -56,21 +56,16 @@ def layered(run: Run, key: str) -> tuple[Numbers, Numbers]:
     return np.array([row["step"] for row, _ in rows], dtype=np.float64), values
 
 
-def places(run: Run, steps: Numbers) -> dict[str, list[float | None]]:
+def places(run: Run, steps: Numbers) -> dict[str, list[float]]:
     """Where ``steps`` lie on each axis the run knows: step, tokens seen, seconds elapsed."""
-    found: dict[str, list[float | None]] = {"step": plain_exact(steps)}
+    found = {"step": _exact(steps)}
     for axis, key in _AXES.items():
         known = series(run, key)
         sound = np.isfinite(known.values)
         if sound.any():
             at = np.interp(steps, known.steps[sound], known.values[sound])
-            found[axis] = plain_exact(np.round(at, 3))
+            found[axis] = _exact(np.round(at, 3))
     return found
-
-
-def plain_exact(values: Numbers) -> list[float | None]:
-    """Numbers for JSON with all their digits: a step is not rounded."""
-    return [int(one) if one == int(one) else float(one) for one in values.tolist()]
 
 
 def curve(run: Run, name: str, measured: Series) -> Mapping[str, Any]:
@@ -121,3 +116,7 @@ def rows_of(columns: Sequence[Series], most: int = 40) -> list[list[float | None
     lookups = [dict(zip(c.steps.tolist(), c.values.tolist(), strict=True)) for c in columns]
     return [[step, *(lookup.get(step) for lookup in lookups)] for step in sorted(steps)]
 
+
+def _exact(values: Numbers) -> list[float]:
+    """Numbers for JSON with all their digits: a step is not rounded."""
+    return [int(one) if one == int(one) else one for one in values.tolist()]

@@ -1,23 +1,22 @@
 // Pictures of a run, drawn from plain data. No library, no request, no markup made of data.
 //
-//   bars     (host, {bars: [{name, value, ours}]})
-//   lineChart(host, {series: [{name, tone, x: {step: []}, y: []}], references: [{name, value}], log, zero, tall}, state)
-//   strips   (host, {x: {step: []}, end: {step: [one]}, layers: [[]], last: [], least, most}, state)
-//   attention(host, {layers, heads, size, tokens, data})     the next three, wired together
-//   mapGrid, mapView, sentence(host, maps, choice, changed)  all heads; one map; the tokens, shaded
+//   bars(host, {bars: [{name, value, ours}]})
+//   lineChart(host, {series: [{name, tone, x: {step}, y}], references: [{name, value}], log, zero}, state)
+//   strips(host, {x: {step}, end: {step}, layers: [[value]], last, least, most}, state)
+//   attention(host, {layers, heads, size, tokens, data})     the next three together
+//   mapGrid, mapView, sentence(host, unpack(data), choice, changed)
 //
-// Each gives a function that draws: at first, and after a change of state.axis ("step", "tokens"
-// or "elapsed"), of the width or of the colours. `maps` is what `unpack` makes of the data, weights
-// as bytes round(255 sqrt p); `choice` is {layer, head, query, key}.
+// Each gives a function that draws, also after a change of state.axis ("step", "tokens",
+// "elapsed"), width or colours. Weights are bytes round(255 sqrt p), choice {layer, head, query, key}.
 
-const SVG = "http://www.w3.org/2000/svg"; // the name of a language, never fetched
+const SVG = "http://www.w3.org/2000/svg"; // a name, never fetched
 const SHAPES = ["svg", "g", "path", "line", "rect", "circle", "text"];
 
 function node(name, attributes = {}, ...children) {
-  const made = SHAPES.includes(name) ? document.createElementNS(SVG, name) : document.createElement(name);
-  for (const key in attributes) made.setAttribute(key, attributes[key]);
-  made.append(...children);
-  return made;
+	const made = SHAPES.includes(name) ? document.createElementNS(SVG, name) : document.createElement(name);
+	for (const key in attributes) made.setAttribute(key, attributes[key]);
+	made.append(...children);
+	return made;
 }
 const box = (name, ...children) => node("div", { class: name }, ...children);
 const output = () => node("output", { class: "readout" });
@@ -25,243 +24,236 @@ const range = (count) => Array.from({ length: count }, (_, i) => i);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const wide = (host) => Math.max(host.clientWidth, 240);
 
-// Numbers and axes
-
 function digits(value) {
-  if (value === null) return "not finite";
-  const size = Math.abs(value);
-  if (size && (size < 1e-3 || size >= 1e9)) return value.toExponential(2);
-  return size < 1000 ? String(+value.toPrecision(4)) : Math.round(value).toLocaleString("en");
+	if (value === null) return "not finite";
+	const size = Math.abs(value);
+	if (size && (size < 1e-3 || size >= 1e9)) return value.toExponential(2);
+	return size < 1000 ? String(+value.toPrecision(4)) : Math.round(value).toLocaleString("en");
 }
 
 function brief(value) {
-  for (const [size, prefix] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (Math.abs(value) >= size) return +(value / size).toFixed(2) + prefix;
-  return value && Math.abs(value) < 1e-3 ? value.toExponential(0) : String(+value.toPrecision(4));
+	for (const [size, prefix] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
+		if (Math.abs(value) >= size) return +(value / size).toFixed(2) + prefix;
+	return value && Math.abs(value) < 1e-3 ? value.toExponential(0) : String(+value.toPrecision(4));
 }
 
 function clock(seconds) {
-  const all = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
-  const minutes = Math.floor(all / 60), tail = ":" + pad(all % 60);
-  return minutes < 60 ? minutes + tail : `${Math.floor(minutes / 60)}:${pad(minutes % 60)}${tail}`;
+	const all = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
+	const minutes = Math.floor(all / 60), tail = ":" + pad(all % 60);
+	return minutes < 60 ? minutes + tail : `${Math.floor(minutes / 60)}:${pad(minutes % 60)}${tail}`;
 }
 
 const AXES = {
-  step: { axis: "step", name: "step", long: digits, short: (n) => (n < 1e4 ? digits(n) : brief(n)) },
-  tokens: { axis: "tokens", name: "tokens", long: brief, short: brief },
-  elapsed: { axis: "elapsed", name: "time", long: clock, short: clock, sixty: true },
+	step: { name: "step", long: digits, short: (n) => (n < 1e4 ? digits(n) : brief(n)) },
+	tokens: { name: "tokens", long: brief, short: brief },
+	elapsed: { name: "time", long: clock, short: clock, sixty: true },
 };
-const axisOf = (x, state) => AXES[x[state.axis] ? state.axis : "step"];
+function axisOf(x, state) {
+	const axis = x[state.axis] ? state.axis : "step";
+	return { axis, ...AXES[axis] };
+}
 
 function ticks(low, high, count, sixty) {
-  const rough = (high - low) / count || 1, clocked = sixty && rough > 1;
-  const base = clocked ? 60 ** Math.floor(Math.log(rough) / Math.log(60)) : 10 ** Math.floor(Math.log10(rough));
-  const step = base * (clocked ? [1, 2, 5, 10, 15, 30, 60] : [1, 2, 5, 10]).find((n) => n * base >= rough * 0.999);
-  const first = Math.ceil(low / step - 1e-9);
-  return range(Math.floor(high / step + 1e-9) - first + 1).map((i) => (first + i) * step);
+	const rough = (high - low) / count || 1, clocked = sixty && rough > 1;
+	const base = clocked ? 60 ** Math.floor(Math.log(rough) / Math.log(60)) : 10 ** Math.floor(Math.log10(rough));
+	const step = base * (clocked ? [1, 2, 5, 10, 15, 30, 60] : [1, 2, 5, 10]).find((n) => n * base >= rough * 0.999);
+	const first = Math.ceil(low / step - 1e-9);
+	return range(Math.floor(high / step + 1e-9) - first + 1).map((i) => (first + i) * step);
 }
 
 function logTicks(low, high, count) {
-  const inside = (...steps) => range(99).flatMap((i) => steps.map((n) => n * 10 ** (i - 49))).filter((n) => n >= low && n <= high);
-  const many = inside(1, 2, 5);
-  return many.length < 3 ? ticks(low, high, count) : many.length > count ? inside(1) : many;
+	const inside = (...steps) => range(99).flatMap((i) => steps.map((n) => n * 10 ** (i - 49))).filter((n) => n >= low && n <= high);
+	const many = inside(1, 2, 5);
+	return many.length < 3 ? ticks(low, high, count) : many.length > count ? inside(1) : many;
 }
 
 // From [low, high] to [from, to].
 function scale(low, high, from, to, log) {
-  const f = log ? Math.log : Number, span = f(high) - f(low);
-  return (value) => (span ? from + ((f(value) - f(low)) / span) * (to - from) : (from + to) / 2);
+	const f = log ? Math.log : Number, span = f(high) - f(low);
+	return (value) => (span ? from + ((f(value) - f(low)) / span) * (to - from) : (from + to) / 2);
 }
 
 const nearest = (places, value) => places.reduce((best, place, i) => (Math.abs(place - value) < Math.abs(places[best] - value) ? i : best), 0);
 
 // Arrow keys, Home and End as (right, down).
 function steer(element, move) {
-  const keys = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-1e9, 0], End: [1e9, 0] };
-  element.addEventListener("keydown", (event) => {
-    if (!keys[event.key] || event.altKey || event.ctrlKey || event.metaKey) return;
-    event.preventDefault();
-    move(...keys[event.key]);
-  });
+	const keys = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-1e9, 0], End: [1e9, 0] };
+	element.addEventListener("keydown", (event) => {
+		if (!keys[event.key] || event.altKey || event.ctrlKey || event.metaKey) return;
+		event.preventDefault();
+		move(...keys[event.key]);
+	});
 }
 
 // The pointer as shares (across, down) of the element.
 function follow(element, move) {
-  for (const kind of ["pointermove", "pointerdown"])
-    element.addEventListener(kind, (event) => {
-      const at = element.getBoundingClientRect();
-      move((event.clientX - at.left) / at.width, (event.clientY - at.top) / at.height);
-    });
+	for (const kind of ["pointermove", "pointerdown"])
+		element.addEventListener(kind, (event) => {
+			const at = element.getBoundingClientRect();
+			move((event.clientX - at.left) / at.width, (event.clientY - at.top) / at.height);
+		});
 }
 
 const operable = (host) => ({ tabindex: 0, role: "application", "aria-label": `${host.getAttribute("aria-label")}; arrow keys move` });
 const frame = (width, height, attributes) => node("svg", { viewBox: `0 0 ${width} ${height}`, ...attributes });
 
-// Colours
-
 function colours() {
-  const style = getComputedStyle(document.documentElement), read = (name) => style.getPropertyValue(name).trim();
-  const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.trim().slice(i, i + 2), 16));
-  const [ink, muted, accent, alert] = ["--ink", "--muted", "--accent", "--alert"].map(read);
-  return { ink, muted, accent, alert, ramp: read("--ramp").split(",").map(rgb) };
+	const style = getComputedStyle(document.documentElement), read = (name) => style.getPropertyValue(name).trim();
+	const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.trim().slice(i, i + 2), 16));
+	return { ink: read("--ink"), muted: read("--muted"), accent: read("--accent"), alert: read("--alert"), ramp: read("--ramp").split(",").map(rgb) };
 }
 
 function shade(ramp, t) {
-  const at = clamp(t, 0, 1) * (ramp.length - 1), i = Math.min(Math.floor(at), ramp.length - 2);
-  return ramp[i].map((low, c) => Math.round(low + (ramp[i + 1][c] - low) * (at - i)));
+	const at = clamp(t, 0, 1) * (ramp.length - 1), i = Math.min(Math.floor(at), ramp.length - 2);
+	return ramp[i].map((low, c) => Math.round(low + (ramp[i + 1][c] - low) * (at - i)));
 }
 
 const css = (rgb) => `rgb(${rgb.join(" ")})`;
 
 function prepare(canvas, width, height) {
-  const ratio = Math.max(2, devicePixelRatio); // two even on a plain screen, for paper
-  Object.assign(canvas, { width: width * ratio, height: height * ratio });
-  const pen = canvas.getContext("2d");
-  pen.scale(ratio, ratio);
-  pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
-  pen.textBaseline = "middle";
-  return pen;
+	const ratio = Math.max(2, devicePixelRatio); // two even on a plain screen, for paper
+	Object.assign(canvas, { width: width * ratio, height: height * ratio });
+	const pen = canvas.getContext("2d");
+	pen.scale(ratio, ratio);
+	pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+	pen.textBaseline = "middle";
+	return pen;
 }
 
-const rampBar = (lowest, highest) => node("p", { class: "ramp" }, ...(lowest === highest ? [`${lowest} everywhere`] : [lowest, node("i"), highest]));
-
-// Bars
+const rampBar = (low, high) => node("p", { class: "ramp" }, ...(low === high ? [low, " everywhere"] : [low, node("i"), high]));
 
 export function bars(host, data) {
-  const most = Math.max(...data.bars.map((bar) => bar.value), 1e-12);
-  return () => {
-    const width = wide(host), row = 40, gutter = Math.min(110, width * 0.34), room = width - gutter - 58;
-    const told = data.bars.map((bar) => `${bar.name} ${digits(bar.value)}`).join(", ");
-    const chart = frame(width, data.bars.length * row, { role: "img", "aria-label": told });
-    data.bars.forEach(({ name, value, ours }, i) => {
-      const y = (i + 0.5) * row, length = Math.max((value / most) * room, 1), kind = ours ? "ours" : "theirs";
-      chart.append(
-        node("text", { x: gutter - 10, y, class: `label end ${kind}` }, name.length > 16 ? name.slice(0, 15) + "…" : name),
-        node("rect", { x: gutter, y: y - 11, width: length, height: 22, rx: 2, class: `bar ${kind}` }),
-        node("text", { x: gutter + length + 8, y, class: `label ${kind}` }, value.toFixed(3)));
-    });
-    host.replaceChildren(chart);
-  };
+	const most = Math.max(...data.bars.map((bar) => bar.value), 1e-12);
+	return () => {
+		const width = wide(host), row = 40, gutter = Math.min(110, width * 0.34), room = width - gutter - 58;
+		const told = data.bars.map((bar) => `${bar.name} ${digits(bar.value)}`).join(", ");
+		const chart = frame(width, data.bars.length * row, { role: "img", "aria-label": told });
+		data.bars.forEach(({ name, value, ours }, i) => {
+			const y = (i + 0.5) * row, length = Math.max((value / most) * room, 1), kind = ours ? "ours" : "";
+			chart.append(
+				node("text", { x: gutter - 10, y, class: `label end ${kind}` }, name),
+				node("rect", { x: gutter, y: y - 11, width: length, height: 22, class: `bar ${kind}` }),
+				node("text", { x: gutter + length + 8, y, class: `label ${kind}` }, value.toFixed(3)));
+		});
+		host.replaceChildren(chart);
+	};
 }
 
-// Lines
-
 export function lineChart(host, data, state) {
-  const plot = box("plot"), readout = output(), legend = node("ul", { class: "legend" });
-  const { series, references, log } = data;
-  for (const one of series) legend.append(node("li", { class: `key s${one.tone}` }, one.name));
-  references.forEach((one, i) => legend.append(node("li", { class: `key r${i % 3}` }, `${one.name} ${digits(one.value)}`)));
-  legend.hidden = legend.children.length < 2;
-  host.replaceChildren(legend, plot, readout);
-  const drawable = (y) => y !== null && (!log || y > 0);
-  let at = null; // index of the chosen place; null is the end
+	const plot = box("plot"), readout = output(), legend = node("ul", { class: "legend" }), { series, references, log } = data;
+	const key = (kind, text) => legend.append(node("li", { class: `key ${kind}` }, text));
+	series.forEach((one) => key(`s${one.tone}`, one.name));
+	references.forEach((one, i) => key(`r${i % 3}`, `${one.name} ${digits(one.value)}`));
+	host.replaceChildren(legend, plot, readout);
+	const drawable = (y) => y !== null && (!log || y > 0);
+	let at = null; // index of the chosen place; null is the end
 
-  return () => {
-    const { axis, name, long, short, sixty } = axisOf(series[0].x, state);
-    const width = wide(plot), height = data.tall && width > 560 ? 300 : 200;
-    const left = 46, right = width - 14, top = 10, bottom = height - 30;
-    const xs = series.flatMap((one) => one.x[axis]), first = Math.min(...xs), end = Math.max(...xs);
-    const ys = series.flatMap((one) => one.y).concat(references.map((one) => one.value)).filter(drawable);
-    let low = Math.min(...ys), high = Math.max(...ys);
-    const pad = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
-    if (log) [low, high] = [low / 1.08, high * 1.08];
-    else [low, high] = [low < 0 ? low - pad : data.zero ? 0 : Math.max(low - pad, 0), high + pad];
-    const X = scale(first, end, left, right), Y = scale(low, high, bottom, top, log);
-    const chart = frame(width, height, operable(host));
-    const level = (y, kind) => node("line", { x1: left, x2: right, y1: Y(y), y2: Y(y), class: kind });
-    const dot = (one, j, r) => node("circle", { cx: X(one.x[axis][j]), cy: Y(one.y[j]), r, class: `dot s${one.tone}` });
+	return () => {
+		const { axis, name, long, short, sixty } = axisOf(series[0].x, state);
+		const width = wide(plot), height = width > 700 ? 300 : 200;
+		const left = 46, right = width - 14, top = 10, bottom = height - 30;
+		const xs = series.flatMap((one) => one.x[axis]), first = Math.min(...xs), end = Math.max(...xs);
+		const ys = series.flatMap((one) => one.y).concat(references.map((one) => one.value)).filter(drawable);
+		let low = Math.min(...ys), high = Math.max(...ys);
+		const pad = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
+		if (log) [low, high] = [low / 1.08, high * 1.08];
+		else [low, high] = [low < 0 ? low - pad : data.zero ? 0 : Math.max(low - pad, 0), high + pad];
+		const X = scale(first, end, left, right), Y = scale(low, high, bottom, top, log);
+		const chart = frame(width, height, operable(host));
+		const level = (y, kind) => node("line", { x1: left, x2: right, y1: Y(y), y2: Y(y), class: kind });
+		const dot = (one, j, r) => node("circle", { cx: X(one.x[axis][j]), cy: Y(one.y[j]), r, class: `dot s${one.tone}` });
 
-    for (const y of (log ? logTicks : ticks)(low, high, height / 45))
-      chart.append(level(y, "rule"), node("text", { x: left - 8, y: Y(y), class: "end" }, brief(y)));
-    for (const x of ticks(first, end, width / 110, sixty))
-      chart.append(node("text", { x: X(x), y: bottom + 18, class: X(x) > right - 20 ? "end" : "middle" }, short(x)));
-    references.forEach((one, i) => chart.append(level(one.value, `reference r${i % 3}`)));
-    for (const one of series) {
-      let path = "", pen = "M";
-      one.y.forEach((y, j) => {
-        if (drawable(y)) path += `${pen}${X(one.x[axis][j]).toFixed(1)} ${Y(y).toFixed(1)}`;
-        pen = drawable(y) ? "L" : "M";
-      });
-      chart.append(node("path", { d: path, class: `line s${one.tone}` }));
-      if (one.y.length <= 40) one.y.forEach((y, j) => drawable(y) && chart.append(dot(one, j, 2.6)));
-    }
+		for (const y of (log ? logTicks : ticks)(low, high, height / 45))
+			chart.append(level(y, "rule"), node("text", { x: left - 8, y: Y(y), class: "end" }, brief(y)));
+		for (const x of ticks(first, end, width / 110, sixty))
+			chart.append(node("text", { x: X(x), y: bottom + 18, class: X(x) > right - 20 ? "end" : "middle" }, short(x)));
+		references.forEach((one, i) => chart.append(level(one.value, `reference r${i % 3}`)));
+		for (const one of series) {
+			let path = "", pen = "M";
+			one.y.forEach((y, j) => {
+				if (drawable(y)) path += `${pen}${X(one.x[axis][j]).toFixed(1)} ${Y(y).toFixed(1)}`;
+				pen = drawable(y) ? "L" : "M";
+			});
+			chart.append(node("path", { d: path, class: `line s${one.tone}` }));
+			if (one.y.length <= 40) one.y.forEach((y, j) => drawable(y) && chart.append(dot(one, j, 2.6)));
+		}
 
-    const mark = node("g"), guide = series.reduce((a, b) => (b.y.length > a.y.length ? b : a)).x[axis], count = guide.length;
-    function point(place) {
-      at = place;
-      const here = guide[at ?? count - 1];
-      mark.replaceChildren();
-      if (at !== null) mark.append(node("line", { x1: X(here), x2: X(here), y1: top, y2: bottom, class: "cursor" }));
-      const words = series.map((one) => {
-        const j = nearest(one.x[axis], here);
-        if (at !== null && drawable(one.y[j])) mark.append(dot(one, j, 4));
-        const elsewhere = one.x[axis][j] === here ? "" : ` (at ${long(one.x[axis][j])})`;
-        return `${one.name} ${digits(one.y[j])}${elsewhere}`;
-      });
-      readout.textContent = `${name} ${long(here)}: ${words.join(", ")}`;
-    }
-    chart.append(mark);
-    follow(chart, (x) => point(nearest(guide.map(X), x * width)));
-    chart.addEventListener("pointerleave", () => point(null));
-    steer(chart, (right) => point(clamp((at ?? count - 1) + right * Math.ceil(count / 200), 0, count - 1)));
-    plot.replaceChildren(chart);
-    point(at);
-  };
+		const mark = node("g"), guide = series[0].x[axis], count = guide.length;
+		function point(place) {
+			at = place;
+			const here = guide[at ?? count - 1];
+			mark.replaceChildren();
+			if (at !== null) mark.append(node("line", { x1: X(here), x2: X(here), y1: top, y2: bottom, class: "cursor" }));
+			const words = series.map((one) => {
+				const j = nearest(one.x[axis], here);
+				if (at !== null && drawable(one.y[j])) mark.append(dot(one, j, 4));
+				const x = one.x[axis][j];
+				return `${one.name} ${digits(one.y[j])}${x === here ? "" : ` (at ${long(x)})`}`;
+			});
+			readout.textContent = `${name} ${long(here)}: ${words.join(", ")}`;
+		}
+		chart.append(mark);
+		follow(chart, (x) => point(nearest(guide.map(X), x * width)));
+		chart.addEventListener("pointerleave", () => point(null));
+		steer(chart, (right) => point(clamp((at ?? count - 1) + right * Math.ceil(count / 200), 0, count - 1)));
+		plot.replaceChildren(chart);
+		point(at);
+	};
 }
 
 // Strips: a row a layer, time to the right
 
 export function strips(host, data, state) {
-  const canvas = node("canvas", operable(host)), readout = output();
-  host.replaceChildren(canvas, box("under", readout, rampBar(digits(data.least), digits(data.most))));
-  const count = data.layers.length, columns = data.x.step.length, left = 50;
-  const row = clamp(Math.round(200 / count), 5, 26), skip = Math.ceil(12 / row);
-  let layer = count - 1, column = columns - 1, place;
+	const canvas = node("canvas", operable(host)), readout = output();
+	host.replaceChildren(canvas, box("under", readout, rampBar(digits(data.least), digits(data.most))));
+	const count = data.layers.length, columns = data.x.step.length, left = 50;
+	const row = clamp(Math.round(200 / count), 5, 26), skip = Math.ceil(12 / row);
+	let layer = count - 1, column = columns - 1, place;
 
-  function draw() {
-    const { axis, name, long, short, sixty } = axisOf(data.x, state), paint = colours();
-    const width = wide(host), right = width - 54, height = count * row + 26, pen = prepare(canvas, width, height);
-    const edges = [...data.x[axis], data.end[axis][0]];
-    if (edges[columns] <= edges[columns - 1]) // the last measurement is drawn as wide as the one before
-      edges[columns] = edges[columns - 1] + (columns > 1 && edges[columns - 1] - edges[columns - 2] || 1);
-    const X = scale(edges[0], edges[columns], left, right), heat = scale(data.least, data.most, 0, 1);
-    data.layers.forEach((values, i) => {
-      values.forEach((value, j) => {
-        pen.fillStyle = value === null ? paint.alert : css(shade(paint.ramp, heat(value)));
-        pen.fillRect(X(edges[j]), i * row, X(edges[j + 1]) - X(edges[j]) + 0.5, row - (row > 9 ? 2 : 0));
-      });
-      if (i % skip) return;
-      pen.fillStyle = paint.muted;
-      pen.fillText(`layer ${i + 1}`, 0, (i + 0.5) * row - 1);
-      pen.fillStyle = paint.ink;
-      pen.fillText(digits(data.last[i]), right + 8, (i + 0.5) * row - 1, 46);
-    });
-    pen.fillStyle = paint.muted;
-    pen.textAlign = "center";
-    for (const x of ticks(edges[0], edges[columns], width / 120, sixty)) pen.fillText(short(x), X(x), count * row + 12);
-    pen.strokeStyle = paint.accent;
-    if (canvas.matches(":focus, :hover")) pen.strokeRect(X(edges[column]), layer * row, Math.max(X(edges[column + 1]) - X(edges[column]), 2), row - 2);
-    place = (x, y) => [nearest(range(columns).map((j) => X((edges[j] + edges[j + 1]) / 2)), x * width), Math.floor((y * height) / row)];
-    readout.textContent = `${name} ${long(data.x[axis][column])}, layer ${layer + 1}: ${digits(data.layers[layer][column])}`;
-  }
-  function move(j, i) {
-    [column, layer] = [clamp(j, 0, columns - 1), clamp(i, 0, count - 1)];
-    draw();
-  }
-  follow(canvas, (x, y) => move(...place(x, y)));
-  for (const event of ["pointerleave", "focus", "blur"]) canvas.addEventListener(event, draw);
-  steer(canvas, (right, down) => move(column + right, layer + down));
-  return draw;
+	function draw() {
+		const { axis, name, long, short, sixty } = axisOf(data.x, state), paint = colours();
+		const width = wide(host), right = width - 54, height = count * row + 26, pen = prepare(canvas, width, height);
+		const edges = [...data.x[axis], data.end[axis][0]];
+		if (edges[columns] <= edges[columns - 1]) // the last measurement is drawn as wide as the one before
+			edges[columns] = edges[columns - 1] + (columns > 1 && edges[columns - 1] - edges[columns - 2] || 1);
+		const X = scale(edges[0], edges[columns], left, right), heat = scale(data.least, data.most, 0, 1);
+		data.layers.forEach((values, i) => {
+			values.forEach((value, j) => {
+				pen.fillStyle = value === null ? paint.alert : css(shade(paint.ramp, heat(value)));
+				pen.fillRect(X(edges[j]), i * row, X(edges[j + 1]) - X(edges[j]) + 0.5, row - (row > 9 ? 2 : 0));
+			});
+			if (i % skip) return;
+			pen.fillStyle = paint.muted;
+			pen.fillText(`layer ${i + 1}`, 0, (i + 0.5) * row - 1);
+			pen.fillStyle = paint.ink;
+			pen.fillText(digits(data.last[i]), right + 8, (i + 0.5) * row - 1, 46);
+		});
+		pen.fillStyle = paint.muted;
+		pen.textAlign = "center";
+		for (const x of ticks(edges[0], edges[columns], width / 120, sixty)) pen.fillText(short(x), X(x), count * row + 12);
+		pen.strokeStyle = paint.accent;
+		if (canvas.matches(":focus, :hover")) pen.strokeRect(X(edges[column]), layer * row, Math.max(X(edges[column + 1]) - X(edges[column]), 2), row - 2);
+		place = (x, y) => [edges.filter((edge) => X(edge) <= x * width).length - 1, Math.floor((y * height) / row)];
+		readout.textContent = `${name} ${long(data.x[axis][column])}, layer ${layer + 1}: ${digits(data.layers[layer][column])}`;
+	}
+	function move(j, i) {
+		[column, layer] = [clamp(j, 0, columns - 1), clamp(i, 0, count - 1)];
+		draw();
+	}
+	follow(canvas, (x, y) => move(...place(x, y)));
+	for (const event of ["pointerleave", "focus", "blur"]) canvas.addEventListener(event, draw);
+	steer(canvas, (right, down) => move(column + right, layer + down));
+	return draw;
 }
 
 // Attention maps
 
 export function unpack(data) {
-  const bytes = Uint8Array.from(atob(data.data), (letter) => letter.charCodeAt(0)), area = data.size ** 2;
-  const map = (i) => bytes.subarray(i * area, (i + 1) * area); // the heads of a layer follow each other
-  const at = ({ layer, head, query }, key) => map(layer * data.heads + head)[query * data.size + key];
-  const strongest = (choice) => range(data.size).reduce((best, key) => (at(choice, key) > at(choice, best) ? key : best), 0);
-  return { ...data, map, at, strongest, weight: (choice, key) => ((at(choice, key) / 255) ** 2).toFixed(3) };
+	const bytes = Uint8Array.from(atob(data.data), (letter) => letter.charCodeAt(0)), area = data.size ** 2;
+	const map = (i) => bytes.subarray(i * area, (i + 1) * area); // the heads of a layer follow each other
+	const at = ({ layer, head, query }, key) => map(layer * data.heads + head)[query * data.size + key];
+	const strongest = (choice) => range(data.size).reduce((best, key) => (at(choice, key) > at(choice, best) ? key : best), 0);
+	return { ...data, map, at, strongest, weight: (choice, key) => ((at(choice, key) / 255) ** 2).toFixed(3) };
 }
 
 const seen = (token) => token.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "∅";
@@ -269,152 +261,155 @@ const quoted = (token) => node("bdi", { class: "token" }, seen(token));
 
 // A map, a pixel a weight; with more tokens than pixels, the greatest weight of each block.
 function paintMap(canvas, bytes, size, most) {
-  const side = Math.min(size, most), greatest = new Uint8Array(side * side), image = new ImageData(side, side);
-  const { ramp } = colours(), colour = range(256).map((b) => [...shade(ramp, b / 255), 255]), block = range(size).map((i) => Math.floor((i * side) / size));
-  for (let q = 0; q < size; q++)
-    for (let k = 0; k < size; k++) {
-      const i = block[q] * side + block[k];
-      greatest[i] = Math.max(greatest[i], bytes[q * size + k]);
-    }
-  greatest.forEach((b, i) => image.data.set(colour[b], 4 * i));
-  Object.assign(canvas, { width: side, height: side }).getContext("2d").putImageData(image, 0, 0);
+	const side = Math.min(size, most), greatest = new Uint8Array(side * side), image = new ImageData(side, side);
+	const { ramp } = colours(), colour = range(256).map((b) => [...shade(ramp, b / 255), 255]);
+	const block = range(size).map((i) => Math.floor((i * side) / size));
+	for (let q = 0; q < size; q++)
+		for (let k = 0; k < size; k++) {
+			const i = block[q] * side + block[k];
+			greatest[i] = Math.max(greatest[i], bytes[q * size + k]);
+		}
+	greatest.forEach((b, i) => image.data.set(colour[b], 4 * i));
+	Object.assign(canvas, { width: side, height: side }).getContext("2d").putImageData(image, 0, 0);
 }
+
+const radio = (attributes, child) => node("button", { type: "button", role: "radio", ...attributes }, child);
 
 // Radio buttons with one stop for the Tab key; the arrow keys go on from there.
 function rove(host, label, items, columns, go) {
-  host.setAttribute("role", "radiogroup");
-  host.setAttribute("aria-label", label);
-  items.forEach((item, i) => {
-    item.addEventListener("click", () => go(i));
-    steer(item, (right, down) => {
-      const next = clamp(i + right + down * columns, 0, items.length - 1);
-      go(next);
-      items[next].focus();
-    });
-  });
-  return (chosen) => items.forEach((item, i) => {
-    item.tabIndex = i === chosen ? 0 : -1;
-    item.setAttribute("aria-checked", i === chosen);
-  });
+	host.setAttribute("role", "radiogroup");
+	host.setAttribute("aria-label", label);
+	items.forEach((item, i) => {
+		item.addEventListener("click", () => go(i));
+		steer(item, (right, down) => {
+			const next = clamp(i + right + down * columns, 0, items.length - 1);
+			go(next);
+			items[next].focus();
+		});
+	});
+	return (chosen) => items.forEach((item, i) => {
+		item.tabIndex = i === chosen ? 0 : -1;
+		item.setAttribute("aria-checked", i === chosen);
+	});
 }
 
 export function mapGrid(host, maps, choice, changed) {
-  const { layers, heads, size } = maps, title = (word, i) => node("span", {}, heads > 6 ? i + 1 : `${word} ${i + 1}`);
-  const cells = range(layers * heads).map((i) => node("button", { type: "button", role: "radio",
-    "aria-label": `layer ${Math.floor(i / heads) + 1}, head ${(i % heads) + 1}` }, node("canvas")));
-  host.style.gridTemplateColumns = `auto repeat(${heads}, minmax(0, 6.5rem))`;
-  host.append(node("span", {}, heads > 6 ? "layer, head" : ""), ...range(heads).map((i) => title("head", i)));
-  for (const i of range(layers)) host.append(title("layer", i), ...cells.slice(i * heads, (i + 1) * heads));
-  const check = rove(host, "Layer and head", cells, heads, (i) => {
-    Object.assign(choice, { layer: Math.floor(i / heads), head: i % heads });
-    choice.key = maps.strongest(choice);
-    changed();
-  });
-  const draw = () => cells.forEach((cell, i) => paintMap(cell.firstChild, maps.map(i), size, 96));
-  return Object.assign(draw, { mark: () => check(choice.layer * heads + choice.head) });
+	const { layers, heads, size } = maps, title = (word, i) => node("span", {}, heads > 6 ? i + 1 : `${word} ${i + 1}`);
+	const name = (i) => `layer ${Math.floor(i / heads) + 1}, head ${(i % heads) + 1}`;
+	const cells = range(layers * heads).map((i) => radio({ "aria-label": name(i) }, node("canvas")));
+	host.style.gridTemplateColumns = `auto repeat(${heads}, minmax(0, 6.5rem))`;
+	host.append(node("span"), ...range(heads).map((i) => title("head", i)));
+	for (const i of range(layers)) host.append(title("layer", i), ...cells.slice(i * heads, (i + 1) * heads));
+	const check = rove(host, "Layer and head", cells, heads, (i) => {
+		Object.assign(choice, { layer: Math.floor(i / heads), head: i % heads });
+		choice.key = maps.strongest(choice);
+		changed();
+	});
+	const draw = () => cells.forEach((cell, i) => paintMap(cell.firstChild, maps.map(i), size, 96));
+	draw.mark = () => check(choice.layer * heads + choice.head);
+	return draw;
 }
 
 export function mapView(host, maps, choice, changed) {
-  const { size, tokens } = maps, labels = tokens.map(seen), canvas = node("canvas", operable(host)), picture = node("canvas");
-  host.append(canvas);
-  let gutter = 0, span = 1; // where the map begins and how far it goes, as shares of the width
-  let painted, longest;
+	const { size, tokens } = maps, labels = tokens.map(seen), canvas = node("canvas", operable(host)), picture = node("canvas");
+	host.append(canvas);
+	let gutter = 0, span = 1; // where the map begins and how far it goes, as shares of the width
+	let painted;
 
-  function move(toKey, toQuery) {
-    const key = clamp(toKey, 0, size - 1), query = clamp(toQuery, 0, size - 1);
-    if (key === choice.key && query === choice.query) return;
-    Object.assign(choice, { key, query });
-    changed();
-  }
-  follow(canvas, (x, y) => {
-    const [key, query] = [x, y].map((share) => Math.floor(((share - gutter) / span) * size));
-    if (key >= 0 && query >= 0) move(key, query);
-  });
-  steer(canvas, (right, down) => move(choice.key + right, choice.query + down));
+	function move(toKey, toQuery) {
+		const key = clamp(toKey, 0, size - 1), query = clamp(toQuery, 0, size - 1);
+		if (key === choice.key && query === choice.query) return;
+		Object.assign(choice, { key, query });
+		changed();
+	}
+	follow(canvas, (x, y) => {
+		const [key, query] = [x, y].map((share) => Math.floor(((share - gutter) / span) * size));
+		if (key >= 0 && query >= 0) move(key, query);
+	});
+	steer(canvas, (right, down) => move(choice.key + right, choice.query + down));
 
-  return () => {
-    const width = wide(host), pen = prepare(canvas, width, width), paint = colours();
-    longest ??= Math.max(...labels.map((text) => pen.measureText(text).width));
-    const edge = Math.min(longest + 8, width * 0.2);
-    const cell = (width - edge - 6) / size, skip = Math.ceil(11 / cell), place = (i) => edge + i * cell;
-    [gutter, span] = [edge / width, (cell * size) / width];
-    const wanted = [choice.layer, choice.head, paint.ramp].join();
-    if (painted !== wanted) paintMap(picture, maps.map(choice.layer * maps.heads + choice.head), size, size);
-    painted = wanted;
-    pen.imageSmoothingEnabled = false;
-    pen.drawImage(picture, edge, edge, cell * size, cell * size);
-    function label(i, chosen, upright) {
-      if (i !== chosen && (i % skip || Math.abs(i - chosen) * cell < 11)) return;
-      pen.save();
-      pen.translate(...(upright ? [place(i + 0.5), edge - 4] : [edge - 4, place(i + 0.5)]));
-      if (upright) pen.rotate(-Math.PI / 2);
-      pen.textAlign = upright ? "left" : "right";
-      pen.fillStyle = i === chosen ? paint.accent : paint.muted;
-      if (i === chosen) pen.font = `bold ${pen.font}`;
-      pen.fillText(labels[i], 0, 0, edge - 6);
-      pen.restore();
-    }
-    for (const i of range(size)) {
-      label(i, choice.query, false);
-      label(i, choice.key, true);
-    }
-    pen.strokeStyle = paint.accent;
-    pen.globalAlpha = 0.5;
-    pen.strokeRect(edge, place(choice.query), cell * size, cell);
-    pen.strokeRect(place(choice.key), edge, cell, cell * size);
-    pen.globalAlpha = 1;
-    pen.lineWidth = 2;
-    pen.strokeRect(place(choice.key) - 1, place(choice.query) - 1, cell + 2, cell + 2);
-  };
+	return () => {
+		const width = wide(host), pen = prepare(canvas, width, width), paint = colours();
+		const edge = Math.min(Math.max(...labels.map((text) => pen.measureText(text).width)) + 8, width * 0.2);
+		const cell = (width - edge - 6) / size, skip = Math.ceil(11 / cell), place = (i) => edge + i * cell;
+		[gutter, span] = [edge / width, (cell * size) / width];
+		const wanted = [choice.layer, choice.head, paint.ramp].join();
+		if (painted !== wanted) paintMap(picture, maps.map(choice.layer * maps.heads + choice.head), size, size);
+		painted = wanted;
+		pen.imageSmoothingEnabled = false;
+		pen.drawImage(picture, edge, edge, cell * size, cell * size);
+		function label(i, chosen, upright) {
+			if (i !== chosen && (i % skip || Math.abs(i - chosen) * cell < 11)) return;
+			pen.save();
+			pen.translate(...(upright ? [place(i + 0.5), edge - 4] : [edge - 4, place(i + 0.5)]));
+			if (upright) pen.rotate(-Math.PI / 2);
+			pen.textAlign = upright ? "left" : "right";
+			pen.fillStyle = i === chosen ? paint.accent : paint.muted;
+			if (i === chosen) pen.font = `bold ${pen.font}`;
+			pen.fillText(labels[i], 0, 0, edge - 6);
+			pen.restore();
+		}
+		for (const i of range(size)) {
+			label(i, choice.query, false);
+			label(i, choice.key, true);
+		}
+		pen.strokeStyle = paint.accent;
+		pen.globalAlpha = 0.5;
+		pen.strokeRect(edge, place(choice.query), cell * size, cell);
+		pen.strokeRect(place(choice.key), edge, cell, cell * size);
+		pen.globalAlpha = 1;
+		pen.lineWidth = 2;
+		pen.strokeRect(place(choice.key) - 1, place(choice.query) - 1, cell + 2, cell + 2);
+	};
 }
 
 export function sentence(host, maps, choice, changed) {
-  const items = maps.tokens.map((token) => node("button", { type: "button", role: "radio" }, token.trim() ? token : seen(token)));
-  host.append(...items);
-  const check = rove(host, "The token that looks", items, 1, (query) => {
-    choice.query = query;
-    choice.key = maps.strongest(choice);
-    changed();
-  });
-  return () => {
-    const { ramp } = colours();
-    check(choice.query);
-    host.scrollTop = items[choice.query].offsetTop - host.clientHeight / 2;
-    items.forEach((item, key) => {
-      const [r, g, b] = shade(ramp, maps.at(choice, key) / 255);
-      item.style.backgroundColor = css([r, g, b]);
-      item.style.color = 3 * r + 6 * g + b > 1250 ? "#111" : "#fff";
-    });
-  };
+	const items = maps.tokens.map((token) => radio({}, token.trim() ? token : seen(token)));
+	host.append(...items);
+	const check = rove(host, "The token that looks", items, 1, (query) => {
+		choice.query = query;
+		choice.key = maps.strongest(choice);
+		changed();
+	});
+	return () => {
+		const { ramp } = colours();
+		check(choice.query);
+		host.scrollTop = items[choice.query].offsetTop - host.clientHeight / 2;
+		items.forEach((item, key) => {
+			const [r, g, b] = shade(ramp, maps.at(choice, key) / 255);
+			item.style.backgroundColor = css([r, g, b]);
+			item.style.color = 3 * r + 6 * g + b > 1250 ? "#111" : "#fff";
+		});
+	};
 }
 
 export function attention(host, data) {
-  const maps = unpack(data), choice = { layer: 0, head: 0, query: data.size - 1 };
-  choice.key = maps.strongest(choice);
-  const grid = box("map-grid"), view = node("div", { class: "map-view", "aria-label": "Attention map" }), words = box("sentence");
-  const readout = output(), table = node("table"), fold = node("details", {}, node("summary", {}, "This row as a table"));
-  fold.append(box("scroll", table));
-  host.replaceChildren(box("maps", grid, view, box("map-row", readout, words, fold)));
+	const maps = unpack(data), choice = { layer: 0, head: 0, query: data.size - 1 };
+	choice.key = maps.strongest(choice);
+	const grid = box("map-grid"), view = node("div", { class: "map-view", "aria-label": "Attention map" }), words = box("sentence");
+	const readout = output(), table = node("table"), fold = node("details", {}, node("summary", {}, "This row as a table"));
+	fold.append(box("scroll", table));
+	host.replaceChildren(box("maps", grid, view, box("map-row", readout, words, fold)));
 
-  const looking = () => [`Layer ${choice.layer + 1}, head ${choice.head + 1}: `, quoted(data.tokens[choice.query]), " looks at "];
-  function tabulate() {
-    if (!fold.open) return;
-    const row = (kind, ...cells) => node("tr", {}, ...cells.map((cell) => node(kind, {}, cell)));
-    table.replaceChildren(node("caption", {}, ...looking()), node("thead", {}, row("th", "key", "token", "weight")),
-      node("tbody", {}, ...data.tokens.map((token, key) => row("td", key, quoted(token), maps.weight(choice, key)))));
-  }
-  function changed() {
-    drawGrid.mark();
-    drawView();
-    drawWords();
-    tabulate();
-    readout.replaceChildren(...looking(), quoted(data.tokens[choice.key]), ` with weight ${maps.weight(choice, choice.key)}`);
-  }
-  const [drawGrid, drawView, drawWords] = [[mapGrid, grid], [mapView, view], [sentence, words]].map(([make, at]) => make(at, maps, choice, changed));
-  view.append(rampBar("0", "1, square-root scale"));
-  fold.addEventListener("toggle", tabulate);
-  return () => {
-    drawGrid();
-    changed();
-  };
+	const looking = () => [`Layer ${choice.layer + 1}, head ${choice.head + 1}: `, quoted(data.tokens[choice.query]), " looks at "];
+	function tabulate() {
+		if (!fold.open) return;
+		const row = (kind, ...cells) => node("tr", {}, ...cells.map((cell) => node(kind, {}, cell)));
+		table.replaceChildren(node("caption", {}, ...looking()), node("thead", {}, row("th", "key", "token", "weight")),
+			node("tbody", {}, ...data.tokens.map((token, key) => row("td", key, quoted(token), maps.weight(choice, key)))));
+	}
+	function changed() {
+		drawGrid.mark();
+		drawView();
+		drawWords();
+		tabulate();
+		readout.replaceChildren(...looking(), quoted(data.tokens[choice.key]), ` with weight ${maps.weight(choice, choice.key)}`);
+	}
+	const [drawGrid, drawView, drawWords] = [[mapGrid, grid], [mapView, view], [sentence, words]].map(([make, at]) => make(at, maps, choice, changed));
+	view.append(rampBar("0", "1, square-root scale"));
+	fold.addEventListener("toggle", tabulate);
+	return () => {
+		drawGrid();
+		changed();
+	};
 }

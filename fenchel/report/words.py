@@ -19,7 +19,9 @@ def sample(run: Run) -> Part:
         return Part(anchor="sample", title="Sample", body=notes(missing))
     body = join(
         (
-            element("p", "What the model wrote after the prompt, which is in bold.", class_="about"),
+            element(
+                "p", "What the model wrote after the prompt, which is in bold.", class_="about"
+            ),
             element(
                 "blockquote",
                 element("strong", shorten(prompt, _TEXT) if isinstance(prompt, str) else ""),
@@ -44,7 +46,7 @@ def settings(run: Run) -> Part:
     text = mapping(run.summary.get("text"))
     if text:
         cards.append(facts(text, caption="facts of the text"))
-    whole = element("pre", shorten(run.config_text, _TEXT), tabindex=0)
+    whole = element("pre", shorten(run.config_text, _TEXT))
     body = [
         notes(run.troubles.get("config.toml", ())),
         element("div", *cards, class_="cards") if cards else None,

@@ -3,6 +3,7 @@
 from fenchel.train.checkpoint import Progress
 from fenchel.train.config import TrainConfig, seconds
 from fenchel.train.environment import environment
+from fenchel.train.logger import Several, TensorBoard, require_loggers
 from fenchel.train.loop import Listener, Loop, Outcome
 from fenchel.train.pace import Pace, measure
 from fenchel.train.rundir import RunDir
@@ -15,9 +16,12 @@ __all__ = [
     "Pace",
     "Progress",
     "RunDir",
+    "Several",
     "Stepper",
+    "TensorBoard",
     "TrainConfig",
     "environment",
     "measure",
+    "require_loggers",
     "seconds",
 ]

@@ -1,5 +1,6 @@
 """The settings of training: how long, in what portions, what is kept and when it stops."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ class TrainConfig:
 
     steps: int | None = None
     """How many steps; None lets ``budget`` decide."""
-    budget: str | None = "2m"
-    """Time for training and evaluation, such as "90s", "3m" or "1h"; read when steps is None."""
+    budget: str | float | None = "2m"
+    """Time for training and evaluation: "90s", "3m", "1h" or seconds; read when steps is None."""
     batch: int = 32
     """Sequences in a step, B."""
     accumulate: int = 1
@@ -70,13 +71,14 @@ class TrainConfig:
                 raise ValueError(f"log={name!r} should be one of {LOGGERS}.")
 
 
-def seconds(budget: str) -> float:
-    """"90s", "3m", "1.5h" or a bare number of seconds, as seconds.
+def seconds(budget: str | float) -> float:
+    """ "90s", "3m", "1.5h" or a bare number of seconds, as seconds.
 
     >>> seconds("3m")
     180.0
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", budget)
-    if match is None or float(match[1]) == 0.0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", str(budget))
+    length = float(match[1]) * _UNITS[match[2] or "s"] if match else 0.0
+    if not 0.0 < length < math.inf:
         raise ValueError(f"budget={budget!r} should be a time such as 90s, 3m or 1h.")
-    return float(match[1]) * _UNITS[match[2] or "s"]
+    return length

@@ -1,9 +1,14 @@
 """Which layer broke first.
 
-A NaN spreads: one broken layer makes every later activation and every gradient NaN, so the
-names that matter are the first module, in the order of the forward pass, whose output is not
-finite; or, when the forward pass is clean, the last parameter in that order whose gradient is
-not finite, since the backward pass meets it first.
+A nan spreads: one broken layer makes every later activation and every gradient nan, so what
+matters is where it came from. That is, in this order,
+
+    weights that are not finite;
+    else the first module, in the order of the forward pass, that gives or is given something
+    not finite (what it is given was computed between modules, such as a choice of attention);
+    else the last parameter in that order whose gradient is not finite, since the backward
+    pass meets it first;
+    else the loss, or the sum of squares under the gradient's norm.
 """
 
 from collections.abc import Callable
@@ -13,38 +18,54 @@ import torch
 from torch import Tensor, nn
 
 
-def first_broken(model: nn.Module, forward: Callable[[], object]) -> str:
+def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor | float) -> str:
     """A phrase that names the place; ``forward`` reads the offending batch again."""
-    if weights := [n for n, p in model.named_parameters() if not p.isfinite().all()]:
-        return f"the weights {weights[0]} are not finite"
-    if output := _first_output(model, forward):
-        return f"the output of {output} is the first that is not finite"
-    gradients = [
-        name
-        for name, p in model.named_parameters()
-        if p.grad is not None and not p.grad.isfinite().all()
-    ]
-    if gradients:
-        return f"the gradient of {gradients[-1]} is the first that is not finite"
-    return "the loss itself is not finite"
+    parameters = list(model.named_parameters())
+    for name, p in parameters:
+        if not p.isfinite().all():
+            return f"the weights {name} are not finite"
+    if place := _first_place(model, forward):
+        return f"the {place} is the first that is not finite"
+    for name, p in reversed(parameters):
+        if p.grad is not None and not p.grad.isfinite().all():
+            return f"the gradient of {name} is the first that is not finite"
+    if not torch.as_tensor(loss).isfinite():
+        return "the loss itself is not finite"
+    return "the gradient is finite and too large for its norm to be"
 
 
-def _first_output(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    broken: list[str] = []
+def _first_place(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    found: list[str] = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not output.isfinite().all():
-                broken.append(name)
+    def before(name: str) -> Callable[[nn.Module, Any], None]:
+        def look(_module: nn.Module, given: Any) -> None:
+            if not found and not _finite(given):
+                found.append(f"input of {name}")
 
         return look
 
-    leaves = [(n, m) for n, m in model.named_modules() if not list(m.children())]
-    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_module: nn.Module, _given: Any, output: Any) -> None:
+            if not found and not _finite(output):
+                found.append(f"output of {name}" if name else "output of the model")
+
+        return look
+
+    handles = []
+    for name, module in model.named_modules():
+        if not list(module.children()):  # of the others, the parts tell more than the whole
+            handles.append(module.register_forward_pre_hook(before(name)))
+        handles.append(module.register_forward_hook(after(name)))
     try:
         with torch.no_grad():
             forward()
     finally:
         for handle in handles:
             handle.remove()
-    return broken[0] if broken else None
+    return found[0] if found else None
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_finite(item) for item in value)
+    return not isinstance(value, Tensor) or bool(value.isfinite().all())

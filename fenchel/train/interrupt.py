@@ -15,10 +15,15 @@ class Interruption:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        try:
-            self._before = {s: signal.signal(s, self._note) for s in WATCHED}
-        except ValueError:  # not in the main thread: the owner of that thread keeps its signals
-            self._before = {}
+        for number in WATCHED:
+            # Whoever started us may have had a signal ignored: nohup does so with SIGHUP.
+            # None is a handler of another language, which could not be put back.
+            if signal.getsignal(number) in (signal.SIG_IGN, None):
+                continue
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except ValueError:  # not in the main thread, whose owner keeps its signals
+                break
         return self
 
     def __exit__(
@@ -30,7 +35,7 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.asked is not None:
-            raise KeyboardInterrupt  # asked twice: now
+            raise KeyboardInterrupt(signal.Signals(number))  # asked twice: now
         self.asked = signal.Signals(number)

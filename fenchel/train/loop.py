@@ -3,8 +3,9 @@
 A step is a function of its number (fenchel/train/step.py), and so is when to log, evaluate and
 save; a run that is stopped anywhere and resumed ends with the same bits as one that never was.
 Only the process that holds the lock of the run directory writes.
-"""
 
+Steps are numbered from 1 in everything a person reads: after step n, n steps are behind us.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from fenchel.data import Batch
-from fenchel.files import NoSpace
+from fenchel.files import NoSpace, StorageFailed
 from fenchel.train import checkpoint
 from fenchel.train.checkpoint import Progress
 from fenchel.train.interrupt import Interruption
@@ -71,6 +72,7 @@ class Loop:
         self.steps, self.run, self.settings = steps, run, settings
         self.validate, self.probe, self.listener = validate, probe, listener
         self.progress = progress
+        self._saved = progress.step
         self._started = time.perf_counter() - progress.seconds
         self._mark = (time.perf_counter(), progress.tokens)
 
@@ -85,24 +87,28 @@ class Loop:
                     return self._interrupted(signals.asked)
                 taken = self.take(self.progress.step)
                 self._count(taken)
-                done, last = self.progress.step, self.progress.step == self.steps
                 if taken.broken and self.streak() >= self.config.patience:
-                    return self._diverged(taken.broken)
+                    return self._diverged(
+                        f"{self.streak()} steps in a row were not finite: {taken.broken}"
+                    )
+                done, last = self.progress.step, self.progress.step == self.steps
                 if done % self.config.log_every == 0 or last:
                     self._log(taken)
-                if done % evaluate_every == 0 or last:
-                    self._evaluate()
-                if (done % save_every == 0 or last) and not self.streak():
-                    self._save()
+                better = (done % evaluate_every == 0 or last) and self._evaluate()
+                due = done % save_every == 0 or better or last
+                if due and (ended := self._save(must=last)):
+                    return ended
                 self.listener.step(done, self.steps)
         return Outcome("finished", self.progress)
 
     def streak(self) -> int:
         """How many of the newest steps were skipped, one after another."""
-        skipped, newest, streak = set(self.progress.skipped), self.progress.step - 1, 0
-        while newest - streak in skipped:
-            streak += 1
-        return streak
+        step = self.progress.step
+        for skipped in reversed(self.progress.skipped):
+            if skipped != step:
+                break
+            step -= 1
+        return self.progress.step - step
 
     def _count(self, taken: Taken) -> None:
         p = replace(self.progress, step=self.progress.step + 1)
@@ -114,7 +120,7 @@ class Loop:
                 loss_count=p.loss_count + 1,
             )
         else:
-            self.progress = replace(p, skipped=(*p.skipped, p.step - 1))
+            self.progress = replace(p, skipped=(*p.skipped, p.step))
             self.run.log({"step": p.step, "train/broken": taken.broken})
             self.listener.say(f"Step {p.step} is skipped: {taken.broken}.")
 
@@ -139,30 +145,39 @@ class Loop:
         self.progress = replace(p, loss_sum=0.0, loss_count=0)
         self._mark = (time.perf_counter(), p.tokens)
 
-    def _evaluate(self) -> None:
-        before = time.perf_counter()
+    def _evaluate(self) -> bool:
+        """Measure the validation text; whether no step before was better."""
+        before, p = time.perf_counter(), self.progress
         self.model.eval()
         found = self.validate(self.model)
         self._line({f"validation/{name}": value for name, value in found.items()})
-        if self.progress.best is None or found["loss"] < self.progress.best:
-            self.progress = replace(
-                self.progress, best=found["loss"], best_step=self.progress.step
-            )
         since, tokens = self._mark
         self._mark = (since + time.perf_counter() - before, tokens)
+        better = found["loss"] < (float("inf") if p.best is None else p.best)
+        if better:
+            self.progress = replace(p, best=found["loss"], best_step=p.step)
+        return better
 
     def _line(self, metrics: Mapping[str, Any]) -> None:
         line = {"step": self.progress.step, **metrics}
         self.run.log(line)
         self.listener.line(line)
 
-    def _save(self) -> None:
-        self.progress = replace(
-            self.progress,
-            seconds=time.perf_counter() - self._started,
-            metrics_bytes=self.run.position(),
-        )
+    def _save(self, *, must: bool) -> Outcome | None:
+        """Commit a checkpoint, or end the run if its weights are beyond saving.
+
+        A full disk is said and survived, unless this checkpoint ``must`` be.
+        """
+        if self._saved == self.progress.step:
+            return None
+        if bad := checkpoint.not_finite(self.model.state_dict()):
+            return self._diverged(f"the weights {bad[0]} hold {bad[1]} nan or inf")
         try:
+            self.progress = replace(
+                self.progress,
+                seconds=time.perf_counter() - self._started,
+                metrics_bytes=self.run.settle(),
+            )
             checkpoint.save(
                 self.run.checkpoints,
                 self.progress,
@@ -171,25 +186,29 @@ class Loop:
                 self.settings,
             )
         except NoSpace as error:
-            if self.progress.step == self.steps:
-                raise
+            if must:
+                raise StorageFailed(
+                    f"{error} {self._kept()}; make room and go on with --resume {self.run.path}."
+                ) from error
             self.listener.say(f"{error} The run goes on without this checkpoint.")
-            return
-        if not self.streak():
+            return None
+        self._saved = self.progress.step
+        if not self.streak():  # while steps are being skipped, older ones may be needed yet
             checkpoint.rotate(
                 self.run.checkpoints, keep=self.config.keep, best_step=self.progress.best_step
             )
+        return None
+
+    def _kept(self) -> str:
+        kept, _ = checkpoint.newest(self.run.checkpoints)
+        return f"the last good checkpoint is {kept.name}" if kept else "there is no checkpoint yet"
 
     def _interrupted(self, by: Signals) -> Outcome:
-        self._save()
+        if ended := self._save(must=True):
+            return ended
         reason = f"stopped by {by.name} after step {self.progress.step}"
         return Outcome("interrupted", self.progress, reason, by)
 
-    def _diverged(self, broken: str) -> Outcome:
-        kept, _ = checkpoint.newest(self.run.checkpoints)
-        where = f"the last good checkpoint is {kept.name}" if kept else "there is no checkpoint yet"
-        reason = (
-            f"{self.streak()} steps in a row were not finite: {broken}; {where}. "
-            "Try a lower learning rate."
-        )
+    def _diverged(self, what: str) -> Outcome:
+        reason = f"{what}; {self._kept()}. Try a lower learning rate."
         return Outcome("diverged", self.progress, reason)

@@ -23,7 +23,7 @@ class Pace(NamedTuple):
 
 def measure(step: Callable[[], object], *, threads: int | None = None, repeats: int = 3) -> Pace:
     """Time ``step`` with ``threads``, or with 1, 2, 4, ... up to the cores; leave the best set."""
-    cores = len(os.sched_getaffinity(0))
+    cores = _cores()
     counts = [threads] if threads else sorted({min(2**n, cores) for n in range(8)})
     paces = []
     for count in counts:
@@ -39,3 +39,10 @@ def _time(step: Callable[[], object]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
+
+
+def _cores() -> int:
+    """Cores this process may use, where the system tells; else all there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -2,28 +2,33 @@
 
     config.toml        the settings, complete, with the format's version
     environment.json   versions, device, threads, commit
+    text.json          which text it reads, with its hash; the token files are in tokens/
     tokenizer.json     text to ids and back
     metrics.jsonl      one line a log: {"step": 12, "train/loss": 3.41, ...}
     checkpoints/       see fenchel/train/checkpoint.py
+    tensorboard/       the same metrics as events, when asked for
     summary.json       how the run stands: status, last numbers
     sample.json        a generated sample and attention maps, when training has ended
     report.html        the page made of all this
+    run.lock           held by the one process that writes here
 
-Keys of metrics that start with "time/" tell how long things took and differ between two runs
-of the same settings; all others are the same bits.
+A folder is a run once it has config.toml. Keys of metrics that start with "time/" tell how long
+things took and differ between two runs of the same settings; all others are the same bits.
 """
 
+import errno
 import json
 import math
 import os
 import shutil
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fenchel.config import to_toml
-from fenchel.files import Damaged, write_atomic
+from fenchel.files import LOCK, Damaged, NoSpace, naming_space, sync, write_atomic
 
 FORMAT = 1
 
@@ -35,16 +40,11 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self._unwritten = b""
 
     def create(self) -> bool:
-        """Make the folder, and tell whether it was new; one that holds a run is refused."""
-        if (self.path / "config.toml").exists():
-            raise ValueError(
-                f"{self.path} holds a run already; continue it with --resume {self.path} "
-                "or choose another folder."
-            )
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file; choose another folder.")
+        """Make the folder unless it must be left alone, and tell whether it was new."""
+        self.require_free()
         try:
             self.path.mkdir(parents=True)
             new = True
@@ -58,8 +58,23 @@ class RunDir:
         if not (self.path / "config.toml").exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def require_free(self) -> None:
+        """Refuse a folder that holds a run, or anything that is not a start cut short."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file; choose another folder.")
+        there = {file.name for file in self.path.iterdir()} - {self.checkpoints.name}
+        if "config.toml" in there or any(self.checkpoints.glob("*")):
+            raise ValueError(
+                f"{self.path} holds a run already; continue it with --resume {self.path} "
+                "or choose another folder."
+            )
+        if there and LOCK not in there:
+            raise ValueError(f"{self.path} holds other files ({min(there)}); choose a new folder.")
+
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Keep the settings, complete."""
+        """Keep the settings, complete: from now on the folder is a run."""
         text = f"# written by fenchel\nformat = {FORMAT}\n{to_toml(settings)}"
         write_atomic(self.path / "config.toml", text)
 
@@ -73,7 +88,9 @@ class RunDir:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise Damaged(f"{path} cannot be read ({error}).") from None
         version = settings.pop("format", None)
-        if not isinstance(version, int) or version > FORMAT:
+        if type(version) is not int or version < 1:
+            raise Damaged(f"{path} does not say its format; it should begin with format = 1.")
+        if version > FORMAT:
             raise ValueError(
                 f"{self.path} has format {version}, this fenchel reads up to {FORMAT}; "
                 "use the newer fenchel that wrote it."
@@ -85,25 +102,41 @@ class RunDir:
         write_atomic(self.path / name, json.dumps(_plain(value), indent=1) + "\n")
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Append one line of metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(line)) + "\n")
+        """Append one line of metrics; a full disk keeps it waiting until there is room."""
+        self._unwritten += json.dumps(_plain(line)).encode() + b"\n"
+        with suppress(NoSpace):
+            self._append()
 
-    def position(self) -> int:
-        """How many bytes of metrics there are."""
-        return self.metrics.stat().st_size if self.metrics.exists() else 0
+    def settle(self) -> int:
+        """Put every line of metrics on the disk, and say how many bytes that makes."""
+        self._append()
+        sync(self.metrics)
+        return self.metrics.stat().st_size
 
     def rewind(self, position: int) -> str | None:
         """Forget metrics past ``position``; a sentence when some before it are lost."""
-        there = self.position()
-        if there > position:
-            os.truncate(self.metrics, position)
-        elif there < position:
-            return (
-                f"{self.metrics} has lost {position - there} bytes since the checkpoint; "
-                "the run goes on, its early metrics are gone."
-            )
-        return None
+        there = self.metrics.stat().st_size if self.metrics.exists() else 0
+        if there >= position:
+            if there > position:
+                os.truncate(self.metrics, position)
+            return None
+        if there:  # cut in the middle of a line, perhaps: the next one begins at its own
+            os.truncate(self.metrics, self.metrics.read_bytes().rfind(b"\n") + 1)
+        return (
+            f"{self.metrics} has lost {position - there} bytes since the checkpoint; "
+            "the run goes on, some of its metrics are gone."
+        )
+
+    def _append(self) -> None:
+        with naming_space(self.metrics), self.metrics.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(self._unwritten) != len(self._unwritten):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)  # a line is whole or not there
+                raise
+        self._unwritten = b""
 
 
 def _plain(value: Any) -> Any:

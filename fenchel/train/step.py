@@ -14,7 +14,8 @@ gradient is complete just before ``get_total_norm``.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -70,36 +71,35 @@ class Stepper:
         self.model.train()
         loss = self._gradient(batch, step)
         moved = [p for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in moved if p.grad is not None])
-        broken = None
-        if math.isfinite(loss) and math.isfinite(norm.item()):
-            clip_grads_with_norm_(moved, self.config.clip, norm)
+        norm_ = get_total_norm([p.grad for p in moved if p.grad is not None])
+        norm, broken = norm_.item(), None
+        if math.isfinite(loss) and math.isfinite(norm):
+            clip_grads_with_norm_(moved, self.config.clip, norm_)
             self.optimiser.step()
         else:
-            broken = first_broken(self.model, lambda: self._forward(batch.inputs))
+            broken = first_broken(self.model, lambda: deque(self._read(batch, step), 0), loss)
         self.optimiser.zero_grad()
         rate = self.optimiser.param_groups[-1]["lr"]
-        return Taken(batch, loss, norm.item(), rate, broken)
+        return Taken(batch, loss, norm, rate, broken)
 
     def _gradient(self, batch: Batch, step: int) -> float:
         """Add up the gradient over the parts of a step; the mean loss."""
-        count, parts = batch.targets.numel(), self.config.accumulate
-        cuda = [self.device] if self.device.type == "cuda" else []
-        total = 0.0
-        pieces = zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)
-        for part, (inputs, targets) in enumerate(pieces):
-            with torch.random.fork_rng(devices=cuda):
-                torch.manual_seed(mix(self.seed, step, part))
-                logits = self._forward(inputs)
-            loss = total_loss(logits, targets, smoothing=self.config.smoothing)
+        count, total = batch.targets.numel(), 0.0
+        targets = batch.targets.chunk(self.config.accumulate)
+        for logits, wanted in zip(self._read(batch, step), targets, strict=True):
+            loss = total_loss(logits, wanted, smoothing=self.config.smoothing)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total / count
 
-    def _forward(self, inputs: Tensor) -> Tensor:
-        with self.autocast():
-            logits: Tensor = self.model(inputs)
-        return logits
+    def _read(self, batch: Batch, step: int) -> Iterator[Tensor]:
+        """The logits of each part of a step, under the noise that is that part's own."""
+        cuda = [self.device] if self.device.type == "cuda" else []
+        for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
+            with torch.random.fork_rng(devices=cuda), self.autocast():
+                torch.manual_seed(mix(self.seed, step, part))
+                logits: Tensor = self.model(inputs)
+            yield logits
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

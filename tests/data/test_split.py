@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fenchel.data.split import Split
-from fenchel.data.text import Document
+from fenchel.data.text import Document, open_text
 
 texts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1)
 
@@ -45,3 +45,12 @@ def test_the_cut_is_at_a_line_end_where_one_is_near() -> None:
 def test_the_rule_is_said_in_words() -> None:
     assert str(Split(10, 140, 1)) == "every 10th of 140 documents is for validation"
     assert str(Split(3, 5, 1)) == "the last 3rd of the text is for validation"
+
+
+def test_the_default_text_is_divided_as_published() -> None:
+    train, validation = divide([document.text for document in open_text("sotu").documents()], 10)
+    assert [sum(len(t.encode()) for t in each) for each in (train, validation)] == [
+        7_044_902,
+        906_705,
+    ]
+    assert len(validation) == 14

@@ -8,7 +8,9 @@ token, previous token, itself, far and wide). Everything follows from one seed.
 import base64
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +53,11 @@ def write_run(
     evaluated = [line for line in lines if "validation/loss" in line]
     write_lines(folder / "metrics.jsonl", lines)
     (folder / "config.toml").write_text(
-        f"seed = {seed}\n\n[text]\nname = \"sotu\"\nvocabulary = 2048\nvalidation = 0.05\n\n"
+        f'seed = {seed}\n\n[text]\nname = "sotu"\nvocabulary = 2048\nvalidation = 0.05\n\n'
         f"[model]\ncontext = 128\nwidth = 192\nlayers = {layers}\nheads = {heads}\n"
         'choice = "softmax"\npositions = "rotary"\ndropout = 0.0\ntied = true\n\n'
         f"[train]\nsteps = {steps}\nbatch = 16\nrate = 0.003\nwarmup = 60\nclip = 1.0\n"
-        "betas = [0.9, 0.95]\ndecay = 0.1\nbudget = \"3m\"\n"
+        'betas = [0.9, 0.95]\ndecay = 0.1\nbudget = "3m"\n'
     )
     write_json(
         folder / "environment.json",
@@ -159,11 +161,14 @@ def _metrics(
             {
                 "step": step,
                 "train/loss": loss + 0.07 * chance.normal(),
-                "train/learning_rate": 0.003 * min(step / 60, 0.55 + 0.45 * math.cos(math.pi * part)),
+                "train/learning_rate": 0.003
+                * min(step / 60, 0.55 + 0.45 * math.cos(math.pi * part)),
                 "train/gradient_norm": 0.4 + 6 / (1 + step / 15) + 0.08 * abs(chance.normal()),
                 "train/tokens": step * 4096,
                 "train/skipped": 0,
-                "attention/max_logit": [3 + (2 + i) * part**0.5 + 0.2 * chance.normal() for i in range(layers)],
+                "attention/max_logit": [
+                    3 + (2 + i) * part**0.5 + 0.2 * chance.normal() for i in range(layers)
+                ],
                 "attention/entropy": entropy,
                 "attention/effective": [math.exp(h) for h in entropy],
                 "attention/support": [64.5] * layers,
@@ -184,11 +189,68 @@ def _metrics(
     return lines
 
 
-@pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """A function that writes a run under ``tmp_path``; see ``write_run``."""
+@pytest.fixture(scope="session")
+def make_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that writes a run in a folder of its own; see ``write_run``."""
 
     def make(name: str = "demo", **options: Any) -> Path:
-        return write_run(tmp_path / name, **options)
+        return write_run(tmp_path_factory.mktemp("runs") / name, **options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def causal_maps() -> Callable[[int, int, int], np.ndarray]:
+    """A function from layers, heads and tokens to weights (L, H, T, T) in float64."""
+    return lambda layers, heads, size: maps(np.random.default_rng(1), layers, heads, size)
+
+
+@pytest.fixture(scope="session")
+def packed() -> Callable[[np.ndarray], dict[str, Any]]:
+    """A function from weights to the mapping that sample.json holds."""
+    return pack
+
+
+class Outline(HTMLParser):
+    """What a browser would make of a page: elements, attributes, nesting, text by element."""
+
+    VOID = frozenset({"meta", "br", "hr", "input", "link", "img"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: Counter[str] = Counter()
+        self.attributes: Counter[tuple[str, str]] = Counter()
+        self.values: list[tuple[str, str, str]] = []
+        self.text: dict[str, list[str]] = {}
+        self.strays: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        self.strays += self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements[tag] += 1
+        for name, value in attrs:
+            self.attributes[tag, name] += 1
+            self.values.append((tag, name, value or ""))
+        if tag not in self.VOID:
+            self._open.append(tag)
+            self.text.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.strays.append(f"/{tag}")
+
+    def handle_data(self, data: str) -> None:
+        for tag in set(self._open):
+            self.text[tag][-1] += data
+
+    def value(self, tag: str, name: str) -> list[str]:
+        """Every value of the attribute ``name`` on elements ``tag``."""
+        return [value for t, n, value in self.values if (t, n) == (tag, name)]
+
+
+@pytest.fixture(scope="session")
+def outline() -> type[Outline]:
+    """The parser that tells what a page is made of."""
+    return Outline

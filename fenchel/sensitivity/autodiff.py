@@ -1,0 +1,132 @@
+"""The Jacobian of any function at a point, without its matrix.
+
+    J = jacobian(f, x)        J @ v = d/dt f(x + t v) at 0,    <J.T @ u, v> = <u, J @ v>
+
+J v is forward mode (torch.func.jvp), J^T u reverse mode (torch.func.vjp). Both run under the plain
+back end of torch's attention: the fused ones have no forward derivative, and a spectral norm needs
+both directions of the same function.
+
+f is a function of one tensor, of several (then x is a tuple), or a module. What it returns may be
+a tensor, a tuple that begins with one, or a Hugging Face output, of which ``logits`` or
+``last_hidden_state`` is taken. A Hugging Face model is asked through ``inputs_embeds``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from inspect import signature
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fenchel.sensitivity.operator import Operator, Space, Tensors
+
+Function = Callable[..., Any]
+_READ = ("logits", "last_hidden_state")
+
+
+@final
+class Jacobian(Operator):
+    """The derivative of ``f`` at ``x``, both directions exact."""
+
+    def __init__(self, f: Function, x: Tensors, batch: int = 0) -> None:
+        self.f, self.x = plain(f), point(x)
+        self.domain = space(self.x, batch, several=not isinstance(x, Tensor))
+        self.codomain = space((_look(self.f, self.x),), batch, several=False)
+        if self.codomain.batch != self.domain.batch:
+            raise ValueError(
+                f"batch={batch} says f acts on each leading index by itself, but it takes "
+                f"{self.domain.batch} and gives {self.codomain.batch}."
+            )
+        self.dtype, self.device = self.x[0].dtype, self.x[0].device
+
+    def apply(self, v: Tensor) -> Tensor:
+        """J v, one forward-mode pass a vector."""
+        with sdpa_kernel(SDPBackend.MATH):
+            moves = [torch.func.jvp(self.f, self.x, self._parts(one))[1] for one in v]
+        return self.codomain.lay([torch.stack(moves)])
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """J^T u, one reverse-mode pass a vector."""
+        with sdpa_kernel(SDPBackend.MATH):
+            backs = [self._pull(self.codomain.lift(one[None])[0][0]) for one in u]
+        return self.domain.lay([torch.stack(parts) for parts in zip(*backs, strict=True)])
+
+    def _parts(self, one: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part[0] for part in self.domain.lift(one[None]))
+
+    @cached_property
+    def _pull(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(self.f, *self.x)[1]
+        return pull
+
+
+def jacobian(f: Function, x: Tensors, *, batch: int = 0) -> Jacobian:
+    """The Jacobian of ``f`` at ``x``, matrix-free.
+
+    ``batch`` leading axes are declared independent: f must act on each of their indices by itself,
+    and J is then one operator an index.
+
+    >>> J = jacobian(torch.sin, torch.zeros(3))
+    >>> J @ torch.ones(3), J.shape
+    (tensor([1., 1., 1.]), (3, 3))
+    """
+    return Jacobian(f, x, batch)
+
+
+def point(x: Tensors) -> tuple[Tensor, ...]:
+    """The place of a derivative: floating tensors, cut off from any graph."""
+    parts = (x,) if isinstance(x, Tensor) else tuple(x)
+    for part in parts:
+        if not part.is_floating_point():
+            raise ValueError(
+                f"a derivative needs floating point inputs, got {part.dtype}; for token ids take "
+                "the Jacobian in the embeddings."
+            )
+        if not part.isfinite().all():
+            raise ValueError("a derivative needs finite inputs; got inf or nan.")
+    return tuple(part.detach() for part in parts)
+
+
+def space(x: Sequence[Tensor], batch: int, *, several: bool) -> Space:
+    """The space of tensors whose first ``batch`` axes stand side by side."""
+    if any(part.dim() < batch or part.shape[:batch] != x[0].shape[:batch] for part in x):
+        raise ValueError(
+            f"batch={batch} asks for that many equal leading axes; got "
+            f"{[tuple(part.shape) for part in x]}."
+        )
+    return Space(tuple(tuple(p.shape[batch:]) for p in x), tuple(x[0].shape[:batch]), several)
+
+
+def plain(f: Function) -> Function:
+    """``f`` as a function of tensors that gives one tensor."""
+    if isinstance(f, nn.Module) and any(
+        isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in f.modules()
+    ):
+        raise ValueError("f drops out at random, so it has no one derivative; call f.eval() first.")
+    embeds = isinstance(f, nn.Module) and "inputs_embeds" in signature(f.forward).parameters
+
+    def call(*x: Tensor) -> Tensor:
+        return _tensor(f(inputs_embeds=x[0]) if embeds else f(*x))
+
+    return call
+
+
+def _tensor(y: Any) -> Tensor:
+    if isinstance(y, Mapping):
+        y = next((y[name] for name in _READ if name in y), None)
+    elif isinstance(y, tuple | list) and y:
+        y = y[0]
+    if not isinstance(y, Tensor):
+        raise ValueError(
+            f"f must give a tensor, a tuple that begins with one, or an output with one of "
+            f"{_READ}; got {type(y).__name__}."
+        )
+    return y
+
+
+def _look(f: Function, x: tuple[Tensor, ...]) -> Tensor:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        y: Tensor = f(*x)
+    return y
