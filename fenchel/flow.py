@@ -7,7 +7,6 @@ Each stage is a package; here they are handed to one another and nothing else ha
 """
 
 import time
-from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -26,17 +25,15 @@ from fenchel.data import (
     Corpus,
     Ids,
     TextConfig,
-    decode,
-    end_id,
     open_text,
     prepare,
 )
 from fenchel.evaluate import (
     Score,
     attention_health,
-    attention_maps,
     bzip2_bits,
     ngram_bits,
+    sample,
     score,
 )
 from fenchel.files import (
@@ -49,7 +46,6 @@ from fenchel.files import (
     sweep,
     write_atomic,
 )
-from fenchel.generate import generate
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import OptimConfig, Together, build_optimiser, build_schedule, constant
 from fenchel.report import page
@@ -251,7 +247,9 @@ def _carry_out(
             summary["baselines"] = _baselines(corpus, watch)
         run.write_json("summary.json", summary)
         if outcome.status != "diverged":
-            run.write_json("sample.json", sample(model, corpus, seed=config.seed))
+            run.write_json(
+                "sample.json", sample(model, corpus.tokenizer, corpus.validation, seed=config.seed)
+            )
         page(run.path)
     return outcome
 
@@ -310,38 +308,6 @@ def _baselines(corpus: Corpus, watch: Watch) -> dict[str, float]:
     except (ValueError, OSError) as error:
         watch.say(f"The baselines are left out: {error}")
         return {}
-
-
-def sample(model: Transformer, corpus: Corpus, *, seed: int, tokens: int = 160) -> dict[str, Any]:
-    """A continuation of the validation text's first words, and the maps of its first line."""
-    device = model.read_weight.device
-    ids = torch.from_numpy(corpus.validation[:64].astype("int64")).to(device)
-    short = min(len(ids), model.config.context, 48)
-    maps_LHTT = attention_maps(model, ids[None, :short])
-    prompt = ids[: min(16, short)]
-    drawn = generate(
-        model,
-        prompt[None],
-        max_new_tokens=tokens,
-        temperature=0.8,
-        top_p=0.95,
-        stop=[end_id(corpus.tokenizer)],
-        generator=torch.Generator(device).manual_seed(seed),
-    )[0]
-    data = (maps_LHTT.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu().numpy().tobytes()
-    return {
-        "prompt": decode(corpus.tokenizer, prompt.tolist()),
-        "text": decode(corpus.tokenizer, drawn[len(prompt) :].tolist()),
-        "sentence": decode(corpus.tokenizer, ids[:short].tolist()),
-        "tokens": [decode(corpus.tokenizer, [i]) for i in ids[:short].tolist()],
-        "attention": {
-            "layers": maps_LHTT.shape[0],
-            "heads": maps_LHTT.shape[1],
-            "size": short,
-            "scale": "sqrt",
-            "data": b64encode(data).decode(),
-        },
-    }
 
 
 def _keep_corpus(run: RunDir, corpus: Corpus) -> None:

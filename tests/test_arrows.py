@@ -17,7 +17,7 @@ ARROWS: dict[str, set[str]] = {
     "generate": {"attention", "model"},
     "data": set(),
     "train": {"choice", "optim", "data"},
-    "evaluate": {"attention", "choice", "data", "model"},
+    "evaluate": {"attention", "choice", "data", "generate", "model"},
     "report": set(),
 }
 ARROWS["flow"] = set(ARROWS) - {"kernels"}

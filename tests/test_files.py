@@ -105,9 +105,12 @@ def test_a_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
 def test_a_folder_that_was_not_finished_leaves_nothing(
     tmp_path: Path, error: BaseException
 ) -> None:
-    with pytest.raises(type(error)), committed(tmp_path / "box", {}) as folder:
+    def fill(folder: Path) -> None:
         (folder / "a").write_text("a")
         raise error
+
+    with pytest.raises(type(error)), committed(tmp_path / "box", {}) as folder:
+        fill(folder)
     assert not names(tmp_path)
 
 
@@ -137,9 +140,7 @@ def test_other_troubles_of_a_disk_are_not_called_full(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "denied", "/workspace/no space left here")
 
 
-def test_space_is_asked_for_before_a_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_is_asked_for_before_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=3 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     files.require_space(tmp_path, 3 * 2**20)

@@ -18,11 +18,13 @@ key j of S,
     admits(at)                may i see j: bool, or None for always
     bias(at)                  the finite part of log u, or None for 0
     reach(first, last, S)     keys outside [low, high) are forbidden to all positions first..last
+    free(first, last, S)      keys inside [low, high) have log u = 0 for all of them
 
 b, h, i, j are integer tensors that broadcast against one another. log u broadcasts to (B, H, T, S).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,25 +43,36 @@ class Place(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A part of the (B, H, T, S) square: all of B and H, some rows, some keys."""
+    """A part of the (B, H, T, S) square."""
 
     B: int
     H: int
     T: int
     S: int
-    rows: slice
-    keys: slice
-    device: torch.device | str | None
+    device: torch.device | str | None = None
+    batch: slice = slice(None)
+    heads: slice = slice(None)
+    rows: slice = slice(None)
+    keys: slice = slice(None)
 
     def place(self) -> Place:
-        """Indices (B, 1, 1, 1), (1, H, 1, 1), (1, 1, t, 1), (1, 1, 1, s)."""
-        t0, t1, _ = self.rows.indices(self.T)
-        s0, s1, _ = self.keys.indices(self.S)
-        b = torch.arange(self.B, device=self.device)[:, None, None, None]
-        h = torch.arange(self.H, device=self.device)[None, :, None, None]
-        i = torch.arange(t0, t1, device=self.device)[None, None, :, None] + (self.S - self.T)
-        j = torch.arange(s0, s1, device=self.device)[None, None, None, :]
-        return Place(b, h, i, j, self.S)
+        """Indices (b, 1, 1, 1), (1, h, 1, 1), (1, 1, t, 1), (1, 1, 1, s)."""
+        sizes, parts = self[:4], self[5:]
+        along = zip(sizes, parts, strict=True)
+        b, h, t, j = (torch.arange(size, device=self.device)[part] for size, part in along)
+        i = t + (self.S - self.T)
+        return Place(
+            b.view(-1, 1, 1, 1),
+            h.view(1, -1, 1, 1),
+            i.view(1, 1, -1, 1),
+            j.view(1, 1, 1, -1),
+            self.S,
+        )
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The block's part of a tensor whose four axes broadcast to the square."""
+        whole = slice(None)
+        return x[tuple(p if n > 1 else whole for p, n in zip(self[5:], x.shape, strict=True))]
 
 
 class Prior(ABC):
@@ -77,15 +90,27 @@ class Prior(ABC):
         """Half-open range of the keys that positions first..last can see at all."""
         return 0, S
 
+    def free(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
+        """Half-open range of keys at which log u is 0 for all positions first..last."""
+        return 0, 0
+
+    def varies(self) -> bool:
+        """Whether log u differs between sequences or heads."""
+        return False
+
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors it carries; one that requires a gradient makes the prior learn."""
+        """The numbers it carries, which may learn."""
         return ()
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Prior":  # noqa: ARG002
+        """The same prior with other numbers in place of ``tensors()``."""
+        return self
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027
         """Refuse, in one sentence, a call that this prior does not fit."""
 
     def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """log u on a block, four axes that broadcast to (B, H, t, s)."""
+        """log u on a block, four axes that broadcast to (b, h, t, s)."""
         at = block.place()
         open_, bias = self.admits(at), self.bias(at)
         if bias is None:
@@ -111,7 +136,7 @@ class Prior(ABC):
         -> four axes that broadcast to (B, H, T, S)
         """
         self.check(B, H, T, S)
-        return self.dense(Block(B, H, T, S, rows, keys, device), dtype)
+        return self.dense(Block(B, H, T, S, device, rows=rows, keys=keys), dtype)
 
     def __add__(self, other: "Prior") -> "Prior":
         """Both at once: measures multiply, logarithms add."""
@@ -136,6 +161,10 @@ class Causal(Prior):
     def reach(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
         """Up to the last position."""
         return 0, min(S, max(0, last + (not self.strict)))
+
+    def free(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
+        """Up to the first position."""
+        return 0, min(S, max(0, first + (not self.strict)))
 
 
 @dataclass(frozen=True)
@@ -162,6 +191,12 @@ class Window(Prior):
         high = S if self.right is None else min(S, max(0, last + self.right + 1))
         return low, max(low, high)
 
+    def free(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """From the last position's left edge to the first one's right edge."""
+        low = 0 if self.left is None else min(S, max(0, last - self.left))
+        high = S if self.right is None else min(S, max(0, first + self.right + 1))
+        return low, max(low, high)
+
 
 @dataclass(frozen=True, eq=False)
 class Padding(Prior):
@@ -183,6 +218,10 @@ class Padding(Prior):
         """The real keys."""
         real = self.lengths.to(at.b.device)[at.b]
         return at.j < real if self.side == "right" else at.j >= at.S - real
+
+    def varies(self) -> bool:
+        """Between sequences."""
+        return True
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
         """One length a sequence."""
@@ -215,9 +254,17 @@ class Dense(Prior):
         """The entry, if entries are numbers."""
         return None if self.log_prior.dtype == torch.bool else self._at(at)
 
+    def varies(self) -> bool:
+        """As its shape says."""
+        return self._four().shape[:2] != (1, 1)
+
     def tensors(self) -> tuple[Tensor, ...]:
-        """The given tensor."""
-        return (self.log_prior,)
+        """The given tensor, if it holds numbers."""
+        return () if self.log_prior.dtype == torch.bool else (self.log_prior,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
+        """Another tensor in its place."""
+        return Dense(*tensors) if tensors else self
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         """A shape that broadcasts."""
@@ -231,9 +278,7 @@ class Dense(Prior):
 
     def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
         """The tensor itself, cut: gathering it point by point would copy it."""
-        x = self._four().to(block.device)
-        x = x if x.shape[2] == 1 else x[:, :, block.rows]
-        x = x if x.shape[3] == 1 else x[:, :, :, block.keys]
+        x = block.cut(self._four()).to(block.device)
         return _forbid(x, dtype) if x.dtype == torch.bool else x.to(dtype)
 
     def _four(self) -> Tensor:
@@ -274,9 +319,29 @@ class Sum(Prior):
         low = max(low for low, _ in ranges)
         return low, max(low, min(high for _, high in ranges))
 
+    def free(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """What all parts leave free."""
+        ranges = [part.free(first, last, S) for part in self.parts]
+        low = max(low for low, _ in ranges)
+        return low, max(low, min(high for _, high in ranges))
+
+    def varies(self) -> bool:
+        """Whether a part does."""
+        return any(part.varies() for part in self.parts)
+
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of all parts."""
+        """The numbers of all parts."""
         return tuple(tensor for part in self.parts for tensor in part.tensors())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
+        """Each part gets as many as it gave."""
+        left = list(tensors)
+        parts = []
+        for part in self.parts:
+            count = len(part.tensors())
+            parts.append(part.with_tensors(left[:count]))
+            left = left[count:]
+        return Sum(tuple(parts))
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         """Every part fits."""

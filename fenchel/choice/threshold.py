@@ -28,11 +28,14 @@ is right where pow(y + t, r) is not. From 1.5 on t itself may be tiny, and d = t
 here speak of d = t - origin(alpha).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 FORBIDDEN = float("-inf")
 _BLOCK = 1 << 18  # entries: a block and its copy are 2 MiB in float32, the caches of two cores
+_FEW = 8  # one entry in so many may be near the top for the narrow table to pay
 _STEPS = 60  # climbing needs 3 to 12; a row built to resist goes to ``bisect``
 
 
@@ -89,9 +92,18 @@ def threshold(y: Tensor, alpha: float | Tensor) -> Tensor:
 def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
     """The weights for the scores x, with no derivative: (..., K) -> (..., K)."""
     rows = x.reshape(-1, x.shape[-1])
-    weights = torch.empty_like(rows)
-    for part, exponent in blocks(rows, alpha, x.shape):
-        _solve(rows[part], exponent, weights[part])
+    weights = torch.zeros_like(rows)
+    parts = blocks(rows, alpha, x.shape)
+    # one work space for all blocks: fresh memory would cost more than the arithmetic in it
+    space = torch.empty_like(rows[parts[0][0]]) if parts else rows
+    few = []
+    for part, exponent in parts:
+        found = _solve(rows[part], exponent, weights[part], space[: weights[part].shape[0]])
+        if found is not None:
+            few.append(_Few(found.at + part.start * rows.shape[1], found.y))
+    if few:
+        at, y = (torch.cat(t) for t in zip(*few, strict=True))
+        weights.view(-1)[at] = _solve_among(at, y, rows.shape, alpha)
     return weights.view(x.shape)
 
 
@@ -108,14 +120,50 @@ def blocks(
     return [(part, per_row[part]) for part in parts]
 
 
-def _solve(x: Tensor, alpha: float | Tensor, out: Tensor) -> None:
-    """One block of ``solve``, written into ``out``, which serves as the work space too."""
+def _solve(x: Tensor, alpha: float | Tensor, out: Tensor, y: Tensor) -> "_Few | None":
+    """One block of ``solve`` written into ``out``; or, left for later, its few candidates."""
     top = x.amax(-1, keepdim=True)
     empty = top == FORBIDDEN
-    some_empty = bool(empty.any())
-    if some_empty:
-        x, top = x.masked_fill(empty, 0.0), top.masked_fill(empty, 0.0)
-    y = torch.sub(x, top).mul_(alpha - 1.0)
+    torch.sub(x, top.masked_fill_(empty, 0.0), out=y)  # -inf - -inf would be nan
+    if x.device.type == "cpu":
+        # u > 0 for some t <= 1. Comparing into floats, then converting, is four times as fast
+        # as comparing into booleans.
+        near = torch.gt(y, -1.0 / (alpha - 1.0), out=out)
+        if float(near.sum()) * _FEW <= near.numel():
+            at = near.bool().view(-1).nonzero().squeeze(-1)
+            out.zero_()
+            return _Few(at, y.view(-1)[at])
+    _weigh(y.mul_(alpha - 1.0).masked_fill_(empty, 0.0), alpha, out)
+    out.masked_fill_(empty, 0.0)
+    return None
+
+
+class _Few(NamedTuple):
+    """The entries of a block that can have any weight: flat positions, and y / (alpha - 1)."""
+
+    at: Tensor
+    y: Tensor
+
+
+def _solve_among(at: Tensor, y: Tensor, shape: torch.Size, alpha: float | Tensor) -> Tensor:
+    """The weights of the few entries that can have any, moved to the left of a narrow table."""
+    N, K = shape
+    row = at // K
+    counts = row.bincount(minlength=N)
+    first = counts.cumsum(0) - counts
+    width = int(counts.max())
+    place = torch.arange(at.numel(), device=at.device) + (width * row - first[row])
+    table = y.new_full((N, width), FORBIDDEN)
+    table[:, 0] = 0.0  # for rows that have no entry here; nobody fetches it
+    table.view(-1)[place] = y
+    weights = torch.empty_like(table)
+    for part, exponent in blocks(table, alpha, shape):
+        _weigh(table[part].mul_(exponent - 1.0), exponent, weights[part])
+    return weights.view(-1)[place]
+
+
+def _weigh(y: Tensor, alpha: float | Tensor, out: Tensor) -> None:
+    """The weights of whole rows, each with a 0 in it, written into ``out``."""
     d = _threshold(y, alpha, out)
     if _is(alpha, 1.5) or _is(alpha, 2.0):
         _above(y, d, out)
@@ -124,8 +172,6 @@ def _solve(x: Tensor, alpha: float | Tensor, out: Tensor) -> None:
     else:
         out.copy_(powers(y + d, alpha))
     out.div_(out.sum(-1, keepdim=True))
-    if some_empty:
-        out.masked_fill_(empty, 0.0)
 
 
 def _threshold(y: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:
@@ -140,8 +186,7 @@ def _climb(y: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:
     """d from above, by Newton's method on the r-norm; ``work`` is overwritten."""
     start = origin(alpha)
     d = torch.ones_like(y[:, :1]) - start
-    # f is right to a few eps, and f / g <= t: the step cannot be right to less than this
-    enough = 16.0 * torch.finfo(y.dtype).eps * (alpha - 1.0)
+    enough = _enough(alpha, torch.finfo(y.dtype).eps)
     for count in range(_STEPS):
         step = _step(y, d, alpha, work)
         d -= step
@@ -151,6 +196,15 @@ def _climb(y: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:
         if ask and not bool((step > enough * (start + d)).any()):
             return d
     return bisect(y, alpha)
+
+
+def _enough(alpha: float | Tensor, eps: float) -> float | Tensor:
+    """The step, relative to t, after which no other is needed."""
+    if not isinstance(alpha, Tensor) and alpha <= 1.5:
+        # r >= 2: f is smooth across the edge of the support, and a step squares the error
+        return eps**0.5 / 32.0
+    # f is right to a few eps and f / g <= t: no step is right to less than this
+    return 16.0 * eps * (alpha - 1.0)
 
 
 def _step(y: Tensor, d: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:

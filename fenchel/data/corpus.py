@@ -31,7 +31,7 @@ from fenchel.data.config import TextConfig
 from fenchel.data.split import Part, Split
 from fenchel.data.text import Document, Tally, Text, open_text
 from fenchel.data.tokens import Ids
-from fenchel.files import MANIFEST, Damaged, NoSpace, committed, read_json, require_space, verify
+from fenchel.files import MANIFEST, Damaged, committed, read_json, require_space, verify
 from fenchel.files import sha256 as file_sha256
 
 Report = Callable[[str, int, int], None]
@@ -207,8 +207,6 @@ def _made(folder: Path, text: Text, tally: Tally, recipe: Mapping[str, Any]) -> 
         with committed(folder, header) as fresh:
             yield fresh
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise NoSpace(f"no space: {folder.parent} is full; free some and try again.") from None
         # Two runs may make the same files at once: the second to end finds those of the first.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise

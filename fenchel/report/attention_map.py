@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fenchel.report.document import Part
 from fenchel.report.markup import Html, clean, details, element, notes, shorten, table
-from fenchel.report.quantities import figure
+from fenchel.report.quantities import figure, many
 from fenchel.report.run import Run, mapping
 
 _BYTES = 16 * 2**20  # of maps in a page; 16 heads of 256 tokens take one sixteenth of it
@@ -112,10 +112,10 @@ def heads(found: Maps) -> list[tuple[str, ...]]:
 def _figure(found: Maps) -> Html:
     L, H, T, _ = found.data.shape
     about = (
-        f"{L} layers of {H} heads on {T} tokens. A row is the token that looks, a column a token "
-        "it looks at. The colours run from 0 to 1 on a square-root scale, the same for every head. "
-        "Choose a head, then point at the map or move through it with the arrow keys. A weight "
-        "says where a head reads, not what it does with what it finds."
+        f"{many(L, 'layer')} of {many(H, 'head')} on {many(T, 'token')}. A row is the token that "
+        "looks, a column a token it looks at. The colours run from 0 to 1 on a square-root scale, "
+        "the same for every head. Choose a head, then point at the map or move through it with "
+        "the arrow keys. A weight says where a head reads, not what it does with what it finds."
     )
     head = ("head", "entropy", "effective tokens", "on the first", "on itself", "distance")
     told = (

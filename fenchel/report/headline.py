@@ -25,6 +25,7 @@ STATUSES = {
 _UNKNOWN = ("?", "Unknown end")
 _COMPRESSORS = {"bzip2": "bzip2 -9", "gzip": "gzip -9", "xz": "xz -9"}
 _BASELINES = 12
+_BITS = 64.0  # per byte; no coder is worse
 _MEASURES = ("loss", "perplexity", "bits_per_byte")
 
 
@@ -87,9 +88,10 @@ def validation(run: Run) -> tuple[Mapping[str, float], str]:
 
 
 def rivals(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """(name, bits per byte) of every baseline that has a finite number."""
+    """(name, bits per byte) of every baseline whose number can be one."""
     stated = _finite(mapping(summary.get("baselines")))
-    return [(baseline_name(key), value) for key, value in list(stated.items())[:_BASELINES]]
+    sound = [(baseline_name(key), value) for key, value in stated.items() if 0 < value < _BITS]
+    return sound[:_BASELINES]
 
 
 def baseline_name(key: str) -> str:

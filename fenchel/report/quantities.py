@@ -53,6 +53,15 @@ def duration(seconds: float) -> str:
     return f"{hours:,} h {minutes} min"
 
 
+def many(count: int, word: str) -> str:
+    """A count of things.
+
+    >>> many(1, "head"), many(1200, "head")
+    ('1 head', '1,200 heads')
+    """
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
 def spoken(words: Sequence[str]) -> str:
     """A list as a sentence has it.
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fenchel.files import read_json
+from fenchel.report.quantities import many
 
 Row = Mapping[str, float | tuple[float, ...]]
 """One step: a number, or one number a layer, under each name; "step" is always there."""
@@ -156,9 +157,8 @@ def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[Row, ...
     if cut:
         _note(troubles, path, f"The last line of {path.name} was cut short and is left out.")
     if bad:
-        lines = "1 line" if len(bad) == 1 else f"{len(bad):,} lines"
-        were = "was" if len(bad) == 1 else "were"
-        _note(troubles, path, f"{lines} of {path.name} {were} unreadable, the first at {bad[0]:,}.")
+        told = f"{many(len(bad), 'line')} of {path.name} could not be read"
+        _note(troubles, path, f"{told}, the first is line {bad[0]:,}.")
     if not rows:
         _note(troubles, path, f"{path.name} holds no measurement yet: {LOST[path.name]}.")
     return tuple(rows.values())

@@ -3,7 +3,7 @@
 //   bars(host, {bars: [{name, value, ours}]})
 //   lineChart(host, {series: [{name, tone, x: {step}, y}], references: [{name, value}], log, zero}, state)
 //   strips(host, {x: {step}, end: {step}, layers: [[value]], last, least, most}, state)
-//   attention(host, {layers, heads, size, tokens, data})     the next three together
+//   attention(host, {layers, heads, size, tokens, data}), of the next three:
 //   mapGrid, mapView, sentence(host, unpack(data), choice, changed)
 //
 // Each gives a function that draws, also after a change of state.axis ("step", "tokens",
@@ -32,9 +32,10 @@ function digits(value) {
 }
 
 function brief(value) {
-	for (const [size, prefix] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
-		if (Math.abs(value) >= size) return +(value / size).toFixed(2) + prefix;
-	return value && Math.abs(value) < 1e-3 ? value.toExponential(0) : String(+value.toPrecision(4));
+	const size = Math.abs(value);
+	if (size && (size < 1e-3 || size >= 1e12)) return value.toExponential(0);
+	for (const [unit, prefix] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit) return +(value / unit).toFixed(2) + prefix;
+	return String(+value.toPrecision(4));
 }
 
 function clock(seconds) {
@@ -63,11 +64,10 @@ function ticks(low, high, count, sixty) {
 
 function logTicks(low, high, count) {
 	const inside = (...steps) => range(99).flatMap((i) => steps.map((n) => n * 10 ** (i - 49))).filter((n) => n >= low && n <= high);
-	const many = inside(1, 2, 5);
-	return many.length < 3 ? ticks(low, high, count) : many.length > count ? inside(1) : many;
+	const tens = inside(1), many = inside(1, 2, 5), apart = Math.ceil(tens.length / count);
+	return many.length < 3 ? ticks(low, high, count) : many.length > count ? tens.filter((_, i) => !(i % apart)) : many;
 }
 
-// From [low, high] to [from, to].
 function scale(low, high, from, to, log) {
 	const f = log ? Math.log : Number, span = f(high) - f(low);
 	return (value) => (span ? from + ((f(value) - f(low)) / span) * (to - from) : (from + to) / 2);
@@ -111,7 +111,7 @@ function shade(ramp, t) {
 const css = (rgb) => `rgb(${rgb.join(" ")})`;
 
 function prepare(canvas, width, height) {
-	const ratio = Math.max(2, devicePixelRatio); // two even on a plain screen, for paper
+	const ratio = Math.max(2, devicePixelRatio); // paper is finer than a screen
 	Object.assign(canvas, { width: width * ratio, height: height * ratio });
 	const pen = canvas.getContext("2d");
 	pen.scale(ratio, ratio);
@@ -146,7 +146,7 @@ export function lineChart(host, data, state) {
 	references.forEach((one, i) => key(`r${i % 3}`, `${one.name} ${digits(one.value)}`));
 	host.replaceChildren(legend, plot, readout);
 	const drawable = (y) => y !== null && (!log || y > 0);
-	let at = null; // index of the chosen place; null is the end
+	let at = null; // the chosen index; null is the end
 
 	return () => {
 		const { axis, name, long, short, sixty } = axisOf(series[0].x, state);
@@ -201,8 +201,6 @@ export function lineChart(host, data, state) {
 	};
 }
 
-// Strips: a row a layer, time to the right
-
 export function strips(host, data, state) {
 	const canvas = node("canvas", operable(host)), readout = output();
 	host.replaceChildren(canvas, box("under", readout, rampBar(digits(data.least), digits(data.most))));
@@ -223,10 +221,11 @@ export function strips(host, data, state) {
 				pen.fillRect(X(edges[j]), i * row, X(edges[j + 1]) - X(edges[j]) + 0.5, row - (row > 9 ? 2 : 0));
 			});
 			if (i % skip) return;
+			const y = Math.max((i + 0.5) * row - 1, 6);
 			pen.fillStyle = paint.muted;
-			pen.fillText(`layer ${i + 1}`, 0, (i + 0.5) * row - 1);
+			pen.fillText(`layer ${i + 1}`, 0, y);
 			pen.fillStyle = paint.ink;
-			pen.fillText(digits(data.last[i]), right + 8, (i + 0.5) * row - 1, 46);
+			pen.fillText(digits(data.last[i]), right + 8, y, 46);
 		});
 		pen.fillStyle = paint.muted;
 		pen.textAlign = "center";

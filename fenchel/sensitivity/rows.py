@@ -17,17 +17,37 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import Prior
-from fenchel.choice import Choice
+from fenchel.attention.shapes import four
+from fenchel.choice import Choice, Hard
 
 BUDGET = 1 << 22  # numbers in a block: 16 MB of float32, large enough for full-speed products
 
 
 class Block(NamedTuple):
-    """Some rows of the weights: ``p`` is (B, H, t, s) for queries ``rows`` and keys ``keys``."""
+    """Some rows of the weights, for queries ``rows`` and keys ``keys``."""
 
     rows: slice
     keys: slice
     p: Tensor
+    """(B, H, t, s)."""
+    s: Tensor
+    """beta times the spread of the choice: its derivative is diag(s) - s s^T / sum(s)."""
+    inverse: Tensor
+    """1 / sum(s), and 0 for a row without any: (B, H, t, 1)."""
+    heaviest: Tensor
+    """The key of largest s: (B, H, t, 1)."""
+
+    def turned(self, dz: Tensor) -> Tensor:
+        """The move of the weights when the scores move by dz, which is overwritten.
+
+        ``Choice.jacobian_product`` with s kept from product to product. A common shift of dz does
+        nothing; the one that makes the heaviest key stand still keeps saturated rows exact, where
+        the plain difference of two large numbers would leave rounding for an answer.
+        """
+        index = self.heaviest.expand(*dz.shape[:-1], 1)
+        dz -= dz.gather(-1, index)
+        dz *= self.s
+        return dz.addcmul_(self.s, dz.sum(-1, keepdim=True) * self.inverse, value=-1.0)
 
 
 class Rows:
@@ -58,7 +78,7 @@ class Rows:
             rows = slice(first, min(first + self.step, self.T))
             keys = self._reach(rows)
             if keys.start < keys.stop:
-                block = Block(rows, keys, self._weights(rows, keys))
+                block = self._block(rows, keys)
                 if rows == slice(0, self.T):
                     self._kept = block
                 yield block
@@ -68,6 +88,15 @@ class Rows:
             return slice(0, self.S)
         shift = self.S - self.T  # the last query stands at the last key
         return slice(*self.prior.reach(rows.start + shift, rows.stop - 1 + shift, self.S))
+
+    def _block(self, rows: slice, keys: slice) -> Block:
+        p = self._weights(rows, keys)
+        s = self.choice.spread(p)
+        if not isinstance(self.choice, Hard):  # an infinite beta times no slope would be nan
+            s = self.choice.beta * s
+        total = s.sum(-1, keepdim=True)
+        inverse = torch.where(total > 0, 1.0 / total, 0.0)
+        return Block(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True))
 
     def _weights(self, rows: slice, keys: slice) -> Tensor:
         z = times(self.q[:, :, rows] * self.scale, self.k[:, :, keys].mT)
@@ -84,6 +113,52 @@ class Rows:
             keys=keys,
         )
         return self.choice.weights(z, log_prior)
+
+
+class Projected(NamedTuple):
+    """X brought to queries, keys and values, four axes each, and how it got there."""
+
+    X: Tensor
+    """(*lead, N, M)."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    """(B, H, N, D), (B, G, N, D), (B, G, N, E), with B all of ``lead``."""
+    W: tuple[Tensor, Tensor, Tensor]
+    """W_Q, W_K, W_V: (B or 1, H or G, M, D or E)."""
+    axes: tuple[int, ...]
+    """``lead``, and the heads if the weights had any."""
+
+
+def project(
+    X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, each: bool = True
+) -> Projected:
+    """X (..., N, M) by weights (M, D), or (..., H, M, D) where heads come before.
+
+    ``each`` repeats grouped keys and values, so that every head has its own.
+    """
+    X, W_Q, W_K, W_V = wide(X, W_Q, W_K, W_V)
+    shapes = ", ".join(str(tuple(w.shape)) for w in (W_Q, W_K, W_V))
+    if X.dim() < 2 or any(w.dim() < 2 or w.shape[-2] != X.shape[-1] for w in (W_Q, W_K, W_V)):
+        raise ValueError(
+            "self-attention needs X (..., N, M) and weights (..., M, D); got X "
+            f"{tuple(X.shape)} and weights {shapes}."
+        )
+    headed = W_Q.dim() > 2
+    W = [w if w.dim() > 2 else w[None] for w in (W_Q, W_K, W_V)]
+    H, G = W[0].shape[-3], W[1].shape[-3]
+    if H % G or W[2].shape[-3] != G or W_Q.shape[-1] != W_K.shape[-1]:
+        raise ValueError(
+            "W_Q and W_K must be equally wide, and heads of keys divide heads of queries; got "
+            f"weights {shapes}."
+        )
+    if each and G < H:
+        W = [W[0], *(w.repeat_interleave(H // G, -3) for w in W[1:])]
+    lead = torch.broadcast_shapes(X.shape[:-2], *(w.shape[:-3] for w in W))
+    X = X.expand(*lead, *X.shape[-2:])
+    q, k, v = (four(X.unsqueeze(-3) @ w) for w in W)
+    flat = [w[None] if w.dim() == 3 else w.expand(*lead, *w.shape[-3:]).flatten(0, -4) for w in W]
+    return Projected(X, q, k, v, (flat[0], flat[1], flat[2]), (*lead, H) if headed else lead)
 
 
 def times(x: Tensor, y: Tensor) -> Tensor:
@@ -104,14 +179,6 @@ def pulled(x: Tensor, g: Tensor, G: int) -> Tensor:
     R = H // G
     x = x.reshape(*x.shape[:-3], G, R * t, s)
     return x.mT @ g.reshape(*g.shape[:-3], G, R * t, g.shape[-1])
-
-
-def spread_of(choice: Choice, p: Tensor) -> Tensor:
-    """beta s, so that the Jacobian of the row is diag(s) - s s^T / sum(s): (..., K)."""
-    # Hard has an infinite beta and no slope; inf * 0 would be nan.
-    s = choice.spread(p)
-    beta = choice.beta
-    return s if beta == float("inf") else beta * s
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:

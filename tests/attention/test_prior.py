@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fenchel.attention import Causal, Dense, Padding, Prior, Window
-from fenchel.attention.prior import Place
+from fenchel.attention.prior import Block, Place
 
 INF = torch.inf
 
@@ -98,6 +98,33 @@ def test_nothing_outside_its_reach_is_open(prior: Prior) -> None:
             assert not seen[:, :, first : last + 1, high:].any()
 
 
+@every_prior
+def test_what_is_free_has_logarithm_0(prior: Prior) -> None:
+    log_u = prior.log(4, 7, B=2, H=6).expand(2, 6, 4, 7)
+    for first in range(4):
+        for last in range(first, 4):
+            low, high = prior.free(first + 3, last + 3, 7)
+            assert (log_u[:, :, first : last + 1, low:high] == 0).all()
+
+
+@every_prior
+def test_numbers_taken_out_can_be_put_back(prior: Prior) -> None:
+    shape = {"B": 2, "H": 6}
+    same = prior.with_tensors(prior.tensors())
+    assert torch.equal(same.log(4, 7, **shape), prior.log(4, 7, **shape))
+    twice = prior.with_tensors([2 * x for x in prior.tensors()])
+    changed = not torch.equal(twice.log(4, 7, **shape), prior.log(4, 7, **shape))
+    assert changed == bool(prior.tensors())
+
+
+@every_prior
+def test_a_block_is_cut_along_every_axis(prior: Prior) -> None:
+    whole = prior.log(4, 7, B=2, H=6).expand(2, 6, 4, 7)
+    parts = {"batch": slice(1, 2), "heads": slice(2, 5), "rows": slice(1, 3), "keys": slice(2, 6)}
+    block = prior.dense(Block(2, 6, 4, 7, **parts), torch.float32).expand(1, 3, 2, 4)
+    assert torch.equal(block, whole[1:2, 2:5, 1:3, 2:6])
+
+
 def test_logarithms_add_and_the_order_does_not_matter() -> None:
     a, b = ALL["dense"], ALL["padding"]
     shape = {"B": 2, "H": 6}
@@ -110,6 +137,8 @@ def test_causal_and_window_reach_as_little_as_they_can() -> None:
     assert Causal().reach(3, 5, 100) == (0, 6)
     assert Causal(strict=True).reach(3, 5, 100) == (0, 5)
     assert (Causal() + Window(2, 9)).reach(10, 12, 100) == (8, 13)
+    assert Causal().free(3, 5, 100) == (0, 4)
+    assert (Causal() + Window(4, 9)).free(10, 12, 100) == (8, 11)
 
 
 @pytest.mark.parametrize(

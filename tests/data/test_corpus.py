@@ -245,6 +245,20 @@ def test_the_second_of_two_that_finish_together_uses_the_files_of_the_first(
     assert list(there.parent.iterdir()) == [there]
 
 
+def test_the_files_of_a_rival_that_read_another_text_are_not_taken_for_ours(
+    config: TextConfig, there: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("another text " * 20)
+
+    def overtake(what: str, done: int, total: int) -> None:
+        if what == "encoding the text" and done == total:
+            other = TextConfig(source=str(tmp_path / "other.txt"))
+            prepare(other, there.with_name("rival")).folder.rename(there)
+
+    with pytest.raises(ValueError, match="another text"):
+        prepare(config, there, report=overtake)
+
+
 # damage
 
 
@@ -305,9 +319,14 @@ def test_ids_beyond_the_vocabulary_are_refused_whatever_the_seal_says(
 def test_facts_that_do_not_fit_the_files_are_refused(config: TextConfig, there: Path) -> None:
     prepare(config, there)
     facts = json.loads((there / "facts.json").read_text())
-    for change in ({"train_tokens": 7}, {"vocabulary": 7}, {"train_tokens": "many"}, {"odd": 1}):
+    for change, says in (
+        ({"train_tokens": 7}, r"train\.bin has"),
+        ({"vocabulary": facts["vocabulary"] + 1}, r"tokenizer\.json has not as many tokens"),
+        ({"train_tokens": "many"}, r"facts\.json does not hold"),
+        ({"odd": 1}, r"facts\.json does not hold"),
+    ):
         sealed(there, "facts.json", json.dumps({**facts, **change}).encode())
-        with pytest.raises(Damaged, match=r"train\.bin|tokenizer\.json|facts\.json"):
+        with pytest.raises(Damaged, match=says):
             Corpus.open(there)
     del facts["split"]
     sealed(there, "facts.json", json.dumps(facts).encode())
@@ -382,7 +401,7 @@ def test_no_space_is_said_before_and_during_the_work(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_encode", full)
-        with pytest.raises(NoSpace, match="is full"):
+        with pytest.raises(NoSpace, match="full"):
             prepare(config, there)
     monkeypatch.setattr("fenchel.files.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(NoSpace, match="MiB are needed"):

@@ -40,6 +40,7 @@ def test_kjv_is_66_books_from_genesis_to_revelation_a_verse_a_line() -> None:
     assert (books[0].name, books[-1].name) == ("Genesis", "Revelation")
     genesis = books[0].text.split("\n")
     assert genesis[0] == "In the beginning God created the heaven and the earth."
+    assert genesis[31].startswith("Thus the heavens and the earth were finished")
     assert len(genesis) == 1533
     assert sum(book.text.count("\n") + 1 for book in books) == 31_102
 

@@ -108,8 +108,9 @@ def test_ids_are_end_pad_the_bytes_and_then_merges(tokenizer: Tokenizer) -> None
 
 
 def test_a_text_full_of_the_spelling_of_end_does_not_learn_it() -> None:
-    trained = train_tokenizer([f"{END}{END} {END}{PAD}\n" * 500], 400)
-    assert {0, 1}.isdisjoint(encode(trained, f"{END}{END} {END}{PAD}"))
+    trained = train_tokenizer([f"{END}{i}{PAD}{END} {i} {PAD}" for i in range(500)], 400)
+    for text in (END, PAD, f"{END}{END} {END}{PAD}"):
+        assert {0, 1}.isdisjoint(encode(trained, text))
 
 
 def test_the_same_text_trains_the_same_tokenizer(verses: list[str]) -> None:
@@ -137,7 +138,8 @@ def others(model: models.Model, **parts: Any) -> Tokenizer:
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
-    tokenizer.add_special_tokens(["<|endoftext|>"])
+    unknown = [model.unk_token] if model.unk_token else []
+    tokenizer.add_special_tokens(["<|endoftext|>", *unknown])
     return tokenizer
 
 

@@ -298,6 +298,16 @@ def test_without_a_summary_the_last_evaluation_stands_in(
     assert "Unknown end at step 1,000." in found.text["header"][0]
 
 
+def test_a_baseline_that_can_be_none_is_left_out(make_run: MakeRun, outline: MakeOutline) -> None:
+    folder = make_run(steps=20)
+    known = json.loads((folder / "summary.json").read_text())
+    odd = {"zero": 0, "less": -1, "much": 1e6, "none": None, "word": "x", "nan": "nan", "xz": 1.5}
+    (folder / "summary.json").write_text(json.dumps({**known, "baselines": odd}))
+    pictures = json.loads(outline(written(folder)).text["script"][0])["pictures"]
+    assert [bar["name"] for bar in pictures["baselines"]["bars"]] == ["this model", "xz -9"]
+    assert pictures["bits"]["references"] == [{"name": "xz -9", "value": 1.5}]
+
+
 def test_maps_of_a_long_context_fit_in_a_page(make_run: MakeRun, outline: MakeOutline) -> None:
     html = written(make_run(layers=2, heads=2, steps=20, size=256))
     assert 2 * 2 * 256 * 256 < len(html) < 800_000

@@ -108,7 +108,7 @@ def test_unreadable_lines_between_good_ones_are_counted(make_run: MakeRun) -> No
     run = of_lines(make_run(steps=20), {"step": 1}, *bad, "", {"step": 2})
     assert [row["step"] for row in run.rows] == [1, 2]
     assert run.troubles["metrics.jsonl"] == (
-        "6 lines of metrics.jsonl were unreadable, the first at 2.",
+        "6 lines of metrics.jsonl could not be read, the first is line 2.",
     )
 
 
@@ -123,6 +123,13 @@ def test_numbers_that_are_not_finite_are_kept_as_such(make_run: MakeRun) -> None
     assert isinstance(entries, tuple)
     assert entries[0] == 1
     assert all(math.isnan(one) for one in entries[1:])
+
+
+@pytest.mark.parametrize("value", [1e101, 10**400])
+def test_a_number_too_large_to_draw_counts_as_infinite(value: float) -> None:
+    assert number(value) == math.inf
+    assert number(-value) == -math.inf
+    assert number(1e99) == 1e99
 
 
 def test_what_is_no_number_is_no_measurement(make_run: MakeRun) -> None:

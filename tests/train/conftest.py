@@ -1,6 +1,6 @@
 """A training run of two thousand parameters, for every test that needs one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ class Small:
         self.settings = {"width": model.width, "heads": model.heads}
         self.seed, self.probe, self.ear = seed, probe, Ear()
         self.run = RunDir(path)
-        self.run.create()
+        if not path.exists():
+            self.run.create()
         drawn = np.random.default_rng(0).integers(model.vocabulary, size=200)
         self.batches = Batches(
             drawn.astype("uint16"), batch=self.config.batch, context=model.context, seed=seed
@@ -108,11 +109,13 @@ class Small:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Callable[..., Small]:
+def small(tmp_path: Path) -> Iterator[Callable[..., Small]]:
     """``small(name="run", **train)``: a run in its own folder; the same name goes on with it."""
-    torch.set_num_threads(1)  # two thousand parameters gain nothing from more
 
     def build(name: str = "run", **settings: Any) -> Small:
         return Small(tmp_path / name, **settings)
 
-    return build
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two thousand parameters gain nothing from more
+    yield build
+    torch.set_num_threads(threads)

@@ -1,0 +1,123 @@
+"""Bounds of the layers around attention, at a point, over a ball, or everywhere.
+
+Norm layers act on each token: y = gamma (x - mean) / s with s = sqrt(var + eps), or y = gamma x / r
+with r = sqrt(mean x^2 + eps). Their Jacobians have norm at most max|gamma| / s, exactly 1 / s without
+gamma as soon as the width leaves a direction free (3 for LayerNorm, 2 for RMSNorm). s depends on x:
+
+    at a point          max|gamma| / s(x)
+    within radius rho   max|gamma| / sqrt(max(0, |x - mean| - rho)^2 / d + eps)
+    everywhere          max|gamma| / sqrt(eps), reached at a constant token: 316 for eps = 1e-5
+
+That factor 316 is what ruins every product of global constants; the local one is near 1.
+
+Activations act on each number; the constant is the largest slope, over all numbers or over
+[x - rho, x + rho]: the slope is monotone between the points where it turns, listed below.
+"""
+
+import math
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from fenchel.sensitivity.norms import outward, spectral
+
+
+def norm_layer(
+    x: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    kind: str = "layer",
+    radius: float = 0.0,
+) -> Tensor:
+    """The norm layer's gain for every token within ``radius`` of x: (..., d) -> (...).
+
+    ``kind`` is "layer" or "rms". Without x: everywhere.
+    """
+    if kind not in ("layer", "rms"):
+        raise ValueError(f'a norm layer is of kind "layer" or "rms", got {kind!r}.')
+    if eps < 0 or radius < 0:
+        raise ValueError(f"eps and radius cannot be negative; got {eps} and {radius}.")
+    gain = torch.ones(()) if weight is None else weight.abs().amax()
+    if x is None:
+        return outward(gain / math.sqrt(eps)) if eps > 0 else torch.full_like(gain, math.inf)
+    centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+    near = (centred.norm(dim=-1) - radius).clamp(min=0.0)
+    return outward(gain.to(x) * (near.square() / x.shape[-1] + eps).rsqrt())
+
+
+def linear(W: Tensor) -> Tensor:
+    """|W|_2. Everywhere; exact."""
+    return outward(spectral(W))
+
+
+class Slope(NamedTuple):
+    """The slope of an activation, elementwise, and where it turns."""
+
+    at: Callable[[Tensor], Tensor]
+    turns: tuple[float, ...]
+    steepest: float
+    """The largest absolute slope anywhere."""
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return torch.special.ndtr(x) + x * torch.exp(-0.5 * x.square()) / math.sqrt(2.0 * math.pi)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    c = math.sqrt(2.0 / math.pi)
+    t = torch.tanh(c * (x + 0.044715 * x**3))
+    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t.square()) * c * (1.0 + 3 * 0.044715 * x.square())
+
+
+def _silu(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1.0 + x * (1.0 - s))
+
+
+def _mish(x: Tensor) -> Tensor:
+    t = torch.tanh(softplus(x))
+    return t + x * (1.0 - t.square()) * torch.sigmoid(x)
+
+
+_SILU_TURN, _QUICK = 2.3993572805154677, 1.702
+
+# Turning points are roots of the second derivative; at a kink the larger slope counts.
+SLOPES = {
+    "identity": Slope(torch.ones_like, (), 1.0),
+    "relu": Slope(lambda x: (x >= 0).to(x), (), 1.0),
+    "relu2": Slope(lambda x: 2.0 * x.clamp(min=0.0), (), math.inf),
+    "leaky_relu": Slope(lambda x: torch.where(x >= 0, 1.0, 0.01), (), 1.0),
+    "elu": Slope(lambda x: torch.where(x >= 0, 1.0, x.clamp(max=0.0).exp()), (), 1.0),
+    "softplus": Slope(torch.sigmoid, (), 1.0),
+    "tanh": Slope(lambda x: 1.0 - torch.tanh(x).square(), (0.0,), 1.0),
+    "sigmoid": Slope(lambda x: torch.sigmoid(x) * torch.sigmoid(-x), (0.0,), 0.25),
+    "gelu": Slope(_gelu, (-math.sqrt(2.0), math.sqrt(2.0)), 1.1289041451851548),
+    "gelu_tanh": Slope(_gelu_tanh, (-1.4185040087908284, 1.4185040087908284), 1.1289930686587718),
+    "silu": Slope(_silu, (-_SILU_TURN, _SILU_TURN), 1.0998393201288669),
+    "quick_gelu": Slope(
+        lambda x: _silu(_QUICK * x), (-_SILU_TURN / _QUICK, _SILU_TURN / _QUICK), 1.0998393201288669
+    ),
+    "mish": Slope(_mish, (-2.2563763963607931, 1.4905711794854285), 1.0884981612517279),
+}
+
+
+def activation(name: str, x: Tensor | None = None, *, radius: float | Tensor = 0.0) -> Tensor:
+    """The largest absolute slope within ``radius`` of every number of x; without x, anywhere."""
+    if name not in SLOPES:
+        near = get_close_matches(name, SLOPES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(SLOPES)}."
+        raise ValueError(f"there is no activation {name!r}; {hint}")
+    slope = SLOPES[name]
+    if x is None:
+        return torch.tensor(slope.steepest, dtype=torch.float64)
+    low, high = x - radius, x + radius
+    worst = torch.maximum(slope.at(low).abs(), slope.at(high).abs())
+    for turn in slope.turns:
+        inside = (low <= turn) & (turn <= high)
+        worst = torch.where(inside, slope.at(torch.full_like(x, turn)).abs().maximum(worst), worst)
+    return outward(worst)

@@ -1,0 +1,115 @@
+"""The Jacobian of a function that can only be evaluated, or that has no forward derivative.
+
+With D(h) = (f(x + h t) - f(x - h t)) / 2h for the unit vector t along v,
+
+    J v = |v| (4 D(h) - D(2h)) / 3  +  O(h^4),
+
+four evaluations a product. The step h is ``step`` times the length of x. Unless given it is found at
+the first product, among eps^(1/5) and its halves, as the one of least error: too large and the
+series is cut too early, too small and the rounding of f shows. J^T u is f's own reverse derivative,
+exact whatever kernel computes it; where there is none, ``J.T`` says so.
+
+These products are estimates, and the operator says their error: four times the last correction,
+(4/3) |D(h) - D(2h)|, the largest met so far, relative to the largest |J v|. While the series rules
+that is far too much; where the rounding of f rules, its share in J v is four times that in the
+correction, and that is what the factor is for. ``spectral_norm`` widens its upper end by it; its lower end
+|J^T u| needs the reverse derivative alone and stays exact.
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fenchel.sensitivity.autodiff import plain, point, space
+from fenchel.sensitivity.golub_kahan import length, scaled
+from fenchel.sensitivity.operator import Operator, Tensors
+
+
+@final
+class DifferenceJacobian(Operator):
+    """The derivative of ``f`` at ``x``, forward by differences and backward by f's own rule."""
+
+    def __init__(self, f: Callable[..., Any], x: Tensors, batch: int, step: float | None) -> None:
+        self.f, self.x = plain(f), point(x)
+        self.domain = space(self.x, batch, several=not isinstance(x, Tensor))
+        with torch.no_grad():
+            y = self.f(*self.x)
+        self.codomain = space((y,), batch, several=False)
+        self.dtype, self.device = self.x[0].dtype, self.x[0].device
+        if step is not None and not 0.0 < step < 1.0:
+            raise ValueError(f"a step is a fraction of the length of x, in (0, 1); got {step}.")
+        self.step = step
+        size = length(self.domain.lay([part[None] for part in self.x])[0])
+        self._size = torch.where(size > 0, size, 1.0)
+        self._off = self._size.new_zeros(())
+        self._top = self._size.new_zeros(())
+
+    @property
+    def error(self) -> float:
+        """The largest error met so far, relative to the largest product; at least the rounding."""
+        met = float(self._off / self._top) if self._top > 0 else 0.0
+        return met + 32.0 * torch.finfo(self.dtype).eps
+
+    def apply(self, v: Tensor) -> Tensor:
+        """J v, four evaluations a vector."""
+        return torch.stack([self._difference(one) for one in v])
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """J^T u by reverse mode."""
+        with torch.enable_grad():
+            x = [part.clone().requires_grad_() for part in self.x]
+            y = self.f(*x)
+        if not y.requires_grad:
+            raise ValueError("f has no reverse derivative, so J.T @ u cannot be had; J @ v can.")
+        backs = [
+            torch.autograd.grad(y, x, self.codomain.lift(one[None])[0][0], retain_graph=True)
+            for one in u
+        ]
+        return self.domain.lay([torch.stack(parts) for parts in zip(*backs, strict=True)])
+
+    def _difference(self, v: Tensor) -> Tensor:
+        size = length(v)
+        t = scaled(v, size)
+        best, off = self._extrapolated(t, self._calibrated(t))
+        self._off = torch.maximum(self._off, 4.0 * length(off).amax())
+        self._top = torch.maximum(self._top, length(best).amax())
+        return best * size.unsqueeze(-1).to(best)
+
+    def _calibrated(self, t: Tensor) -> float:
+        """The step: as given, or that of least error along t."""
+        if self.step is None:
+            eps = torch.finfo(self.dtype).eps
+            tried = [0.5**i * eps**0.2 for i in range(9)]
+            errors = [float(length(self._extrapolated(t, step)[1]).amax()) for step in tried]
+            self.step = tried[errors.index(min(errors))]
+        return self.step
+
+    def _extrapolated(self, t: Tensor, step: float) -> tuple[Tensor, Tensor]:
+        """J t, and the last correction made to it."""
+        h = step * self._size
+        near, far = self._central(t, h), self._central(t, 2.0 * h)
+        off = (near - far) / 3.0
+        return near + off, off
+
+    def _central(self, t: Tensor, h: Tensor) -> Tensor:
+        move = t * h.unsqueeze(-1).to(t)
+        with torch.no_grad():
+            ahead, behind = (
+                self.f(*(x + sign * part[0] for x, part in zip(self.x, parts, strict=True)))
+                for parts in (self.domain.lift(move[None]),)
+                for sign in (1.0, -1.0)
+            )
+        flat = self.codomain.lay([(ahead - behind)[None]])[0]
+        return flat / (2.0 * h.unsqueeze(-1)).to(flat)
+
+
+def difference_jacobian(
+    f: Callable[..., Any], x: Tensors, *, batch: int = 0, step: float | None = None
+) -> DifferenceJacobian:
+    """The Jacobian of ``f`` at ``x`` by finite differences; arguments as in ``jacobian``.
+
+    ``step`` is relative to the length of x.
+    """
+    return DifferenceJacobian(f, x, batch, step)

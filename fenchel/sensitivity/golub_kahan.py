@@ -1,0 +1,284 @@
+"""The spectral norm of an operator from both sides, by Golub-Kahan bidiagonalisation.
+
+From a random unit v_1, each pair of products gives one more orthonormal vector,
+
+    b_j v_{j+1} = J^T J v_j - a_j v_j - b_{j-1} v_{j-1},        a_j = |J v_j|^2,   b_j > 0,
+
+(the one-sided form: a_j = alpha_j^2 + beta_{j-1}^2 and b_j = alpha_j beta_j in the letters of Golub
+and Kahan). So v_{j+1} = p_j(J^T J) v_1 for polynomials of degree j: p_0 = 1 and
+
+    b_j p_j(x) = (x - a_j) p_{j-1}(x) - b_{j-1} p_{j-2}(x).
+
+Lower. The top eigenvector of the tridiagonal matrix of a and b gives v, and u = J v / |J v|. What is
+reported is |J^T u|, computed anew, and ``right`` = J^T u / |J^T u| attains it: |J right| >= lower.
+
+Upper. Let sigma be the norm and gamma the component of v_1 along a right singular vector of it. The
+v_{j+1} are orthonormal, and gamma^2 p(sigma^2)^2 <= |p(J^T J) v_1|^2 for every polynomial p; the
+best p of degree k turns this into
+
+    gamma^2  sum over j <= k of p_j(sigma^2)^2  <=  1       (Christoffel's function).
+
+For v_1 = g / |g| with g Gaussian, P(|gamma| < c) <= failure for c = failure sqrt(pi / 2) / |g|.
+Outside that event sigma^2 is at most the root of sum_j p_j(x)^2 = 1 / c^2 above the Ritz values.
+The event does not depend on k, so one may stop when the bracket is narrow enough: the promise holds
+for all k together. No polynomial argument does better; in particular the bound of Kuczynski and
+Wozniakowski, theta / sqrt(1 - (ln(1.648 sqrt(n) / failure) / (2k - 1))^2), is larger.
+
+When b_j drowns in rounding the space is exhausted as far as the dtype can tell. A fresh random
+vector goes on, with b_j the size of the rounding: that is exact for an operator as near to J as
+rounding is, and it keeps the bound honest where a bare stop would call luck certainty.
+
+New vectors are orthogonalised against all before them, twice. Left vectors are not kept, which
+halves the memory and costs nothing for the large singular values (Simon and Zha). A batch of
+operators runs in step, each with its own start and its own bracket.
+
+Golub and Kahan (1965). Kuczynski and Wozniakowski (1992). Hochstenbach (2013), Probabilistic upper
+bounds for the matrix two-norm. Simon and Zha (2000), Low-rank matrix approximation.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fenchel.sensitivity.operator import Matrix, Operator
+
+_GRID = 48  # places at which the polynomials are evaluated at once
+_EVERY = 3  # a look at the bracket costs about as much as a product of a small operator
+_WIDEST = 40.0  # log of the largest ratio of upper to lower that is still looked at
+
+
+class Bracket(NamedTuple):
+    """lower <= |J|_2 <= upper; tensors of the shape of the operator's batch."""
+
+    lower: Tensor
+    """Attained: |J right| >= lower, up to rounding."""
+    upper: Tensor
+    """Exceeded with probability at most ``failure``, over the random start."""
+    failure: float
+    iterations: int
+    left: Tensor
+    """Unit vector of the shape of the output; left . J right = lower."""
+    right: Tensor | tuple[Tensor, ...]
+    """Unit vector of the shape of the input (a tuple of tensors when the input is one)."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """upper / lower; 1 where both are 0."""
+        return torch.where(self.upper > 0, self.upper / self.lower, 1.0)
+
+
+class Basis:
+    """Orthonormal vectors, kept in chunks so that memory grows with their number."""
+
+    CHUNK = 8
+
+    def __init__(self) -> None:
+        self.chunks: list[Tensor] = []
+        self.count = 0
+
+    def append(self, v: Tensor) -> None:
+        """One more vector: (*batch, n)."""
+        place = self.count % self.CHUNK
+        if place == 0:
+            self.chunks.append(v.new_zeros(*v.shape[:-1], self.CHUNK, v.shape[-1]))
+        self.chunks[-1][..., place, :] = v
+        self.count += 1
+
+    def without(self, w: Tensor) -> Tensor:
+        """w less its components along the basis, in place, twice over for full precision."""
+        for _ in range(2):
+            for chunk in self.chunks:
+                w -= (chunk.mT @ (chunk @ w.unsqueeze(-1))).squeeze(-1)
+        return w
+
+    def along(self, w: Tensor) -> Tensor:
+        """The components of w: (*batch, n) -> (*batch, count)."""
+        parts = [(chunk @ w.unsqueeze(-1)).squeeze(-1) for chunk in self.chunks]
+        return torch.cat(parts, -1)[..., : self.count]
+
+    def combine(self, y: Tensor) -> Tensor:
+        """sum_j y_j v_j: (*batch, count) -> (*batch, n)."""
+        total = torch.zeros_like(self.chunks[0][..., 0, :])
+        for i, chunk in enumerate(self.chunks):
+            part = y[..., i * self.CHUNK : (i + 1) * self.CHUNK].to(chunk.dtype)
+            total += (part.unsqueeze(-2) @ chunk[..., : part.shape[-1], :]).squeeze(-2)
+        return total
+
+
+def spectral_norm(
+    J: Operator | Tensor,
+    *,
+    tol: float = 1e-4,
+    failure: float = 1e-6,
+    iterations: int = 100,
+    generator: torch.Generator | None = None,
+) -> Bracket:
+    """The largest singular value of J, bracketed.
+
+    Stops when upper / lower <= 1 + tol for every operator of the batch, or after ``iterations``
+    pairs of products; then the operator's own ceiling, where it has one, may still lower ``upper``.
+    ``failure`` = 0 asks for a sure bound and takes that ceiling alone.
+
+    >>> bracket = spectral_norm(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
+    >>> float(bracket.lower), bool(bracket.upper < 3.001)
+    (3.0, True)
+    """
+    J = Matrix(J) if isinstance(J, Tensor) else J
+    _check(J, tol, failure, iterations)
+    run = _Run(J, generator)
+    iterations = min(iterations, J.domain.size)
+    for k in range(1, iterations + 1):
+        run.step()
+        if failure > 0 and k % _EVERY == 0 and run.closed(tol, failure):
+            break
+    theta = run.ritz()
+    upper = run.christoffel(theta, failure) if failure > 0 else torch.full_like(theta, math.inf)
+    left, right, lower = run.attained()
+    # Products are rounded, and so is the recurrence: an operator says by how much.
+    upper = torch.maximum(upper, lower) * (1.0 + J.error)
+    if failure == 0 or bool((upper > (1 + tol + J.error) * lower).any()):
+        upper = _capped(J, upper, lower, failure)
+    return Bracket(
+        lower,
+        upper,
+        failure,
+        k,
+        J.codomain.write(left[None], "shaped"),  # type: ignore[arg-type]
+        J.domain.write(right[None], "shaped"),
+    )
+
+
+def _check(J: Operator, tol: float, failure: float, iterations: int) -> None:
+    if not (tol > 0 and 0 <= failure < 1 and iterations >= 1):
+        raise ValueError(
+            "spectral_norm needs tol > 0, 0 <= failure < 1 and iterations >= 1; got "
+            f"tol={tol}, failure={failure}, iterations={iterations}."
+        )
+    if min(J.shape) == 0:
+        raise ValueError(f"an operator of shape {J.shape} has no singular value.")
+
+
+def _capped(J: Operator, upper: Tensor, lower: Tensor, failure: float) -> Tensor:
+    """``upper``, or the operator's ceiling where that is less."""
+    ceiling = J.ceiling()
+    if ceiling is None:
+        if failure == 0:
+            raise ValueError(
+                "failure=0 asks for a sure upper bound and this operator has none; allow a "
+                "failure such as 1e-9, or take the norm of J.dense()."
+            )
+        return upper
+    return torch.maximum(torch.minimum(upper, ceiling.to(upper)), lower)
+
+
+class _Run:
+    """The recurrence under way, for a batch of operators in step."""
+
+    def __init__(self, J: Operator, generator: torch.Generator | None) -> None:
+        self.J, self.generator = J, generator
+        g = gaussian(J, generator)
+        self.size = length(g)  # |g|
+        self.v = scaled(g, self.size)
+        self.basis = Basis()
+        self.a: list[Tensor] = []
+        self.b: list[Tensor] = []
+
+    def step(self) -> None:
+        """One product with J and one with J^T."""
+        self.basis.append(self.v)
+        w = self.J.apply(self.v[None])[0]
+        self.a.append(length(w).square())
+        w = self.basis.without(self.J.adjoint(w[None])[0])
+        b = length(w)
+        if not bool(b.isfinite().all()):
+            raise ValueError("a product of this operator is inf or nan; it has no norm there.")
+        dust = self.J.error * torch.stack(self.a).amax(0)
+        lost = b <= dust
+        if bool(lost.any()):
+            fresh = self.basis.without(gaussian(self.J, self.generator))
+            w = torch.where(lost.unsqueeze(-1), fresh, w)
+        self.v = scaled(w, length(w))
+        self.b.append(torch.maximum(b, dust))
+
+    def ritz(self) -> Tensor:
+        """theta, the root of the largest eigenvalue of the tridiagonal matrix."""
+        return torch.linalg.eigvalsh(self._tridiagonal())[..., -1].clamp(min=0.0).sqrt()
+
+    def attained(self) -> tuple[Tensor, Tensor, Tensor]:
+        """left, right, lower with left = J v / |J v| and lower = |J^T left|, computed anew."""
+        y = torch.linalg.eigh(self._tridiagonal()).eigenvectors[..., -1]
+        v = self.basis.combine(y)
+        w = self.J.apply(v[None])[0]
+        left = scaled(w, length(w))
+        w = self.J.adjoint(left[None])[0]
+        lower = length(w)
+        return left, torch.where(lower.unsqueeze(-1) > 0, scaled(w, lower), v), lower
+
+    def closed(self, tol: float, failure: float) -> bool:
+        """Whether every upper end is within 1 + tol of its Ritz value."""
+        sigma = (1.0 + tol) * self.ritz()
+        return bool((self._growth(sigma) >= self._wanted(failure)).all())
+
+    def christoffel(self, theta: Tensor, failure: float) -> Tensor:
+        """The root above theta of sum_j p_j(sigma^2)^2 = 1 / c^2, approached from above."""
+        if len(self.a) == self.J.domain.size:
+            return theta  # nothing is left outside the basis
+        wanted = self._wanted(failure)
+        low = torch.full_like(theta, -36.0)  # log of sigma / theta - 1
+        high = torch.full_like(theta, _WIDEST)
+        grid = torch.linspace(0.0, 1.0, _GRID, dtype=theta.dtype, device=theta.device)
+        grid = grid.view(-1, *(1,) * theta.dim())
+        for _ in range(3):
+            gap = low + grid * (high - low)
+            below = self._growth((1.0 + gap.exp()) * theta) < wanted
+            last = below.sum(0).clamp(1, _GRID - 1).unsqueeze(0)
+            low, high = gap.gather(0, last - 1)[0], gap.gather(0, last)[0]
+        return theta * (1.0 + high.exp())
+
+    def _wanted(self, failure: float) -> Tensor:
+        """log(1 / c): what the polynomials must reach."""
+        return self.size.log() - math.log(failure * math.sqrt(math.pi / 2.0))
+
+    def _growth(self, sigma: Tensor) -> Tensor:
+        """log sqrt(sum_j p_j(sigma^2)^2), scaled at every step so that nothing overflows."""
+        # numpy: the arrays are tiny, and torch spends five times as long on each of them
+        x = sigma.square().cpu().numpy()
+        coefficients = torch.stack([*self.a, *self.b]).cpu().numpy()
+        k = len(self.a)
+        before, p, log = np.zeros_like(x), np.ones_like(x), np.zeros_like(x)
+        last = np.zeros_like(coefficients[0])
+        for a, b in zip(coefficients[:k], coefficients[k:], strict=True):
+            # b = 0 only for the zero operator
+            before, p = p, ((x - a) * p - last * before) / np.where(b > 0, b, 1.0)
+            size = np.hypot(1.0, p)  # the sum so far is kept at 1
+            before, p, log, last = before / size, p / size, log + np.log(size), b
+        return torch.as_tensor(log, device=sigma.device)
+
+    def _tridiagonal(self) -> Tensor:
+        """(*batch, k, k)."""
+        T = torch.stack(self.a, -1).diag_embed()
+        if len(self.b) > 1:
+            off = torch.stack(self.b[:-1], -1)
+            T = T + off.diag_embed(offset=1) + off.diag_embed(offset=-1)
+        return T
+
+
+def gaussian(J: Operator, generator: torch.Generator | None) -> Tensor:
+    """A standard normal vector of the operator's domain: (*batch, n)."""
+    device = J.device if generator is None else generator.device
+    shape = (*J.batch, J.domain.size)
+    return torch.randn(shape, dtype=J.dtype, device=device, generator=generator).to(J.device)
+
+
+def length(w: Tensor) -> Tensor:
+    """|w| in float64: (*batch, n) -> (*batch)."""
+    size: Tensor = torch.linalg.vector_norm(w, dim=-1, dtype=torch.float64)
+    return size
+
+
+def scaled(w: Tensor, length: Tensor) -> Tensor:
+    """w / length, and 0 where the length is."""
+    return w * torch.where(length > 0, 1.0 / length, 0.0).unsqueeze(-1).to(w)

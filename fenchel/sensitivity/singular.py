@@ -1,0 +1,120 @@
+"""The largest singular values of an operator, with their vectors.
+
+A block of k random vectors at once, so that a value of multiplicity up to k is found as often as it
+stands there: the Krylov space of J^T J is spanned by orthonormal blocks V, T = V^T J^T J V is its
+small image, and the top eigenvectors of T give the right vectors. In the end J is applied to them
+once more and a small decomposition of the result gives values, left and right vectors that fit:
+
+    J right_i = value_i left_i           J^T left_i = value_i right_i + (a rest of length error_i)
+
+so some singular value of J lies within error_i of value_i. That these are the largest ones is not
+certain but near to it: the start is random (see fenchel.sensitivity.golub_kahan for the odds).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fenchel.sensitivity.golub_kahan import Basis, gaussian, length, scaled
+from fenchel.sensitivity.operator import Matrix, Operator
+
+
+class Singular(NamedTuple):
+    """The top k singular values, largest first, behind the axes of the operator's batch."""
+
+    values: Tensor
+    """(*batch, k)."""
+    error: Tensor
+    """(*batch, k); a singular value lies this near to each of ``values``."""
+    left: Tensor
+    """(k, *shape of the output), orthonormal."""
+    right: Tensor | tuple[Tensor, ...]
+    """(k, *shape of the input), orthonormal."""
+    iterations: int
+
+
+def singular_values(
+    J: Operator | Tensor,
+    k: int,
+    *,
+    tol: float = 1e-8,
+    iterations: int = 60,
+    generator: torch.Generator | None = None,
+) -> Singular:
+    """The k largest singular values of J, until every error is below tol times the largest.
+
+    >>> found = singular_values(torch.diag(torch.tensor([3.0, 3.0, 1.0], dtype=torch.float64)), 2)
+    >>> found.values
+    tensor([3.0000, 3.0000], dtype=torch.float64)
+    """
+    J = Matrix(J) if isinstance(J, Tensor) else J
+    n, most = J.domain.size, min(J.shape)
+    if not 1 <= k <= most:
+        raise ValueError(f"an operator of shape {J.shape} has 1 to {most} singular values, got k={k}.")
+    run = _Run(J, generator)
+    block = torch.stack([gaussian(J, generator) for _ in range(k)])
+    for step in range(1, iterations + 1):
+        block = run.step(block)
+        values, vectors = torch.linalg.eigh(run.image())
+        tops = vectors[..., -k:]
+        # What J^T J leaves of a Ritz vector outside the space comes from the last block alone.
+        rest = tops[..., -len(block) :, :].mT @ block.movedim(0, -2).double()
+        if bool((length(rest) <= tol * values[..., -1:]).all()) or run.basis.count >= n:
+            break
+    return _fitting(J, run.basis, tops.flip(-1), step)
+
+
+class _Run:
+    """A growing orthonormal basis and the image T of J^T J in it."""
+
+    def __init__(self, J: Operator, generator: torch.Generator | None) -> None:
+        self.J, self.generator = J, generator
+        self.basis = Basis()
+        self.columns: list[Tensor] = []
+        self.dust = torch.zeros(J.batch, dtype=torch.float64, device=J.device)
+
+    def step(self, block: Tensor) -> Tensor:
+        """Take a block in; give what J^T J makes of it outside the space: (b, *batch, n)."""
+        first = self.basis.count
+        added = []
+        for w in block[: self.J.domain.size - first]:
+            added.append(self._fresh_unless_new(w.clone()))
+            self.basis.append(added[-1])
+        back = self.J.adjoint(self.J.apply(torch.stack(added)))
+        self.columns += [self.basis.along(w).double() for w in back]
+        self.dust = self.J.error * torch.stack([c.abs().amax(-1) for c in self.columns]).amax(0)
+        return torch.stack([self.basis.without(w) for w in back])
+
+    def _fresh_unless_new(self, w: Tensor) -> Tensor:
+        w = self.basis.without(w) if self.basis.count else w
+        lost = length(w) <= self.dust
+        if bool(lost.any()):  # the space is exhausted there: go on with a random direction
+            fresh = self.basis.without(gaussian(self.J, self.generator))
+            w = torch.where(lost.unsqueeze(-1), fresh, w)
+        return scaled(w, length(w))
+
+    def image(self) -> Tensor:
+        """T, (*batch, count, count), from its upper triangle."""
+        count = self.basis.count
+        wide = [torch.nn.functional.pad(c, (0, count - c.shape[-1])) for c in self.columns]
+        upper = torch.stack(wide, -1).triu()
+        return upper + upper.triu(1).mT
+
+
+def _fitting(J: Operator, basis: Basis, vectors: Tensor, iterations: int) -> Singular:
+    """Values and vectors that fit one another, from the right space found."""
+    V = torch.stack([basis.combine(y) for y in vectors.movedim(-1, 0)])
+    W = J.apply(V).movedim(0, -1)  # (*batch, m, k)
+    left, values, turn = torch.linalg.svd(W, full_matrices=False)
+    right = (V.movedim(0, -1) @ turn.mT).movedim(-1, 0)
+    left = left.movedim(-1, 0)
+    rest = J.adjoint(left) - values.movedim(-1, 0).unsqueeze(-1) * right
+    error = length(rest).movedim(0, -1) + J.error * values[..., :1]
+    return Singular(
+        values,
+        error,
+        J.codomain.write(left, "stack"),  # type: ignore[arg-type]
+        J.domain.write(right, "stack"),
+        iterations,
+    )

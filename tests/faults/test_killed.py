@@ -1,0 +1,266 @@
+"""kill -9 at any moment: every resume succeeds and ends with the same bits.
+
+A moment is a number of calls of functions, of Python's and of C's, counted by the interpreter's
+profiler: a seed gives the same moments on every machine, and they fall between any two calls,
+those of a checkpoint being written among them. Some kills come from outside by the clock as well.
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fenchel import files
+from fenchel.train import checkpoint
+
+INTERVAL = 5
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after_calls(count: int) -> None:
+    """Die when so many calls and returns of functions have passed."""
+    passed = 0
+
+    def look(*_: object) -> None:
+        nonlocal passed
+        passed += 1
+        if passed == count:
+            die()
+
+    sys.setprofile(look)
+
+
+def in_a_save(number: int, count: int) -> Callable[[], None]:
+    """Die in the ``number``-th checkpoint that is written, when ``count`` calls of it have passed."""
+
+    def prepare() -> None:
+        save, saves = checkpoint.save, 0
+
+        def watched(*args: Any) -> Path:
+            nonlocal saves
+            saves += 1
+            if saves == number:
+                after_calls(count)
+            try:
+                return save(*args)
+            finally:
+                sys.setprofile(None)
+
+        checkpoint.save = watched
+
+    return prepare
+
+
+def measure_calls(lab: Any, run: Path) -> tuple[int, int]:
+    """How many calls a whole run and one checkpoint take."""
+    told = run.with_name("calls")
+
+    def count() -> None:
+        total = [0, 0]
+        save = checkpoint.save
+
+        def look(*_: object) -> None:
+            total[0] += 1
+
+        def watched(*args: Any) -> Path:
+            before = total[0]
+            path = save(*args)
+            total[1] = total[0] - before
+            told.write_text(f"{total[0]} {total[1]}")
+            return path
+
+        checkpoint.save = watched
+        sys.setprofile(look)
+
+    assert lab.begin(run, mischief=count).code == 0
+    whole, one = told.read_text().split()
+    return int(whole), int(one)
+
+
+def test_killed_at_25_moments_a_run_ends_with_the_bits_of_one_never_killed(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    draw = random.Random(25)
+    calls, calls_of_save = measure_calls(lab, tmp_path / "measured")
+    assert lab.story(tmp_path / "measured") == whole
+    kills = inside = runs = 0
+    while kills < 25 or not (tmp_path / f"run-{runs}" / "report.html").exists():
+        run = tmp_path / f"run-{runs}"
+        mischief = None
+        if kills < 25:
+            if draw.random() < 0.5:
+                mischief = in_a_save(draw.randint(1, 3), draw.randrange(1, calls_of_save))
+            else:
+                moment = draw.randrange(1, calls // 2)
+                mischief = lambda moment=moment: after_calls(moment)  # noqa: E731
+        if (run / "config.toml").exists():
+            before = max(lab.kept(run), default=0)
+            ended = lab.resume(run, mischief=mischief)
+        else:  # killed before it was a run: the same command again
+            before = 0
+            ended = lab.begin(run, mischief=mischief)
+        if ended.code == -signal.SIGKILL:
+            kills += 1
+            inside += mischief.__name__ == "prepare"
+            committed = max(lab.kept(run), default=0)
+            assert committed >= before
+            assert ended.step + 1 - committed <= INTERVAL
+        else:
+            assert ended.code == 0, ended.said
+            assert lab.story(run) == whole
+            assert not lab.left_over(run)
+            runs += 1
+    assert inside >= 8
+
+
+def test_killed_from_outside_by_the_clock(lab: Any, whole: dict[str, Any], tmp_path: Path) -> None:
+    draw = random.Random(5)
+    run = tmp_path / "run"
+    child = lab.start(*lab.beginning(run))
+    for _ in range(5):
+        metrics = run / "metrics.jsonl"
+        size = metrics.stat().st_size if metrics.exists() else 0
+        while child.alive() and (not metrics.exists() or metrics.stat().st_size == size):
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0.0, 0.1))
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        child = lab.start("--resume", run)
+    assert child.wait().code == 0
+    assert lab.story(run) == whole
+    assert not lab.left_over(run)
+
+
+# --- named moments
+
+
+def around(owner: Any, name: str, when: str, matches: Callable[..., bool] = lambda *_: True) -> Any:
+    """Die ``before`` or ``after`` the first call of a function whose arguments match."""
+
+    def prepare() -> None:
+        function = getattr(owner, name)
+
+        def watched(*args: Any, **others: Any) -> Any:
+            if matches(*args) and when == "before":
+                die()
+            result = function(*args, **others)
+            if matches(*args) and when == "after":
+                die()
+            return result
+
+        setattr(owner, name, watched)
+
+    return prepare
+
+
+def writes(name: str) -> Callable[..., bool]:
+    return lambda *args: Path(args[-1] if len(args) > 1 else args[0]).name == name
+
+
+def is_step(_path: Path, target: Path) -> bool:
+    return target.name.startswith("step-") and target.name[5:].isdigit()
+
+
+def is_trash(_path: Path, target: Path) -> bool:
+    return target.name.startswith("step-") and ".tmp-" in target.name
+
+
+def deletes_some(*args: Any) -> bool:
+    """The second file that is deleted from an old checkpoint."""
+    deleted.append(args)
+    return len(deleted) > 3
+
+
+deleted: list[object] = []
+COMMITTED = "committed"
+POINTS = {
+    "after the weights are written": around(
+        checkpoint, "_save_file", "after", writes("model.safetensors")
+    ),
+    "after the optimiser is written": around(
+        checkpoint, "_save_file", "after", writes("optimiser.safetensors")
+    ),
+    "before a file is synced": around(files, "sync", "before", writes("config.json")),
+    "after a file is synced": around(files, "sync", "after", writes("state.json")),
+    "before the manifest": around(
+        files, "write_atomic", "before", lambda path, _: path.name == "manifest.json"
+    ),
+    "before the manifest has its name": around(Path, "replace", "before", writes("manifest.json")),
+    "after the manifest": around(
+        files, "write_atomic", "after", lambda path, _: path.name == "manifest.json"
+    ),
+    "before the rename": around(Path, "rename", "before", is_step),
+    "after the rename": (COMMITTED, around(Path, "rename", "after", is_step)),
+    "before the rotation": (COMMITTED, around(checkpoint, "rotate", "before")),
+    "in the rotation, before a rename": (COMMITTED, around(Path, "rename", "before", is_trash)),
+    "in the rotation, after a rename": (COMMITTED, around(Path, "rename", "after", is_trash)),
+    "in the middle of a deletion": (COMMITTED, around(os, "unlink", "after", deletes_some)),
+}
+
+
+def test_killed_at_every_named_point_of_a_save(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """F2: the newest committed checkpoint is the one that is gone on from."""
+    run = tmp_path / "run"
+    assert lab.begin(run, mischief=lab.signalled(11)).code == 128 + signal.SIGTERM
+    for point, mischief in POINTS.items():
+        after = isinstance(mischief, tuple)
+        before = max(lab.kept(run))
+        ended = lab.resume(run, mischief=mischief[1] if after else mischief)
+        assert ended.code == -signal.SIGKILL, (point, ended)
+        assert f"Resuming from step-{before:06d}" in ended.said
+        assert (max(lab.kept(run)) > before) == after, point
+        folder, wrong = checkpoint.newest(run / "checkpoints")
+        assert folder is not None, point
+        assert not wrong, point
+    assert lab.resume(run).code == 0
+    assert lab.story(run) == whole
+    assert not lab.left_over(run)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_while_the_settings_are_written(
+    lab: Any, whole: dict[str, Any], tmp_path: Path, when: str
+) -> None:
+    """Before they have their name the folder is no run, and the same command begins it again."""
+    run = tmp_path / "run"
+    ended = lab.begin(run, mischief=around(Path, "replace", when, writes("config.toml")))
+    assert ended.code == -signal.SIGKILL
+    if when == "before":
+        refused = lab.resume(run)
+        assert refused.code == 2
+        assert "is not a run directory" in refused.said
+        assert lab.begin(run).code == 0
+    else:
+        assert lab.resume(run).code == 0
+    assert lab.story(run) == whole
+    assert not lab.left_over(run)
+
+
+def test_killed_after_the_last_step_the_report_is_made_by_a_resume(
+    lab: Any, whole: dict[str, Any], half: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(half, run)
+    (run / "report.html").unlink()
+    import fenchel.flow
+
+    ended = lab.resume(run, mischief=around(fenchel.flow, "sample", "before"))
+    assert ended.code == -signal.SIGKILL
+    assert not (run / "report.html").exists()
+    ended = lab.resume(run)
+    assert ended.code == 0
+    assert "already finished" in ended.said
+    assert (run / "report.html").exists()
+    assert lab.story(run) == whole

@@ -1,0 +1,223 @@
+"""fenchel/train/step.py: a step is a function of the seed and its number."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fenchel.data import Batch
+from fenchel.model import ModelConfig
+from fenchel.train.step import autocast, mix
+
+NAN = float("nan")
+CALM = ModelConfig(vocabulary=31, context=8, width=8, layers=2, heads=2)  # without dropout
+
+
+def gradient(s: Any, step: int) -> dict[str, Tensor]:
+    """The gradient of a step as the optimiser gets it, with the weights left alone."""
+    found: dict[str, Tensor] = {}
+
+    def look() -> None:
+        found.update((name, p.grad.clone()) for name, p in s.model.named_parameters())
+
+    s.optimiser.step = look
+    s.take(step)
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a.keys() | b.keys())
+
+
+def test_a_step_depends_on_the_seed_and_its_number_alone(small: Callable[..., Any]) -> None:
+    one, two, other = small("1"), small("2"), small("3", seed=2)
+    other.model.load_state_dict(one.model.state_dict())
+    first = gradient(one, 4)
+    gradient(two, 9)  # what was done before does not matter
+    assert same(first, gradient(two, 4))
+    assert not same(first, gradient(one, 5))
+    assert not same(first, gradient(other, 4))
+
+
+def test_a_step_neither_draws_from_nor_seeds_the_noise_that_all_share(
+    small: Callable[..., Any],
+) -> None:
+    s = small()
+    before = torch.random.get_rng_state()
+    assert s.take(0).broken is None
+    spoil_output(s)
+    assert s.take(1).broken
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_every_part_of_every_step_has_noise_of_its_own(small: Callable[..., Any]) -> None:
+    s = small(accumulate=2)
+    s.model.train()
+    row = s.batches.at(0).inputs[:1]
+    batch = Batch(row.expand(4, -1), row.expand(4, -1))
+    first, second = s.take._read(batch, 0)
+    third, _ = s.take._read(batch, 1)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert torch.equal(first, next(s.take._read(batch, 0)))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_step_in_parts_is_the_step_of_one_large_batch(
+    small: Callable[..., Any], parts: int
+) -> None:
+    whole, divided = small("1", model=CALM), small("2", model=CALM, accumulate=parts)
+    at_once, added_up = gradient(whole, 3), gradient(divided, 3)
+    for name, expected in at_once.items():
+        torch.testing.assert_close(added_up[name], expected, rtol=1e-4, atol=1e-7)
+    assert divided.take(4).loss == pytest.approx(whole.take(4).loss, rel=1e-6)
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_targets(small: Callable[..., Any]) -> None:
+    s = small(model=CALM, accumulate=2, smoothing=0.1, clip=1e9)
+    found = gradient(s, 3)
+    batch = s.batches.at(3)
+    loss = nn.functional.cross_entropy(
+        s.model(batch.inputs).flatten(0, 1), batch.targets.flatten(), label_smoothing=0.1
+    )
+    loss.backward()
+    for name, p in s.model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-7)
+    assert s.take(3).loss == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_the_gradient_is_cut_to_length_and_the_length_before_is_told(
+    small: Callable[..., Any],
+) -> None:
+    free, cut = small("1", clip=1e9), small("2", clip=0.01)
+    whole, short = gradient(free, 0), gradient(cut, 0)
+    norm = torch.stack([g.square().sum() for g in whole.values()]).sum().sqrt().item()
+    assert norm > 0.01
+    assert cut.take(0).gradient_norm == pytest.approx(norm, rel=1e-5)
+    for name in whole:
+        torch.testing.assert_close(short[name], whole[name] * 0.01 / norm, rtol=1e-3, atol=1e-9)
+
+
+def test_the_learning_rate_follows_the_schedule_by_number(small: Callable[..., Any]) -> None:
+    s = small(optim={"schedule": "linear", "learning_rate": 0.5, "warmup": 0.0}, steps=10)
+    assert [s.take(step).learning_rate for step in (4, 0, 9, 4)] == pytest.approx(
+        [0.5 * s.take.schedule(step) for step in (4, 0, 9, 4)]
+    )
+
+
+def test_no_gradient_is_carried_into_the_next_step(small: Callable[..., Any]) -> None:
+    s = small()
+    s.take(0)
+    assert all(p.grad is None for p in s.model.parameters())
+
+
+# --- what is not finite
+
+
+def spoil_parameter(s: Any) -> None:
+    s.model.blocks[1].mlp.up.weight.register_hook(lambda g: g * NAN)
+
+
+def spoil_output(s: Any) -> None:
+    s.model.blocks[0].mlp.up.register_forward_hook(lambda _m, _i, output: output * torch.inf)
+
+
+def spoil_one_part(s: Any) -> None:
+    """Only the third of four parts; a clean one follows."""
+    calls: list[int] = []
+
+    def hook(_m: nn.Module, _i: object, output: Tensor) -> Tensor:
+        calls.append(1)
+        return output * NAN if len(calls) % 4 == 3 else output
+
+    s.model.blocks[0].mlp.up.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (spoil_parameter, "the gradient of blocks.1.mlp.up.weight is the first"),
+        (spoil_output, "the output of blocks.0.mlp.up is the first"),
+        (spoil_one_part, "the output of blocks.0.mlp.up is the first"),
+    ],
+)
+def test_a_step_that_is_not_finite_moves_nothing_and_says_where(
+    small: Callable[..., Any], spoil: Callable[[Any], None], says: str
+) -> None:
+    s = small(accumulate=4)
+    s.take(0)
+    before = s.bits()
+    spoil(s)
+    taken = s.take(1)
+    assert says in (taken.broken or "")
+    assert s.bits() == before
+    assert all(p.grad is None for p in s.model.parameters())
+
+
+def test_an_infinite_loss_with_finite_gradients_moves_nothing(
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = small()
+    s.take(0)
+    before = s.bits()
+    read = s.take._gradient
+    monkeypatch.setattr(s.take, "_gradient", lambda *args: read(*args) * math.inf)
+    taken = s.take(1)
+    assert taken.broken == "the loss itself is not finite"
+    assert math.isfinite(taken.gradient_norm)
+    assert s.bits() == before
+
+
+def test_a_gradient_whose_norm_overflows_moves_nothing(small: Callable[..., Any]) -> None:
+    s = small()
+    s.take(0)
+    before = s.bits()
+    s.model.norm.weight.register_hook(lambda g: torch.full_like(g, 1e30))
+    assert "too large for its norm" in (s.take(1).broken or "")
+    assert s.bits() == before
+
+
+def test_a_good_step_after_a_bad_one_is_as_if_the_bad_one_had_not_been(
+    small: Callable[..., Any],
+) -> None:
+    one, two = small("1"), small("2")
+    one.take(0)
+    two.take(0)
+    spoilt = two.model.norm.weight.register_hook(lambda g: g * NAN)
+    assert two.take(1).broken
+    spoilt.remove()
+    one.take(2)
+    two.take(2)
+    assert one.bits() == two.bits()
+
+
+# --- precision and seeds
+
+
+def test_half_precision_is_used_where_it_is_asked_for(small: Callable[..., Any]) -> None:
+    s = small(precision="bfloat16")
+    seen: list[torch.dtype] = []
+    s.model.blocks[0].mlp.up.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
+    assert s.take(0).broken is None
+    assert seen == [torch.bfloat16]
+    assert {p.dtype for p in s.model.parameters()} == {torch.float32}
+
+
+def test_auto_asks_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for has_it in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=has_it: answer)
+        assert isinstance(autocast("auto", cpu)(), torch.autocast) == has_it
+    assert isinstance(autocast("float32", cpu)(), nullcontext)
+
+
+def test_mixed_seeds_tell_every_order_and_grouping_apart() -> None:
+    seeds = {mix(a, b, c) for a in range(12) for b in range(12) for c in range(12)}
+    assert len(seeds) == 12**3
+    assert mix(1, 23) != mix(12, 3)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert mix(0, 0, 0) == mix(0, 0, 0) == 6436203349130839549  # the same on every machine
