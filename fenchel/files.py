@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import socket
+from collections import Counter
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -259,7 +260,6 @@ def _seal(manifest: Mapping[str, Any]) -> str:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice!r} stands twice")
     return value

@@ -164,7 +164,7 @@ def resume(
             )
             corpus = prepare(same_ids, path / f"{TOKENS}-{now[:12]}", report=watch.stage)
             _keep_corpus(run, corpus)
-        if to_mapping(config) != before:
+        if config != settings(before):
             run.write_settings(to_mapping(config))
         return _carry_out(config, run, corpus, _batches(config, corpus.train), watch)
 

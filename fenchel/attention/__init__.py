@@ -3,32 +3,55 @@
 from fenchel.attention.attend import attend, serves
 from fenchel.attention.derivative import Gradients, Move, attend_jvp, attend_vjp
 from fenchel.attention.health import Health, health
+from fenchel.attention.linear import (
+    LinearState,
+    RandomFeatures,
+    linear_attend,
+    linear_step,
+    random_features,
+)
+from fenchel.attention.pattern import Global, Strided
+from fenchel.attention.position import ALiBi, RelativeBias
 from fenchel.attention.prior import Causal, Dense, Padding, Prior, Window
 from fenchel.attention.rotary import NTK, Angles, Linear, Llama3, Yarn, angles, rotary, rotate
 from fenchel.attention.self_attention import self_attention, self_attention_vjp
+from fenchel.attention.trace import Trace, trace
+from fenchel.attention.weights import attention_weights
 
 __all__ = [
     "NTK",
+    "ALiBi",
     "Angles",
     "Causal",
     "Dense",
+    "Global",
     "Gradients",
     "Health",
     "Linear",
+    "LinearState",
     "Llama3",
     "Move",
     "Padding",
     "Prior",
+    "RandomFeatures",
+    "RelativeBias",
+    "Strided",
+    "Trace",
     "Window",
     "Yarn",
     "angles",
     "attend",
     "attend_jvp",
     "attend_vjp",
+    "attention_weights",
     "health",
+    "linear_attend",
+    "linear_step",
+    "random_features",
     "rotary",
     "rotate",
     "self_attention",
     "self_attention_vjp",
     "serves",
+    "trace",
 ]

@@ -9,7 +9,9 @@ One definition, several ways to compute it; ``serves`` says which of them can ta
 the others cannot:
 
     reference    as written above, O(T S) memory, every derivative
+    blocked      tile by tile, O(T + S) memory, every map, derivatives in both directions
     sdpa         torch's fused softmax, reverse derivative
+    flex         FlexAttention, compiled: softmax under any prior, reverse derivative on a GPU
     auto         the quickest that serves; plain softmax goes to sdpa with nothing in between
 
 Dropout draws from torch's default generator in every back end, since the fused kernels take no
@@ -23,13 +25,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
-from fenchel.attention import reference, sdpa
+from fenchel.attention import blocked, flex, reference, sdpa
 from fenchel.attention.prior import Causal, Prior
 from fenchel.attention.shapes import check, leading, together
 from fenchel.choice import Choice, Softmax
 from fenchel.kernels import support
 
 _SOFTMAX = Softmax()
+_SOFTMAX_ONLY = {"sdpa": sdpa.attend, "flex": flex.attend}
+_ONE_PIECE = 1 << 16  # scores: below this the bookkeeping of tiles costs more than it saves
 
 
 @overload
@@ -135,19 +139,25 @@ def _attend(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = _describe(q, k, v, choice, prior, dropout, return_weights)
     if backend == "auto":
-        backend = _pick(call)
+        backend = _pick(call, q.shape[0])
     elif reason := support.why_not(backend, call):
         raise ValueError(f'backend "{backend}" cannot serve this call: {reason}.')
-    if backend == "sdpa" and isinstance(choice, Softmax):
-        out = sdpa.attend(q, k, v, choice, prior, scale, dropout)
-    else:
+    if backend == "reference":
         out, p = reference.attend(q, k, v, choice, prior, scale, dropout)
+    elif backend == "blocked":
+        out = blocked.attend(q, k, v, choice, prior, scale, dropout)
+    else:  # both know softmax alone, as ``why_not`` made sure
+        out = _SOFTMAX_ONLY[backend](q, k, v, choice, prior, scale, dropout)
     out = out.reshape(*axes, *out.shape[-2:])
     return (out, p.to(q.dtype).reshape(*axes, *p.shape[-2:])) if return_weights else out
 
 
-def _pick(call: support.Call) -> str:
-    return "reference" if support.why_not("sdpa", call) else "sdpa"
+def _pick(call: support.Call, B: int) -> str:
+    """The quickest that serves: fused, else in one piece if that is small, else in tiles."""
+    if support.why_not("sdpa", call) is None:
+        return "sdpa"
+    small = B * call.H * call.T * call.S <= _ONE_PIECE
+    return "reference" if small or call.weights else "blocked"
 
 
 def _describe(
@@ -163,9 +173,6 @@ def _describe(
     settings = [x for x in (beta, getattr(choice, "alpha", None)) if isinstance(x, Tensor)]
     carried = [*settings, *(prior.tensors() if prior is not None else ())]
     grad = torch.is_grad_enabled()
-    kind = "number"
-    if isinstance(beta, Tensor):
-        kind = "scalar" if beta.dim() == 0 or beta.shape[-1] == 1 else "tensor"
     return support.Call(
         choice=type(choice).__name__,
         device=q.device.type,
@@ -177,7 +184,6 @@ def _describe(
         D=q.shape[3],
         E=v.shape[3],
         prior=prior is not None,
-        temperature=kind,
         learns=grad and any(x.requires_grad for x in carried),
         gradient=grad and any(x.requires_grad for x in (q, k, v, *carried)),
         tangent=forward_ad._current_level >= 0,

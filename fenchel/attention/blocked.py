@@ -5,7 +5,7 @@ that the prior forbids to all rows of a tile are never looked at.
 
     forward    p_t = choice.weights(x_t),  o_t = p_t v           keeps one number nu a row (rows.py)
     reverse    p_t, s_t from x_t and nu, then as in derivative.py, summed over tiles
-    forward-mode, second derivatives: each tile by torch.func on its definition, summed over tiles
+    forward-mode as in derivative.py; second derivatives: each tile by torch.func on its definition
 
 so every derivative up to the second needs O(n) memory. The temperature joins the queries before
 anything is cut (beta scale q) k^T, and learns there. Dropout draws one seed from torch's default
@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp
+from torch.func import vjp
 from torch.nn.functional import dropout as drop
+from torch.utils._pytree import tree_map
 
 from fenchel.attention.prior import Block, Prior
 from fenchel.attention.reference import mix, score
@@ -98,6 +99,23 @@ class Call:
 
         return piece
 
+    def moved(
+        self, tile: Tile, q: Tensor, k: Tensor, at: Sequence[Tensor], moves: Sequence[Tensor | None]
+    ) -> Tensor:
+        """The derivative of one tile along moves of its q, k, v alone, as in derivative.py."""
+        block = _block(tile, q, k)
+        (q_t, k_t, v_t, *tensors), (dq, dk, dv, *_) = at, moves
+        call = self.with_tensors(tensors)
+        choice = _part(call.choice, block)
+        log_prior = None if call.prior is None else call.prior.dense(block, q_t.dtype)
+        p = choice.weights(score(q_t, k_t, 1.0), log_prior)
+        terms = [] if dv is None else [mix(p, dv)]
+        dz = [] if dq is None else [score(dq, k_t, 1.0)]
+        dz += [] if dk is None else [score(q_t, dk, 1.0)]
+        if dz:
+            terms.append(mix(choice.jacobian_product(p, sum(dz[1:], dz[0])), v_t))
+        return sum(terms[1:], terms[0])
+
     def pulled(self, tile: Tile, q: Tensor, k: Tensor, count: int) -> Function:
         """The first ``count`` gradients of one tile, as a differentiable function of g as well."""
         piece = self.one(tile, q, k)
@@ -163,7 +181,10 @@ class _Attend(torch.autograd.Function):
         def pieces() -> Iterator[Tensor]:
             for tile in cut:
                 at, move = ((*_apart(tile, xs[:3]), *xs[3:]) for xs in ((q, k, v, *tensors), moves))
-                yield _tangent(ctx.call.one(tile, q, k), at, move)
+                if ctx.call.dropout or any(x is not None for x in moves[3:]):
+                    yield _tangent(ctx.call.one(tile, q, k), at, move)
+                else:
+                    yield ctx.call.moved(tile, q, k, at, move)
 
         return lay(cut, pieces()), None
 
@@ -315,7 +336,11 @@ def _apart(tile: Tile, qkv: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
 
 
 def _tangent(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) -> Any:
-    """The derivative of f at ``at`` along the moves that are not None."""
+    """The derivative of f at ``at`` along the moves that are not None.
+
+    J dx is the gradient of <J^T u, dx> in u: two reverse products, since torch cannot begin a
+    forward derivative inside another one.
+    """
     moving = [i for i, move in enumerate(moves) if move is not None]
 
     def of_moving(*moved: Tensor) -> Any:
@@ -324,7 +349,9 @@ def _tangent(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) 
             args[i] = x
         return f(*args)
 
-    return jvp(of_moving, tuple(at[i] for i in moving), tuple(moves[i] for i in moving))[1]
+    out, pull = vjp(of_moving, *(at[i] for i in moving))
+    push = vjp(pull, tree_map(torch.zeros_like, out))[1]
+    return push(tuple(moves[i] for i in moving))[0]
 
 
 def _each(function: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:

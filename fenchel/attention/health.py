@@ -19,7 +19,7 @@ from torch import Tensor
 from fenchel.attention.prior import Prior
 from fenchel.attention.reference import log_prior, score
 from fenchel.attention.shapes import check, four
-from fenchel.choice import Choice, Softmax
+from fenchel.choice import Choice, Hard, Softmax
 
 _SOFTMAX = Softmax()
 
@@ -48,7 +48,8 @@ def health(
     z = score(q, k, q.shape[-1] ** -0.5 if scale is None else scale)
     log_u = log_prior(prior, z)
     p = choice.weights(z, log_u)
-    logits = (z * getattr(choice, "beta", 1.0)).abs()
+    beta = 1.0 if isinstance(choice, Hard) else choice.beta
+    logits = (z * beta).abs()
     if log_u is not None:
         logits = torch.where(log_u > -torch.inf, logits, 0.0)
     entropy = torch.special.entr(p).sum(-1)

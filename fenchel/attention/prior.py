@@ -5,7 +5,8 @@ A prior gives every query a measure u over the keys; attention uses its logarith
     weights = choice.weights(scale * q k^T, log_prior = log u),
 
 so a mask, padding, a window and a bias are one argument: log u is -inf where a key is forbidden
-and finite where it is allowed. Two priors multiply, so their logarithms add: ``a + b``.
+and finite where it is allowed. Two priors multiply, so their logarithms add: ``a + b``. Masks may
+also be joined, ``a | b``: open where either is.
 
 Queries are aligned to the END of the keys: the last query sits at the last key, and query t of T
 stands at position i = t + S - T among S keys. With T = S this is the usual square; with a cache of
@@ -140,7 +141,11 @@ class Prior(ABC):
 
     def __add__(self, other: "Prior") -> "Prior":
         """Both at once: measures multiply, logarithms add."""
-        return Sum((*_parts(self), *_parts(other)))
+        return Sum((*_parts(self, Sum), *_parts(other, Sum)))
+
+    def __or__(self, other: "Prior") -> "Prior":
+        """Masks joined: open where either is open."""
+        return Either((*_parts(self, Either), *_parts(other, Either)))
 
 
 @dataclass(frozen=True)
@@ -292,8 +297,37 @@ class Dense(Prior):
         return x[tuple(place if size > 1 else torch.zeros_like(place) for place, size in places)]
 
 
+class Combined(Prior):
+    """What priors made of several parts share."""
+
+    parts: tuple[Prior, ...]
+
+    def varies(self) -> bool:
+        """Whether a part does."""
+        return any(part.varies() for part in self.parts)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The numbers of all parts."""
+        return tuple(tensor for part in self.parts for tensor in part.tensors())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
+        """Each part gets as many as it gave."""
+        left = list(tensors)
+        parts = []
+        for part in self.parts:
+            count = len(part.tensors())
+            parts.append(part.with_tensors(left[:count]))
+            left = left[count:]
+        return type(self)(tuple(parts))  # type: ignore[call-arg]
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:
+        """Every part fits."""
+        for part in self.parts:
+            part.check(B, H, T, S)
+
+
 @dataclass(frozen=True)
-class Sum(Prior):
+class Sum(Combined):
     """Several priors at once; made by ``a + b``."""
 
     parts: tuple[Prior, ...]
@@ -315,38 +349,11 @@ class Sum(Prior):
 
     def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
         """What all parts reach."""
-        ranges = [part.reach(first, last, S) for part in self.parts]
-        low = max(low for low, _ in ranges)
-        return low, max(low, min(high for _, high in ranges))
+        return _common([part.reach(first, last, S) for part in self.parts])
 
     def free(self, first: int, last: int, S: int) -> tuple[int, int]:
         """What all parts leave free."""
-        ranges = [part.free(first, last, S) for part in self.parts]
-        low = max(low for low, _ in ranges)
-        return low, max(low, min(high for _, high in ranges))
-
-    def varies(self) -> bool:
-        """Whether a part does."""
-        return any(part.varies() for part in self.parts)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The numbers of all parts."""
-        return tuple(tensor for part in self.parts for tensor in part.tensors())
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """Each part gets as many as it gave."""
-        left = list(tensors)
-        parts = []
-        for part in self.parts:
-            count = len(part.tensors())
-            parts.append(part.with_tensors(left[:count]))
-            left = left[count:]
-        return Sum(tuple(parts))
-
-    def check(self, B: int, H: int, T: int, S: int) -> None:
-        """Every part fits."""
-        for part in self.parts:
-            part.check(B, H, T, S)
+        return _common([part.free(first, last, S) for part in self.parts])
 
     def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Part by part, so that a part with a quicker dense form uses it."""
@@ -356,8 +363,42 @@ class Sum(Prior):
         return first
 
 
-def _parts(prior: Prior) -> tuple[Prior, ...]:
-    return prior.parts if isinstance(prior, Sum) else (prior,)
+@dataclass(frozen=True)
+class Either(Combined):
+    """What at least one of several masks admits; made by ``a | b``."""
+
+    parts: tuple[Prior, ...]
+
+    def admits(self, at: Place) -> Tensor | None:
+        """What some part admits."""
+        found = None
+        for part in self.parts:
+            one = part.admits(at)
+            if part.bias(at) is not None:
+                raise ValueError(f"a | b joins masks, and {type(part).__name__} is a bias; use +.")
+            if one is None:
+                return None
+            found = one if found is None else found | one
+        return found
+
+    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """From the first key that some part reaches to the last."""
+        ranges = [part.reach(first, last, S) for part in self.parts]
+        return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+    def free(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """The longest stretch that some part leaves free."""
+        ranges = [part.free(first, last, S) for part in self.parts]
+        return max(ranges, key=lambda ends: ends[1] - ends[0])
+
+
+def _parts(prior: Prior, kind: type[Combined]) -> tuple[Prior, ...]:
+    return prior.parts if isinstance(prior, kind) else (prior,)
+
+
+def _common(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    low = max(low for low, _ in ranges)
+    return low, max(low, min(high for _, high in ranges))
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:

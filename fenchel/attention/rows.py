@@ -35,7 +35,7 @@ def exponent(choice: Choice) -> float | None:
 
 
 def choose_(x: Tensor, choice: Choice, alpha: float) -> tuple[Tensor, Tensor]:
-    """(p, nu) for the scores x = beta z + log u, which may be overwritten: -> (..., K), (..., 1)."""
+    """(p, nu) for the scores x = beta z + log u, which may be overwritten: (..., K), (..., 1)."""
     top = x.amax(-1, keepdim=True)
     empty = top == -torch.inf
     if alpha == 1.0:

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fenchel.attention.prior import Causal, Prior
-from fenchel.choice import Softmax
+from fenchel.choice import Choice
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    choice: Softmax,
+    choice: Choice,
     prior: Prior | None,
     scale: float,
     dropout: float,

@@ -6,8 +6,8 @@ With y_i = (alpha - 1) (x_i - max x) <= 0 and r = 1 / (alpha - 1), find t in (0,
 
 t is the u of the largest entry; in the letters of entmax.py, tau = -t after the same shift.
 
-**Climbing down**, for 1 < alpha <= 2. f^(1/r) is the r-norm of u: convex in t, and almost a
-straight line. Newton's method on it,
+**Falling**, for 1 < alpha <= 2. f^(1/r) is the r-norm of u: convex in t, and almost a straight
+line. Newton's method on it,
 
     t <- t - (f - f^(1 - 1/r)) / g,        g = sum over u_i > 0 of u_i^(r - 1),
 
@@ -20,42 +20,40 @@ falls from t = 1 towards the root and never past it, with no bracket, sort or bi
 alternative enters the support; the same step is kept between two bounds and replaced by their
 middle when it leaves them or stalls.
 
-Rows go through in blocks that stay in the cache. ``bisect`` is the reference of all this: slow,
-simple, sure.
+``bisect`` is the reference of both: slow, simple, sure. choice/rows.py runs them over many rows.
 
 Digits. For alpha below 1.5, t is near 1 and r is large: u^r = exp(r log1p(y + d)) with d = t - 1
 is right where pow(y + t, r) is not. From 1.5 on t itself may be tiny, and d = t. All functions
 here speak of d = t - origin(alpha).
-"""
 
-from typing import NamedTuple
+Shapes: y is (N, K) and d is (N, 1), but for ``bisect``, ``log_u`` and ``powers``, which take any.
+Every row has its largest entry at 0.
+"""
 
 import torch
 from torch import Tensor
 
 FORBIDDEN = float("-inf")
-_BLOCK = 1 << 18  # entries: a block and its copy are 2 MiB in float32, the caches of two cores
-_FEW = 8  # one entry in so many may be near the top for the narrow table to pay
-_STEPS = 60  # climbing needs 3 to 12; a row built to resist goes to ``bisect``
+_STEPS = 60  # falling needs 3 to 12; a row built to resist goes to ``bisect``
 
 
 def bisect(y: Tensor, alpha: float | Tensor) -> Tensor:
     """d by halving an interval that holds it: (..., K) -> (..., 1).
 
     At t = 1 the largest entry alone weighs 1; K equal entries would need t = K^(1 - alpha).
-    Halving the ratio of the bounds first finds the size of a tiny t, halving the distance
-    then finds its digits; stop when the dtype has no more to give.
+    The first halvings are of the ratio of the bounds, which finds the size of a tiny t, the
+    others of their distance; stop when the dtype has no more to give.
     """
-    bits = 60 if y.dtype == torch.float64 else 30
+    start = origin(alpha)
     high = torch.ones_like(y[..., :1])
     low = high * y.shape[-1] ** (1.0 - torch.as_tensor(alpha, dtype=y.dtype))
-    low, high = low - origin(alpha), high - origin(alpha)
-    for step in range(bits + 10):
+    for _ in range(10):
+        middle = (low * high).sqrt()
+        heavy = powers(y + (middle - start), alpha).sum(-1, keepdim=True) >= 1.0
+        low, high = torch.where(heavy, low, middle), torch.where(heavy, middle, high)
+    low, high = low - start, high - start
+    for _ in range(60 if y.dtype == torch.float64 else 30):
         middle = 0.5 * (low + high)
-        if step < 10:
-            near_zero = origin(alpha) + high > 4.0 * (origin(alpha) + low)
-            ratio = ((origin(alpha) + low) * (origin(alpha) + high)).sqrt() - origin(alpha)
-            middle = torch.where(near_zero, ratio, middle)
         heavy = powers(y + middle, alpha).sum(-1, keepdim=True) >= 1.0
         low, high = torch.where(heavy, low, middle), torch.where(heavy, middle, high)
     return high
@@ -80,122 +78,46 @@ def powers(w: Tensor, alpha: float | Tensor) -> Tensor:
     return (log_u(w, alpha) / (alpha - 1.0)).exp()
 
 
-def threshold(y: Tensor, alpha: float | Tensor) -> Tensor:
-    """d, fast: (..., K) -> (..., 1). Any number for a row that is -inf throughout."""
-    rows = y.reshape(-1, y.shape[-1])
-    d = torch.empty_like(rows[:, :1])
-    for part, exponent in blocks(rows, alpha, y.shape):
-        d[part] = _threshold(rows[part], exponent, torch.empty_like(rows[part]))
-    return d.view(*y.shape[:-1], 1)
+def threshold(y: Tensor, alpha: float | Tensor, work: tuple[Tensor, Tensor]) -> Tensor:
+    """d: (N, K) -> (N, 1). The two tensors of ``work``, like y in shape, are overwritten."""
+    small = bool((alpha <= 2.0).all()) if isinstance(alpha, Tensor) else alpha <= 2.0
+    return _fall(y, alpha, work) if small else _bracketed(y, alpha)
 
 
-def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
-    """The weights for the scores x, with no derivative: (..., K) -> (..., K)."""
-    rows = x.reshape(-1, x.shape[-1])
-    weights = torch.zeros_like(rows)
-    parts = blocks(rows, alpha, x.shape)
-    # one work space for all blocks: fresh memory would cost more than the arithmetic in it
-    space = torch.empty_like(rows[parts[0][0]]) if parts else rows
-    few = []
-    for part, exponent in parts:
-        found = _solve(rows[part], exponent, weights[part], space[: weights[part].shape[0]])
-        if found is not None:
-            few.append(_Few(found.at + part.start * rows.shape[1], found.y))
-    if few:
-        at, y = (torch.cat(t) for t in zip(*few, strict=True))
-        weights.view(-1)[at] = _solve_among(at, y, rows.shape, alpha)
-    return weights.view(x.shape)
+def above(y: Tensor, t: Tensor, out: Tensor) -> Tensor:
+    """u = (y + t)_+, written into ``out``."""
+    return torch.add(y, t, out=out).clamp_(min=0.0)
 
 
-def blocks(
-    rows: Tensor, alpha: float | Tensor, shape: torch.Size
-) -> list[tuple[slice, float | Tensor]]:
-    """Cut (N, K) rows, and with them an alpha that broadcasts against ``shape``, into blocks."""
-    N, K = rows.shape
-    height = max(1, _BLOCK // max(K, 1)) if rows.device.type == "cpu" else max(N, 1)
-    parts = [slice(i, i + height) for i in range(0, N, height)]
-    if not isinstance(alpha, Tensor) or alpha.numel() == 1:
-        return [(part, alpha) for part in parts]
-    per_row = alpha.expand(*shape[:-1], 1).reshape(-1, 1)
-    return [(part, per_row[part]) for part in parts]
-
-
-def _solve(x: Tensor, alpha: float | Tensor, out: Tensor, y: Tensor) -> "_Few | None":
-    """One block of ``solve`` written into ``out``; or, left for later, its few candidates."""
-    top = x.amax(-1, keepdim=True)
-    empty = top == FORBIDDEN
-    torch.sub(x, top.masked_fill_(empty, 0.0), out=y)  # -inf - -inf would be nan
-    if x.device.type == "cpu":
-        # u > 0 for some t <= 1. Comparing into floats, then converting, is four times as fast
-        # as comparing into booleans.
-        near = torch.gt(y, -1.0 / (alpha - 1.0), out=out)
-        if float(near.sum()) * _FEW <= near.numel():
-            at = near.bool().view(-1).nonzero().squeeze(-1)
-            out.zero_()
-            return _Few(at, y.view(-1)[at])
-    _weigh(y.mul_(alpha - 1.0).masked_fill_(empty, 0.0), alpha, out)
-    out.masked_fill_(empty, 0.0)
-    return None
-
-
-class _Few(NamedTuple):
-    """The entries of a block that can have any weight: flat positions, and y / (alpha - 1)."""
-
-    at: Tensor
-    y: Tensor
-
-
-def _solve_among(at: Tensor, y: Tensor, shape: torch.Size, alpha: float | Tensor) -> Tensor:
-    """The weights of the few entries that can have any, moved to the left of a narrow table."""
-    N, K = shape
-    row = at // K
-    counts = row.bincount(minlength=N)
-    first = counts.cumsum(0) - counts
-    width = int(counts.max())
-    place = torch.arange(at.numel(), device=at.device) + (width * row - first[row])
-    table = y.new_full((N, width), FORBIDDEN)
-    table[:, 0] = 0.0  # for rows that have no entry here; nobody fetches it
-    table.view(-1)[place] = y
-    weights = torch.empty_like(table)
-    for part, exponent in blocks(table, alpha, shape):
-        _weigh(table[part].mul_(exponent - 1.0), exponent, weights[part])
-    return weights.view(-1)[place]
-
-
-def _weigh(y: Tensor, alpha: float | Tensor, out: Tensor) -> None:
-    """The weights of whole rows, each with a 0 in it, written into ``out``."""
-    d = _threshold(y, alpha, out)
-    if _is(alpha, 1.5) or _is(alpha, 2.0):
-        _above(y, d, out)
-        if _is(alpha, 1.5):
-            out.square_()
-    else:
-        out.copy_(powers(y + d, alpha))
-    out.div_(out.sum(-1, keepdim=True))
-
-
-def _threshold(y: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:
-    if isinstance(alpha, Tensor):
-        climbs = bool((alpha <= 2.0).all())
-    else:
-        climbs = alpha <= 2.0
-    return _climb(y, alpha, work) if climbs else _bracketed(y, alpha)
-
-
-def _climb(y: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:
-    """d from above, by Newton's method on the r-norm; ``work`` is overwritten."""
+def _fall(y: Tensor, alpha: float | Tensor, work: tuple[Tensor, Tensor]) -> Tensor:
+    """d from above, by Newton's method on the r-norm."""
     start = origin(alpha)
-    d = torch.ones_like(y[:, :1]) - start
+    d = _guess(y, alpha)
     enough = _enough(alpha, torch.finfo(y.dtype).eps)
-    for count in range(_STEPS):
+    for count in range(1, _STEPS + 1):
         step = _step(y, d, alpha, work)
-        d -= step
+        d.sub_(step)
         # Asking stops a GPU until it has answered, so ask seldom there. nan > enough is false:
         # a row with nan in it neither ends nor prolongs the work on the others.
-        ask = y.device.type == "cpu" or count % 4 == 3
-        if ask and not bool((step > enough * (start + d)).any()):
+        ask = count > 2 if y.device.type == "cpu" else count % 4 == 0
+        if ask and not bool((step.abs_() > enough * (start + d)).any()):
             return d
     return bisect(y, alpha)
+
+
+def _guess(y: Tensor, alpha: float | Tensor) -> Tensor:
+    """Where to start: t = 1, or in long rows what one entry in eight says, each counting eightfold.
+
+    A guess below the root does no harm: the first step from there leads above it.
+    """
+    d = torch.ones_like(y[:, :1]) - origin(alpha)
+    if y.shape[-1] < 512:
+        return d
+    sample = y[:, ::8].contiguous()
+    work = (torch.empty_like(sample), torch.empty_like(sample))
+    for _ in range(4):
+        d.sub_(_step(sample, d, alpha, work, each=8.0))
+    return d
 
 
 def _enough(alpha: float | Tensor, eps: float) -> float | Tensor:
@@ -207,17 +129,21 @@ def _enough(alpha: float | Tensor, eps: float) -> float | Tensor:
     return 16.0 * eps * (alpha - 1.0)
 
 
-def _step(y: Tensor, d: Tensor, alpha: float | Tensor, work: Tensor) -> Tensor:
-    if _is(alpha, 1.5):
-        u = _above(y, d, work)
-        # torch sums in pairs; vector_norm does not, and its error would keep the steps from ending
-        f = torch.linalg.vecdot(u, u).unsqueeze(-1)
-        return (f - f.sqrt()) / u.sum(-1, keepdim=True)
-    if _is(alpha, 2.0):
-        u = _above(y, d, work)
-        return (u.sum(-1, keepdim=True) - 1.0) / u.count_nonzero(-1).unsqueeze(-1)
-    f, g = _sums(y, d, alpha)
-    return (f - f.pow(2.0 - alpha)) / g
+def _step(
+    y: Tensor, d: Tensor, alpha: float | Tensor, work: tuple[Tensor, Tensor], each: float = 1.0
+) -> Tensor:
+    """(f - f^(1 - 1/r)) / g, where every entry counts ``each`` times."""
+    if isinstance(alpha, Tensor) or alpha not in (1.5, 2.0):
+        f, g = _sums(y, d, alpha)
+        f.mul_(each)
+        return (f - f.pow(2.0 - alpha)).div_(g.mul_(each))
+    u = above(y, d, work[0])
+    if alpha == 2.0:
+        count = torch.sign(u, out=work[1]).sum(-1, keepdim=True)
+        return u.sum(-1, keepdim=True).sub_(1.0 / each).div_(count)
+    # torch sums in pairs; a norm or a dot product does not, and its error would delay the end
+    f = torch.mul(u, u, out=work[1]).sum(-1, keepdim=True)
+    return (f - (f / each).sqrt_()).div_(u.sum(-1, keepdim=True))
 
 
 def _bracketed(y: Tensor, alpha: float | Tensor) -> Tensor:
@@ -229,8 +155,8 @@ def _bracketed(y: Tensor, alpha: float | Tensor) -> Tensor:
     for _ in range(_STEPS):
         f, g = _sums(y, t - start, alpha)
         low, high = torch.where(f < 1.0, t, low), torch.where(f < 1.0, high, t)
-        done = ((f - 1.0).abs() <= 8.0 * eps) | (high - low <= 2.0 * eps * high)
-        if not bool((~done & ~f.isnan()).any()):
+        done = ((f - 1.0).abs() <= 8.0 * eps) | (high - low <= 2.0 * eps * high) | f.isnan()
+        if bool(done.all()):
             return t - start
         trial = t - (f - f.pow(2.0 - alpha)) / g
         middle = torch.where(high > 4.0 * low, (low * high).sqrt(), 0.5 * (low + high))
@@ -242,18 +168,10 @@ def _bracketed(y: Tensor, alpha: float | Tensor) -> Tensor:
 
 def _sums(y: Tensor, d: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
     """f = sum u^r and g = sum over the support of u^(r - 1)."""
-    r = 1.0 / (alpha - 1.0)
-    log = log_u(y + d, alpha)
-    f = (r * log).exp_().sum(-1, keepdim=True)
-    # off the support log u = -inf, and u^(r - 1) would be infinite for r < 1
-    g = torch.where(log > FORBIDDEN, (r - 1.0) * log, FORBIDDEN).exp_().sum(-1, keepdim=True)
-    return f, g
-
-
-def _above(y: Tensor, t: Tensor, out: Tensor) -> Tensor:
-    """u = (y + t)_+, written into ``out``."""
-    return torch.add(y, t, out=out).clamp_(min=0.0)
-
-
-def _is(alpha: float | Tensor, number: float) -> bool:
-    return not isinstance(alpha, Tensor) and alpha == number
+    w = y + d
+    log = log_u(w, alpha)
+    power = log.div_(alpha - 1.0).exp_()
+    u = w.add_(origin(alpha)).clamp_(min=0.0)
+    # off the support both are 0, and 0 / 0 is nan
+    g = (power / u).masked_fill_(u == 0.0, 0.0).sum(-1, keepdim=True)
+    return power.sum(-1, keepdim=True), g

@@ -27,6 +27,7 @@ app = App(
     help="Transformers whose attention can be derived, measured and steered.",
     version=__version__,
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # main answers it
 )
 for _name, _does in COMMANDS.items():
     app.command(f"fenchel.cli.{_name}:run", name=_name, help=_does)

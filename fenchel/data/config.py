@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 SMALLEST_VOCABULARY = 258
 """256 bytes and two special tokens."""
-LARGEST_VOCABULARY = 2**20
+LARGEST_VOCABULARY = 2**19
+"""Twice the largest in use."""
 
 
 @dataclass(frozen=True, kw_only=True)

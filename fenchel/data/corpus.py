@@ -41,7 +41,7 @@ _KIND, _VERSION = "tokens", 1
 _TOKENIZER, _FACTS = "tokenizer.json", "facts.json"
 _STREAMS = ("train.bin", "validation.bin")  # indexed by whether a part is for validation
 _OURS = {*_STREAMS, _TOKENIZER, _FACTS, MANIFEST}
-_BLOCK = 8 * 2**20  # bytes of text encoded at once
+_BLOCK = 2**22  # characters encoded at once
 _BETWEEN = b"\f"  # separates documents where a baseline reads them as bytes
 
 

@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-PIECE = 2**20
+PIECE = 2**18
 """The most bytes of a file in one document: encoding a document takes 170 times its size."""
 LINE = 2**26
 """The most bytes in one line of a JSON-lines file."""

@@ -64,7 +64,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer.json from a file nobody has vouched for; ValueError says what is wrong."""
     raw = read_json(path, limit=_FILE_LIMIT)
-    _check_added(raw, path)
+    _check_tokens(raw, path)
     _check_growth(raw, path)
     # These belong to somebody's pipeline; here a text has one encoding, of its own length.
     raw["truncation"] = raw["padding"] = None
@@ -176,10 +176,15 @@ def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(id for id, t in added.items() if t.special and t.content != unknown)
 
 
-def _check_added(raw: dict[str, Any], path: Path) -> None:
+def _check_tokens(raw: dict[str, Any], path: Path) -> None:
     added = raw.get("added_tokens", [])
     if not isinstance(added, list):
         raise ValueError(f"{path} should list its added_tokens, got {type(added).__name__}.")
+    model = raw.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    count = len(added) + (len(vocab) if isinstance(vocab, dict | list) else 0)
+    if count > LARGEST_VOCABULARY:
+        raise ValueError(f"{path} has {count} tokens; more than {LARGEST_VOCABULARY} is refused.")
     for token in added:
         content = token.get("content") if isinstance(token, dict) else None
         if not isinstance(content, str) or not 0 < len(content) <= _SPECIAL_LIMIT:

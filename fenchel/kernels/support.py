@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-BACKENDS = ("reference", "sdpa")
+BACKENDS = ("reference", "blocked", "sdpa", "flex")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +29,6 @@ class Call:
     E: int
     prior: bool = False
     """Whether there is a prior that the back end has to be told of."""
-    temperature: str = "number"
-    """beta: a "number", one learned "scalar", or a "tensor" that differs between rows."""
     learns: bool = False
     """Whether a gradient is wanted for the prior or for a setting of the map."""
     gradient: bool = False
@@ -53,16 +51,38 @@ def _reference(call: Call) -> str | None:  # noqa: ARG001
     return None
 
 
-def _sdpa(call: Call) -> str | None:
-    if call.choice != "Softmax":
-        return f"torch's fused kernels know softmax, not {call.choice}"
-    if call.temperature == "tensor":
-        return "beta differs between rows in a way a query cannot carry"
+def _blocked(call: Call) -> str | None:
     if call.weights:
-        return "torch's fused kernels do not give the weights"
-    if call.tangent:
-        return "torch's fused kernels carry no tangents"
+        return "the blocked back end never holds all weights; attention_weights gives chosen rows"
     return None
 
 
-_ANSWERS = {"reference": _reference, "sdpa": _sdpa}
+def _sdpa(call: Call) -> str | None:
+    return _only_softmax(call, "torch's fused kernels")
+
+
+def _flex(call: Call) -> str | None:
+    if reason := _only_softmax(call, "FlexAttention"):
+        return reason
+    if call.dropout:
+        return "FlexAttention has no dropout"
+    if call.dtype == torch.float64 and call.device != "cpu":
+        return "FlexAttention's kernels know float16, bfloat16 and float32"
+    if call.device == "cpu" and call.gradient:
+        return "FlexAttention has no backward on a CPU"
+    if min(call.T, call.S) == 0:
+        return "FlexAttention needs at least one query and one key"
+    return None
+
+
+def _only_softmax(call: Call, who: str) -> str | None:
+    if call.choice != "Softmax":
+        return f"{who} know{'s' if who.endswith('n') else ''} softmax, not {call.choice}"
+    if call.weights:
+        return f"{who} cannot return the weights"
+    if call.tangent:
+        return f"{who} cannot carry tangents"
+    return None
+
+
+_ANSWERS = {"reference": _reference, "blocked": _blocked, "sdpa": _sdpa, "flex": _flex}

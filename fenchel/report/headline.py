@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fenchel.report.document import Part, picture
-from fenchel.report.markup import Html, element, join, notes, shorten, table
+from fenchel.report.markup import Html, clean, element, join, notes, shorten, table
 from fenchel.report.quantities import amount, duration, figure, spoken
 from fenchel.report.run import Run, mapping, number
 
@@ -102,7 +102,7 @@ def baseline_name(key: str) -> str:
     """
     if match := re.fullmatch(r"ngram([0-9]{1,2})", key):
         return f"{match[1]}-gram"
-    return _COMPRESSORS.get(key, shorten(key, 14))
+    return _COMPRESSORS.get(key, shorten(clean(key), 14))
 
 
 def _sentence(run: Run, kind: str) -> str:

@@ -90,27 +90,26 @@ def layers(run: Run) -> Part:
 
 
 def spans(values: Numbers, count: int, *, peak: bool) -> tuple[list[int], Numbers]:
-    """At most ``count`` spans of rows (N, L): where each begins, and its mean or peak (count, L).
+    """At most ``count`` spans of rows (N, L): where each ends, and its mean or peak (count, L).
 
     >>> spans(np.array([[1.0], [3.0], [5.0], [9.0]]), 2, peak=True)
-    ([0, 2], array([[3.],
+    ([1, 3], array([[3.],
            [9.]]))
     """
     parts = np.array_split(np.arange(len(values)), min(count, len(values)))
-    starts = [int(part[0]) for part in parts]
+    ends = [int(part[-1]) for part in parts]
     gather = np.max if peak else np.mean  # either keeps a NaN, which must be seen
     with np.errstate(invalid="ignore", over="ignore"):
-        return starts, np.stack([gather(values[part], axis=0) for part in parts])
+        return ends, np.stack([gather(values[part], axis=0) for part in parts])
 
 
 def _data(run: Run, strip: Strip, steps: Numbers, values: Numbers) -> dict[str, Any]:
-    starts, columns = spans(values, _COLUMNS, peak=strip.peak)
+    ends, columns = spans(values, _COLUMNS, peak=strip.peak)
     finite = columns[np.isfinite(columns)]
     least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
     return {
         "view": "strips",
-        "x": places(run, steps[starts]),
-        "end": places(run, steps[-1:]),
+        "x": places(run, steps[ends]),
         "layers": [plain(layer) for layer in columns.T],
         "last": plain(values[-1]),
         "least": plain([least])[0],

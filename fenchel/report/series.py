@@ -57,13 +57,17 @@ def layered(run: Run, key: str) -> tuple[Numbers, Numbers]:
 
 
 def places(run: Run, steps: Numbers) -> dict[str, list[float]]:
-    """Where ``steps`` lie on each axis the run knows: step, tokens seen, seconds elapsed."""
+    """Where ``steps`` lie on each axis the run knows: step, tokens seen, seconds elapsed.
+
+    Between two lines that tell, it is a straight line; before the first, one from step 0 at 0.
+    """
     found = {"step": _exact(steps)}
     for axis, key in _AXES.items():
         known = series(run, key)
         sound = np.isfinite(known.values)
         if sound.any():
-            at = np.interp(steps, known.steps[sound], known.values[sound])
+            told = np.r_[0.0, known.steps[sound]], np.r_[0.0, known.values[sound]]
+            at = np.interp(steps, *told)
             found[axis] = _exact(np.round(at, 3))
     return found
 

@@ -2,7 +2,7 @@
 //
 //   bars(host, {bars: [{name, value, ours}]})
 //   lineChart(host, {series: [{name, tone, x: {step}, y}], references: [{name, value}], log, zero}, state)
-//   strips(host, {x: {step}, end: {step}, layers: [[value]], last, least, most}, state)
+//   strips(host, {x: {step}, layers: [[value]], last, least, most}, state)
 //   attention(host, {layers, heads, size, tokens, data}), of the next three:
 //   mapGrid, mapView, sentence(host, unpack(data), choice, changed)
 //
@@ -178,7 +178,7 @@ export function lineChart(host, data, state) {
 			if (one.y.length <= 40) one.y.forEach((y, j) => drawable(y) && chart.append(dot(one, j, 2.6)));
 		}
 
-		const mark = node("g"), guide = series[0].x[axis], count = guide.length;
+		const mark = node("g"), guide = [...new Set(xs)].sort((a, b) => a - b), count = guide.length;
 		function point(place) {
 			at = place;
 			const here = guide[at ?? count - 1];
@@ -211,9 +211,8 @@ export function strips(host, data, state) {
 	function draw() {
 		const { axis, name, long, short, sixty } = axisOf(data.x, state), paint = colours();
 		const width = wide(host), right = width - 54, height = count * row + 26, pen = prepare(canvas, width, height);
-		const edges = [...data.x[axis], data.end[axis][0]];
-		if (edges[columns] <= edges[columns - 1]) // the last measurement is drawn as wide as the one before
-			edges[columns] = edges[columns - 1] + (columns > 1 && edges[columns - 1] - edges[columns - 2] || 1);
+		const [first, second] = data.x[axis], before = first - (second - first || 1);
+		const edges = [first > 0 ? Math.max(before, 0) : before, ...data.x[axis]]; // a measurement ends its span
 		const X = scale(edges[0], edges[columns], left, right), heat = scale(data.least, data.most, 0, 1);
 		data.layers.forEach((values, i) => {
 			values.forEach((value, j) => {

@@ -24,7 +24,7 @@ from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
 from fenchel.sensitivity.operator import Operator, Space
-from fenchel.sensitivity.rows import BUDGET, Projected, Rows, project, pulled, times, wide
+from fenchel.sensitivity.rows import BUDGET, Block, Projected, Rows, project, pulled, times, wide
 
 _SOFTMAX = Softmax()
 
@@ -71,26 +71,25 @@ class AttentionJacobian(Operator):
     ) -> Tensor:
         """do for moves dq, dk, dv, each (c, B, heads, n, width) or standing still."""
         r = self.rows
-        found = []
-        for block in r:
-            rows, keys = block.rows, block.keys
-            out = 0.0 if v is None else times(block.p, v[..., keys, :])
-            if q is not None:
-                dz = times(q[..., rows, :], r.k[..., keys, :].mT)
-                if k is not None:
-                    dz += times(r.q[..., rows, :], k[..., keys, :].mT)
-            elif k is not None:
-                dz = times(r.q[..., rows, :], k[..., keys, :].mT)
-            if q is not None or k is not None:
-                out = out + r.scale * times(block.turned(dz), self.v[..., keys, :])
-            found.append((rows, out))
-        if len(found) == 1 and found[0][0] == slice(0, r.T):
-            return found[0][1]
         c = next(len(move) for move in (q, k, v) if move is not None)
-        whole = self.v.new_zeros(c, r.B, r.H, r.T, self.v.shape[-1])
-        for rows, out in found:
-            whole[..., rows, :] = out
-        return whole
+        out = self.v.new_zeros(c, r.B, r.H, r.T, self.v.shape[-1])
+        for block in r:
+            here = out[..., block.rows, :]
+            dz = self._score_moves(block, q, k)
+            if dz is not None:
+                here += r.scale * times(block.turned(dz), self.v[..., block.keys, :])
+            if v is not None:
+                here += times(block.p, v[..., block.keys, :])
+        return out
+
+    def _score_moves(self, block: Block, q: Tensor | None, k: Tensor | None) -> Tensor | None:
+        """dz / scale on a block."""
+        r, rows, keys = self.rows, block.rows, block.keys
+        by_q = None if q is None else times(q[..., rows, :], r.k[..., keys, :].mT)
+        if k is None:
+            return by_q
+        by_k = times(r.q[..., rows, :], k[..., keys, :].mT)
+        return by_k if by_q is None else by_q.add_(by_k)
 
     def pull(self, g: Tensor) -> dict[str, Tensor]:
         """gq, gk, gv for a gradient g (c, B, H, T, E) of the outputs."""
@@ -128,8 +127,8 @@ class AttentionJacobian(Operator):
             return square.sqrt()
         if self.rows.k.shape[1] == self.rows.H:
             return square.amax().sqrt()
-        group = square.unflatten(1, (self.rows.k.shape[1], -1))  # heads that share their keys
-        return group.sum(2).amax().sqrt()
+        groups = square.reshape(len(square), self.rows.k.shape[1], -1)  # they share their keys
+        return groups.sum(2).amax().sqrt()
 
 
 @final

@@ -4,16 +4,16 @@ With D(h) = (f(x + h t) - f(x - h t)) / 2h for the unit vector t along v,
 
     J v = |v| (4 D(h) - D(2h)) / 3  +  O(h^4),
 
-four evaluations a product. The step h is ``step`` times the length of x. Unless given it is found at
-the first product, among eps^(1/5) and its halves, as the one of least error: too large and the
+four evaluations a product. The step h is ``step`` times the length of x. Unless given it is found
+at the first product, among eps^(1/5) and its halves, as the one of least error: too large and the
 series is cut too early, too small and the rounding of f shows. J^T u is f's own reverse derivative,
 exact whatever kernel computes it; where there is none, ``J.T`` says so.
 
 These products are estimates, and the operator says their error: four times the last correction,
 (4/3) |D(h) - D(2h)|, the largest met so far, relative to the largest |J v|. While the series rules
 that is far too much; where the rounding of f rules, its share in J v is four times that in the
-correction, and that is what the factor is for. ``spectral_norm`` widens its upper end by it; its lower end
-|J^T u| needs the reverse derivative alone and stays exact.
+correction, and that is what the factor is for. ``spectral_norm`` widens its upper end by it; its
+lower end |J^T u| needs the reverse derivative alone and stays exact.
 """
 
 from collections.abc import Callable

@@ -45,7 +45,8 @@ def largest(A: Tensor) -> Tensor:
     """The largest eigenvalue of symmetric positive matrices: (..., d, d) -> (...)."""
     if A.shape[-1] == 1:
         return A[..., 0, 0].clamp(min=0.0)
-    return torch.linalg.eigvalsh(A)[..., -1].clamp(min=0.0)
+    values: Tensor = torch.linalg.eigvalsh(A)
+    return values[..., -1].clamp(min=0.0)
 
 
 def spectral(A: Tensor) -> Tensor:
@@ -65,12 +66,12 @@ def outward(bound: Tensor) -> Tensor:
 
 def nonnegative(P: Tensor, steps: int = _POWER_STEPS) -> Tensor:
     """An upper bound of the spectral norm of P >= 0, close to it: (..., m, n) -> (...)."""
-    return perron(lambda y: (P.mT @ (P @ y.unsqueeze(-1))).squeeze(-1), torch.ones_like(P[..., 0, :]), steps)
+    return perron(
+        lambda y: (P.mT @ (P @ y.unsqueeze(-1))).squeeze(-1), torch.ones_like(P[..., 0, :]), steps
+    )
 
 
-def perron(
-    step: Callable[[Tensor], Tensor], start: Tensor, steps: int = _POWER_STEPS
-) -> Tensor:
+def perron(step: Callable[[Tensor], Tensor], start: Tensor, steps: int = _POWER_STEPS) -> Tensor:
     """The same for P known by ``step``, y -> P^T P y, from a positive start: (..., n) -> (...)."""
     y = start
     best = y.new_full(y.shape[:-1], torch.inf)

@@ -90,7 +90,7 @@ class Space:
 
     def lift(self, flat: Tensor) -> tuple[Tensor, ...]:
         """(k, *batch, size) -> the tensors (k, *batch, *shape)."""
-        pieces = flat.split([prod(shape) for shape in self.shapes], -1)
+        pieces = torch.split_with_sizes(flat, [prod(shape) for shape in self.shapes], -1)
         return tuple(
             piece.reshape(*flat.shape[:-1], *shape)
             for piece, shape in zip(pieces, self.shapes, strict=True)
@@ -337,7 +337,7 @@ class Matrix(Operator):
 
     def ceiling(self) -> Tensor:
         """The Frobenius norm."""
-        return torch.linalg.matrix_norm(self.A)
+        return self.A.square().sum((-2, -1)).sqrt()
 
 
 @final

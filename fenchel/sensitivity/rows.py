@@ -10,7 +10,7 @@ kept; otherwise every pass computes them again.
 Grouped heads: k and v may have G heads for the H of q, G dividing H.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -130,9 +130,7 @@ class Projected(NamedTuple):
     """``lead``, and the heads if the weights had any."""
 
 
-def project(
-    X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, each: bool = True
-) -> Projected:
+def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, each: bool = True) -> Projected:
     """X (..., N, M) by weights (M, D), or (..., H, M, D) where heads come before.
 
     ``each`` repeats grouped keys and values, so that every head has its own.
@@ -154,7 +152,7 @@ def project(
         )
     if each and G < H:
         W = [W[0], *(w.repeat_interleave(H // G, -3) for w in W[1:])]
-    lead = torch.broadcast_shapes(X.shape[:-2], *(w.shape[:-3] for w in W))
+    lead = _broadcast(X.shape[:-2], *(w.shape[:-3] for w in W))
     X = X.expand(*lead, *X.shape[-2:])
     q, k, v = (four(X.unsqueeze(-3) @ w) for w in W)
     flat = [w[None] if w.dim() == 3 else w.expand(*lead, *w.shape[-3:]).flatten(0, -4) for w in W]
@@ -179,6 +177,10 @@ def pulled(x: Tensor, g: Tensor, G: int) -> Tensor:
     R = H // G
     x = x.reshape(*x.shape[:-3], G, R * t, s)
     return x.mT @ g.reshape(*g.shape[:-3], G, R * t, g.shape[-1])
+
+
+def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:

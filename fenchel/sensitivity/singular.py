@@ -51,10 +51,12 @@ def singular_values(
     J = Matrix(J) if isinstance(J, Tensor) else J
     n, most = J.domain.size, min(J.shape)
     if not 1 <= k <= most:
-        raise ValueError(f"an operator of shape {J.shape} has 1 to {most} singular values, got k={k}.")
+        raise ValueError(
+            f"an operator of shape {J.shape} has 1 to {most} singular values, got k={k}."
+        )
     run = _Run(J, generator)
     block = torch.stack([gaussian(J, generator) for _ in range(k)])
-    for step in range(1, iterations + 1):
+    for step in range(1, iterations + 1):  # noqa: B007
         block = run.step(block)
         values, vectors = torch.linalg.eigh(run.image())
         tops = vectors[..., -k:]

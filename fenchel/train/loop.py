@@ -95,8 +95,8 @@ class Loop:
                 if done % self.config.log_every == 0 or last:
                     self._log(taken)
                 better = (done % evaluate_every == 0 or last) and self._evaluate()
-                due = done % save_every == 0 or better or last
-                if due and (ended := self._save(must=last)):
+                due = (done % save_every == 0 or better) and not self.streak()
+                if (due or last) and (ended := self._save(must=last)):
                     return ended
                 self.listener.step(done, self.steps)
         return Outcome("finished", self.progress)

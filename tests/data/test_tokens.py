@@ -125,7 +125,7 @@ def test_training_reads_no_more_than_it_says(monkeypatch: pytest.MonkeyPatch) ->
     assert "ab" in train_tokenizer(["ab " * 500], 400).get_vocab()  # cut, not left out
 
 
-@pytest.mark.parametrize("vocabulary", [257, 2**20 + 1])
+@pytest.mark.parametrize("vocabulary", [257, 2**19 + 1])
 def test_a_vocabulary_out_of_range_is_refused(vocabulary: int) -> None:
     with pytest.raises(ValueError, match=f"vocabulary={vocabulary}"):
         train_tokenizer([], vocabulary)
@@ -228,6 +228,15 @@ def test_a_file_too_large_is_refused_before_it_is_read(
     path.write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="more than 1000 is not read"):
         load_tokenizer(path)
+
+
+def test_more_tokens_than_anybody_needs_are_refused(
+    raw: dict[str, Any], load: Callable[[Any], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "LARGEST_VOCABULARY", 300)
+    count = len(raw["model"]["vocab"]) + 2
+    with pytest.raises(ValueError, match=f"has {count} tokens; more than 300 is refused"):
+        load(raw)
 
 
 def test_replacements_that_multiply_are_refused(

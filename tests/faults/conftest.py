@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch._dynamo  # noqa: F401  an optimiser loads it at its first step, for four seconds
 
-import fenchel.cli.train  # noqa: F401  and the command its flow
-import fenchel.flow  # noqa: F401
+import fenchel.cli.train
+import fenchel.flow  # noqa: F401  loaded once, before any process is forked
 from fenchel.cli import main
 from fenchel.files import sha256
 from fenchel.train import checkpoint
@@ -39,7 +39,7 @@ SETTINGS = (
     "train.batch=4",
     "train.accumulate=2",
     "train.threads=1",
-    "train.keep=2",
+    "train.keep=3",
     f"train.steps={STEPS}",
     f"train.save_every={SAVE_EVERY}",
     "train.evaluate_every=10",
@@ -199,7 +199,7 @@ def whole(lab: Lab) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def half(lab: Lab) -> Path:
-    """A run stopped after step 23 of 40, with checkpoints of steps 20 and 23. Copy it."""
+    """A run stopped after step 23 of 40, with checkpoints of steps 15, 20 and 23. Copy it."""
     run = lab.folder / "half"
     ended = lab.begin(run, mischief=lab.signalled(23))
     assert ended.code == 128 + signal.SIGTERM, ended.said

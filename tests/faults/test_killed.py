@@ -12,12 +12,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fenchel import files
+from fenchel import files, flow
 from fenchel.train import checkpoint
 
 INTERVAL = 5
@@ -41,7 +42,7 @@ def after_calls(count: int) -> None:
 
 
 def in_a_save(number: int, count: int) -> Callable[[], None]:
-    """Die in the ``number``-th checkpoint that is written, when ``count`` calls of it have passed."""
+    """Die in the ``number``-th checkpoint to be written, after ``count`` calls in it."""
 
     def prepare() -> None:
         save, saves = checkpoint.save, 0
@@ -94,33 +95,34 @@ def test_killed_at_25_moments_a_run_ends_with_the_bits_of_one_never_killed(
     calls, calls_of_save = measure_calls(lab, tmp_path / "measured")
     assert lab.story(tmp_path / "measured") == whole
     kills = inside = runs = 0
-    while kills < 25 or not (tmp_path / f"run-{runs}" / "report.html").exists():
-        run = tmp_path / f"run-{runs}"
-        mischief = None
-        if kills < 25:
-            if draw.random() < 0.5:
+    while kills < 25:
+        run, runs = tmp_path / f"run-{runs}", runs + 1
+        for wanted in (*[True] * min(5, 25 - kills), False):
+            saving = draw.random() < 0.5
+            mischief = None
+            if wanted and saving:
                 mischief = in_a_save(draw.randint(1, 3), draw.randrange(1, calls_of_save))
-            else:
-                moment = draw.randrange(1, calls // 2)
-                mischief = lambda moment=moment: after_calls(moment)  # noqa: E731
-        if (run / "config.toml").exists():
-            before = max(lab.kept(run), default=0)
-            ended = lab.resume(run, mischief=mischief)
-        else:  # killed before it was a run: the same command again
-            before = 0
-            ended = lab.begin(run, mischief=mischief)
-        if ended.code == -signal.SIGKILL:
-            kills += 1
-            inside += mischief.__name__ == "prepare"
+            elif wanted:
+                mischief = partial(after_calls, draw.randrange(1, calls // 2))
+            ended, before = go_on(lab, run, mischief)
+            if ended.code == 0:
+                break
+            assert ended.code == -signal.SIGKILL, ended.said
+            kills, inside = kills + 1, inside + saving
             committed = max(lab.kept(run), default=0)
             assert committed >= before
             assert ended.step + 1 - committed <= INTERVAL
-        else:
-            assert ended.code == 0, ended.said
-            assert lab.story(run) == whole
-            assert not lab.left_over(run)
-            runs += 1
+        assert lab.story(run) == whole
+        assert not lab.left_over(run)
     assert inside >= 8
+
+
+def go_on(lab: Any, run: Path, mischief: Callable[[], None] | None) -> tuple[Any, int]:
+    """Resume, or give the first command again if it was killed before there was a run."""
+    if (run / "config.toml").exists():
+        before = max(lab.kept(run), default=0)
+        return lab.resume(run, mischief=mischief), before
+    return lab.begin(run, mischief=mischief), 0
 
 
 def test_killed_from_outside_by_the_clock(lab: Any, whole: dict[str, Any], tmp_path: Path) -> None:
@@ -175,13 +177,22 @@ def is_trash(_path: Path, target: Path) -> bool:
     return target.name.startswith("step-") and ".tmp-" in target.name
 
 
-def deletes_some(*args: Any) -> bool:
-    """The second file that is deleted from an old checkpoint."""
-    deleted.append(args)
-    return len(deleted) > 3
+def in_a_deletion() -> None:
+    """Die when a rotation has deleted two files of an old checkpoint."""
+    rotate, deleted = checkpoint.rotate, 0
+
+    def second(*_: object) -> bool:
+        nonlocal deleted
+        deleted += 1
+        return deleted == 4  # asked before and after each
+
+    def armed(*args: Any, **others: Any) -> None:
+        around(os, "unlink", "after", second)()
+        rotate(*args, **others)
+
+    checkpoint.rotate = armed
 
 
-deleted: list[object] = []
 COMMITTED = "committed"
 POINTS = {
     "after the weights are written": around(
@@ -204,7 +215,7 @@ POINTS = {
     "before the rotation": (COMMITTED, around(checkpoint, "rotate", "before")),
     "in the rotation, before a rename": (COMMITTED, around(Path, "rename", "before", is_trash)),
     "in the rotation, after a rename": (COMMITTED, around(Path, "rename", "after", is_trash)),
-    "in the middle of a deletion": (COMMITTED, around(os, "unlink", "after", deletes_some)),
+    "in the middle of a deletion": (COMMITTED, in_a_deletion),
 }
 
 
@@ -254,9 +265,7 @@ def test_killed_after_the_last_step_the_report_is_made_by_a_resume(
     run = tmp_path / "run"
     shutil.copytree(half, run)
     (run / "report.html").unlink()
-    import fenchel.flow
-
-    ended = lab.resume(run, mischief=around(fenchel.flow, "sample", "before"))
+    ended = lab.resume(run, mischief=around(flow, "sample", "before"))
     assert ended.code == -signal.SIGKILL
     assert not (run / "report.html").exists()
     ended = lab.resume(run)

@@ -95,6 +95,12 @@ def test_damaged_maps_are_said_in_a_sentence_and_not_drawn(
     assert not part.pictures
 
 
+def test_tokens_are_shown_short_and_without_hidden_signs(sample: dict[str, Any]) -> None:
+    odd = {**sample, "tokens": ["\x1b[31m", "x" * 1000, 7, None, "\ud800", "a\nb", " the"]}
+    tokens = maps(odd).tokens
+    assert tokens == ("␛[31m", "x" * 40 + "…", "7", "None", "�", "a\nb", " the")
+
+
 @pytest.mark.parametrize("sample", [{}, {"tokens": 3, "attention": {}}, {"attention": [1]}])
 def test_a_sample_without_maps_says_so(sample: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="holds no attention maps"):

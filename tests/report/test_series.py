@@ -58,12 +58,13 @@ def test_rows_of_a_table_are_few_distinct_and_have_both_ends(count: int, most: i
 
 def test_an_evaluation_finds_its_tokens_and_time_between_the_lines_around_it() -> None:
     run = a_run(
+        {"step": 5.0, "validation/loss": 3.0},
         {"step": 10.0, "train/tokens": 100.0, "time/elapsed": 1.0},
         {"step": 15.0, "validation/loss": 2.0},
         {"step": 20.0, "train/tokens": 300.0, "time/elapsed": math.nan},
     )
     found = places(run, series(run, "validation/loss").steps)
-    assert found == {"step": [15], "tokens": [200], "elapsed": [1]}
+    assert found == {"step": [5, 15], "tokens": [50, 200], "elapsed": [0.5, 1]}
 
 
 def test_an_axis_nobody_measured_is_not_offered() -> None:
@@ -92,8 +93,8 @@ def test_a_table_has_a_blank_where_a_column_was_not_measured() -> None:
 def test_a_narrow_strip_keeps_the_peak_or_the_mean_and_every_hole() -> None:
     values = np.arange(12.0).reshape(6, 2)
     values[5, 1] = math.nan
-    starts, peak = spans(values, 3, peak=True)
-    assert starts == [0, 2, 4]
+    ends, peak = spans(values, 3, peak=True)
+    assert ends == [1, 3, 5]
     np.testing.assert_array_equal(peak, [[2, 3], [6, 7], [10, math.nan]])
     np.testing.assert_array_equal(spans(values, 3, peak=False)[1], [[1, 2], [5, 6], [9, math.nan]])
     assert spans(values, 100, peak=True)[0] == [0, 1, 2, 3, 4, 5]

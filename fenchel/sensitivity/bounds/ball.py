@@ -56,9 +56,7 @@ def normalised_radius(d: int, weight: Tensor | None = None, bias: Tensor | None 
     return longest + (0.0 if bias is None else float(bias.norm()))
 
 
-def _sizes(
-    W_Q: Tensor, W_K: Tensor, W_V: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _sizes(W_Q: Tensor, W_K: Tensor, W_V: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     scale = W_Q.shape[-1] ** -0.5 if scale is None else scale
     A = abs(scale) * spectral(factor(W_Q).mT @ factor(W_K))
     return A, torch.as_tensor(spectral(W_V))

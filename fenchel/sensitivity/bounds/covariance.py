@@ -62,6 +62,9 @@ class Factors(NamedTuple):
     v: Tensor | None = None
 
 
+_NONE = Factors()
+
+
 def factor(W: Tensor) -> Tensor:
     """F with F F^T = W^T W, so that |A W^T|_2 = |A F|_2: (..., M, D) -> (..., D, r)."""
     return W.mT if W.shape[-2] <= W.shape[-1] else torch.linalg.qr(W, mode="r").R.mT
@@ -103,7 +106,7 @@ def covariance_terms(
     return Terms(*(term.reshape(x.axes) for term in found))
 
 
-def terms(rows: Rows, v: Tensor, factors: Factors = Factors(), *, cheap: bool = False) -> Terms:
+def terms(rows: Rows, v: Tensor, factors: Factors = _NONE, *, cheap: bool = False) -> Terms:
     """The three numbers for the weights in ``rows`` on the values v (B, G, S, E)."""
     H = rows.H
     F = Factors(*(None if f is None else _heads(f, H) for f in factors))
@@ -122,8 +125,8 @@ def _full(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
     B, H, S, D = k.shape
     query = k.new_zeros(B, H)
     seen = k.new_zeros(B, H, S, D, D)
-    for here, keys, p, s, *_ in rows:
-        q = rows.q[:, :, here]
+    for block in rows:
+        keys, s, q = block.keys, block.s, rows.q[:, :, block.rows]
         C = moment(s, v[:, :, keys], k[:, :, keys])
         C = C if F.q is None else C @ F.q.unsqueeze(2)
         query = torch.maximum(query, spectral(C).amax(-1))
@@ -139,23 +142,23 @@ def _full(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
 def _cheap(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
     B, H, S, _ = k.shape
     query, columns, sums = k.new_zeros(B, H), k.new_zeros(B, H, S), k.new_zeros(B, H, S)
-    for here, keys, p, s, *_ in rows:
-        q = rows.q[:, :, here]
+    for block in rows:
+        keys, s, q = block.keys, block.s, rows.q[:, :, block.rows]
         q = q if F.k is None else q @ F.k
         own, other = (variance(s, x[:, :, keys]) for x in (v, k))
         query = torch.maximum(query, (own * other).sqrt().amax(-1))
         w = s * (own * q.square().sum(-1)).unsqueeze(-1)
         columns[:, :, keys] += w.sum(-2)
-        sums[:, :, keys] += p.sum(-2)
+        sums[:, :, keys] += block.p.sum(-2)
     query = query if F.q is None else query * spectral(F.q)
     mixing = sums.amax(-1).sqrt()  # rows of P sum to one at most
     return Terms(mixing, rows.scale * query, rows.scale * columns.amax(-1).sqrt())
 
 
 def moment(s: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """sum_j s_ij (x_j - mean) (y_j - mean)^T: (..., t, n), (..., n, E), (..., n, D) -> (..., t, E, D).
+    """sum_j s_ij (x_j - mean) (y_j - mean)^T, the means weighted by s_i.
 
-    One column of x at a time, so that no (t, n, E) tensor is made.
+    (..., t, n), (..., n, E), (..., n, D) -> (..., t, E, D). One column of x at a time, so that no (t, n, E) tensor is made.
     """
     total = s.sum(-1, keepdim=True)
     inverse = torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)
@@ -179,7 +182,8 @@ def mixing(rows: Rows) -> Tensor:
 
     def step(y: Tensor) -> Tensor:
         out = torch.zeros_like(y)
-        for _, keys, p, *_ in rows:
+        for block in rows:
+            p, keys = block.p, block.keys
             out[..., keys] += (p.mT @ (p @ y[..., keys].unsqueeze(-1))).squeeze(-1)
         return out
 

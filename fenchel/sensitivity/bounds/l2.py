@@ -5,7 +5,9 @@
 with tau = 1 / sqrt(D) and queries and keys made by one matrix. For n tokens and H heads side by
 side, mixed by W_O, on the whole space
 
-    Lip <= sqrt(n) tau (4 phi^-1(n - 1) + 1) sqrt(sum_h |W_Q^h|^4 |W_V^h|^2) |W_O|,   phi(x) = x e^(x+1).
+    Lip <= sqrt(n) tau (4 phi^-1(n - 1) + 1) sqrt(sum_h |W_Q^h|^4 |W_V^h|^2) |W_O|,
+
+phi(x) = x e^(x+1).
 
 The paper is often quoted with the first power of |W_Q|. f(X) is quadratic in W_Q at fixed weights,
 and the first power is violated as soon as W_Q is scaled up by ten; the square is what the proof
@@ -29,10 +31,10 @@ def l2_attention(W_Q: Tensor, W_V: Tensor, W_O: Tensor | None = None, *, n: int)
     W_Q, W_V = (w if w.dim() > 2 else w[None] for w in (W_Q, W_V))
     heads = spectral(W_Q).square() * spectral(W_V)
     tau = W_Q.shape[-1] ** -0.5
-    out = torch.ones_like(heads[..., 0]) if W_O is None else spectral(W_O)
-    return outward(
-        math.sqrt(n) * tau * (4.0 * _inverse_phi(n - 1) + 1.0) * heads.norm(dim=-1) * out
-    )
+    total = heads.square().sum(-1).sqrt()
+    if W_O is not None:
+        total = total * spectral(W_O)
+    return outward(math.sqrt(n) * tau * (4.0 * _inverse_phi(n - 1) + 1.0) * total)
 
 
 def distance_attention(X: Tensor, W_Q: Tensor, W_V: Tensor) -> Tensor:
@@ -41,7 +43,8 @@ def distance_attention(X: Tensor, W_Q: Tensor, W_V: Tensor) -> Tensor:
     Z = X @ W_Q
     square = Z.square().sum(-1)
     distance = square.unsqueeze(-1) + square.unsqueeze(-2) - 2.0 * Z @ Z.mT
-    return torch.softmax(-tau * distance, -1) @ Z @ (tau * W_Q.mT @ W_V)
+    out: Tensor = torch.softmax(-tau * distance, -1) @ Z @ (tau * W_Q.mT @ W_V)
+    return out
 
 
 def _inverse_phi(y: float) -> float:

@@ -1,8 +1,9 @@
 """Bounds of the layers around attention, at a point, over a ball, or everywhere.
 
 Norm layers act on each token: y = gamma (x - mean) / s with s = sqrt(var + eps), or y = gamma x / r
-with r = sqrt(mean x^2 + eps). Their Jacobians have norm at most max|gamma| / s, exactly 1 / s without
-gamma as soon as the width leaves a direction free (3 for LayerNorm, 2 for RMSNorm). s depends on x:
+with r = sqrt(mean x^2 + eps). Their Jacobians have norm at most max|gamma| / s, exactly 1 / s
+without gamma as soon as the width leaves a direction free (3 for LayerNorm, 2 for RMSNorm). s
+depends on x:
 
     at a point          max|gamma| / s(x)
     within radius rho   max|gamma| / sqrt(max(0, |x - mean| - rho)^2 / d + eps)
@@ -44,7 +45,7 @@ def norm_layer(
         raise ValueError(f"eps and radius cannot be negative; got {eps} and {radius}.")
     gain = torch.ones(()) if weight is None else weight.abs().amax()
     if x is None:
-        return outward(gain / math.sqrt(eps)) if eps > 0 else torch.full_like(gain, math.inf)
+        return outward(gain * (eps**-0.5 if eps > 0 else math.inf))
     centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
     near = (centred.norm(dim=-1) - radius).clamp(min=0.0)
     return outward(gain.to(x) * (near.square() / x.shape[-1] + eps).rsqrt())
@@ -112,12 +113,22 @@ def activation(name: str, x: Tensor | None = None, *, radius: float | Tensor = 0
         near = get_close_matches(name, SLOPES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(SLOPES)}."
         raise ValueError(f"there is no activation {name!r}; {hint}")
-    slope = SLOPES[name]
     if x is None:
-        return torch.tensor(slope.steepest, dtype=torch.float64)
-    low, high = x - radius, x + radius
-    worst = torch.maximum(slope.at(low).abs(), slope.at(high).abs())
+        return torch.tensor(SLOPES[name].steepest, dtype=torch.float64)
+    low, _, high = slope_range(name, x, radius)
+    return torch.maximum(low.abs(), high.abs())
+
+
+def slope_range(name: str, x: Tensor, radius: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The least slope within ``radius`` of each number of x, the slope there, and the largest."""
+    slope = SLOPES[name]
+    ends = slope.at(x - radius), slope.at(x + radius)
+    here = slope.at(x)
+    low, high = torch.minimum(*ends), torch.maximum(*ends)
     for turn in slope.turns:
-        inside = (low <= turn) & (turn <= high)
-        worst = torch.where(inside, slope.at(torch.full_like(x, turn)).abs().maximum(worst), worst)
-    return outward(worst)
+        extreme = slope.at(torch.full_like(x, turn))
+        inside = (x - turn).abs() <= radius
+        low = torch.where(inside, torch.minimum(low, extreme), low)
+        high = torch.where(inside, torch.maximum(high, extreme), high)
+    dust = 64.0 * torch.finfo(x.dtype).eps
+    return torch.minimum(low, here) - dust, here, torch.maximum(high, here) + dust

@@ -31,7 +31,7 @@ from fenchel.sensitivity.norms import outward
 
 
 def row(choice: Choice, p: Tensor) -> Tensor:
-    """An upper bound of ``choice.sensitivity(p)``, differentiable: (..., K) -> (...). At a point."""
+    """``choice.sensitivity(p)`` is at most this; differentiable: (..., K) -> (...). At a point."""
     s = choice.spread(p)
     if not isinstance(choice, Hard):
         s = choice.beta * s

@@ -1,0 +1,130 @@
+"""Positions as priors: biases that depend on the distance of a query and a key.
+
+    ALiBi           log u_ij = -m_h |i - j|                 a slope m_h a head, not learned
+    RelativeBias    log u_ij = table[bucket(j - i), h]      a learned number a bucket and a head
+
+Both are log-priors over the keys: near keys are likelier before anything is compared. They are
+added after the scale, so 1/sqrt(D) does not weaken them. Under a causal mask -m |i - j|, -m (i - j)
+and +m j give the same weights, since a row may be shifted as a whole.
+
+The slopes of h heads, h a power of two, are 2^(-8k/h), k = 1..h; otherwise those of the next
+smaller power of two, then every second one of the next larger. T5's buckets: half of them for the
+distances 0, 1, 2, ... one by one, the rest spaced logarithmically up to ``distance``; both
+directions share them evenly when a query may look ahead.
+
+Press, Smith and Lewis (2022), ALiBi; Raffel et al. (2020), T5.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fenchel.attention.prior import Place, Prior
+
+
+@dataclass(frozen=True)
+class ALiBi(Prior):
+    """A penalty of m_h for each step of distance; ``heads`` sets the slopes.
+
+    >>> slope(torch.arange(8), 8)
+    tensor([0.5000, 0.2500, 0.1250, 0.0625, 0.0312, 0.0156, 0.0078, 0.0039])
+    """
+
+    heads: int
+
+    def __post_init__(self) -> None:
+        if self.heads < 1:
+            raise ValueError(f"ALiBi needs 1 head or more, got {self.heads}.")
+
+    def admits(self, at: Place) -> None:  # noqa: ARG002
+        """Every key is open."""
+        return
+
+    def bias(self, at: Place) -> Tensor:
+        """-m_h |i - j|."""
+        return -slope(at.h, self.heads) * (at.i - at.j).abs()
+
+    def varies(self) -> bool:
+        """Between heads."""
+        return True
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """A slope a head."""
+        if self.heads != H:
+            raise ValueError(f"ALiBi has slopes for {self.heads} heads, the call has {H}.")
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(Prior):
+    """T5's bias: ``table`` (buckets, H) learned, one row a bucket of distances."""
+
+    table: Tensor
+    both_sides: bool = False
+    """Whether keys after the query have buckets of their own (an encoder) or share bucket 0."""
+    distance: int = 128
+    """All distances from here on share the last bucket."""
+
+    def __post_init__(self) -> None:
+        if self.table.dim() != 2 or self.table.shape[0] < 4 or self.table.shape[0] % 4:
+            raise ValueError(
+                "a relative bias needs a table (buckets, heads) with buckets a multiple of 4, got "
+                f"{tuple(self.table.shape)}."
+            )
+
+    def admits(self, at: Place) -> None:  # noqa: ARG002
+        """Every key is open."""
+        return
+
+    def bias(self, at: Place) -> Tensor:
+        """The number of the bucket and the head."""
+        where = bucket(
+            at.j - at.i, self.table.shape[0], both_sides=self.both_sides, distance=self.distance
+        )
+        return self.table[where, at.h]
+
+    def varies(self) -> bool:
+        """Between heads."""
+        return True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The table."""
+        return (self.table,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
+        """Another table in its place."""
+        return RelativeBias(tensors[0], self.both_sides, self.distance)
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """A column a head."""
+        if self.table.shape[1] != H:
+            raise ValueError(
+                f"a relative bias has columns for {self.table.shape[1]} heads, the call has {H}."
+            )
+
+
+def slope(head: Tensor, heads: int) -> Tensor:
+    """m of head 0, 1, ... of ``heads``: an integer tensor of any shape."""
+    lower = 2 ** int(math.log2(heads))
+    plain = -8.0 / lower * (head + 1)
+    between = -4.0 / lower * (2 * (head - lower) + 1)
+    return torch.where(head < lower, plain, between).exp2()
+
+
+def bucket(
+    relative: Tensor, buckets: int = 32, *, both_sides: bool = False, distance: int = 128
+) -> Tensor:
+    """T5's bucket of a relative position j - i, an integer tensor of any shape."""
+    later = torch.zeros_like(relative)
+    if both_sides:
+        buckets //= 2
+        later = (relative > 0).long() * buckets
+        far = relative.abs()
+    else:
+        far = (-relative).clamp(min=0)
+    exact = buckets // 2
+    spread = (far.clamp(min=1).float() / exact).log() / math.log(distance / exact)
+    rough = exact + (spread * (buckets - exact)).long()
+    return later + torch.where(far < exact, far, rough.clamp(max=buckets - 1))

@@ -1,0 +1,338 @@
+"""Layers that know how far they can move, and what follows when they stand in a row.
+
+``reach(X, ball)`` of a layer f holds everywhere in the ball about X, with J the Jacobian at X and
+J' that at another point of the ball:
+
+    upper       |J'|_2 <= upper
+    variation   |J' - J|_2 <= variation
+    token       the gain in the norm max_i |x_i|
+
+In a row, the ball is carried on: what the first layer does to it is the ball of the second. Uppers
+multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the variation. Beside
+a skip connection the upper grows by one and the variation stays. So a whole network has a
+variation, and |J|_2 at the centre, which is measured and not bounded, plus that variation bounds
+it; the product of uppers is the other choice. Never a product of global constants.
+
+Norm layers: with r the least sqrt(var + eps) in the ball and d the width, |J'| <= max|gamma| / r
+and |J' - J| <= 2 max|gamma| rho / (sqrt(3 d) r^2). The second derivative of x / |x| type maps is a
+symmetric form, so its norm is reached with all arguments equal, where it is c (3 t - 3 tau t^3).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fenchel.attention import Prior, attend
+from fenchel.choice import Choice, Softmax
+from fenchel.sensitivity.attention import self_attention_jacobian
+from fenchel.sensitivity.attention_ball import over_ball
+from fenchel.sensitivity.autodiff import jacobian
+from fenchel.sensitivity.ball import Ball
+from fenchel.sensitivity.bounds.layers import linear, norm_layer, slope_range
+from fenchel.sensitivity.golub_kahan import spectral_norm
+from fenchel.sensitivity.norms import outward
+from fenchel.sensitivity.operator import Operator, identity
+from fenchel.sensitivity.rows import project
+
+_SOFTMAX = Softmax()
+
+
+class Reach(NamedTuple):
+    """What holds everywhere in a ball."""
+
+    upper: float
+    variation: float
+    token: float
+
+    def carry(self, ball: Ball) -> Ball:
+        """Where the ball is taken."""
+        total = self.upper * ball.total
+        return Ball(min(self.token * ball.token, total), total)
+
+
+class Gauge:
+    """Norms at a centre, measured from above, and the chance that one of them was too small."""
+
+    def __init__(self, failure: float, generator: torch.Generator | None = None) -> None:
+        self.failure, self.generator = failure, generator
+        self.spent = 0.0
+        """The sum of the failure probabilities of all measurements so far."""
+
+    def above(self, J: Operator) -> float:
+        """An upper end of |J|_2: probabilistic, or by the matrix itself when failure is 0."""
+        if self.failure == 0.0:
+            m, n = J.shape
+            if m * n > 1 << 24:
+                raise ValueError(
+                    f"failure=0 takes the singular values of a {m} by {n} matrix; allow a failure "
+                    "such as 1e-9 instead."
+                )
+            return float(outward(torch.linalg.matrix_norm(J.dense(), 2)))
+        self.spent += self.failure
+        bracket = spectral_norm(J, tol=1e-3, failure=self.failure, generator=self.generator)
+        return float(bracket.upper)
+
+    def from_centre(self, J: Operator, reach: Reach) -> Reach:
+        """The same reach, with the norm at the centre plus the variation where that is less."""
+        if reach.variation >= reach.upper:
+            return reach
+        return Reach(
+            min(reach.upper, self.above(J) + reach.variation), reach.variation, reach.token
+        )
+
+
+class Layer(ABC):
+    """A map of tokens (N, M) to tokens (N, M')."""
+
+    @abstractmethod
+    def __call__(self, X: Tensor) -> Tensor:
+        """The map itself."""
+
+    @abstractmethod
+    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+        """Bounds that hold everywhere in the ball about X."""
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """Its derivative at X."""
+        return jacobian(self, X)
+
+
+@final
+@dataclass(frozen=True)
+class SelfAttention(Layer):
+    """X -> attend(X W_Q, X W_K, X W_V), heads side by side, times W_O if there is one.
+
+    W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M').
+    """
+
+    W_Q: Tensor
+    W_K: Tensor
+    W_V: Tensor
+    W_O: Tensor | None = None
+    choice: Choice = _SOFTMAX
+    prior: Prior | None = None
+    scale: float | None = None
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """(..., N, M) -> (..., N, M')."""
+        q, k, v = (
+            X.unsqueeze(-3) @ (w if w.dim() > 2 else w[None])
+            for w in (self.W_Q, self.W_K, self.W_V)
+        )
+        out = attend(q, k, v, choice=self.choice, prior=self.prior, scale=self.scale)
+        mixed = out.transpose(-3, -2).flatten(-2)
+        return mixed if self.W_O is None else mixed @ self.W_O
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """Streamed: O(n d) memory."""
+        J = self._inner(X)
+        if self.W_O is None and self._heads == 1:
+            return J
+        out = X.new_zeros(J.codomain.shapes[0])
+
+        def join(o: Tensor) -> Tensor:
+            mixed = o.transpose(-3, -2).flatten(-2) if o.dim() > 2 else o
+            return mixed if self.W_O is None else mixed @ self.W_O
+
+        return jacobian(join, out) @ J
+
+    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+        """The lesser of bound A and the exact norm at the centre plus bound B."""
+        x = project(X, self.W_Q, self.W_K, self.W_V)
+        scale = x.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        out = None if self.W_O is None else self.W_O.reshape(self._heads, -1, self.W_O.shape[-1])
+        found = over_ball(x, out, self.choice, self.prior, scale, ball)
+        if out is None:  # heads stand side by side: squares add
+            upper, variation, token = (float(part.norm()) for part in found)
+        else:  # heads are summed
+            upper, variation, token = (float(part.sum()) for part in found)
+        return gauge.from_centre(self.jacobian(X), Reach(upper, variation, token))
+
+    @property
+    def _heads(self) -> int:
+        return self.W_Q.shape[-3] if self.W_Q.dim() > 2 else 1
+
+    def _inner(self, X: Tensor) -> Operator:
+        return self_attention_jacobian(
+            X,
+            self.W_Q,
+            self.W_K,
+            self.W_V,
+            choice=self.choice,
+            prior=self.prior,
+            scale=self.scale,
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Norm(Layer):
+    """LayerNorm (kind "layer") or RMSNorm ("rms") of every token."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+    kind: str = "layer"
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """(..., M) -> (..., M)."""
+        shape = X.shape[-1:]
+        if self.kind == "layer":
+            return functional.layer_norm(X, shape, self.weight, self.bias, self.eps)
+        y = functional.rms_norm(X, shape, self.weight, self.eps)
+        return y if self.bias is None else y + self.bias
+
+    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
+        """1 / r at its least r, and its slope."""
+        gain = norm_layer(X, self.weight, eps=self.eps, kind=self.kind, radius=ball.token)
+        upper = float(gain.amax())
+        size = 1.0 if self.weight is None else float(self.weight.abs().amax())
+        steep = 2.0 * upper**2 / (size * (3.0 * X.shape[-1]) ** 0.5) if size > 0 else 0.0
+        return Reach(upper, min(steep * ball.token, 2.0 * upper), upper)
+
+
+@final
+@dataclass(frozen=True)
+class Linear(Layer):
+    """X -> X W + b, with W (M, M')."""
+
+    W: Tensor
+    b: Tensor | None = None
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """(..., M) -> (..., M')."""
+        return X @ self.W if self.b is None else X @ self.W + self.b
+
+    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
+        """|W|_2, the same everywhere."""
+        size = float(linear(self.W))
+        return Reach(size, 0.0, size)
+
+
+@final
+@dataclass(frozen=True)
+class Activation(Layer):
+    """An elementwise function known by name."""
+
+    name: str
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """Any shape."""
+        return _FUNCTIONS[self.name](X)
+
+    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
+        """The steepest slope near any number, and how far slopes differ from those at X."""
+        low, here, high = slope_range(self.name, X, ball.token)
+        upper = float(torch.maximum(low.abs(), high.abs()).amax())
+        return Reach(upper, float(torch.maximum(high - here, here - low).amax()), upper)
+
+
+@final
+@dataclass(frozen=True)
+class Residual(Layer):
+    """X -> X + branch(X)."""
+
+    branch: Layer
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """(..., M) -> (..., M)."""
+        return X + self.branch(X)
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """I + J of the branch."""
+        return identity(X) + self.branch.jacobian(X)
+
+    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+        """One more than the branch, and its variation."""
+        inner = self.branch.reach(X, ball, gauge)
+        apart = Reach(1.0 + inner.upper, inner.variation, 1.0 + inner.token)
+        return gauge.from_centre(self.jacobian(X), apart)
+
+
+@final
+@dataclass(frozen=True)
+class Chain(Layer):
+    """Layers one after another."""
+
+    layers: tuple[Layer, ...]
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """Through all of them."""
+        for layer in self.layers:
+            X = layer(X)
+        return X
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """The product of theirs."""
+        J = identity(X)
+        for layer in self.layers:
+            J, X = layer.jacobian(X) @ J, layer(X)
+        return J
+
+    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+        """The ball is carried through; uppers multiply, variations add up behind them."""
+        whole, J = Reach(1.0, 0.0, 1.0), identity(X)
+        for layer in self.layers:
+            one = layer.reach(X, ball, gauge)
+            J, X, ball = layer.jacobian(X) @ J, layer(X), one.carry(ball)
+            whole = Reach(
+                one.upper * whole.upper,
+                one.variation * whole.upper + one.upper * whole.variation,
+                one.token * whole.token,
+            )
+        return whole if len(self.layers) < 2 else gauge.from_centre(J, whole)
+
+
+def layer_of(f: object) -> Layer | None:
+    """The layer that a module of torch.nn is, in evaluation; None where none is known."""
+    if isinstance(f, Layer):
+        return f
+    if isinstance(f, nn.Sequential):
+        parts = [layer_of(part) for part in f]
+        known = [part for part in parts if part is not None]
+        return Chain(tuple(known)) if len(known) == len(parts) else None
+    if isinstance(f, nn.Linear):
+        return Linear(f.weight.detach().mT, None if f.bias is None else f.bias.detach())
+    if isinstance(f, nn.LayerNorm | nn.RMSNorm) and len(f.normalized_shape) == 1:
+        weight, bias = (
+            None if part is None else part.detach() for part in (f.weight, getattr(f, "bias", None))
+        )
+        if isinstance(f, nn.LayerNorm):
+            return Norm(weight, bias, f.eps, "layer")
+        eps = f.eps if f.eps is not None else torch.finfo(torch.float32).eps
+        return Norm(weight, None, eps, "rms")
+    if isinstance(f, nn.GELU):
+        return Activation("gelu" if f.approximate == "none" else "gelu_tanh")
+    name = _MODULES.get(type(f))
+    return None if name is None else Activation(name)
+
+
+_MODULES: dict[type, str] = {
+    nn.Identity: "identity",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Mish: "mish",
+    nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid",
+}
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "leaky_relu": functional.leaky_relu,
+    "elu": functional.elu,
+    "softplus": functional.softplus,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "mish": functional.mish,
+}

@@ -1,0 +1,233 @@
+"""Laws that every back end obeys for every choice map. A new back end joins by one line in CLAIMS.
+
+The yardstick is the definition, written below with torch alone but for the choice map, which has a
+contract of its own. Tiles are made tiny, so that the blocked back end has many of them.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+
+from fenchel.attention import ALiBi, Causal, Dense, Padding, Prior, Window, attend, tiles
+from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
+
+B, H, T, S, D, E = 2, 6, 4, 7, 5, 3
+SOFT: list[Choice] = [Softmax(), Softmax(1.7)]
+ALL = [*SOFT, Entmax(1.5), Entmax(1.25, 2.0), Entmax(3.0), Sparsemax(0.8), Hard()]
+
+
+class Claim(NamedTuple):
+    """What a back end says it can do."""
+
+    backend: str
+    choices: list[Choice]
+    tangents: bool
+    second: bool
+
+
+CLAIMS = [
+    Claim("reference", ALL, tangents=True, second=True),
+    Claim("blocked", ALL, tangents=True, second=True),
+    Claim("sdpa", SOFT, tangents=False, second=False),
+    Claim("auto", ALL, tangents=True, second=False),
+]
+PAIRS = [(claim, choice) for claim in CLAIMS for choice in claim.choices]
+every_pair = pytest.mark.parametrize(
+    ("claim", "choice"), PAIRS, ids=[f"{claim.backend}-{choice}" for claim, choice in PAIRS]
+)
+PRIORS: dict[str, Prior | None] = {
+    "none": None,
+    "causal": Causal(),
+    "strict, with an empty row": Causal(strict=True) + Window(2, 0),
+    "padding, with an empty sequence": Padding(torch.tensor([5, 0])),
+    "bias": ALiBi(H) + Causal(),
+    "dense": Dense(torch.randn(B, 1, T, S, generator=torch.Generator().manual_seed(3))),
+}
+every_prior = pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys())
+
+
+@pytest.fixture(autouse=True)
+def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_CACHED", 50)
+    monkeypatch.setattr(tiles, "_FEWEST_ROWS", 3)
+    monkeypatch.setattr("fenchel.attention.attend._ONE_PIECE", 0, raising=False)
+
+
+def inputs(G: int = 3, T: int = T, S: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H, T, D), (B, G, S, D), (B, G, S, E)
+    drawn = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    return [x.to(dtype).requires_grad_() for x in drawn]
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, choice: Choice, prior: Prior | None, scale: float = 0.6
+) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    z = scale * torch.einsum("bhtd,bhsd->bhts", q, k)
+    log_u = None
+    if prior is not None:
+        log_u = prior.log(q.shape[2], k.shape[2], B=q.shape[0], H=q.shape[1], dtype=q.dtype)
+    return torch.einsum("bhts,bhse->bhte", choice.weights(z, log_u), v)
+
+
+def call(claim: Claim, choice: Choice, prior: Prior | None) -> Callable[..., Tensor]:
+    return lambda q, k, v: attend(
+        q, k, v, choice=choice, prior=prior, scale=0.6, backend=claim.backend
+    )
+
+
+def draw_like(*xs: Tensor) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in xs)
+
+
+@every_prior
+@every_pair
+def test_values_and_gradients_are_those_of_the_definition(
+    claim: Claim, choice: Choice, prior: Prior | None
+) -> None:
+    for G in (1, 2, 3, 6):
+        at = inputs(G)
+        ours = call(claim, choice, prior)(*at)
+        exact = definition(*at, choice, prior)
+        torch.testing.assert_close(ours, exact)
+        (g,) = draw_like(exact)
+        slopes = torch.autograd.grad(ours, at, g)
+        torch.testing.assert_close(slopes, torch.autograd.grad(exact, at, g), atol=1e-6, rtol=1e-6)
+
+
+@every_prior
+@every_pair
+def test_tangents_are_right_or_refused_and_never_silently_zero(
+    claim: Claim, choice: Choice, prior: Prior | None
+) -> None:
+    at = [x.detach() for x in inputs(2)]
+    moves = draw_like(*at)
+    f = call(claim, choice, prior)
+    if not claim.tangents:
+        with pytest.raises(ValueError, match="cannot carry tangents"):
+            jvp(f, tuple(at), moves)
+        with forward_ad.dual_level(), pytest.raises(ValueError, match="cannot carry tangents"):
+            f(*map(forward_ad.make_dual, at, moves))
+        return
+    _, exact = jvp(lambda *x: definition(*x, choice, prior), tuple(at), moves)
+    _, ours = jvp(f, tuple(at), moves)
+    torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-6)
+    with forward_ad.dual_level():
+        out = f(*map(forward_ad.make_dual, at, moves))
+        torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, exact, atol=1e-6, rtol=1e-6)
+        only_k = f(at[0], forward_ad.make_dual(at[1], moves[1]), at[2])
+        tangent = forward_ad.unpack_dual(only_k).tangent
+    still = (torch.zeros_like(at[0]), moves[1], torch.zeros_like(at[2]))
+    _, exact = jvp(lambda *x: definition(*x, choice, prior), tuple(at), still)
+    torch.testing.assert_close(tangent, exact, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("prior", list(PRIORS.values())[:4], ids=list(PRIORS)[:4])
+@every_pair
+def test_second_derivatives_are_right_or_refused(
+    claim: Claim, choice: Choice, prior: Prior | None
+) -> None:
+    at = inputs(3)
+
+    def twice(out: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(out.square().sum(), at, create_graph=True)
+        return torch.autograd.grad(sum(x.sin().sum() for x in first), at)
+
+    ours = call(claim, choice, prior)(*at)
+    if not claim.second and isinstance(choice, Softmax):
+        with pytest.raises(RuntimeError, match="not implemented|does not require grad"):
+            twice(ours)
+        return
+    exact = twice(definition(*at, choice, prior))
+    torch.testing.assert_close(twice(ours), exact, atol=1e-6, rtol=1e-6)
+
+
+@every_pair
+def test_functional_transforms_agree_with_one_another(claim: Claim, choice: Choice) -> None:
+    q, k, v = (x.detach()[:, :, :3] for x in inputs(3))
+    f = call(claim, choice, Causal())
+
+    def loss(q: Tensor) -> Tensor:
+        return f(q, k, v).square().sum()
+
+    by_hand = torch.autograd.grad(loss(q.requires_grad_()), q)[0]
+    q = q.detach()
+    torch.testing.assert_close(grad(loss)(q), by_hand)
+    whole = jacrev(lambda q: f(q, k[:1], v[:1]))(q[:1])
+    each = vmap(grad(lambda q, k, v: f(q[None], k[None], v[None]).square().sum()))(q, k, v)
+    torch.testing.assert_close(each, by_hand)
+    if claim.tangents:
+        torch.testing.assert_close(jacfwd(lambda q: f(q, k[:1], v[:1]))(q[:1]), whole)
+        move = draw_like(q)[0]
+        if claim.second:
+            _, curve = jvp(grad(loss), (q,), (move,))
+            slope = grad(lambda q: (grad(loss)(q) * move).sum())(q)
+            torch.testing.assert_close(curve, slope)
+            nested = grad(lambda q: (jvp(loss, (q,), (move,))[1]))(q)
+            torch.testing.assert_close(nested, slope)
+
+
+@every_pair
+def test_a_query_with_no_open_key_gets_zeros_and_leaves_no_trace(
+    claim: Claim, choice: Choice
+) -> None:
+    at = inputs(3)
+    shut = torch.ones(T, 1, dtype=torch.bool)
+    shut[1] = False
+    out = call(claim, choice, Dense(shut))(*at)
+    assert (out[:, :, 1] == 0).all()
+    slopes = torch.autograd.grad(out.sum(), at)
+    assert (slopes[0][:, :, 1] == 0).all()
+    assert all(x.isfinite().all() for x in slopes)
+    if claim.tangents:
+        _, move = jvp(call(claim, choice, Dense(shut)), tuple(at), draw_like(*at))
+        assert (move[:, :, 1] == 0).all()
+        assert move.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@every_pair
+def test_narrow_numbers_and_large_scores_give_no_nan(
+    claim: Claim, choice: Choice, dtype: torch.dtype
+) -> None:
+    for size in (1.0, 1e4):
+        q, k, v = inputs(3)
+        exact_in = [(size * q).to(dtype), k.to(dtype), v.to(dtype)]
+        at = [x.detach().requires_grad_() for x in exact_in]
+        out = call(claim, choice, Causal())(*at)
+        slopes = torch.autograd.grad(out.float().sum(), at)
+        assert out.dtype == dtype
+        assert out.isfinite().all()
+        assert all(x.isfinite().all() for x in slopes)
+        if size == 1.0 and not isinstance(choice, Hard):
+            exact = definition(*(x.double() for x in exact_in), choice, Causal())
+            error = (out.double() - exact).abs().max()
+            assert error < 40 * torch.finfo(dtype).eps
+
+
+@every_pair
+def test_one_key_no_key_and_no_query(claim: Claim, choice: Choice) -> None:
+    f = call(claim, choice, None)
+    q, k, v = inputs(3, S=1)
+    torch.testing.assert_close(f(q, k, v), v.repeat_interleave(2, 1).expand(B, H, T, E))
+    q, k, v = inputs(3, S=0)
+    out = f(q, k, v)
+    assert out.shape == (B, H, T, E)
+    assert (out == 0).all()
+    q, k, v = inputs(3, T=0)
+    assert f(q, k, v).shape == (B, H, 0, E)
+
+
+@every_pair
+def test_layouts_in_memory_do_not_matter(claim: Claim, choice: Choice) -> None:
+    at = [x.detach() for x in inputs(3)]
+    laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in at]
+    f = call(claim, choice, Causal())
+    torch.testing.assert_close(f(*laid), f(*at))

@@ -1,0 +1,130 @@
+"""How a run begins: what is decided once, what it may be written over, who else listens."""
+
+import os
+import signal
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import fenchel.flow
+from fenchel.train import Pace
+
+STOPPED = 128 + signal.SIGTERM
+
+
+def paced(seconds: float) -> Any:
+    def prepare() -> None:
+        fenchel.flow.measure = lambda *_, **__: Pace(1, seconds)
+
+    return prepare
+
+
+def test_a_time_becomes_steps_once_and_for_all(lab: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = [word for word in map(str, lab.beginning(run)) if word != "--set"]
+    words = [w for w in flags if not w.startswith("train.steps")]
+    settings = [x for w in words[4:] for x in ("--set", w)]
+
+    def mischief() -> None:
+        paced(0.1)()
+        lab.signalled(2)()
+
+    ended = lab.start(*words[:4], *settings, "--budget", "0.1m", mischief=mischief).wait()
+    assert ended.code == STOPPED
+    assert tomllib.loads((run / "config.toml").read_text())["train"]["steps"] == 54
+
+    def slower() -> None:
+        paced(9.0)()
+        lab.signalled(4)()
+
+    assert lab.resume(run, mischief=slower).code == STOPPED
+    assert tomllib.loads((run / "config.toml").read_text())["train"]["steps"] == 54
+
+
+def test_the_folder_of_somebody_else_is_left_alone(lab: Any, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "draft.tmp-1"):
+        (tmp_path / name).write_text("mine")
+    ended = lab.begin(tmp_path)
+    assert ended.code == 2
+    assert "holds other files" in ended.said
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "tokenizer.json": "mine",
+        "draft.tmp-1": "mine",
+    }
+
+
+def test_a_start_that_comes_second_does_not_write_over_the_first(
+    lab: Any, halfway: Path, tmp_path: Path
+) -> None:
+    """It asked whether the folder was free before the first had begun, and was slow since."""
+    run = tmp_path / "new"
+    run.mkdir()
+    started = tmp_path / "started"
+
+    def slow() -> None:
+        locked = fenchel.flow.locked
+
+        def late(path: Path) -> Any:
+            halfway.rename(tmp_path / "gone")
+            for file in (tmp_path / "gone").iterdir():
+                file.rename(run / file.name)
+            started.touch()
+            return locked(path)
+
+        fenchel.flow.locked = late
+
+    ended = lab.begin(run, mischief=slow)
+    (tmp_path / "gone").rename(halfway)
+    assert started.exists()
+    assert ended.code == 2
+    assert "holds a run already" in ended.said
+    assert lab.kept(run)[-1] == 23
+
+
+def test_tensorboard_listens_when_asked_and_is_named_when_missing(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = lab.begin(run, "--log", "tensorboard", mischief=lab.signalled(12))
+    assert ended.code == STOPPED
+
+    def missing() -> None:
+        sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]
+
+    ended = lab.resume(run, mischief=missing)
+    assert ended.code == 2
+    assert "pip install 'fenchel[log]'" in ended.said
+    assert lab.resume(run).code == 0
+    assert lab.story(run) == whole
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(5, 41, 5))
+    assert [e.step for e in events.Scalars("attention/entropy/layer_1")] == list(range(5, 41, 5))
+
+    ended = lab.begin(tmp_path / "other", "--log", "tensorboard", mischief=missing)
+    assert ended.code == 2
+    assert not os.path.exists(tmp_path / "other")
+
+
+def test_token_files_may_be_shared_between_runs(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    for name in ("one", "two"):
+        ended = lab.begin(
+            tmp_path / name, "--set", f"text.prepared={shared}", mischief=lab.signalled(6)
+        )
+        assert ended.code == STOPPED
+        assert not (tmp_path / name / "tokens").exists()
+    assert (shared / "train.bin").is_file()
+    assert lab.resume(tmp_path / "two").code == 0
+    assert lab.story(tmp_path / "two") == whole
+
+
+def test_two_runs_that_begin_in_one_second_get_two_folders(tmp_path: Path) -> None:
+    config = fenchel.flow.settings({})
+    first = fenchel.flow.fresh_path(tmp_path, config)
+    first.mkdir()
+    assert fenchel.flow.fresh_path(tmp_path, config) != first

@@ -1,0 +1,176 @@
+"""Checkpoints that are cut, flipped, exchanged, poisoned or of another model."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fenchel import files
+
+NAMES = ("model.safetensors", "optimiser.safetensors", "config.json", "state.json", "manifest.json")
+
+
+def newest(run: Path, place: int = 1) -> Path:
+    return sorted((run / "checkpoints").glob("step-??????"))[-place]
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_damaged_newest_one_falls_back_with_a_sentence_that_names_both(
+    lab: Any, whole: dict[str, Any], halfway: Path
+) -> None:
+    """F7: and what was set aside is gone once its step has been taken again."""
+    os.truncate(newest(halfway) / "model.safetensors", 1000)
+    ended = lab.resume(halfway)
+    assert ended.code == 0
+    assert "step-000023 is damaged, step-000020 is used instead: " in ended.said
+    assert "model.safetensors has 1000 bytes, its manifest says" in ended.said
+    assert "Resuming from step-000020." in ended.said
+    assert lab.story(halfway) == whole
+    assert not lab.left_over(halfway)
+
+
+def test_the_third_is_used_when_two_are_damaged(
+    lab: Any, whole: dict[str, Any], halfway: Path
+) -> None:
+    """F10."""
+    flip(newest(halfway, 1) / "optimiser.safetensors", 77_777)
+    (newest(halfway, 2) / "state.json").unlink()
+    ended = lab.resume(halfway)
+    assert ended.code == 0
+    assert "step-000023 is damaged, step-000015 is used instead" in ended.said
+    assert "step-000020 is damaged, step-000015 is used instead" in ended.said
+    assert lab.story(halfway) == whole
+
+
+def test_without_an_intact_one_it_refuses_and_does_not_begin_again(lab: Any, halfway: Path) -> None:
+    for folder in (halfway / "checkpoints").iterdir():
+        flip(folder / "manifest.json", 900)
+    before = {path: files.sha256(path) for path in halfway.rglob("*.*") if path.is_file()}
+    ended = lab.resume(halfway)
+    assert ended.code == 2
+    assert "step-000023 is damaged, it cannot be used" in ended.said
+    assert "none of the checkpoints" in ended.said
+    assert ended.step == 0
+    after = {path: files.sha256(path) for path in halfway.rglob("*.*") if path.is_file()}
+    assert after == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+
+    def mischief() -> None:
+        lab.at_step(5, lambda: os.kill(os.getpid(), 9))()
+
+    assert lab.begin(run, "--set", "train.log_every=2", mischief=mischief).code == -9
+    ended = lab.resume(run, "--set", "train.log_every=5")
+    assert ended.code == 0
+    assert "No checkpoint was written yet: the run begins again at its first step." in ended.said
+    assert lab.story(run) == whole
+
+
+def test_checkpoints_exchanged_or_renamed_are_never_mixed(
+    lab: Any, whole: dict[str, Any], halfway: Path
+) -> None:
+    """F9."""
+    new, old = newest(halfway), newest(halfway, 2)
+    spare = halfway / "spare"
+    new.rename(spare)
+    old.rename(new)
+    spare.rename(old)
+    ended = lab.resume(halfway)
+    assert ended.code == 0
+    assert "step-000023 is damaged, step-000015 is used instead" in ended.said
+    assert "holds step 20 of format 1, not what its name says" in ended.said
+    assert lab.story(halfway) == whole
+
+
+def rewrite(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Put other weights in a checkpoint and seal it again, so that only they are wrong."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    header = {k: v for k, v in manifest.items() if k not in ("files", "seal")}
+    kept = shutil.move(folder, folder.with_name("kept"))
+    with files.committed(folder, header) as fresh:
+        for name in ("optimiser.safetensors", "config.json", "state.json"):
+            shutil.copy(Path(kept) / name, fresh)
+        save_file(weights, fresh / "model.safetensors")
+    shutil.rmtree(kept)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name_and_number(
+    lab: Any, halfway: Path
+) -> None:
+    """F13."""
+    weights = load_file(newest(halfway) / "model.safetensors")
+    weights["blocks.1.attention.out.weight"][0, :3] = float("nan")
+    rewrite(newest(halfway), weights)
+    ended = lab.resume(halfway)
+    assert ended.code == 2
+    assert "blocks.1.attention.out.weight holds 3 values that are not finite" in ended.said
+
+
+@pytest.mark.parametrize(
+    ("setting", "other", "says"),
+    [
+        ("heads = 2", "heads = 4", "says heads is 2, the settings of the run say 4"),
+        ("layers = 2", "layers = 3", "says layers is 2, the settings of the run say 3"),
+        ("tied = true", "tied = false", "says tied is True, the settings of the run say False"),
+        ("bias = false", "bias = true", "says bias is False, the settings of the run say True"),
+        ('optimiser = "muon"', 'optimiser = "adamw"', "saved by another optimiser"),
+        ("steps = 40", "", "does not say train.steps"),
+    ],
+)
+def test_settings_edited_by_hand_that_do_not_fit_the_weights_are_refused(
+    lab: Any, halfway: Path, setting: str, other: str, says: str
+) -> None:
+    path = halfway / "config.toml"
+    assert setting in path.read_text()
+    path.write_text(path.read_text().replace(setting, other))
+    ended = lab.resume(halfway)
+    assert ended.code == 2
+    assert says in ended.said
+    assert lab.kept(halfway)[-1] == 23
+
+
+def test_damaged_token_files_are_made_again_from_the_same_text(
+    lab: Any, whole: dict[str, Any], halfway: Path
+) -> None:
+    flip(halfway / "tokens" / "train.bin", 12_345)
+    ended = lab.resume(halfway)
+    assert ended.code == 0
+    assert "has changed since it was written" in ended.said
+    assert "The token files are made again." in ended.said
+    assert lab.story(halfway) == whole
+
+
+def test_a_log_that_was_cut_is_said_and_the_weights_do_not_mind(
+    lab: Any, whole: dict[str, Any], halfway: Path
+) -> None:
+    """F18."""
+    os.truncate(halfway / "metrics.jsonl", 700)
+    ended = lab.resume(halfway)
+    assert ended.code == 0
+    assert "bytes since the checkpoint; the run goes on" in ended.said
+    story = lab.story(halfway)  # which reads every line
+    assert story["weights"] == whole["weights"]
+    assert story["metrics"][-3:] == whole["metrics"][-3:]
+
+
+def test_a_run_of_a_newer_fenchel_is_refused_in_one_sentence(lab: Any, halfway: Path) -> None:
+    path = halfway / "config.toml"
+    path.write_text(path.read_text().replace("format = 1", "format = 2"))
+    ended = lab.resume(halfway)
+    assert ended.code == 2
+    assert ended.said.startswith("fenchel: ")
+    assert "has format 2, this fenchel reads up to 1" in ended.said
