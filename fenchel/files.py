@@ -19,8 +19,8 @@ import os
 import re
 import shutil
 import socket
-from collections import Counter
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

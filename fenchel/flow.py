@@ -186,17 +186,18 @@ def open_corpus(path: Path) -> Corpus:
 def _carry_out(
     config: RunConfig, run: RunDir, corpus: Corpus, batches: Batches, watch: Watch
 ) -> Outcome:
+    steps = config.train.steps
+    if steps is None:
+        raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
     device = _device(config.train.device)
     model = _model(config).to(device)
     optimiser = build_optimiser(model, config.optim)
     progress = _restore(config, run, model, optimiser, watch)
-    steps = config.train.steps
-    if steps is None:
-        raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     if progress.step >= steps:
         watch.say(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
-        if _is_told(run):
+        told = _summary(run).get("status") == "finished"
+        if told and (run.path / "report.html").is_file():
             return Outcome("finished", progress)
     _keep_environment(run, device, progress, watch)
     run.write_json("summary.json", {"status": "running", "step": progress.step, "steps": steps})
@@ -267,13 +268,12 @@ def _under_way(run: RunDir) -> Iterator[None]:
         ) from error
 
 
-def _is_told(run: RunDir) -> bool:
-    """Whether a finished run has its summary and its page already."""
+def _summary(run: RunDir) -> dict[str, Any]:
+    """How the run stood when it was last here, as far as that can be read."""
     try:
-        finished = read_json(run.path / "summary.json").get("status") == "finished"
+        return read_json(run.path / "summary.json")
     except Damaged:
-        return False
-    return finished and (run.path / "report.html").is_file()
+        return {}
 
 
 def _keep_environment(run: RunDir, device: torch.device, progress: Progress, watch: Watch) -> None:
@@ -373,7 +373,7 @@ def _model(config: RunConfig) -> Transformer:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -428,9 +428,9 @@ def _restore(
         instead = f"{folder.name} is used instead" if folder else "it cannot be used"
         watch.say(f"{damaged.name} is damaged, {instead}: {error}")
     if folder is None:
-        if wrong:
+        if wrong or _summary(run).get("step"):  # it has been further than its first step
             raise ValueError(
-                f"none of the checkpoints in {run.checkpoints} is intact; "
+                f"{run.checkpoints} holds no intact checkpoint; "
                 "start a new run, or restore one of them from a backup."
             )
         if run.metrics.exists():

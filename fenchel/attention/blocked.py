@@ -314,8 +314,8 @@ class _LogPrior:
 
 
 def _block(tile: Tile, q: Tensor, k: Tensor) -> Block:
-    (B, H, T, _), S = q.shape, k.shape[2]
-    return Block(B, H, T, S, q.device, tile.batch, tile.heads, tile.rows, tile.keys)
+    B, H, T, _ = q.shape
+    return Block(B, H, T, k.shape[2], q.device, tile.batch, tile.heads, tile.rows, tile.keys)
 
 
 def _part(choice: Choice, block: Block) -> Choice:
@@ -349,7 +349,7 @@ def _tangent(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) 
             args[i] = x
         return f(*args)
 
-    out, pull = vjp(of_moving, *(at[i] for i in moving))
+    out, pull = vjp(of_moving, *(at[i] for i in moving))[:2]
     push = vjp(pull, tree_map(torch.zeros_like, out))[1]
     return push(tuple(moves[i] for i in moving))[0]
 

@@ -36,6 +36,8 @@ def exponent(choice: Choice) -> float | None:
 
 def choose_(x: Tensor, choice: Choice, alpha: float) -> tuple[Tensor, Tensor]:
     """(p, nu) for the scores x = beta z + log u, which may be overwritten: (..., K), (..., 1)."""
+    if x.shape[-1] == 0:
+        return x, x.new_full((*x.shape[:-1], 1), torch.inf)
     top = x.amax(-1, keepdim=True)
     empty = top == -torch.inf
     if alpha == 1.0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fenchel.choice.threshold import FORBIDDEN, above, powers, threshold
 
 _BLOCK = 1 << 17  # entries a core works on at once: half a MiB in float32, one of three such
-_FEW = 8  # one entry in so many may be near the largest for the narrow table to pay
+_FEW = 32  # one entry in so many may be near the largest for the narrow table to pay
 
 
 def solve(x: Tensor, alpha: float | Tensor) -> Tensor:

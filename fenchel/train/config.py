@@ -29,6 +29,8 @@ class TrainConfig:
     """"float32", "bfloat16" (autocast), or "auto": bfloat16 where the hardware has it."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one."""
+    exact: bool = True
+    """On a GPU, use only kernels that repeat bit for bit; a CPU always does."""
     threads: int | None = None
     """CPU threads; None tries some and keeps the fastest."""
     log_every: int = 10

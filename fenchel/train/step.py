@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from fenchel.data import Batch, Batches
 from fenchel.optim import Schedule, Together
 from fenchel.train.config import TrainConfig
+from fenchel.train.exact import fixed_order
 from fenchel.train.guard import first_broken
 from fenchel.train.loss import total_loss
 
@@ -69,7 +70,8 @@ class Stepper:
         for group in self.optimiser.param_groups:
             group["lr"] = group["initial_lr"] * factor
         self.model.train()
-        loss = self._gradient(batch, step)
+        with fixed_order(self.device, exact=self.config.exact):
+            loss = self._gradient(batch, step)
         moved = [p for p in self.model.parameters() if p.grad is not None]
         norm_ = get_total_norm([p.grad for p in moved if p.grad is not None])
         norm, broken = norm_.item(), None

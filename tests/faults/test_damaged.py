@@ -59,10 +59,20 @@ def test_without_an_intact_one_it_refuses_and_does_not_begin_again(lab: Any, hal
     ended = lab.resume(halfway)
     assert ended.code == 2
     assert "step-000023 is damaged, it cannot be used" in ended.said
-    assert "none of the checkpoints" in ended.said
+    assert "holds no intact checkpoint; start a new run, or restore" in ended.said
     assert ended.step == 0
     after = {path: files.sha256(path) for path in halfway.rglob("*.*") if path.is_file()}
     assert after == before
+
+
+def test_without_any_it_refuses_too_if_there_were_some(lab: Any, halfway: Path) -> None:
+    shutil.rmtree(halfway / "checkpoints")
+    (halfway / "checkpoints").mkdir()
+    before = (halfway / "metrics.jsonl").read_bytes()
+    ended = lab.resume(halfway)
+    assert ended.code == 2
+    assert "holds no intact checkpoint" in ended.said
+    assert (halfway / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(

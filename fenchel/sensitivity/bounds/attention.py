@@ -78,7 +78,7 @@ def castin_at(
     n = rows.T
     far = torch.cdist(x.X, x.X).amax((-2, -1)).reshape(-1, 1)
     keys, queries = (
-        rows.scale * (a @ factor(w)).norm(dim=-1).amax(-1)
+        abs(rows.scale) * (a @ factor(w)).norm(dim=-1).amax(-1)
         for a, w in ((x.q, x.W[1]), (x.k, x.W[0]))
     )
     z = far * torch.maximum(keys, queries)
@@ -108,7 +108,7 @@ def token_max(
         D = moment(block.s, v[:, :, keys], v[:, :, keys])
         size = (x.q[:, :, here] @ F_K).norm(dim=-1)
         key = (largest(D) * block.s.sum(-1)).sqrt() * size
-        worst = torch.maximum(worst, rows.scale * (spectral(C) + key).amax(-1))
+        worst = torch.maximum(worst, abs(rows.scale) * (spectral(C) + key).amax(-1))
     return outward(spectral(F_V) + worst).reshape(x.axes)
 
 
@@ -128,6 +128,6 @@ def _at(
 
 def _through_scores(x: Projected, rows: Rows, slope: Tensor) -> Tensor:
     size = spectral(x.X).reshape(-1, 1)
-    M = rows.scale * spectral(factor(x.W[0]).mT @ factor(x.W[1]))
+    M = abs(rows.scale) * spectral(factor(x.W[0]).mT @ factor(x.W[1]))
     bound = spectral(x.W[2]) * (mixing(rows) + 2.0 * slope * size.square() * M)
     return outward(bound).reshape(x.axes)

