@@ -267,6 +267,16 @@ def test_a_manifest_forged_with_a_right_seal_is_refused(
         verify(sealed)
 
 
+def test_a_file_outside_the_folder_is_not_read_though_its_bytes_are_right(sealed: Path) -> None:
+    outside = sealed.parent / "outside"
+    outside.write_text("secret")
+    entry = {"bytes": 6, "sha256": files.sha256(outside)}
+    for name in ("../outside", str(outside)):
+        reseal(sealed, lambda m, name=name: m.update(files={name: entry}))
+        with pytest.raises(Damaged, match="names a file outside its folder"):
+            verify(sealed)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -5,8 +5,9 @@ becomes the mask, from which whole blocks of keys are skipped, and ``bias`` is a
 inside the kernel. So no prior is ever written out, and one that learns gets its gradient.
 
 Reverse derivative on a GPU, forward only on a CPU; torch raises on forward mode. The kernel is
-compiled at the first call of a process and again for a new kind of prior, which takes seconds.
-Block masks of priors that carry no tensor are kept for the next call with the same lengths.
+compiled at the first call of a process and again for a new kind of prior, which takes seconds;
+torch would give up after eight kinds and fall back to a dense square, so it is allowed more. Block
+masks of priors that carry no tensor are kept for the next call with the same lengths.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from fenchel.attention.prior import Combined, Place, Prior, Sum
 from fenchel.choice import Choice
+
+_KINDS = 64
 
 
 def attend(
@@ -41,15 +44,22 @@ def attend(
         prior = prior.with_tensors([x.float() for x in prior.tensors()])
         score = _score(prior, T, S) if prior.bias(_probe(q, S)) is not None else None
         mask = _mask(prior, B, H, T, S, q)
-    out: Tensor = _compiled()(
-        q, k, v, score_mod=score, block_mask=mask, scale=scale * beta, enable_gqa=k.shape[1] != H
-    )
+    with torch._dynamo.config.patch(recompile_limit=_KINDS):
+        out: Tensor = _compiled()(
+            q,
+            k,
+            v,
+            score_mod=score,
+            block_mask=mask,
+            scale=scale * beta,
+            enable_gqa=k.shape[1] != H,
+        )
     return out
 
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention)
 
 
 def _score(prior: Prior, T: int, S: int) -> Callable[..., Tensor]:

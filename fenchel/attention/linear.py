@@ -58,7 +58,9 @@ def random_features(
     for _ in range(-(-count // width)):
         square = torch.randn(width, width, generator=generator, dtype=torch.float64)
         length = torch.randn(width, width, generator=generator, dtype=torch.float64).norm(dim=1)
-        blocks.append(length[:, None] * torch.linalg.qr(square)[0])
+        Q, R = torch.linalg.qr(square)
+        # Without the signs Q is not uniform over rotations, and the kernel would be biased.
+        blocks.append(length[:, None] * Q * R.diagonal().sign())
     return RandomFeatures(torch.cat(blocks)[:count].to(dtype))
 
 

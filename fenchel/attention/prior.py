@@ -288,7 +288,7 @@ class Dense(Prior):
 
     def _four(self) -> Tensor:
         x = self.log_prior
-        return x[(None,) * (4 - x.dim())]
+        return x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
 
     def _at(self, at: Place) -> Tensor:
         x = self._four()

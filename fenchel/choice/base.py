@@ -25,6 +25,7 @@ precision comes in and goes out; between, everything is float32.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -39,6 +40,11 @@ class Choice(ABC):
     """A regularised argmax."""
 
     beta: float | Tensor
+
+    @property
+    def ceiling(self) -> float:
+        """The largest weight allowed; infinite where the simplex alone bounds it."""
+        return float("inf")
 
     @abstractmethod
     def choose(self, x: Tensor) -> Tensor:
@@ -58,7 +64,7 @@ class Choice(ABC):
 
     @abstractmethod
     def spread(self, p: Tensor) -> Tensor:
-        """s = 1 / omega''(p) on the support, 0 off it: (..., K) -> (..., K)."""
+        """s = 1 / omega''(p) on the support, 0 off it, in float32 or better: (..., K)."""
 
     @abstractmethod
     def lipschitz(self, K: int) -> float | Tensor:
@@ -77,7 +83,7 @@ class Choice(ABC):
 
     def regulariser(self, p: Tensor, log_prior: Tensor | None = None) -> Tensor:
         """Omega(p) - <p, log u>, infinite where p uses what is forbidden: (..., K) -> (...)."""
-        q = _at_least_float32(p)
+        q = float32_or_better(p)
         total = self.omega(q).sum(-1)
         if log_prior is not None:
             total = total - torch.where(q != 0, q * log_prior, 0.0).sum(-1)
@@ -85,13 +91,11 @@ class Choice(ABC):
 
     def jacobian_product(self, p: Tensor, v: Tensor) -> Tensor:
         """J v at the scores that gave ``p``; serves jvp and vjp alike: (..., K) -> (..., K)."""
-        q = _at_least_float32(p)
-        return (self.beta * centred(self.spread(q), v)).to(p.dtype)
+        return (self.beta * centred(self.spread(p), v)).to(p.dtype)
 
     def sensitivity(self, p: Tensor) -> Tensor:
         """The largest eigenvalue of J at the scores that gave ``p``: (..., K) -> (...)."""
-        s = self.spread(_at_least_float32(p))
-        return (self.row_beta() * largest_eigenvalue(s)).to(p.dtype)
+        return (self.row_beta() * largest_eigenvalue(self.spread(p))).to(p.dtype)
 
     def loss(self, z: Tensor, y: Tensor, log_prior: Tensor | None = None) -> Tensor:
         """The Fenchel-Young loss value(z) + Omega(y) / beta - <y, z>: (..., K) -> (...).
@@ -100,7 +104,7 @@ class Choice(ABC):
         gradient in z is weights(z) - y; with Softmax() it is the cross-entropy less the
         entropy of y.
         """
-        x = _at_least_float32(z)
+        x = float32_or_better(z)
         # value(z - c) = value(z) - c, so the common part of large scores never enters the sum
         peak = x.detach().amax(-1, keepdim=True)
         x = x - torch.where(peak.isfinite(), peak, 0.0)
@@ -115,7 +119,7 @@ class Choice(ABC):
     def scores(self, z: Tensor, log_prior: Tensor | None, dim: int) -> tuple[Tensor, int]:
         """x = beta z + log u in float32 or better, and the axis counted from the end."""
         axis = checked_axis(z, log_prior, dim)
-        x = _at_least_float32(z)
+        x = float32_or_better(z)
         if isinstance(self.beta, Tensor):
             # A score of -inf forbids too; 0 * -inf would put nan into the gradient of beta.
             out = x == FORBIDDEN
@@ -126,9 +130,15 @@ class Choice(ABC):
         return (x if self.beta == 1.0 else self.beta * x), axis
 
     def along(self, axis: int, ndim: int) -> Self:
-        """The same map with its tensor parameters laid out for an axis that was moved last."""
-        del axis, ndim
-        return self
+        """The same map with its tensors laid out for scores whose axis was moved last."""
+        if axis == -1:
+            return self
+        moved = {
+            name: t.reshape((1,) * (ndim - t.ndim) + t.shape).movedim(axis, -1)
+            for name, t in vars(self).items()
+            if isinstance(t, Tensor) and t.ndim > 0
+        }
+        return replace(self, **moved) if moved else self  # type: ignore[type-var]
 
     def row_beta(self) -> float | Tensor:
         """beta without the axis of the choice, to go beside results of shape (...)."""
@@ -157,9 +167,24 @@ def centred(s: Tensor, v: Tensor) -> Tensor:
     return s * (v - mean)
 
 
+def plain(t: Tensor) -> bool:
+    """Whether t is a tensor of numbers, not a placeholder of a compiler or of torch.func."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return not torch.compiler.is_compiling() and not wrapped(t)
+
+
+def readable(t: Tensor) -> bool:
+    """Whether Python may branch on the numbers in t at no cost: they are plain and at hand."""
+    return plain(t) and t.device.type == "cpu"
+
+
 def positive(name: str, beta: float | Tensor) -> None:
-    """Refuse an inverse temperature that is a number and not positive and finite."""
-    if not isinstance(beta, Tensor) and not 0.0 < beta < float("inf"):
+    """Refuse an inverse temperature that is not positive and finite, where that can be seen."""
+    if isinstance(beta, Tensor):
+        good = not readable(beta) or bool(((beta > 0) & beta.isfinite()).all())
+    else:
+        good = 0.0 < beta < float("inf")
+    if not good:
         raise ValueError(
             f"{name} needs 0 < beta < inf, got beta={beta}; for the limit of large beta use "
             "fenchel.choice.Hard."
@@ -188,5 +213,6 @@ def _sure(choice: Choice, x: Tensor, y: Tensor, log_prior: Tensor | None) -> Ten
     return one - log_prior.expand_as(x).gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
-def _at_least_float32(t: Tensor) -> Tensor:
+def float32_or_better(t: Tensor) -> Tensor:
+    """Halves become float32, the rest stays as it is."""
     return t.to(torch.promote_types(t.dtype, torch.float32))

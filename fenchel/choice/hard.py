@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fenchel.choice.base import FORBIDDEN, Choice, checked_axis
+from fenchel.choice.base import FORBIDDEN, Choice, checked_axis, float32_or_better
 from fenchel.choice.softmax import Softmax
 
 
@@ -37,23 +37,27 @@ class Hard(Choice):
 
     def weights(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
         """The argmax: (..., K) -> (..., K); constant in z, so its derivative there is 0."""
-        axis = checked_axis(z, log_prior, dim)
-        x = z.to(torch.promote_types(z.dtype, torch.float32))
-        shares = x.new_zeros(()) if log_prior is None else log_prior.to(x.dtype)
-        if x.shape[axis] == 0:
-            return x.to(z.dtype)
-        allowed = torch.where(shares == FORBIDDEN, FORBIDDEN, x)
+        allowed, axis = self.scores(z, log_prior, dim)
+        if allowed.shape[axis] == 0:
+            return allowed.to(z.dtype)
         best = allowed.amax(axis, keepdim=True)
+        shares = allowed.new_zeros(()) if log_prior is None else log_prior.to(allowed.dtype)
         shares = torch.where(allowed == best, shares, FORBIDDEN)
         p = Softmax().weights(shares.masked_fill(best == FORBIDDEN, FORBIDDEN), dim=axis)
         # Without a path to z, asking for a gradient would be an error; with it, it is 0.
-        return (p + 0.0 * torch.where(p > 0, x, 0.0)).to(z.dtype)
+        return (p + 0.0 * torch.where(p > 0, allowed, 0.0)).to(z.dtype)
 
     def value(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
         """The largest allowed score, whose gradient is ``weights``: (..., K) -> (...)."""
         p = self.weights(z, log_prior, dim)
         total = torch.where(p > 0, z, 0.0).mul(p).sum(dim)
         return total.masked_fill(p.detach().sum(dim) == 0.0, FORBIDDEN)
+
+    def scores(self, z: Tensor, log_prior: Tensor | None, dim: int) -> tuple[Tensor, int]:
+        """z itself, -inf where the prior forbids, and the axis counted from the end."""
+        axis = checked_axis(z, log_prior, dim)
+        x = float32_or_better(z)
+        return (x if log_prior is None else x.masked_fill(log_prior == FORBIDDEN, FORBIDDEN)), axis
 
     def choose(self, x: Tensor) -> Tensor:
         """The argmax for the scores x, ties parted equally: (..., K) -> (..., K)."""

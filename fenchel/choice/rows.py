@@ -1,7 +1,7 @@
 """Many rows of a Tsallis choice at once, in blocks that stay in the cache.
 
 ``solve`` gives the weights and ``pull`` the product of their derivative with a vector, both with
-no derivative of their own and for plain tensors only: entmax.py attaches the derivatives.
+no derivative of their own and for plain tensors only: tsallis.py attaches the derivatives.
 
 Where few entries can have any weight (those within 1 / (alpha - 1) of the largest), they are
 moved to the left of a narrow table, and all the steps of the threshold are made there.
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fenchel.choice.threshold import FORBIDDEN, above, powers, threshold
+from fenchel.choice.base import FORBIDDEN
+from fenchel.choice.threshold import above, powers, threshold
 
 _BLOCK = 1 << 17  # entries a core works on at once: half a MiB in float32, one of three such
-_FEW = 32  # one entry in so many may be near the largest for the narrow table to pay
+_FEW = 8  # one entry in so many may be near the largest for the narrow table to pay
 
 
 def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
@@ -33,6 +34,16 @@ def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
         at, y = (torch.cat(pieces) for pieces in zip(*few, strict=True))
         weights.view(-1)[at] = _solve_few(at, y, rows.shape, alpha, x.shape)
     return weights.view(x.shape)
+
+
+def thresholds(y: Tensor, alpha: float | Tensor) -> Tensor:
+    """d of threshold.py, for y whose rows have their largest entry at 0: (..., K) -> (..., 1)."""
+    rows = y.reshape(-1, y.shape[-1])
+    d = torch.empty_like(rows[:, :1])
+    for part, exponent in _blocks(rows, alpha, y.shape):
+        work = (torch.empty_like(rows[part]), torch.empty_like(rows[part]))
+        d[part] = threshold(rows[part], exponent, work)
+    return d.view(*y.shape[:-1], 1)
 
 
 def pull(p: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:

@@ -17,7 +17,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fenchel.choice.base import FORBIDDEN, Choice, checked_axis, positive
+from fenchel.choice.base import (
+    FORBIDDEN,
+    Choice,
+    checked_axis,
+    float32_or_better,
+    positive,
+    readable,
+)
 
 
 @final
@@ -61,7 +68,7 @@ class Softmax(Choice):
 
     def spread(self, p: Tensor) -> Tensor:
         """p itself."""
-        return p
+        return float32_or_better(p)
 
     def lipschitz(self, K: int) -> float | Tensor:
         """beta / 2, and 0 where there is nothing to choose."""
@@ -79,7 +86,7 @@ def _softmax(x: Tensor, axis: int) -> Tensor:
     """torch.softmax, with zeros for a row that is -inf throughout."""
     if x.shape[axis] == 0:
         return x
-    if _can_look(x):
+    if readable(x):
         # Such a row, and no other without nan in it, is nan from its first entry on. Looking
         # there costs a column; the general form below costs three passes over x.
         p = torch.softmax(x, axis)
@@ -87,12 +94,3 @@ def _softmax(x: Tensor, axis: int) -> Tensor:
             return p
     empty = x.amax(axis, keepdim=True) == FORBIDDEN
     return torch.softmax(x.masked_fill(empty, 0.0), axis).masked_fill(empty, 0.0)
-
-
-def _can_look(x: Tensor) -> bool:
-    """Whether Python may branch on the numbers in x without a trace or a device in the way."""
-    return (
-        not torch.compiler.is_compiling()
-        and x.device.type == "cpu"
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-    )

@@ -14,8 +14,8 @@ from typing import final
 
 from torch import Tensor
 
-from fenchel.choice.base import Choice, positive
-from fenchel.choice.entmax import tsallis
+from fenchel.choice.base import Choice, float32_or_better, positive
+from fenchel.choice.tsallis import tsallis
 
 
 @final
@@ -51,7 +51,7 @@ class Sparsemax(Choice):
 
     def spread(self, p: Tensor) -> Tensor:
         """1 on the support."""
-        return (p > 0).to(p.dtype)
+        return float32_or_better((p > 0).to(p.dtype))
 
     def lipschitz(self, K: int) -> float | Tensor:
         """beta, and 0 where there is nothing to choose: a projection moves no further."""

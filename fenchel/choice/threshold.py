@@ -33,7 +33,6 @@ Every row has its largest entry at 0.
 import torch
 from torch import Tensor
 
-FORBIDDEN = float("-inf")
 _STEPS = 60  # falling needs 3 to 12; a row built to resist goes to ``bisect``
 
 
@@ -125,7 +124,7 @@ def _enough(alpha: float | Tensor, eps: float) -> float | Tensor:
     """The step, relative to t, after which no other is needed."""
     if not isinstance(alpha, Tensor) and alpha <= 1.5:
         # r >= 2: f is smooth across the edge of the support, and a step squares the error
-        return eps**0.5 / 32.0
+        return float(eps**0.5) / 32.0
     # f is right to a few eps and f / g <= t: no step is right to less than this
     return 16.0 * eps * (alpha - 1.0)
 

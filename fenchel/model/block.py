@@ -17,6 +17,9 @@ from torch.nn.functional import dropout, gelu, silu
 from fenchel.attention import Angles, Causal, attend, rotate
 from fenchel.choice import named
 from fenchel.model.config import ModelConfig
+from fenchel.model.norm import norm
+
+CAUSAL = Causal()
 
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 """Called in each layer with its number and the q (B, H, T, D), k and v (B, G, S, D) it uses."""
@@ -56,10 +59,13 @@ class Attention(nn.Module):
         observe: Observer | None = None,
     ) -> Tensor:
         """(B, T, M) -> (B, T, M)."""
-        B, T, M = x_BTM.shape
-        H, G = self.heads, self.groups
-        qkv = self.qkv(x_BTM).view(B, T, H + 2 * G, self.head_width).transpose(1, 2)
-        qk, v_BGTD = qkv.split([H + G, G], dim=1)
+        B, T, _ = x_BTM.shape
+        H, G, D = self.heads, self.groups, self.head_width
+        # Cut before the heads are turned to the front: the gradients then join in the order in
+        # which they lie in memory.
+        qk, v = self.qkv(x_BTM).split([(H + G) * D, G * D], dim=-1)
+        qk = qk.view(B, T, H + G, D).transpose(1, 2)
+        v_BGTD = v.view(B, T, G, D).transpose(1, 2)
         if angles is not None:
             qk = rotate(qk, angles)
         q_BHTD, k_BGTD = qk.split([H, G], dim=1)
@@ -68,10 +74,9 @@ class Attention(nn.Module):
         if observe is not None:
             observe(self.layer, q_BHTD, k_BGTD, v_BGTD)
         p = self.dropout if self.training else 0.0
-        mixed_BHTD = attend(
-            q_BHTD, k_BGTD, v_BGTD, choice=self.choice, prior=Causal(), dropout=p
-        )
-        return self.out(mixed_BHTD.transpose(1, 2).reshape(B, T, M))
+        mixed_BHTD = attend(q_BHTD, k_BGTD, v_BGTD, choice=self.choice, prior=CAUSAL, dropout=p)
+        mixed: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class Mlp(nn.Module):
@@ -79,18 +84,18 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gated = config.mlp == "swiglu"
-        rows = config.mlp_width * (2 if self.gated else 1)
-        self.up = nn.Linear(config.width, rows, bias=config.bias)
+        self.gate = None
+        if config.mlp == "swiglu":
+            self.gate = nn.Linear(config.width, config.mlp_width, bias=config.bias)
+        self.up = nn.Linear(config.width, config.mlp_width, bias=config.bias)
         self.down = nn.Linear(config.mlp_width, config.width, bias=config.bias)
 
     def forward(self, x_BTM: Tensor) -> Tensor:
         """(B, T, M) -> (B, T, M)."""
         wide = self.up(x_BTM)
-        if self.gated:
-            gate, value = wide.chunk(2, dim=-1)
-            return self.down(silu(gate) * value)
-        return self.down(gelu(wide))
+        wide = gelu(wide) if self.gate is None else silu(self.gate(x_BTM)) * wide
+        narrow: Tensor = self.down(wide)
+        return narrow
 
 
 class Block(nn.Module):
@@ -119,8 +124,3 @@ class Block(nn.Module):
     def _drop(self, branch: Tensor) -> Tensor:
         return dropout(branch, self.dropout, self.training) if self.dropout else branch
 
-
-def norm(config: ModelConfig) -> nn.Module:
-    """The norm that the settings ask for, over the width of the stream."""
-    kind = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
-    return kind(config.width, eps=config.epsilon)

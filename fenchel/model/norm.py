@@ -53,9 +53,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        r = vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1])
-        r.add_(epsilon).rsqrt_()
-        return (x * r).mul_(w), r
+        size = vector_norm(x, dim=-1, keepdim=True)
+        r = (size * size / x.shape[-1] + epsilon).rsqrt()
+        return x * r * w, r
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Any) -> None:
@@ -67,12 +67,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w, r = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again: r is a function of x
+        if torch.is_grad_enabled():  # to be differentiated again, so r is a function of x
             r = _inverse_root(x, ctx.epsilon)
-        M = x.shape[-1]
-        gx_NM = (g * x).reshape(-1, M)
+            gx = r * (g * w - r.square() * x * (g * w * x).mean(-1, keepdim=True))
+            return gx, (r * x * g).reshape(-1, w.numel()).sum(0), None
+        gx_NM = (g * x).reshape(-1, w.numel())
         gw = r.reshape(-1) @ gx_NM
-        mean = (gx_NM @ w).reshape(r.shape) * (-1 / M)
+        mean = (gx_NM @ w).reshape(r.shape) * (-1 / w.numel())
         return (g * w).addcmul_(x, mean * r.square()).mul_(r), gw, None
 
     @staticmethod

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from fenchel.attention import angles
-from fenchel.model.block import Attention, Block, Cache, Mlp, Observer, norm
+from fenchel.attention import Angles, angles
+from fenchel.model.block import Attention, Block, Cache, Mlp, Observer
 from fenchel.model.config import ModelConfig
+from fenchel.model.norm import norm
 
 
 class Transformer(nn.Module):
@@ -34,6 +35,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = norm(config)
         self.read = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
+        self._table: Angles | None = None
         self.initialise(generator)
 
     def forward(
@@ -43,30 +45,69 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         observe: Observer | None = None,
         last: bool = False,
+        read: bool = True,
     ) -> Tensor:
-        """(B, T) -> (B, T, V), or (B, 1, V) when only the ``last`` position is asked for."""
-        T, start = ids_BT.shape[1], 0 if cache is None else cache.length
-        if start + T > self.config.context:
-            raise ValueError(
-                f"{start + T} positions were given and the model reads {self.config.context}; "
-                "shorten the sequence."
-            )
-        positions_T = torch.arange(start, start + T, device=ids_BT.device)
-        x_BTM = self.embed(ids_BT)
-        if self.place is not None:
-            x_BTM = x_BTM + self.place(positions_T)
-        if self.training and self.config.dropout:
-            x_BTM = dropout(x_BTM, self.config.dropout)
+        """(B, T) -> (B, T, V), or (B, 1, V) when only the ``last`` position is asked for.
+
+        Without ``read`` the normalised stream is given instead, (B, T, M): what a loss needs
+        that reads it out in parts, with ``read_weight``.
+        """
+        T, start = ids_BT.shape[-1], 0 if cache is None else cache.length
+        self._require_fit(ids_BT, start + T)
+        x_BTM = self._embed(ids_BT, start)
         turn = None
         if self.config.positions == "rotary":
-            turn = angles(positions_T, self.config.head_width, base=self.config.rotary_base)
+            turn = self._angles(start, start + T, x_BTM)
         for block in self.blocks:
             x_BTM = block(x_BTM, turn, cache, observe)
         if cache is not None:
             cache.advance(T)
         if last:
             x_BTM = x_BTM[:, -1:]
-        return linear(self.norm(x_BTM), self.read_weight)
+        x_BTM = self.norm(x_BTM)
+        return linear(x_BTM, self.read_weight) if read else x_BTM
+
+    def _require_fit(self, ids_BT: Tensor, positions: int) -> None:
+        if ids_BT.ndim != 2 or ids_BT.shape[1] < 1:
+            raise ValueError(
+                f"ids should be (B, T) with T at least 1, got a tensor of {tuple(ids_BT.shape)}."
+            )
+        if positions > self.config.context:
+            raise ValueError(
+                f"{positions} positions were given and the model reads {self.config.context}; "
+                "shorten the sequence."
+            )
+
+    def _embed(self, ids_BT: Tensor, start: int) -> Tensor:
+        """x_BTM before the first block; ``start`` positions were read before."""
+        try:
+            x_BTM: Tensor = self.embed(ids_BT)
+        except IndexError:
+            raise ValueError(
+                f"ids run from {int(ids_BT.min())} to {int(ids_BT.max())} and the model knows "
+                f"0 to {self.config.vocabulary - 1}; use the tokenizer it was trained with."
+            ) from None
+        if self.place is not None:
+            x_BTM = x_BTM + self.place.weight[start : start + ids_BT.shape[1]]
+        return dropout(x_BTM, self.config.dropout) if self._drops else x_BTM
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.config.dropout > 0.0
+
+    def _angles(self, start: int, end: int, like: Tensor) -> Angles:
+        """Those of positions ``start`` to ``end``, cut from a table that is kept.
+
+        It is a tenth of the work of decoding one token of a small model, and never changes.
+        """
+        table = self._table
+        if table is None or len(table.cos) < end or table.cos.device != like.device:
+            size = min(self.config.context, 2 * end)
+            with torch.inference_mode(False):  # a table made while decoding serves training too
+                positions = torch.arange(size, device=like.device)
+                table = angles(positions, self.config.head_width, base=self.config.rotary_base)
+            self._table = table
+        return Angles(table.cos[start:end], table.sin[start:end])
 
     @property
     def read_weight(self) -> Tensor:

@@ -6,6 +6,7 @@ from fenchel.sensitivity.autodiff import jacobian
 from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.certificate import Certificate, certify
 from fenchel.sensitivity.cone import Cone, cone
+from fenchel.sensitivity.expansion import Remainder, remainder
 from fenchel.sensitivity.finite_difference import difference_jacobian
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.norms import TokenBracket, influence, token_norm
@@ -20,6 +21,7 @@ __all__ = [
     "Cone",
     "Matrix",
     "Operator",
+    "Remainder",
     "Singular",
     "TokenBracket",
     "Witness",
@@ -32,6 +34,7 @@ __all__ = [
     "influence",
     "jacobian",
     "layers",
+    "remainder",
     "self_attention_jacobian",
     "singular_values",
     "spectral_norm",

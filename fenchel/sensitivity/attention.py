@@ -24,7 +24,7 @@ from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
 from fenchel.sensitivity.operator import Operator, Space
-from fenchel.sensitivity.rows import BUDGET, Block, Projected, Rows, project, pulled, times, wide
+from fenchel.sensitivity.rows import Block, Projected, Rows, project, pulled, times, wide
 
 _SOFTMAX = Softmax()
 
@@ -184,7 +184,7 @@ def attention_jacobian(
     scale: float | None = None,
     wrt: str = "qkv",
     each: bool = False,
-    budget: int = BUDGET,
+    budget: int | None = None,
 ) -> AttentionJacobian:
     """The Jacobian of ``attend`` at q (B, H, T, D), k (B, G, S, D), v (B, G, S, E).
 
@@ -216,7 +216,7 @@ def self_attention_jacobian(
     prior: Prior | None = None,
     scale: float | None = None,
     each: bool = False,
-    budget: int = BUDGET,
+    budget: int | None = None,
 ) -> SelfAttentionJacobian:
     """The Jacobian of Att in X (..., N, M), by W_Q, W_K (M, D) and W_V (M, E).
 

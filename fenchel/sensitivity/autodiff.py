@@ -43,13 +43,13 @@ class Jacobian(Operator):
 
     def apply(self, v: Tensor) -> Tensor:
         """J v, one forward-mode pass a vector."""
-        with sdpa_kernel(SDPBackend.MATH):
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             moves = [torch.func.jvp(self.f, self.x, self._parts(one))[1] for one in v]
         return self.codomain.lay([torch.stack(moves)])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T u, one reverse-mode pass a vector."""
-        with sdpa_kernel(SDPBackend.MATH):
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             backs = [self._pull(self.codomain.lift(one[None])[0][0]) for one in u]
         return self.domain.lay([torch.stack(parts) for parts in zip(*backs, strict=True)])
 

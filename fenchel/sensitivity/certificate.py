@@ -28,8 +28,9 @@ from fenchel.sensitivity.ascent import climb, furthest
 from fenchel.sensitivity.autodiff import jacobian, point
 from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
-from fenchel.sensitivity.layers import Gauge, Layer, SelfAttention, layer_of
+from fenchel.sensitivity.layers import SelfAttention, layer_of
 from fenchel.sensitivity.operator import Operator
+from fenchel.sensitivity.reach import Gauge, Layer
 from fenchel.sensitivity.witness import families
 
 

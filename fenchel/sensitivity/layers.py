@@ -1,27 +1,22 @@
 """Layers that know how far they can move, and what follows when they stand in a row.
 
-``reach(X, ball)`` of a layer f holds everywhere in the ball about X, with J the Jacobian at X and
-J' that at another point of the ball:
-
-    upper       |J'|_2 <= upper
-    variation   |J' - J|_2 <= variation
-    token       the gain in the norm max_i |x_i|
+Every layer maps tokens (N, M) to tokens (N, M') and answers ``reach(X, ball)``; see
+fenchel.sensitivity.reach for the words.
 
 In a row, the ball is carried on: what the first layer does to it is the ball of the second. Uppers
 multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the variation. Beside
 a skip connection the upper grows by one and the variation stays. So a whole network has a
-variation, and |J|_2 at the centre, which is measured and not bounded, plus that variation bounds
-it; the product of uppers is the other choice. Never a product of global constants.
+variation, and its own norm at the centre plus that variation bounds it; the product of uppers is
+the other choice. Never a product of global constants.
 
 Norm layers: with r the least sqrt(var + eps) in the ball and d the width, |J'| <= max|gamma| / r
 and |J' - J| <= 2 max|gamma| rho / (sqrt(3 d) r^2). The second derivative of x / |x| type maps is a
 symmetric form, so its norm is reached with all arguments equal, where it is c (3 t - 3 tau t^3).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -33,77 +28,17 @@ from fenchel.sensitivity.attention import self_attention_jacobian
 from fenchel.sensitivity.attention_ball import over_ball
 from fenchel.sensitivity.autodiff import jacobian
 from fenchel.sensitivity.ball import Ball
-from fenchel.sensitivity.bounds.layers import linear, norm_layer, slope_range
-from fenchel.sensitivity.golub_kahan import spectral_norm
-from fenchel.sensitivity.norms import outward
+from fenchel.sensitivity.bounds.layers import SLOPES, linear, norm_layer, slope_range
 from fenchel.sensitivity.operator import Operator, identity
+from fenchel.sensitivity.reach import Gauge, Layer, Reach
 from fenchel.sensitivity.rows import project
+from fenchel.sensitivity.rules import Diagonal, NormJacobian, TokenMap
 
 _SOFTMAX = Softmax()
 
 
-class Reach(NamedTuple):
-    """What holds everywhere in a ball."""
-
-    upper: float
-    variation: float
-    token: float
-
-    def carry(self, ball: Ball) -> Ball:
-        """Where the ball is taken."""
-        total = self.upper * ball.total
-        return Ball(min(self.token * ball.token, total), total)
-
-
-class Gauge:
-    """Norms at a centre, measured from above, and the chance that one of them was too small."""
-
-    def __init__(self, failure: float, generator: torch.Generator | None = None) -> None:
-        self.failure, self.generator = failure, generator
-        self.spent = 0.0
-        """The sum of the failure probabilities of all measurements so far."""
-
-    def above(self, J: Operator) -> float:
-        """An upper end of |J|_2: probabilistic, or by the matrix itself when failure is 0."""
-        if self.failure == 0.0:
-            m, n = J.shape
-            if m * n > 1 << 24:
-                raise ValueError(
-                    f"failure=0 takes the singular values of a {m} by {n} matrix; allow a failure "
-                    "such as 1e-9 instead."
-                )
-            return float(outward(torch.linalg.matrix_norm(J.dense(), 2)))
-        self.spent += self.failure
-        bracket = spectral_norm(J, tol=1e-3, failure=self.failure, generator=self.generator)
-        return float(bracket.upper)
-
-    def from_centre(self, J: Operator, reach: Reach) -> Reach:
-        """The same reach, with the norm at the centre plus the variation where that is less."""
-        if reach.variation >= reach.upper:
-            return reach
-        return Reach(
-            min(reach.upper, self.above(J) + reach.variation), reach.variation, reach.token
-        )
-
-
-class Layer(ABC):
-    """A map of tokens (N, M) to tokens (N, M')."""
-
-    @abstractmethod
-    def __call__(self, X: Tensor) -> Tensor:
-        """The map itself."""
-
-    @abstractmethod
-    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
-        """Bounds that hold everywhere in the ball about X."""
-
-    def jacobian(self, X: Tensor) -> Operator:
-        """Its derivative at X."""
-        return jacobian(self, X)
-
-
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SelfAttention(Layer):
     """X -> attend(X W_Q, X W_K, X W_V), heads side by side, times W_O if there is one.
 
@@ -133,13 +68,13 @@ class SelfAttention(Layer):
         J = self._inner(X)
         if self.W_O is None and self._heads == 1:
             return J
-        out = X.new_zeros(J.codomain.shapes[0])
+        heads = J.codomain.shapes[0]
 
         def join(o: Tensor) -> Tensor:
             mixed = o.transpose(-3, -2).flatten(-2) if o.dim() > 2 else o
             return mixed if self.W_O is None else mixed @ self.W_O
 
-        return jacobian(join, out) @ J
+        return jacobian(join, torch.zeros(heads, dtype=J.dtype, device=J.device)) @ J
 
     def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
         """The lesser of bound A and the exact norm at the centre plus bound B."""
@@ -170,7 +105,7 @@ class SelfAttention(Layer):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Norm(Layer):
     """LayerNorm (kind "layer") or RMSNorm ("rms") of every token."""
 
@@ -187,6 +122,10 @@ class Norm(Layer):
         y = functional.rms_norm(X, shape, self.weight, self.eps)
         return y if self.bias is None else y + self.bias
 
+    def jacobian(self, X: Tensor) -> Operator:
+        """In closed form."""
+        return NormJacobian(X, self.weight, self.eps, self.kind)
+
     def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
         """1 / r at its least r, and its slope."""
         gain = norm_layer(X, self.weight, eps=self.eps, kind=self.kind, radius=ball.token)
@@ -197,7 +136,7 @@ class Norm(Layer):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Linear(Layer):
     """X -> X W + b, with W (M, M')."""
 
@@ -207,6 +146,10 @@ class Linear(Layer):
     def __call__(self, X: Tensor) -> Tensor:
         """(..., M) -> (..., M')."""
         return X @ self.W if self.b is None else X @ self.W + self.b
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """W, for every token."""
+        return TokenMap(X, self.W)
 
     def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
         """|W|_2, the same everywhere."""
@@ -224,6 +167,10 @@ class Activation(Layer):
     def __call__(self, X: Tensor) -> Tensor:
         """Any shape."""
         return _FUNCTIONS[self.name](X)
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """The slopes, number by number."""
+        return Diagonal(SLOPES[self.name].at(X))
 
     def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
         """The steepest slope near any number, and how far slopes differ from those at X."""

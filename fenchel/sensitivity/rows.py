@@ -20,7 +20,8 @@ from fenchel.attention import Prior
 from fenchel.attention.shapes import four
 from fenchel.choice import Choice, Hard
 
-BUDGET = 1 << 22  # numbers in a block: 16 MB of float32, large enough for full-speed products
+# Numbers in a block: on a CPU what stays near the cores, on a GPU what keeps all of it busy.
+BUDGET, GPU_BUDGET = 1 << 21, 1 << 26
 
 
 class Block(NamedTuple):
@@ -60,13 +61,15 @@ class Rows:
         choice: Choice,
         prior: Prior | None,
         scale: float,
-        budget: int = BUDGET,
+        budget: int | None = None,
     ) -> None:
         self.q, self.k, self.choice, self.prior, self.scale = q, k, choice, prior, scale
         self.B, self.H, self.T, _ = q.shape
         self.S = k.shape[2]
         if prior is not None:
             prior.check(self.B, self.H, self.T, self.S)
+        if budget is None:
+            budget = BUDGET if q.device.type == "cpu" else GPU_BUDGET
         self.step = max(1, budget // max(1, self.B * self.H * self.S))
         self._kept: Block | None = None
 
@@ -91,9 +94,7 @@ class Rows:
 
     def _block(self, rows: slice, keys: slice) -> Block:
         p = self._weights(rows, keys)
-        s = self.choice.spread(p)
-        if not isinstance(self.choice, Hard):  # an infinite beta times no slope would be nan
-            s = self.choice.beta * s
+        s = spread(self.choice, p)
         total = s.sum(-1, keepdim=True)
         inverse = torch.where(total > 0, 1.0 / total, 0.0)
         return Block(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True))
@@ -102,17 +103,34 @@ class Rows:
         z = times(self.q[:, :, rows] * self.scale, self.k[:, :, keys].mT)
         if self.prior is None:
             return self.choice.weights(z)
-        log_prior = self.prior.log(
+        beta = self.choice.beta
+        if isinstance(beta, Tensor) or isinstance(self.choice, Hard):
+            return self.choice.weights(z, self._log_prior(rows, keys))
+        # beta z + log u = beta (z + log u / beta): the prior is added where it is not 0 alone,
+        # which under a causal mask is a strip along the diagonal.
+        shift = self.S - self.T
+        low, high = self.prior.free(rows.start + shift, rows.stop - 1 + shift, self.S)
+        low, high = max(low, keys.start), min(high, keys.stop)
+        if low >= high:
+            low = high = keys.start
+        for part in (slice(keys.start, low), slice(high, keys.stop)):
+            if part.start < part.stop:
+                inside = z[..., part.start - keys.start : part.stop - keys.start]
+                inside += self._log_prior(rows, part) / beta
+        return self.choice.weights(z)
+
+    def _log_prior(self, rows: slice, keys: slice) -> Tensor:
+        assert self.prior is not None
+        return self.prior.log(
             self.T,
             self.S,
             B=self.B,
             H=self.H,
-            device=z.device,
-            dtype=z.dtype,
+            device=self.q.device,
+            dtype=self.q.dtype,
             rows=rows,
             keys=keys,
         )
-        return self.choice.weights(z, log_prior)
 
 
 class Projected(NamedTuple):
@@ -177,6 +195,14 @@ def pulled(x: Tensor, g: Tensor, G: int) -> Tensor:
     R = H // G
     x = x.reshape(*x.shape[:-3], G, R * t, s)
     return x.mT @ g.reshape(*g.shape[:-3], G, R * t, g.shape[-1])
+
+
+def spread(choice: Choice, p: Tensor) -> Tensor:
+    """beta times the spread of the choice: its derivative is diag(s) - s s^T / sum(s)."""
+    s, beta = choice.spread(p), choice.beta
+    if isinstance(choice, Hard) or (not isinstance(beta, Tensor) and beta == 1.0):
+        return s  # an infinite beta times no slope would be nan, and 1 is not worth a pass
+    return beta * s
 
 
 def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:

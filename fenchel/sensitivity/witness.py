@@ -33,6 +33,7 @@ from fenchel.attention import Prior
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.attention import self_attention_jacobian
 from fenchel.sensitivity.golub_kahan import spectral_norm
+from fenchel.sensitivity.rows import spread
 
 _SOFTMAX = Softmax()
 
@@ -153,7 +154,7 @@ def _row(n: int, choice: Choice, prior: Prior | None, A: Tensor) -> tuple[int, T
     z = A.new_zeros(1, 1, n, n)
     log_prior = None if prior is None else prior.log(n, n, device=A.device, dtype=A.dtype)
     p = choice.weights(z, log_prior)[0, 0]
-    s = choice.beta * choice.spread(p)
+    s = spread(choice, p)
     off = s - s.diagonal().diag()  # the token itself stays at 0
     room = off.sum(-1) - _imbalance(off).square() / s.sum(-1).clamp(min=1e-300)
     best = int(room.argmax())
@@ -212,7 +213,7 @@ def _spread_rows(
     """sum over the other rows of their squared leading constants when u^T A u = 0."""
     z = A.new_zeros(1, 1, n, n)
     log_prior = None if prior is None else prior.log(n, n, device=A.device, dtype=A.dtype)
-    s = choice.beta * choice.spread(choice.weights(z, log_prior)[0, 0])
+    s = spread(choice, choice.weights(z, log_prior)[0, 0])
     mean = (s @ e) / s.sum(-1).clamp(min=1e-300)
     # Row j moves by s_ji (0 - mean_j) e_j (u^T A w) t^2 along W_V^T u.
     moves = s[:, row] * mean * e * turn

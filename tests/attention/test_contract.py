@@ -144,10 +144,12 @@ def test_second_derivatives_are_right_or_refused(
     ours = call(claim, choice, prior)(*at)
     exact = twice(definition(*at, choice, prior))
     try:
-        torch.testing.assert_close(twice(ours), exact, atol=1e-6, rtol=1e-6)
+        found = twice(ours)
     except RuntimeError as refusal:  # torch picks a kernel by shape, and only some have one
-        assert not claim.second
-        assert "not implemented" in str(refusal)
+        if claim.second or "not implemented" not in str(refusal):
+            raise
+    else:
+        torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-6)
 
 
 def test_a_fused_kernel_refuses_a_second_derivative_aloud() -> None:

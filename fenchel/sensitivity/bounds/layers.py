@@ -43,7 +43,7 @@ def norm_layer(
         raise ValueError(f'a norm layer is of kind "layer" or "rms", got {kind!r}.')
     if eps < 0 or radius < 0:
         raise ValueError(f"eps and radius cannot be negative; got {eps} and {radius}.")
-    gain = torch.ones(()) if weight is None else weight.abs().amax()
+    gain = torch.ones((), dtype=torch.float64) if weight is None else weight.abs().amax()
     if x is None:
         return outward(gain * (eps**-0.5 if eps > 0 else math.inf))
     centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
@@ -94,7 +94,7 @@ SLOPES = {
     "identity": Slope(torch.ones_like, (), 1.0),
     "relu": Slope(lambda x: (x >= 0).to(x), (), 1.0),
     "relu2": Slope(lambda x: 2.0 * x.clamp(min=0.0), (), math.inf),
-    "leaky_relu": Slope(lambda x: torch.where(x >= 0, 1.0, 0.01), (), 1.0),
+    "leaky_relu": Slope(lambda x: torch.ones_like(x).masked_fill(x < 0, 0.01), (), 1.0),
     "elu": Slope(lambda x: torch.where(x >= 0, 1.0, x.clamp(max=0.0).exp()), (), 1.0),
     "softplus": Slope(torch.sigmoid, (), 1.0),
     "tanh": Slope(lambda x: 1.0 - torch.tanh(x).square(), (0.0,), 1.0),

@@ -26,15 +26,14 @@ import math
 import torch
 from torch import Tensor
 
-from fenchel.choice import Choice, Hard
+from fenchel.choice import Choice
 from fenchel.sensitivity.norms import outward
+from fenchel.sensitivity.rows import spread
 
 
 def row(choice: Choice, p: Tensor) -> Tensor:
     """``choice.sensitivity(p)`` is at most this; differentiable: (..., K) -> (...). At a point."""
-    s = choice.spread(p)
-    if not isinstance(choice, Hard):
-        s = choice.beta * s
+    s = spread(choice, p)
     if s.shape[-1] < 2:
         return torch.zeros_like(s.sum(-1))
     top = s.topk(2, dim=-1)

@@ -1,0 +1,135 @@
+"""Is p the choice? The conditions of Karush, Kuhn and Tucker, measured.
+
+For the scores x = beta z + log u, p solves
+
+    maximise <p, x> - sum_i omega(p_i)   subject to   sum_i p_i = 1,   0 <= p_i <= c,
+
+with c the cap (infinite where there is none), exactly when there are numbers nu, mu_i, eta_i with
+
+    stationarity    omega'(p_i) - x_i + nu - mu_i + eta_i = 0
+    primal          sum_i p_i = 1,  0 <= p_i <= c,  p_i = 0 where forbidden
+    dual            mu_i >= 0,  eta_i >= 0
+    slackness       mu_i p_i = 0,  eta_i (c - p_i) = 0.
+
+The problem is convex with affine constraints, so these are sufficient, and necessary because the
+simplex has interior points (or, where it has none, because affine constraints need no Slater).
+Each ``Residuals`` entry is the largest violation in a row. ``gap`` is what the dual says could
+still be won:
+
+    nu + sum_i max over 0 <= t <= min(c, 1) of [t (x_i - nu) - omega(t)]  -  [<p, x> - Omega(p)],
+
+never negative for a p on the simplex, and 0 only at the solution.
+
+Given p alone the multipliers are found like this: nu is the mean of x_i - omega'(p_i) under p over
+what is free to move; what stationarity then lacks belongs to mu_i where p_i is at (or nearer than
+that to) 0, to eta_i where it is at c, and else is an error. A weight of 0 stands for anything too
+small for the dtype, so slope(0) is the slope there. All sums are in float64.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fenchel.choice.base import FORBIDDEN, Choice
+
+
+class Residuals(NamedTuple):
+    """How far a row is from satisfying each condition; each entry is (...)."""
+
+    primal: Tensor
+    dual: Tensor
+    slackness: Tensor
+    stationarity: Tensor
+    gap: Tensor
+
+
+class Multipliers(NamedTuple):
+    """What the constraints are worth: nu (...), mu and eta (..., K)."""
+
+    total: Tensor
+    floor: Tensor
+    ceiling: Tensor
+
+
+def kkt(choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None = None) -> Residuals:
+    """The residuals of ``p`` as the weights of ``z``: (..., K), (..., K) -> five of (...)."""
+    row = _Row.of(choice, z, p, log_prior)
+    nu, mu, eta = _multipliers(choice, row)
+    unequal = (row.p.sum(-1) - (~row.empty).to(row.p.dtype)).abs()
+    below, over = (-row.p).amax(-1), (row.p - row.cap).amax(-1)
+    astray = torch.where(row.allowed, 0.0, row.p.abs()).amax(-1)
+    primal = torch.stack([unequal, below, over, astray]).amax(0).clamp(min=0.0)
+    wrong = _force(choice, row, nu) - mu + eta
+    return Residuals(
+        primal=primal,
+        dual=torch.maximum((-mu).amax(-1), (-eta).amax(-1)).clamp(min=0.0),
+        slackness=torch.maximum(
+            (mu * row.p).abs().amax(-1),
+            torch.where(eta == 0, 0.0, eta * (row.cap - row.p)).abs().amax(-1),
+        ),
+        stationarity=wrong.abs().amax(-1),
+        gap=_gap(choice, row, nu),
+    )
+
+
+def multipliers(
+    choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None = None
+) -> Multipliers:
+    """nu, mu and eta for ``p`` as the weights of ``z``; 0 for what is forbidden."""
+    row = _Row.of(choice, z, p, log_prior)
+    nu, mu, eta = _multipliers(choice, row)
+    return Multipliers(nu + row.top, mu, eta)
+
+
+class _Row(NamedTuple):
+    """The problem in float64, scores less their largest, forbidden scores set to 0."""
+
+    x: Tensor
+    p: Tensor
+    allowed: Tensor
+    empty: Tensor
+    cap: Tensor
+    top: Tensor
+
+    @classmethod
+    def of(cls, choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None) -> "_Row":
+        prior = None if log_prior is None else log_prior.double()
+        x, _ = choice.scores(z.double(), prior, -1)
+        x, p = x.detach().expand_as(p), p.detach().double()
+        allowed = x > FORBIDDEN
+        count = allowed.sum(-1, keepdim=True).to(p.dtype)
+        top = x.amax(-1, keepdim=True).masked_fill(count == 0, 0.0)
+        cap = (1.0 / count.clamp(min=1.0)).clamp(min=choice.ceiling)
+        shifted = torch.where(allowed, x - top, 0.0)
+        return cls(shifted, p, allowed, count.squeeze(-1) == 0, cap, top.squeeze(-1))
+
+
+def _multipliers(choice: Choice, row: _Row) -> Multipliers:
+    slope = choice.slope(row.p.clamp(min=0.0))
+    free = row.allowed & (row.p < row.cap)
+    weight = torch.where(free, row.p.clamp(min=0.0), 0.0)
+    share = weight.sum(-1)
+    level = torch.where(weight > 0, row.x - slope, 0.0)
+    mean = (weight * level).sum(-1) / torch.where(share > 0, share, 1.0)
+    # With nothing free, any nu up to the least that keeps every eta >= 0 will do.
+    least = torch.where(row.allowed, row.x - slope, torch.inf).amin(-1)
+    nu = torch.where(share > 0, mean, least).masked_fill(row.empty, 0.0)
+    force = _force(choice, row, nu)
+    at_floor = row.allowed & (row.p <= force.clamp(min=0.0))
+    at_cap = row.allowed & (row.cap - row.p <= (-force).clamp(min=0.0)) & ~at_floor
+    return Multipliers(nu, torch.where(at_floor, force, 0.0), torch.where(at_cap, -force, 0.0))
+
+
+def _force(choice: Choice, row: _Row, nu: Tensor) -> Tensor:
+    """omega'(p) - x + nu, which mu - eta must balance; 0 for what is forbidden."""
+    force = choice.slope(row.p.clamp(min=0.0)) - row.x + nu.unsqueeze(-1)
+    return torch.where(row.allowed, force, 0.0)
+
+
+def _gap(choice: Choice, row: _Row, nu: Tensor) -> Tensor:
+    y = row.x - nu.unsqueeze(-1)
+    t = torch.minimum(choice.response(y), row.cap.clamp(max=1.0))
+    best = torch.where(row.allowed, t * y - choice.omega(t), 0.0).sum(-1) + nu
+    reached = torch.where(row.p > 0, row.p * row.x, 0.0).sum(-1) - choice.omega(row.p).sum(-1)
+    return (best - reached).masked_fill(row.empty, 0.0)

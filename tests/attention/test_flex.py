@@ -1,0 +1,73 @@
+"""fenchel/attention/flex.py: our priors as FlexAttention evaluates them, and once compiled."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from fenchel.attention import (
+    ALiBi,
+    Causal,
+    Dense,
+    Global,
+    Padding,
+    Prior,
+    RelativeBias,
+    Strided,
+    Window,
+    attend,
+    serves,
+)
+from fenchel.choice import Softmax
+
+flex = import_module("fenchel.attention.flex")
+generator = torch.Generator().manual_seed(0)
+PRIORS = {
+    "none": None,
+    "causal": Causal(),
+    "padding": Padding(torch.tensor([5, 0])),
+    "alibi": ALiBi(6) + Causal(),
+    "relative": RelativeBias(torch.randn(32, 6, generator=generator), both_sides=True),
+    "dense": Dense(torch.randn(6, 4, 7, generator=generator)),
+    "mask": Dense(torch.rand(2, 1, 4, 7, generator=generator) > 0.4),
+    "pattern": (Window(1) | Strided(3) | Global(1)) + Causal(),
+}
+
+
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys())
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_point_by_point_it_is_the_reference(
+    qkv, prior: Prior | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)  # compiling takes long
+    q, k, v = qkv
+    for choice in (Softmax(), Softmax(1.7), Softmax(torch.tensor(0.6, dtype=torch.float64))):
+        ours = attend(q, k, v, choice=choice, prior=prior, backend="flex")
+        exact = attend(q, k, v, choice=choice, prior=prior, backend="reference")
+        torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-6)
+
+
+def test_compiled_it_is_the_reference() -> None:
+    q = torch.randn(1, 2, 8, 8, generator=generator)
+    prior = ALiBi(2) + Causal()
+    ours = attend(q, q, q, prior=prior, backend="flex")
+    torch.testing.assert_close(ours, attend(q, q, q, prior=prior, backend="reference"))
+
+
+def test_masks_of_priors_without_tensors_are_made_once() -> None:
+    q = torch.zeros(1, 2, 8, 8)
+    first = flex._mask(Causal() + Window(3), 1, 2, 8, 8, q)
+    assert flex._mask(Causal() + Window(3), 1, 2, 8, 8, q) is first
+    assert flex._mask(Causal() + Window(2), 1, 2, 8, 8, q) is not first
+    padded = Padding(torch.tensor([3]))
+    assert flex._mask(padded, 1, 2, 8, 8, q) is not flex._mask(padded, 1, 2, 8, 8, q)
+    assert flex._mask(ALiBi(2), 1, 2, 8, 8, q) is None
+
+
+def test_what_it_cannot_serve_it_refuses(qkv) -> None:
+    q, k, v = qkv
+    assert "backward on a CPU" in (serves(q.requires_grad_(), k, v)["flex"] or "")
+    assert "dropout" in (serves(q.detach(), k, v, dropout=0.1)["flex"] or "")
+    with pytest.raises(ValueError, match="FlexAttention cannot carry tangents"):
+        torch.func.jvp(lambda q: attend(q, k, v, backend="flex"), (q.detach(),), (q.detach(),))

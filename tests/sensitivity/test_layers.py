@@ -1,0 +1,182 @@
+"""fenchel/sensitivity/layers.py, rules.py, ball.py, reach.py: layers, and how they stand in a row."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fenchel.attention import Causal, rotary
+from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
+from fenchel.sensitivity import Ball, jacobian
+from fenchel.sensitivity.layers import (
+    Activation,
+    Chain,
+    Linear,
+    Norm,
+    Residual,
+    SelfAttention,
+    layer_of,
+)
+from fenchel.sensitivity.reach import Gauge, Layer
+
+Draw = Callable[..., Tensor]
+
+
+def block(draw: Draw, M: int, H: int = 2) -> Layer:
+    """A pre-norm transformer block with every part of it."""
+    D = M // H
+    W_Q, W_K, W_V = (draw(H, M, D) / M**0.5 for _ in range(3))
+    attention = SelfAttention(W_Q, W_K, W_V, draw(M, M) / M**0.5, prior=Causal())
+    mlp = (Linear(draw(M, 2 * M) / M**0.5, draw(2 * M)), Activation("gelu"), Linear(draw(2 * M, M) / M))
+    return Chain(
+        (
+            Residual(Chain((Norm(1 + 0.1 * draw(M), draw(M)), attention))),
+            Residual(Chain((Norm(kind="rms"), *mlp))),
+        )
+    )
+
+
+def layers(draw: Draw) -> dict[str, Layer]:
+    M = 4
+    return {
+        "linear": Linear(draw(M, 3), draw(3)),
+        "layer norm": Norm(draw(M), draw(M)),
+        "rms norm": Norm(draw(M), draw(M), kind="rms"),
+        "plain norm": Norm(),
+        "gelu": Activation("gelu"),
+        "relu": Activation("relu"),
+        "attention": SelfAttention(draw(M, 3), draw(M, 3), draw(M, 2)),
+        "grouped": SelfAttention(draw(4, M, 2), draw(2, M, 2), draw(2, M, 3), prior=Causal()),
+        "mixed": SelfAttention(draw(2, M, 2), draw(2, M, 2), draw(2, M, 3), draw(6, M)),
+        "sparse": SelfAttention(draw(M, 3), draw(M, 3), draw(M, 2), choice=Sparsemax()),
+        "residual": Residual(SelfAttention(draw(M, 3), draw(M, 3), draw(M, M), choice=Entmax(1.5))),
+        "block": block(draw, M),
+    }
+
+
+def test_the_derivative_of_every_layer_is_the_one_autograd_gives(draw: Draw) -> None:
+    X = draw(5, 4)
+    for name, layer in layers(draw).items():
+        exact = torch.autograd.functional.jacobian(layer, X)
+        dense = layer.jacobian(X).dense()
+        torch.testing.assert_close(dense, exact.reshape(dense.shape), msg=name)
+
+
+@pytest.mark.parametrize("norm", ["token", "fro"])
+@pytest.mark.parametrize("radius", [1e-3, 0.05, 0.5])
+def test_everywhere_in_a_ball_a_layer_keeps_to_its_reach(
+    radius: float, norm: str, draw: Draw, generator: torch.Generator
+) -> None:
+    X = 2 * draw(5, 4)
+    ball = Ball.of(radius, norm, 5)
+    for name, layer in layers(draw).items():
+        reach = layer.reach(X, ball, Gauge(0.0))
+        here = layer.jacobian(X).dense()
+        after = reach.carry(ball)
+        for trial in range(12):
+            move = draw(5, 4)
+            if trial % 2:  # half of them with all of it on one token
+                move = move * (torch.arange(5) == trial % 5).unsqueeze(-1)
+            move = ball.within(1e6 * move)
+            there = layer.jacobian(X + move).dense()
+            assert torch.linalg.matrix_norm(there, 2) <= reach.upper * (1 + 1e-12), name
+            assert torch.linalg.matrix_norm(there - here, 2) <= reach.variation + 1e-12, name
+            moved = layer(X + move) - layer(X)
+            assert moved.norm() <= after.total * (1 + 1e-9), name
+            assert moved.norm(dim=-1).max() <= after.token * (1 + 1e-9), name
+
+
+def test_in_a_vanishing_ball_a_network_has_the_norm_of_its_own_jacobian(draw: Draw) -> None:
+    X = draw(6, 4)
+    network = Chain((block(draw, 4), block(draw, 4), Norm(), Linear(draw(4, 3))))
+    exact = float(torch.linalg.matrix_norm(network.jacobian(X).dense(), 2))
+    gauge = Gauge(1e-9, torch.Generator().manual_seed(0))
+    reach = network.reach(X, Ball.of(1e-7, "token", 6), gauge)
+    assert exact <= reach.upper < 1.01 * exact
+    assert 0 < gauge.spent < 1e-7
+    product = math.prod(
+        float(torch.linalg.matrix_norm(layer.jacobian(Y).dense(), 2))
+        for layer, Y in zip(network.layers, _inputs(network, X), strict=True)
+    )
+    assert exact < product  # and far below what a product of exact block norms would say
+
+
+def _inputs(network: Chain, X: Tensor) -> list[Tensor]:
+    found = []
+    for layer in network.layers:
+        found.append(X)
+        X = layer(X)
+    return found
+
+
+def test_a_choice_without_a_bound_reaches_infinity(draw: Draw) -> None:
+    steep: Choice = Entmax(2.5)
+    layer = SelfAttention(draw(4, 3), draw(4, 3), draw(4, 2), choice=steep)
+    reach = layer.reach(draw(5, 4), Ball.of(0.1, "fro", 5), Gauge(1e-9))
+    assert math.isinf(reach.upper)
+    assert math.isinf(reach.variation)
+
+
+def test_torch_modules_are_known_as_layers(draw: Draw) -> None:
+    X = draw(3, 6)
+    modules: list[nn.Module] = [
+        nn.Linear(6, 4),
+        nn.Linear(6, 4, bias=False),
+        nn.LayerNorm(6),
+        nn.RMSNorm(6, eps=1e-3),
+        nn.GELU(),
+        nn.GELU(approximate="tanh"),
+        nn.ReLU(),
+        nn.SiLU(),
+        nn.Mish(),
+        nn.Tanh(),
+        nn.Sigmoid(),
+        nn.Identity(),
+        nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5), nn.SiLU()),
+    ]
+    for module in modules:
+        module.double()
+        layer = layer_of(module)
+        assert layer is not None
+        torch.testing.assert_close(layer(X), module(X), msg=str(module))
+    assert layer_of(nn.Conv1d(1, 1, 1)) is None
+    assert layer_of(nn.Sequential(nn.Identity(), nn.Conv1d(1, 1, 1))) is None
+    assert layer_of(torch.sin) is None
+
+
+def test_a_rotation_goes_back_by_the_opposite_angles(draw: Draw) -> None:
+    x, u = draw(2, 5, 8), draw(2, 5, 8)
+    positions = torch.arange(5)
+    J = jacobian(lambda x: rotary(x, positions), x)
+    torch.testing.assert_close(J.T @ u, rotary(u, -positions))
+    torch.testing.assert_close(
+        torch.linalg.svdvals(J.dense()), torch.ones(80, dtype=torch.float64)
+    )
+
+
+def test_a_ball_spends_on_the_largest_first() -> None:
+    w = torch.tensor([1.0, 5.0, 3.0, 2.0], dtype=torch.float64)
+    assert Ball(2.0, 2.0).share(w) == pytest.approx(20.0)  # one token takes all
+    assert Ball(1.0, math.sqrt(2.5)).share(w) == pytest.approx(5.0 + 3.0 + 0.5 * 2.0)
+    assert Ball.of(1.0, "token", 4).share(w) == pytest.approx(11.0)
+    assert Ball(0.0, 0.0).share(w) == 0.0
+    move = Ball(1.0, 1.5).within(torch.full((9, 4), 10.0))
+    assert move.norm(dim=-1).max() <= 1.0
+    assert move.norm() == pytest.approx(1.5)
+    with pytest.raises(ValueError, match="fro"):
+        Ball.of(1.0, "max", 3)
+    with pytest.raises(ValueError, match="finite"):
+        Ball.of(-1.0, "fro", 3)
+
+
+def test_a_measured_centre_can_be_asked_to_be_sure(draw: Draw) -> None:
+    X = draw(5, 4)
+    layer = SelfAttention(draw(4, 3), draw(4, 3), draw(4, 2), choice=Softmax())
+    J = layer.jacobian(X)
+    exact = float(torch.linalg.matrix_norm(J.dense(), 2))
+    assert exact <= Gauge(0.0).above(J) < exact * (1 + 1e-12)
+    gauge = Gauge(1e-6)
+    assert exact <= gauge.above(J) < exact * 1.01
+    assert gauge.spent == 1e-6
