@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from benchmarks.harness import Race, race, record
 from fenchel.generate import generate
 from fenchel.model import ModelConfig, Transformer
-from fenchel.train.loss import total_loss
+from fenchel.train.readout import readout_loss
 
 THREADS = 2
 PROMPT, NEW = 32, 128
@@ -100,8 +100,8 @@ def train_rows(shape: Shape) -> Iterator[dict[str, Any]]:
     for peer, build, settings in PAIRS:
         ours, theirs = pair(shape.model, build, settings)
 
-        def our_loss(model: nn.Module = ours) -> Tensor:
-            return total_loss(model(inputs), targets) / count
+        def our_loss(model: Transformer = ours) -> Tensor:
+            return readout_loss(model(inputs, read=False), model.read_weight, targets) / count
 
         def their_loss(model: nn.Module = theirs) -> Tensor:
             logits = model(inputs, use_cache=False).logits  # cheaper than giving it labels

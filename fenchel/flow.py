@@ -211,7 +211,7 @@ def _carry_out(
             limit=limit,
         )
 
-    def probe(model: nn.Module, batch: Batch) -> dict[str, list[float]]:
+    def probe(_: nn.Module, batch: Batch) -> dict[str, list[float]]:
         return attention_health(model, batch.inputs[:2])
 
     loggers = [TensorBoard(run.path / name, step=progress.step) for name in config.train.log]

@@ -41,7 +41,7 @@ def attend(
         q, beta = q * beta.to(q.dtype), 1.0
     score = mask = None
     if prior is not None:
-        prior = prior.with_tensors([x.float() for x in prior.tensors()])
+        prior = prior.with_tensors([x.float() for x in prior.tensors()]).ready(q.device)
         score = _score(prior, T, S) if prior.bias(_probe(q, S)) is not None else None
         mask = _mask(prior, B, H, T, S, q)
     with torch._dynamo.config.patch(recompile_limit=_KINDS):

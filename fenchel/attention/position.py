@@ -34,6 +34,8 @@ class ALiBi(Prior):
     """
 
     heads: int
+    table: Tensor | None = None
+    """The slopes written out, as ``ready`` does for kernels that look up rather than compute."""
 
     def __post_init__(self) -> None:
         if self.heads < 1:
@@ -45,7 +47,12 @@ class ALiBi(Prior):
 
     def bias(self, at: Place) -> Tensor:
         """-m_h |i - j|."""
-        return -slope(at.h, self.heads) * (at.i - at.j).abs()
+        m = slope(at.h, self.heads) if self.table is None else self.table[at.h]
+        return -m * (at.i - at.j).abs()
+
+    def ready(self, device: torch.device) -> Prior:
+        """The slopes written out."""
+        return ALiBi(self.heads, slope(torch.arange(self.heads, device=device), self.heads))
 
     def varies(self) -> bool:
         """Between heads."""

@@ -107,6 +107,10 @@ class Prior(ABC):
         """The same prior with other numbers in place of ``tensors()``."""
         return self
 
+    def ready(self, device: torch.device) -> "Prior":  # noqa: ARG002
+        """The same prior with what it would compute at every point looked up instead."""
+        return self
+
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027
         """Refuse, in one sentence, a call that this prior does not fit."""
 
@@ -319,6 +323,10 @@ class Combined(Prior):
             parts.append(part.with_tensors(left[:count]))
             left = left[count:]
         return type(self)(tuple(parts))  # type: ignore[call-arg]
+
+    def ready(self, device: torch.device) -> Prior:
+        """Every part made ready."""
+        return type(self)(tuple(part.ready(device) for part in self.parts))  # type: ignore[call-arg]
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         """Every part fits."""

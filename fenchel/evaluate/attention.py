@@ -6,36 +6,34 @@ it reads (``observe``) and the weights of these few sequences are computed besid
 Shapes: ids (B, T); maps (layers, H, T, T), row t the weights of query t.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fenchel.attention import Causal, attend, health
+from fenchel.attention import Causal, Health, attend, health
+from fenchel.choice import named
 from fenchel.model import Transformer
 
 
 @torch.no_grad()
-def attention_health(model: nn.Module, ids_BT: Tensor) -> dict[str, list[float]]:
+def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[float]]:
     """Largest score, entropy, effective number of keys and support, one number a layer each."""
-    assert isinstance(model, Transformer)
-    found: list[Any] = []
+    choice = named(model.config.choice, alpha=model.config.alpha)
+    found: list[Health] = []
 
-    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        found.append(health(q, k, choice=model.blocks[layer].attention.choice, prior=Causal()))
+    def observe(_layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
+        found.append(health(q, k, choice=choice, prior=Causal()))
 
     model(ids_BT, observe=observe, last=True)
-    names = found[0]._fields
-    return {f"attention/{name}": [float(getattr(h, name)) for h in found] for name in names}
+    return {f"attention/{name}": [getattr(h, name) for h in found] for name in Health._fields}
 
 
 @torch.no_grad()
 def attention_maps(model: Transformer, ids_1T: Tensor) -> Tensor:
     """Every head's weights on one sequence: (1, T) -> (layers, H, T, T)."""
+    choice = named(model.config.choice, alpha=model.config.alpha)
     maps: list[Tensor] = []
 
-    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        choice = model.blocks[layer].attention.choice
+    def observe(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         _, weights = attend(q, k, v, choice=choice, prior=Causal(), return_weights=True)
         maps.append(weights[0])
 

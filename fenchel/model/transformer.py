@@ -35,7 +35,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = norm(config)
         self.read = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
-        self._table: Angles | None = None
+        self._table = Angles(torch.empty(0), torch.empty(0))
         self.initialise(generator)
 
     def forward(
@@ -89,25 +89,23 @@ class Transformer(nn.Module):
             ) from None
         if self.place is not None:
             x_BTM = x_BTM + self.place.weight[start : start + ids_BT.shape[1]]
-        return dropout(x_BTM, self.config.dropout) if self._drops else x_BTM
-
-    @property
-    def _drops(self) -> bool:
-        return self.training and self.config.dropout > 0.0
+        p = self.config.dropout
+        return dropout(x_BTM, p, self.training) if p else x_BTM
 
     def _angles(self, start: int, end: int, like: Tensor) -> Angles:
         """Those of positions ``start`` to ``end``, cut from a table that is kept.
 
         It is a tenth of the work of decoding one token of a small model, and never changes.
         """
-        table = self._table
-        if table is None or len(table.cos) < end or table.cos.device != like.device:
+        D, base = self.config.head_width, self.config.rotary_base
+        exact = torch.promote_types(like.dtype, torch.float32)
+        cos, sin = self._table
+        if len(cos) < end or cos.device != like.device or cos.dtype != exact:
             size = min(self.config.context, 2 * end)
             with torch.inference_mode(False):  # a table made while decoding serves training too
                 positions = torch.arange(size, device=like.device)
-                table = angles(positions, self.config.head_width, base=self.config.rotary_base)
-            self._table = table
-        return Angles(table.cos[start:end], table.sin[start:end])
+                cos, sin = self._table = angles(positions, D, base=base, dtype=exact)
+        return Angles(cos[start:end], sin[start:end])
 
     @property
     def read_weight(self) -> Tensor:

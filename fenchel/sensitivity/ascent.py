@@ -5,8 +5,9 @@ sigma(X) = |J(X)|_2 has, where the top singular value is simple, the gradient
     d sigma = < d/dX of <u, J(X) v>, dX >        u, v the top singular vectors at X,
 
 which is a second derivative of f and costs two reverse passes. Each step moves towards the point of
-the ball furthest along it, X_0 + the ball's longest move, by a share that shrinks as steps go on;
-u and v are kept warm from step to step. Whatever is found is a lower bound, however it was found.
+the ball furthest along it, by a share that grows while sigma does and is halved when it does not;
+u and v are kept warm from step to step. Large balls have many hills, so random points are looked at
+first and the best of them climbed. Whatever is found is a lower bound, however it was found.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,16 +43,47 @@ def climb(
     best = Peak(X, -1.0)
     for start in starts:
         Y = X + ball.within(start - X)
-        v = torch.randn(X.numel(), dtype=X.dtype, generator=generator).to(X)
-        for step in range(steps):
-            sigma, u, v = _warm(derivative(Y), v, rounds=8 if step == 0 else 2)
-            if sigma > best.sigma:
-                best = Peak(Y, sigma)
-            g = slope(f, Y, u, v)
-            share = max(0.02, min(1.0, 2.0 / (step + 1) ** 0.7))
-            Y = Y + share * (X + furthest(ball, g) - Y)
-            Y = X + ball.within(Y - X)
+        sigma, u, v = _warm(derivative(Y), _random(X, generator), rounds=8)
+        share, moved = 0.5, True
+        for _ in range(steps):
+            if moved:
+                target = X + furthest(ball, slope(f, Y, u, v))
+            Z = X + ball.within(Y + share * (target - Y) - X)
+            found = _warm(derivative(Z), v, rounds=3)
+            moved = found[0] > sigma
+            if moved:
+                (sigma, u, v), Y, share = found, Z, min(1.0, 1.5 * share)
+            else:
+                share = 0.4 * share
+            if share < 1e-3:
+                break
+        if sigma > best.sigma:
+            best = Peak(Y, sigma)
     return best
+
+
+def promising(
+    derivative: Callable[[Tensor], Operator],
+    X: Tensor,
+    ball: Ball,
+    keep: int,
+    *,
+    looks: int = 12,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """The ``keep`` most sensitive of ``looks`` random points of the ball's edge, for each."""
+    if keep == 0:
+        return []
+    points = []
+    for _ in range(looks * keep):
+        Y = X + furthest(ball, _random(X, generator).view_as(X))
+        points.append((_warm(derivative(Y), _random(X, generator), rounds=2)[0], Y))
+    points.sort(key=lambda point: -point[0])
+    return [Y for _, Y in points[:keep]]
+
+
+def _random(X: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(X.numel(), dtype=X.dtype, generator=generator).to(X)
 
 
 def slope(f: Callable[[Tensor], Tensor], X: Tensor, u: Tensor, v: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fenchel.files import write_atomic
-from fenchel.sensitivity.ascent import climb, furthest
+from fenchel.sensitivity.ascent import climb, furthest, promising
 from fenchel.sensitivity.autodiff import jacobian, point
 from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
@@ -103,7 +103,7 @@ def certify(
 
     ``f`` is a layer of fenchel.sensitivity.layers, a module of torch.nn, or any function of one
     tensor. ``steps`` of ascent are taken from the centre, along the top singular vector, from the
-    witness families for attention, and from ``restarts`` random points.
+    witness families for attention, and from the best ``restarts`` of many random points.
     """
     (x,) = point(x)
     if x.dim() != 2:
@@ -143,9 +143,7 @@ def _starts(
         size = float(x.norm(dim=-1).amax())
         for X in families(layer.W_Q, layer.W_K, len(x), size):
             yield x + furthest(ball, X.to(x) - x)
-    for _ in range(restarts):
-        noise = torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x)
-        yield x + furthest(ball, noise)
+    yield from promising(derivative, x, ball, restarts, generator=generator)
 
 
 def _tokens(x: Tensor) -> int:

@@ -46,7 +46,8 @@ class Cone:
     def outside(self) -> Tensor:
         """Which points lie outside the cone, beyond rounding: (N,)."""
         eps = torch.finfo(self.y.dtype).eps
-        dust = 4.0 * eps * (_length(self.y) + _length(self.y0) + self.L * self.distance)
+        sizes = _length(self.y) + self.y0.norm() + self.L * self.distance
+        dust = 4.0 * eps * sizes
         return self.change > self.L * self.distance + dust
 
     @property

@@ -77,7 +77,7 @@ class _ReadoutLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         gh_NM, gW_VM = ctx.saved_tensors
         return gh_NM * g.to(gh_NM.dtype), gW_VM * g.to(gW_VM.dtype), None, None, None, None

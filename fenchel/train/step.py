@@ -28,7 +28,7 @@ from fenchel.optim import Schedule, Together
 from fenchel.train.config import TrainConfig
 from fenchel.train.exact import fixed_order
 from fenchel.train.guard import first_broken
-from fenchel.train.loss import total_loss
+from fenchel.train.readout import readout_loss
 
 
 class Taken(NamedTuple):
@@ -88,20 +88,22 @@ class Stepper:
         """Add up the gradient over the parts of a step; the mean loss."""
         count, total = batch.targets.numel(), 0.0
         targets = batch.targets.chunk(self.config.accumulate)
-        for logits, wanted in zip(self._read(batch, step), targets, strict=True):
-            loss = total_loss(logits, wanted, smoothing=self.config.smoothing)
+        for stream, wanted in zip(self._read(batch, step), targets, strict=True):
+            with self.autocast():
+                table: Tensor = self.model.read_weight  # type: ignore[assignment]
+                loss = readout_loss(stream, table, wanted, smoothing=self.config.smoothing)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total / count
 
     def _read(self, batch: Batch, step: int) -> Iterator[Tensor]:
-        """The logits of each part of a step, under the noise that is that part's own."""
+        """The stream of each part of a step, under the noise that is that part's own."""
         cuda = [self.device] if self.device.type == "cuda" else []
         for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
             with torch.random.fork_rng(devices=cuda), self.autocast():
                 torch.manual_seed(mix(self.seed, step, part))
-                logits: Tensor = self.model(inputs)
-            yield logits
+                stream: Tensor = self.model(inputs, read=False)
+            yield stream
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -1,7 +1,5 @@
 """Laws that every choice map obeys. A new map joins by one line in CHOICES."""
 
-from collections.abc import Callable
-
 import cvxpy as cp
 import pytest
 import torch
@@ -14,18 +12,13 @@ from torch.func import hessian, jacfwd, jacrev, jvp, vmap
 from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax, kkt
 
 CHOICES: list[Choice] = [
-    Softmax(),
     Softmax(beta=0.6),
     Entmax(1.01),
-    Entmax(1.5),
-    Entmax(1.7, beta=2.0),
-    Entmax(3.0),
+    Entmax(1.5, beta=2.0),
     Entmax(4.0, beta=0.5),
-    Sparsemax(),
     Sparsemax(beta=1.4),
     Hard(),
     Capped(0.3),
-    Capped(0.35, beta=2.0),
 ]
 every_choice = pytest.mark.parametrize("choice", CHOICES, ids=repr)
 INF = float("inf")
@@ -125,7 +118,8 @@ def test_a_row_with_all_forbidden_gives_zeros_and_no_nan_anywhere(
     assert (p[2] == 0).all()
     assert value[2] == -INF
     assert value[:2].isfinite().all()
-    for out in (p, value):
+    for function in (choice.weights, choice.value):
+        p, out = choice.weights(z, log_prior), function(z, log_prior)
         first = torch.autograd.grad(
             out.sum() + (p * p).sum(), (z, log_prior), create_graph=True, allow_unused=True
         )
@@ -274,33 +268,25 @@ def test_dual_numbers_carry_the_same_tangent(choice: Choice, z: Tensor) -> None:
     torch.testing.assert_close(tangent, choice.jacobian_product(choice.weights(z), v))
 
 
-def compiled(function: Callable[..., object]) -> Callable[..., object]:
-    torch._dynamo.reset()
-    return torch.compile(function, backend="aot_eager", fullgraph=True)
-
-
 @every_choice
-def test_compiled_in_one_graph_with_gradient_and_tangent(
+def test_compiled_in_one_graph_with_gradient_tangent_and_the_gradient_of_the_tangent(
     choice: Choice, z: Tensor, log_prior: Tensor
 ) -> None:
     v = draw(3, 7, seed=2)
 
-    def both(z: Tensor) -> tuple[Tensor, Tensor]:
-        return choice.weights(z, log_prior), choice.value(z, log_prior)[:2]
+    def everything(z: Tensor) -> Tensor:
+        return torch.stack(jvp(lambda z: choice.weights(z, log_prior), (z,), (v,)))
 
-    def sum_of(pair: tuple[Tensor, Tensor]) -> Tensor:
-        return (pair[0] * v).sum() + pair[1].sum()
-
-    wanted, got = both(z), compiled(both)(z)
-    torch.testing.assert_close(got, wanted)
+    torch._dynamo.reset()
+    compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)
     leaf = z.clone().requires_grad_()
-    (reverse,) = torch.autograd.grad(sum_of(compiled(both)(leaf)), leaf)
-    torch.testing.assert_close(reverse, torch.func.grad(lambda z: sum_of(both(z)))(z))
-    _, tangents = compiled(lambda z, v: jvp(both, (z,), (v,)))(z, v)
-    torch.testing.assert_close(tangents, jvp(both, (z,), (v,))[1])
-    second = compiled(lambda z, v: jvp(torch.func.grad(lambda z: sum_of(both(z))), (z,), (v,)))
-    wanted_second = jvp(torch.func.grad(lambda z: sum_of(both(z))), (z,), (v,))
-    torch.testing.assert_close(second(z, v), wanted_second)
+    wanted, got = everything(leaf), compiled(leaf)
+    torch.testing.assert_close(got, wanted)
+    pull = draw(*wanted.shape, seed=3)
+    (wanted_slope,) = torch.autograd.grad(wanted, leaf, pull)
+    (slope,) = torch.autograd.grad(got, leaf, pull)
+    torch.testing.assert_close(slope, wanted_slope)
+    assert isinstance(choice, Hard) or got[1].abs().max() > 0.01  # no silent zero tangent
 
 
 @every_choice
@@ -372,7 +358,7 @@ def solved_by_cvxpy(choice: Choice, z: Tensor, log_prior: Tensor) -> object:
     if isinstance(choice, Capped):
         rules.append(p <= choice.cap)
     problem = cp.Problem(cp.Maximize(x.numpy() @ p - omega), rules)
-    tight = {"tol_gap_abs": 1e-13, "tol_gap_rel": 1e-13, "tol_feas": 1e-13}
+    tight = {"tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
     problem.solve(solver=cp.CLARABEL, **tight)
     return p.value
 

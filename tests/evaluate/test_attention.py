@@ -1,0 +1,52 @@
+"""fenchel/evaluate/attention.py: the maps are those the model attends by."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.evaluate import attention_health, attention_maps
+from fenchel.model import ModelConfig, Transformer
+
+SETTINGS = {"vocabulary": 19, "context": 9, "width": 16, "heads": 4, "kv_heads": 2, "layers": 2}
+
+
+def lively(choice: str) -> Transformer:
+    model = Transformer(ModelConfig(choice=choice, **SETTINGS)).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.5, generator=torch.Generator().manual_seed(p.numel()))
+    return model
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(19, (1, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("choice", ["softmax", "entmax", "sparsemax"])
+def test_mixing_the_values_by_the_maps_gives_what_the_layer_gives(choice: str, ids: Tensor) -> None:
+    model = lively(choice)
+    maps = attention_maps(model, ids)
+    assert maps.shape == (2, 4, 9, 9)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 9))
+    assert (maps.triu(1) == 0).all()
+    values: list[Tensor] = []
+    mixed: list[Tensor] = []
+    for block in model.blocks:
+        block.attention.out.register_forward_pre_hook(lambda _, given: mixed.append(given[0]))
+    model(ids, observe=lambda *what: values.append(what[3]))
+    for p, v, out in zip(maps, values, mixed, strict=True):
+        by_head = v[0].repeat_interleave(2, dim=0)  # each key/value head serves two
+        torch.testing.assert_close((p @ by_head).transpose(0, 1).flatten(1), out[0])
+
+
+def test_health_is_what_the_maps_say(ids: Tensor) -> None:
+    model = lively("entmax")
+    maps, told = attention_maps(model, ids), attention_health(model, ids)
+    assert told.keys() == {
+        f"attention/{n}" for n in ("max_logit", "entropy", "effective", "support")
+    }
+    entropy = torch.special.entr(maps).sum(-1)
+    assert told["attention/entropy"] == pytest.approx(entropy.mean((1, 2)).tolist(), rel=1e-5)
+    support = (maps > 0).sum(-1).double().mean((1, 2))
+    assert told["attention/support"] == pytest.approx(support.tolist(), rel=1e-5)

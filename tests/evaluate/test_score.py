@@ -1,0 +1,83 @@
+"""fenchel/evaluate/score.py: what perplexity and bits per byte must be."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fenchel.data import train_tokenizer
+from fenchel.evaluate import score, text_ids
+from fenchel.model import ModelConfig, Transformer
+
+V = 23
+
+
+class Uniform(nn.Module):
+    """Every token is as likely as any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return torch.zeros(*ids_BT.shape, V)
+
+
+def some_ids(n: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(V, size=n).astype(np.uint16)
+
+
+@pytest.mark.parametrize("n", [2, 7, 8, 9, 16, 17, 100])
+def test_the_perplexity_of_a_uniform_model_is_v(n: int) -> None:
+    found = score(Uniform(), some_ids(n), bytes=3 * n, context=8)
+    assert found.perplexity == pytest.approx(V)
+    assert found.tokens == n - 1  # every token but the first, once
+    assert found.bits_per_byte == pytest.approx((n - 1) * math.log2(V) / (3 * n))
+
+
+def test_it_is_the_mean_of_the_losses_computed_one_by_one() -> None:
+    model = Transformer(
+        ModelConfig(vocabulary=V, context=8, width=16, tied=False),
+        generator=torch.Generator().manual_seed(0),
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    ids = some_ids(8 + 3)
+    model.eval()
+    losses = []
+    for t in range(1, len(ids)):  # windows of 8 moved by 4: the last one is moved back to the end
+        start = 0 if t <= 8 else len(ids) - 1 - 8
+        row = torch.from_numpy(ids[start:t].astype(np.int64))[None]
+        losses.append(-model(row)[0, -1].log_softmax(-1)[int(ids[t])].item())
+    found = score(model.train(), ids, bytes=50, context=8)
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(np.sum(losses) / math.log(2) / 50, rel=1e-5)
+    assert model.training  # given back as it came
+
+
+def test_reading_a_part_takes_its_share_of_the_bytes() -> None:
+    ids = some_ids(101)
+    whole = score(Uniform(), ids, bytes=400, context=8)
+    part = score(Uniform(), ids, bytes=400, context=8, limit=50)
+    assert part.tokens == 50
+    assert part.bits_per_byte == pytest.approx(whole.bits_per_byte, rel=0.02)
+
+
+def test_the_same_probability_has_another_perplexity_under_another_tokenizer() -> None:
+    """ "hello world" at 11 nats: 15.64 in four pieces, 2.72 in eleven characters."""
+    assert math.exp(11 / 4) == pytest.approx(15.64, abs=0.005)
+    assert math.exp(11 / 11) == pytest.approx(2.718, abs=0.001)
+    assert 11 / 11 / math.log(2) == pytest.approx(1.443, abs=0.001)  # bits per byte of both
+
+
+def test_the_bytes_of_a_text_are_those_of_its_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("größer\n")
+    (tmp_path / "b.txt").write_text("sea")
+    tokenizer = train_tokenizer(["sea shore größer"], 300)
+    ids, size = text_ids(tokenizer, str(tmp_path))
+    assert size == len("größer\n".encode()) + 3
+    assert (ids == 0).sum() == 3  # before, between, after

@@ -1,0 +1,76 @@
+"""fenchel/generate/sample.py: exactly the right tokens stay."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fenchel.generate import Sampling, sample
+from fenchel.generate.sample import kept
+
+
+def slowly(p: list[float], sampling: Sampling) -> set[int]:
+    """Which tokens stay, one by one, as the docstring says."""
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    if sampling.top_k is not None:
+        order = order[: sampling.top_k]
+    if sampling.top_p is not None:
+        total, reached, stay = sum(p[i] for i in order), 0.0, []
+        for i in order:
+            if stay and reached >= sampling.top_p * total:
+                break
+            stay.append(i)
+            reached += p[i]
+        order = stay
+    if sampling.min_p is not None:
+        order = [i for i in order if p[i] >= sampling.min_p * p[order[0]]]
+    return set(order)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    weights=st.lists(st.integers(1, 10_000), min_size=1, max_size=12, unique=True),
+    top_k=st.none() | st.integers(1, 14),
+    top_p=st.none() | st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.9, 1.0]),
+    min_p=st.none() | st.sampled_from([0.013, 0.1, 0.5, 1.0]),
+)
+def test_the_right_tokens_stay_and_their_proportions_too(
+    weights: list[int], top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    p = torch.tensor([weights], dtype=torch.float64)
+    p = p / p.sum()
+    sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
+    cut = kept(p, sampling)[0]
+    stay = slowly(p[0].tolist(), sampling)
+    assert {i for i, q in enumerate(cut.tolist()) if q > 0} == stay
+    expected = torch.tensor([p[0, i] if i in stay else 0.0 for i in range(len(weights))])
+    torch.testing.assert_close(cut, (expected / expected.sum()).to(cut))
+
+
+def test_temperature_0_takes_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
+    assert sample(logits, Sampling(temperature=0.0)).tolist() == [1, 0]
+
+
+def test_a_high_temperature_flattens_and_a_low_one_sharpens() -> None:
+    logits = torch.tensor([[0.0, 1.0]]).expand(20_000, 2)
+    generator = torch.Generator().manual_seed(0)
+    for temperature in (0.5, 1.0, 4.0):
+        drawn = sample(logits, Sampling(temperature=temperature), generator=generator)
+        expected = torch.sigmoid(torch.tensor(1.0 / temperature)).item()
+        assert drawn.double().mean().item() == pytest.approx(expected, abs=0.015)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"min_p": 2.0},
+    ],
+)
+def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""fenchel/model/load.py: weights and settings belong together, or nothing is read."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fenchel.config import to_mapping
+from fenchel.data import train_tokenizer
+from fenchel.files import committed
+from fenchel.model import ModelConfig, Transformer, load
+
+CONFIG = ModelConfig(vocabulary=300, context=8, width=16, layers=2)
+
+
+def write_checkpoint(run: Path, step: int, *, best: int, seed: int) -> None:
+    model = Transformer(CONFIG, generator=torch.Generator().manual_seed(seed))
+    path = run / "checkpoints" / f"step-{step:06d}"
+    with committed(path, {"format": 1, "step": step}) as folder:
+        save_file(model.state_dict(), folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(to_mapping(CONFIG)))
+        (folder / "state.json").write_text(json.dumps({"step": step, "best_step": best}))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoints").mkdir()
+    train_tokenizer(["some words"], 300).save(str(tmp_path / "tokenizer.json"))
+    write_checkpoint(tmp_path, 10, best=10, seed=1)
+    write_checkpoint(tmp_path, 20, best=10, seed=2)
+    return tmp_path
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    return Transformer(CONFIG, generator=torch.Generator().manual_seed(seed)).state_dict()
+
+
+def reseal(run: Path, change: Callable[[Path], None]) -> None:
+    """Change a copy of the newest checkpoint and seal it again, as a hostile writer would."""
+    for folder in sorted((run / "checkpoints").iterdir())[:-1]:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    old = run / "checkpoints" / "step-000020"
+    with committed(run / "checkpoints" / "step-000030", {"format": 1, "step": 30}) as folder:
+        for name in ("model.safetensors", "config.json", "state.json"):
+            (folder / name).write_bytes((old / name).read_bytes())
+        change(folder)
+
+
+@pytest.mark.parametrize(("which", "seed"), [("best", 1), ("newest", 2)])
+def test_the_checkpoint_that_was_asked_for_is_read(run: Path, which: str, seed: int) -> None:
+    model, tokenizer, config = load(run, which=which)
+    assert config == CONFIG
+    assert tokenizer.get_vocab_size() <= 300
+    assert not model.training
+    for name, tensor in weights_of(seed).items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_a_damaged_checkpoint_is_passed_over(run: Path) -> None:
+    path = run / "checkpoints" / "step-000020" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    model, _, _ = load(run, which="newest")
+    assert torch.equal(model.embed.weight, weights_of(1)["embed.weight"])
+
+
+def test_without_an_intact_checkpoint_it_says_so(run: Path) -> None:
+    for path in run.glob("checkpoints/*/model.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no intact checkpoint"):
+        load(run)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run directory"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("layers", 3, "lacks blocks.2"),
+        ("layers", 1, "no place for"),
+        ("layers", 20_000, "too few for 20000 layers"),
+        ("layers", -1, "at least 1"),
+        ("layers", "5", "should be int"),
+        ("width", 32, "shape"),
+        ("vocabulary", 10**12, "shape"),
+        ("tied", False, "lacks read.weight"),
+        ("bias", True, "lacks"),
+        ("epsilon", float("nan"), "epsilon"),
+        ("unheard_of", 1, "no setting"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    run: Path, setting: str, value: Any, says: str
+) -> None:
+    def change(folder: Path) -> None:
+        settings = {**to_mapping(CONFIG), setting: value}
+        (folder / "config.json").write_text(json.dumps(settings))
+
+    reseal(run, change)
+    with pytest.raises(ValueError, match=says):
+        load(run, which="newest")
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name(run: Path) -> None:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["blocks.1.mlp.down.weight"][0, 3] = float("nan")
+        save_file(weights, folder / "model.safetensors")
+
+    reseal(run, change)
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.down\.weight holds 1 values"):
+        load(run, which="newest")
+
+
+def test_a_file_that_is_no_safetensors_is_refused(run: Path) -> None:
+    reseal(
+        run, lambda folder: (folder / "model.safetensors").write_bytes(b"\x80\x04K\x01.") and None
+    )
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load(run, which="newest")

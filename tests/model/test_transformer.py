@@ -1,0 +1,210 @@
+"""fenchel/model/transformer.py and block.py, against transformers and against the laws."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from fenchel.model import ModelConfig, Transformer
+
+V, CONTEXT = 29, 12
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def some_ids(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(V, shape, generator=seeded(seed))
+
+
+def lively(**settings: Any) -> Transformer:
+    """A model none of whose parameters is zero, as after some training."""
+    model = Transformer(ModelConfig(vocabulary=V, context=CONTEXT, **settings)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=seeded(p.numel()))
+            p.copy_(noise * (p.shape[-1] ** -0.5 if p.ndim > 1 else 0.2) + (p.ndim == 1))
+    return model
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"width": 24, "heads": 3, "layers": 2},
+    {"width": 24, "heads": 6, "kv_heads": 2, "layers": 2, "tied": False},
+    {"width": 24, "heads": 2, "norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True},
+    {"width": 24, "heads": 2, "positions": "none", "choice": "entmax", "layers": 1},
+    {"width": 24, "heads": 2, "choice": "sparsemax", "dropout": 0.1, "layers": 1},
+    {"width": 24, "heads": 4, "kv_heads": 1, "choice": "hard", "layers": 1},
+]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(map(str, s.values())))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("groups", [6, 2, 1])
+def test_with_llamas_weights_it_gives_llamas_logits(tied: bool, groups: int) -> None:
+    settings = {"width": 24, "heads": 6, "kv_heads": groups, "layers": 2, "hidden": 40}
+    ours = lively(**settings, tied=tied, rotary_base=500.0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=groups,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=ours.config.epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    theirs = LlamaForCausalLM(config).eval()
+    weights = {
+        "model.embed_tokens.weight": ours.embed.weight,
+        "model.norm.weight": ours.norm.weight,
+    }
+    weights["lm_head.weight"] = ours.read_weight
+    for n, block in enumerate(ours.blocks):
+        q, k, v = block.attention.qkv.weight.split([24, 4 * groups, 4 * groups])
+        gate, up = _gate_and_up(block.mlp)
+        at = f"model.layers.{n}."
+        weights |= {
+            at + "self_attn.q_proj.weight": q,
+            at + "self_attn.k_proj.weight": k,
+            at + "self_attn.v_proj.weight": v,
+            at + "self_attn.o_proj.weight": block.attention.out.weight,
+            at + "mlp.gate_proj.weight": gate,
+            at + "mlp.up_proj.weight": up,
+            at + "mlp.down_proj.weight": block.mlp.down.weight,
+            at + "input_layernorm.weight": block.attention_norm.weight,
+            at + "post_attention_layernorm.weight": block.mlp_norm.weight,
+        }
+    theirs.load_state_dict(weights, strict=True)
+    ids = some_ids(3, CONTEXT)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=2e-5, rtol=1e-5)
+
+
+def _gate_and_up(mlp: Any) -> tuple[Tensor, Tensor]:
+    return mlp.gate.weight, mlp.up.weight
+
+
+def test_with_gpt2s_weights_it_gives_gpt2s_logits() -> None:
+    ours = lively(
+        width=24, heads=3, layers=2, norm="layer", positions="learned", mlp="gelu", bias=True
+    )
+    config = GPT2Config(
+        vocab_size=V,
+        n_positions=CONTEXT,
+        n_embd=24,
+        n_layer=2,
+        n_head=3,
+        activation_function="gelu",
+        layer_norm_epsilon=ours.config.epsilon,
+        attn_implementation="eager",
+    )
+    theirs = GPT2LMHeadModel(config).eval()
+    assert ours.place is not None
+    weights = {
+        "transformer.wte.weight": ours.embed.weight,
+        "lm_head.weight": ours.embed.weight,
+        "transformer.wpe.weight": ours.place.weight,
+        "transformer.ln_f.weight": ours.norm.weight,
+        "transformer.ln_f.bias": ours.norm.bias,
+    }
+    for n, block in enumerate(ours.blocks):
+        parts = {
+            "ln_1": block.attention_norm,
+            "ln_2": block.mlp_norm,
+            "attn.c_attn": block.attention.qkv,
+            "attn.c_proj": block.attention.out,
+            "mlp.c_fc": block.mlp.up,
+            "mlp.c_proj": block.mlp.down,
+        }
+        for name, part in parts.items():
+            # Theirs stores matrices as inputs x outputs.
+            weight = part.weight if part.weight.ndim == 1 else part.weight.T
+            weights[f"transformer.h.{n}.{name}.weight"] = weight
+            weights[f"transformer.h.{n}.{name}.bias"] = part.bias
+    theirs.load_state_dict(weights, strict=True)
+    ids = some_ids(2, CONTEXT)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=2e-5, rtol=1e-5)
+
+
+@every_shape
+def test_the_future_does_not_leak(shape: dict[str, Any]) -> None:
+    model = lively(**shape)
+    ids = some_ids(2, CONTEXT)
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 3) % V
+    before, after = model(ids), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7], atol=1e-6, rtol=0)
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+@every_shape
+def test_every_parameter_gets_a_gradient(shape: dict[str, Any]) -> None:
+    model = lively(**shape).train()
+    model(some_ids(2, CONTEXT)).square().sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+        hard_score = shape.get("choice") == "hard" and "qkv" in name
+        assert hard_score or p.grad.abs().sum() > 0, name
+
+
+def test_without_positions_the_last_token_sees_a_bag_of_words() -> None:
+    ids = some_ids(1, CONTEXT)
+    shuffled = torch.cat([ids[:, :-1].flip(-1), ids[:, -1:]], dim=-1)
+    blind, sighted = (lively(width=24, heads=2, layers=1, positions=p) for p in ("none", "rotary"))
+    torch.testing.assert_close(blind(ids)[:, -1], blind(shuffled)[:, -1], atol=1e-5, rtol=0)
+    assert not torch.allclose(sighted(ids)[:, -1], sighted(shuffled)[:, -1], atol=1e-3)
+
+
+def test_a_fresh_model_guesses_evenly_whatever_its_depth() -> None:
+    for layers in (1, 12):
+        config = ModelConfig(vocabulary=500, context=CONTEXT, width=64, layers=layers)
+        model = Transformer(config, generator=seeded())
+        ids = torch.randint(500, (4, CONTEXT), generator=seeded())
+        loss = torch.nn.functional.cross_entropy(
+            model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
+        assert loss.item() == pytest.approx(torch.tensor(500.0).log().item(), abs=0.1)
+
+
+def test_a_fresh_block_is_the_identity() -> None:
+    model = Transformer(ModelConfig(vocabulary=V, context=CONTEXT, width=16, positions="none"))
+    x = torch.randn(2, 5, 16, generator=seeded())
+    torch.testing.assert_close(model.blocks[0](x, None), x)
+
+
+def test_the_same_generator_gives_the_same_weights() -> None:
+    config = ModelConfig(vocabulary=V, context=CONTEXT, width=16)
+    one, two = (Transformer(config, generator=seeded(3)).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_parameters_are_as_many_as_the_formulas_say() -> None:
+    """4 d^2 for attention, 8 d^2 + 5 d for the MLP with biases: 1,048,576 and 2,099,712 at 512."""
+    config = ModelConfig(vocabulary=8, context=4, width=512, heads=8, layers=1, mlp="gelu")
+    with torch.device("meta"):
+        block = Transformer(config).blocks[0]
+        biased = Transformer(
+            ModelConfig(vocabulary=8, width=512, heads=8, layers=1, mlp="gelu", bias=True)
+        ).blocks[0]
+    assert sum(p.numel() for p in block.attention.parameters()) == 1_048_576
+    assert sum(p.numel() for p in biased.mlp.parameters()) == 2_099_712
+
+
+def test_a_sequence_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="13 positions were given and the model reads 12"):
+        lively(width=16)(some_ids(1, CONTEXT + 1))
+
+
+def test_an_observer_sees_every_layer_and_changes_nothing() -> None:
+    model, seen = lively(width=24, heads=6, kv_heads=2, layers=3), []
+    ids = some_ids(2, 5)
+    told = model(ids, observe=lambda *what: seen.append(what))
+    torch.testing.assert_close(told, model(ids))
+    assert [layer for layer, *_ in seen] == [0, 1, 2]
+    assert [tuple(t.shape) for t in seen[0][1:]] == [(2, 6, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4)]

@@ -1,0 +1,106 @@
+"""fenchel/optim/build.py and together.py: who moves what, and what decays."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fenchel.model import ModelConfig, Transformer
+from fenchel.optim import OptimConfig, Together, build_optimiser, build_schedule
+from fenchel.optim.build import split
+
+
+def small(**settings: object) -> Transformer:
+    return Transformer(ModelConfig(vocabulary=11, context=4, width=8, **settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
+    model = small(tied=False, bias=True)
+    groups = build_optimiser(model, OptimConfig(optimiser=name)).param_groups
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_matrices_decay_and_nothing_else_does(name: str) -> None:
+    model = small(tied=False, bias=True, norm="layer", positions="learned")
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in build_optimiser(model, OptimConfig(optimiser=name)).param_groups:
+        for p in group["params"]:
+            inside = names[id(p)].startswith("blocks.") and p.ndim == 2
+            assert (group["weight_decay"] > 0) == inside, names[id(p)]
+
+
+def test_a_tied_table_is_not_a_matrix_inside_a_block() -> None:
+    model = small()
+    matrices, others = split(model)
+    assert any(p is model.embed.weight for p in others)
+    assert all(p.ndim == 2 for p in matrices)
+
+
+def test_adamw_is_the_published_formula() -> None:
+    weight = nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 1, bias=False)])})
+    model["blocks"][0].weight = weight  # type: ignore[index]
+    config = OptimConfig(
+        optimiser="adamw", learning_rate=0.1, weight_decay=0.3, beta1=0.9, beta2=0.99
+    )
+    optimiser = build_optimiser(model, config)
+    theta, m, v = weight.detach().clone(), 0.0, 0.0
+    for t, g in enumerate((torch.tensor([[0.5, -1.0]]), torch.tensor([[0.1, 3.0]])), start=1):
+        weight.grad = g.double()
+        optimiser.step()
+        m = 0.9 * m + 0.1 * g.double()
+        v = 0.99 * v + 0.01 * g.double() ** 2
+        step = (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+        theta = (1 - 0.1 * 0.3) * theta - 0.1 * step
+    torch.testing.assert_close(weight.detach(), theta)
+
+
+def test_state_goes_round() -> None:
+    def taken(steps: int, optimiser: Together, model: nn.Module) -> None:
+        for step in range(steps):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1 * (step + 1))
+            optimiser.step()
+
+    one, two = small(), small()
+    two.load_state_dict(one.state_dict())
+    a, b = (build_optimiser(m, OptimConfig()) for m in (one, two))
+    taken(3, a, one)
+    two.load_state_dict(one.state_dict())
+    b.load_state_dict(copy.deepcopy(a.state_dict()))  # torch would share the tensors
+    taken(2, a, one)
+    taken(2, b, two)
+    for name, p in one.state_dict().items():
+        assert torch.equal(p, two.state_dict()[name]), name
+
+
+def test_a_state_of_other_optimisers_is_refused() -> None:
+    adamw = build_optimiser(small(), OptimConfig(optimiser="adamw"))
+    with pytest.raises(ValueError, match="of 1 optimisers, here are 2"):
+        build_optimiser(small(), OptimConfig()).load_state_dict(adamw.state_dict())
+
+
+@pytest.mark.parametrize("name", ["hold", "cosine", "linear", "inverse_sqrt", "constant"])
+def test_every_named_schedule_peaks_at_1(name: str) -> None:
+    schedule = build_schedule(OptimConfig(schedule=name, warmup=0.1), 100)
+    assert max(schedule(t) for t in range(100)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"optimiser": "sgd"},
+        {"schedule": "up"},
+        {"learning_rate": 0.0},
+        {"warmup": 1.0},
+        {"beta2": -0.1},
+        {"weight_decay": -1.0},
+    ],
+)
+def test_a_wrong_setting_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        OptimConfig(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""fenchel/sensitivity/attention_ball.py: what holds everywhere in a ball, attacked from inside it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.attention import ALiBi, Causal, Prior
+from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
+from fenchel.sensitivity import Ball, self_attention_jacobian
+from fenchel.sensitivity.attention_ball import _softmax_box, _threshold_box, bounded, over_ball
+from fenchel.sensitivity.rows import project
+
+Draw = Callable[..., Tensor]
+CHOICES = [Softmax(), Softmax(2.5), Entmax(1.5), Entmax(1.2, 2.0), Sparsemax()]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=repr)
+@pytest.mark.parametrize("prior", [None, Causal(), ALiBi(1)], ids=repr)
+@pytest.mark.parametrize("norm", ["token", "fro"])
+def test_no_point_of_the_ball_exceeds_any_bound(
+    norm: str, prior: Prior | None, choice: Choice, draw: Draw, spread_out: Draw
+) -> None:  # 30 settings of 5 instances, 70 points each: more than 10,000
+    n, d, count = 5, 3, 70
+    for _ in range(5):
+        X, W = 2 * draw(n, d), [draw(d, d) for _ in range(3)]
+        radius = float(spread_out(-2.5, 0.0, 1))
+        ball = Ball.of(radius, norm, n)
+        found = over_ball(project(X, *W), None, choice, prior, d**-0.5, ball)
+        moves = torch.stack([ball.within(1e6 * draw(n, d)) for _ in range(count)])
+        moves[::3] = moves[::3] * torch.rand(len(moves[::3]), 1, 1)
+        points = X + moves
+        J = self_attention_jacobian(points, *W, each=True, choice=choice, prior=prior)
+        centre = self_attention_jacobian(X, *W, choice=choice, prior=prior)
+        D, D0 = J.dense(), centre.dense()
+        assert torch.linalg.matrix_norm(D, 2).max() <= found.upper * (1 + 1e-12)
+        assert torch.linalg.matrix_norm(D - D0, 2).max() <= found.variation * (1 + 1e-12)
+        rows = D.reshape(count, n, d, n, d)
+        unit = draw(n, d)
+        unit = unit / unit.norm(dim=-1, keepdim=True)
+        moved = torch.einsum("cienm,nm->cie", rows, unit).norm(dim=-1)
+        assert moved.max() <= found.token * (1 + 1e-12)
+        single = torch.linalg.matrix_norm(rows.permute(0, 1, 3, 2, 4), 2)
+        assert single.max() <= found.token * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=repr)
+def test_weights_stay_in_the_box_that_their_scores_allow(
+    choice: Choice, draw: Draw, generator: torch.Generator
+) -> None:
+    x, e = 2 * draw(60, 7), draw(60, 7).abs()
+    x[:, 5] = -torch.inf  # forbidden, and it stays so
+    plain: Choice = type(choice)(choice.alpha) if isinstance(choice, Entmax) else type(choice)()
+    p = plain.weights(x)
+    if isinstance(choice, Softmax):
+        low, high = _softmax_box(p, e)
+    else:
+        low, high = _threshold_box(plain, x, e)
+    for _ in range(50):
+        share = torch.randint(0, 2, x.shape, generator=generator).double() * 2 - 1  # the corners
+        q = plain.weights(x + share * e)
+        assert (low <= q + 1e-12).all()
+        assert (q <= high + 1e-12).all()
+    assert (high[:, 5] == 0).all()
+    if isinstance(choice, Softmax):  # and the corners that matter are reached
+        for j in range(5):
+            sign = -torch.ones(7, dtype=torch.float64)
+            sign[j] = 1.0
+            torch.testing.assert_close(plain.weights(x + sign * e)[:, j], high[:, j])
+            torch.testing.assert_close(plain.weights(x - sign * e)[:, j], low[:, j])
+
+
+def test_scores_a_thousand_apart_do_not_overflow_the_box() -> None:
+    p = torch.softmax(torch.tensor([[0.0, -5.0, -900.0]], dtype=torch.float64), -1)
+    low, high = _softmax_box(p, torch.full((1, 3), 1e3, dtype=torch.float64))
+    assert low.isfinite().all()
+    assert (high <= 1.0).all()
+    assert (low >= 0.0).all()
+
+
+def test_without_a_radius_nothing_varies_and_the_bound_is_the_covariance_bound(
+    draw: Draw,
+) -> None:
+    from fenchel.sensitivity import bounds
+
+    X, W = draw(6, 3), [draw(3, 3) for _ in range(3)]
+    found = over_ball(project(X, *W), None, Softmax(), None, 3**-0.5, Ball(0.0, 0.0))
+    assert found.variation < 1e-6
+    exact = torch.linalg.matrix_norm(self_attention_jacobian(X, *W).dense(), 2)
+    assert exact <= found.upper
+    assert found.upper <= 1.5 * bounds.covariance(X, *W)
+
+
+def test_heads_and_an_output_matrix_are_folded_in(draw: Draw) -> None:
+    X, W = draw(5, 4), [draw(2, 4, 3), draw(2, 4, 3), draw(2, 4, 2)]
+    W_O = draw(2, 2, 6)
+    ball = Ball.of(0.05, "token", 5)
+    folded = over_ball(project(X, *W), W_O, Softmax(), None, 3**-0.5, ball)
+    for h in range(2):
+        merged = [W[0][h], W[1][h], W[2][h] @ W_O[h]]
+        alone = over_ball(project(X, *merged), None, Softmax(), None, 3**-0.5, ball)
+        for a, b in zip(folded, alone, strict=True):
+            torch.testing.assert_close(a[h : h + 1], b)
+
+
+def test_which_choices_are_bounded() -> None:
+    assert all(bounded(choice) for choice in CHOICES)
+    assert not bounded(Entmax(2.5))
