@@ -3,10 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 demo: .venv/.demo
-	$(BIN)/fenchel train --out runs/demo --overwrite
+	$(BIN)/fenchel train
 
+# One process a core, one thread a process: threads of several processes would wait for each other.
 test: .venv/.dev lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

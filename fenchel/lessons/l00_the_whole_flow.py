@@ -73,7 +73,7 @@ loop = Loop(
     run=run,
     settings={"vocabulary": config.vocabulary},
     validate=lambda m: score(m, corpus.validation, **facts)._asdict(),
-    probe=lambda m, batch: attention_health(m, batch.inputs[:2]),
+    probe=lambda _, batch: attention_health(model, batch.inputs[:2]),
     listener=Quiet(),
     progress=Progress(),
 )

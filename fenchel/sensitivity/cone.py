@@ -47,8 +47,8 @@ class Cone:
         """Which points lie outside the cone, beyond rounding: (N,)."""
         eps = torch.finfo(self.y.dtype).eps
         sizes = _length(self.y) + self.y0.norm() + self.L * self.distance
-        dust = 4.0 * eps * sizes
-        return self.change > self.L * self.distance + dust
+        edge: Tensor = self.L * self.distance + 4.0 * eps * sizes
+        return self.change > edge
 
     @property
     def violations(self) -> int:

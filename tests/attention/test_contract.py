@@ -15,11 +15,11 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from fenchel.attention import ALiBi, Causal, Dense, Padding, Prior, Window, attend, tiles
-from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
+from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax
 
 B, H, T, S, D, E = 2, 6, 4, 7, 5, 3
 SOFT: list[Choice] = [Softmax(), Softmax(1.7)]
-ALL = [*SOFT, Entmax(1.5), Entmax(1.25, 2.0), Entmax(3.0), Sparsemax(0.8), Hard()]
+ALL = [*SOFT, Entmax(1.5), Entmax(1.25, 2.0), Entmax(3.0), Sparsemax(0.8), Hard(), Capped(0.7)]
 
 
 class Claim(NamedTuple):

@@ -15,8 +15,8 @@ CHOICES: list[Choice] = [
     Softmax(beta=0.6),
     Entmax(1.01),
     Entmax(1.5, beta=2.0),
-    Entmax(4.0, beta=0.5),
-    Sparsemax(beta=1.4),
+    Entmax(4.0, beta=0.1),
+    Sparsemax(beta=0.7),
     Hard(),
     Capped(0.3),
 ]
@@ -37,7 +37,7 @@ def z() -> Tensor:
 @pytest.fixture
 def log_prior() -> Tensor:
     """One alternative forbidden in the first row, all in the last."""
-    prior = draw(3, 7, seed=1)
+    prior = 0.1 * draw(3, 7, seed=1)
     prior[0, 2] = -INF
     prior[2] = -INF
     return prior
@@ -240,6 +240,8 @@ def test_weights_are_the_gradient_of_the_value_and_its_hessian_their_derivative(
 @every_choice
 def test_forward_and_reverse_agree_and_vmap(choice: Choice, z: Tensor) -> None:
     forward = vmap(jacfwd(choice.weights))(z)
+    moves = forward.abs().amax((1, 2))
+    assert isinstance(choice, Hard) or (moves > 0.01).all()  # or the laws below say nothing
     torch.testing.assert_close(forward, vmap(jacrev(choice.weights))(z))
     torch.testing.assert_close(forward, forward.transpose(-1, -2))
     torch.testing.assert_close(vmap(choice.weights, in_dims=1)(z), choice.weights(z.T))

@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/attention_ball.py: what holds everywhere in a ball, attacked from inside it."""
+"""fenchel/sensitivity/attention_ball.py: what holds in a ball, attacked from inside."""
 
 from collections.abc import Callable
 

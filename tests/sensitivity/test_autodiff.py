@@ -30,9 +30,10 @@ def test_fused_attention_has_both_directions_here(draw: Draw) -> None:
     J = jacobian(scaled_dot_product_attention, (q, k, v))
     u = draw(1, 2, 5, 4)
     back = J.T @ u
-    torch.testing.assert_close(((J @ (q, k, v)) * u).sum(), sum((a * b).sum() for a, b in zip(
-        (q, k, v), back, strict=True
-    )))
+    torch.testing.assert_close(
+        ((J @ (q, k, v)) * u).sum(),
+        sum((a * b).sum() for a, b in zip((q, k, v), back, strict=True)),
+    )
 
 
 def test_leading_axes_may_be_operators_side_by_side(draw: Draw) -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from fenchel.attention import Causal, Padding, Prior
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
-from fenchel.sensitivity import bounds, self_attention_jacobian, spectral_norm, witness
+from fenchel.sensitivity import (
+    attention_jacobian,
+    bounds,
+    self_attention_jacobian,
+    spectral_norm,
+    witness,
+)
 
 Draw = Callable[..., Tensor]
 Instance = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -57,7 +63,9 @@ def wild(
 
     X = normal(count, n, d) * sizes(token_spread, count, n, 1) * sizes(1.0, count, 1, 1)
     X = X + drift * normal(count, 1, d)
-    W_Q, W_K, W_V = (normal(count, 1, d, d) * sizes(weight_spread, count, 1, 1, 1) for _ in range(3))
+    W_Q, W_K, W_V = (
+        normal(count, 1, d, d) * sizes(weight_spread, count, 1, 1, 1) for _ in range(3)
+    )
     return X, (W_Q, W_K, W_V)
 
 
@@ -195,9 +203,11 @@ def test_the_three_causes_are_bounded_one_by_one(draw: Draw) -> None:
     X, W = draw(7, 4), tuple(draw(4, 4) for _ in range(3))
     terms = bounds.covariance_terms(X, *W, prior=Causal())
     q, k, v = (X @ w for w in W)
-    from fenchel.sensitivity import attention_jacobian
-
-    for name, w, term in (("v", W[2], terms.mixing), ("q", W[0], terms.query), ("k", W[1], terms.key)):
+    for name, w, term in (
+        ("v", W[2], terms.mixing),
+        ("q", W[0], terms.query),
+        ("k", W[1], terms.key),
+    ):
         D = attention_jacobian(q, k, v, prior=Causal(), wrt=name).dense()
         alone = torch.linalg.matrix_norm(D @ torch.block_diag(*[w.mT] * 7), 2)
         assert alone <= term * (1 + 1e-12)

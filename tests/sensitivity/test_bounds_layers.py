@@ -52,9 +52,7 @@ def test_with_weights_the_gain_is_never_exceeded_and_seldom_far(
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_no_token_of_a_ball_exceeds_the_bound_of_the_ball(
-    kind: str, draw: Draw, spread_out: Draw
-) -> None:
+def test_no_token_of_a_ball_exceeds_the_bound_of_the_ball(kind: str, draw: Draw) -> None:
     x = draw(5000, 4)
     radius = float(0.8 * x.norm(dim=-1).median())
     bound = bounds.norm_layer(x, kind=kind, radius=radius)

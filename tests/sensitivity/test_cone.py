@@ -92,7 +92,7 @@ class Recorder:
 def test_the_picture_has_a_sharp_tip_and_goes_where_it_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(MODULE, "import_module", lambda name: SimpleNamespace(Figure=Recorder))
+    monkeypatch.setattr(MODULE, "import_module", lambda _: SimpleNamespace(Figure=Recorder))
     drawn = cone(torch.sin, 0.0, 0.9).plot("cone.svg", "cone.webp")
     assert drawn.settings["figsize"] == (6.0, 4.2)
     assert drawn.settings["dpi"] == 160

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import relu
 
 from fenchel.attention import attend_vjp, self_attention
-from fenchel.choice import Entmax, Softmax
+from fenchel.choice import Choice, Entmax, Softmax
 from fenchel.sensitivity import jacobian, remainder
 
 Draw = Callable[..., Tensor]
@@ -17,7 +17,11 @@ Draw = Callable[..., Tensor]
 def test_the_remainder_of_a_smooth_function_has_slope_two(draw: Draw) -> None:
     W = [draw(4, 4) for _ in range(3)]
     for choice in (Softmax(), Entmax(1.5)):
-        found = remainder(lambda X: self_attention(X, *W, choice=choice), draw(5, 4), 0.1 * draw(5, 4))
+
+        def f(X: Tensor, choice: Choice = choice) -> Tensor:
+            return self_attention(X, *W, choice=choice)
+
+        found = remainder(f, draw(5, 4), 0.1 * draw(5, 4))
         assert abs(found.slope - 2.0) < 0.1
         assert (found.error.diff() < 0).all()
 

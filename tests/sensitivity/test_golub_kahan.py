@@ -176,7 +176,9 @@ def test_equal_singular_values_are_no_trouble(
 ) -> None:
     J = jacobian(lambda x: 3.0 * x, torch.ones(5, 4, dtype=dtype))  # exhausted at once
     found = spectral_norm(J, generator=generator)
-    torch.testing.assert_close(found.lower, torch.tensor(3.0, dtype=torch.float64), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        found.lower, torch.tensor(3.0, dtype=torch.float64), rtol=1e-5, atol=0
+    )
     assert 3.0 <= found.upper <= 3.001
     small = spectral_norm(identity(torch.ones(1, dtype=dtype)), generator=generator)
     assert small.iterations == 1

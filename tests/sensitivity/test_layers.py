@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/layers.py, rules.py, ball.py, reach.py: layers, and how they stand in a row."""
+"""fenchel/sensitivity/layers.py, rules.py, ball.py, reach.py: layers in a row."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,11 @@ def block(draw: Draw, M: int, H: int = 2) -> Layer:
     D = M // H
     W_Q, W_K, W_V = (draw(H, M, D) / M**0.5 for _ in range(3))
     attention = SelfAttention(W_Q, W_K, W_V, draw(M, M) / M**0.5, prior=Causal())
-    mlp = (Linear(draw(M, 2 * M) / M**0.5, draw(2 * M)), Activation("gelu"), Linear(draw(2 * M, M) / M))
+    mlp = (
+        Linear(draw(M, 2 * M) / M**0.5, draw(2 * M)),
+        Activation("gelu"),
+        Linear(draw(2 * M, M) / M),
+    )
     return Chain(
         (
             Residual(Chain((Norm(1 + 0.1 * draw(M), draw(M)), attention))),
@@ -67,7 +71,7 @@ def test_the_derivative_of_every_layer_is_the_one_autograd_gives(draw: Draw) -> 
 @pytest.mark.parametrize("norm", ["token", "fro"])
 @pytest.mark.parametrize("radius", [1e-3, 0.05, 0.5])
 def test_everywhere_in_a_ball_a_layer_keeps_to_its_reach(
-    radius: float, norm: str, draw: Draw, generator: torch.Generator
+    radius: float, norm: str, draw: Draw
 ) -> None:
     X = 2 * draw(5, 4)
     ball = Ball.of(radius, norm, 5)
@@ -151,9 +155,7 @@ def test_a_rotation_goes_back_by_the_opposite_angles(draw: Draw) -> None:
     positions = torch.arange(5)
     J = jacobian(lambda x: rotary(x, positions), x)
     torch.testing.assert_close(J.T @ u, rotary(u, -positions))
-    torch.testing.assert_close(
-        torch.linalg.svdvals(J.dense()), torch.ones(80, dtype=torch.float64)
-    )
+    torch.testing.assert_close(torch.linalg.svdvals(J.dense()), torch.ones(80, dtype=torch.float64))
 
 
 def test_a_ball_spends_on_the_largest_first() -> None:

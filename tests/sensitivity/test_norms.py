@@ -32,9 +32,7 @@ def test_the_norm_of_small_matrices_of_any_size(
     )
 
 
-def test_the_norm_of_a_non_negative_matrix_is_met_from_above(
-    draw: Draw, spread_out: Draw
-) -> None:
+def test_the_norm_of_a_non_negative_matrix_is_met_from_above(draw: Draw, spread_out: Draw) -> None:
     scores = draw(200, 12, 12) * spread_out(-1, 2, 200, 1, 1)
     scores[::2] += torch.ones(12, 12).triu(1).mul(-1e9)  # causal, every second one
     P = scores.softmax(-1)

@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/operator.py: vectors in every layout, adjoints, and the algebra of operators."""
+"""fenchel/sensitivity/operator.py: every layout, adjoints, and the algebra of operators."""
 
 from collections.abc import Callable
 

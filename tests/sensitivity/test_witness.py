@@ -58,7 +58,7 @@ def test_pairs_of_inputs_at_any_distance_show_it_too(draw: Draw) -> None:
     assert ratios == pytest.approx([w.growth] * 3, rel=1e-2)
 
 
-def test_balanced_signs_raise_the_constant(draw: Draw) -> None:
+def test_balanced_signs_raise_the_constant() -> None:
     # (n - 1) / n instead of (n - 1) / n^2: Cov of +-t u is not reduced by its mean.
     W_Q = W_K = W_V = torch.eye(3, dtype=torch.float64)
     w = witness.blowup(W_Q, W_K, W_V, 5, 100.0, score_scale=1.0)
@@ -89,7 +89,7 @@ def test_scores_that_vanish_on_the_tokens_are_counted_in_full(draw: Draw) -> Non
         assert float(moved) / w.rate == pytest.approx(w.growth, rel=1e-6)
 
 
-def test_deep_kernels_of_the_weights_are_avoided(draw: Draw) -> None:
+def test_deep_kernels_of_the_weights_are_avoided() -> None:
     # A and W_V that almost miss one another: A reads one direction, W_V another.
     W_Q, W_V = torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
     W_Q[0, 0], W_V[4, 4] = 1.0, 1.0
@@ -102,7 +102,7 @@ def test_deep_kernels_of_the_weights_are_avoided(draw: Draw) -> None:
 
 def test_a_lipschitz_map_says_why_it_does_not_blow_up(draw: Draw) -> None:
     W, zero = draw(4, 4), torch.zeros(4, 4).double()
-    with pytest.raises(ValueError, match="n = 1.*linear"):
+    with pytest.raises(ValueError, match=r"n = 1.*linear"):
         witness.blowup(W, W, W, 1, 10.0)
     with pytest.raises(ValueError, match=r"W_Q W_K\^T = 0.*averages"):
         witness.blowup(W, zero, W, 5, 10.0)

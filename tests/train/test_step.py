@@ -64,6 +64,9 @@ def test_every_part_of_every_step_has_noise_of_its_own(small: Callable[..., Any]
     assert not torch.equal(first, second)
     assert not torch.equal(first, third)
     assert torch.equal(first, next(s.take._read(batch, 0)))
+    other = small("other", accumulate=2, seed=2)
+    other.model.load_state_dict(s.model.state_dict())
+    assert not torch.equal(first, next(other.take._read(batch, 0)))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
