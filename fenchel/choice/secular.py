@@ -31,28 +31,27 @@ def largest_eigenvalue(s: Tensor) -> Tensor:
     s = s.double()
     top = s.topk(2, dim=-1)
     first, second = top.values.unbind(-1)
-    is_rest = torch.ones_like(s).scatter(-1, top.indices[..., :1], 0.0)
-    tied = first == second  # the root is first itself, and the equation is singular there
-    lone = second == 0.0
-    regular = ~(tied | lone)
-    # Rows without an inner root solve a harmless equation instead, and are put right below.
-    plain = torch.tensor([2.0, 1.0], dtype=s.dtype, device=s.device)
-    a = torch.where(regular, first, plain[0])
-    b = torch.where(regular, second, plain[1])
-    rest = torch.where(regular.unsqueeze(-1), s * is_rest, is_rest)
+    lone, tied = second == 0.0, first == second  # the root is then 0, or first itself
+    regular = ~(lone | tied)
+    # In units of the second, so that no square of a tiny number is taken. Rows without an inner
+    # root solve a harmless equation instead, and are put right at the end.
+    unit = torch.where(regular, second, 1.0)
+    ratio = torch.where(regular, second, 1.0) / torch.where(regular, first, 2.0)
+    rest = torch.ones_like(s).scatter(-1, top.indices[..., :1], 0.0)
+    rest = torch.where(regular.unsqueeze(-1), rest * s / unit.unsqueeze(-1), rest)
     with torch.no_grad():
         R = rest.sum(-1)
-        root = torch.maximum(a * R / (a + R), 2.0 * a * b / (a + b))
+        root = torch.maximum(R / (1.0 + R * ratio), 2.0 / (1.0 + ratio))
         for _ in range(_STEPS):
-            root = _newton(root, a, rest)
+            root = _newton(root, ratio, rest)
     for _ in range(2):  # from the root itself: two steps carry two derivatives
-        root = _newton(root, a, rest)
-    return torch.where(regular, root, torch.where(lone, 0.0 * second, first))
+        root = _newton(root, ratio, rest)
+    return torch.where(regular, unit * root, torch.where(lone, 0.0 * second, first))
 
 
-def _newton(root: Tensor, first: Tensor, rest: Tensor) -> Tensor:
-    terms = rest / (root.unsqueeze(-1) - rest)
-    squares = rest / (root.unsqueeze(-1) - rest).square()
-    phi, steepness = terms.sum(-1), squares.sum(-1)
-    excess = root + first / phi - first
-    return root - excess / (1.0 + first * steepness / phi.square())
+def _newton(root: Tensor, ratio: Tensor, rest: Tensor) -> Tensor:
+    """One step on root * ratio + 1 / phi(root) = 1, the equation divided by the first."""
+    room = root.unsqueeze(-1) - rest
+    phi, steepness = (rest / room).sum(-1), (rest / room.square()).sum(-1)
+    excess = root * ratio + 1.0 / phi - 1.0
+    return root - excess / (ratio + steepness / phi.square())

@@ -7,9 +7,10 @@ dalpha acts like the move of scores -m dalpha, where m is omega' differentiated 
 
     m_i = p_i^(alpha - 1) (log p_i - 1 / (alpha - 1)) / (alpha - 1)        up to a constant.
 
-Two forms of one function. Outside a compiler it is an ``autograd.Function`` that saves the weights
-alone and is differentiable again and again, both ways, under vmap. A compiler cannot see such a
-jvp, and drops it; it gets plain operations instead, with the derivative put back by Newton steps.
+Two forms of one function. For plain tensors it is an ``autograd.Function`` that saves the weights
+alone and is differentiable again and again, in reverse and with dual numbers. A compiler drops the
+jvp of such a function, and torch.func.jvp of torch.func.jvp takes it for 0, both without a word; so
+they get plain operations instead, with the derivative put back by Newton steps.
 
 Correia, Niculae and Martins (2019), Adaptively sparse transformers.
 """
@@ -36,7 +37,7 @@ def tsallis(x: Tensor, alpha: float | Tensor) -> Tensor:
             )
         alpha = alpha.to(x.dtype)
         x = x.expand(torch.broadcast_shapes(x.shape, alpha.shape))  # type: ignore[no-untyped-call]
-    if torch.compiler.is_compiling():
+    if not plain(x) or (isinstance(alpha, Tensor) and not plain(alpha)):
         return _traced(x, alpha)
     p: Tensor = _Tsallis.apply(x, alpha)  # type: ignore[no-untyped-call]
     return p
@@ -68,7 +69,7 @@ class _Tsallis(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         p, alpha = _saved(ctx)
-        if not torch.is_grad_enabled() and plain(p) and plain(grad):
+        if not torch.is_grad_enabled():
             move = rows.pull(p, grad, alpha)
         else:
             move = centred(spread(p, alpha), grad)
@@ -84,10 +85,6 @@ class _Tsallis(torch.autograd.Function):
             move = move - _slope_by_alpha(p, alpha) * dalpha
         return centred(spread(p, alpha), move)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, alpha: Any) -> Any:
-        return tsallis(*_batch_first(info.batch_size, in_dims, x, alpha)), 0
-
 
 def _saved(ctx: Any) -> tuple[Tensor, Any]:
     return ctx.saved_tensors if ctx.alpha is None else (*ctx.saved_tensors, ctx.alpha)
@@ -101,21 +98,8 @@ def _slope_by_alpha(p: Tensor, alpha: Tensor) -> Tensor:
     return torch.where(on, m, 0.0)
 
 
-def _batch_first(
-    size: int, in_dims: tuple[int | None, int | None], x: Tensor, alpha: Any
-) -> tuple[Tensor, Any]:
-    """Both with the axis that vmap adds in front, so that they still broadcast."""
-    x_dim, alpha_dim = in_dims
-    ndim = x.ndim - (x_dim is not None)
-    x = x.expand(size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-    if alpha_dim is not None:
-        alpha = alpha.movedim(alpha_dim, 0)
-        alpha = alpha.reshape(size, *(1,) * (ndim + 1 - alpha.ndim), *alpha.shape[1:])
-    return x, alpha
-
-
 def _traced(x: Tensor, alpha: float | Tensor) -> Tensor:
-    """``tsallis`` in operations a compiler knows the derivatives of.
+    """``tsallis`` in operations whose derivatives everybody knows.
 
     The threshold comes from one opaque operation, as a constant. Two Newton steps from there
     change nothing in value and put back how it depends on x and alpha: each step squares what
@@ -164,4 +148,10 @@ def _(y: Tensor, alpha: Tensor) -> Tensor:
 def _(
     info: Any, in_dims: tuple[int | None, int | None], y: Tensor, alpha: Tensor
 ) -> tuple[Tensor, int]:
-    return _threshold(*_batch_first(info.batch_size, in_dims, y, alpha)), 0
+    y_dim, alpha_dim = in_dims
+    ndim, size = y.ndim - (y_dim is not None), info.batch_size
+    y = y.expand(size, *y.shape) if y_dim is None else y.movedim(y_dim, 0)
+    if alpha_dim is not None:  # its own axes stay aligned with the last ones of y
+        alpha = alpha.movedim(alpha_dim, 0)
+        alpha = alpha.reshape(size, *(1,) * (ndim + 1 - alpha.ndim), *alpha.shape[1:])
+    return _threshold(y, alpha), 0

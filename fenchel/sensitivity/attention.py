@@ -24,7 +24,7 @@ from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
 from fenchel.sensitivity.operator import Operator, Space
-from fenchel.sensitivity.rows import Block, Projected, Rows, project, pulled, times, wide
+from fenchel.sensitivity.rows import Block, Projected, Rows, product, project, pulled, times, wide
 
 _SOFTMAX = Softmax()
 
@@ -77,19 +77,22 @@ class AttentionJacobian(Operator):
             here = out[..., block.rows, :]
             dz = self._score_moves(block, q, k)
             if dz is not None:
-                here += r.scale * times(block.turned(dz), self.v[..., block.keys, :])
+                here += times(block.turned(dz), self.v[..., block.keys, :])
             if v is not None:
                 here += times(block.p, v[..., block.keys, :])
         return out
 
     def _score_moves(self, block: Block, q: Tensor | None, k: Tensor | None) -> Tensor | None:
-        """dz / scale on a block."""
+        """dz on a block: scale (dq k^T + q dk^T) as one product of vectors twice as wide."""
         r, rows, keys = self.rows, block.rows, block.keys
-        by_q = None if q is None else times(q[..., rows, :], r.k[..., keys, :].mT)
         if k is None:
-            return by_q
-        by_k = times(r.q[..., rows, :], k[..., keys, :].mT)
-        return by_k if by_q is None else by_q.add_(by_k)
+            return None if q is None else times(q[..., rows, :], r.scaled_k[..., keys, :].mT)
+        left, right = r.scaled_q[..., rows, :], k[..., keys, :]
+        if q is not None:
+            left = torch.cat([q[..., rows, :], left.expand(len(q), *left.shape)], -1)
+            beside = r.scaled_k[..., keys, :]
+            right = torch.cat([beside.expand(len(k), *beside.shape), right], -1)
+        return times(left, right.mT)
 
     def pull(self, g: Tensor) -> dict[str, Tensor]:
         """gq, gk, gv for a gradient g (c, B, H, T, E) of the outputs."""
@@ -108,9 +111,9 @@ class AttentionJacobian(Operator):
                 continue
             gz = block.turned(times(here, self.v[..., keys, :].mT))
             if "q" in self.wrt:
-                back["q"][..., rows, :] = r.scale * times(gz, r.k[..., keys, :])
+                back["q"][..., rows, :] = times(gz, r.scaled_k[..., keys, :])
             if "k" in self.wrt:
-                back["k"][..., keys, :] += r.scale * pulled(gz, r.q[..., rows, :], G)
+                back["k"][..., keys, :] += pulled(gz, r.scaled_q[..., rows, :], G)
         return back
 
     def parts(self) -> Terms:
@@ -150,14 +153,14 @@ class SelfAttentionJacobian(Operator):
         r = self.inner.rows
         heads = r.H if self.inner.each else 1
         dX = v.reshape(len(v), r.B, heads, r.T, -1)
-        q, k, v = (dX @ w for w in self.W)
-        return self.inner.push(q, k, v).reshape(len(v), *self.codomain.batch, -1)
+        moved = self.inner.push(*(product(dX, w) for w in self.W))
+        return moved.reshape(len(v), *self.codomain.batch, -1)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T G."""
         r = self.inner.rows
         back = self.inner.pull(u.reshape(len(u), r.B, r.H, r.T, -1))
-        ways = [back[name] @ w.mT for name, w in zip("qkv", self.W, strict=True)]
+        ways = [product(back[name], w.mT) for name, w in zip("qkv", self.W, strict=True)]
         if not self.inner.each:
             ways = [way.sum(2) for way in ways]  # one X feeds every head
         return (ways[0] + ways[1] + ways[2]).reshape(len(u), *self.domain.batch, -1)

@@ -66,6 +66,7 @@ class Rows:
         self.q, self.k, self.choice, self.prior, self.scale = q, k, choice, prior, scale
         self.B, self.H, self.T, _ = q.shape
         self.S = k.shape[2]
+        self.scaled_q, self.scaled_k = scale * q, scale * k
         if prior is not None:
             prior.check(self.B, self.H, self.T, self.S)
         if budget is None:
@@ -100,7 +101,7 @@ class Rows:
         return Block(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True))
 
     def _weights(self, rows: slice, keys: slice) -> Tensor:
-        z = times(self.q[:, :, rows] * self.scale, self.k[:, :, keys].mT)
+        z = times(self.scaled_q[:, :, rows], self.k[:, :, keys].mT)
         if self.prior is None:
             return self.choice.weights(z)
         beta = self.choice.beta
@@ -182,8 +183,8 @@ def times(x: Tensor, y: Tensor) -> Tensor:
     H, t, M = x.shape[-3:]
     G = y.shape[-3]
     if G == H:
-        return x @ y
-    out = x.reshape(*x.shape[:-3], G, H // G * t, M) @ y
+        return product(x, y)
+    out = product(x.reshape(*x.shape[:-3], G, H // G * t, M), y)
     return out.reshape(*out.shape[:-3], H, t, y.shape[-1])
 
 
@@ -191,10 +192,26 @@ def pulled(x: Tensor, g: Tensor, G: int) -> Tensor:
     """x^T g summed over a group: (..., H, t, s), (..., H, t, E) -> (..., G, s, E)."""
     H, t, s = x.shape[-3:]
     if G == H:
-        return x.mT @ g
+        return product(x.mT, g)
     R = H // G
     x = x.reshape(*x.shape[:-3], G, R * t, s)
-    return x.mT @ g.reshape(*g.shape[:-3], G, R * t, g.shape[-1])
+    return product(x.mT, g.reshape(*g.shape[:-3], G, R * t, g.shape[-1]))
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y; where nothing broadcasts, without the dozen small steps matmul takes to find out."""
+    lead, other = x.shape[:-2], y.shape[:-2]
+    count = lead.numel()
+    if count != other.numel():
+        return x @ y
+    if len(other) > len(lead):
+        lead = other
+    if count == 1:
+        return torch.mm(x.view(x.shape[-2:]), y.view(y.shape[-2:])).view(
+            *lead, x.shape[-2], y.shape[-1]
+        )
+    x, y = x.reshape(count, *x.shape[-2:]), y.reshape(count, *y.shape[-2:])
+    return torch.bmm(x, y).view(*lead, x.shape[-2], y.shape[-1])
 
 
 def spread(choice: Choice, p: Tensor) -> Tensor:

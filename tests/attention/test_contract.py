@@ -152,6 +152,14 @@ def test_second_derivatives_are_right_or_refused(
         torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-6)
 
 
+def test_a_tangent_turns_auto_away_from_a_fused_kernel_that_cannot_carry_it() -> None:
+    q = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0))  # a fused shape
+    _, exact = jvp(lambda q: attend(q, q, q, backend="reference"), (q,), (q.flip(2),))
+    _, ours = jvp(lambda q: attend(q, q, q), (q,), (q.flip(2),))
+    assert exact.abs().max() > 0.1
+    torch.testing.assert_close(ours, exact)
+
+
 def test_a_fused_kernel_refuses_a_second_derivative_aloud() -> None:
     q = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     (slope,) = torch.autograd.grad(attend(q, q, q).square().sum(), q, create_graph=True)

@@ -1,0 +1,78 @@
+"""fenchel/choice/secular.py: the largest eigenvalue, also where others lose all digits."""
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from fenchel.choice import Entmax, Softmax
+from fenchel.choice.secular import largest_eigenvalue
+
+
+def exact(s: Tensor) -> float:
+    """By mpmath, with sixty digits."""
+    with mpmath.workdps(60):
+        v = mpmath.matrix([mpmath.mpf(float(a)) for a in s])
+        matrix = mpmath.diag(list(v)) - v * v.T / sum(v)
+        return float(max(mpmath.eigsy(matrix, eigvals_only=True)))
+
+
+SATURATED = {
+    "one sure": [1.0, 1e-9, 3e-10, 2e-12],
+    "one surer": [1.0, 1e-30, 1e-31, 1e-33],
+    "all digits gone": [1.0, 1e-300, 1e-301],
+    "two almost equal": [0.5 + 1e-12, 0.5 - 1e-12, 1e-20],
+    "uniform but for one": [0.25 + 1e-9] + [0.25 - 1e-9 / 3] * 3,
+    "one heavy, many light": [0.9] + [1e-3] * 20,
+    "steps": [0.5**k for k in range(1, 25)],
+    "cluster below the first": [0.3, 0.3 - 1e-7, 0.3 - 2e-7, 0.1 + 3e-7],
+    "second alone near the first": [0.4, 0.39, 1e-8, 1e-8, 1e-8],
+}
+
+
+@pytest.mark.parametrize("name", SATURATED)
+def test_saturated_rows_keep_their_digits(name: str) -> None:
+    s = torch.tensor(SATURATED[name], dtype=torch.float64)
+    wanted = exact(s)
+    assert abs(float(largest_eigenvalue(s)) - wanted) <= 1e-12 * wanted
+    single = s.float()
+    if (single > 0).all():
+        assert abs(float(largest_eigenvalue(single)) / exact(single.double()) - 1) < 1e-6
+
+
+def test_random_rows_of_every_sharpness() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.01, 1.0, 10.0, 60.0):
+        s = (scale * torch.randn(4, 15, dtype=torch.float64, generator=generator)).softmax(-1)
+        for row, found in zip(s, largest_eigenvalue(s), strict=True):
+            wanted = exact(row)
+            assert abs(float(found) - wanted) <= 1e-12 * wanted
+
+
+def test_ties_lone_weights_and_nothing() -> None:
+    s = torch.tensor([[2.0, 2.0, 0.5], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(largest_eigenvalue(s), torch.tensor([2.0, 0.0, 0.0]).double())
+    assert largest_eigenvalue(torch.ones(4, 1)).tolist() == [0.0] * 4
+
+
+def test_it_has_two_derivatives() -> None:
+    generator = torch.Generator().manual_seed(1)
+    z = torch.randn(3, 5, dtype=torch.float64, generator=generator).requires_grad_()
+
+    def sharpness(z: Tensor) -> Tensor:
+        return largest_eigenvalue(z.softmax(-1))
+
+    assert gradcheck(sharpness, z, check_forward_ad=True)
+    assert gradgradcheck(sharpness, z)
+    tied = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
+    (g,) = torch.autograd.grad(largest_eigenvalue(tied), tied)
+    assert g.isfinite().all()
+
+
+def test_half_precision_weights_give_a_half_precision_answer() -> None:
+    p = torch.tensor([0.75, 0.125, 0.125], dtype=torch.bfloat16)
+    for choice in (Softmax(2.0), Entmax(1.5)):
+        found = choice.sensitivity(p)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, choice.sensitivity(p.double()).bfloat16())
