@@ -194,7 +194,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _holder(handle: int) -> str:
     """Who has the lock. It signs right after taking it, over the name of one that may be dead."""
-    for _ in range(100):
+    for _ in range(200):
         told = os.pread(handle, 512, 0).decode(errors="replace")
         signed = re.fullmatch(r"process (\d+) on (.*)", told)
         if signed and (signed[2] != socket.gethostname() or _alive(int(signed[1]))):

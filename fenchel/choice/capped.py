@@ -73,7 +73,7 @@ class Capped(Choice):
 
     def spread(self, p: Tensor) -> Tensor:
         """p where it is free to move, 0 at the cap."""
-        at_cap = p >= torch.as_tensor(self.cap, dtype=p.dtype)  # rounded as p was
+        at_cap = p >= torch.as_tensor(self.cap, dtype=p.dtype, device=p.device)  # rounded as p
         return float32_or_better(torch.where(at_cap, 0.0, p))
 
     def lipschitz(self, K: int) -> float | Tensor:

@@ -1,11 +1,19 @@
-"""Many rows of a Tsallis choice at once, in blocks that stay in the cache.
+"""Many rows of a Tsallis choice at once, in blocks that stay in the cache, on every core.
 
 ``solve`` gives the weights and ``pull`` the product of their derivative with a vector, both with
 no derivative of their own and for plain tensors only: tsallis.py attaches the derivatives.
 
 Where few entries can have any weight (those within 1 / (alpha - 1) of the largest), they are
 moved to the left of a narrow table, and all the steps of the threshold are made there.
+
+A block is small enough for torch to run every operation on the thread that asked, and each core
+takes its share of the blocks. Letting torch share out each operation instead means a hundred
+meetings of all threads a block; one that is late, on a machine with other work, delays them all.
 """
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +22,9 @@ from torch import Tensor
 from fenchel.choice.base import FORBIDDEN
 from fenchel.choice.threshold import above, powers, threshold
 
-_BLOCK = 1 << 17  # entries a core works on at once: half a MiB in float32, one of three such
+T = TypeVar("T")
+_ALONE = 32767  # entries torch handles on the calling thread; a block has no more
+_WORTH = 1 << 18  # entries that make it worth starting threads
 _FEW = 8  # one entry in so many may be near the largest for the narrow table to pay
 
 
@@ -22,17 +32,15 @@ def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
     """The weights for the scores x: (..., K) -> (..., K)."""
     rows = x.reshape(-1, x.shape[-1])
     weights = torch.zeros_like(rows)
-    # One work space for all blocks: fresh memory would cost more than the arithmetic in it.
-    space = [torch.empty_like(rows[: _height(rows)]) for _ in range(2)]
-    few = []
-    for part, exponent in _blocks(rows, alpha, x.shape):
-        work = [s[: rows[part].shape[0]] for s in space]
-        near = _solve(rows[part], exponent, weights[part], (work[0], work[1]))
-        if near is not None:
-            few.append((near + part.start * rows.shape[1], work[0].view(-1)[near]))
+
+    def work(block: _Block, space: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        return _solve(rows[block.part], block, weights[block.part], space)
+
+    found = _over(_blocks(rows, alpha, x.shape), rows, work)
+    few = [pair for pair in found if pair is not None]
     if few:
         at, y = (torch.cat(pieces) for pieces in zip(*few, strict=True))
-        weights.view(-1)[at] = _solve_few(at, y, rows.shape, alpha, x.shape)
+        weights.view(-1)[at] = _solve_few(at, y, alpha, rows.shape, x.shape)
     return weights.view(x.shape)
 
 
@@ -40,9 +48,11 @@ def thresholds(y: Tensor, alpha: float | Tensor) -> Tensor:
     """d of threshold.py, for y whose rows have their largest entry at 0: (..., K) -> (..., 1)."""
     rows = y.reshape(-1, y.shape[-1])
     d = torch.empty_like(rows[:, :1])
-    for part, exponent in _blocks(rows, alpha, y.shape):
-        work = (torch.empty_like(rows[part]), torch.empty_like(rows[part]))
-        d[part] = threshold(rows[part], exponent, work)
+
+    def work(block: _Block, space: tuple[Tensor, Tensor]) -> None:
+        d[block.part] = threshold(rows[block.part], block.alpha, space)
+
+    _over(_blocks(rows, alpha, y.shape), rows, work)
     return d.view(*y.shape[:-1], 1)
 
 
@@ -50,45 +60,58 @@ def pull(p: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
     """(diag(s) - s s^T / sum(s)) v, s = p^(2 - alpha) on the support: (..., K) -> (..., K)."""
     rows, vectors = p.reshape(-1, p.shape[-1]), v.reshape(-1, p.shape[-1])
     product = torch.empty_like(rows)
-    space = torch.empty_like(rows[: _height(rows)])
-    for part, exponent in _blocks(rows, alpha, p.shape):
-        s = _spread(rows[part], exponent, space[: rows[part].shape[0]])
-        out = product[part]
+
+    def work(block: _Block, space: tuple[Tensor, Tensor]) -> None:
+        v, out = vectors[block.part], product[block.part]
+        s = _spread(rows[block.part], block.alpha, space[0])
         total = s.sum(-1, keepdim=True)
         total.masked_fill_(total == 0.0, 1.0)
-        mean = torch.mul(s, vectors[part], out=out).sum(-1, keepdim=True).div_(total)
-        torch.sub(vectors[part], mean, out=out).mul_(s)
+        mean = torch.mul(s, v, out=out).sum(-1, keepdim=True).div_(total)
+        torch.sub(v, mean, out=out).mul_(s)
+
+    _over(_blocks(rows, alpha, p.shape), rows, work)
     return product.view(p.shape)
 
 
-def _solve(
-    x: Tensor, alpha: float | Tensor, out: Tensor, work: tuple[Tensor, Tensor]
-) -> Tensor | None:
-    """One block of ``solve``, written into ``out``; or, where few matter, their flat positions.
+class _Block(NamedTuple):
+    """Some rows of (N, K), the flat position of the first entry, and their alpha."""
 
-    ``work[0]`` is left holding x less its maximum.
+    part: slice
+    start: int
+    alpha: float | Tensor
+
+
+def _solve(
+    x: Tensor, block: _Block, out: Tensor, space: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """One block of ``solve``, written into ``out``.
+
+    Where few entries matter it is left as it is, zero, and they are returned: their flat
+    positions and x less its maximum.
     """
+    alpha = block.alpha
     top = x.amax(-1, keepdim=True)
     empty = top == FORBIDDEN
-    y = torch.sub(x, top.masked_fill_(empty, 0.0), out=work[0])  # -inf - -inf would be nan
+    y = torch.sub(x, top.masked_fill_(empty, 0.0), out=space[0])  # -inf - -inf would be nan
     if y.device.type == "cpu":
         # numpy finds the few among many seven times as fast as torch.nonzero does
         reach = 1.0 / (alpha - 1.0)
         near = y.numpy() > (-reach.numpy() if isinstance(reach, Tensor) else -reach)
         if np.count_nonzero(near) * _FEW <= near.size:
-            return torch.from_numpy(np.flatnonzero(near))
+            at = torch.from_numpy(np.flatnonzero(near))
+            return at + block.start, y.view(-1)[at]
     some_empty = bool(empty.any())
     y.mul_(alpha - 1.0)
     if some_empty:
         y.masked_fill_(empty, 0.0)
-    _weigh(y, alpha, out, work[1])
+    _weigh(y, alpha, out, space[1])
     if some_empty:
         out.masked_fill_(empty, 0.0)
     return None
 
 
 def _solve_few(
-    at: Tensor, y: Tensor, table_of: torch.Size, alpha: float | Tensor, shape: torch.Size
+    at: Tensor, y: Tensor, alpha: float | Tensor, table_of: torch.Size, shape: torch.Size
 ) -> Tensor:
     """The weights of the entries at the flat positions ``at``, the only ones to have any."""
     N, K = table_of
@@ -96,14 +119,17 @@ def _solve_few(
     counts = row.bincount(minlength=N)
     first = counts.cumsum(0) - counts
     width = max(1, int(counts.max()))
-    place = torch.arange(at.numel()) + (width * row - first[row])
+    place = torch.arange(at.numel(), device=at.device) + (width * row - first[row])
     table = y.new_full((N, width), FORBIDDEN)
     table[:, 0] = 0.0  # for rows with no entry here; nobody fetches it
     table.view(-1)[place] = y
     weights = torch.empty_like(table)
-    for part, exponent in _blocks(table, alpha, shape):
-        rows = table[part].mul_(exponent - 1.0)
-        _weigh(rows, exponent, weights[part], torch.empty_like(rows))
+
+    def work(block: _Block, space: tuple[Tensor, Tensor]) -> None:
+        rows = table[block.part].mul_(block.alpha - 1.0)
+        _weigh(rows, block.alpha, weights[block.part], space[0])
+
+    _over(_blocks(table, alpha, shape), table, work)
     return weights.view(-1)[place]
 
 
@@ -128,21 +154,45 @@ def _spread(p: Tensor, alpha: float | Tensor, out: Tensor) -> Tensor:
     return torch.pow(p, 2.0 - alpha, out=out).masked_fill_(p == 0.0, 0.0)
 
 
-def _height(rows: Tensor) -> int:
-    """Rows in a block; a GPU takes all at once."""
-    N, K = rows.shape
-    if rows.device.type != "cpu":
-        return N
-    return max(1, torch.get_num_threads() * _BLOCK // max(K, 1))
-
-
-def _blocks(
-    rows: Tensor, alpha: float | Tensor, shape: torch.Size
-) -> list[tuple[slice, float | Tensor]]:
+def _blocks(rows: Tensor, alpha: float | Tensor, shape: torch.Size) -> list[_Block]:
     """Cut (N, K) rows, and with them an alpha that broadcasts against ``shape``, into blocks."""
-    height = max(1, _height(rows))
-    parts = [slice(i, i + height) for i in range(0, rows.shape[0], height)]
+    N, K = rows.shape
+    height = max(1, _ALONE // K if rows.device.type == "cpu" else N)  # a GPU takes all at once
+    parts = [slice(i, i + height) for i in range(0, N, height)]
     if not isinstance(alpha, Tensor):
-        return [(part, alpha) for part in parts]
+        return [_Block(part, part.start * K, alpha) for part in parts]
     per_row = alpha.to(rows.dtype).expand(*shape[:-1], 1).reshape(-1, 1)
-    return [(part, per_row[part]) for part in parts]
+    return [_Block(part, part.start * K, per_row[part]) for part in parts]
+
+
+def _over(
+    blocks: list[_Block], rows: Tensor, work: Callable[[_Block, tuple[Tensor, Tensor]], T]
+) -> list[T]:
+    """``work`` on every block, each core on its share; the results in the order of the blocks.
+
+    Every share has a work space of two blocks for itself: fresh memory for each block would
+    cost more than the arithmetic in it.
+    """
+    shares = 1
+    if rows.device.type == "cpu" and rows.shape[1] <= _ALONE and rows.numel() >= _WORTH:
+        shares = min(torch.get_num_threads(), len(blocks))
+    results: list[T] = [None] * len(blocks)  # type: ignore[list-item]
+    inference = torch.is_inference_mode_enabled()  # a thread begins with modes of its own
+
+    def run(share: int) -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            space = [torch.empty_like(rows[blocks[0].part]) for _ in range(2)]
+            for i in range(share, len(blocks), shares):
+                height = rows[blocks[i].part].shape[0]
+                results[i] = work(blocks[i], (space[0][:height], space[1][:height]))
+
+    if shares == 1:
+        if blocks:
+            run(0)
+        return results
+    with ThreadPoolExecutor(shares - 1) as pool:
+        others = [pool.submit(run, share) for share in range(1, shares)]
+        run(0)
+        for other in others:
+            other.result()
+    return results

@@ -45,7 +45,7 @@ def bisect(y: Tensor, alpha: float | Tensor) -> Tensor:
     """
     start = origin(alpha)
     high = torch.ones_like(y[..., :1])
-    low = high * y.shape[-1] ** (1.0 - torch.as_tensor(alpha, dtype=y.dtype))
+    low = high * y.shape[-1] ** (1.0 - torch.as_tensor(alpha, dtype=y.dtype, device=y.device))
     for _ in range(10):
         middle = (low * high).sqrt()
         heavy = powers(y + (middle - start), alpha).sum(-1, keepdim=True) >= 1.0
@@ -99,7 +99,7 @@ def _fall(y: Tensor, alpha: float | Tensor, work: tuple[Tensor, Tensor]) -> Tens
         # Asking stops a GPU until it has answered, so ask seldom there. nan > enough is false:
         # a row with nan in it neither ends nor prolongs the work on the others.
         ask = count > 2 if y.device.type == "cpu" else count % 4 == 0
-        if ask and not bool((step.abs_() > enough * (start + d)).any()):
+        if ask and not bool((step > enough * (start + d)).any()):
             return d
     return bisect(y, alpha)
 
@@ -143,15 +143,15 @@ def _step(
         return u.sum(-1, keepdim=True).sub_(1.0 / each).div_(count)
     # torch sums in pairs; a norm or a dot product does not, and its error would delay the end
     f = torch.mul(u, u, out=work[1]).sum(-1, keepdim=True)
-    return (f - (f / each).sqrt_()).div_(u.sum(-1, keepdim=True))
+    root = (f if each == 1.0 else f / each).sqrt()
+    return f.sub_(root).div_(u.sum(-1, keepdim=True))
 
 
 def _bracketed(y: Tensor, alpha: float | Tensor) -> Tensor:
     """d between two bounds, by the same step where it serves and by halving where not."""
     start, eps = origin(alpha), torch.finfo(y.dtype).eps
-    t = torch.ones_like(y[:, :1])
-    low, high = t * y.shape[-1] ** (1.0 - torch.as_tensor(alpha, dtype=y.dtype)), t
-    last = high
+    t = high = last = torch.ones_like(y[:, :1])
+    low = high * y.shape[-1] ** (1.0 - torch.as_tensor(alpha, dtype=y.dtype, device=y.device))
     for _ in range(_STEPS):
         f, g = _sums(y, t - start, alpha)
         low, high = torch.where(f < 1.0, t, low), torch.where(f < 1.0, high, t)

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "Continue a prompt with the model of a run directory.",
     "eval": "Loss, perplexity and bits per byte of a model on a text.",
     "report": "Make the page of a run directory again.",
+    "bench": "Run a benchmark of the source tree: peers and ours in one process.",
     "doctor": "What this machine can do, and whether a run directory is sound.",
 }
 

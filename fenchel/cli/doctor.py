@@ -31,9 +31,8 @@ def run(
     json
         Print one JSON object instead of tables.
     """
-    found = {"machine": machine(), "extras": extras(), "attention": backends()}
-    if directory is not None:
-        found["run"] = soundness(directory)
+    found = {} if directory is None else {"run": soundness(directory)}
+    found |= {"machine": machine(), "extras": extras(), "attention": backends()}
     if json:
         print(json_format.dumps(found, indent=1))
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fenchel.attention import Causal, Health, attend, health
 from fenchel.choice import named
-from fenchel.model import Transformer
+from fenchel.model import Transformer, evaluating
 
 
 @torch.no_grad()
@@ -23,13 +23,16 @@ def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[float
     def observe(_layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
         found.append(health(q, k, choice=choice, prior=Causal()))
 
-    model(ids_BT, observe=observe, last=True)
+    with evaluating(model):
+        model(ids_BT, observe=observe, last=True)
     return {f"attention/{name}": [getattr(h, name) for h in found] for name in Health._fields}
 
 
 @torch.no_grad()
 def attention_maps(model: Transformer, ids_1T: Tensor) -> Tensor:
     """Every head's weights on one sequence: (1, T) -> (layers, H, T, T)."""
+    if ids_1T.shape[0] != 1:
+        raise ValueError(f"maps are drawn of one sequence at a time, got {len(ids_1T)}.")
     choice = named(model.config.choice, alpha=model.config.alpha)
     maps: list[Tensor] = []
 
@@ -37,6 +40,6 @@ def attention_maps(model: Transformer, ids_1T: Tensor) -> Tensor:
         _, weights = attend(q, k, v, choice=choice, prior=Causal(), return_weights=True)
         maps.append(weights[0])
 
-    model.eval()
-    model(ids_1T, observe=observe, last=True)
+    with evaluating(model):
+        model(ids_1T, observe=observe, last=True)
     return torch.stack(maps)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fenchel.data import Ids, encode, end_id, open_text, windows
+from fenchel.model import evaluating
 
 
 class Score(NamedTuple):
@@ -41,25 +42,31 @@ def score(
 ) -> Score:
     """Read ``ids``, the tokens of ``bytes`` bytes; at most the first ``limit`` of them.
 
-    Of a text that is read in part, the bytes are taken in proportion to its tokens.
+    Of a text that is read in part, the bytes are taken in proportion to its targets.
     """
+    if bytes < 1:
+        raise ValueError(f"bytes={bytes} should be the size of the text, at least 1.")
     part = ids if limit is None else ids[: limit + 1]
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total, count = 0.0, 0
-    for window in windows(part, context=context, stride=max(1, context // 2), batch=batch):
-        logits = model(window.inputs.to(device))
-        losses = cross_entropy(
-            logits.flatten(0, 1).float(), window.targets.to(device).flatten(), reduction="none"
-        )
-        scored = window.scored.to(device).flatten()
-        total += float((losses * scored).sum(dtype=torch.float64))
-        count += int(scored.sum())
-    model.train(was_training)
+    with evaluating(model):
+        for window in windows(part, context=context, stride=max(1, context // 2), batch=batch):
+            logits_BTV = model(window.inputs.to(device))
+            scored_BT = window.scored.to(device)
+            losses_N = cross_entropy(
+                logits_BTV[scored_BT].float(),
+                window.targets.to(device)[scored_BT],
+                reduction="none",
+            )
+            total += float(losses_N.sum(dtype=torch.float64))
+            count += len(losses_N)
     loss = total / count
-    read = bytes * len(part) / len(ids)
-    return Score(loss, math.exp(min(loss, 700.0)), total / (read * math.log(2.0)), count)
+    read = bytes * count / (len(ids) - 1)
+    return Score(loss, _exp(loss), total / (read * math.log(2.0)), count)
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700.0 else math.inf  # math.exp raises where it overflows
 
 
 def text_ids(tokenizer: Tokenizer, source: str) -> tuple[Ids, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fenchel.generate.cache import KeyValueCache
 from fenchel.generate.sample import Sampling, sample
-from fenchel.model import Transformer
+from fenchel.model import Transformer, evaluating
 
 
 def generate(
@@ -60,12 +60,8 @@ def stream(
         raise ValueError(f"ids should be (B, T) with T at least 1, got {tuple(ids.shape)}.")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} should not be negative.")
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         yield from _decode(model, ids, max_new_tokens, sampling, stop, generator)
-    finally:
-        model.train(was_training)
 
 
 def _decode(
@@ -84,18 +80,19 @@ def _decode(
     )
     stops = torch.tensor(list(stop), dtype=ids.dtype, device=ids.device)
     stopped_B = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-    seen, unread = ids, ids[:, -context:]
+    unread, drawn = ids[:, -context:], [ids]
     for _ in range(count):
         if cache.length + unread.shape[1] > room:
             cache.clear()
-            unread = seen[:, -max(1, context // 2) :]
+            drawn = [torch.cat(drawn, dim=-1)[:, -context:]]
+            unread = drawn[0][:, -max(1, context // 2) :]
         logits_BV = model(unread, cache=cache, last=True)[:, -1]
         token_B = sample(logits_BV, sampling, generator=generator).to(ids.dtype)
-        if stops.numel():
-            token_B = torch.where(stopped_B, stops[0], token_B)
+        if len(stops):
+            token_B = torch.where(stopped_B, unread[:, -1], token_B)
             stopped_B = stopped_B | torch.isin(token_B, stops)
         yield token_B
-        if stops.numel() and bool(stopped_B.all()):
+        if len(stops) and bool(stopped_B.all()):
             return
         unread = token_B.unsqueeze(-1)
-        seen = torch.cat([seen, unread], dim=-1)[:, -context:]
+        drawn.append(unread)

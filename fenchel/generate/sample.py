@@ -2,7 +2,8 @@
 
     p = softmax(z / temperature), kept to the ``top_k`` largest, then to the fewest largest
     whose sum reaches ``top_p``, then to those of at least ``min_p`` times the largest;
-    renormalised; one token drawn. Temperature 0 takes the largest logit.
+    renormalised; one token drawn. Temperature 0 takes the largest logit. Of equally likely
+    tokens those with the smaller ids are kept.
 
 Shapes: logits (B, V) -> ids (B,).
 """
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_COLDEST = 1e-30
+"""Smaller temperatures would be 0 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +45,17 @@ def sample(
     logits_BV: Tensor, sampling: Sampling, *, generator: torch.Generator | None = None
 ) -> Tensor:
     """The next token of each row: (B, V) -> (B,)."""
+    top_B1, greedy_B1 = logits_BV.max(-1, keepdim=True)
+    if not bool(top_B1.isfinite().all()):
+        raise ValueError(
+            "the largest logit of a row is not finite, so no token can be drawn; "
+            "the model's weights are damaged or it has diverged."
+        )
     if sampling.temperature == 0.0:
-        return logits_BV.argmax(-1)
-    p_BV = kept(torch.softmax(logits_BV.float() / sampling.temperature, -1), sampling)
+        return greedy_B1.squeeze(-1)
+    # With the largest at 0 no division overflows, however small the temperature.
+    z_BV = (logits_BV.float() - top_B1.float()) / max(sampling.temperature, _COLDEST)
+    p_BV = kept(torch.softmax(z_BV, -1), sampling)
     return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1)
 
 
@@ -51,16 +63,15 @@ def kept(p_BV: Tensor, sampling: Sampling) -> Tensor:
     """The probabilities with what the settings cut away at 0, summing to 1: (B, V) -> (B, V)."""
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         return p_BV
-    ordered, order = p_BV.sort(-1, descending=True)
+    ordered, order = p_BV.sort(dim=-1, descending=True, stable=True)  # of equals, the first ids
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k is not None:
         keep[:, sampling.top_k :] = False
-    if sampling.top_p is not None:
-        before = (ordered * keep).cumsum(-1) - ordered  # what the likelier ones already reach
-        total = (ordered * keep).sum(-1, keepdim=True)
-        keep &= before < sampling.top_p * total
+    if sampling.top_p is not None and sampling.top_p < 1.0:
+        # Of a large vocabulary float32 would lose the tail that decides.
+        reached = (ordered * keep).cumsum(-1, dtype=torch.float64)
+        keep[:, 1:] &= reached[:, :-1] < sampling.top_p * reached[:, -1:]
     if sampling.min_p is not None:
         keep &= ordered >= sampling.min_p * ordered[:, :1]
-    keep[:, 0] = True
     cut = torch.zeros_like(p_BV).scatter(-1, order, ordered * keep)
     return cut / cut.sum(-1, keepdim=True)

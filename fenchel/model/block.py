@@ -123,4 +123,3 @@ class Block(nn.Module):
 
     def _drop(self, branch: Tensor) -> Tensor:
         return dropout(branch, self.dropout, self.training) if self.dropout else branch
-

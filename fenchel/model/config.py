@@ -1,12 +1,16 @@
 """The settings of a model. A setting is written here once and read everywhere."""
 
+import math
 from dataclasses import dataclass
 
+from fenchel.choice import named
+
+LARGEST = 2**24
+"""No size is larger: products of two stay far from what a tensor can hold."""
 _KINDS = {
     "norm": ("rms", "layer"),
     "positions": ("rotary", "learned", "none"),
     "mlp": ("swiglu", "gelu"),
-    "choice": ("softmax", "entmax", "sparsemax", "hard"),
 }
 
 
@@ -50,9 +54,7 @@ class ModelConfig:
     """Added under the root of every norm."""
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "context", "width", "layers", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} should be at least 1.")
+        self._require_sizes()
         for name, kinds in _KINDS.items():
             if getattr(self, name) not in kinds:
                 raise ValueError(f"{name}={getattr(self, name)!r} should be one of {kinds}.")
@@ -61,22 +63,34 @@ class ModelConfig:
             raise ValueError(
                 f"width={self.width} does not split over heads={self.heads}; try width={near}."
             )
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+        if self.heads % self.groups:
             raise ValueError(
                 f"kv_heads={self.kv_heads} does not divide heads={self.heads}; "
                 f"try kv_heads=1 or kv_heads={self.heads}."
             )
-        if self.hidden is not None and self.hidden < 1:
-            raise ValueError(f"hidden={self.hidden} should be at least 1, or left out.")
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(
                 f"rotary positions turn pairs, and a head of width {self.head_width} is odd; "
                 f"change width={self.width} or heads={self.heads}."
             )
+        self._require_ranges()
+
+    def _require_sizes(self) -> None:
+        for name in ("vocabulary", "context", "width", "layers", "heads", "kv_heads", "hidden"):
+            size = getattr(self, name)
+            if size is None and name in ("kv_heads", "hidden"):
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST:
+                raise ValueError(f"{name}={size!r} should be a whole number, 1 to {LARGEST}.")
+
+    def _require_ranges(self) -> None:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} should be in [0, 1).")
-        if not self.epsilon > 0.0 or not self.rotary_base > 1.0:
-            raise ValueError("epsilon should be above 0 and rotary_base above 1.")
+        if not 0.0 < self.epsilon < 1.0:
+            raise ValueError(f"epsilon={self.epsilon} should be above 0 and below 1.")
+        if not 1.0 < self.rotary_base < math.inf:
+            raise ValueError(f"rotary_base={self.rotary_base} should be a finite number above 1.")
+        named(self.choice, alpha=self.alpha)  # says itself what it takes
 
     @property
     def head_width(self) -> int:

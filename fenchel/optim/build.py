@@ -5,6 +5,7 @@ Embeddings, the read-out, norms and biases do not decay: a rare token's row woul
 between its visits, and a norm's gain has no reason to be small.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +41,9 @@ class OptimConfig:
     schedule: str = "hold"
     """"hold" (plateau, then linear), "cosine", "linear", "inverse_sqrt" or "constant"."""
     warmup: float = 0.02
-    """Share of the steps in which the rate rises."""
+    """Share of the steps in which the rate rises; "constant" does not read it."""
     final: float = 0.0
-    """Share of the peak rate that is left at the end."""
+    """Share of the peak rate left at the end of "hold", "cosine" and "linear"."""
 
     def __post_init__(self) -> None:
         if self.optimiser not in OPTIMISERS:
@@ -50,13 +51,13 @@ class OptimConfig:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} should be one of {SCHEDULES}.")
         for name in ("learning_rate", "matrix_learning_rate"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name}={getattr(self, name)} should be above 0.")
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} should be above 0 and finite.")
         for name in ("warmup", "final", "beta1", "beta2", "momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} should be in [0, 1).")
-        if self.weight_decay < 0.0:
-            raise ValueError(f"weight_decay={self.weight_decay} should not be negative.")
+        if not 0.0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay} should be 0 or above, and finite.")
 
 
 def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:

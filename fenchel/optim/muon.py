@@ -8,8 +8,9 @@ The orthogonal part U V^T of U S V^T is approached by five steps of an odd quint
 
     X <- a X + (b (X X^T) + c (X X^T)^2) X,     (a, b, c) = (3.4445, -4.7750, 2.0315),
 
-which pushes every singular value into about [0.7, 1.2] from anywhere in (0, 1]; the factor
-0.2 sqrt(max) gives the step the root mean square of an AdamW step, so one learning rate
+from X = G / |G| in the Frobenius norm. Singular values of X between 0.0016 and 1 end between
+0.68 and 1.21, smaller ones have grown 485 times; the singular vectors stay. The factor
+0.2 sqrt(max) gives the step about the root mean square of an AdamW step, so one learning rate
 serves both.
 
 torch.optim.Muon computes the same in bfloat16, one matrix at a time. Here equal shapes are
@@ -41,6 +42,11 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         iterations: int = 5,
     ) -> None:
+        if not lr >= 0.0 or not 0.0 <= momentum < 1.0 or not weight_decay >= 0.0 or iterations < 1:
+            raise ValueError(
+                "Muon needs lr >= 0, momentum in [0, 1), weight_decay >= 0 and iterations >= 1; "
+                f"got {lr}, {momentum}, {weight_decay} and {iterations}."
+            )
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -8,7 +8,7 @@ all, f the final factor and r = (t - w) / (n - w) clamped to [0, 1]:
     warm-up          (t + 1) / w                     while t < w, then
     warmup_cosine    f + (1 - f) (1 + cos(pi r)) / 2
     warmup_linear    f + (1 - f) (1 - r)
-    warmup_hold      1 until the last ``decay`` share of the steps, then linear to f
+    warmup_hold      f + (1 - f) min(1, (1 - r) / d)      flat, then linear over a share d
     inverse_sqrt     min((t+1)^-1/2, (t+1) w^-3/2) w^1/2      (the original Transformer's,
                      scaled to peak at 1; its own peak is width^-1/2 w^-1/2)
     constant         1
@@ -35,7 +35,7 @@ def warmup_linear(warmup: int, steps: int, final: float = 0.0) -> Schedule:
 
 
 def warmup_hold(warmup: int, steps: int, final: float = 0.0, decay: float = 0.5) -> Schedule:
-    """Linear rise, a plateau, then a straight line over the last ``decay`` share of the steps."""
+    """Linear rise, a plateau, then a straight line over the last ``decay`` share of the rest."""
     if not 0.0 < decay <= 1.0:
         raise ValueError(f"decay={decay} should be a share of the steps, in (0, 1].")
     return _after_warmup(
@@ -45,17 +45,21 @@ def warmup_hold(warmup: int, steps: int, final: float = 0.0, decay: float = 0.5)
 
 def inverse_sqrt(warmup: int) -> Schedule:
     """The schedule of the original Transformer, with its peak at 1."""
+    if warmup < 0:
+        raise ValueError(f"warmup={warmup} should not be negative.")
     w = max(1, warmup)
     return lambda t: min((t + 1) ** -0.5, (t + 1) * w**-1.5) * w**0.5
 
 
 def constant() -> Schedule:
     """Always 1."""
-    return lambda t: 1.0
+    return lambda _: 1.0
 
 
 def beta2_warmup(steps: int, start: float = 0.99, end: float = 0.999) -> Schedule:
     """Adam's second decay over time: its window 1 / (1 - beta2) grows evenly in ``steps``."""
+    if not 0.0 <= start <= end < 1.0:
+        raise ValueError(f"start={start} and end={end} should rise within [0, 1).")
     short, long = 1.0 / (1.0 - start), 1.0 / (1.0 - end)
 
     def beta2(t: int) -> float:

@@ -6,9 +6,10 @@ matters is where it came from. That is, in this order,
     weights that are not finite;
     else the first module, in the order of the forward pass, that gives or is given something
     not finite (what it is given was computed between modules, such as a choice of attention);
+    else the loss, which a step reads out of the last of them;
     else the last parameter in that order whose gradient is not finite, since the backward
     pass meets it first;
-    else the loss, or the sum of squares under the gradient's norm.
+    else the sum of squares under the gradient's norm.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,11 @@ def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor |
             return f"the weights {name} are not finite"
     if place := _first_place(model, forward):
         return f"the {place} is the first that is not finite"
+    if not torch.as_tensor(loss).isfinite():
+        return "the loss is the first that is not finite"
     for name, p in reversed(parameters):
         if p.grad is not None and not p.grad.isfinite().all():
             return f"the gradient of {name} is the first that is not finite"
-    if not torch.as_tensor(loss).isfinite():
-        return "the loss itself is not finite"
     return "the gradient is finite and too large for its norm to be"
 
 

@@ -188,7 +188,7 @@ class Loop:
         except NoSpace as error:
             if must:
                 raise StorageFailed(
-                    f"{error} {self._kept()}; make room and go on with --resume {self.run.path}."
+                    f"{error} Make room and go on with --resume {self.run.path}; {self._kept()}."
                 ) from error
             self.listener.say(f"{error} The run goes on without this checkpoint.")
             return None

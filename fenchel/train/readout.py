@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 ROWS = 256
 """The fewest rows at a time: every part passes over all of gW, which few rows would not repay."""
@@ -77,8 +76,11 @@ class _ReadoutLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # the gradients are numbers here: a derivative would be lost
+            raise RuntimeError(
+                "readout_loss has no second derivative; take total_loss of the logits instead."
+            )
         gh_NM, gW_VM = ctx.saved_tensors
         return gh_NM * g.to(gh_NM.dtype), gW_VM * g.to(gW_VM.dtype), None, None, None, None
 

@@ -36,7 +36,9 @@ def test_alpha_to_one_is_softmax_and_two_is_sparsemax() -> None:
     z = draw(6, 9)
     for alpha in (1.0001, 1.000001):
         near = Entmax(alpha)
-        torch.testing.assert_close(near.weights(z), Softmax().weights(z), atol=5 * (alpha - 1), rtol=0)
+        torch.testing.assert_close(
+            near.weights(z), Softmax().weights(z), atol=5 * (alpha - 1), rtol=0
+        )
         torch.testing.assert_close(near.value(z), Softmax().value(z), atol=5 * (alpha - 1), rtol=0)
         in_float32 = near.weights(z.float())  # pow would have two digits left
         torch.testing.assert_close(in_float32, near.weights(z).float(), atol=1e-6, rtol=1e-5)

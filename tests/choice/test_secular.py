@@ -11,8 +11,8 @@ from fenchel.choice.secular import largest_eigenvalue
 
 
 def exact(s: Tensor) -> float:
-    """By mpmath, with sixty digits."""
-    with mpmath.workdps(60):
+    """By mpmath, with digits enough to tell the smallest entry from the rounding of 1."""
+    with mpmath.workdps(60 if float(s.min()) > 1e-40 else 700):
         v = mpmath.matrix([mpmath.mpf(float(a)) for a in s])
         matrix = mpmath.diag(list(v)) - v * v.T / sum(v)
         return float(max(mpmath.eigsy(matrix, eigvals_only=True)))

@@ -38,6 +38,11 @@ def test_an_unknown_flag_gets_the_nearest(capsys: pytest.CaptureFixture[str]) ->
     assert "--prompt" in capsys.readouterr().err
 
 
+def test_an_unknown_benchmark_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "atention"]) == 2
+    assert "did you mean attention_cpu?" in capsys.readouterr().err
+
+
 def test_completion_can_be_installed_for_every_shell() -> None:
     from fenchel.cli import app
 

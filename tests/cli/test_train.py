@@ -105,7 +105,7 @@ def test_wrong_words_get_one_sentence(
         (b"", "empty"),
         (b"\x00\x01\x02" * 100, "zero byte"),
         (b"\xff\xfe\xfa" * 100, "UTF-8"),
-        (b"too short", "token"),
+        (b"too short for its context", "token"),
     ],
     ids=["empty", "binary", "not UTF-8", "shorter than the context"],
 )

@@ -28,13 +28,17 @@ def flip(path: Path, bit: int) -> None:
 def test_a_damaged_newest_one_falls_back_with_a_sentence_that_names_both(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
-    """F7: and what was set aside is gone once its step has been taken again."""
+    """F7: what is damaged is set aside, told of once, and gone when its step is taken again."""
     os.truncate(newest(halfway) / "model.safetensors", 1000)
-    ended = lab.resume(halfway)
-    assert ended.code == 0
+    ended = lab.resume(halfway, mischief=lab.signalled(21))
     assert "step-000023 is damaged, step-000020 is used instead: " in ended.said
     assert "model.safetensors has 1000 bytes, its manifest says" in ended.said
     assert "Resuming from step-000020." in ended.said
+    assert lab.kept(halfway) == [15, 20, 21]
+    assert (halfway / "checkpoints" / "step-000023.damaged").is_dir()
+    ended = lab.resume(halfway)
+    assert ended.code == 0
+    assert "is damaged" not in ended.said
     assert lab.story(halfway) == whole
     assert not lab.left_over(halfway)
 

@@ -67,15 +67,39 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    model, _, _ = load(run, which="newest")
+    with pytest.warns(UserWarning, match="step-000020 is passed over"):
+        model, _, _ = load(run, which="newest")
     assert torch.equal(model.embed.weight, weights_of(1)["embed.weight"])
 
 
 def test_without_an_intact_checkpoint_it_says_so(run: Path) -> None:
     for path in run.glob("checkpoints/*/model.safetensors"):
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match="no intact checkpoint"):
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(ValueError, match="no intact checkpoint"),
+    ):
         load(run)
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_the_newest(run: Path) -> None:
+    (run / "checkpoints" / "step-000010" / "config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="step-000010 is passed over"):
+        model, _, _ = load(run)
+    assert torch.equal(model.embed.weight, weights_of(2)["embed.weight"])
+
+
+def test_the_newest_has_the_largest_number_and_leftovers_are_no_checkpoints(run: Path) -> None:
+    write_checkpoint(run, 1_000_000, best=10, seed=3)
+    write_checkpoint(run, 999_999, best=10, seed=4)
+    (run / "checkpoints" / "step-999999").rename(run / "checkpoints" / "step-999999.tmp-trash")
+    model, _, _ = load(run, which="newest")
+    assert torch.equal(model.embed.weight, weights_of(3)["embed.weight"])
+
+
+def test_neither_best_nor_newest_is_refused(run: Path) -> None:
+    with pytest.raises(ValueError, match='"best" or "newest"'):
+        load(run, which="latest")
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
@@ -86,13 +110,14 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
-        ("layers", 3, "lacks blocks.2"),
+        ("layers", 3, "too few for 3 layers"),
         ("layers", 1, "no place for"),
         ("layers", 20_000, "too few for 20000 layers"),
-        ("layers", -1, "at least 1"),
+        ("layers", -1, "whole number"),
         ("layers", "5", "should be int"),
         ("width", 32, "shape"),
-        ("vocabulary", 10**12, "shape"),
+        ("vocabulary", 10**12, "whole number"),
+        ("vocabulary", 299, "shape"),
         ("tied", False, "lacks read.weight"),
         ("bias", True, "lacks"),
         ("epsilon", float("nan"), "epsilon"),

@@ -107,9 +107,6 @@ def test_the_picture_has_a_sharp_tip_and_goes_where_it_is_sent(
     assert ("legend", (), {"loc": "upper right"}) in drawn.calls
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an optional extra"
-)
 def test_matplotlib_writes_the_files(tmp_path: Path, draw: Draw) -> None:
     cone(torch.sin, 0.0, 1.0).plot(tmp_path / "cone.svg", tmp_path / "cone.png")
     vectors = cone(lambda x: x.sin(), draw(2), 1.0, x=draw(50, 2))

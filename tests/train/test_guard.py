@@ -101,10 +101,13 @@ def test_weights_come_before_what_they_spoil(model: Transformer) -> None:
     assert told(model) == "the weights blocks.2.mlp.up.weight are not finite"
 
 
-def test_a_loss_that_is_alone_in_being_infinite_is_said_to_be(model: Transformer) -> None:
+def test_an_infinite_loss_comes_before_the_gradients_it_spoils(model: Transformer) -> None:
     total_loss(model(IDS), IDS).backward()
-    says = "the loss itself is not finite"
+    says = "the loss is the first that is not finite"
     assert first_broken(model, lambda: model(IDS), float("inf")) == says
+    model.embed.weight.grad.fill_(NAN)
+    assert first_broken(model, lambda: model(IDS), NAN) == says
+    assert "the gradient of embed.weight" in first_broken(model, lambda: model(IDS), 1.0)
 
 
 def test_a_gradient_too_long_to_measure_is_said_to_be(model: Transformer) -> None:

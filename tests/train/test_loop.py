@@ -337,7 +337,10 @@ def test_a_last_checkpoint_that_does_not_fit_is_a_failure(
             signal.raise_signal(signal.SIGTERM)
 
     s.ear.at = {4: fill}
-    with pytest.raises(StorageFailed, match=r"the last good checkpoint is step-000003; make room"):
+    with pytest.raises(
+        StorageFailed,
+        match=r"Make room and go on with .*; the last good checkpoint is step-000003\.$",
+    ):
         s.loop().train()
     assert kept(s) == ["step-000003"]
 

@@ -140,9 +140,17 @@ def spoil_one_part(s: Any) -> None:
     s.model.blocks[0].mlp.up.register_forward_hook(hook)
 
 
+def spoil_read_out(s: Any) -> None:
+    """Activations that are finite and logits that are not."""
+    s.model.norm.register_forward_hook(lambda _m, _i, output: output * 1e30)
+    with torch.no_grad():
+        s.model.embed.weight.mul_(1e10)
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
+        (spoil_read_out, "the loss is the first"),
         (spoil_parameter, "the gradient of blocks.1.mlp.up.weight is the first"),
         (spoil_output, "the output of blocks.0.mlp.up is the first"),
         (spoil_one_part, "the output of blocks.0.mlp.up is the first"),
@@ -153,8 +161,8 @@ def test_a_step_that_is_not_finite_moves_nothing_and_says_where(
 ) -> None:
     s = small(accumulate=4)
     s.take(0)
-    before = s.bits()
     spoil(s)
+    before = s.bits()
     taken = s.take(1)
     assert says in (taken.broken or "")
     assert s.bits() == before
@@ -170,7 +178,7 @@ def test_an_infinite_loss_with_finite_gradients_moves_nothing(
     read = s.take._gradient
     monkeypatch.setattr(s.take, "_gradient", lambda *args: read(*args) * math.inf)
     taken = s.take(1)
-    assert taken.broken == "the loss itself is not finite"
+    assert taken.broken == "the loss is the first that is not finite"
     assert math.isfinite(taken.gradient_norm)
     assert s.bits() == before
 

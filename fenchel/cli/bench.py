@@ -1,0 +1,33 @@
+"""fenchel bench: peers and ours in one process, ratios printed.
+
+The benchmarks stand in the source tree, beside the package, since they need the peers.
+"""
+
+import subprocess
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, /) -> int:
+    """Run a benchmark of the source tree: peers and ours in one process.
+
+    Parameters
+    ----------
+    name
+        Its file's name, such as attention_cpu; attention alone will do.
+    """
+    known = sorted(path.stem for path in FOLDER.glob("*.py")) if FOLDER.is_dir() else []
+    known = [stem for stem in known if stem not in ("__main__", "harness")]
+    if not known:
+        raise ValueError("benchmarks are kept in the source tree of fenchel; run it from there.")
+    chosen = next((stem for stem in known if stem in (name, f"{name}_cpu")), None)
+    if chosen is None:
+        near = get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}."
+        raise ValueError(f"there is no benchmark {name!r}; {hint}")
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", chosen], cwd=FOLDER.parent, check=False
+    ).returncode

@@ -1,0 +1,17 @@
+"""A model as it reads, for a while: without dropout, and afterwards as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` evaluates; an error inside changes nothing about what comes after."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
