@@ -1,4 +1,4 @@
-"""Many rows of a Tsallis choice at once, in blocks that stay in the cache, on every core.
+"""Many rows of a Tsallis choice at once, in blocks that stay in the cache.
 
 ``solve`` gives the weights and ``pull`` the product of their derivative with a vector, both with
 no derivative of their own and for plain tensors only: tsallis.py attaches the derivatives.
@@ -6,14 +6,13 @@ no derivative of their own and for plain tensors only: tsallis.py attaches the d
 Where few entries can have any weight (those within 1 / (alpha - 1) of the largest), they are
 moved to the left of a narrow table, and all the steps of the threshold are made there.
 
-A block is small enough for torch to run every operation on the thread that asked, and each core
-takes its share of the blocks. Letting torch share out each operation instead means a hundred
-meetings of all threads a block; one that is late, on a machine with other work, delays them all.
+A block is as large as the caches of all cores together, and torch shares out each operation on it.
+(Python threads with a block each were tried: they wait for one another at the interpreter's lock
+and took two to seven times as long.)
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +21,7 @@ from torch import Tensor
 from fenchel.choice.base import FORBIDDEN
 from fenchel.choice.threshold import above, powers, threshold
 
-T = TypeVar("T")
-_ALONE = 32767  # entries torch handles on the calling thread; a block has no more
-_WORTH = 1 << 18  # entries that make it worth starting threads
+_BLOCK = 1 << 17  # entries of a block for each core: half a MiB in float32, and two work spaces
 _FEW = 8  # one entry in so many may be near the largest for the narrow table to pay
 
 
@@ -32,12 +29,11 @@ def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
     """The weights for the scores x: (..., K) -> (..., K)."""
     rows = x.reshape(-1, x.shape[-1])
     weights = torch.zeros_like(rows)
-
-    def work(block: _Block, space: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        return _solve(rows[block.part], block, weights[block.part], space)
-
-    found = _over(_blocks(rows, alpha, x.shape), rows, work)
-    few = [pair for pair in found if pair is not None]
+    few = []
+    for block in _blocks(rows, alpha, x.shape):
+        found = _solve(rows[block.part], block, weights[block.part])
+        if found is not None:
+            few.append(found)
     if few:
         at, y = (torch.cat(pieces) for pieces in zip(*few, strict=True))
         weights.view(-1)[at] = _solve_few(at, y, alpha, rows.shape, x.shape)
@@ -48,11 +44,8 @@ def thresholds(y: Tensor, alpha: float | Tensor) -> Tensor:
     """d of threshold.py, for y whose rows have their largest entry at 0: (..., K) -> (..., 1)."""
     rows = y.reshape(-1, y.shape[-1])
     d = torch.empty_like(rows[:, :1])
-
-    def work(block: _Block, space: tuple[Tensor, Tensor]) -> None:
-        d[block.part] = threshold(rows[block.part], block.alpha, space)
-
-    _over(_blocks(rows, alpha, y.shape), rows, work)
+    for block in _blocks(rows, alpha, y.shape):
+        d[block.part] = threshold(rows[block.part], block.alpha, block.space)
     return d.view(*y.shape[:-1], 1)
 
 
@@ -60,36 +53,35 @@ def pull(p: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
     """(diag(s) - s s^T / sum(s)) v, s = p^(2 - alpha) on the support: (..., K) -> (..., K)."""
     rows, vectors = p.reshape(-1, p.shape[-1]), v.reshape(-1, p.shape[-1])
     product = torch.empty_like(rows)
-
-    def work(block: _Block, space: tuple[Tensor, Tensor]) -> None:
+    for block in _blocks(rows, alpha, p.shape):
         v, out = vectors[block.part], product[block.part]
-        s = _spread(rows[block.part], block.alpha, space[0])
+        s = _spread(rows[block.part], block.alpha, block.space[0])
         total = s.sum(-1, keepdim=True)
         total.masked_fill_(total == 0.0, 1.0)
         mean = torch.mul(s, v, out=out).sum(-1, keepdim=True).div_(total)
         torch.sub(v, mean, out=out).mul_(s)
-
-    _over(_blocks(rows, alpha, p.shape), rows, work)
     return product.view(p.shape)
 
 
 class _Block(NamedTuple):
-    """Some rows of (N, K), the flat position of the first entry, and their alpha."""
+    """Some rows of (N, K), the flat position of the first entry, their alpha, and work space.
+
+    All blocks share the space: fresh memory for each would cost more than the arithmetic in it.
+    """
 
     part: slice
     start: int
     alpha: float | Tensor
+    space: tuple[Tensor, Tensor]
 
 
-def _solve(
-    x: Tensor, block: _Block, out: Tensor, space: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor] | None:
+def _solve(x: Tensor, block: _Block, out: Tensor) -> tuple[Tensor, Tensor] | None:
     """One block of ``solve``, written into ``out``.
 
     Where few entries matter it is left as it is, zero, and they are returned: their flat
     positions and x less its maximum.
     """
-    alpha = block.alpha
+    alpha, space = block.alpha, block.space
     top = x.amax(-1, keepdim=True)
     empty = top == FORBIDDEN
     y = torch.sub(x, top.masked_fill_(empty, 0.0), out=space[0])  # -inf - -inf would be nan
@@ -124,12 +116,9 @@ def _solve_few(
     table[:, 0] = 0.0  # for rows with no entry here; nobody fetches it
     table.view(-1)[place] = y
     weights = torch.empty_like(table)
-
-    def work(block: _Block, space: tuple[Tensor, Tensor]) -> None:
-        rows = table[block.part].mul_(block.alpha - 1.0)
-        _weigh(rows, block.alpha, weights[block.part], space[0])
-
-    _over(_blocks(table, alpha, shape), table, work)
+    for block in _blocks(table, alpha, shape):
+        y = table[block.part].mul_(block.alpha - 1.0)
+        _weigh(y, block.alpha, weights[block.part], block.space[0])
     return weights.view(-1)[place]
 
 
@@ -154,45 +143,17 @@ def _spread(p: Tensor, alpha: float | Tensor, out: Tensor) -> Tensor:
     return torch.pow(p, 2.0 - alpha, out=out).masked_fill_(p == 0.0, 0.0)
 
 
-def _blocks(rows: Tensor, alpha: float | Tensor, shape: torch.Size) -> list[_Block]:
+def _blocks(rows: Tensor, alpha: float | Tensor, shape: torch.Size) -> Iterator[_Block]:
     """Cut (N, K) rows, and with them an alpha that broadcasts against ``shape``, into blocks."""
     N, K = rows.shape
-    height = max(1, _ALONE // K if rows.device.type == "cpu" else N)  # a GPU takes all at once
-    parts = [slice(i, i + height) for i in range(0, N, height)]
-    if not isinstance(alpha, Tensor):
-        return [_Block(part, part.start * K, alpha) for part in parts]
-    per_row = alpha.to(rows.dtype).expand(*shape[:-1], 1).reshape(-1, 1)
-    return [_Block(part, part.start * K, per_row[part]) for part in parts]
-
-
-def _over(
-    blocks: list[_Block], rows: Tensor, work: Callable[[_Block, tuple[Tensor, Tensor]], T]
-) -> list[T]:
-    """``work`` on every block, each core on its share; the results in the order of the blocks.
-
-    Every share has a work space of two blocks for itself: fresh memory for each block would
-    cost more than the arithmetic in it.
-    """
-    shares = 1
-    if rows.device.type == "cpu" and rows.shape[1] <= _ALONE and rows.numel() >= _WORTH:
-        shares = min(torch.get_num_threads(), len(blocks))
-    results: list[T] = [None] * len(blocks)  # type: ignore[list-item]
-    inference = torch.is_inference_mode_enabled()  # a thread begins with modes of its own
-
-    def run(share: int) -> None:
-        with torch.inference_mode(inference), torch.no_grad():
-            space = [torch.empty_like(rows[blocks[0].part]) for _ in range(2)]
-            for i in range(share, len(blocks), shares):
-                height = rows[blocks[i].part].shape[0]
-                results[i] = work(blocks[i], (space[0][:height], space[1][:height]))
-
-    if shares == 1:
-        if blocks:
-            run(0)
-        return results
-    with ThreadPoolExecutor(shares - 1) as pool:
-        others = [pool.submit(run, share) for share in range(1, shares)]
-        run(0)
-        for other in others:
-            other.result()
-    return results
+    height = N  # a GPU takes all at once
+    if rows.device.type == "cpu":
+        height = max(1, torch.get_num_threads() * _BLOCK // K)
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(rows.dtype).expand(*shape[:-1], 1).reshape(-1, 1)
+    space = (torch.empty_like(rows[:height]), torch.empty_like(rows[:height]))
+    for start in range(0, N, height or 1):
+        part = slice(start, start + height)
+        left = min(height, N - start)
+        exponent = alpha[part] if isinstance(alpha, Tensor) else alpha
+        yield _Block(part, start * K, exponent, (space[0][:left], space[1][:left]))

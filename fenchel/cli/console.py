@@ -86,12 +86,15 @@ class Console:
         elif validated or time.monotonic() - self.printed > PLAIN_EVERY:
             self.printed = time.monotonic()
             self.terminal.print(
-                f"step {metrics['step']:6d}  {one_line(self.told)}", highlight=False, markup=False
+                f"step {metrics['step']:6d}  {one_line(self.told)}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
             )
 
     def say(self, sentence: str) -> None:
         """Something a person should know."""
-        self.terminal.print(printable(sentence), highlight=False, markup=False)
+        self.terminal.print(printable(sentence), highlight=False, markup=False, soft_wrap=True)
 
     def end(self, path: Path, status: str, reason: str, *, json: bool) -> None:
         """The last words: what came out and what to do with it."""
@@ -101,7 +104,8 @@ class Console:
             print(_dumps({"run": str(path), **summary}))
             return
         if status != "finished":
-            self.say(f"The run {status}: {reason}")
+            was = "was interrupted" if status == "interrupted" else status
+            self.say(f"The run {was}: {reason}")
             if status == "interrupted":
                 self.say(f"Go on with:  fenchel train --resume {path}")
         if "validation" in summary:

@@ -87,7 +87,7 @@ def backends() -> dict[str, str]:
 
 def soundness(directory: Path) -> dict[str, str]:
     """Each sealed folder of a run directory, "intact" or what is wrong with it."""
-    from fenchel.files import Damaged, verify
+    from fenchel.files import Damaged
     from fenchel.flow import open_corpus
     from fenchel.train import RunDir, checkpoint
 
@@ -96,7 +96,7 @@ def soundness(directory: Path) -> dict[str, str]:
     found = {}
     for folder in checkpoint.folders(run.checkpoints):
         try:
-            verify(folder)
+            checkpoint.check(folder)
             found[folder.name] = "intact"
         except Damaged as error:
             found[folder.name] = str(error)

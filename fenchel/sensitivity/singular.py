@@ -54,7 +54,7 @@ def singular_values(
         raise ValueError(
             f"an operator of shape {J.shape} has 1 to {most} singular values, got k={k}."
         )
-    run = _Run(J, generator)
+    run = _Run(J)
     block = torch.stack([gaussian(J, generator) for _ in range(k)])
     for step in range(1, iterations + 1):  # noqa: B007
         block = run.step(block)
@@ -70,31 +70,23 @@ def singular_values(
 class _Run:
     """A growing orthonormal basis and the image T of J^T J in it."""
 
-    def __init__(self, J: Operator, generator: torch.Generator | None) -> None:
-        self.J, self.generator = J, generator
+    def __init__(self, J: Operator) -> None:
+        self.J = J
         self.basis = Basis()
         self.columns: list[Tensor] = []
-        self.dust = torch.zeros(J.batch, dtype=torch.float64, device=J.device)
 
     def step(self, block: Tensor) -> Tensor:
         """Take a block in; give what J^T J makes of it outside the space: (b, *batch, n)."""
         first = self.basis.count
         added = []
         for w in block[: self.J.domain.size - first]:
-            added.append(self._fresh_unless_new(w.clone()))
+            # A direction that is not new becomes 0, and takes part no more.
+            w = self.basis.without(w)
+            added.append(scaled(w, length(w)))
             self.basis.append(added[-1])
         back = self.J.adjoint(self.J.apply(torch.stack(added)))
         self.columns += [self.basis.along(w).double() for w in back]
-        self.dust = self.J.error * torch.stack([c.abs().amax(-1) for c in self.columns]).amax(0)
         return torch.stack([self.basis.without(w) for w in back])
-
-    def _fresh_unless_new(self, w: Tensor) -> Tensor:
-        w = self.basis.without(w) if self.basis.count else w
-        lost = length(w) <= self.dust
-        if bool(lost.any()):  # the space is exhausted there: go on with a random direction
-            fresh = self.basis.without(gaussian(self.J, self.generator))
-            w = torch.where(lost.unsqueeze(-1), fresh, w)
-        return scaled(w, length(w))
 
     def image(self) -> Tensor:
         """T, (*batch, count, count), from its upper triangle."""

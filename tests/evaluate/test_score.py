@@ -46,11 +46,14 @@ def test_it_is_the_mean_of_the_losses_computed_one_by_one() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
-    ids = some_ids(8 + 3)
+    ids, ends = (
+        some_ids(8 + 7),
+        (8, 12, 14),
+    )  # windows of 8 moved by 4, the last one by what is left
     model.eval()
     losses = []
-    for t in range(1, len(ids)):  # windows of 8 moved by 4: the last one is moved back to the end
-        start = 0 if t <= 8 else len(ids) - 1 - 8
+    for t in range(1, len(ids)):
+        start = next(end for end in ends if t <= end) - 8
         row = torch.from_numpy(ids[start:t].astype(np.int64))[None]
         losses.append(-model(row)[0, -1].log_softmax(-1)[int(ids[t])].item())
     found = score(model.train(), ids, bytes=50, context=8)

@@ -60,6 +60,15 @@ def test_a_coarse_step_states_a_large_error(draw: Draw) -> None:
     assert coarse.error > 100 * fine.error
 
 
+def test_extrapolation_leaves_an_error_of_fourth_order(draw: Draw) -> None:
+    X, v = draw(6, 4), draw(6, 4)
+    exact = torch.cos(X) * v
+    off = [
+        (difference_jacobian(torch.sin, X, step=step) @ v - exact).norm() for step in (0.04, 0.02)
+    ]
+    assert 14 < off[0] / off[1] < 18
+
+
 def test_a_function_without_reverse_derivative_has_forward_products_alone(draw: Draw) -> None:
     X = draw(5)
     J = difference_jacobian(lambda x: torch.from_numpy(x.detach().numpy() ** 2), X)

@@ -184,6 +184,14 @@ def test_equal_singular_values_are_no_trouble(
     assert small.iterations == 1
 
 
+def test_what_drowns_in_rounding_counts_as_the_size_of_the_rounding() -> None:
+    run = _Run(Matrix(3.0 * torch.eye(6, dtype=torch.float64)), torch.Generator().manual_seed(0))
+    run.step()  # J^T J v = 9 v: nothing is left but rounding, and a fresh vector goes on
+    assert float(run.b[0]) == pytest.approx(9.0 * run.J.error)
+    assert abs(float((run.basis.chunks[0][0] * run.v).sum())) < 1e-14
+    assert float(run.v.norm()) == pytest.approx(1.0)
+
+
 def test_zero_is_zero_and_one_number_is_exact(generator: torch.Generator) -> None:
     found = spectral_norm(torch.zeros(4, 3), generator=generator)
     assert (found.lower, found.upper) == (0.0, 0.0)

@@ -83,6 +83,19 @@ def test_the_token_norm_is_met_from_both_sides(draw: Draw, generator: torch.Gene
             assert (J @ d).norm(dim=-1).max() <= found.upper
 
 
+def test_it_is_exact_for_outputs_of_one_number(draw: Draw, generator: torch.Generator) -> None:
+    # Then every token can turn towards the row at once: the norm is the row sum, max_i sum_j |J_ij|.
+    W = draw(4, 6, 3)
+    found = token_norm(
+        jacobian(lambda X: torch.einsum("inm,nm->i", W, X).unsqueeze(-1), draw(6, 3)),
+        steps=5,
+        generator=generator,
+    )
+    exact = W.norm(dim=-1).sum(-1).max()
+    torch.testing.assert_close(found.lower, exact, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.upper, exact, rtol=1e-10, atol=0)
+
+
 def test_it_is_exact_for_a_map_of_every_token_by_itself(draw: Draw) -> None:
     W = draw(4, 5)
     found = token_norm(jacobian(lambda x: x @ W, draw(3, 4)))
