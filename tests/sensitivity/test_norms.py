@@ -84,7 +84,7 @@ def test_the_token_norm_is_met_from_both_sides(draw: Draw, generator: torch.Gene
 
 
 def test_it_is_exact_for_outputs_of_one_number(draw: Draw, generator: torch.Generator) -> None:
-    # Then every token can turn towards the row at once: the norm is the row sum, max_i sum_j |J_ij|.
+    # Then every token can turn towards the row at once: the norm is a row sum, max_i sum_j |J_ij|.
     W = draw(4, 6, 3)
     found = token_norm(
         jacobian(lambda X: torch.einsum("inm,nm->i", W, X).unsqueeze(-1), draw(6, 3)),
