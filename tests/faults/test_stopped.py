@@ -20,7 +20,7 @@ def test_once_finishes_the_step_saves_reports_and_says_how_to_go_on(
         ended = lab.resume(run, mischief=stop) if run.exists() else lab.begin(run, mischief=stop)
         assert ended.code == 128 + by
         assert max(lab.kept(run)) == step
-        assert f"The run interrupted: stopped by {by.name} after step {step}" in ended.said
+        assert f"The run was interrupted: stopped by {by.name} after step {step}" in ended.said
         assert "fenchel train --resume" in ended.said
         assert (run / "report.html").exists()
         (run / "report.html").unlink()
