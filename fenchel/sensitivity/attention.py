@@ -14,6 +14,7 @@ Forward and reverse are written from the same two lines of algebra, so the ident
 <J v, u> = <v, J^T u> tests one against the other.
 """
 
+from copy import copy
 from typing import final
 
 import torch
@@ -24,101 +25,142 @@ from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
 from fenchel.sensitivity.operator import Operator, Space
-from fenchel.sensitivity.rows import Block, Projected, Rows, product, project, pulled, times, wide
+from fenchel.sensitivity.rows import Block, Projected, Rows, flat, heads, project, wide
 
 _SOFTMAX = Softmax()
 
 
 @final
 class AttentionJacobian(Operator):
-    """d attend(q, k, v), in the inputs named by ``wrt``."""
+    """d attend(q, k, v), in the inputs named by ``wrt``; N is B H, c the vectors of a stack."""
 
     def __init__(
-        self, rows: Rows, v: Tensor, wrt: str, each: bool, axes: tuple[int, ...] | None = None
+        self,
+        rows: Rows,
+        v: Tensor,
+        wrt: str,
+        each: bool,
+        G: int | None = None,
+        axes: tuple[int, ...] | None = None,
     ) -> None:
-        self.rows, self.v, self.wrt, self.each = rows, v, wrt, each
-        self._full = {"q": rows.q.shape, "k": rows.k.shape, "v": v.shape}
-        lead = (rows.B, rows.H) if axes is None else axes
-        below = {name: tuple(shape[2:]) for name, shape in self._full.items()}
-        out = (rows.T, v.shape[-1])
+        self.rows, self.wrt, self.each = rows, wrt, each
+        self.v = flat(v)
+        self.G = rows.H if G is None else G
+        (_, T, D), (_, S, E) = rows.q.shape, self.v.shape
+        below = {"q": (T, D), "k": (S, D), "v": (S, E)}
+        lead = rows.lead if axes is None else axes
         if each:
             self.domain = Space(tuple(below[name] for name in wrt), lead, len(wrt) > 1)
-            self.codomain = Space((out,), lead)
+            self.codomain = Space(((T, E),), lead)
         else:
-            grouped = (*lead[:-1], rows.k.shape[1]) if lead else ()
-            shapes = tuple((*(lead if n == "q" else grouped), *below[n]) for n in wrt)
+            shared = (*lead[:-1], self.G) if lead else ()
+            shapes = tuple((*(lead if n == "q" else shared), *below[n]) for n in wrt)
             self.domain = Space(shapes, (), len(wrt) > 1)
-            self.codomain = Space(((*lead, *out),))
+            self.codomain = Space(((*lead, T, E),))
         self.dtype, self.device = v.dtype, v.device
 
     def apply(self, v: Tensor) -> Tensor:
         """J v, one pass over the weights for the whole stack."""
         moves = {
-            name: part.reshape(len(v), *self._full[name])
+            name: self._for_every_head(part, name)
             for name, part in zip(self.wrt, self.domain.lift(v), strict=True)
         }
         return self.push(**moves).reshape(len(v), *self.codomain.batch, -1)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T u, one pass over the weights for the whole stack."""
-        r = self.rows
-        backs = self.pull(u.reshape(len(u), r.B, r.H, r.T, -1))
+        backs = self.pull(u.reshape(len(u), len(self.v), self.rows.T, -1))
         lead = (len(u), *self.domain.batch)
-        return torch.cat([backs[name].reshape(*lead, -1) for name in self.wrt], -1)
+        found = [self._of_every_group(backs[name], name).reshape(*lead, -1) for name in self.wrt]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     def push(
         self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None
     ) -> Tensor:
-        """do for moves dq, dk, dv, each (c, B, heads, n, width) or standing still."""
-        r = self.rows
+        """do for moves dq (c, N, T, D), dk (c, N, S, D), dv (c, N, S, E), or standing still."""
         c = next(len(move) for move in (q, k, v) if move is not None)
-        out = self.v.new_zeros(c, r.B, r.H, r.T, self.v.shape[-1])
-        for block in r:
-            here = out[..., block.rows, :]
-            dz = self._score_moves(block, q, k)
-            if dz is not None:
-                here += times(block.turned(dz), self.v[..., block.keys, :])
-            if v is not None:
-                here += times(block.p, v[..., block.keys, :])
+        if self.rows.whole and c == 1:  # the usual case of a small operator, with nothing to gather
+            for block in self.rows:
+                if block.keys == slice(0, self.rows.S):
+                    return self._moved(block, 0, q, k, v).unsqueeze(0)
+        out = self.v.new_zeros(c, len(self.v), self.rows.T, self.v.shape[-1])
+        for block in self.rows:
+            for i in range(c):
+                out[i, :, block.rows] = self._moved(block, i, q, k, v)
         return out
 
-    def _score_moves(self, block: Block, q: Tensor | None, k: Tensor | None) -> Tensor | None:
-        """dz on a block: scale (dq k^T + q dk^T) as one product of vectors twice as wide."""
-        r, rows, keys = self.rows, block.rows, block.keys
-        if k is None:
-            return None if q is None else times(q[..., rows, :], r.scaled_k[..., keys, :].mT)
-        left, right = r.scaled_q[..., rows, :], k[..., keys, :]
-        if q is not None:
-            left = torch.cat([q[..., rows, :], left.expand(len(q), *left.shape)], -1)
-            beside = r.scaled_k[..., keys, :]
-            right = torch.cat([beside.expand(len(k), *beside.shape), right], -1)
-        return times(left, right.mT)
+    def _moved(
+        self, block: Block, i: int, q: Tensor | None, k: Tensor | None, v: Tensor | None
+    ) -> Tensor:
+        """(J dz) v + p dv on a block, for vector i of the stack."""
+        rows, keys = block.rows, block.keys
+        if q is None and k is None:
+            assert v is not None
+            return torch.bmm(block.p, v[i, :, keys])
+        values = self.v[:, keys]
+        scaled_q, scaled_k = self.rows.scaled_q[:, rows], self.rows.scaled_k[:, keys]
+        if q is None:
+            assert k is not None
+            dz = torch.bmm(scaled_q, k[i, :, keys].mT)
+        else:
+            dz = torch.bmm(q[i, :, rows], scaled_k.mT)
+            if k is not None:
+                dz.baddbmm_(scaled_q, k[i, :, keys].mT)
+        moved = torch.bmm(block.turned(dz), values)
+        return moved if v is None else moved.baddbmm_(block.p, v[i, :, keys])
 
-    def pull(self, g: Tensor) -> dict[str, Tensor]:
-        """gq, gk, gv for a gradient g (c, B, H, T, E) of the outputs."""
-        r, G = self.rows, self.rows.k.shape[1]
-        back = {
+    def pull(self, g: Tensor, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """gq, gk, gv, (c, N, ...) each, for a gradient g (c, N, T, E) of the outputs.
+
+        ``into`` are zeros to write to, where the caller wants them in a place of its own.
+        """
+        r = self.rows
+        back = into or {
             name: x.new_zeros(len(g), *x.shape)
             for name, x in (("q", r.q), ("k", r.k), ("v", self.v))
             if name in self.wrt
         }
         for block in r:
             rows, keys = block.rows, block.keys
-            here = g[..., rows, :]
-            if "v" in self.wrt:
-                back["v"][..., keys, :] += pulled(block.p, here, G)
-            if self.wrt == "v":
-                continue
-            gz = block.turned(times(here, self.v[..., keys, :].mT))
-            if "q" in self.wrt:
-                back["q"][..., rows, :] = times(gz, r.scaled_k[..., keys, :])
-            if "k" in self.wrt:
-                back["k"][..., keys, :] += pulled(gz, r.scaled_q[..., rows, :], G)
+            for i, one in enumerate(g):
+                here = one[:, rows]
+                if "v" in self.wrt:
+                    back["v"][i, :, keys].baddbmm_(block.p.mT, here)
+                if self.wrt == "v":
+                    continue
+                gz = block.turned(torch.bmm(here, self.v[:, keys].mT))
+                if "q" in self.wrt:
+                    back["q"][i, :, rows] = torch.bmm(gz, r.scaled_k[:, keys])
+                if "k" in self.wrt:
+                    back["k"][i, :, keys].baddbmm_(gz.mT, r.scaled_q[:, rows])
         return back
+
+    def _for_every_head(self, move: Tensor, name: str) -> Tensor:
+        """A move as (c, N, n, w), shared ones repeated."""
+        B, H = self.rows.lead
+        own = H if name == "q" or self.each else self.G
+        move = move.reshape(len(move), B, own, *move.shape[-2:])
+        return heads(move, H, 2).reshape(len(move), B * H, *move.shape[-2:])
+
+    def _of_every_group(self, back: Tensor, name: str) -> Tensor:
+        """A gradient (c, N, n, w), summed over the heads that share what it belongs to."""
+        B, H = self.rows.lead
+        if name == "q" or self.each or self.G == H:
+            return back
+        return back.reshape(len(back), B, self.G, H // self.G, *back.shape[-2:]).sum(3)
+
+    def single(self) -> Operator:
+        """The same in float32; weights that are kept are rounded, not computed again."""
+        return self._single()
+
+    def _single(self) -> "AttentionJacobian":
+        other = copy(self)
+        other.rows, other.v, other.dtype = self.rows.single(), self.v.float(), torch.float32
+        return other
 
     def parts(self) -> Terms:
         """The covariance bound's three numbers for every sequence and head: (B, H)."""
-        return terms(self.rows, self.v)
+        return terms(self.rows, self.v.view(*self.rows.lead, *self.v.shape[1:]))
 
     def ceiling(self) -> Tensor:
         """The covariance bound: (B, H) with ``each``, else one number."""
@@ -127,10 +169,10 @@ class AttentionJacobian(Operator):
         # The moves of q, k and v are separate coordinates: |a x + b y| <= sqrt(a^2 + b^2).
         square = sum((chosen[name].square() for name in self.wrt), torch.zeros_like(t.key))
         if self.each:
-            return square.sqrt()
-        if self.rows.k.shape[1] == self.rows.H:
+            return square.sqrt().reshape(self.domain.batch)
+        if self.G == self.rows.H:
             return square.amax().sqrt()
-        groups = square.reshape(len(square), self.rows.k.shape[1], -1)  # they share their keys
+        groups = square.reshape(len(square), self.G, -1)  # they share their keys
         return groups.sum(2).amax().sqrt()
 
 
@@ -140,6 +182,8 @@ class SelfAttentionJacobian(Operator):
 
     def __init__(self, inner: AttentionJacobian, x: Projected) -> None:
         self.inner, self.W = inner, x.W
+        self.widths = [w.shape[-1] for w in x.W]
+        self._join(torch.cat(x.W, -1))
         N, M = x.X.shape[-2:]
         out = (inner.rows.T, inner.v.shape[-1])
         if inner.each:
@@ -148,26 +192,50 @@ class SelfAttentionJacobian(Operator):
             self.domain, self.codomain = Space((tuple(x.X.shape),)), Space(((*x.axes, *out),))
         self.dtype, self.device = inner.dtype, inner.device
 
+    def _join(self, beside: Tensor) -> None:
+        """W_Q, W_K, W_V side by side, (B or 1, H, M, 2 D + E): one product instead of three."""
+        self.beside = beside
+        lone = len(beside) == beside.shape[1] == 1
+        self.lone = beside[0, 0] if lone else None
+
     def apply(self, v: Tensor) -> Tensor:
         """J dX."""
-        r = self.inner.rows
-        heads = r.H if self.inner.each else 1
-        dX = v.reshape(len(v), r.B, heads, r.T, -1)
-        moved = self.inner.push(*(product(dX, w) for w in self.W))
-        return moved.reshape(len(v), *self.codomain.batch, -1)
+        rows, c = self.inner.rows, len(v)
+        if self.lone is not None:
+            moved = torch.mm(v.reshape(-1, len(self.lone)), self.lone)
+        else:
+            own = rows.H if self.inner.each else 1
+            moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.beside
+        moves = moved.view(c, -1, rows.T, moved.shape[-1]).split_with_sizes(self.widths, -1)
+        return self.inner.push(*moves).reshape(c, *self.codomain.batch, -1)
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T G."""
-        r = self.inner.rows
-        back = self.inner.pull(u.reshape(len(u), r.B, r.H, r.T, -1))
-        ways = [product(back[name], w.mT) for name, w in zip("qkv", self.W, strict=True)]
-        if not self.inner.each:
-            ways = [way.sum(2) for way in ways]  # one X feeds every head
-        return (ways[0] + ways[1] + ways[2]).reshape(len(u), *self.domain.batch, -1)
+        rows, c = self.inner.rows, len(u)
+        g = u.reshape(c, rows.B * rows.H, rows.T, -1)
+        back = u.new_zeros(c, g.shape[1], rows.T, self.beside.shape[-1])
+        parts = back.split_with_sizes(self.widths, -1)
+        self.inner.pull(g, {"q": parts[0], "k": parts[1], "v": parts[2]})
+        if self.lone is not None:
+            total = torch.mm(back.view(-1, back.shape[-1]), self.lone.mT)
+        else:
+            total = back.view(c, rows.B, rows.H, rows.T, -1) @ self.beside.mT
+            if not self.inner.each:
+                total = total.sum(2)  # one X feeds every head
+        return total.reshape(c, *self.domain.batch, -1)
+
+    def single(self) -> Operator:
+        """The same in float32."""
+        other = copy(self)
+        other.inner, other.dtype = self.inner._single(), torch.float32
+        other._join(self.beside.float())
+        return other
 
     def parts(self) -> Terms:
         """The covariance bound's three numbers for every sequence and head: (B, H)."""
-        return terms(self.inner.rows, self.inner.v, Factors(*(factor(w) for w in self.W)))
+        rows, v = self.inner.rows, self.inner.v
+        factors = Factors(*(factor(w) for w in self.W))
+        return terms(rows, v.view(*rows.lead, *v.shape[1:]), factors)
 
     def ceiling(self) -> Tensor:
         """The covariance bound; heads taken together stand on one another, so squares add."""
@@ -203,10 +271,10 @@ def attention_jacobian(
         )
     axes = tuple(q.shape[:-2])
     q, k, v = (four(x) for x in wide(q, k, v))
-    if each and k.shape[1] < q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    H, G = q.shape[1], k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return AttentionJacobian(Rows(q, k, choice, prior, scale, budget), v, wrt, each, axes)
+    rows = Rows(q, heads(k, H), choice, prior, scale, budget)
+    return AttentionJacobian(rows, heads(v, H), wrt, each, G, axes)
 
 
 def self_attention_jacobian(
@@ -227,7 +295,7 @@ def self_attention_jacobian(
     (..., H, N, E); axes before the heads go along with those of X. ``each`` gives one operator a
     sequence and head.
     """
-    x = project(X, W_Q, W_K, W_V, each=each)
+    x = project(X, W_Q, W_K, W_V)
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     rows = Rows(x.q, x.k, choice, prior, scale, budget)
     return SelfAttentionJacobian(AttentionJacobian(rows, x.v, "qkv", each), x)

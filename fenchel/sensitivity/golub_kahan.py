@@ -38,16 +38,19 @@ bounds for the matrix two-norm. Simon and Zha (2000), Low-rank matrix approximat
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fenchel.sensitivity.norms import largest
 from fenchel.sensitivity.operator import Matrix, Operator
 
-_GRID = 48  # places at which the polynomials are evaluated at once
+Array = npt.NDArray[np.float64]
+
+# Places at which the polynomials are evaluated at once, and how often: a root to three digits.
+_GRID, _FINE_GRID = (48, 3), (400, 2)
 _EVERY = 3  # a look at the bracket costs about as much as a product of a small operator
 _WIDEST = 40.0  # log of the largest ratio of upper to lower that is still looked at
 
@@ -75,41 +78,48 @@ class Bracket(NamedTuple):
 class Basis:
     """Orthonormal vectors, kept in chunks so that memory grows with their number."""
 
-    CHUNK = 16
+    CHUNK = 32
 
     def __init__(self) -> None:
-        self.chunks: list[Tensor] = []
         self.count = 0
+        self._chunks: list[Tensor] = []
 
     def append(self, v: Tensor) -> None:
         """One more vector: (*batch, n)."""
         place = self.count % self.CHUNK
         if place == 0:
-            self.chunks.append(v.new_zeros(*v.shape[:-1], self.CHUNK, v.shape[-1]))
-        self.chunks[-1][..., place, :] = v
+            self._chunks.append(v.new_empty(*v.shape[:-1], self.CHUNK, v.shape[-1]))
+        self._chunks[-1][..., place, :] = v
         self.count += 1
+
+    @property
+    def chunks(self) -> list[Tensor]:
+        """What is filled of them: (*batch, up to CHUNK, n) each."""
+        used = self.count - self.CHUNK * (len(self._chunks) - 1)
+        return [*self._chunks[:-1], *(chunk[..., :used, :] for chunk in self._chunks[-1:])]
 
     def without(self, w: Tensor) -> Tensor:
         """w less its components along the basis, taken twice for full precision."""
+        chunks = self.chunks
         for _ in range(2):
-            for chunk in self.chunks:
+            for chunk in chunks:
                 if w.dim() == 1:
-                    w = torch.addmv(w, chunk.mT, chunk @ w, alpha=-1.0)
+                    w = torch.addmv(w, chunk.mT, torch.mv(chunk, w), alpha=-1.0)
                 else:
                     w = w - (chunk.mT @ (chunk @ w.unsqueeze(-1))).squeeze(-1)
         return w
 
     def along(self, w: Tensor) -> Tensor:
         """The components of w: (*batch, n) -> (*batch, count)."""
-        parts = [(chunk @ w.unsqueeze(-1)).squeeze(-1) for chunk in self.chunks]
-        return torch.cat(parts, -1)[..., : self.count]
+        return torch.cat([(chunk @ w.unsqueeze(-1)).squeeze(-1) for chunk in self.chunks], -1)
 
     def combine(self, y: Tensor) -> Tensor:
         """sum_j y_j v_j: (*batch, count) -> (*batch, n)."""
-        total = torch.zeros_like(self.chunks[0][..., 0, :])
-        for i, chunk in enumerate(self.chunks):
-            part = y[..., i * self.CHUNK : (i + 1) * self.CHUNK].to(chunk.dtype)
-            total += (part.unsqueeze(-2) @ chunk[..., : part.shape[-1], :]).squeeze(-2)
+        total, first = torch.zeros_like(self._chunks[0][..., 0, :]), 0
+        for chunk in self.chunks:
+            part = y[..., first : first + chunk.shape[-2]].to(chunk.dtype)
+            total += (part.unsqueeze(-2) @ chunk).squeeze(-2)
+            first += chunk.shape[-2]
         return total
 
 
@@ -133,18 +143,20 @@ def spectral_norm(
     """
     J = Matrix(J) if isinstance(J, Tensor) else J
     _check(J, tol, failure, iterations)
-    run = _Run(J, generator)
+    run = _Run(_quickest(J, tol), generator)
     iterations = min(iterations, J.domain.size)
     for k in range(1, iterations + 1):
         run.step()
         if failure > 0 and k % _EVERY == 0 and run.closed(tol, failure):
             break
-    theta = run.ritz()
-    upper = run.christoffel(theta, failure) if failure > 0 else torch.full_like(theta, math.inf)
-    left, right, lower = run.attained()
+    left, right, lower = run.attained(J)
+    upper = torch.full_like(lower, math.inf)
+    if failure > 0:
+        upper = torch.as_tensor(run.christoffel(failure), device=lower.device)
     # Products are rounded, and so is the recurrence: an operator says by how much.
-    upper = torch.maximum(upper, lower) * (1.0 + J.error)
-    if failure == 0 or bool((upper > (1 + tol + J.error) * lower).any()):
+    error = run.J.error
+    upper = torch.maximum(upper, lower) * (1.0 + error)
+    if failure == 0 or bool((upper > (1 + tol + error) * lower).any()):
         upper = _capped(J, upper, lower, failure)
     return Bracket(
         lower,
@@ -166,6 +178,17 @@ def _check(J: Operator, tol: float, failure: float, iterations: int) -> None:
         raise ValueError(f"an operator of shape {J.shape} has no singular value.")
 
 
+def _quickest(J: Operator, tol: float) -> Operator:
+    """J in float32 where that is precise enough to look for the space in.
+
+    What is attained there is computed in J's own precision afterwards. A unit vector off by e
+    changes |J v| by e^2, so float32 costs the value nothing.
+    """
+    if J.dtype != torch.float64 or tol < 10.0 * 32.0 * torch.finfo(torch.float32).eps:
+        return J
+    return J.single() or J
+
+
 def _capped(J: Operator, upper: Tensor, lower: Tensor, failure: float) -> Tensor:
     """``upper``, or the operator's ceiling where that is less."""
     ceiling = J.ceiling()
@@ -180,51 +203,61 @@ def _capped(J: Operator, upper: Tensor, lower: Tensor, failure: float) -> Tensor
 
 
 class _Run:
-    """The recurrence under way, for a batch of operators in step."""
+    """The recurrence under way, for a batch of operators in step.
+
+    Vectors are torch's. The handful of numbers that say what was learnt from them is numpy's, which
+    spends a fraction of the time on arrays so small.
+    """
 
     def __init__(self, J: Operator, generator: torch.Generator | None) -> None:
         self.J, self.generator = J, generator
-        g = gaussian(J, generator)
-        self.size = length(g)  # |g|
-        self.v = scaled(g, self.size)
+        self.start(gaussian(J, generator))
+
+    def start(self, g: Tensor) -> None:
+        """Begin with v_1 = g / |g|."""
+        size = length(g)
+        self.size = _numbers(size)
+        self.v = scaled(g, size)
         self.basis = Basis()
-        self.a: list[Tensor] = []
-        self.b: list[Tensor] = []
-        self.top = torch.zeros_like(self.size)
+        self.a: list[Array] = []
+        self.b: list[Array] = []
 
     def step(self) -> None:
         """One product with J and one with J^T."""
         self.basis.append(self.v)
         w = self.J.apply(self.v[None])[0]
-        self.a.append(length(w).square())
+        self.a.append(_numbers(length(w)) ** 2)
         w = self.basis.without(self.J.adjoint(w[None])[0])
-        b = length(w)
-        self.top = torch.maximum(self.top, self.a[-1])
-        dust = self.J.error * self.top
+        rest = length(w)
+        b = _numbers(rest)
+        dust = self.J.error * np.max(self.a, axis=0)
         clear = b > dust
-        self.v = scaled(w, b)
-        if not bool(clear.all()):
-            self.v = torch.where(clear.unsqueeze(-1), self.v, self._fresh(b))
-        self.b.append(torch.maximum(b, dust))
+        if clear.all():
+            self.v = w / rest.unsqueeze(-1).to(w.dtype)
+        else:
+            fresh, told = self._fresh(b), torch.as_tensor(clear, device=w.device)
+            self.v = torch.where(told.unsqueeze(-1), scaled(w, rest), fresh)
+        self.b.append(np.maximum(b, dust))
 
-    def _fresh(self, b: Tensor) -> Tensor:
+    def _fresh(self, b: Array) -> Tensor:
         """A random unit vector outside the basis, to go on with where w is but rounding."""
-        if not bool(b.isfinite().all()):
+        if not np.isfinite(b).all():
             raise ValueError("a product of this operator is inf or nan; it has no norm there.")
         random = self.basis.without(gaussian(self.J, self.generator))
         return scaled(random, length(random))
 
-    def ritz(self) -> Tensor:
+    def ritz(self) -> Array:
         """theta, the root of the largest eigenvalue of the tridiagonal matrix."""
-        return largest(self._tridiagonal()).sqrt()
+        top = np.linalg.eigvalsh(self._tridiagonal())[..., -1]
+        return np.asarray(np.sqrt(np.maximum(top, 0.0)), dtype=np.float64)
 
-    def attained(self) -> tuple[Tensor, Tensor, Tensor]:
+    def attained(self, J: Operator) -> tuple[Tensor, Tensor, Tensor]:
         """left, right, lower with left = J v / |J v| and lower = |J^T left|, computed anew."""
-        y = torch.linalg.eigh(self._tridiagonal()).eigenvectors[..., -1]
-        v = self.basis.combine(y)
-        w = self.J.apply(v[None])[0]
+        y = np.linalg.eigh(self._tridiagonal()).eigenvectors[..., -1]
+        v = self.basis.combine(torch.as_tensor(y, device=self.v.device)).to(J.dtype)
+        w = J.apply(v[None])[0]
         left = scaled(w, length(w))
-        w = self.J.adjoint(left[None])[0]
+        w = J.adjoint(left[None])[0]
         lower = length(w)
         return left, torch.where(lower.unsqueeze(-1) > 0, scaled(w, lower), v), lower
 
@@ -234,48 +267,58 @@ class _Run:
         near = self._growth((1.0 + tol) * theta) >= self._wanted(failure)
         return bool((near | (theta == 0.0)).all())  # no random vector is sent to 0 but by 0
 
-    def christoffel(self, theta: Tensor, failure: float) -> Tensor:
+    def christoffel(self, failure: float) -> Array:
         """The root above theta of sum_j p_j(sigma^2)^2 = 1 / c^2, approached from above."""
+        theta = self.ritz()
         if len(self.a) == self.J.domain.size:
             return theta  # nothing is left outside the basis
         wanted = self._wanted(failure)
-        low = torch.full_like(theta, -36.0)  # log of sigma / theta - 1
-        high = torch.full_like(theta, _WIDEST)
-        grid = torch.linspace(0.0, 1.0, _GRID, dtype=theta.dtype, device=theta.device)
-        grid = grid.view(-1, *(1,) * theta.dim())
-        for _ in range(3):
-            gap = low + grid * (high - low)
-            below = self._growth((1.0 + gap.exp()) * theta) < wanted
-            last = below.sum(0).clamp(1, _GRID - 1).unsqueeze(0)
-            low, high = gap.gather(0, last - 1)[0], gap.gather(0, last)[0]
-        return theta * (1.0 + high.exp())
+        low, high = np.full_like(theta, -36.0), np.full_like(theta, _WIDEST)
+        places, rounds = _GRID if theta.size > 8 else _FINE_GRID
+        grid = np.linspace(0.0, 1.0, places).reshape(-1, *(1,) * theta.ndim)
+        for _ in range(rounds):
+            gap = low + grid * (high - low)  # log of sigma / theta - 1
+            below = self._growth((1.0 + np.exp(gap)) * theta) < wanted
+            last = below.sum(0).clip(1, places - 1)[None]
+            low, high = (np.take_along_axis(gap, at, 0)[0] for at in (last - 1, last))
+        return theta * (1.0 + np.exp(high))
 
-    def _wanted(self, failure: float) -> Tensor:
+    def _wanted(self, failure: float) -> Array:
         """log(1 / c): what the polynomials must reach."""
-        return self.size.log() - math.log(failure * math.sqrt(math.pi / 2.0))
+        return np.log(self.size) - math.log(failure * math.sqrt(math.pi / 2.0))
 
-    def _growth(self, sigma: Tensor) -> Tensor:
+    def _growth(self, sigma: Array) -> Array:
         """log sqrt(sum_j p_j(sigma^2)^2), scaled at every step so that nothing overflows."""
-        # numpy: the arrays are tiny, and torch spends five times as long on each of them
-        x = sigma.square().cpu().numpy()
-        coefficients = torch.stack([*self.a, *self.b]).cpu().numpy()
-        k = len(self.a)
-        before, p, log = np.zeros_like(x), np.ones_like(x), np.zeros_like(x)
-        last = np.zeros_like(coefficients[0])
-        for a, b in zip(coefficients[:k], coefficients[k:], strict=True):
-            # b = 0 only for the zero operator
-            before, p = p, ((x - a) * p - last * before) / np.where(b > 0, b, 1.0)
-            size = np.hypot(1.0, p)  # the sum so far is kept at 1
-            before, p, log, last = before / size, p / size, log + np.log(size), b
-        return torch.as_tensor(log, device=sigma.device)
+        x: Any = sigma**2
+        a, b = np.stack(self.a), np.stack(self.b)
+        b[b == 0.0] = 1.0  # the zero operator alone
+        hypot: Any = np.hypot
+        logarithm: Any = np.log
+        rows: Any = zip(a, b, strict=True)
+        if x.size == 1:  # one operator at one place: plain numbers are quicker still
+            x, hypot, logarithm = x.item(), math.hypot, math.log
+            rows = zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)
+        before, p, log, last = 0.0 * x, 1.0 + 0.0 * x, 0.0 * x, 0.0
+        for a_j, b_j in rows:
+            before, p = p, ((x - a_j) * p - last * before) / b_j
+            size = hypot(1.0, p)  # the sum so far is kept at 1
+            before, p, log, last = before / size, p / size, log + logarithm(size), b_j
+        return np.asarray(log, dtype=np.float64).reshape(sigma.shape)
 
-    def _tridiagonal(self) -> Tensor:
+    def _tridiagonal(self) -> Array:
         """(*batch, k, k)."""
-        T = torch.stack(self.a, -1).diag_embed()
-        if len(self.b) > 1:
-            off = torch.stack(self.b[:-1], -1)
-            T = T + off.diag_embed(offset=1) + off.diag_embed(offset=-1)
+        k = len(self.a)
+        T = np.zeros((*self.a[0].shape, k, k))
+        here = np.arange(k)
+        T[..., here, here] = np.stack(self.a, -1)
+        if k > 1:
+            T[..., here[1:], here[:-1]] = np.stack(self.b[:-1], -1)  # the lower triangle is read
         return T
+
+
+def _numbers(x: Tensor) -> Array:
+    found: Array = x.cpu().numpy()
+    return found
 
 
 def gaussian(J: Operator, generator: torch.Generator | None) -> Tensor:

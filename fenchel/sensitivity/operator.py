@@ -127,6 +127,10 @@ class Operator(ABC):
         """An upper bound of the spectral norm that is sure, shape ``batch``; None if unknown."""
         return None
 
+    def single(self) -> "Operator | None":
+        """The same operator in float32, for work that needs no more; None where there is none."""
+        return None
+
     @property
     def batch(self) -> Shape:
         """The axes along which operators stand side by side."""

@@ -1,16 +1,18 @@
 """Attention weights a block of rows at a time, so that no n by n matrix is ever held.
 
-    p = choice.weights(scale q k^T, log_prior)          one block: (B, H, t, s)
+    p = choice.weights(scale q k^T, log_prior)          one block: (N, t, s) with N = B H
 
 A block has some queries (rows) and the keys any of them can see, as the prior's ``reach`` tells:
 under a causal prior half of the work is never done. Its size is chosen for a fixed budget of
 numbers, so memory is O(n d) and the multiplications stay large. Weights that fit in one block are
 kept; otherwise every pass computes them again.
 
-Grouped heads: k and v may have G heads for the H of q, G dividing H.
+Keys and values shared by a group of heads are repeated, O(n d) numbers, so that every product is
+one batched multiplication.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -22,37 +24,38 @@ from fenchel.choice import Choice, Hard
 
 # Numbers in a block: on a CPU what stays near the cores, on a GPU what keeps all of it busy.
 BUDGET, GPU_BUDGET = 1 << 21, 1 << 26
+_SPREAD = 1e-4  # a row whose lighter keys weigh more than this loses four digits at the most
 
 
 class Block(NamedTuple):
-    """Some rows of the weights, for queries ``rows`` and keys ``keys``."""
+    """Some rows of the weights, for queries ``rows`` and keys ``keys``; N is B H."""
 
     rows: slice
     keys: slice
     p: Tensor
-    """(B, H, t, s)."""
+    """(N, t, s)."""
     s: Tensor
     """beta times the spread of the choice: its derivative is diag(s) - s s^T / sum(s)."""
     inverse: Tensor
-    """1 / sum(s), and 0 for a row without any: (B, H, t, 1)."""
-    heaviest: Tensor
-    """The key of largest s: (B, H, t, 1)."""
+    """1 / sum(s), and 0 for a row without any: (N, t, 1)."""
+    heaviest: Tensor | None
+    """The key of largest s, (N, t, 1); None where no row is near to one-hot."""
 
     def turned(self, dz: Tensor) -> Tensor:
-        """The move of the weights when the scores move by dz, which is overwritten.
+        """The move of the weights when the scores move by dz (N, t, s), which is overwritten.
 
         ``Choice.jacobian_product`` with s kept from product to product. A common shift of dz does
         nothing; the one that makes the heaviest key stand still keeps saturated rows exact, where
         the plain difference of two large numbers would leave rounding for an answer.
         """
-        index = self.heaviest.expand(*dz.shape[:-1], 1)
-        dz -= dz.gather(-1, index)
+        if self.heaviest is not None:
+            dz -= dz.gather(-1, self.heaviest)
         dz *= self.s
         return dz.addcmul_(self.s, dz.sum(-1, keepdim=True) * self.inverse, value=-1.0)
 
 
 class Rows:
-    """The weights of q (B, H, T, D) on k (B, G, S, D), to be walked through block by block."""
+    """The weights of q (B, H, T, D) on k (B, H, S, D), to be walked through block by block."""
 
     def __init__(
         self,
@@ -63,16 +66,38 @@ class Rows:
         scale: float,
         budget: int | None = None,
     ) -> None:
-        self.q, self.k, self.choice, self.prior, self.scale = q, k, choice, prior, scale
+        self.choice, self.prior, self.scale = choice, prior, scale
         self.B, self.H, self.T, _ = q.shape
         self.S = k.shape[2]
-        self.scaled_q, self.scaled_k = scale * q, scale * k
         if prior is not None:
             prior.check(self.B, self.H, self.T, self.S)
+        self.q, self.k = flat(q), flat(k)
+        self.scaled_q, self.scaled_k = scale * self.q, scale * self.k
         if budget is None:
             budget = BUDGET if q.device.type == "cpu" else GPU_BUDGET
         self.step = max(1, budget // max(1, self.B * self.H * self.S))
         self._kept: Block | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether one block holds all rows, and is kept."""
+        return self.step >= self.T
+
+    def single(self) -> "Rows":
+        """The same weights in float32: rounded from what is kept, or computed so."""
+        other = copy(self)
+        for name in ("q", "k", "scaled_q", "scaled_k"):
+            setattr(other, name, getattr(self, name).float())
+        if self.whole:
+            for block in self:
+                p, s, inverse = (x.float() for x in (block.p, block.s, block.inverse))
+                other._kept = block._replace(p=p, s=s, inverse=inverse)
+        return other
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """(B, H), which stand as one axis in every block."""
+        return self.B, self.H
 
     def __iter__(self) -> Iterator[Block]:
         if self._kept is not None:
@@ -83,8 +108,8 @@ class Rows:
             keys = self._reach(rows)
             if keys.start < keys.stop:
                 block = self._block(rows, keys)
-                if rows == slice(0, self.T):
-                    self._kept = block
+                if self.whole:
+                    self._kept = block = _eased(block)
                 yield block
 
     def _reach(self, rows: slice) -> slice:
@@ -94,14 +119,16 @@ class Rows:
         return slice(*self.prior.reach(rows.start + shift, rows.stop - 1 + shift, self.S))
 
     def _block(self, rows: slice, keys: slice) -> Block:
-        p = self._weights(rows, keys)
-        s = spread(self.choice, p)
+        weights = self._weights(rows, keys)
+        p, s = flat(weights), flat(spread(self.choice, weights))
         total = s.sum(-1, keepdim=True)
         inverse = torch.where(total > 0, 1.0 / total, 0.0)
         return Block(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True))
 
     def _weights(self, rows: slice, keys: slice) -> Tensor:
-        z = times(self.scaled_q[:, :, rows], self.k[:, :, keys].mT)
+        """(B, H, t, s)."""
+        z = torch.bmm(self.scaled_q[:, rows], self.k[:, keys].mT)
+        z = z.view(self.B, self.H, *z.shape[1:])
         if self.prior is None:
             return self.choice.weights(z)
         beta = self.choice.beta
@@ -134,6 +161,17 @@ class Rows:
         )
 
 
+def _eased(block: Block) -> Block:
+    """A block that will be used often, without what its rows turn out not to need."""
+    s = block.s
+    # A row with one key to choose cannot move: its s counts for nothing, and neither does rounding.
+    sure = (s > 0).sum(-1, keepdim=True) <= 1
+    s = s.masked_fill(sure, 0.0)
+    rest = (s.sum(-1, keepdim=True) - s.amax(-1, keepdim=True)) * block.inverse
+    settled = bool((sure | (rest > _SPREAD)).all())
+    return block._replace(s=s, heaviest=None if settled else block.heaviest)
+
+
 class Projected(NamedTuple):
     """X brought to queries, keys and values, four axes each, and how it got there."""
 
@@ -142,17 +180,17 @@ class Projected(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    """(B, H, N, D), (B, G, N, D), (B, G, N, E), with B all of ``lead``."""
+    """(B, H, N, D), (B, H, N, D), (B, H, N, E), with B all of ``lead``."""
     W: tuple[Tensor, Tensor, Tensor]
-    """W_Q, W_K, W_V: (B or 1, H or G, M, D or E)."""
+    """W_Q, W_K, W_V: (B or 1, H, M, D or E)."""
     axes: tuple[int, ...]
     """``lead``, and the heads if the weights had any."""
 
 
-def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, each: bool = True) -> Projected:
+def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projected:
     """X (..., N, M) by weights (M, D), or (..., H, M, D) where heads come before.
 
-    ``each`` repeats grouped keys and values, so that every head has its own.
+    Weights of keys and values that heads share are repeated, so that every head has its own.
     """
     X, W_Q, W_K, W_V = wide(X, W_Q, W_K, W_V)
     shapes = ", ".join(str(tuple(w.shape)) for w in (W_Q, W_K, W_V))
@@ -169,8 +207,7 @@ def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, each: bool = Tr
             "W_Q and W_K must be equally wide, and heads of keys divide heads of queries; got "
             f"weights {shapes}."
         )
-    if each and G < H:
-        W = [W[0], *(w.repeat_interleave(H // G, -3) for w in W[1:])]
+    W = [heads(w, H, -3) for w in W]
     lead = _broadcast(X.shape[:-2], *(w.shape[:-3] for w in W))
     X = X.expand(*lead, *X.shape[-2:])
     q, k, v = (four(X.unsqueeze(-3) @ w) for w in W)
@@ -178,40 +215,15 @@ def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, each: bool = Tr
     return Projected(X, q, k, v, (flat[0], flat[1], flat[2]), (*lead, H) if headed else lead)
 
 
-def times(x: Tensor, y: Tensor) -> Tensor:
-    """x y with H heads of x for G of y: (..., H, t, M), (..., G, M, N) -> (..., H, t, N)."""
-    H, t, M = x.shape[-3:]
-    G = y.shape[-3]
-    if G == H:
-        return product(x, y)
-    out = product(x.reshape(*x.shape[:-3], G, H // G * t, M), y)
-    return out.reshape(*out.shape[:-3], H, t, y.shape[-1])
+def flat(x: Tensor) -> Tensor:
+    """(B, H, n, m) -> (N, n, m): the axes that only stand side by side, as one."""
+    return x.reshape(-1, *x.shape[2:])
 
 
-def pulled(x: Tensor, g: Tensor, G: int) -> Tensor:
-    """x^T g summed over a group: (..., H, t, s), (..., H, t, E) -> (..., G, s, E)."""
-    H, t, s = x.shape[-3:]
-    if G == H:
-        return product(x.mT, g)
-    R = H // G
-    x = x.reshape(*x.shape[:-3], G, R * t, s)
-    return product(x.mT, g.reshape(*g.shape[:-3], G, R * t, g.shape[-1]))
-
-
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y; where nothing broadcasts, without the dozen small steps matmul takes to find out."""
-    lead, other = x.shape[:-2], y.shape[:-2]
-    count = lead.numel()
-    if count != other.numel():
-        return x @ y
-    if len(other) > len(lead):
-        lead = other
-    if count == 1:
-        return torch.mm(x.view(x.shape[-2:]), y.view(y.shape[-2:])).view(
-            *lead, x.shape[-2], y.shape[-1]
-        )
-    x, y = x.reshape(count, *x.shape[-2:]), y.reshape(count, *y.shape[-2:])
-    return torch.bmm(x, y).view(*lead, x.shape[-2], y.shape[-1])
+def heads(x: Tensor, H: int, dim: int = 1) -> Tensor:
+    """One for every head of q, where G heads are shared: (B, G, ...) -> (B, H, ...)."""
+    G = x.shape[dim]
+    return x if G == H else x.repeat_interleave(H // G, dim)
 
 
 def spread(choice: Choice, p: Tensor) -> Tensor:

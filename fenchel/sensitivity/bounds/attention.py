@@ -31,7 +31,7 @@ from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import factor, mixing, moment
 from fenchel.sensitivity.bounds.scores import row
 from fenchel.sensitivity.norms import largest, outward, spectral
-from fenchel.sensitivity.rows import Projected, Rows, project
+from fenchel.sensitivity.rows import Projected, Rows, flat, project
 
 _SOFTMAX = Softmax()
 
@@ -64,9 +64,10 @@ def yudin(
 ) -> Tensor:
     """|W_V| (|P| + 2 |X|^2 |M| max_i b_i). At a point; any choice."""
     x, rows = _at(X, W_Q, W_K, W_V, choice, prior, scale)
-    slope = x.q.new_zeros(rows.B, rows.H)
+    slope = x.q.new_zeros(rows.lead)
     for block in rows:
-        slope = torch.maximum(slope, row(choice, block.p).amax(-1))
+        p = block.p.view(*rows.lead, *block.p.shape[1:])
+        slope = torch.maximum(slope, row(choice, p).amax(-1))
     return _through_scores(x, rows, slope)
 
 
@@ -99,17 +100,17 @@ def token_max(
 ) -> Tensor:
     """How far any token can move when none moves further than 1. At a point; free of n."""
     x, rows = _at(X, W_Q, W_K, W_V, choice, prior, scale)
-    F_Q, F_K, F_V = (factor(w) for w in x.W)
-    k, v = (y - y.mean(-2, keepdim=True) for y in (x.k, x.v))
-    worst = x.q.new_zeros(rows.B, rows.H)
+    F_Q, F_K = (flat(factor(w).expand(*rows.lead, -1, -1)) for w in x.W[:2])
+    k, v = (y - y.mean(-2, keepdim=True) for y in (rows.k, flat(x.v)))
+    worst = k.new_zeros(len(k))
     for block in rows:
         here, keys = block.rows, block.keys
-        C = moment(block.s, v[:, :, keys], k[:, :, keys]) @ F_Q.unsqueeze(2)
-        D = moment(block.s, v[:, :, keys], v[:, :, keys])
-        size = (x.q[:, :, here] @ F_K).norm(dim=-1)
+        C = moment(block.s, v[:, keys], k[:, keys]) @ F_Q.unsqueeze(1)
+        D = moment(block.s, v[:, keys], v[:, keys])
+        size = (rows.q[:, here] @ F_K).norm(dim=-1)
         key = (largest(D) * block.s.sum(-1)).sqrt() * size
         worst = torch.maximum(worst, abs(rows.scale) * (spectral(C) + key).amax(-1))
-    return outward(spectral(F_V) + worst).reshape(x.axes)
+    return outward(spectral(x.W[2]) + worst.view(rows.lead)).reshape(x.axes)
 
 
 def _at(
@@ -129,5 +130,6 @@ def _at(
 def _through_scores(x: Projected, rows: Rows, slope: Tensor) -> Tensor:
     size = spectral(x.X).reshape(-1, 1)
     M = abs(rows.scale) * spectral(factor(x.W[0]).mT @ factor(x.W[1]))
-    bound = spectral(x.W[2]) * (mixing(rows) + 2.0 * slope * size.square() * M)
+    P = mixing(rows).view(rows.lead)
+    bound = spectral(x.W[2]) * (P + 2.0 * slope * size.square() * M)
     return outward(bound).reshape(x.axes)

@@ -33,7 +33,7 @@ from torch import Tensor
 from fenchel.attention import Prior
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.norms import largest, perron, spectral
-from fenchel.sensitivity.rows import Rows, project
+from fenchel.sensitivity.rows import Rows, flat, project
 
 _SOFTMAX = Softmax()
 
@@ -107,10 +107,10 @@ def covariance_terms(
 
 
 def terms(rows: Rows, v: Tensor, factors: Factors = _NONE, *, cheap: bool = False) -> Terms:
-    """The three numbers for the weights in ``rows`` on the values v (B, G, S, E)."""
-    H = rows.H
-    F = Factors(*(None if f is None else _heads(f, H) for f in factors))
-    k, v = (_heads(x - x.mean(-2, keepdim=True), H) for x in (rows.k, v))  # moments forget origins
+    """The three numbers for the weights in ``rows`` on the values v (B, H, S, E)."""
+    B, H = rows.lead
+    F = Factors(*(None if f is None else flat(f.expand(B, H, *f.shape[2:])) for f in factors))
+    k, v = (x - x.mean(-2, keepdim=True) for x in (rows.k, flat(v)))  # moments forget origins
     found = _cheap(rows, k, v, F) if cheap else _full(rows, k, v, F)
     gain = 1.0 if F.v is None else spectral(F.v)
     # Moments are differences of sums: allow for their rounding before calling this a bound.
@@ -118,38 +118,39 @@ def terms(rows: Rows, v: Tensor, factors: Factors = _NONE, *, cheap: bool = Fals
     size = v.norm(dim=-1).amax(-1)
     dust = 64 * eps * abs(rows.scale) * size * (k.norm(dim=-1).amax(-1) + size)
     grow = 1.0 + 64 * eps
-    return Terms(gain * found.mixing * grow, found.query * grow + dust, found.key * grow + dust)
+    bounds = gain * found.mixing * grow, found.query * grow + dust, found.key * grow + dust
+    return Terms(*(bound.view(B, H) for bound in bounds))
 
 
 def _full(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
-    B, H, S, D = k.shape
-    query = k.new_zeros(B, H)
-    seen = k.new_zeros(B, H, S, D, D)
+    N, S, D = k.shape
+    query = k.new_zeros(N)
+    seen = k.new_zeros(N, S, D, D)
     for block in rows:
-        keys, s, q = block.keys, block.s, rows.q[:, :, block.rows]
-        C = moment(s, v[:, :, keys], k[:, :, keys])
-        C = C if F.q is None else C @ F.q.unsqueeze(2)
+        keys, s, q = block.keys, block.s, rows.q[:, block.rows]
+        C = moment(s, v[:, keys], k[:, keys])
+        C = C if F.q is None else C @ F.q.unsqueeze(1)
         query = torch.maximum(query, spectral(C).amax(-1))
-        own = largest(moment(s, v[:, :, keys], v[:, :, keys]))
+        own = largest(moment(s, v[:, keys], v[:, keys]))
         w = s * own.unsqueeze(-1)
         for a in range(D):
-            seen[:, :, keys, a] += w.mT @ (q[..., a : a + 1] * q)
-    seen = seen if F.k is None else F.k.unsqueeze(2).mT @ seen @ F.k.unsqueeze(2)
+            seen[:, keys, a] += w.mT @ (q[..., a : a + 1] * q)
+    seen = seen if F.k is None else F.k.unsqueeze(1).mT @ seen @ F.k.unsqueeze(1)
     key = largest(seen).amax(-1).sqrt()
     return Terms(mixing(rows), abs(rows.scale) * query, abs(rows.scale) * key)
 
 
 def _cheap(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
-    B, H, S, _ = k.shape
-    query, columns, sums = k.new_zeros(B, H), k.new_zeros(B, H, S), k.new_zeros(B, H, S)
+    N, S, _ = k.shape
+    query, columns, sums = k.new_zeros(N), k.new_zeros(N, S), k.new_zeros(N, S)
     for block in rows:
-        keys, s, q = block.keys, block.s, rows.q[:, :, block.rows]
+        keys, s, q = block.keys, block.s, rows.q[:, block.rows]
         q = q if F.k is None else q @ F.k
-        own, other = (variance(s, x[:, :, keys]) for x in (v, k))
+        own, other = (variance(s, x[:, keys]) for x in (v, k))
         query = torch.maximum(query, (own * other).sqrt().amax(-1))
         w = s * (own * q.square().sum(-1)).unsqueeze(-1)
-        columns[:, :, keys] += w.sum(-2)
-        sums[:, :, keys] += block.p.sum(-2)
+        columns[:, keys] += w.sum(-2)
+        sums[:, keys] += block.p.sum(-2)
     query = query if F.q is None else query * spectral(F.q)
     scale = abs(rows.scale)
     # Rows of P sum to one at most, so its norm is at most the root of the largest column sum.
@@ -180,18 +181,13 @@ def variance(s: Tensor, x: Tensor) -> Tensor:
 
 
 def mixing(rows: Rows) -> Tensor:
-    """An upper bound of |P|_2, within about a percent: (B, H)."""
+    """An upper bound of |P|_2, within about a percent: (N,)."""
 
     def step(y: Tensor) -> Tensor:
         out = torch.zeros_like(y)
         for block in rows:
             p, keys = block.p, block.keys
-            out[..., keys] += (p.mT @ (p @ y[..., keys].unsqueeze(-1))).squeeze(-1)
+            out[:, keys] += (p.mT @ (p @ y[:, keys].unsqueeze(-1))).squeeze(-1)
         return out
 
-    return perron(step, rows.q.new_ones(rows.B, rows.H, rows.S))
-
-
-def _heads(x: Tensor, H: int) -> Tensor:
-    """One for every head of q: (B, G, ...) -> (B, H, ...)."""
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
+    return perron(step, rows.k.new_ones(rows.k.shape[:2]))
