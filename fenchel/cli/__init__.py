@@ -45,6 +45,12 @@ def main(argv: list[str] | None = None) -> int:
         return _trouble(str(error), 4)
     except (ValueError, OSError) as error:
         return _trouble(str(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        from fenchel.train.memory import ran_out  # a command that came so far has loaded torch
+
+        if (wanted := ran_out(error)) is None:
+            raise
+        return _trouble(f"memory ran out ({wanted}); give it less to do at once.", 2)
     except KeyboardInterrupt as error:
         signal = error.args[0] if error.args else SIGINT
         return _trouble("stopped at once; what was saved before is intact.", 128 + signal)

@@ -25,6 +25,7 @@ from fenchel.train import (
     Stepper,
     TensorBoard,
     checkpoint,
+    enough_memory,
     environment,
 )
 
@@ -134,15 +135,15 @@ def _restore(
 
 @contextmanager
 def _under_way(run: RunDir) -> Iterator[None]:
-    """Tell a disk that fails a run in the middle from one that never let it begin."""
+    """Tell a disk or a memory that fails a run in the middle from one that never let it begin."""
+    saved = f"what was saved before is intact, go on with --resume {run.path}"
     try:
-        yield
+        with enough_memory(saved):
+            yield
     except StorageFailed:
         raise
     except OSError as error:
-        raise StorageFailed(
-            f"{error}; what was saved before is intact, go on with --resume {run.path}."
-        ) from error
+        raise StorageFailed(f"{error}; {saved}.") from error
 
 
 def _summary(run: RunDir) -> dict[str, Any]:

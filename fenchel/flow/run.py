@@ -12,7 +12,7 @@ from fenchel.flow.carry_out import carry_out
 from fenchel.flow.config import RunConfig, Watch, changed, settings
 from fenchel.flow.text import keep_corpus, reopen, text_changed
 from fenchel.flow.trial import batches_of, device_of, require_room, resolve
-from fenchel.train import Outcome, RunDir, require_loggers
+from fenchel.train import Outcome, RunDir, enough_memory, require_loggers
 
 TOKENS = "tokens"
 """Folder of a run's token files, unless they are shared."""
@@ -32,7 +32,8 @@ def begin(config: RunConfig, path: Path, watch: Watch) -> Outcome:
             corpus = prepare(config.text, folder, report=watch.stage)
             config = _fit_vocabulary(config, corpus)
             batches = batches_of(config, corpus.train)
-            config = resolve(config, batches, watch)
+            with enough_memory("nothing was begun"):
+                config = resolve(config, batches, watch)
             require_room(config, run)
             keep_corpus(run, corpus)
             run.write_settings(to_mapping(config))
