@@ -25,7 +25,7 @@ from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
 from fenchel.sensitivity.operator import Operator, Space
-from fenchel.sensitivity.rows import Block, Projected, Rows, flat, heads, project, wide
+from fenchel.sensitivity.rows import Block, Projected, Rows, cut, flat, heads, project, wide
 
 _SOFTMAX = Softmax()
 
@@ -93,21 +93,19 @@ class AttentionJacobian(Operator):
         self, block: Block, i: int, q: Tensor | None, k: Tensor | None, v: Tensor | None
     ) -> Tensor:
         """(J dz) v + p dv on a block, for vector i of the stack."""
-        rows, keys = block.rows, block.keys
-        if q is None and k is None:
-            assert v is not None
-            return torch.bmm(block.p, v[i, :, keys])
-        values = self.v[:, keys]
-        scaled_q, scaled_k = self.rows.scaled_q[:, rows], self.rows.scaled_k[:, keys]
-        if q is None:
-            assert k is not None
-            dz = torch.bmm(scaled_q, k[i, :, keys].mT)
-        else:
-            dz = torch.bmm(q[i, :, rows], scaled_k.mT)
-            if k is not None:
-                dz.baddbmm_(scaled_q, k[i, :, keys].mT)
-        moved = torch.bmm(block.turned(dz), values)
-        return moved if v is None else moved.baddbmm_(block.p, v[i, :, keys])
+        rows, keys, r = block.rows, block.keys, self.rows
+        dz = None
+        if q is not None:
+            dz = torch.bmm(cut(q[i], rows), cut(r.scaled_k, keys).mT)
+        if k is not None:
+            scaled_q, dk = cut(r.scaled_q, rows), cut(k[i], keys).mT
+            dz = torch.bmm(scaled_q, dk) if dz is None else dz.baddbmm_(scaled_q, dk)
+        moved = None if dz is None else torch.bmm(block.turned(dz), cut(self.v, keys))
+        if v is not None:
+            dv = cut(v[i], keys)
+            moved = torch.bmm(block.p, dv) if moved is None else moved.baddbmm_(block.p, dv)
+        assert moved is not None
+        return moved
 
     def pull(self, g: Tensor, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """gq, gk, gv, (c, N, ...) each, for a gradient g (c, N, T, E) of the outputs.
@@ -123,16 +121,16 @@ class AttentionJacobian(Operator):
         for block in r:
             rows, keys = block.rows, block.keys
             for i, one in enumerate(g):
-                here = one[:, rows]
+                here = cut(one, rows)
                 if "v" in self.wrt:
-                    back["v"][i, :, keys].baddbmm_(block.p.mT, here)
+                    cut(back["v"][i], keys).baddbmm_(block.p.mT, here)
                 if self.wrt == "v":
                     continue
-                gz = block.turned(torch.bmm(here, self.v[:, keys].mT))
+                gz = block.turned(torch.bmm(here, cut(self.v, keys).mT))
                 if "q" in self.wrt:
-                    back["q"][i, :, rows] = torch.bmm(gz, r.scaled_k[:, keys])
+                    cut(back["q"][i], rows).baddbmm_(gz, cut(r.scaled_k, keys))
                 if "k" in self.wrt:
-                    back["k"][i, :, keys].baddbmm_(gz.mT, r.scaled_q[:, rows])
+                    cut(back["k"][i], keys).baddbmm_(gz.mT, cut(r.scaled_q, rows))
         return back
 
     def _for_every_head(self, move: Tensor, name: str) -> Tensor:
