@@ -16,7 +16,7 @@ ARROWS: dict[str, set[str]] = {
     "model": {"choice", "attention", "data"},  # data for the tokenizer beside the weights
     "generate": {"attention", "model"},
     "data": set(),
-    "train": {"choice", "optim", "data"},
+    "train": {"choice", "optim", "data", "kernels"},
     "evaluate": {"attention", "choice", "data", "generate", "model"},
     "report": set(),
 }
