@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 ROWS = 256
 """The fewest rows at a time: every part passes over all of gW, which few rows would not repay."""
@@ -60,27 +61,28 @@ class _ReadoutLoss(torch.autograd.Function):
         R = min(N, max(ROWS, LOGITS.get(h_NM.device.type, 0) // V))
         wide = torch.promote_types(dtype, torch.float32)
         fused = _fused(h_NM)
-        # Taken once: fresh memory is slow memory.
-        room_RV = h_NM.new_empty(R, V, dtype=dtype if fused else wide)
+        # A GPU's products of odd widths are slow: C >= V columns, those beyond V all zero.
+        C = -(-V // 64) * 64 if fused else V
+        table_CM = pad(W_VM.to(dtype), (0, 0, 0, C - V)) if C > V else W_VM.to(dtype)
+        room_RC = h_NM.new_empty(R, C, dtype=dtype if fused else wide)  # fresh memory is slow
         loss = h_NM.new_zeros((), dtype=wide)
-        gh_NM, gW_VM = torch.empty_like(h_NM), torch.zeros_like(W_VM, dtype=wide)
-        table_VM = W_VM.to(dtype)
+        gh_NM, gW_CM = torch.empty_like(h_NM), torch.zeros_like(table_CM, dtype=wide)
         with torch.autocast(h_NM.device.type, enabled=False):
             for n in range(0, N, R):
                 h_RM, targets_R = h_NM[n : n + R].to(dtype), targets_N[n : n + R]
-                z_RV = _read(h_RM, table_VM, room_RV[: len(h_RM)])
+                z_RC = _read(h_RM, table_CM, room_RC[: len(h_RM)])
                 if fused:
                     from fenchel.kernels.readout import to_errors
 
-                    loss += to_errors(z_RV, targets_R, smoothing).sum()
+                    loss += to_errors(z_RC[:, :V], targets_R, smoothing).sum()
                 else:
-                    loss += _to_errors(z_RV, targets_R.unsqueeze(-1), smoothing).sum()
+                    loss += _to_errors(z_RC, targets_R.unsqueeze(-1), smoothing).sum()
                 if learns:
-                    e_RV = z_RV.to(dtype)
-                    gh_NM[n : n + R] = e_RV @ table_VM
-                    _add_product(gW_VM, e_RV.T, h_RM)
+                    e_RC = z_RC.to(dtype)
+                    gh_NM[n : n + R] = e_RC @ table_CM
+                    _add_product(gW_CM, e_RC.T, h_RM)
         if learns:
-            ctx.save_for_backward(gh_NM, gW_VM.to(W_VM.dtype))
+            ctx.save_for_backward(gh_NM, gW_CM[:V].to(W_VM.dtype))
         return loss
 
     @staticmethod
