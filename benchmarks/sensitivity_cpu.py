@@ -35,7 +35,7 @@ from fenchel.sensitivity.layers import SelfAttention
 THREADS = 2
 Row = dict[str, Any]
 Weights = tuple[Tensor, Tensor, Tensor]
-POINTS = [(32, 8), (64, 8), (128, 8)]
+POINTS = [(32, 8), (64, 8), (128, 8), (256, 8)]
 GRID = [
     (8, 8, 1.0),
     (32, 8, 0.3),
