@@ -24,6 +24,7 @@ from fenchel.attention import Prior
 from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
+from fenchel.sensitivity.one_head import OneHead
 from fenchel.sensitivity.operator import Operator, Space
 from fenchel.sensitivity.rows import Block, Projected, Rows, cut, flat, heads, project, wide
 
@@ -181,7 +182,8 @@ class SelfAttentionJacobian(Operator):
     def __init__(self, inner: AttentionJacobian, x: Projected) -> None:
         self.inner, self.W = inner, x.W
         self.widths = [w.shape[-1] for w in x.W]
-        self._join(torch.cat(x.W, -1))
+        # Side by side, (B or 1, H, M, 2 D + E): one product instead of three.
+        self.beside = torch.cat(x.W, -1)
         N, M = x.X.shape[-2:]
         out = (inner.rows.T, inner.v.shape[-1])
         if inner.each:
@@ -190,20 +192,11 @@ class SelfAttentionJacobian(Operator):
             self.domain, self.codomain = Space((tuple(x.X.shape),)), Space(((*x.axes, *out),))
         self.dtype, self.device = inner.dtype, inner.device
 
-    def _join(self, beside: Tensor) -> None:
-        """W_Q, W_K, W_V side by side, (B or 1, H, M, 2 D + E): one product instead of three."""
-        self.beside = beside
-        lone = len(beside) == beside.shape[1] == 1
-        self.lone = beside[0, 0] if lone else None
-
     def apply(self, v: Tensor) -> Tensor:
         """J dX."""
         rows, c = self.inner.rows, len(v)
-        if self.lone is not None:
-            moved = torch.mm(v.reshape(-1, len(self.lone)), self.lone)
-        else:
-            own = rows.H if self.inner.each else 1
-            moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.beside
+        own = rows.H if self.inner.each else 1
+        moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.beside
         moves = moved.view(c, -1, rows.T, moved.shape[-1]).split_with_sizes(self.widths, -1)
         return self.inner.push(*moves).reshape(c, *self.codomain.batch, -1)
 
@@ -214,19 +207,23 @@ class SelfAttentionJacobian(Operator):
         back = u.new_zeros(c, g.shape[1], rows.T, self.beside.shape[-1])
         parts = back.split_with_sizes(self.widths, -1)
         self.inner.pull(g, {"q": parts[0], "k": parts[1], "v": parts[2]})
-        if self.lone is not None:
-            total = torch.mm(back.view(-1, back.shape[-1]), self.lone.mT)
-        else:
-            total = back.view(c, rows.B, rows.H, rows.T, -1) @ self.beside.mT
-            if not self.inner.each:
-                total = total.sum(2)  # one X feeds every head
+        total = back.view(c, rows.B, rows.H, rows.T, -1) @ self.beside.mT
+        if not self.inner.each:
+            total = total.sum(2)  # one X feeds every head
         return total.reshape(c, *self.domain.batch, -1)
 
     def single(self) -> Operator:
-        """The same in float32."""
+        """The same in float32; without bookkeeping for one head that is small."""
+        inner = self.inner._single()
+        rows, M = inner.rows, self.beside.shape[-2]
+        one = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
+        block = next(iter(rows), None) if one else None
+        if block is not None and block.keys == slice(0, rows.S):
+            W_Q, W_K, W_V = (w[0, 0].float() for w in self.W)
+            q, k, v = rows.q[0], rows.k[0], inner.v[0]
+            return OneHead(block, q, k, v, (W_Q, W_K, W_V), rows.scale, self.domain, self.codomain)
         other = copy(self)
-        other.inner, other.dtype = self.inner._single(), torch.float32
-        other._join(self.beside.float())
+        other.inner, other.dtype, other.beside = inner, torch.float32, self.beside.float()
         return other
 
     def parts(self) -> Terms:
