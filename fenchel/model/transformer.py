@@ -119,10 +119,10 @@ class Transformer(nn.Module):
         For sequences without empty slots: attend(**question._asdict(), return_weights=True) gives
         the layer's weights whatever its choice, window, cap, sink or position bias.
         """
-        attention = self.blocks[layer * len(self.blocks) // self.config.layers].attention
+        block = self.blocks[layer * len(self.blocks) // self.config.layers]
+        assert isinstance(block, Block)
         bias = distance_prior(self.config, self.relative, q.shape[2], k.shape[2])
-        question: Question = attention.question(q, k, v, Sight(bias=bias))
-        return question
+        return block.attention.question(q, k, v, Sight(bias=bias))
 
     def pooled(self, stream_BTM: Tensor) -> Tensor:
         """A vector for a whole sequence, from the stream at its first position: -> (B, M)."""
