@@ -188,6 +188,18 @@ def test_every_parameter_gets_a_gradient(build: Build, ids: Tensor, name: str) -
 
 
 @every_model
+def test_half_precision_by_autocast_trains(settings: Any, ids: Tensor, name: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    model = Transformer(settings(**MODELS[name], dropout=0.1), generator=generator).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, **source(model, ids)).float().square().mean()
+    loss.backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert found
+    assert all(g.isfinite().all() for g in found)
+
+
+@every_model
 def test_the_stream_times_the_table_is_the_logits(build: Build, ids: Tensor, name: str) -> None:
     model = build(**MODELS[name])
     memory = source(model, ids)
