@@ -41,9 +41,9 @@ STATIONARY = 1e-12
 class Step(NamedTuple):
     """A move of the weights, and what it does to the scores."""
 
-    dW_Q: Tensor
-    dW_K: Tensor
-    dS: Tensor
+    dW_Q: Tensor  # noqa: N815
+    dW_K: Tensor  # noqa: N815
+    dS: Tensor  # noqa: N815
     """The finite change of the scores, zero off the mask."""
     predicted: Tensor
     """<G, dS>, a scalar; below zero for a small enough gamma."""

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from fenchel.optim.score import remove_gauge, score_step
-from fenchel.optim.score.operator import ScoreMap, Weights
 from fenchel.optim.score.open_questions import efficiency_lower
+from fenchel.optim.score.operator import ScoreMap, Weights
 
 SOLVERS = ["raw", "exact", "spectral", "cg"]
 SIZES = [(16, 8, 2), (9, 12, 3), (20, 7, 7)]  # tall, fewer tokens than features, full width
