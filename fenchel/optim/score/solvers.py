@@ -112,13 +112,15 @@ def whitening(scores: ScoreMap, damping: float) -> tuple[Tensor, Tensor, Tensor]
 def pseudo_inverse(M: Tensor, damping: float) -> Tensor:
     """M+ of M (n, m), or (M^T M + l I)^-1 M^T with l the share ``damping`` of the mean of s^2."""
     U, s, Vh = torch.linalg.svd(M, full_matrices=False)
-    return Vh.mT * (s * _damped_inverse(s, damping)) @ U.mT
+    inverse: Tensor = Vh.mT * (s * _damped_inverse(s, damping)) @ U.mT
+    return inverse
 
 
 def polar(M: Tensor) -> Tensor:
     """U V^T of M = U s V^T, without the directions in which M is zero."""
     U, s, Vh = torch.linalg.svd(M, full_matrices=False)
-    return U * (s > SMALLEST * s.amax()) @ Vh
+    factor: Tensor = U * (s > SMALLEST * s.amax()) @ Vh
+    return factor
 
 
 def _half_inverse(M: Tensor, damping: float) -> Tensor:

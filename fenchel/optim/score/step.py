@@ -17,6 +17,7 @@ the weights changes <G, S> to first order, every dS of the ball is as good as an
 step is zero; ``Step.words`` says so.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def length(J: Tensor, R: Tensor, gamma: float) -> float:
     """The smallest t > 0 with |t J + t^2 R| = gamma; J is not zero."""
     a = float(J.square().sum())
     # in units of the linear answer gamma / |J| the quartic is c t^4 + 2 b t^3 + t^2 = 1
-    unit = gamma / a**0.5
+    unit = gamma / math.sqrt(a)
     b = float((J * R).sum()) * unit / a
     c = float(R.square().sum()) * unit**2 / a
     t = _first_root(b, c)
