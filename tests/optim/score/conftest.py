@@ -3,7 +3,7 @@
 A fresh fenchel block ends in zeros, so its queries and keys have no gradient; ``small`` wakes it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -154,9 +154,3 @@ def scores_of() -> Callable[[Pair, Tensor, Angles | None], Tensor]:
         return (pair.scale * q @ k.mT).tril().detach()
 
     return scores
-
-
-@pytest.fixture(autouse=True)
-def one_seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
