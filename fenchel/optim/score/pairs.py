@@ -9,7 +9,9 @@ heads of queries share G heads of keys (GQA), each D wide. Found by structure, n
     q_proj, k_proj   two Linear maps; q_norm and k_norm when there are              Llama, Qwen
 
 A bias is one more column of the weight, read against a constant input of 1. What does not fit is
-refused in one sentence; ``Pair`` can be made by hand for such a layer.
+refused in one sentence; ``Pair`` can be made by hand for such a layer. Attention to another
+stream (the cross-attention of an encoder-decoder) is no pair, and left to other optimisers. Scores
+are taken before a soft cap or a bias of positions.
 """
 
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from fenchel.attention import Causal, Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +90,7 @@ class Pair:
     k_norm: nn.Module | None = None
     causal: bool = True
     window: int | None = None
-    """How many keys a query sees, itself among them; None is all."""
+    """A query sees keys less than so many positions away; None is all."""
     layout: str = "half"
     """Which entries a rotation pairs, as in fenchel.attention.rotate."""
 
@@ -151,7 +155,7 @@ def _refusal(module: nn.Module) -> str | None:
         linear = getattr(module, name, None)
         if isinstance(linear, nn.Module) and not _plain(linear):
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
-    if getattr(module, "scores", "dot") != "dot":
+    if getattr(module, "by_distance", False):
         return "its scores are not products of queries and keys"
     return None
 
@@ -165,7 +169,7 @@ def _plain(linear: nn.Module) -> bool:
 
 def _fenchel(name: str, module: nn.Module) -> Pair:
     H, G, D = (int(getattr(module, size)) for size in ("heads", "groups", "head_width"))
-    qkv = module.qkv
+    qkv, shape = module.qkv, getattr(module, "shape", Causal())
     assert isinstance(qkv, nn.Linear)
     if qkv.out_features != (H + 2 * G) * D:
         raise ValueError(
@@ -178,8 +182,8 @@ def _fenchel(name: str, module: nn.Module) -> Pair:
         Rows(qkv.weight, 0, H * D, H, qkv.bias),
         Rows(qkv.weight, H * D, (H + G) * D, G, qkv.bias),
         scale=getattr(module, "scale", None),
-        causal=getattr(module, "causal", True),
-        window=getattr(module, "window", None),
+        causal=isinstance(shape, Causal) or (isinstance(shape, Window) and shape.right == 0),
+        window=shape.left + 1 if isinstance(shape, Window) and shape.left is not None else None,
         layout=getattr(module, "layout", "half"),
     )
 
