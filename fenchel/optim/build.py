@@ -3,10 +3,15 @@
 Matrices inside blocks turn a vector into a vector: they decay, and Muon may move them.
 Embeddings, the read-out, norms and biases do not decay: a rare token's row would fade
 between its visits, and a norm's gain has no reason to be small.
+
+Query and key weights may go by their scores instead. "score" moves their rows by ScoreDescent and
+leaves everything else, the values' rows of a fused weight included, to Muon and AdamW; "trust"
+lets Muon and AdamW move everything and cuts what they do to queries and keys.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +19,11 @@ from torch import nn
 from fenchel.optim import schedule
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
+from fenchel.optim.score import ScoreDescent, ScoreTrust, attention_pairs
+from fenchel.optim.score.rest import Leaf, hand_over, leftover
 from fenchel.optim.together import Together
 
-OPTIMISERS = ("muon", "adamw")
+OPTIMISERS = ("muon", "adamw", "score", "trust")
 SCHEDULES = ("hold", "cosine", "linear", "inverse_sqrt", "constant")
 
 
@@ -25,11 +32,16 @@ class OptimConfig:
     """How parameters move."""
 
     optimiser: str = "muon"
-    """"muon" (matrices by Muon, the rest by AdamW) or "adamw" (everything by AdamW)."""
+    """"muon" (matrices by Muon, the rest by AdamW), "adamw" (everything by AdamW), "score"
+    (queries and keys by ScoreDescent, else as "muon") or "trust" ("muon" within ScoreTrust)."""
     learning_rate: float = 1e-2
     """Peak rate of AdamW."""
     matrix_learning_rate: float = 1e-2
     """Peak rate of Muon."""
+    score_rate: float = 0.2
+    """Peak RMS change of a head's scores in a step, for "score" and "trust"."""
+    score_radius: float = 6.0
+    """Largest RMS of a head's scores, for "score" and "trust"."""
     weight_decay: float = 0.1
     """Share of a matrix, times the rate, that is taken away each step."""
     beta1: float = 0.9
@@ -50,7 +62,7 @@ class OptimConfig:
             raise ValueError(f"optimiser={self.optimiser!r} should be one of {OPTIMISERS}.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} should be one of {SCHEDULES}.")
-        for name in ("learning_rate", "matrix_learning_rate"):
+        for name in ("learning_rate", "matrix_learning_rate", "score_rate", "score_radius"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} should be above 0 and finite.")
         for name in ("warmup", "final", "beta1", "beta2", "momentum"):
@@ -62,23 +74,58 @@ class OptimConfig:
 
 def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:
     """The optimiser the settings ask for, over all parameters of ``model``."""
+    rate, radius = config.score_rate, config.score_radius
+    match config.optimiser:
+        case "adamw":
+            matrices, others = split(model)
+            groups: list[dict[str, Any]] = [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": others},
+            ]
+            return Together(_adamw(groups, config))
+        case "score":
+            pairs = attention_pairs(model)
+            score = ScoreDescent(pairs, lr=rate, momentum=config.momentum, radius=radius)
+            return Together(score, *_muon(model, config, leftover(pairs, model.parameters())))
+        case "trust":
+            inner = Together(*_muon(model, config))
+            return Together(ScoreTrust(inner, attention_pairs(model), lr=rate, radius=radius))
+        case _:
+            return Together(*_muon(model, config))
+
+
+def _muon(
+    model: nn.Module, config: OptimConfig, leaves: list[Leaf] | None = None
+) -> tuple[Muon, torch.optim.AdamW]:
+    """Muon for matrices and AdamW for the others: of the whole model, or of what is left of it."""
     matrices, others = split(model)
-    adamw = {
-        "lr": config.learning_rate,
-        "betas": (config.beta1, config.beta2),
-        "weight_decay": 0.0,
-        "fused": True,
-    }
-    if config.optimiser == "adamw":
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others}]
-        return Together(torch.optim.AdamW(groups, **adamw))  # type: ignore[arg-type]
+    if leaves is not None:
+        matrices, others = (
+            [leaf.part for leaf in leaves if any(leaf.whole is p for p in kind)]
+            for kind in (matrices, others)
+        )
     muon = Muon(
         matrices,
         lr=config.matrix_learning_rate,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
-    return Together(muon, torch.optim.AdamW(others, **adamw))  # type: ignore[arg-type]
+    adamw = _adamw(others, config)
+    for optimiser in (muon, adamw):
+        hand_over(optimiser, leaves or [])
+    return muon, adamw
+
+
+def _adamw(
+    params: list[nn.Parameter] | list[dict[str, Any]], config: OptimConfig
+) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        params,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        weight_decay=0.0,
+        fused=True,
+    )
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
