@@ -1,7 +1,9 @@
 """Parameters and gradients to moved parameters, measured in score space; schedules."""
 
-from fenchel.optim.build import OptimConfig, build_optimiser, build_schedule
+from fenchel.optim.build import OptimConfig, build_beta2, build_optimiser, build_schedule
+from fenchel.optim.clip import clip_
 from fenchel.optim.muon import Muon
+from fenchel.optim.ordinary import adam_l2, adamw, nesterov, sgd, sgd_average
 from fenchel.optim.schedule import (
     Schedule,
     beta2_warmup,
@@ -18,11 +20,18 @@ __all__ = [
     "OptimConfig",
     "Schedule",
     "Together",
+    "adam_l2",
+    "adamw",
     "beta2_warmup",
+    "build_beta2",
     "build_optimiser",
     "build_schedule",
+    "clip_",
     "constant",
     "inverse_sqrt",
+    "nesterov",
+    "sgd",
+    "sgd_average",
     "warmup_cosine",
     "warmup_hold",
     "warmup_linear",

@@ -7,16 +7,19 @@ between its visits, and a norm's gain has no reason to be small.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from fenchel.optim import schedule
+from fenchel.optim import ordinary, schedule
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
 from fenchel.optim.together import Together
 
-OPTIMISERS = ("muon", "adamw")
+OPTIMISERS = ("muon", "adamw", "adam_l2", "sgd", "sgd_average", "nesterov")
+BETA2_START = 0.99
+"""Where a warm-up of beta2 begins: an average over 100 steps."""
 SCHEDULES = ("hold", "cosine", "linear", "inverse_sqrt", "constant")
 
 
@@ -25,9 +28,10 @@ class OptimConfig:
     """How parameters move."""
 
     optimiser: str = "muon"
-    """"muon" (matrices by Muon, the rest by AdamW) or "adamw" (everything by AdamW)."""
+    """"muon" (matrices by Muon, the rest by AdamW), or everything by one rule of ordinary.py:
+    "adamw", "adam_l2", "sgd", "sgd_average" or "nesterov"."""
     learning_rate: float = 1e-2
-    """Peak rate of AdamW."""
+    """Peak rate of AdamW, or of the one rule."""
     matrix_learning_rate: float = 1e-2
     """Peak rate of Muon."""
     weight_decay: float = 0.1
@@ -36,8 +40,10 @@ class OptimConfig:
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
+    beta2_warmup: int = 0
+    """Steps in which AdamW's or Adam's window grows from 100 steps to that of ``beta2``."""
     momentum: float = 0.95
-    """Decay of Muon's momentum."""
+    """Decay of the momentum of Muon, of SGD and of Nesterov's rule."""
     schedule: str = "hold"
     """"hold" (plateau, then linear), "cosine", "linear", "inverse_sqrt" or "constant"."""
     warmup: float = 0.02
@@ -58,11 +64,18 @@ class OptimConfig:
                 raise ValueError(f"{name}={getattr(self, name)} should be in [0, 1).")
         if not 0.0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay={self.weight_decay} should be 0 or above, and finite.")
+        if self.beta2_warmup < 0 or (self.beta2_warmup and self.beta2 < BETA2_START):
+            raise ValueError(
+                f"beta2_warmup={self.beta2_warmup} counts steps in which beta2 rises from "
+                f"{BETA2_START}; it needs a beta2 of at least that, got beta2={self.beta2}."
+            )
 
 
 def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:
     """The optimiser the settings ask for, over all parameters of ``model``."""
     matrices, others = split(model)
+    if config.optimiser in ("adam_l2", "sgd", "sgd_average", "nesterov"):
+        return Together(_one_rule(config, matrices, others))
     adamw = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
@@ -79,6 +92,25 @@ def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:
         weight_decay=config.weight_decay,
     )
     return Together(muon, torch.optim.AdamW(others, **adamw))  # type: ignore[arg-type]
+
+
+def _one_rule(
+    config: OptimConfig, matrices: list[nn.Parameter], others: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others},
+    ]
+    rate, momentum = config.learning_rate, config.momentum
+    match config.optimiser:
+        case "sgd":
+            return ordinary.sgd(groups, lr=rate, momentum=momentum)
+        case "sgd_average":
+            return ordinary.sgd_average(groups, lr=rate, momentum=momentum)
+        case "nesterov":
+            return ordinary.nesterov(groups, lr=rate, momentum=momentum)
+        case _:
+            return ordinary.adam_l2(groups, lr=rate, betas=(config.beta1, config.beta2))
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -106,3 +138,10 @@ def build_schedule(config: OptimConfig, steps: int) -> Schedule:
             return schedule.constant()
         case _:
             return schedule.warmup_hold(warmup, steps, config.final)
+
+
+def build_beta2(config: OptimConfig) -> Schedule | None:
+    """Adam's second decay at each step, or None when it does not change."""
+    if not config.beta2_warmup:
+        return None
+    return schedule.beta2_warmup(config.beta2_warmup, BETA2_START, config.beta2)
