@@ -47,7 +47,14 @@ from fenchel.files import (
     write_atomic,
 )
 from fenchel.model import ModelConfig, Transformer
-from fenchel.optim import OptimConfig, Together, build_optimiser, build_schedule, constant
+from fenchel.optim import (
+    OptimConfig,
+    Together,
+    build_beta2,
+    build_optimiser,
+    build_schedule,
+    constant,
+)
 from fenchel.report import page
 from fenchel.train import (
     Listener,
@@ -223,6 +230,7 @@ def _carry_out(
             build_schedule(config.optim, steps),
             config=config.train,
             seed=config.seed,
+            beta2=build_beta2(config.optim),
         ),
         steps=steps,
         run=run,

@@ -56,7 +56,8 @@ def head_entropy(
         raise ValueError(f"head_entropy takes q with four axes, (B, H, T, D); got {q.dim()}.")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    found: Tensor = _HeadEntropy.apply(q, k, choice, prior, scale, softcap, learns)  # type: ignore[no-untyped-call]
+    with torch.autocast(q.device.type, enabled=False):  # which would narrow the scores again
+        found: Tensor = _HeadEntropy.apply(q, k, choice, prior, scale, softcap, learns)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -75,8 +76,8 @@ class _HeadEntropy(torch.autograd.Function):
         learns: bool,
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        total_H, rows_H = q.new_zeros(2, q.shape[1], dtype=wide)
         (B, H, T, D), S = q.shape, k.shape[2]
+        total_H, rows_H = (q.new_zeros(H, dtype=wide) for _ in range(2))
         gq_BHTD = q.new_zeros((B, H, T, D) if learns else 0, dtype=wide)
         gk_BHSD = q.new_zeros((B, H, S, D) if learns else 0, dtype=wide)
         for tile in tiles(q, k, prior):

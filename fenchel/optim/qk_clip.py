@@ -16,25 +16,15 @@ the optimiser's memory is left as it is. A head below the limit is not touched, 
 Kimi Team (2025), Kimi K2: open agentic intelligence.
 """
 
-from typing import Protocol
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fenchel.attention.prior import Prior
 from fenchel.attention.reference import score
 from fenchel.attention.shapes import check
 from fenchel.attention.tiles import tiles
 from fenchel.optim.entropy import log_prior
-
-
-class Projected(Protocol):
-    """Attention with one map for queries, keys and values, rows in that order."""
-
-    heads: int
-    groups: int
-    head_width: int
-    qkv: nn.Linear
+from fenchel.optim.layers import Projected
 
 
 @torch.no_grad()
@@ -44,15 +34,8 @@ def largest_scores(
     """max |scale q.k| of each head over open keys: (B, H, T, D), (B, G, S, D) -> (H,)."""
     check(q, k, k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    found_H = q.new_zeros(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    for tile in tiles(q, k, prior):
-        z = score(tile.queries(q), tile.items(k), scale).abs_()
-        log_u = log_prior(prior, tile, q, k)
-        if log_u is not None:
-            z = torch.where(log_u > -torch.inf, z, 0.0)
-        if z.numel():
-            found_H[tile.heads] = torch.maximum(found_H[tile.heads], z.amax((0, 2, 3)))
-    return found_H
+    with torch.autocast(q.device.type, enabled=False):  # which would narrow the scores again
+        return _largest_scores(q, k, prior, scale)
 
 
 @torch.no_grad()
@@ -70,3 +53,15 @@ def qk_clip_(attention: Projected, largest_H: Tensor, tau: float) -> Tensor:
         else:
             rows_QD[:H].mul_(gamma_H[:, None, None].to(x.dtype))
     return over_H
+
+
+def _largest_scores(q: Tensor, k: Tensor, prior: Prior | None, scale: float) -> Tensor:
+    found_H = q.new_zeros(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    for tile in tiles(q, k, prior):
+        z = score(tile.queries(q), tile.items(k), scale).abs_()
+        log_u = log_prior(prior, tile, q, k)
+        if log_u is not None:
+            z = torch.where(log_u > -torch.inf, z, 0.0)
+        if z.numel():
+            found_H[tile.heads] = torch.maximum(found_H[tile.heads], z.amax((0, 2, 3)))
+    return found_H
