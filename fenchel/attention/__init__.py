@@ -3,7 +3,7 @@
 from fenchel.attention.attend import attend, serves
 from fenchel.attention.derivative import Gradients, Move, attend_jvp, attend_vjp
 from fenchel.attention.distance import by_distance
-from fenchel.attention.health import Health, health
+from fenchel.attention.health import HeadHealth, Health, health, healths
 from fenchel.attention.linear import (
     LinearState,
     RandomFeatures,
@@ -28,6 +28,7 @@ __all__ = [
     "Dense",
     "Global",
     "Gradients",
+    "HeadHealth",
     "Health",
     "Linear",
     "LinearState",
@@ -49,6 +50,7 @@ __all__ = [
     "attention_weights",
     "by_distance",
     "health",
+    "healths",
     "linear_attend",
     "linear_step",
     "random_features",

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention.prior import Block, Prior
-from fenchel.attention.reference import mix, pull, score
+from fenchel.attention.reference import cap, mix, pull, score
 from fenchel.attention.shapes import check
 from fenchel.attention.tiles import Tile, tiles
 from fenchel.choice import Choice, Softmax
@@ -51,7 +51,7 @@ def head_entropy(
     softcap: float | None = None,
 ) -> Tensor:
     """Mean entropy of each head: q (B, H, T, D), k (B, G, S, D) -> (H,), in float32 or better."""
-    check(q, k, k)
+    check(q, k, k, softcap=softcap)
     if q.dim() != 4:
         raise ValueError(f"head_entropy takes q with four axes, (B, H, T, D); got {q.dim()}.")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -82,9 +82,7 @@ class _HeadEntropy(torch.autograd.Function):
         gk_BHSD = q.new_zeros((B, H, S, D) if learns else 0, dtype=wide)
         for tile in tiles(q, k, prior):
             q_t, k_t = tile.queries(q), tile.items(k)
-            z = score(q_t, k_t, scale)
-            if softcap is not None:
-                z = softcap * torch.tanh(z / softcap)
+            z = cap(score(q_t, k_t, scale), softcap)
             p = choice.weights(z, log_prior(prior, tile, q, k))
             on = p > 0
             log_p = torch.where(on, p, 1.0).log()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.optim.entropy import entropy_penalty, head_entropy
-from fenchel.optim.layers import attention_layers
+from fenchel.optim.layers import attention_layers, why_not_clip, why_not_entropy
 from fenchel.optim.qk_clip import largest_scores, qk_clip_
 from fenchel.train.config import TrainConfig
 
@@ -26,9 +26,10 @@ class Stability:
         self.limit, self.floor = config.qk_clip, config.entropy_floor
         self.weight = config.entropy_weight
         self.layers = attention_layers(model)
-        if self.limit is not None:
-            for layer in self.layers.values():
-                _require_clippable(layer.attention)
+        if self.limit is not None and (reason := why_not_clip(model)):
+            raise ValueError(f"qk_clip scales query and key weights, and {reason}; choose one.")
+        if self.floor and (reason := why_not_entropy(model)):
+            raise ValueError(f"entropy_floor cannot serve this model: {reason}.")
         self.begin()
 
     def begin(self) -> None:
@@ -78,10 +79,3 @@ class Stability:
     def told(self) -> dict[str, float]:
         """The penalty of the step, and how many heads were scaled back after it."""
         return {name: float(value) for name, value in self._told.items()}
-
-
-def _require_clippable(attention: nn.Module) -> None:
-    if getattr(attention, "q_norm", None) is not None:
-        raise ValueError(
-            "qk_clip scales query and key weights, and qk_norm would undo it; choose one of them."
-        )

@@ -1,8 +1,10 @@
 """fenchel/train/stability.py: what each switch does to a step, and that nothing else happens."""
 
+import copy
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.model import ModelConfig, Transformer
+from fenchel.model.sight import Sight
 from fenchel.train.stability import Stability
 
 CALM = ModelConfig(vocabulary=31, context=8, width=16, layers=2, heads=2)  # without dropout
@@ -173,11 +176,57 @@ def test_a_broken_step_scales_nothing_back(small: Callable[..., Any]) -> None:
     assert s.bits() == before
 
 
-def test_scaling_back_what_a_norm_would_undo_is_refused(small: Callable[..., Any]) -> None:
-    s = small(qk_clip=1.0)
-    s.model.blocks[1].attention.q_norm = nn.RMSNorm(4)
-    with pytest.raises(ValueError, match="qk_norm would undo it"):
-        Stability(s.model, s.config)
+@pytest.mark.parametrize(
+    ("settings", "switch", "says"),
+    [
+        ({"qk_norm": True}, {"qk_clip": 1.0}, "qk_norm would undo it"),
+        ({"sigma_reparam": True}, {"qk_clip": 1.0}, "sigma_reparam would undo it"),
+        ({"positions": "alibi"}, {"entropy_floor": 1.0}, "alibi"),
+        ({"sinks": True}, {"entropy_floor": 1.0}, "sinks"),
+    ],
+)
+def test_a_switch_that_cannot_serve_the_model_is_refused(
+    small: Callable[..., Any], settings: dict[str, Any], switch: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        small(model=replace(CALM, **settings), **switch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"qk_norm": True},
+        {"softcap": 2.0},
+        {"sigma_reparam": True},
+        {"windows": (3, 0)},
+        {"score_scale": 0.7},
+        {"choice": "entmax"},
+        {"distinct_layers": 1},
+    ],
+    ids=str,
+)
+def test_the_penalty_follows_the_settings_of_the_model(
+    small: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    """Its value is that of the weights by which the layers mix."""
+    s = small(model=replace(CALM, **settings), entropy_floor=3.0, entropy_weight=1.0)
+    liven(s)
+    if settings.get("sigma_reparam"):
+        s.model.initialise(torch.Generator().manual_seed(0))
+    batch, lacking = s.batches.at(0), []
+    s.model.train()
+    state = copy.deepcopy(s.model.state_dict())
+
+    def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
+        eye = torch.eye(q.shape[2]).expand(*k.shape[:2], -1, -1)  # values that show the weights
+        block = s.model.blocks[layer * len(s.model.blocks) // 2]
+        p = block.attention.attend(q, k, eye, Sight())
+        lacking.append(3.0 - torch.special.entr(p).sum(-1).mean((0, 2)))
+
+    s.model(batch.inputs, observe=observe)
+    s.model.load_state_dict(state)  # sigma's singular vectors follow every forward pass
+    expected = torch.cat(lacking).clamp(min=0.0).square().mean().item()
+    assert s.take(0).told["entropy_penalty"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_model_without_attention_is_refused(small: Callable[..., Any]) -> None:
