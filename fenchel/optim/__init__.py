@@ -13,15 +13,33 @@ from fenchel.optim.schedule import (
     warmup_hold,
     warmup_linear,
 )
+from fenchel.optim.score import (
+    HeadStats,
+    Pair,
+    Rows,
+    ScoreDescent,
+    ScoreTrust,
+    Step,
+    attention_pairs,
+    remove_gauge,
+    score_step,
+)
 from fenchel.optim.together import Together
 
 __all__ = [
+    "HeadStats",
     "Muon",
     "OptimConfig",
+    "Pair",
+    "Rows",
     "Schedule",
+    "ScoreDescent",
+    "ScoreTrust",
+    "Step",
     "Together",
     "adam_l2",
     "adamw",
+    "attention_pairs",
     "beta2_warmup",
     "build_beta2",
     "build_optimiser",
@@ -30,6 +48,8 @@ __all__ = [
     "constant",
     "inverse_sqrt",
     "nesterov",
+    "remove_gauge",
+    "score_step",
     "sgd",
     "sgd_average",
     "warmup_cosine",

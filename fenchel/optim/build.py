@@ -3,6 +3,10 @@
 Matrices inside blocks turn a vector into a vector: they decay, and Muon may move them.
 Embeddings, the read-out, norms and biases do not decay: a rare token's row would fade
 between its visits, and a norm's gain has no reason to be small.
+
+Query and key weights may go by their scores instead. "score" moves their rows by ScoreDescent and
+leaves everything else, the values' rows of a fused weight included, to Muon and AdamW; "trust"
+lets Muon and AdamW move everything and cuts what they do to queries and keys.
 """
 
 import math
@@ -15,9 +19,11 @@ from torch import nn
 from fenchel.optim import ordinary, schedule
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
+from fenchel.optim.score import ScoreDescent, ScoreTrust, attention_pairs
+from fenchel.optim.score.rest import Leaf, hand_over, leftover
 from fenchel.optim.together import Together
 
-OPTIMISERS = ("muon", "adamw", "adam_l2", "sgd", "sgd_average", "nesterov")
+OPTIMISERS = ("muon", "adamw", "score", "trust", "adam_l2", "sgd", "sgd_average", "nesterov")
 BETA2_START = 0.99
 """Where a warm-up of beta2 begins: an average over 100 steps."""
 SCHEDULES = ("hold", "cosine", "linear", "inverse_sqrt", "constant")
@@ -28,12 +34,17 @@ class OptimConfig:
     """How parameters move."""
 
     optimiser: str = "muon"
-    """"muon" (matrices by Muon, the rest by AdamW), or everything by one rule of ordinary.py:
+    """"muon" (matrices by Muon, the rest by AdamW), "score" (queries and keys by ScoreDescent, else
+    as "muon") or "trust" ("muon" within ScoreTrust), or everything by one rule of ordinary.py:
     "adamw", "adam_l2", "sgd", "sgd_average" or "nesterov"."""
     learning_rate: float = 1e-2
     """Peak rate of AdamW, or of the one rule."""
     matrix_learning_rate: float = 1e-2
     """Peak rate of Muon."""
+    score_rate: float = 0.2
+    """Peak RMS change of a head's scores in a step, for "score" and "trust"."""
+    score_radius: float = 6.0
+    """Largest RMS of a head's scores, for "score" and "trust"."""
     weight_decay: float = 0.1
     """Share of a matrix, times the rate, that is taken away each step."""
     beta1: float = 0.9
@@ -56,7 +67,7 @@ class OptimConfig:
             raise ValueError(f"optimiser={self.optimiser!r} should be one of {OPTIMISERS}.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} should be one of {SCHEDULES}.")
-        for name in ("learning_rate", "matrix_learning_rate"):
+        for name in ("learning_rate", "matrix_learning_rate", "score_rate", "score_radius"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} should be above 0 and finite.")
         for name in ("warmup", "final", "beta1", "beta2", "momentum"):
@@ -73,36 +84,56 @@ class OptimConfig:
 
 def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:
     """The optimiser the settings ask for, over all parameters of ``model``."""
+    rate, radius = config.score_rate, config.score_radius
+    match config.optimiser:
+        case "muon":
+            return Together(*_muon(model, config))
+        case "score":
+            pairs = attention_pairs(model)
+            score = ScoreDescent(pairs, lr=rate, momentum=config.momentum, radius=radius)
+            return Together(score, *_muon(model, config, leftover(pairs, model.parameters())))
+        case "trust":
+            inner = Together(*_muon(model, config))
+            return Together(ScoreTrust(inner, attention_pairs(model), lr=rate, radius=radius))
+        case _:
+            return Together(_one_rule(model, config))
+
+
+def _muon(
+    model: nn.Module, config: OptimConfig, leaves: list[Leaf] | None = None
+) -> tuple[Muon, torch.optim.AdamW]:
+    """Muon for matrices and AdamW for the others: of the whole model, or of what is left of it."""
     matrices, others = split(model)
-    if config.optimiser in ("adam_l2", "sgd", "sgd_average", "nesterov"):
-        return Together(_one_rule(config, matrices, others))
-    adamw = {
-        "lr": config.learning_rate,
-        "betas": (config.beta1, config.beta2),
-        "weight_decay": 0.0,
-        "fused": True,
-    }
-    if config.optimiser == "adamw":
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others}]
-        return Together(torch.optim.AdamW(groups, **adamw))  # type: ignore[arg-type]
+    if leaves is not None:
+        matrices, others = (
+            [leaf.part for leaf in leaves if any(leaf.whole is p for p in kind)]
+            for kind in (matrices, others)
+        )
     muon = Muon(
         matrices,
         lr=config.matrix_learning_rate,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
-    return Together(muon, torch.optim.AdamW(others, **adamw))  # type: ignore[arg-type]
+    betas = (config.beta1, config.beta2)
+    adamw = ordinary.adamw(others, lr=config.learning_rate, betas=betas)
+    for optimiser in (muon, adamw):
+        hand_over(optimiser, leaves or [])
+    return muon, adamw
 
 
-def _one_rule(
-    config: OptimConfig, matrices: list[nn.Parameter], others: list[nn.Parameter]
-) -> torch.optim.Optimizer:
+def _one_rule(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """One of fenchel/optim/ordinary.py for every parameter; matrices decay."""
+    matrices, others = split(model)
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": others},
     ]
     rate, momentum = config.learning_rate, config.momentum
+    betas = (config.beta1, config.beta2)
     match config.optimiser:
+        case "adam_l2":
+            return ordinary.adam_l2(groups, lr=rate, betas=betas)
         case "sgd":
             return ordinary.sgd(groups, lr=rate, momentum=momentum)
         case "sgd_average":
@@ -110,7 +141,7 @@ def _one_rule(
         case "nesterov":
             return ordinary.nesterov(groups, lr=rate, momentum=momentum)
         case _:
-            return ordinary.adam_l2(groups, lr=rate, betas=(config.beta1, config.beta2))
+            return ordinary.adamw(groups, lr=rate, betas=betas)
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -13,13 +13,11 @@ changed are part of a checkpoint.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
-from fenchel.optim import Together
+from torch import Tensor, nn
 
 
 class Scale(NamedTuple):
@@ -34,23 +32,27 @@ class Scale(NamedTuple):
 class Scaling:
     """The scale of the loss, and how it changes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, parameters: Iterable[nn.Parameter]) -> None:
         self.scaler = torch.amp.GradScaler(device.type)
+        # What the scaler takes in place of a list. Optimisers themselves may hold a parameter
+        # twice, and its gradient would be divided twice.
+        self._every = torch.optim.SGD(parameters, lr=0.0)
 
-    def gradient(self, read: Callable[[], float], optimiser: Together) -> float:
+    def gradient(self, read: Callable[[], float]) -> float:
         """Have ``read`` add up a gradient by ``backward`` until none overflows; its loss."""
         before = self.scale
         while True:
             tried = self.scaler.get_scale()
             loss = read()
-            self._unscale(optimiser)
+            self.scaler.unscale_(self._every)
+            self.scaler.update()  # halves it if a gradient was not finite
             left = self.scaler.get_scale()
             if left >= tried:
                 return loss
             if left < 1.0 or not math.isfinite(loss):
                 self.scale = before
                 return loss
-            optimiser.zero_grad()
+            self._every.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
         """The gradient of the loss times the scale, added to what is there."""
@@ -66,10 +68,3 @@ class Scaling:
     def scale(self, scale: Scale) -> None:
         state = {"scale": scale.factor, "_growth_tracker": scale.age}
         self.scaler.load_state_dict(self.scaler.state_dict() | state)
-
-    def _unscale(self, optimiser: Together) -> None:
-        """Divide every gradient by the scale, and let the scale learn whether one overflowed."""
-        for member in optimiser.members:
-            if any(p.grad is not None for group in member.param_groups for p in group["params"]):
-                self.scaler.unscale_(member)
-        self.scaler.update()

@@ -67,7 +67,8 @@ class Stepper:
         self.config, self.seed = config, seed
         self.device = next(model.parameters()).device
         self.autocast = autocast(config.precision, self.device)
-        self.scaling = Scaling(self.device) if config.precision == "float16" else None
+        half = config.precision == "float16"
+        self.scaling = Scaling(self.device, model.parameters()) if half else None
         watched = config.qk_clip is not None or config.entropy_floor > 0.0
         self.stability = Stability(model, config) if watched else None
         self._shown: dict[str, Any] = {"observe": self.stability.observe} if self.stability else {}
@@ -103,7 +104,7 @@ class Stepper:
         """Add up the gradient over the parts of a step; the mean loss."""
         if self.scaling is None:
             return self._add_up(batch, step)
-        return self.scaling.gradient(lambda: self._add_up(batch, step), self.optimiser)
+        return self.scaling.gradient(lambda: self._add_up(batch, step))
 
     def _add_up(self, batch: Batch, step: int) -> float:
         count, total = batch.targets.numel(), 0.0

@@ -39,8 +39,13 @@ def test_activations_are_half_and_weights_and_gradients_are_not(small: Callable[
     assert {p.dtype for p in s.model.parameters()} == {torch.float32}
 
 
-def test_the_optimiser_gets_the_gradient_without_the_scale(small: Callable[..., Any]) -> None:
-    half, full = small("1", model=CALM, precision="float16"), small("2", model=CALM)
+@pytest.mark.parametrize("rule", ["muon", "adamw", "score", "trust"])
+def test_the_optimiser_gets_the_gradient_without_the_scale(
+    small: Callable[..., Any], rule: str
+) -> None:
+    optim = {"optimiser": rule}
+    half = small("1", model=CALM, optim=optim, precision="float16")
+    full = small("2", model=CALM, optim=optim)
     a, b = gradient(half, 0), gradient(full, 0)
     for name, expected in b.items():
         assert (a[name] - expected).norm() <= 0.01 * expected.norm() + 1e-5, name

@@ -1,0 +1,151 @@
+"""ScoreDescent: query and key weights moved by a given change of their scores.
+
+Every step, for every head of every pair,
+
+    M   <- mu M + (1 - mu) g,   g' = mu M + (1 - mu) g       momentum, looking ahead (Nesterov)
+    U    = direction(g')                                     direction.py: spectral by default
+    W   <- project(shrink W + t U),  RMS dS = lr             settle.py
+
+lr *is* gamma: the root mean square by which the scores that the softmax sees (scale included) move
+in one step, on a sample of the step's own batch; so any schedule of learning rates works, and a
+rate means the same in every layer, at every width and time. radius bounds the root mean square of
+the scores themselves. The sample comes from the forward pass; a step without one since the last
+uses closed-form sizes for white inputs, and no ball.
+
+Only the rows of queries and keys move. Where they share a parameter with the values, rest.py gives
+the values' rows to another optimiser.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fenchel.optim.score.direction import NORMS, direction
+from fenchel.optim.score.line import Heads, Line
+from fenchel.optim.score.pairs import Pair, Rows
+from fenchel.optim.score.settle import Rule, settle
+from fenchel.optim.score.state import keep_dtypes, stacked_reach
+from fenchel.optim.score.stats import HeadStats
+from fenchel.optim.score.watch import Stack, Watch, moving, read, write
+
+SIZES = ("measured", "closed")
+
+
+class ScoreDescent(torch.optim.Optimizer):
+    """Steepest descent of query/key weights, measured in the scores."""
+
+    def __init__(
+        self,
+        pairs: Iterable[Pair] | Iterable[dict[str, Any]],
+        lr: float = 0.2,
+        momentum: float = 0.95,
+        radius: float = 6.0,
+        norm: str = "spectral",
+        *,
+        damping: float = 1e-2,
+        size: str = "measured",
+        probe: int = 2048,
+    ) -> None:
+        """``pairs``, or groups of them: {"pairs": ..., "lr": ...}. ``probe`` counts tokens."""
+        self.watches: list[Watch] = []
+        self.probe = probe
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "radius": radius,
+            "norm": norm,
+            "damping": damping,
+            "size": size,
+        }
+        given: list[Any] = list(pairs)
+        groups = given if given and isinstance(given[0], dict) else [{"pairs": given}]
+        super().__init__(groups, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Watch and move more pairs: {"pairs": ..., and settings of their own}."""
+        group = dict(param_group)
+        pairs = list(group.pop("pairs", []))
+        _require({**self.defaults, **group}, pairs, self.probe)
+        group["params"] = list(dict.fromkeys(p for pair in pairs for p in pair.parameters))
+        super().add_param_group(group)
+        self.watches.append(Watch(pairs, self.probe))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Move every pair that has gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, watch in zip(self.param_groups, self.watches, strict=True):
+            weights = {pair: read(pair) for pair in watch.probes if moving(pair)}
+            for stack in watch.stacks(weights):
+                self._move(stack, watch, group)
+        return loss
+
+    def _move(self, stack: Stack, watch: Watch, group: dict[str, Any]) -> None:
+        pairs, W, at = stack
+        ahead = Heads(
+            torch.stack([self._ahead(p.query, "query", group["momentum"]) for p in pairs]),
+            torch.stack([self._ahead(p.key, "key", group["momentum"]) for p in pairs]),
+        )
+        closed = group["size"] == "closed"
+        here = Line(pairs, at, W, ahead, closed=closed)
+        U = direction(here, W, ahead, group["norm"], group["damping"])
+        line = Line(pairs, at, W, U, closed=closed)
+        rule = Rule(float(group["lr"]), group["radius"], exactly=True)
+        new, reach, _, stats = settle(line, W, U, stacked_reach(self.state, pairs), rule)
+        write(pairs, new)
+        watch.remember(pairs, stats)
+        if reach is not None:
+            for layer, pair in enumerate(pairs):
+                self.state[pair.query.weight]["reach"] = reach[layer].clone()
+
+    def _ahead(self, rows: Rows, name: str, mu: float) -> Tensor:
+        gradient = rows.gradient()
+        assert gradient is not None
+        state = self.state[rows.weight]
+        key = f"{name}_momentum"
+        if key not in state:
+            state[key] = torch.zeros_like(gradient)
+        state[key].lerp_(gradient, 1.0 - mu)
+        return gradient.lerp(state[key], mu)
+
+    def score_stats(self) -> dict[str, HeadStats]:
+        """What the last step did to each layer's scores, by the layer's name."""
+        return {name: stats for watch in self.watches for name, stats in watch.stats.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore; torch would cast what is remembered to the dtype of the weights."""
+        super().load_state_dict(dict(state_dict))
+        keep_dtypes(self, state_dict)
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for watch in self.watches:
+            for probe in watch.probes.values():
+                probe.remove()
+
+
+def _require(group: Mapping[str, Any], pairs: list[Any], probe: int) -> None:
+    if not pairs or not all(isinstance(pair, Pair) for pair in pairs):
+        raise ValueError(
+            "ScoreDescent moves pairs of query and key weights; give it attention_pairs(model), "
+            'or groups of them as {"pairs": ...}.'
+        )
+    if not 0.0 <= group["lr"] < math.inf or not 0.0 <= group["momentum"] < 1.0:
+        raise ValueError(
+            f"lr={group['lr']} should be 0 or above and finite, "
+            f"and momentum={group['momentum']} in [0, 1)."
+        )
+    if not group["radius"] > 0.0 or not 0.0 < group["damping"] < math.inf or probe < 1:
+        raise ValueError(
+            f"radius={group['radius']}, damping={group['damping']} and probe={probe} "
+            "should be above 0."
+        )
+    for name, known in (("norm", NORMS), ("size", SIZES)):
+        if group[name] not in known:
+            raise ValueError(f"{name}={group[name]!r} should be one of {known}.")

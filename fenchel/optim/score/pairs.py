@@ -1,0 +1,254 @@
+"""Where a model keeps its query and key weights: one Pair for each attention layer.
+
+A head's scores are S_ij = scale <R_i n(W_Q x_i + b_Q), R_j n(W_K x_j + b_K)>, with R a rotation
+by position (rotary) and n a norm of each query and key (QK-norm), where the model has them. H
+heads of queries share G heads of keys (GQA), each D wide. Found by structure, not by class:
+
+    qkv              one Linear: H D rows of queries, G D of keys, the values       fenchel
+    c_attn           one Conv1D: the same as columns, H = G                         GPT-2
+    q_proj, k_proj   two Linear maps; q_norm and k_norm when there are              Llama, Qwen
+
+A bias is one more column of the weight, read against a constant input of 1. What does not fit is
+refused in one sentence; ``Pair`` can be made by hand for such a layer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a linear map that make ``heads`` queries or keys, with their biases."""
+
+    weight: Tensor
+    """An nn.Parameter, like the bias."""
+    start: int
+    stop: int
+    heads: int
+    bias: Tensor | None = None
+    columns: bool = False
+    """The weight is (in, out) as in GPT-2's Conv1D instead of (out, in)."""
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The weight, and the bias where there is one."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def values(self) -> Tensor:
+        """A copy, (heads, D, M), or (heads, D, M + 1) with a bias; float32 or better."""
+        exact = torch.promote_types(self.weight.dtype, torch.float32)
+        return self._cut(self.weight, self.bias).to(exact, copy=True)
+
+    def gradient(self) -> Tensor | None:
+        """The gradient, shaped as ``values``; None where a parameter has none."""
+        if any(p.grad is None for p in self.parameters):
+            return None
+        exact = torch.promote_types(self.weight.dtype, torch.float32)
+        return self._cut(self.weight.grad, None if self.bias is None else self.bias.grad).to(exact)
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Put values of that shape in the place of the rows."""
+        flat = values.flatten(0, 1)
+        weight = flat if self.bias is None else flat[:, :-1]
+        if self.columns:
+            self.weight[:, self.start : self.stop] = weight.mT
+        else:
+            self.weight[self.start : self.stop] = weight
+        if self.bias is not None:
+            self.bias[self.start : self.stop] = flat[:, -1]
+
+    def _cut(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert weight is not None
+        cut = slice(self.start, self.stop)
+        rows = weight.detach()[:, cut].mT if self.columns else weight.detach()[cut]
+        if bias is not None:
+            rows = torch.cat((rows, bias.detach()[cut, None]), dim=1)
+        return rows.reshape(self.heads, -1, rows.shape[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """The query and key weights of one attention layer, and what lies between them and scores."""
+
+    name: str
+    """The layer's path in the model."""
+    module: nn.Module
+    """Its first input (B, T, M) is what the weights read; its forward pass is watched."""
+    query: Rows
+    key: Rows
+    scale: float
+    """Factor on q . k: RMS scores and steps in the optimisers are those the softmax sees."""
+    q_norm: nn.Module | None = None
+    k_norm: nn.Module | None = None
+    causal: bool = True
+    window: int | None = None
+    """How many keys a query sees, itself among them; None is all."""
+    layout: str = "half"
+    """Which entries a rotation pairs, as in fenchel.attention.rotate."""
+
+    def __post_init__(self) -> None:
+        if self.query.heads % self.key.heads:
+            raise ValueError(
+                f"{self.name} has {self.query.heads} heads of queries and {self.key.heads} of "
+                "keys; the second should divide the first."
+            )
+        trained = [p.requires_grad for p in self.parameters]
+        if any(trained) and not all(trained):
+            raise ValueError(
+                f"{self.name} trains only some of its query and key weights and biases; "
+                "freeze all of them or none."
+            )
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Weights and biases, each once; a fused one holds the values too."""
+        found = (*self.query.parameters, *self.key.parameters)
+        return list(dict.fromkeys(found))
+
+    @property
+    def trained(self) -> bool:
+        """Whether anything here may move."""
+        return self.query.weight.requires_grad
+
+
+def attention_pairs(model: nn.Module) -> list[Pair]:
+    """The query/key weights of every attention layer of ``model``, first layer first."""
+    pairs = list(_found(model))
+    if not pairs:
+        raise ValueError(
+            f"no query and key weights were found in {type(model).__name__}: known are modules "
+            "with qkv (fenchel), c_attn (GPT-2) or q_proj and k_proj (Llama, Qwen); make a Pair "
+            "by hand for others."
+        )
+    return pairs
+
+
+def _found(model: nn.Module) -> Iterator[Pair]:
+    for name, module in model.named_modules():
+        if why := _refusal(module):
+            raise ValueError(f"{name or type(module).__name__} cannot be paired: {why}.")
+        if hasattr(module, "qkv") and hasattr(module, "head_width"):
+            yield _fenchel(name, module)
+        elif hasattr(module, "c_attn") and hasattr(module, "num_heads"):
+            yield _gpt2(name, module)
+        elif hasattr(module, "q_proj") and hasattr(module, "k_proj"):
+            yield _llama(name, module)
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """What about an attention layer is not handled; None for everything else."""
+    if hasattr(module, "query_key_value"):
+        return "its query_key_value mixes the rows of queries, keys and values head by head"
+    if hasattr(module, "kv_a_proj_with_mqa") or hasattr(module, "kv_b_proj"):
+        return "its keys are made from a latent vector (MLA) and not from the stream"
+    if getattr(module, "is_cross_attention", False):
+        return "its queries and keys read two different streams (cross-attention)"
+    for name in ("qkv", "q_proj", "k_proj"):
+        linear = getattr(module, name, None)
+        if isinstance(linear, nn.Module) and not _plain(linear):
+            return f"its {name} is not a plain linear map ({type(linear).__name__})"
+    if getattr(module, "scores", "dot") != "dot":
+        return "its scores are not products of queries and keys"
+    return None
+
+
+def _plain(linear: nn.Module) -> bool:
+    """A Linear whose weight is what it multiplies by: no adapter, quantisation or gain."""
+    if not isinstance(linear, nn.Linear) or hasattr(linear, "gain"):
+        return False
+    return linear.weight.is_floating_point()
+
+
+def _fenchel(name: str, module: nn.Module) -> Pair:
+    H, G, D = (int(getattr(module, size)) for size in ("heads", "groups", "head_width"))
+    qkv = module.qkv
+    assert isinstance(qkv, nn.Linear)
+    if qkv.out_features != (H + 2 * G) * D:
+        raise ValueError(
+            f"{name}.qkv has {qkv.out_features} rows where {H} heads of queries and {G} of keys "
+            f"and values, {D} wide, make {(H + 2 * G) * D}."
+        )
+    return _pair(
+        name,
+        module,
+        Rows(qkv.weight, 0, H * D, H, qkv.bias),
+        Rows(qkv.weight, H * D, (H + G) * D, G, qkv.bias),
+        scale=getattr(module, "scale", None),
+        causal=getattr(module, "causal", True),
+        window=getattr(module, "window", None),
+        layout=getattr(module, "layout", "half"),
+    )
+
+
+def _gpt2(name: str, module: nn.Module) -> Pair:
+    H, M = int(module.num_heads), int(module.split_size)  # type: ignore[arg-type]
+    weight, bias = module.c_attn.weight, module.c_attn.bias  # type: ignore[union-attr]
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(bias, nn.Parameter)
+    return _pair(
+        name,
+        module,
+        Rows(weight, 0, M, H, bias, columns=True),
+        Rows(weight, M, 2 * M, H, bias, columns=True),
+        scale=module.scaling,
+        causal=True,
+    )
+
+
+def _llama(name: str, module: nn.Module) -> Pair:
+    q, k = module.q_proj, module.k_proj
+    assert isinstance(q, nn.Linear)
+    assert isinstance(k, nn.Linear)
+    D = getattr(module, "head_dim", None)
+    if not isinstance(D, int) or q.out_features % D or k.out_features % D:
+        raise ValueError(
+            f"{name} does not say the width of its heads: head_dim={D} should divide the "
+            f"{q.out_features} rows of q_proj and the {k.out_features} of k_proj."
+        )
+    return _pair(
+        name,
+        module,
+        Rows(q.weight, 0, q.out_features, q.out_features // D, q.bias),
+        Rows(k.weight, 0, k.out_features, k.out_features // D, k.bias),
+        scale=getattr(module, "scaling", None),
+        causal=getattr(module, "is_causal", True),
+        window=getattr(module, "sliding_window", None),
+    )
+
+
+def _pair(
+    name: str,
+    module: nn.Module,
+    query: Rows,
+    key: Rows,
+    *,
+    scale: object,
+    causal: object,
+    window: object = None,
+    layout: object = "half",
+) -> Pair:
+    D = (query.stop - query.start) // query.heads
+    norms = [getattr(module, which, None) for which in ("q_norm", "k_norm")]
+    for norm in norms:
+        gain = getattr(norm, "weight", None)
+        if isinstance(gain, Tensor) and gain.shape != (D,):
+            raise ValueError(
+                f"{name} cannot be paired: its norm of queries and keys reaches over "
+                f"{tuple(gain.shape)}, not over the {D} entries of one head."
+            )
+    return Pair(
+        name,
+        module,
+        query,
+        key,
+        scale=float(scale) if isinstance(scale, int | float) else D**-0.5,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        causal=bool(causal),
+        window=window if isinstance(window, int) and window > 0 else None,
+        layout=str(layout),
+    )

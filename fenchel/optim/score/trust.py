@@ -1,0 +1,151 @@
+"""ScoreTrust: any optimiser, with its query and key steps kept to a given change of the scores.
+
+    W'  = what the optimiser makes of W,   U = W' - W
+    W  <- project(W + t U),  t <= 1 for every head so that RMS dS <= lr       settle.py
+
+lr *is* gamma, as in ScoreDescent: the largest root mean square by which a head's scores, as the
+softmax sees them, may move in one step; radius bounds that of the scores. A head whose step is
+small enough and inside the ball is left exactly as the optimiser made it. Everything else in the
+model moves as the optimiser moves it.
+
+param_groups begins with the group of lr and radius, followed by those of the optimiser, so a
+scheduler over ScoreTrust scales gamma and the optimiser's own rates alike; state_dict holds both.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fenchel.optim.score.line import Heads, Line
+from fenchel.optim.score.pairs import Pair
+from fenchel.optim.score.settle import Rule, Settled, settle
+from fenchel.optim.score.state import OURS, keep_dtypes, stacked_reach
+from fenchel.optim.score.stats import HeadStats
+from fenchel.optim.score.watch import Stack, Watch, moving, read, write
+from fenchel.optim.together import Together
+
+
+class ScoreTrust(torch.optim.Optimizer):
+    """Wraps an optimiser, or several behind one; see the module."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | Together,
+        pairs: Iterable[Pair],
+        lr: float = 0.2,
+        radius: float = 6.0,
+        *,
+        probe: int = 2048,
+    ) -> None:
+        """``probe`` counts the tokens on which scores are measured."""
+        pairs = list(pairs)
+        self.members = optimizer.members if isinstance(optimizer, Together) else (optimizer,)
+        inner = [group for member in self.members for group in member.param_groups]
+        _require(lr, radius, probe, pairs, inner)
+        params = list(dict.fromkeys(p for pair in pairs for p in pair.parameters))
+        super().__init__([{"params": params}], {"lr": lr, "radius": radius})
+        self.param_groups += inner
+        self.watch = Watch(pairs, probe)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of the optimiser, cut to size in the scores."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        before = {pair: read(pair) for pair in self.watch.probes if moving(pair)}
+        for member in self.members:
+            member.step()
+        for stack in self.watch.stacks(before):
+            self._cut(stack)
+        return loss
+
+    def _cut(self, stack: Stack) -> None:
+        pairs, W, at = stack
+        parts = zip(*(read(pair) for pair in pairs), strict=True)
+        made = Heads(*(torch.stack(list(part)) for part in parts))
+        U = Heads(made.Q - W.Q, made.K - W.K)
+        group = self.param_groups[0]
+        rule = Rule(float(group["lr"]), group["radius"], exactly=False)
+        line = Line(pairs, at, W, U)
+        settled = settle(line, W, U, stacked_reach(self.state, pairs), rule)
+        write(pairs, _cut_or_made(settled, made))
+        self.watch.remember(pairs, settled.stats)
+        if settled.reach is not None:
+            for layer, pair in enumerate(pairs):
+                self.state[pair.query.weight]["reach"] = settled.reach[layer].clone()
+
+    def score_stats(self) -> dict[str, HeadStats]:
+        """What the last step did to each layer's scores, by the layer's name."""
+        return dict(self.watch.stats)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimiser's state and ours, parameter by parameter."""
+        own = self.state
+        self.state = defaultdict(dict)
+        for state in (*(member.state for member in self.members), own):
+            for param, values in state.items():
+                self.state[param] = {**self.state[param], **values}
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore both."""
+        super().load_state_dict(dict(state_dict))
+        keep_dtypes(self, state_dict)
+        begin = 1
+        for member in self.members:
+            end = begin + len(member.param_groups)
+            member.param_groups = self.param_groups[begin:end]
+            begin = end
+            held = {p for group in member.param_groups for p in group["params"]}
+            theirs = {p: _without(OURS, self.state[p]) for p in held if p in self.state}
+            member.__setstate__({"state": defaultdict(dict, theirs)})
+        mine = {p: _only(OURS, values) for p, values in self.state.items()}
+        self.state = defaultdict(dict, {p: values for p, values in mine.items() if values})
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for probe in self.watch.probes.values():
+            probe.remove()
+
+
+def _cut_or_made(settled: Settled, made: Heads) -> Heads:
+    """Heads that nothing was taken from keep the very bits the optimiser made."""
+    Q, K = (
+        torch.where(whole[..., None, None], as_made, cut)
+        for whole, as_made, cut in zip(settled.whole, made, settled.W, strict=True)
+    )
+    return Heads(Q, K)
+
+
+def _without(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _only(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _require(
+    lr: float, radius: float, probe: int, pairs: list[Pair], groups: list[dict[str, Any]]
+) -> None:
+    if not 0.0 <= lr < math.inf or not radius > 0.0 or probe < 1:
+        raise ValueError(
+            f"lr={lr} should be 0 or above and finite, radius={radius} and probe={probe} above 0."
+        )
+    if not pairs:
+        raise ValueError("ScoreTrust needs pairs to watch; give it attention_pairs(model).")
+    moved = {p for group in groups for p in group["params"]}
+    for pair in pairs:
+        if pair.trained and not moved.issuperset(pair.parameters):
+            raise ValueError(
+                f"the optimiser inside ScoreTrust does not move the query and key weights of "
+                f"{pair.name}; give it those parameters."
+            )
