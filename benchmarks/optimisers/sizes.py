@@ -51,8 +51,9 @@ SIZES = {
     "cpu": Size(
         model=ModelConfig(vocabulary=256, context=64, width=64, layers=3, heads=4),
         batch=16,
-        steps=300,
-        seeds=(1, 2, 3),
+        steps=200,
+        seeds=(1, 2),
+        most=5,
     ),
     "cuda": Size(
         model=ModelConfig(vocabulary=256, context=1024, width=512, layers=8, heads=8),
