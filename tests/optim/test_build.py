@@ -10,16 +10,16 @@ from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import OptimConfig, Together, build_beta2, build_optimiser, build_schedule
 from fenchel.optim.build import split
 
-every_rule = pytest.mark.parametrize(
-    "name", ["muon", "adamw", "adam_l2", "sgd", "sgd_average", "nesterov"]
-)
+PLAIN = ["muon", "adamw", "adam_l2", "sgd", "sgd_average", "nesterov"]
+plain_rule = pytest.mark.parametrize("name", PLAIN)
+every_rule = pytest.mark.parametrize("name", [*PLAIN, "score", "trust"])
 
 
 def small(**settings: object) -> Transformer:
     return Transformer(ModelConfig(vocabulary=11, context=4, width=8, **settings))  # type: ignore[arg-type]
 
 
-@every_rule
+@plain_rule
 def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
     model = small(tied=False, bias=True)
     groups = build_optimiser(model, OptimConfig(optimiser=name)).param_groups
@@ -27,7 +27,7 @@ def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
     assert sorted(held) == sorted(id(p) for p in model.parameters())
 
 
-@every_rule
+@plain_rule
 def test_matrices_decay_and_nothing_else_does(name: str) -> None:
     model = small(tied=False, bias=True, norm="layer", positions="learned")
     names = {id(p): n for n, p in model.named_parameters()}
@@ -67,11 +67,12 @@ def test_adamw_is_the_published_formula() -> None:
 def test_state_goes_round(name: str) -> None:
     def taken(steps: int, optimiser: Together, model: nn.Module) -> None:
         for step in range(steps):
+            model(torch.tensor([[1, 5, 2, 9]]))  # what the score optimisers look at
             for p in model.parameters():
                 p.grad = torch.full_like(p, 0.1 * (step + 1))
             optimiser.step()
 
-    one, two = small(), small()
+    one, two = small(bias=True), small(bias=True)
     two.load_state_dict(one.state_dict())
     a, b = (build_optimiser(m, OptimConfig(optimiser=name)) for m in (one, two))
     taken(3, a, one)
@@ -81,6 +82,61 @@ def test_state_goes_round(name: str) -> None:
     taken(2, b, two)
     for name, p in one.state_dict().items():
         assert torch.equal(p, two.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_score_moves_queries_and_keys_and_muon_the_values_of_one_weight(bias: bool) -> None:
+    """The values' rows move as they do under Muon alone; the others by their scores."""
+    ids = torch.tensor([[1, 5, 2, 9], [3, 3, 7, 0]])
+    ends, start = {}, {}
+    for name in ("score", "muon"):
+        model = small(bias=bias)
+        optimiser = build_optimiser(model, OptimConfig(optimiser=name))
+        generator = torch.Generator().manual_seed(1)
+        model(ids)
+        for p in model.parameters():
+            with torch.no_grad():
+                p.normal_(generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator)
+            if name == "muon" and p.shape == (24, 8):
+                p.grad[:16] = 0.0  # so that Muon turns the rows of the values by themselves
+        start = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimiser.step()
+        ends[name] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for n, p in ends["score"].items():
+        theirs = ends["muon"][n]
+        if n.endswith("qkv.weight"):
+            decayed = (1 - 1e-2 * 0.1) * start[n][16:]
+            # Muon's factor is sqrt of the longer side: 24 rows with the others, 8 without
+            step, whole = p[16:] - decayed, theirs[16:] - decayed
+            torch.testing.assert_close(step * 3**0.5, whole, rtol=1e-4, atol=1e-6)
+            assert not torch.equal(p[:16], start[n][:16])
+        elif n.endswith("qkv.bias"):
+            assert torch.equal(p[16:], theirs[16:])
+            assert not torch.equal(p[:16], theirs[:16])
+        else:
+            assert torch.equal(p, theirs), n
+
+
+def test_every_row_is_moved_once_under_score() -> None:
+    model = small(tied=False, bias=True, kv_heads=1)
+    optimiser = build_optimiser(model, OptimConfig(optimiser="score"))
+    score, *others = optimiser.members
+    rows = sum(p.numel() for member in others for g in member.param_groups for p in g["params"])
+    pairs = sum(
+        rows_.values().numel()
+        for watch in score.watches  # type: ignore[attr-defined]
+        for pair in watch.probes
+        for rows_ in (pair.query, pair.key)
+    )
+    assert rows + pairs == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["score", "trust"])
+def test_the_settings_reach_the_score_optimisers(name: str) -> None:
+    config = OptimConfig(optimiser=name, score_rate=0.07, score_radius=3.0)
+    first = build_optimiser(small(), config).param_groups[0]
+    assert (first["lr"], first["radius"]) == (0.07, 3.0)
 
 
 def test_a_state_of_other_optimisers_is_refused() -> None:
@@ -125,6 +181,8 @@ def test_every_named_schedule_peaks_at_1(name: str) -> None:
         {"optimiser": "descent"},
         {"schedule": "up"},
         {"learning_rate": 0.0},
+        {"score_rate": 0.0},
+        {"score_radius": -1.0},
         {"warmup": 1.0},
         {"beta2": -0.1},
         {"beta2_warmup": -1},

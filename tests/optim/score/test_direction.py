@@ -1,0 +1,144 @@
+"""fenchel/optim/score/direction.py and gram.py against dense least squares in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import jacfwd
+
+from fenchel.attention import rotary, rotate
+from fenchel.optim import attention_pairs
+from fenchel.optim.score.direction import direction
+from fenchel.optim.score.gram import damped, inverse_root, partner_grams
+from fenchel.optim.score.line import Heads, Line
+from fenchel.optim.score.watch import Watch, read
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mha": {"positions": "learned"},
+    "gqa": {"positions": "learned", "kv_heads": 2},
+    "rotary": {},
+    "rotary-gqa": {"kv_heads": 2},
+}
+
+
+class Instance:
+    """A model that was trained a little, its gradient, and the dense score map of its layers."""
+
+    def __init__(self, model: Any, ids: Tensor, inputs: Any, backward: Any) -> None:
+        self.pairs = attention_pairs(model)
+        watch = Watch(self.pairs, 10**6)
+        self.given = inputs(model, self.pairs, ids)
+        backward(model, ids)
+        (stack,) = watch.stacks({pair: read(pair) for pair in self.pairs})
+        self.W, self.at = stack.W, stack.at
+        grads = [(p.query.gradient(), p.key.gradient()) for p in self.pairs]
+        self.gradient = Heads(*(torch.stack(part) for part in zip(*grads, strict=True)))  # type: ignore[arg-type]
+        self.line = Line(self.pairs, self.at, self.W, self.gradient)
+
+    def group(self, layer: int, heads: Heads) -> Tensor:
+        """The first group of heads with their keys, as one vector."""
+        r = self.line.group
+        return torch.cat((heads.Q[layer, :r].flatten(), heads.K[layer, :1].flatten()))
+
+    def dense(self, layer: int) -> Tensor:
+        """d scores of that group / d weights, by forward differentiation."""
+        x, turn = self.given[layer]
+        scale = self.pairs[layer].scale
+
+        def scores(Wq: Tensor, Wk: Tensor) -> Tensor:
+            q, k = (torch.einsum("btm,hdm->bhtd", x, W) for W in (Wq, Wk))
+            if turn is not None:
+                q, k = rotate(q, turn), rotate(k, turn)
+            return (scale * q @ k.mT).tril().flatten()
+
+        parts = jacfwd(scores, (0, 1))(self.W.Q[layer, : self.line.group], self.W.K[layer, :1])
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+    def attained(self, layer: int, J: Tensor, U: Heads) -> float:
+        """-<G, dS> / |dS| of a direction, over that of the least-squares solution."""
+        g, u = self.group(layer, self.gradient), self.group(layer, U)
+        squares, V = torch.linalg.eigh(J.mT @ J)
+        kept = squares > 1e-9 * squares[-1]
+        best = ((V.mT @ g)[kept].square() / squares[kept]).sum().sqrt()
+        return float(-(g @ u) / (J @ u).norm() / best)
+
+
+@pytest.fixture
+def instance(small: Any, tokens: Any, backward: Any, inputs: Any) -> Any:
+    def build(kind: str, seed: int) -> Instance:
+        model = small(seed, **KINDS[kind]).double()
+        optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for step in range(20):
+            backward(model, tokens(100 * seed + step, 8))
+            optimiser.step()
+            optimiser.zero_grad()
+        return Instance(model, tokens(seed, 10), inputs, backward)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_frobenius_direction_attains_three_quarters_of_the_best_descent(
+    kind: str, instance: Any
+) -> None:
+    at = instance(kind, 11)
+    for layer in range(2):
+        J = at.dense(layer)
+        share = {
+            norm: at.attained(layer, J, direction(at.line, at.W, at.gradient, norm, 1e-2))
+            for norm in ("frobenius", "spectral", "raw")
+        }
+        assert 0.75 <= share["frobenius"] <= 1.0 + 1e-6, (layer, share)
+        assert 0.0 < share["raw"] < share["frobenius"]
+        assert 0.0 < share["spectral"] < share["frobenius"]
+
+
+def test_under_rotation_the_unrotated_gram_is_the_wrong_measure(instance: Any) -> None:
+    at = instance("rotary", 12)
+    still = Line(at.pairs, at.at._replace(turn=None), at.W, at.gradient)
+    for layer in range(2):
+        J = at.dense(layer)
+        averaged, unrotated = (
+            at.attained(layer, J, direction(line, at.W, at.gradient, "frobenius", 1e-2))
+            for line in (at.line, still)
+        )
+        assert averaged > unrotated + 0.05, (layer, averaged, unrotated)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "rotary-gqa"])
+def test_partner_grams_are_means_over_the_open_pairs(
+    kind: str, instance: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pair by pair, with keys turned to where they stand relative to the query, and back."""
+    monkeypatch.setattr("fenchel.optim.score.gram.TURNS", 24)  # every position, not a sample
+    at = instance(kind, 13)
+    grams = partner_grams(at.line)
+    q, k = at.line.q[1], at.line.k[1]  # (n, H, T, D), before any rotation
+    rotates = at.at.turn is not None
+    A_K = torch.zeros_like(grams.K[1])
+    A_Q = torch.zeros_like(grams.Q[1])
+    pairs = [(i, j) for i in range(24) for j in range(i + 1)]
+    for i, j in pairs:
+        key, query = k[:, :, j : j + 1], q[:, :, i : i + 1]
+        if rotates:
+            key = rotary(key, torch.tensor([j - i]))
+            query = rotary(query, torch.tensor([i - j]))
+        A_K += (key.mT @ key).mean(0)
+        A_Q += (query.mT @ query).mean(0)
+    torch.testing.assert_close(grams.K[1], A_K / len(pairs))
+    torch.testing.assert_close(grams.Q[1], A_Q / len(pairs))
+
+
+def test_the_inverse_root_is_that_of_the_eigenvalues() -> None:
+    generator = torch.Generator().manual_seed(0)
+    M = torch.randn(3, 2, 16, 5, generator=generator)
+    A = damped(M @ M.mT, 1e-2)  # eleven of sixteen directions empty
+    e, V = torch.linalg.eigh(A.double())
+    expected = V * e.rsqrt().unsqueeze(-2) @ V.mT
+    torch.testing.assert_close(inverse_root(A).double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(inverse_root(A.double()), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_an_empty_gram_has_a_finite_inverse_root() -> None:
+    assert inverse_root(damped(torch.zeros(2, 4, 4), 1e-2)).isfinite().all()

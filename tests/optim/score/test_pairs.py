@@ -1,0 +1,183 @@
+"""fenchel/optim/score/pairs.py: the scores rebuilt from a pair are those the model computes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from fenchel.optim import Pair, Rows, ScoreDescent, attention_pairs
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CONFIGS = {
+    "gpt2": GPT2Config(
+        vocab_size=31, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=12),
+}  # fmt: skip
+families = pytest.mark.parametrize("family", CONFIGS)
+
+
+def hugging_face(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        CONFIGS[family], attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for p in model.parameters():  # biases and gains too: all of them must matter
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+@families
+def test_scores_from_a_pair_are_those_of_the_model(
+    family: str, tokens: Any, inputs: Any, scores_of: Any
+) -> None:
+    model = hugging_face(family)
+    ids = tokens(0, 3)
+    pairs = attention_pairs(model)
+    assert len(pairs) == 2
+    read = inputs(model, pairs, ids)
+    weights = model(ids, output_attentions=True).attentions
+    mask = torch.ones(24, 24, dtype=torch.bool).tril()
+    for pair, given, wanted in zip(pairs, read, weights, strict=True):
+        S = scores_of(pair, *given).masked_fill(~mask, -torch.inf)
+        torch.testing.assert_close(S.softmax(-1), wanted.detach(), rtol=1e-4, atol=1e-6)
+
+
+@families
+def test_score_descent_sees_the_same_scores_and_moves_them_by_lr(
+    family: str, tokens: Any, inputs: Any, scores_of: Any, backward: Any
+) -> None:
+    model = hugging_face(family)
+    pairs = attention_pairs(model)
+    score = ScoreDescent(pairs, lr=0.1)
+    ids = tokens(0, 8)
+    read = inputs(model, pairs, ids)
+    before = [scores_of(pair, *given) for pair, given in zip(pairs, read, strict=True)]
+    backward(model, ids)
+    score.step()
+    for pair, given, start in zip(pairs, read, before, strict=True):
+        moved = scores_of(pair, *given) - start
+        rms = (moved.square().sum(dim=(0, 2, 3)) / (8 * 300)).sqrt()
+        torch.testing.assert_close(rms, torch.full_like(rms, 0.1), rtol=0.01, atol=0)
+        stats = score.score_stats()[pair.name]
+        torch.testing.assert_close(stats.rms_change, rms, rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            stats.max_change, moved.abs().amax(dim=(0, 2, 3)), rtol=1e-3, atol=1e-5
+        )
+
+
+@families
+def test_padding_is_no_part_of_the_scores(family: str, tokens: Any) -> None:
+    """The same step, whatever stands in the padded places of half of the sequences."""
+    steps = []
+    for junk in (0, 7):
+        model = hugging_face(family)
+        pairs = attention_pairs(model)
+        score = ScoreDescent(pairs, lr=0.1)
+        ids, real = tokens(0, 4), torch.ones(4, 24, dtype=torch.long)
+        ids[2:, :10], real[2:, :10] = junk, 0
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+        logits = model(ids, attention_mask=real, position_ids=positions).logits
+        logits.log_softmax(-1)[:, 10:, 3].mean().backward()
+        score.step()
+        steps.append([stats.rms_score for stats in score.score_stats().values()])
+    for one, two in zip(*steps, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@families
+def test_rows_read_what_they_write_and_leave_the_rest_alone(family: str) -> None:
+    model = hugging_face(family)
+    pair = attention_pairs(model)[1]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for rows in (pair.query, pair.key):
+        rows.write(rows.values())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
+    pair.query.write(pair.query.values() + 1.0)
+    changed = sum(int((p != before[n]).sum()) for n, p in model.named_parameters())
+    assert changed == pair.query.values().numel()
+
+
+def test_our_models_give_the_rows_of_queries_and_of_keys(small: Any) -> None:
+    model = small(kv_heads=2, bias=True)
+    pair = attention_pairs(model)[1]
+    qkv = model.blocks[1].attention.qkv
+    assert pair.name == "blocks.1.attention"
+    assert pair.scale == 8**-0.5
+    torch.testing.assert_close(pair.query.values()[3, :, :-1], qkv.weight[24:32].detach())
+    torch.testing.assert_close(pair.key.values()[1, :, -1], qkv.bias[40:48].detach())
+
+
+class Latent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Linear(4, 8)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.head_dim = nn.Identity(), nn.Linear(4, 4), 2
+
+
+class WideNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.head_dim = nn.Linear(4, 4), nn.Linear(4, 4), 2
+        self.q_norm = self.k_norm = nn.RMSNorm(4)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Linear(3, 3), "no query and key weights were found in Linear"),
+        (Latent(), "latent vector"),
+        (Adapted(), "its q_proj is not a plain linear map \\(Identity\\)"),
+        (WideNorm(), "not over the 2 entries of one head"),
+    ],
+)
+def test_what_cannot_be_paired_is_said_in_a_sentence(model: nn.Module, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        attention_pairs(model)
+
+
+def test_rows_mixed_head_by_head_are_refused() -> None:
+    config = GPTNeoXConfig(
+        vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="mixes the rows"):
+        attention_pairs(AutoModelForCausalLM.from_config(config))
+
+
+def test_half_a_frozen_pair_is_refused_and_a_made_one_is_taken() -> None:
+    module, free = nn.Linear(6, 4), nn.Parameter(torch.zeros(4, 6))
+    frozen = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+    pair = Pair("by hand", module, Rows(free, 0, 4, 2), Rows(free, 0, 2, 1), scale=1.0)
+    assert pair.parameters == [free]
+    with pytest.raises(ValueError, match="freeze all of them or none"):
+        Pair("half", module, Rows(free, 0, 4, 2), Rows(frozen, 0, 4, 2), scale=1.0)
+    with pytest.raises(ValueError, match="3 heads of queries and 2 of keys"):
+        Pair("odd", module, Rows(free, 0, 3, 3), Rows(free, 0, 4, 2), scale=1.0)

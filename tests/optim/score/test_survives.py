@@ -1,0 +1,289 @@
+"""ScoreDescent and ScoreTrust under everything a training run does to an optimiser."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from fenchel.optim import Pair, ScoreDescent, ScoreTrust, attention_pairs
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def descent(model: nn.Module) -> ScoreDescent:
+    return ScoreDescent(attention_pairs(model), lr=0.2)
+
+
+def trust(model: nn.Module) -> ScoreTrust:
+    inner = torch.optim.AdamW(model.parameters(), lr=0.03)
+    return ScoreTrust(inner, attention_pairs(model), lr=0.05, radius=2.0)
+
+
+both = pytest.mark.parametrize("make", [descent, trust])
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    for name, p in one.items():
+        assert torch.equal(p, two[name]), name
+
+
+@both
+def test_a_resumed_run_ends_with_the_same_bits(
+    make: Make, small: Any, tokens: Any, backward: Any
+) -> None:
+    def go(model: nn.Module, optimiser: torch.optim.Optimizer, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            backward(model, tokens(step))
+            optimiser.step()
+            model.zero_grad()
+
+    whole, parts = small(kv_heads=2), small(kv_heads=2)
+    one, first = make(whole), make(parts)
+    go(whole, one, 0, 4)
+    go(parts, first, 0, 2)
+    saved = copy.deepcopy((parts.state_dict(), first.state_dict()))
+    resumed = small(seed=9, kv_heads=2)
+    second = make(resumed)
+    resumed.load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    go(resumed, second, 2, 4)
+    same(weights(whole), weights(resumed))
+
+
+def test_what_is_remembered_keeps_its_precision_beside_bfloat16_weights(
+    small: Any, tokens: Any, backward: Any
+) -> None:
+    model = small().bfloat16()
+    score = descent(model)
+    backward(model, tokens(0))
+    score.step()
+    for stats in score.score_stats().values():
+        torch.testing.assert_close(
+            stats.rms_change, torch.full_like(stats.rms_change, 0.2), rtol=0.02, atol=0
+        )
+    saved = copy.deepcopy(score.state_dict())
+    again = descent(model)
+    again.load_state_dict(saved)
+    for p, state in score.state.items():
+        assert {v.dtype for v in state.values()} == {torch.float32}
+        for name, value in state.items():
+            assert torch.equal(value, again.state[p][name])
+
+
+@both
+def test_checkpointed_activations_change_nothing(make: Make, small: Any, tokens: Any) -> None:
+    class Twice(nn.Module):
+        """Every block is run again in the backward pass."""
+
+        def __init__(self, block: nn.Module, reentrant: bool) -> None:
+            super().__init__()
+            self.block, self.reentrant = block, reentrant
+
+        def forward(self, *given: Any) -> Tensor:
+            out: Tensor = checkpoint(self.block, *given, use_reentrant=self.reentrant)
+            return out
+
+    ends = []
+    for kind in (None, False, True):
+        model = small()
+        optimiser = make(model)
+        if kind is not None:
+            model.blocks = nn.ModuleList(Twice(block, kind) for block in model.blocks)
+        ids = tokens(0)
+        loss = cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimiser.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    for other in ends[1:]:
+        for a, b in zip(ends[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_is_probed_too(
+    backend: str, small: Any, tokens: Any, backward: Any
+) -> None:
+    ends = []
+    for compiled in (False, True):
+        model = small()
+        score = descent(model)
+        run = torch.compile(model, backend=backend) if compiled else model
+        for step in range(2):
+            backward(run, tokens(step))
+            score.step()
+            model.zero_grad()
+        assert all(stats.entropy.isfinite().all() for stats in score.score_stats().values())
+        ends.append(weights(model))
+    for name, p in ends[0].items():
+        torch.testing.assert_close(p, ends[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_of_accumulated_parts_the_last_is_the_probe(
+    small: Any, tokens: Any, backward: Any, inputs: Any, scores_of: Any
+) -> None:
+    model = small()
+    pairs = attention_pairs(model)
+    score = ScoreDescent(pairs, lr=0.2)
+    parts = [tokens(0), tokens(1)]
+    read = inputs(model, pairs, parts[-1])
+    before = [scores_of(pair, *given) for pair, given in zip(pairs, read, strict=True)]
+    for part in parts:
+        backward(model, part)
+    score.step()
+    for pair, given, start in zip(pairs, read, before, strict=True):
+        moved = scores_of(pair, *given) - start
+        rms = (moved.square().sum(dim=(0, 2, 3)) / (16 * 300)).sqrt()
+        torch.testing.assert_close(rms, torch.full_like(rms, 0.2), rtol=1e-3, atol=0)
+
+
+def test_passes_without_gradients_are_not_looked_at(small: Any, tokens: Any, backward: Any) -> None:
+    ends = []
+    for look in (False, True):
+        model = small()
+        score = descent(model)
+        backward(model, tokens(0))
+        if look:
+            with torch.no_grad():
+                model(tokens(5))
+        score.step()
+        ends.append(weights(model))
+    same(*ends)
+
+
+@both
+def test_a_frozen_layer_stays_and_the_others_move(
+    make: Make, small: Any, tokens: Any, backward: Any
+) -> None:
+    model = small()
+    model.blocks[0].requires_grad_(False)
+    optimiser = make(model)
+    before = weights(model)
+    backward(model, tokens(0))
+    optimiser.step()
+    for name, p in model.named_parameters():
+        if name.startswith("blocks.0."):
+            assert torch.equal(p, before[name]), name
+    assert not torch.equal(
+        model.blocks[1].attention.qkv.weight, before["blocks.1.attention.qkv.weight"]
+    )
+
+
+def test_groups_have_rates_of_their_own(small: Any, tokens: Any, backward: Any) -> None:
+    model = small()
+    first, second = attention_pairs(model)
+    score = ScoreDescent([{"pairs": [first], "lr": 0.05}, {"pairs": [second]}], lr=0.3)
+    backward(model, tokens(0))
+    score.step()
+    found = [float(stats.rms_change.mean()) for stats in score.score_stats().values()]
+    assert found == pytest.approx([0.05, 0.3], rel=1e-3)
+
+
+@both
+def test_a_schedule_scales_the_step(make: Make, small: Any, tokens: Any, backward: Any) -> None:
+    model = small()
+    optimiser = make(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda t: 0.5**t)
+    rates = [[g["lr"] for g in optimiser.param_groups]]
+    found = []
+    for step in range(3):
+        backward(model, tokens(step))
+        optimiser.step()
+        stats = optimiser.score_stats().values()  # type: ignore[attr-defined]
+        found.append(max(float(s.rms_change.max()) for s in stats))
+        schedule.step()
+        model.zero_grad()
+    assert [g["lr"] for g in optimiser.param_groups] == [0.125 * r for r in rates[0]]
+    wanted = [rates[0][0] * 0.5**t for t in range(3)]
+    assert found == pytest.approx(wanted, rel=1e-3)
+
+
+def test_without_a_probe_sizes_are_those_for_white_inputs(
+    small: Any, tokens: Any, backward: Any
+) -> None:
+    model = small(positions="learned")
+    pairs = attention_pairs(model)
+    backward(model, tokens(0))
+    score = ScoreDescent(pairs, lr=0.2)  # made after the pass, so that it has seen nothing
+    before = [(p.query.values(), p.key.values()) for p in pairs]
+    score.step()
+    for pair, (Q, K) in zip(pairs, before, strict=True):
+        change = pair.query.values().mT @ pair.key.values() - Q.mT @ K
+        rms = pair.scale * torch.linalg.matrix_norm(change)
+        torch.testing.assert_close(rms, torch.full_like(rms, 0.2), rtol=1e-3, atol=0)
+    assert all(s.entropy.isnan().all() for s in score.score_stats().values())
+
+
+@pytest.mark.parametrize("settings", [{"positions": "learned"}, {"kv_heads": 2}], ids=str)
+def test_closed_sizes_are_near_the_measured_ones(
+    settings: Any, small: Any, tokens: Any, backward: Any, inputs: Any, scores_of: Any
+) -> None:
+    model = small(**settings)
+    pairs = attention_pairs(model)
+    score = ScoreDescent(pairs, lr=0.2, size="closed")
+    ids = tokens(0, 64)
+    read = inputs(model, pairs, ids)
+    before = [scores_of(pair, *given) for pair, given in zip(pairs, read, strict=True)]
+    backward(model, ids)
+    score.step()
+    for pair, given, start in zip(pairs, read, before, strict=True):
+        moved = scores_of(pair, *given) - start
+        rms = (moved.square().sum(dim=(0, 2, 3)) / (64 * 300)).sqrt()
+        assert ((rms / 0.2 - 1).abs() < 0.35).all(), rms
+
+
+def test_a_closure_is_called_and_its_loss_given_back(
+    small: Any, tokens: Any, backward: Any
+) -> None:
+    model = small()
+    for make in (descent, trust):
+        optimiser = make(model)
+        loss = optimiser.step(lambda: backward(model, tokens(0)))
+        assert loss is not None
+        assert loss > 0
+        assert all(s.entropy.isfinite().all() for s in optimiser.score_stats().values())
+
+
+def test_closed_hooks_see_nothing_more(small: Any, tokens: Any, backward: Any) -> None:
+    model = small()
+    score = descent(model)
+    score.close()
+    backward(model, tokens(0))
+    assert all(probe.seen is None for watch in score.watches for probe in watch.probes.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"radius": 0.0}, "radius=0.0"),
+        ({"norm": "nuclear"}, "norm='nuclear'"),
+        ({"size": "guessed"}, "size='guessed'"),
+        ({"probe": 0}, "probe=0"),
+        ({"damping": 0.0}, "damping=0.0"),
+    ],
+)
+def test_a_wrong_setting_is_refused(wrong: dict[str, Any], words: str, small: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        ScoreDescent(attention_pairs(small()), **wrong)
+
+
+def test_pairs_are_asked_for(small: Any) -> None:
+    model = small()
+    with pytest.raises(ValueError, match="give it attention_pairs"):
+        ScoreDescent(list(model.parameters()))  # type: ignore[arg-type]
+    nothing: list[Pair] = []
+    with pytest.raises(ValueError, match="needs pairs to watch"):
+        ScoreTrust(torch.optim.AdamW(model.parameters()), nothing)
+    with pytest.raises(ValueError, match="does not move the query and key weights of blocks"):
+        ScoreTrust(torch.optim.AdamW(model.embed.parameters()), attention_pairs(model))

@@ -1,0 +1,66 @@
+"""The score optimisers inside the training step and its checkpoints, as ``fenchel train`` runs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fenchel.data import Batches
+from fenchel.model import ModelConfig, Transformer
+from fenchel.optim import OptimConfig, build_optimiser, build_schedule
+from fenchel.train import Progress, Stepper, TrainConfig, checkpoint
+
+MODEL = ModelConfig(
+    vocabulary=31, context=8, width=16, layers=2, heads=4, kv_heads=2, bias=True, dropout=0.1
+)
+
+
+def stepper(name: str, seed: int = 0) -> Stepper:
+    model = Transformer(MODEL, generator=torch.Generator().manual_seed(seed))
+    ids = np.random.default_rng(0).integers(31, size=300)
+    optim = OptimConfig(optimiser=name)
+    return Stepper(
+        model,
+        Batches(ids, batch=4, context=8, seed=1),
+        build_optimiser(model, optim),
+        build_schedule(optim, 6),
+        config=TrainConfig(steps=6, batch=4, accumulate=2, threads=1, precision="float32"),
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize("name", ["score", "trust"])
+def test_a_run_resumed_from_its_checkpoint_ends_with_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    whole, begun, resumed = stepper(name), stepper(name), stepper(name, seed=7)
+    for step in range(6):
+        assert whole(step).broken is None
+    for step in range(3):
+        begun(step)
+    folder = checkpoint.save(
+        tmp_path, Progress(step=3), begun.model.state_dict(), begun.optimiser, {}
+    )
+    checkpoint.restore(folder, resumed.model, resumed.optimiser, {})
+    for step in range(3, 6):
+        resumed(step)
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_scheduled_rate_is_the_score_change() -> None:
+    take = stepper("score")
+    score = take.optimiser.members[0]
+    take(0)  # a fresh block ends in zeros: queries and keys get their first gradient at step 1
+    for step in range(1, 6):
+        take(step)
+        rate = score.param_groups[0]["lr"]
+        for stats in score.score_stats().values():  # type: ignore[attr-defined]
+            inside = ~stats.capped
+            torch.testing.assert_close(
+                stats.rms_change[inside],
+                torch.full_like(stats.rms_change[inside], rate),
+                rtol=0.01,
+                atol=0,
+            )
