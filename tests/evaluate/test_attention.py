@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fenchel.attention import attend
 from fenchel.evaluate import attention_health, attention_maps
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.sight import Sight
@@ -64,8 +65,8 @@ def test_health_knows_how_each_layer_attends(settings: dict[str, object], ids: T
     expected: list[float] = []
 
     def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
-        eye = torch.eye(9).expand(*k.shape[:2], -1, -1)  # values that show the weights
-        p = model.blocks[layer].attention.attend(q, k, eye, Sight())
+        asked = model.blocks[layer].attention.question(q, k, k, Sight())
+        _, p = attend(**asked._asdict(), return_weights=True)
         expected.append(torch.special.entr(p).sum(-1).mean().item())
 
     model(ids, observe=observe)

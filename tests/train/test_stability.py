@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fenchel.attention import attend
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.sight import Sight
 from fenchel.train.stability import Stability
@@ -218,9 +219,9 @@ def test_the_penalty_follows_the_settings_of_the_model(
     state = copy.deepcopy(s.model.state_dict())
 
     def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
-        eye = torch.eye(q.shape[2]).expand(*k.shape[:2], -1, -1)  # values that show the weights
         block = s.model.blocks[layer * len(s.model.blocks) // 2]
-        p = block.attention.attend(q, k, eye, Sight())
+        asked = block.attention.question(q, k, k, Sight())
+        _, p = attend(**asked._asdict(), return_weights=True)
         lacking.append(3.0 - torch.special.entr(p).sum(-1).mean((0, 2)))
 
     s.model(batch.inputs, observe=observe)
