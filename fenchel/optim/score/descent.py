@@ -92,10 +92,9 @@ class ScoreDescent(torch.optim.Optimizer):
             torch.stack([self._ahead(p.query, "query", group["momentum"]) for p in pairs]),
             torch.stack([self._ahead(p.key, "key", group["momentum"]) for p in pairs]),
         )
-        closed = group["size"] == "closed"
-        here = Line(pairs, at, W, ahead, closed=closed)
-        U = direction(here, W, ahead, group["norm"], group["damping"])
-        line = Line(pairs, at, W, U, closed=closed)
+        line = Line(pairs, at, W, closed=group["size"] == "closed")
+        U = direction(line, W, ahead, group["norm"], group["damping"])
+        line.toward(U)
         rule = Rule(float(group["lr"]), group["radius"], exactly=True)
         new, reach, _, stats = settle(line, W, U, stacked_reach(self.state, pairs), rule)
         write(pairs, new)

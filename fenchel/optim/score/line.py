@@ -108,15 +108,14 @@ def _turns(seen: Sequence[Seen], like: Tensor) -> Angles | None:
 
 
 class Line:
-    """Scores along W + t U for the layers of a stack."""
+    """Scores along W + t U for the layers of a stack; a point until ``toward`` says where."""
 
     def __init__(
-        self, pairs: Sequence[Pair], at: Sample, W: Heads, U: Heads, *, closed: bool = False
+        self, pairs: Sequence[Pair], at: Sample, W: Heads, *, closed: bool = False
     ) -> None:
         self.pairs, self.at, self.closed = pairs, at, closed or not at.real
-        asking = at.x[:, :, at.queries]
-        self.q, self.dq = (_project(asking, w) for w in (W.Q, U.Q))
-        self.k, self.dk = (_project(at.x, w) for w in (W.K, U.K))
+        self.q, self.k = _project(at.x[:, :, at.queries], W.Q), _project(at.x, W.K)
+        self.dq, self.dk = self.q.new_zeros(()), self.k.new_zeros(())
         self.group = W.Q.shape[1] // W.K.shape[1]
         self.start_q, self.start_k = self.queries(self.q), self.keys(self.k)
         self.pairs_open = at.open.sum(dim=(1, 3, 4)).clamp(min=1)
@@ -126,6 +125,11 @@ class Line:
             if self.start is None
             else self.rms(self.start)
         )
+
+    def toward(self, U: Heads) -> None:
+        """Run along U from here on."""
+        self.dq = _project(self.at.x[:, :, self.at.queries], U.Q)
+        self.dk = _project(self.at.x, U.K)
 
     def move(self, t: Factors, shrink: Factors) -> tuple[Tensor, Tensor]:
         """(RMS of the change, RMS of the scores) at a point of the line, (L, H) each."""

@@ -70,9 +70,7 @@ def reach(
     return t
 
 
-def _meets(
-    wanted: Tensor, t: Tensor, slope: Tensor, last: Tensor, slope_at_last: Tensor
-) -> Tensor:
+def _meets(wanted: Tensor, t: Tensor, slope: Tensor, last: Tensor, slope_at_last: Tensor) -> Tensor:
     """The larger t with y(t) - y(0) = b t + c t^2 = wanted, from (y(t) - y(0)) / t at two points.
 
     With one point b = 0: the change grows in proportion to t.

@@ -71,7 +71,8 @@ class ScoreTrust(torch.optim.Optimizer):
         U = Heads(made.Q - W.Q, made.K - W.K)
         group = self.param_groups[0]
         rule = Rule(float(group["lr"]), group["radius"], exactly=False)
-        line = Line(pairs, at, W, U)
+        line = Line(pairs, at, W)
+        line.toward(U)
         settled = settle(line, W, U, stacked_reach(self.state, pairs), rule)
         write(pairs, _cut_or_made(settled, made))
         self.watch.remember(pairs, settled.stats)

@@ -55,7 +55,7 @@ def test_the_scores_of_other_sequences_move_by_lr_every_step(
     score = ScoreDescent(pairs, lr=0.2, probe=6144)
     own = {p for pair in pairs for p in pair.parameters}
     rest = torch.optim.AdamW([p for p in model.parameters() if p not in own], lr=3e-3)
-    for step in range(5):
+    for step in range(4):
         backward(model, tokens(step, 256))
         change = held_out(model, pairs, tokens(1000 + step, 256))
         score.step()
@@ -64,6 +64,37 @@ def test_the_scores_of_other_sequences_move_by_lr_every_step(
         assert abs(float(moved.mean()) / 0.2 - 1) < 0.01, (kind, step, moved)
         rest.step()
         model.zero_grad()
+
+
+def test_sampled_queries_of_long_sequences_speak_for_all(
+    small: Any, tokens: Any, backward: Any, inputs: Any, scores_of: Any
+) -> None:
+    model = small(context=160)  # 64 of 160 positions ask
+    pairs = attention_pairs(model)
+    score, ids = ScoreDescent(pairs, lr=0.2), tokens(0, 12, 160)
+    read = inputs(model, pairs, ids)
+    before = [scores_of(p, *given) for p, given in zip(pairs, read, strict=True)]
+    backward(model, ids)
+    score.step()
+    for pair, given, start in zip(pairs, read, before, strict=True):
+        moved = (scores_of(pair, *given) - start).square().sum(dim=(0, 2, 3)) / (12 * 80 * 161)
+        torch.testing.assert_close(moved.sqrt(), torch.full((4,), 0.2), rtol=0.05, atol=0)
+
+
+def test_under_a_norm_of_queries_and_keys_the_weights_keep_their_size(
+    small: Any, tokens: Any, backward: Any
+) -> None:
+    """Scores do not see the size of the weights, and steps of one size would make it grow."""
+    model = small(normed=True)
+    pairs = attention_pairs(model)
+    before = [torch.linalg.matrix_norm(pair.key.values()) for pair in pairs]
+    score = ScoreDescent(pairs, lr=0.5)
+    for step in range(4):
+        backward(model, tokens(step))
+        score.step()
+        model.zero_grad()
+    for pair, size in zip(pairs, before, strict=True):
+        torch.testing.assert_close(torch.linalg.matrix_norm(pair.key.values()), size)
 
 
 @every_kind

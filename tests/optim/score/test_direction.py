@@ -34,7 +34,7 @@ class Instance:
         self.W, self.at = stack.W, stack.at
         grads = [(p.query.gradient(), p.key.gradient()) for p in self.pairs]
         self.gradient = Heads(*(torch.stack(part) for part in zip(*grads, strict=True)))  # type: ignore[arg-type]
-        self.line = Line(self.pairs, self.at, self.W, self.gradient)
+        self.line = Line(self.pairs, self.at, self.W)
 
     def group(self, layer: int, heads: Heads) -> Tensor:
         """The first group of heads with their keys, as one vector."""
@@ -96,7 +96,7 @@ def test_the_frobenius_direction_attains_three_quarters_of_the_best_descent(
 
 def test_under_rotation_the_unrotated_gram_is_the_wrong_measure(instance: Any) -> None:
     at = instance("rotary", 12)
-    still = Line(at.pairs, at.at._replace(turn=None), at.W, at.gradient)
+    still = Line(at.pairs, at.at._replace(turn=None), at.W)
     for layer in range(2):
         J = at.dense(layer)
         averaged, unrotated = (

@@ -82,6 +82,14 @@ def test_score_descent_sees_the_same_scores_and_moves_them_by_lr(
         torch.testing.assert_close(rms, torch.full_like(rms, 0.1), rtol=0.01, atol=0)
         stats = score.score_stats()[pair.name]
         torch.testing.assert_close(stats.rms_change, rms, rtol=1e-3, atol=0)
+        after = scores_of(pair, *given)
+        mask = torch.ones(24, 24, dtype=torch.bool).tril()
+        p = after.masked_fill(~mask, -torch.inf).softmax(-1)
+        entropy = torch.special.entr(p).sum(-1).mean(dim=(0, 2))
+        torch.testing.assert_close(stats.entropy, entropy, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(stats.max_score, after.abs().amax(dim=(0, 2, 3)))
+        rms = (after.square().sum(dim=(0, 2, 3)) / (8 * 300)).sqrt()
+        torch.testing.assert_close(stats.rms_score, rms, rtol=1e-4, atol=0)
         torch.testing.assert_close(
             stats.max_change, moved.abs().amax(dim=(0, 2, 3)), rtol=1e-3, atol=1e-5
         )

@@ -1,0 +1,87 @@
+"""fenchel/optim/score/line.py and size.py: which pairs are looked at, and where a line ends."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fenchel.optim import Pair, Rows
+from fenchel.optim.score.line import Heads, Line, sample
+from fenchel.optim.score.probe import Seen
+from fenchel.optim.score.size import reach
+
+
+def pair(**settings: object) -> Pair:
+    weight = nn.Parameter(torch.zeros(12, 6))
+    rows = Rows(weight, 0, 4, 2), Rows(weight, 4, 8, 2)
+    return Pair("layer", nn.Identity(), *rows, scale=0.5, **settings)  # type: ignore[arg-type]
+
+
+def opened(seen: Seen, **settings: object) -> Tensor:
+    return sample([pair(**settings)], [seen], torch.empty(6)).open[0, :, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "distances"),
+    [
+        ({}, range(9)),
+        ({"window": 3}, range(3)),
+        ({"causal": False}, range(-8, 9)),
+        ({"causal": False, "window": 3}, range(-8, 3)),
+    ],
+)
+def test_a_query_sees_what_the_layer_lets_it(settings: dict[str, object], distances: range) -> None:
+    open_ = opened(Seen(torch.zeros(2, 9, 6), None, None), **settings)
+    for i in range(9):
+        for j in range(9):
+            assert bool(open_[1, i, j]) == (i - j in distances)
+
+
+def test_a_mask_closes_pairs_for_its_own_sequence() -> None:
+    mask = torch.ones(2, 9, 9, dtype=torch.bool)
+    mask[1, :, 4] = False
+    open_ = opened(Seen(torch.zeros(2, 9, 6), None, mask))
+    assert open_[0, 8, 4]
+    assert not open_[1, :, 4].any()
+
+
+def test_queries_are_sampled_evenly() -> None:
+    at = sample([pair()], [Seen(torch.zeros(1, 640, 6), None, None)], torch.empty(6))
+    assert at.queries.tolist() == list(range(5, 640, 10))
+
+
+def test_independent_positions_give_the_closed_form() -> None:
+    """Over all pairs of two long independent samples the mean square is <E qq^T, E kk^T>."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 64, 6, generator=generator, dtype=torch.float64)
+    W = Heads(*(torch.randn(1, 2, 2, 6, generator=generator, dtype=torch.float64) for _ in "QK"))
+    layer = pair(causal=False)
+    at = sample([layer], [Seen(x, None, None)], W.Q)
+    exact, closed = (Line([layer], at, W, closed=c).start_rms for c in (False, True))
+    torch.testing.assert_close(exact, closed)  # every pair is open, so it is no approximation
+
+
+CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "straight": lambda t: 3.0 * t,
+    "from the side": lambda t: (0.04 + t.square()).sqrt(),
+    "first away": lambda t: (0.09 - 0.3 * t + t.square()).sqrt(),
+    "bending up": lambda t: t + 2.0 * t.square(),
+    "saturating": lambda t: t / (0.1 + t),
+    "steep": lambda t: 1e6 * t,
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("begin", [0.02, 0.4, 3.0])
+def test_a_line_ends_where_the_change_is_gamma(name: str, begin: float) -> None:
+    curve, gamma = CURVES[name], torch.full((2, 3), 0.4)
+    start = torch.full((2, 3), 1e-6 if name == "steep" else begin)
+    t = reach(curve, gamma, start, torch.full((2, 3), torch.inf))
+    torch.testing.assert_close(curve(t), gamma, rtol=0.01, atol=0)
+
+
+def test_a_line_that_never_gets_there_ends_at_its_limit() -> None:
+    one = torch.ones(1, 1)
+    assert float(reach(lambda t: 0.1 * t, one, one, one)) == 1.0
+    assert float(reach(torch.zeros_like, one, one, one)) == 1.0
