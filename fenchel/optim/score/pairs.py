@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fenchel.attention import Causal, Window
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -165,7 +167,7 @@ def _plain(linear: nn.Module) -> bool:
 
 def _fenchel(name: str, module: nn.Module) -> Pair:
     H, G, D = (int(getattr(module, size)) for size in ("heads", "groups", "head_width"))
-    qkv = module.qkv
+    qkv, shape = module.qkv, getattr(module, "shape", Causal())
     assert isinstance(qkv, nn.Linear)
     if qkv.out_features != (H + 2 * G) * D:
         raise ValueError(
@@ -178,8 +180,8 @@ def _fenchel(name: str, module: nn.Module) -> Pair:
         Rows(qkv.weight, 0, H * D, H, qkv.bias),
         Rows(qkv.weight, H * D, (H + G) * D, G, qkv.bias),
         scale=getattr(module, "scale", None),
-        causal=getattr(module, "causal", True),
-        window=getattr(module, "window", None),
+        causal=isinstance(shape, Causal) or (isinstance(shape, Window) and shape.right == 0),
+        window=shape.left + 1 if isinstance(shape, Window) and shape.left is not None else None,
         layout=getattr(module, "layout", "half"),
     )
 

@@ -36,11 +36,13 @@ class Probe:
         self.seen: Seen | None = None
         self.handle = pair.module.register_forward_pre_hook(self, with_kwargs=True)
 
-    def __call__(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Keep a sample of the arguments of a forward pass."""
         if not torch.is_grad_enabled():
             return
         values = (*args, *kwargs.values())
+        shared = [v for v in values if hasattr(v, "turns")]  # our layers get all they share in one
+        values += tuple(v.turns[getattr(module, "local", False)] for v in shared)
         x = next((v for v in values if _stream(v, self.width)), None)
         if x is None or x.numel() == 0:
             return
