@@ -90,7 +90,7 @@ def _open(pair: Pair, seen: Seen, queries: Tensor) -> Tensor:
     distance = queries.unsqueeze(1) - torch.arange(T, device=queries.device)
     open_ = distance >= 0 if pair.causal else torch.ones_like(distance, dtype=torch.bool)
     if pair.window is not None:
-        open_ = open_ & (distance < pair.window)
+        open_ = open_ & (distance.abs() < pair.window)
     if seen.mask is not None:
         return open_ & seen.mask[:, queries]
     return open_.expand(n, -1, -1)

@@ -9,7 +9,9 @@ heads of queries share G heads of keys (GQA), each D wide. Found by structure, n
     q_proj, k_proj   two Linear maps; q_norm and k_norm when there are              Llama, Qwen
 
 A bias is one more column of the weight, read against a constant input of 1. What does not fit is
-refused in one sentence; ``Pair`` can be made by hand for such a layer.
+refused in one sentence; ``Pair`` can be made by hand for such a layer. Attention to another
+stream (the cross-attention of an encoder-decoder) is no pair, and left to other optimisers. Scores
+are taken before a soft cap or a bias of positions.
 """
 
 from collections.abc import Iterator
@@ -88,7 +90,7 @@ class Pair:
     k_norm: nn.Module | None = None
     causal: bool = True
     window: int | None = None
-    """How many keys a query sees, itself among them; None is all."""
+    """A query sees keys less than so many positions away; None is all."""
     layout: str = "half"
     """Which entries a rotation pairs, as in fenchel.attention.rotate."""
 
@@ -153,7 +155,7 @@ def _refusal(module: nn.Module) -> str | None:
         linear = getattr(module, name, None)
         if isinstance(linear, nn.Module) and not _plain(linear):
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
-    if getattr(module, "scores", "dot") != "dot":
+    if getattr(module, "by_distance", False):
         return "its scores are not products of queries and keys"
     return None
 

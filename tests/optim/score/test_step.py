@@ -7,6 +7,7 @@ from torch import Tensor
 from fenchel.optim.score import remove_gauge, score_step
 from fenchel.optim.score.open_questions import efficiency_lower
 from fenchel.optim.score.operator import ScoreMap, Weights
+from fenchel.optim.score.solvers import cg, whitening
 
 SOLVERS = ["raw", "exact", "spectral", "cg"]
 SIZES = [(16, 8, 2), (9, 12, 3), (20, 7, 7)]  # tall, fewer tokens than features, full width
@@ -178,6 +179,20 @@ def test_damping_shortens_the_weights_step_where_the_inputs_hardly_vary() -> Non
         assert damped.dW_Q.norm() < 0.1 * free.dW_Q.norm()
         assert damped.predicted < 0
         assert float(damped.dS.norm()) == pytest.approx(0.1, rel=1e-9)
+
+
+def test_damped_cg_solves_the_damped_normal_equations() -> None:
+    """(J^T J + damping) z = -J^T G in the whitened coordinates z, here with a dense J."""
+    X, W_Q, W_K, G = batch()
+    scores = ScoreMap(X, W_Q, W_K, CAUSAL)
+    dW = cg(scores, G, 0.1)
+    E_X, E_Q, E_K = whitening(scores, 0.1)
+    out = torch.block_diag(torch.kron(E_X, E_K), torch.kron(E_X, E_Q))
+    J = dense(scores) @ out
+    eye = torch.eye(J.shape[1], dtype=torch.float64)
+    z = torch.linalg.solve(J.mT @ J + 0.1 * eye, -J.mT @ (G * CAUSAL).flatten())
+    ours = torch.cat([M.flatten() for M in dW])
+    torch.testing.assert_close(ours, out @ z, atol=1e-10, rtol=0)
 
 
 def test_a_gradient_that_no_weight_can_follow_gives_no_step_and_says_so() -> None:

@@ -179,6 +179,29 @@ def test_a_frozen_layer_stays_and_the_others_move(
     )
 
 
+def test_a_raw_step_goes_against_the_momentum_that_looks_ahead(
+    small: Any, tokens: Any, backward: Any
+) -> None:
+    model = small()
+    pairs = attention_pairs(model)
+    score = ScoreDescent(pairs, momentum=0.8, radius=float("inf"), norm="raw")
+    M = [torch.zeros_like(pair.query.values()) for pair in pairs]
+    for step in range(3):
+        backward(model, tokens(step))
+        before = [pair.query.values() for pair in pairs]
+        g = [pair.query.gradient() for pair in pairs]
+        score.step()
+        for layer, pair in enumerate(pairs):
+            gradient = g[layer]
+            assert gradient is not None
+            M[layer] = 0.8 * M[layer] + 0.2 * gradient
+            ahead = (0.8 * M[layer] + 0.2 * gradient).flatten(1)
+            moved = (pair.query.values() - before[layer]).flatten(1)
+            cosine = torch.cosine_similarity(moved, -ahead)
+            torch.testing.assert_close(cosine, torch.ones(4), rtol=0, atol=1e-4)
+        model.zero_grad()
+
+
 def test_groups_have_rates_of_their_own(small: Any, tokens: Any, backward: Any) -> None:
     model = small()
     first, second = attention_pairs(model)
