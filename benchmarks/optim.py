@@ -34,7 +34,7 @@ def main(options: Sequence[str] = ()) -> None:
     """Run the studies that are asked for, print their tables, write results and figure."""
     asked = _parser().parse_args(options)
     size = "quick" if asked.quick else asked.device
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1 if asked.quick else THREADS)
     ledger = Ledger(asked.out / f"optim_{size}.jsonl", minutes=asked.minutes)
     tables: dict[str, list[dict[str, Any]]] = {}
     try:
