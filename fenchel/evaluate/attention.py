@@ -23,7 +23,7 @@ def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[Any]]
     by_head: list[HeadHealth] = []
 
     def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
-        one = model.blocks[layer * len(model.blocks) // model.config.layers].attention
+        one: Any = model.blocks[layer * len(model.blocks) // model.config.layers].attention
         whole, heads = healths(
             q, k, choice=one.choice, prior=one.shape, scale=one.scale, softcap=one.softcap
         )
