@@ -64,7 +64,13 @@ def race(contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup:
     return Race(seconds)
 
 
-def record(name: str, rows: Sequence[Mapping[str, Any]], packages: Sequence[str] = ()) -> Path:
+def record(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    packages: Sequence[str] = (),
+    *,
+    folder: Path = RESULTS,
+) -> Path:
     """Write results/NAME.json: the rows, the machine, the versions and the commit."""
     page = {
         "benchmark": name,
@@ -76,8 +82,8 @@ def record(name: str, rows: Sequence[Mapping[str, Any]], packages: Sequence[str]
         "versions": {package: version(package) for package in ("torch", *packages)},
         "rows": list(rows),
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(page, indent=1) + "\n")
     return path
 

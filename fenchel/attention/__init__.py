@@ -4,7 +4,7 @@ from fenchel.attention.attend import attend, serves
 from fenchel.attention.derivative import Gradients, Move, attend_jvp, attend_vjp
 from fenchel.attention.distance import by_distance
 from fenchel.attention.habits import Habits, habits
-from fenchel.attention.health import Health, health
+from fenchel.attention.health import HeadHealth, Health, health, healths
 from fenchel.attention.linear import (
     LinearState,
     RandomFeatures,
@@ -30,6 +30,7 @@ __all__ = [
     "Global",
     "Gradients",
     "Habits",
+    "HeadHealth",
     "Health",
     "Linear",
     "LinearState",
@@ -52,6 +53,7 @@ __all__ = [
     "by_distance",
     "habits",
     "health",
+    "healths",
     "linear_attend",
     "linear_step",
     "random_features",

@@ -1,4 +1,4 @@
-"""The health of attention in four numbers, cheap enough for every line of a training log.
+"""The health of attention in a few numbers, cheap enough for every line of a training log.
 
     max_logit    largest |beta z| over the keys a query may see, after any soft-cap: growth without
                  end is the first sign of a run that will diverge
@@ -7,8 +7,12 @@
     support      mean over rows of the number of keys with p_j > 0: S for softmax (until a weight
                  underflows), the true support for sparse maps
 
-Each is averaged over batch, heads and queries. A row that no key is open to has no weights and is
-left out. Nothing here is differentiable.
+``health`` averages each over batch, heads and queries; ``healths`` also gives, from the same
+scores and weights, the largest logit and the mean entropy of every head by itself, and
+
+    rms          root mean square of beta z over the pairs a head may see
+
+A row that no key is open to has no weights and is left out. Nothing here is differentiable.
 """
 
 from typing import NamedTuple
@@ -33,6 +37,14 @@ class Health(NamedTuple):
     support: float
 
 
+class HeadHealth(NamedTuple):
+    """One number a head each, (H,) as lists."""
+
+    max_logit: list[float]
+    rms: list[float]
+    entropy: list[float]
+
+
 @torch.no_grad()
 def health(
     q: Tensor,
@@ -44,6 +56,20 @@ def health(
     softcap: float | None = None,
 ) -> Health:
     """How q (B, H, T, D) attends to k (B, G, S, D), in O(T S) memory: give it a small sample."""
+    return healths(q, k, choice=choice, prior=prior, scale=scale, softcap=softcap)[0]
+
+
+@torch.no_grad()
+def healths(
+    q: Tensor,
+    k: Tensor,
+    *,
+    choice: Choice = _SOFTMAX,
+    prior: Prior | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Health, HeadHealth]:
+    """``health``, and the same by head."""
     check(q, k, k, softcap=softcap)
     q, k = four(q), four(k)
     z = cap(score(q, k, q.shape[-1] ** -0.5 if scale is None else scale), softcap)
@@ -58,5 +84,10 @@ def health(
     open_ = support > 0
     rows = open_.sum().clamp(min=1)
     means = [(x * open_).sum() / rows for x in (entropy, entropy.exp(), support)]
-    top = logits.amax() if logits.numel() else logits.new_zeros(())
-    return Health(*torch.stack([top, *means]).tolist())
+    top_H = logits.amax((0, 2, 3)) if logits.numel() else logits.new_zeros(q.shape[1])
+    seen = torch.ones_like(z) if log_u is None else (log_u > -torch.inf).expand_as(z)
+    rms_H = (logits.square().sum((0, 2, 3)) / seen.sum((0, 2, 3)).clamp(min=1)).sqrt()
+    entropy_H = (entropy * open_).sum((0, 2)) / open_.sum((0, 2)).clamp(min=1)
+    top = top_H.amax() if len(top_H) else top_H.new_zeros(())
+    heads = torch.stack([top_H, rms_H, entropy_H]).tolist()
+    return Health(*torch.stack([top, *means]).tolist()), HeadHealth(*heads)

@@ -7,17 +7,26 @@ import subprocess
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(name: str, /) -> int:
+def run(
+    name: str,
+    /,
+    *options: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+) -> int:
     """Run a benchmark of the source tree: peers and ours in one process.
 
     Parameters
     ----------
     name
         Its file's name, such as attention_cpu; attention alone will do.
+    options
+        What the benchmark itself takes, such as --quick for optim.
     """
     known = sorted(path.stem for path in FOLDER.glob("*.py")) if FOLDER.is_dir() else []
     known = [stem for stem in known if stem not in ("__main__", "harness")]
@@ -29,5 +38,7 @@ def run(name: str, /) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}."
         raise ValueError(f"there is no benchmark {name!r}; {hint}")
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", chosen], cwd=FOLDER.parent, check=False
+        [sys.executable, "-m", "benchmarks", chosen, *options],
+        cwd=FOLDER.parent,
+        check=False,
     ).returncode

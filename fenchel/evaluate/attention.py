@@ -6,26 +6,35 @@ it reads (``observe``) and the weights of these few sequences are computed besid
 Shapes: ids (B, T); maps (layers, H, T, T), row t the weights of query t.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fenchel.attention import Causal, Health, attend, health
+from fenchel.attention import Causal, HeadHealth, Health, attend, healths
 from fenchel.choice import named
 from fenchel.model import Transformer, evaluating
 
 
 @torch.no_grad()
-def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[float]]:
-    """Largest score, entropy, effective number of keys and support, one number a layer each."""
-    choice = named(model.config.choice, alpha=model.config.alpha)
+def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[Any]]:
+    """The numbers of fenchel/attention/health.py: one a layer, and under head_ a list a layer."""
     found: list[Health] = []
+    by_head: list[HeadHealth] = []
 
-    def observe(_layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
-        found.append(health(q, k, choice=choice, prior=Causal()))
+    def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
+        one: Any = model.blocks[layer * len(model.blocks) // model.config.layers].attention
+        whole, heads = healths(
+            q, k, choice=one.choice, prior=one.shape, scale=one.scale, softcap=one.softcap
+        )
+        found.append(whole)
+        by_head.append(heads)
 
     with evaluating(model):
         model(ids_BT, observe=observe, last=True)
-    return {f"attention/{name}": [getattr(h, name) for h in found] for name in Health._fields}
+    told = {f"attention/{name}": [getattr(h, name) for h in found] for name in Health._fields}
+    heads = {name: [getattr(h, name) for h in by_head] for name in HeadHealth._fields}
+    return told | {f"attention/head_{name}": values for name, values in heads.items()}
 
 
 @torch.no_grad()

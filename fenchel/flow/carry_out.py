@@ -14,7 +14,7 @@ from fenchel.evaluate import Score, attention_health, bzip2_bits, ngram_bits, sa
 from fenchel.files import Damaged, StorageFailed, read_json
 from fenchel.flow.config import RunConfig, Watch
 from fenchel.flow.trial import device_of, model_of
-from fenchel.optim import Together, build_optimiser, build_schedule
+from fenchel.optim import Together, build_beta2, build_optimiser, build_schedule
 from fenchel.report import page
 from fenchel.train import (
     Loop,
@@ -74,6 +74,7 @@ def carry_out(
             build_schedule(config.optim, steps),
             config=config.train,
             seed=config.seed,
+            beta2=build_beta2(config.optim),
         ),
         steps=steps,
         run=run,

@@ -1,7 +1,9 @@
 """Parameters and gradients to moved parameters, measured in score space; schedules."""
 
-from fenchel.optim.build import OptimConfig, build_optimiser, build_schedule
+from fenchel.optim.build import OptimConfig, build_beta2, build_optimiser, build_schedule
+from fenchel.optim.clip import clip_
 from fenchel.optim.muon import Muon
+from fenchel.optim.ordinary import adam_l2, adamw, nesterov, sgd, sgd_average
 from fenchel.optim.schedule import (
     Schedule,
     beta2_warmup,
@@ -35,14 +37,21 @@ __all__ = [
     "ScoreTrust",
     "Step",
     "Together",
+    "adam_l2",
+    "adamw",
     "attention_pairs",
     "beta2_warmup",
+    "build_beta2",
     "build_optimiser",
     "build_schedule",
+    "clip_",
     "constant",
     "inverse_sqrt",
+    "nesterov",
     "remove_gauge",
     "score_step",
+    "sgd",
+    "sgd_average",
     "warmup_cosine",
     "warmup_hold",
     "warmup_linear",

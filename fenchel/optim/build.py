@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fenchel.optim import schedule
+from fenchel.optim import ordinary, schedule
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
 from fenchel.optim.score import ScoreDescent, ScoreTrust, attention_pairs
 from fenchel.optim.score.rest import Leaf, hand_over, leftover
 from fenchel.optim.together import Together
 
-OPTIMISERS = ("muon", "adamw", "score", "trust")
+OPTIMISERS = ("muon", "adamw", "score", "trust", "adam_l2", "sgd", "sgd_average", "nesterov")
+BETA2_START = 0.99
+"""Where a warm-up of beta2 begins: an average over 100 steps."""
 SCHEDULES = ("hold", "cosine", "linear", "inverse_sqrt", "constant")
 
 
@@ -32,10 +34,11 @@ class OptimConfig:
     """How parameters move."""
 
     optimiser: str = "muon"
-    """"muon" (matrices by Muon, the rest by AdamW), "adamw" (everything by AdamW), "score"
-    (queries and keys by ScoreDescent, else as "muon") or "trust" ("muon" within ScoreTrust)."""
+    """"muon" (matrices by Muon, the rest by AdamW), "score" (queries and keys by ScoreDescent, else
+    as "muon") or "trust" ("muon" within ScoreTrust), or everything by one rule of ordinary.py:
+    "adamw", "adam_l2", "sgd", "sgd_average" or "nesterov"."""
     learning_rate: float = 1e-2
-    """Peak rate of AdamW."""
+    """Peak rate of AdamW, or of the one rule."""
     matrix_learning_rate: float = 1e-2
     """Peak rate of Muon."""
     score_rate: float = 0.2
@@ -48,8 +51,10 @@ class OptimConfig:
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
+    beta2_warmup: int = 0
+    """Steps in which AdamW's or Adam's window grows from 100 steps to that of ``beta2``."""
     momentum: float = 0.95
-    """Decay of Muon's momentum."""
+    """Decay of the momentum of Muon, of SGD and of Nesterov's rule."""
     schedule: str = "hold"
     """"hold" (plateau, then linear), "cosine", "linear", "inverse_sqrt" or "constant"."""
     warmup: float = 0.02
@@ -70,19 +75,19 @@ class OptimConfig:
                 raise ValueError(f"{name}={getattr(self, name)} should be in [0, 1).")
         if not 0.0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay={self.weight_decay} should be 0 or above, and finite.")
+        if self.beta2_warmup < 0 or (self.beta2_warmup and self.beta2 < BETA2_START):
+            raise ValueError(
+                f"beta2_warmup={self.beta2_warmup} counts steps in which beta2 rises from "
+                f"{BETA2_START}; it needs a beta2 of at least that, got beta2={self.beta2}."
+            )
 
 
 def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:
     """The optimiser the settings ask for, over all parameters of ``model``."""
     rate, radius = config.score_rate, config.score_radius
     match config.optimiser:
-        case "adamw":
-            matrices, others = split(model)
-            groups: list[dict[str, Any]] = [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": others},
-            ]
-            return Together(_adamw(groups, config))
+        case "muon":
+            return Together(*_muon(model, config))
         case "score":
             pairs = attention_pairs(model)
             score = ScoreDescent(pairs, lr=rate, momentum=config.momentum, radius=radius)
@@ -91,7 +96,7 @@ def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:
             inner = Together(*_muon(model, config))
             return Together(ScoreTrust(inner, attention_pairs(model), lr=rate, radius=radius))
         case _:
-            return Together(*_muon(model, config))
+            return Together(_one_rule(model, config))
 
 
 def _muon(
@@ -110,22 +115,33 @@ def _muon(
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
-    adamw = _adamw(others, config)
+    betas = (config.beta1, config.beta2)
+    adamw = ordinary.adamw(others, lr=config.learning_rate, betas=betas)
     for optimiser in (muon, adamw):
         hand_over(optimiser, leaves or [])
     return muon, adamw
 
 
-def _adamw(
-    params: list[nn.Parameter] | list[dict[str, Any]], config: OptimConfig
-) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        params,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        weight_decay=0.0,
-        fused=True,
-    )
+def _one_rule(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """One of fenchel/optim/ordinary.py for every parameter; matrices decay."""
+    matrices, others = split(model)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others},
+    ]
+    rate, momentum = config.learning_rate, config.momentum
+    betas = (config.beta1, config.beta2)
+    match config.optimiser:
+        case "adam_l2":
+            return ordinary.adam_l2(groups, lr=rate, betas=betas)
+        case "sgd":
+            return ordinary.sgd(groups, lr=rate, momentum=momentum)
+        case "sgd_average":
+            return ordinary.sgd_average(groups, lr=rate, momentum=momentum)
+        case "nesterov":
+            return ordinary.nesterov(groups, lr=rate, momentum=momentum)
+        case _:
+            return ordinary.adamw(groups, lr=rate, betas=betas)
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -153,3 +169,10 @@ def build_schedule(config: OptimConfig, steps: int) -> Schedule:
             return schedule.constant()
         case _:
             return schedule.warmup_hold(warmup, steps, config.final)
+
+
+def build_beta2(config: OptimConfig) -> Schedule | None:
+    """Adam's second decay at each step, or None when it does not change."""
+    if not config.beta2_warmup:
+        return None
+    return schedule.beta2_warmup(config.beta2_warmup, BETA2_START, config.beta2)

@@ -14,6 +14,13 @@ all, f the final factor and r = (t - w) / (n - w) clamped to [0, 1]:
     constant         1
 
 Past the end every one of them stays where it ended.
+
+    beta2_warmup     1 - 1 / window,     window from 100 to 1000 steps, evenly
+
+An early average over few steps follows gradients that still change fast. Adam divides by
+1 - beta2^t, which supposes that beta2 was always what it is now; under a rising beta2 the
+exact divisor, 1 less the product of all beta2 so far, is larger, so steps come out shorter (at
+most by 18 % when the warm-up takes 1000 steps, by 8 % when it takes 2000), never longer.
 """
 
 import math

@@ -13,12 +13,13 @@ from fenchel.report.attention_map import attention_map
 from fenchel.report.curves import curves
 from fenchel.report.document import document
 from fenchel.report.headline import header, headline
+from fenchel.report.heads import heads
 from fenchel.report.layers import layers
 from fenchel.report.markup import shorten
 from fenchel.report.run import Run, read
 from fenchel.report.words import environment, sample, settings
 
-PARTS = (headline, curves, layers, attention_map, sample, settings, environment)
+PARTS = (headline, curves, layers, heads, attention_map, sample, settings, environment)
 """The sections in the order of the page."""
 
 

@@ -23,7 +23,8 @@ from fenchel.files import read_json
 from fenchel.report.quantities import many
 
 Row = Mapping[str, float | tuple[float, ...]]
-"""One step: a number, or one number a layer, under each name; "step" is always there."""
+"""One step: a number, or one a layer, under each name, or one a head of layer n under name/n;
+"step" is always there."""
 
 LOST = {
     "config.toml": "the settings of this run are not known",
@@ -183,11 +184,19 @@ def _row(line: bytes) -> dict[str, float | tuple[float, ...]] | None:
     row: dict[str, float | tuple[float, ...]] = {}
     for key, entry in value.items():
         if isinstance(entry, list):
-            numbers = (number(one) for one in entry[:_LAYERS_LIMIT])
-            row[key] = tuple(math.nan if one is None else one for one in numbers)
+            row[key] = _numbers(entry)
+            # One list a layer, such as a number a head: each under the number of its layer.
+            for layer, inner in enumerate(entry[:_LAYERS_LIMIT]):
+                if isinstance(inner, list):
+                    row[f"{key}/{layer}"] = _numbers(inner)
         elif (one := number(entry)) is not None:
             row[key] = one
     return row | {"step": float(int(step))}
+
+
+def _numbers(entries: list[Any]) -> tuple[float, ...]:
+    found = (number(one) for one in entries[:_LAYERS_LIMIT])
+    return tuple(math.nan if one is None else one for one in found)
 
 
 def _join(

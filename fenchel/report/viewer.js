@@ -2,7 +2,7 @@
 //
 //   bars(host, {bars: [{name, value, ours}]})
 //   lineChart(host, {series: [{name, tone, x: {step}, y}], references: [{name, value}], log, zero}, state)
-//   strips(host, {x: {step}, layers: [[value]], last, least, most}, state)
+//   strips(host, {x: {step}, layers: [[value]], names, last, least, most}, state)
 //   attention(host, {layers, heads, size, tokens, data}), of the next three:
 //   mapGrid, mapView, sentence(host, unpack(data), choice, changed)
 //
@@ -222,7 +222,7 @@ export function strips(host, data, state) {
 			if (i % skip) return;
 			const y = Math.max((i + 0.5) * row - 1, 6);
 			pen.fillStyle = paint.muted;
-			pen.fillText(`layer ${i + 1}`, 0, y);
+			pen.fillText(data.names[i], 0, y);
 			pen.fillStyle = paint.ink;
 			pen.fillText(digits(data.last[i]), right + 8, y, 46);
 		});
@@ -232,7 +232,7 @@ export function strips(host, data, state) {
 		pen.strokeStyle = paint.accent;
 		if (canvas.matches(":focus, :hover")) pen.strokeRect(X(edges[column]), layer * row, Math.max(X(edges[column + 1]) - X(edges[column]), 2), row - 2);
 		place = (x, y) => [edges.filter((edge) => X(edge) <= x * width).length - 1, Math.floor((y * height) / row)];
-		readout.textContent = `${name} ${long(data.x[axis][column])}, layer ${layer + 1}: ${digits(data.layers[layer][column])}`;
+		readout.textContent = `${name} ${long(data.x[axis][column])}, ${data.names[layer]}: ${digits(data.layers[layer][column])}`;
 	}
 	function move(j, i) {
 		[column, layer] = [clamp(j, 0, columns - 1), clamp(i, 0, count - 1)];

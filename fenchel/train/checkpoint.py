@@ -68,6 +68,10 @@ class Progress:
     """The step that had it."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl at this moment; what is beyond has yet to happen again."""
+    loss_scale: float | None = None
+    """Factor on the loss in float16; None in any other precision."""
+    loss_scale_age: int = 0
+    """Steps since that factor changed."""
 
 
 def save(

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-PRECISIONS = ("auto", "float32", "bfloat16")
+PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 LOGGERS = ("tensorboard",)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -25,8 +25,15 @@ class TrainConfig:
     """Largest global norm of a gradient; longer ones are shortened."""
     smoothing: float = 0.0
     """Share of each target's probability that is spread over all tokens."""
+    qk_clip: float | None = None
+    """Limit on the scores of a head: what passes it is scaled back after the step. None is none."""
+    entropy_floor: float = 0.0
+    """Mean entropy in nats below which a head is penalised; 0 is no penalty."""
+    entropy_weight: float = 0.1
+    """Factor of that penalty in the loss; without a floor nothing reads it."""
     precision: str = "auto"
-    """"float32", "bfloat16" (autocast), or "auto": bfloat16 where the hardware has it."""
+    """"float32", "bfloat16" (autocast), "float16" (autocast, the loss scaled), or "auto": bfloat16
+    where the hardware has it."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one."""
     exact: bool = True
@@ -64,6 +71,11 @@ class TrainConfig:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch={self.batch}.")
         if not self.clip > 0.0:
             raise ValueError(f"clip={self.clip} should be above 0.")
+        if self.qk_clip is not None and not 0.0 < self.qk_clip < math.inf:
+            raise ValueError(f"qk_clip={self.qk_clip} should be above 0 and finite, or left out.")
+        for name in ("entropy_floor", "entropy_weight"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} should be 0 or above, and finite.")
         if not 0.0 <= self.smoothing < 1.0:
             raise ValueError(f"smoothing={self.smoothing} should be in [0, 1).")
         if self.precision not in PRECISIONS:

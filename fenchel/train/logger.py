@@ -61,17 +61,27 @@ def require_loggers(names: Iterable[str]) -> None:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line by name; lists of them as name/layer_0, name/layer_1, ...
+    """The numbers of a line by name; lists as name/layer_0, ..., lists of them with /head_0, ...
 
     >>> scalars({"step": 3, "train/loss": 2.5, "attention/entropy": [1.0, 0.5]})
     {'train/loss': 2.5, 'attention/entropy/layer_0': 1.0, 'attention/entropy/layer_1': 0.5}
+    >>> scalars({"attention/head_rms": [[2.0, 3.0]]})
+    {'attention/head_rms/layer_0/head_0': 2.0, 'attention/head_rms/layer_0/head_1': 3.0}
     """
     found: dict[str, float] = {}
     for name, value in metrics.items():
-        if isinstance(value, list | tuple):
-            found |= {f"{name}/layer_{n}": float(one) for n, one in enumerate(value)}
-        elif isinstance(value, int | float) and name != "step":
-            found[name] = float(value)
+        if name != "step":
+            found |= _numbered(name, value, ("layer", "head"))
+    return found
+
+
+def _numbered(name: str, value: Any, axes: tuple[str, ...]) -> dict[str, float]:
+    if isinstance(value, int | float):
+        return {name: float(value)}
+    found: dict[str, float] = {}
+    if isinstance(value, list | tuple) and axes:
+        for n, one in enumerate(value):
+            found |= _numbered(f"{name}/{axes[0]}_{n}", one, axes[1:])
     return found
 
 

@@ -22,6 +22,7 @@ from fenchel.train import checkpoint
 from fenchel.train.checkpoint import Progress
 from fenchel.train.interrupt import Interruption
 from fenchel.train.rundir import RunDir
+from fenchel.train.scaling import Scale
 from fenchel.train.step import Stepper, Taken
 
 Measure = Callable[[nn.Module], Mapping[str, float]]
@@ -72,6 +73,8 @@ class Loop:
         self.steps, self.run, self.settings = steps, run, settings
         self.validate, self.probe, self.listener = validate, probe, listener
         self.progress = progress
+        if take.scaling is not None and progress.loss_scale is not None:
+            take.scaling.scale = Scale(progress.loss_scale, progress.loss_scale_age)
         self._saved = progress.step
         self._started = time.perf_counter() - progress.seconds
         self._mark = (time.perf_counter(), progress.tokens)
@@ -137,6 +140,7 @@ class Loop:
                 "train/gradient_norm": taken.gradient_norm,
                 "train/tokens": p.tokens,
                 "train/skipped": len(p.skipped),
+                **{f"train/{name}": value for name, value in taken.told.items()},
                 **seen,
                 "time/tokens_per_second": (p.tokens - before) / max(1e-9, now - since),
                 "time/elapsed": now - self._started,
@@ -177,6 +181,7 @@ class Loop:
                 self.progress,
                 seconds=time.perf_counter() - self._started,
                 metrics_bytes=self.run.settle(),
+                **self._scale(),
             )
             checkpoint.save(
                 self.run.checkpoints,
@@ -198,6 +203,12 @@ class Loop:
                 self.run.checkpoints, keep=self.config.keep, best_step=self.progress.best_step
             )
         return None
+
+    def _scale(self) -> dict[str, Any]:
+        if self.take.scaling is None:
+            return {}
+        factor, age = self.take.scaling.scale
+        return {"loss_scale": factor, "loss_scale_age": age}
 
     def _kept(self) -> str:
         kept, _ = checkpoint.newest(self.run.checkpoints)

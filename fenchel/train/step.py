@@ -5,30 +5,34 @@ noise. The gradient is that of
 
     (1 / N) sum over the N targets of the step of  their loss,
 
-summed over parts when the step is read in several; its global norm is cut to ``clip``. When the
-loss or the norm is not finite the optimiser is not called and no weight moves.
+summed over parts when the step is read in several, and of a penalty where a switch of
+fenchel/train/stability.py adds one; its global norm is cut to ``clip``. When the loss or the norm
+is not finite the optimiser is not called and no weight moves.
 
 Many processes will join here: ``Batches`` gives rank r of w its share of a step, and the
-gradient is complete just before ``get_total_norm``.
+gradient is complete just before ``clip_``.
 """
 
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fenchel.data import Batch, Batches
-from fenchel.optim import Schedule, Together
+from fenchel.optim import Schedule, Together, clip_
 from fenchel.train.config import TrainConfig
 from fenchel.train.exact import fixed_order
 from fenchel.train.guard import first_broken
 from fenchel.train.readout import readout_loss
+from fenchel.train.scaling import Scaling
+from fenchel.train.stability import Stability
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Taken(NamedTuple):
@@ -40,10 +44,12 @@ class Taken(NamedTuple):
     learning_rate: float
     broken: str | None
     """What was not finite; None when the weights moved."""
+    told: Mapping[str, float] = {}
+    """What the switches that are on have to say."""
 
 
 class Stepper:
-    """Takes steps; holds no memory of them besides the weights and the optimiser's state."""
+    """Takes steps; remembers of them the weights, the optimiser's state and the loss scale."""
 
     def __init__(
         self,
@@ -54,47 +60,76 @@ class Stepper:
         *,
         config: TrainConfig,
         seed: int,
+        beta2: Schedule | None = None,
     ) -> None:
         self.model, self.batches = model, batches
-        self.optimiser, self.schedule = optimiser, schedule
+        self.optimiser, self.schedule, self.beta2 = optimiser, schedule, beta2
         self.config, self.seed = config, seed
         self.device = next(model.parameters()).device
         self.autocast = autocast(config.precision, self.device)
+        half = config.precision == "float16"
+        self.scaling = Scaling(self.device, model.parameters()) if half else None
+        watched = config.qk_clip is not None or config.entropy_floor > 0.0
+        self.stability = Stability(model, config) if watched else None
+        self._shown: dict[str, Any] = {"observe": self.stability.observe} if self.stability else {}
         for group in optimiser.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
     def __call__(self, step: int) -> Taken:
         """Take step number ``step``."""
         batch = Batch(*(part.to(self.device) for part in self.batches.at(step)))
-        factor = self.schedule(step)
-        for group in self.optimiser.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        self._set_rates(step)
         self.model.train()
         with fixed_order(self.device, exact=self.config.exact):
             loss = self._gradient(batch, step)
-        moved = [p for p in self.model.parameters() if p.grad is not None]
-        norm_ = get_total_norm([p.grad for p in moved if p.grad is not None])
-        norm, broken = norm_.item(), None
+        norm, broken = clip_(self.model.parameters(), self.config.clip), None
         if math.isfinite(loss) and math.isfinite(norm):
-            clip_grads_with_norm_(moved, self.config.clip, norm_)
             self.optimiser.step()
+            if self.stability is not None:
+                self.stability.settle()
         else:
             broken = first_broken(self.model, lambda: deque(self._read(batch, step), 0), loss)
         self.optimiser.zero_grad()
         rate = self.optimiser.param_groups[-1]["lr"]
-        return Taken(batch, loss, norm, rate, broken)
+        return Taken(batch, loss, norm, rate, broken, self._told())
+
+    def _set_rates(self, step: int) -> None:
+        factor = self.schedule(step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+            if self.beta2 is not None and "betas" in group:
+                group["betas"] = (group["betas"][0], self.beta2(step))
 
     def _gradient(self, batch: Batch, step: int) -> float:
         """Add up the gradient over the parts of a step; the mean loss."""
+        if self.scaling is None:
+            return self._add_up(batch, step)
+        return self.scaling.gradient(lambda: self._add_up(batch, step))
+
+    def _add_up(self, batch: Batch, step: int) -> float:
         count, total = batch.targets.numel(), 0.0
         targets = batch.targets.chunk(self.config.accumulate)
+        if self.stability is not None:
+            self.stability.begin()
         for stream, wanted in zip(self._read(batch, step), targets, strict=True):
             with self.autocast():
                 table: Tensor = self.model.read_weight  # type: ignore[assignment]
                 loss = readout_loss(stream, table, wanted, smoothing=self.config.smoothing)
-            (loss / count).backward()  # type: ignore[no-untyped-call]
+            whole = loss / count
+            if self.stability is not None:
+                whole = whole + self.stability.penalty(wanted.numel() / count)
+            if self.scaling is None:
+                whole.backward()  # type: ignore[no-untyped-call]
+            else:
+                self.scaling.backward(whole)
             total += loss.item()
         return total / count
+
+    def _told(self) -> dict[str, float]:
+        told = self.stability.told() if self.stability is not None else {}
+        if self.scaling is not None:
+            told["loss_scale"] = self.scaling.scale.factor
+        return told
 
     def _read(self, batch: Batch, step: int) -> Iterator[Tensor]:
         """The stream of each part of a step, under the noise that is that part's own."""
@@ -102,12 +137,12 @@ class Stepper:
         for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
             with torch.random.fork_rng(devices=cuda), self.autocast():
                 torch.manual_seed(mix(self.seed, step, part))
-                stream: Tensor = self.model(inputs, read=False)
+                stream: Tensor = self.model(inputs, read=False, **self._shown)
             yield stream
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """bfloat16 autocast where it is asked for, or where the hardware has it."""
+    """Half-precision autocast where it is asked for, bfloat16 where the hardware has it."""
     if precision == "auto":
         fast = (
             torch.cuda.is_bf16_supported()
@@ -115,8 +150,8 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
             else torch.cpu._is_avx512_bf16_supported()  # torch has no public question for it
         )
         precision = "bfloat16" if fast else "float32"
-    if precision == "bfloat16":
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    if precision in HALF:
+        return lambda: torch.autocast(device.type, dtype=HALF[precision])
     return nullcontext
 
 

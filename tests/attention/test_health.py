@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fenchel.attention import Causal, Dense, Padding, attend, health
+from fenchel.attention import Causal, Dense, Padding, attend, health, healths
 from fenchel.choice import Entmax, Softmax, Sparsemax
 
 
@@ -55,3 +55,21 @@ def test_the_means_are_those_of_the_weights(qkv) -> None:
 def test_it_leaves_no_gradient(qkv) -> None:
     q, k, _ = qkv
     assert all(isinstance(x, float) for x in health(q.requires_grad_(), k))
+
+
+def test_by_head_it_is_the_health_of_that_head_alone(qkv) -> None:
+    q, k, _ = qkv
+    R = q.shape[1] // k.shape[1]
+    for prior in (None, Causal(), Padding(torch.tensor([0, 5]))):
+        _, heads = healths(q, k, prior=prior)
+        for h in range(q.shape[1]):
+            one = q[:, h : h + 1], k[:, h // R : h // R + 1]
+            alone = health(*one, prior=prior)
+            assert heads.max_logit[h] == pytest.approx(alone.max_logit)
+            assert heads.entropy[h] == pytest.approx(alone.entropy)
+            z = one[0] @ one[1].mT * q.shape[-1] ** -0.5
+            T, S, B = z.shape[2], z.shape[3], len(z)
+            open_ = torch.ones_like(z, dtype=torch.bool)
+            if prior is not None:
+                open_ = (prior.log(T, S, B=B) > -torch.inf).expand_as(z)
+            assert heads.rms[h] == pytest.approx(z[open_].square().mean().sqrt().item(), rel=1e-5)

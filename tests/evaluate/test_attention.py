@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fenchel.attention import attend
 from fenchel.evaluate import attention_health, attention_maps
 from fenchel.model import ModelConfig, Transformer
+from fenchel.model.sight import Sight
 
 SETTINGS = {"vocabulary": 19, "context": 9, "width": 16, "heads": 4, "kv_heads": 2, "layers": 2}
 
@@ -43,10 +45,29 @@ def test_mixing_the_values_by_the_maps_gives_what_the_layer_gives(choice: str, i
 def test_health_is_what_the_maps_say(ids: Tensor) -> None:
     model = lively("entmax")
     maps, told = attention_maps(model, ids), attention_health(model, ids)
-    assert told.keys() == {
-        f"attention/{n}" for n in ("max_logit", "entropy", "effective", "support")
-    }
+    layers = {"max_logit", "entropy", "effective", "support"}
+    heads = {"head_max_logit", "head_rms", "head_entropy"}
+    assert told.keys() == {f"attention/{name}" for name in layers | heads}
     entropy = torch.special.entr(maps).sum(-1)
     assert told["attention/entropy"] == pytest.approx(entropy.mean((1, 2)).tolist(), rel=1e-5)
     support = (maps > 0).sum(-1).double().mean((1, 2))
     assert told["attention/support"] == pytest.approx(support.tolist(), rel=1e-5)
+    by_head = torch.tensor(told["attention/head_entropy"])
+    torch.testing.assert_close(by_head, entropy.mean(2))
+    top = torch.tensor(told["attention/head_max_logit"])
+    assert top.shape == (2, 4)
+    assert top.amax(1).tolist() == pytest.approx(told["attention/max_logit"])
+
+
+@pytest.mark.parametrize("settings", [{"softcap": 0.5}, {"windows": (2, 0)}, {"score_scale": 2.0}])
+def test_health_knows_how_each_layer_attends(settings: dict[str, object], ids: Tensor) -> None:
+    model = Transformer(ModelConfig(**SETTINGS, **settings)).eval()  # type: ignore[arg-type]
+    expected: list[float] = []
+
+    def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
+        asked = model.blocks[layer].attention.question(q, k, k, Sight())
+        _, p = attend(**asked._asdict(), return_weights=True)
+        expected.append(torch.special.entr(p).sum(-1).mean().item())
+
+    model(ids, observe=observe)
+    assert attention_health(model, ids)["attention/entropy"] == pytest.approx(expected, rel=1e-5)

@@ -7,15 +7,19 @@ import torch
 from torch import nn
 
 from fenchel.model import ModelConfig, Transformer
-from fenchel.optim import OptimConfig, Together, build_optimiser, build_schedule
+from fenchel.optim import OptimConfig, Together, build_beta2, build_optimiser, build_schedule
 from fenchel.optim.build import split
+
+PLAIN = ["muon", "adamw", "adam_l2", "sgd", "sgd_average", "nesterov"]
+plain_rule = pytest.mark.parametrize("name", PLAIN)
+every_rule = pytest.mark.parametrize("name", [*PLAIN, "score", "trust"])
 
 
 def small(**settings: object) -> Transformer:
     return Transformer(ModelConfig(vocabulary=11, context=4, width=8, **settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
+@plain_rule
 def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
     model = small(tied=False, bias=True)
     groups = build_optimiser(model, OptimConfig(optimiser=name)).param_groups
@@ -23,7 +27,7 @@ def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
     assert sorted(held) == sorted(id(p) for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
+@plain_rule
 def test_matrices_decay_and_nothing_else_does(name: str) -> None:
     model = small(tied=False, bias=True, norm="layer", positions="learned")
     names = {id(p): n for n, p in model.named_parameters()}
@@ -59,7 +63,7 @@ def test_adamw_is_the_published_formula() -> None:
     torch.testing.assert_close(weight.detach(), theta)
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw", "score", "trust"])
+@every_rule
 def test_state_goes_round(name: str) -> None:
     def taken(steps: int, optimiser: Together, model: nn.Module) -> None:
         for step in range(steps):
@@ -141,6 +145,30 @@ def test_a_state_of_other_optimisers_is_refused() -> None:
         build_optimiser(small(), OptimConfig()).load_state_dict(adamw.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("sgd", 1.0, 1.5), ("sgd_average", 0.5, 0.75), ("nesterov", 1.5, 1.75)],
+)
+def test_each_momentum_is_the_one_its_name_says(name: str, first: float, second: float) -> None:
+    """Two gradients of 1 with momentum 1/2: what the two steps are, in rates."""
+    model = nn.Linear(1, 1, bias=False)
+    optimiser = build_optimiser(model, OptimConfig(optimiser=name, learning_rate=1.0, momentum=0.5))
+    moves = []
+    for _ in range(2):
+        before = model.weight.item()
+        model.weight.grad = torch.ones_like(model.weight)
+        optimiser.step()
+        moves.append(before - model.weight.item())
+    assert moves == pytest.approx([first, second], rel=1e-5)
+
+
+def test_beta2_warms_up_to_the_setting_and_only_when_asked() -> None:
+    assert build_beta2(OptimConfig()) is None
+    beta2 = build_beta2(OptimConfig(beta2=0.998, beta2_warmup=50))
+    assert beta2 is not None
+    assert (beta2(0), beta2(50), beta2(9999)) == pytest.approx((0.99, 0.998, 0.998))
+
+
 @pytest.mark.parametrize("name", ["hold", "cosine", "linear", "inverse_sqrt", "constant"])
 def test_every_named_schedule_peaks_at_1(name: str) -> None:
     schedule = build_schedule(OptimConfig(schedule=name, warmup=0.1), 100)
@@ -150,13 +178,15 @@ def test_every_named_schedule_peaks_at_1(name: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"optimiser": "sgd"},
+        {"optimiser": "descent"},
         {"schedule": "up"},
         {"learning_rate": 0.0},
         {"score_rate": 0.0},
         {"score_radius": -1.0},
         {"warmup": 1.0},
         {"beta2": -0.1},
+        {"beta2_warmup": -1},
+        {"beta2_warmup": 10, "beta2": 0.95},
         {"weight_decay": -1.0},
     ],
 )

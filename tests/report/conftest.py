@@ -49,7 +49,7 @@ def write_run(
     tokens = [word if i == 0 else f" {word}" for i, word in enumerate(SENTENCE.split())]
     if size is not None:
         tokens = (tokens * (size // len(tokens) + 1))[:size]
-    lines = _metrics(chance, layers, steps, every)
+    lines = _metrics(chance, layers, heads, steps, every)
     evaluated = [line for line in lines if "validation/loss" in line]
     write_lines(folder / "metrics.jsonl", lines)
     (folder / "config.toml").write_text(
@@ -149,7 +149,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def _metrics(
-    chance: np.random.Generator, layers: int, steps: int, every: int
+    chance: np.random.Generator, layers: int, heads: int, steps: int, every: int
 ) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for step in range(every, steps + 1, every):
@@ -172,6 +172,15 @@ def _metrics(
                 "attention/entropy": entropy,
                 "attention/effective": [math.exp(h) for h in entropy],
                 "attention/support": [64.5] * layers,
+                "attention/head_max_logit": [
+                    [3 + (i + 2 * j) * part for j in range(heads)] for i in range(layers)
+                ],
+                "attention/head_rms": [
+                    [1 + (i + j) * part for j in range(heads)] for i in range(layers)
+                ],
+                "attention/head_entropy": [
+                    [max(h - 0.4 * j * part, 0.0) for j in range(heads)] for h in entropy
+                ],
                 "time/tokens_per_second": 25_400 + 900 * chance.normal(),
                 "time/elapsed": step * 0.1614,
             }

@@ -145,7 +145,8 @@ def test_every_picture_has_its_data_and_its_numbers_in_a_table(
     }
     assert drawn == [
         *("baselines", "loss", "bits", "perplexity", "rate", "gradient", "speed"),
-        *("entropy", "effective", "max-logit", "support", "attention"),
+        *("entropy", "effective", "max-logit", "support"),
+        *("head-max-logit", "head-rms", "head-entropy", "attention"),
     ]
     figures = re.findall(r"<figure.*?</figure>", whole, re.S)
     assert len(figures) == len(drawn)

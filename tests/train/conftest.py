@@ -10,7 +10,7 @@ import torch
 
 from fenchel.data import Batches
 from fenchel.model import ModelConfig, Transformer
-from fenchel.optim import OptimConfig, build_optimiser, build_schedule
+from fenchel.optim import OptimConfig, build_beta2, build_optimiser, build_schedule
 from fenchel.train import Loop, Progress, RunDir, Stepper, TrainConfig, checkpoint
 
 MODEL = ModelConfig(vocabulary=31, context=8, width=8, layers=2, heads=2, dropout=0.1)
@@ -71,6 +71,7 @@ class Small:
             build_schedule(self.optim, self.steps),
             config=self.config,
             seed=seed,
+            beta2=build_beta2(self.optim),
         )
 
     @property

@@ -53,7 +53,10 @@ def test_counts_are_at_least_one(name: str) -> None:
         ({"clip": 0.0}, "clip=0.0"),
         ({"clip": float("nan")}, "clip=nan"),
         ({"smoothing": 1.0}, "smoothing=1.0"),
-        ({"precision": "float16"}, "precision='float16'"),
+        ({"precision": "float8"}, "precision='float8'"),
+        ({"qk_clip": 0.0}, "qk_clip=0.0"),
+        ({"entropy_floor": -1.0}, "entropy_floor=-1.0"),
+        ({"entropy_weight": float("inf")}, "entropy_weight=inf"),
         ({"log": ("papyrus",)}, "log='papyrus'"),
     ],
 )

@@ -112,6 +112,14 @@ def test_the_learning_rate_follows_the_schedule_by_number(small: Callable[..., A
     )
 
 
+def test_beta2_follows_its_warm_up_by_number_where_there_is_one(small: Callable[..., Any]) -> None:
+    s = small(optim={"optimiser": "adamw", "beta2": 0.999, "beta2_warmup": 8})
+    for step in (4, 0, 9):
+        s.take(step)
+        assert {g["betas"] for g in s.optimiser.param_groups} == {(0.9, s.take.beta2(step))}
+    assert s.take.beta2(9) == pytest.approx(0.999)
+
+
 def test_no_gradient_is_carried_into_the_next_step(small: Callable[..., Any]) -> None:
     s = small()
     s.take(0)

@@ -1,0 +1,59 @@
+"""Muon in the metric of the product W_Q^T W_K, after Compositional Muon (Tilde, 2026): a baseline.
+
+For head h with query rows W_Q and key rows W_K, both (D, M), and G a row block of the momentum,
+
+    C_K = (W_K W_K^T + lambda)^(1/2)          U_Q = C_K^-1 msign(C_K^-1 G_Q)
+
+and likewise for the keys, whose partner is the sum of the Grams of all query heads they serve. A
+step so whitened moves the product by equally much in all directions. U is then given the root
+mean square of Muon's own step, 0.2, so that one rate means the same in both. Value rows, and all
+other matrices, move as Muon moves them. lambda is a hundredth of the Gram's mean eigenvalue.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fenchel.optim import Muon
+from fenchel.optim.muon import orthogonal
+
+DAMPING = 1e-2
+RMS = 0.2
+
+
+class CompositionalMuon(Muon):
+    """Muon whose query and key rows are whitened by their partner's weights."""
+
+    def __init__(self, params: list[nn.Parameter], attentions: list[Any], **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.attentions = {attention.qkv.weight: attention for attention in attentions}
+
+    def _move(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        before = {w: w.detach().clone() for w in weights if w in self.attentions}
+        super()._move(weights, group)
+        for weight, W in before.items():
+            self._whiten(weight, W, group)
+
+    def _whiten(self, weight: Tensor, W: Tensor, group: dict[str, Any]) -> None:
+        """Replace what Muon did to the query and key rows, from W, by the whitened step."""
+        a, mu = self.attentions[weight], group["momentum"]
+        H, G, D = a.heads, a.groups, a.head_width
+        ahead = weight.grad.lerp(self.state[weight]["momentum"], mu)  # type: ignore[union-attr]
+        W_HDM, g_HDM = (x[: (H + G) * D].view(H + G, D, -1) for x in (W, ahead))
+        grams = W_HDM @ W_HDM.mT
+        of_keys = grams[H:].repeat_interleave(H // G, 0)
+        of_queries = grams[:H].unflatten(0, (G, -1)).sum(1)
+        root = inverse_root(torch.cat((of_keys, of_queries)))
+        U = root @ orthogonal(root @ g_HDM)
+        U = U * (RMS / U.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-12))
+        moved = (1.0 - group["lr"] * group["weight_decay"]) * W_HDM - group["lr"] * U
+        weight[: (H + G) * D] = moved.flatten(0, 1)
+
+
+def inverse_root(grams: Tensor) -> Tensor:
+    """(A + lambda)^(-1/2) of each symmetric A: (N, D, D) -> (N, D, D)."""
+    values, vectors = torch.linalg.eigh(grams.float())
+    values = values.clamp(min=0.0)
+    damped = values + DAMPING * values.mean(-1, keepdim=True).clamp(min=1e-12)
+    return ((vectors * damped.rsqrt().unsqueeze(-2)) @ vectors.mT).to(grams.dtype)

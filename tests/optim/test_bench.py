@@ -1,0 +1,126 @@
+"""benchmarks/optim.py in its quick form: two steps a run, every rule, every study."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.__main__ import main
+from benchmarks.optimisers.compositional import CompositionalMuon, inverse_root
+from fenchel.model import ModelConfig, Transformer
+from fenchel.optim import Muon
+from fenchel.optim.build import split
+from fenchel.optim.muon import orthogonal
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    """The command line after its name, to what it prints."""
+
+    def run(*words: str) -> str:
+        assert main(["optim", "--quick", *words]) == 0
+        return capsys.readouterr().out
+
+    threads = torch.get_num_threads()
+    yield run
+    torch.set_num_threads(threads)
+
+
+def results(out: Path) -> dict[str, dict[str, Any]]:
+    """Result by job, without the seconds."""
+    lines = map(json.loads, (out / "optim_quick.jsonl").read_text().splitlines())
+    return {
+        json.dumps(line["job"]): {k: v for k, v in line["result"].items() if k != "seconds"}
+        for line in lines
+    }
+
+
+def test_every_study_gives_its_table_and_runs_repeat_by_seed(
+    bench: Callable[..., str], tmp_path: Path
+) -> None:
+    out = ("--out", str(tmp_path))
+    bench(*out)
+    page = json.loads((tmp_path / "optim_quick.json").read_text())
+    studies = [row["study"] for row in page["rows"]]
+    assert {name: studies.count(name) for name in dict.fromkeys(studies)} == {
+        "tuned": 9,
+        "switches": 8,
+        "finetune": 4,
+        "copy": 4,
+    }
+    assert (tmp_path / "optim_quick.svg").read_text().startswith("<?xml")
+    found = results(tmp_path)
+    assert all(0.0 < result["loss"] < 10.0 for result in found.values())
+
+    kept = (tmp_path / "optim_quick.jsonl").read_text().splitlines(keepends=True)
+    lost = [line for line in kept if '"switches"' in line and '"seed": 1' in line][2:4]
+    rest = [line for line in kept if line not in lost]
+    (tmp_path / "optim_quick.jsonl").write_text("".join(rest))
+    late = bench(*out, "--study", "switches", "--minutes", "0")
+    assert "call it again to go on" in late  # no time: what was lost is not run
+    again = bench(*out, "--study", "switches")
+    assert again.count("seconds") == len(lost) == 2  # only that is
+    assert results(tmp_path) == found
+
+
+def test_options_are_refused_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["entmax_rows", "--quick"]) == 2
+    assert "takes no options" in capsys.readouterr().err
+
+
+# --- the baseline
+
+
+def draw(model: Transformer) -> None:
+    for n, p in enumerate(model.parameters()):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(n))
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_compositional_muon_whitens_queries_and_keys_and_moves_the_rest_as_muon(
+    kv_heads: int | None,
+) -> None:
+    config = ModelConfig(vocabulary=11, width=24, heads=4, kv_heads=kv_heads, layers=1)
+    ours, plain = (Transformer(config, generator=torch.Generator().manual_seed(0)) for _ in "ab")
+    attention = ours.blocks[0].attention
+    before = attention.qkv.weight.detach().clone()
+    a = CompositionalMuon(split(ours)[0], [attention], lr=0.1, momentum=0.0, weight_decay=0.5)
+    b = Muon(split(plain)[0], lr=0.1, momentum=0.0, weight_decay=0.5)
+    for model, optimiser in ((ours, a), (plain, b)):
+        draw(model)
+        optimiser.step()
+    H, G, D = 4, attention.groups, 6
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        if name.endswith("qkv.weight"):
+            p, q = p[(H + G) * D :], q[(H + G) * D :]
+        assert torch.equal(p, q), name
+
+    gradient = attention.qkv.weight.grad
+    for h in range(H):
+        keys = before[(H + h * G // H) * D :][:D]
+        root = reference_root(keys @ keys.T)
+        U = root @ orthogonal((root @ gradient[h * D : (h + 1) * D])[None])[0]
+        U = 0.2 * U / U.square().mean().sqrt()
+        expected = 0.95 * before[h * D : (h + 1) * D] - 0.1 * U
+        found = attention.qkv.weight[h * D : (h + 1) * D]
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def reference_root(A: Tensor) -> Tensor:
+    damped = A + 1e-2 * A.diagonal().mean() * torch.eye(len(A))
+    U, S, _ = torch.linalg.svd(damped.double())
+    return (U @ torch.diag(S.rsqrt()) @ U.T).float()
+
+
+def test_the_inverse_root_squares_to_the_inverse() -> None:
+    A = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(0)).double()
+    A = A @ A.mT
+    damped = A + 1e-2 * A.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(5).double()
+    root = inverse_root(A)
+    torch.testing.assert_close(
+        root @ root @ damped, torch.eye(5).double().expand(3, 5, 5), atol=1e-4, rtol=0
+    )
