@@ -130,10 +130,11 @@ class KeyValueCache:
 
     def _make_room(self, here: _Layer, T: int) -> int:
         """Let go of what no query will see again; the place where new keys go."""
-        if here.reach is None:
+        if self.length + T > self.positions:
             raise ValueError(
                 f"the cache has room for {self.positions} positions, not {self.length + T}."
             )
+        assert here.reach is not None  # a layer without a window has room for all positions
         start = self.length - here.gone
         keep = min(start, here.reach + self.spare)
         here.keys.slide(start - keep, start)
@@ -146,20 +147,21 @@ class KeyValueCache:
     ) -> tuple[Tensor, Tensor]:
         """More new keys than the window has room for: all are seen now, the last are held."""
         assert here.reach is not None
-        first, T = max(0, start - here.reach), k.shape[2]
-        seen_k = torch.cat((here.keys.read(first, start), k), dim=2)
-        seen_v = torch.cat((here.values.read(first, start), v), dim=2)
-        keep = min(T, here.reach + self.spare)
-        here.keys.write(0, k.narrow(2, T - keep, keep))
-        here.values.write(0, v.narrow(2, T - keep, keep))
-        here.gone = self.length + T - keep
-        return seen_k, seen_v
+        total = start + k.shape[2]
+        first, keep = max(0, start - here.reach), min(total, here.reach + self.spare)
+        seen = []
+        for shelf, x in ((here.keys, k), (here.values, v)):
+            all_ = torch.cat((shelf.read(0, start), x), dim=2)
+            shelf.write(0, all_.narrow(2, total - keep, keep))
+            seen.append(all_.narrow(2, first, total - first))
+        here.gone += total - keep
+        return seen[0], seen[1]
 
 
 def _reach(config: ModelConfig, layer: int) -> int | None:
-    """How many slots before its own a query of this layer sees."""
-    window = config.windows[layer % len(config.windows)] if config.windows else 0
-    return window - 1 if window else None
+    """How many slots before its own a query of this layer sees; None is all."""
+    window = config.window(layer)
+    return None if window is None else window - 1
 
 
 def _room(reach: int | None, positions: int, spare: int) -> int:

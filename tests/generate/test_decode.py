@@ -1,15 +1,21 @@
-"""fenchel/generate/decode.py and cache.py: a cache changes the work, not the words."""
+"""fenchel/generate/decode.py: a cache changes the work, not the words."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.generate import KeyValueCache, Sampling, generate, stream
-from fenchel.model import ModelConfig, Transformer
+from fenchel.data import decode, encode
+from fenchel.generate import KeyValueCache, Sampling, generate, stream, stream_text
+from fenchel.model import Transformer
 
-V, CONTEXT = 31, 16
+CONTEXT = 16
+GREEDY = Sampling(temperature=0.0)
+Build = Callable[..., Transformer]
+Draw = Callable[..., Tensor]
 SHAPES: list[dict[str, Any]] = [
     {"positions": "rotary"},
     {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
@@ -20,23 +26,11 @@ SHAPES: list[dict[str, Any]] = [
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(map(str, s.values())))
 
 
-def lively(**settings: Any) -> Transformer:
-    config = ModelConfig(vocabulary=V, context=CONTEXT, width=32, heads=4, layers=2, **settings)
-    model = Transformer(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
-            p.copy_(noise * (p.shape[-1] ** -0.5 if p.ndim > 1 else 0.2) + (p.ndim == 1))
-    return model
-
-
-def prompts(*shape: int) -> Tensor:
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(5))
-
-
 @every_shape
 @torch.no_grad()
-def test_reading_in_pieces_is_reading_at_once(shape: dict[str, Any]) -> None:
+def test_reading_in_pieces_is_reading_at_once(
+    shape: dict[str, Any], lively: Build, prompts: Draw
+) -> None:
     model, ids = lively(**shape), prompts(3, CONTEXT)
     whole = model(ids)
     cache = KeyValueCache(model.config, batch=3, positions=CONTEXT)
@@ -48,7 +42,7 @@ def test_reading_in_pieces_is_reading_at_once(shape: dict[str, Any]) -> None:
 @every_shape
 @pytest.mark.parametrize("length", [1, 5, CONTEXT])
 def test_greedy_words_are_those_of_reading_everything_again(
-    shape: dict[str, Any], length: int
+    shape: dict[str, Any], length: int, lively: Build, prompts: Draw
 ) -> None:
     model, ids = lively(**shape), prompts(2, length)
     slow, held = ids, ids
@@ -61,7 +55,7 @@ def test_greedy_words_are_those_of_reading_everything_again(
     assert torch.equal(fast, slow)
 
 
-def test_the_same_seed_draws_the_same_words() -> None:
+def test_the_same_seed_draws_the_same_words(lively: Build, prompts: Draw) -> None:
     model, ids = lively(), prompts(2, 4)
     one, two, other = (
         generate(model, ids, max_new_tokens=9, generator=torch.Generator().manual_seed(s))
@@ -71,7 +65,9 @@ def test_the_same_seed_draws_the_same_words() -> None:
     assert not torch.equal(one, other)
 
 
-def test_a_stopped_sequence_repeats_its_stop_and_all_stopped_ends() -> None:
+def test_a_stopped_sequence_repeats_its_stop_and_all_stopped_ends(
+    lively: Build, prompts: Draw
+) -> None:
     model, ids = lively(), prompts(4, 3)
     free = generate(model, ids, max_new_tokens=12, temperature=0.0)[:, 3:]
     stop = int(free[0, 4])
@@ -84,7 +80,60 @@ def test_a_stopped_sequence_repeats_its_stop_and_all_stopped_ends() -> None:
     assert alone.shape[1] == 3 + free[0].tolist().index(stop) + 1
 
 
-def test_a_model_in_training_is_given_back_in_training() -> None:
+def test_each_of_a_list_ends_at_its_own_stop(lively: Build, prompts: Draw) -> None:
+    model, rows = lively(), [prompts(3, seed=s) for s in range(4)]
+    free = generate(model, rows, max_new_tokens=9, temperature=0.0)
+    stop = int(free[1][5])
+    for full, ended in zip(
+        free, generate(model, rows, max_new_tokens=9, temperature=0.0, stop=[stop]), strict=True
+    ):
+        new = full[3:].tolist()
+        length = new.index(stop) + 1 if stop in new else len(new)
+        assert torch.equal(ended, full[: 3 + length])
+
+
+def test_nothing_asked_is_nothing_added(lively: Build, prompts: Draw) -> None:
+    model, ids = lively(), prompts(2, 3)
+    assert torch.equal(generate(model, ids, max_new_tokens=0), ids)
+    assert torch.equal(generate(model, list(ids), max_new_tokens=0)[1], ids[1])
+
+
+def test_a_repetition_penalty_keeps_from_saying_what_was_said(lively: Build, prompts: Draw) -> None:
+    model, ids = lively(), prompts(2, 4)
+    plain, varied = (
+        generate(model, ids, max_new_tokens=12, temperature=0.0, repetition_penalty=r)
+        for r in (1.0, 1e4)
+    )
+    assert all(len(set(row)) < 16 for row in plain.tolist())
+    assert all(len(set(row)) == 16 - _said_twice(row[:4]) for row in varied.tolist())
+
+
+def _said_twice(prompt: list[int]) -> int:
+    return len(prompt) - len(set(prompt))
+
+
+@pytest.mark.parametrize("draft", [0, 3])
+def test_text_comes_in_pieces_up_to_the_stop(
+    draft: int, lively: Build, tokenizer: Tokenizer
+) -> None:
+    model = lively(vocabulary=300, context=64)
+    ids = torch.tensor(encode(tokenizer, "the sea"))
+    settings: dict[str, Any] = {"max_new_tokens": 30, "sampling": GREEDY, "draft": draft}
+    whole = "".join(stream_text(model, tokenizer, ids, **settings))
+    new = generate(model, ids[None], max_new_tokens=30, temperature=0.0)[0, len(ids) :]
+    assert whole == decode(tokenizer, new.tolist())
+    stop = whole[9:13]
+    pieces = list(stream_text(model, tokenizer, ids, stop=[stop], **settings))
+    assert "".join(pieces) == whole[: whole.index(stop)]
+    held = generate(
+        model, [ids], max_new_tokens=30, temperature=0.0, stop=[stop], tokenizer=tokenizer
+    )[0]
+    told = decode(tokenizer, held[len(ids) :].tolist())
+    assert stop in told
+    assert stop not in decode(tokenizer, held[len(ids) : -1].tolist())
+
+
+def test_a_model_in_training_is_given_back_in_training(lively: Build, prompts: Draw) -> None:
     model = lively(dropout=0.5).train()
     one, two = (
         torch.stack(list(stream(model, prompts(1, 3), max_new_tokens=5, sampling=GREEDY)))
@@ -94,17 +143,32 @@ def test_a_model_in_training_is_given_back_in_training() -> None:
     assert model.training
 
 
-GREEDY = Sampling(temperature=0.0)
-
-
-@pytest.mark.parametrize("ids", [torch.zeros(3, dtype=torch.long), torch.zeros(1, 0).long()])
-def test_a_prompt_without_tokens_is_refused(ids: Tensor) -> None:
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(3, dtype=torch.long),
+        torch.zeros(1, 0).long(),
+        [],
+        [torch.zeros(2).long(), torch.zeros(0).long()],
+    ],
+)
+def test_a_prompt_without_tokens_is_refused(ids: Any, lively: Build) -> None:
     with pytest.raises(ValueError, match="T at least 1"):
         generate(lively(), ids, max_new_tokens=1)
 
 
-def test_a_full_cache_says_so() -> None:
-    model = lively()
-    cache = KeyValueCache(model.config, batch=1, positions=4)
-    with pytest.raises(ValueError, match="room for 4 positions"):
-        model(prompts(1, 5), cache=cache)
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"draft": 2}, "for 2 sequences"),
+        ({"draft": -1}, "draft=-1"),
+        ({"cache": "int4"}, "cache='int4'"),
+        ({"stop": ["."]}, "give the tokenizer"),
+    ],
+)
+def test_a_wrong_wish_is_refused_before_anything_is_read(
+    wrong: dict[str, Any], match: str, lively: Build, prompts: Draw
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        stream(lively(), prompts(2, 3), **{"max_new_tokens": 4, "sampling": GREEDY, **wrong})

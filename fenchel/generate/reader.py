@@ -1,0 +1,84 @@
+"""A model that has read something and reads on, past the end of its context.
+
+Every position is read once, into the cache. When the model's context is full, the newest half
+of it is read again into an empty cache and reading goes on: text of any length comes out, each
+token with at least half a context behind it. In a batch of unequal prompts that happens to all
+at once, when the longest is full.
+
+Shapes: ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position.
+"""
+
+import torch
+from torch import Tensor
+
+from fenchel.generate.cache import KeyValueCache, Kind
+from fenchel.generate.prompts import Prompts
+from fenchel.model import Transformer
+
+
+class Reader:
+    """Reads for one call of ``generate``: ``count`` tokens behind ``prompts``.
+
+    The last ``spare`` positions read can be taken back.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Prompts,
+        *,
+        count: int,
+        kind: Kind = "model",
+        spare: int = 0,
+    ) -> None:
+        self.model, self.context = model, model.config.context
+        B, T = prompts.ids.shape
+        self.room = min(self.context, T + count)
+        table = model.read_weight
+        self.cache = KeyValueCache(
+            model.config,
+            batch=B,
+            positions=self.room,
+            dtype=table.dtype,
+            device=table.device,
+            kind=kind,
+            spare=spare,
+        )
+        self.fill_B: Tensor | None = None
+        """How many slots at the left of each sequence are absent."""
+        if prompts.present is not None:
+            self.fill_B = (~prompts.present).sum(-1)
+        self._place_fill()
+
+    @property
+    def left(self) -> int:
+        """How many positions can be read before the context is full."""
+        return self.room - self.cache.length
+
+    def begin(self, said_BN: Tensor, most: int) -> Tensor:
+        """What is to be read of ``said_BN``, its last ``most`` positions, into an empty cache."""
+        self.cache.clear()
+        gone = max(0, said_BN.shape[1] - most)
+        if self.fill_B is not None and gone:
+            self.fill_B = (self.fill_B - gone).clamp(min=0)
+            self._place_fill()
+        return said_BN[:, gone:]
+
+    def read(self, ids_BT: Tensor, *, last: bool = True) -> Tensor:
+        """Read on; logits of the ``last`` position or of all that are new."""
+        present: dict[str, Tensor] = {}
+        if self._present_BR is not None:
+            present["present_BS"] = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
+        logits_BTV: Tensor = self.model(ids_BT, cache=self.cache, last=last, **present)
+        return logits_BTV
+
+    def take_back(self, positions: int) -> None:
+        """Forget the last positions read."""
+        if positions:
+            self.cache.rewind(self.cache.length - positions)
+
+    def _place_fill(self) -> None:
+        self._present_BR: Tensor | None = None
+        if self.fill_B is not None and bool(self.fill_B.any()):
+            slots_R = torch.arange(self.room, device=self.fill_B.device)
+            self._present_BR = slots_R >= self.fill_B.unsqueeze(-1)
