@@ -89,8 +89,9 @@ def test_a_window_sees_its_last_keys_in_order_however_they_came(
         start += size
 
 
+@pytest.mark.parametrize("sizes", [[5], [1] * 5], ids=["at once", "one by one"])
 @pytest.mark.parametrize("windows", [(), (6,)])
-def test_what_was_taken_back_leaves_no_trace(windows: tuple[int, ...]) -> None:
+def test_what_was_taken_back_leaves_no_trace(windows: tuple[int, ...], sizes: list[int]) -> None:
     config = plain(layers=1, windows=windows, context=300)
     cache = KeyValueCache(config, batch=1, positions=300, spare=4)
     x = torch.arange(300.0).view(1, 1, 300, 1).expand(1, 4, 300, 3)
@@ -98,8 +99,9 @@ def test_what_was_taken_back_leaves_no_trace(windows: tuple[int, ...]) -> None:
     while cache.length < 290:
         at = cache.length
         wrong[:, :, 0] = x[:, :, at]
-        cache.append(0, wrong, wrong)
-        cache.advance(5)
+        for part in wrong.split(sizes, dim=2):
+            cache.append(0, part, part)
+            cache.advance(part.shape[2])
         cache.rewind(at + 1)  # the four guesses were in vain
         k, _ = cache.append(0, x[:, :, at + 1 : at + 2], x[:, :, at + 1 : at + 2])
         cache.advance(1)
