@@ -18,6 +18,7 @@ fenchel/generate/shelf.py.
 Shapes: a layer's keys and values are (B, G, S, D).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -64,6 +65,7 @@ class KeyValueCache:
         if kind not in get_args(Kind):
             raise ValueError(f"cache={kind!r} should be one of {', '.join(get_args(Kind))}.")
         self.positions, self.length, self.spare = positions, 0, spare
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}
         reaches = [_reach(config, layer) for layer in range(config.layers)]
         rooms = [_room(reach, positions, spare) for reach in reaches]
         size = (batch, config.groups, max(rooms), config.head_width)
@@ -101,6 +103,14 @@ class KeyValueCache:
         first = 0 if here.reach is None else max(0, start - here.reach)
         return here.keys.read(first, start + T), here.values.read(first, start + T)
 
+    def remember(
+        self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """The k and v of what an encoder read, made at the first call and kept as they are."""
+        if layer not in self._memory:
+            self._memory[layer] = make()
+        return self._memory[layer]
+
     def advance(self, positions: int) -> None:
         """Count positions that every layer has appended."""
         self.length += positions
@@ -117,7 +127,7 @@ class KeyValueCache:
         self.length = length
 
     def clear(self) -> None:
-        """Forget everything and keep the memory."""
+        """Forget every position; keep the room, and what an encoder read."""
         self.length = 0
         for here in self.layers:
             here.gone = 0

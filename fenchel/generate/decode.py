@@ -11,7 +11,7 @@ B sequences, T positions of the prompt, N new tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from tokenizers import Tokenizer
@@ -41,6 +41,7 @@ def generate(
     draft: int = ...,
     stop: Sequence[int | str] = ...,
     tokenizer: Tokenizer | None = ...,
+    source: Tensor | Sequence[Tensor] | None = ...,
     generator: torch.Generator | None = ...,
 ) -> Tensor: ...
 @overload
@@ -58,6 +59,7 @@ def generate(
     draft: int = ...,
     stop: Sequence[int | str] = ...,
     tokenizer: Tokenizer | None = ...,
+    source: Tensor | Sequence[Tensor] | None = ...,
     generator: torch.Generator | None = ...,
 ) -> list[Tensor]: ...
 def generate(
@@ -74,6 +76,7 @@ def generate(
     draft: int = 0,
     stop: Sequence[int | str] = (),
     tokenizer: Tokenizer | None = None,
+    source: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor | list[Tensor]:
     """Prompts with their continuations, up to ``max_new_tokens`` each.
@@ -83,7 +86,8 @@ def generate(
 
     ``stop`` holds ids, and strings if the ``tokenizer`` is given; the token that completes a
     stop is kept. ``cache`` is what keys and values are held in. ``draft`` tokens are guessed
-    ahead from what was said before, for a single sequence.
+    ahead from what was said before, for a single sequence. ``source`` is what an encoder reads
+    before the decoder begins, in the same two forms as the prompts.
     """
     sampling = Sampling(
         temperature=temperature,
@@ -92,14 +96,23 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    prompts = side_by_side(ids)
-    stops = Stops(stop, tokenizer, prompts.ids)
-    drawn = list(_stream(model, prompts, max_new_tokens, sampling, stops, cache, draft, generator))
+    run = _start(
+        model,
+        ids,
+        count=max_new_tokens,
+        sampling=sampling,
+        cache=cache,
+        draft=draft,
+        stop=stop,
+        tokenizer=tokenizer,
+        source=source,
+        generator=generator,
+    )
+    drawn = list(run.tokens)
     if isinstance(ids, Tensor):
         return torch.cat([ids, *(token_B.unsqueeze(-1) for token_B in drawn)], dim=-1)
-    new_BN = torch.stack(drawn, dim=-1) if drawn else prompts.ids[:, :0]
-    lengths = stops.counts_B.tolist()
-    rows = zip(ids, new_BN, lengths, strict=True)
+    new_BN = torch.stack(drawn, dim=-1) if drawn else run.prompts.ids[:, :0]
+    rows = zip(ids, new_BN, run.stops.counts_B.tolist(), strict=True)
     return [torch.cat([prompt, new[:length]]) for prompt, new, length in rows]
 
 
@@ -113,12 +126,22 @@ def stream(
     draft: int = 0,
     stop: Sequence[int | str] = (),
     tokenizer: Tokenizer | None = None,
+    source: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """The new tokens as they are drawn, (B,) each; arguments as in ``generate``."""
-    prompts = side_by_side(ids)
-    stops = Stops(stop, tokenizer, prompts.ids)
-    return _stream(model, prompts, max_new_tokens, sampling, stops, cache, draft, generator)
+    return _start(
+        model,
+        ids,
+        count=max_new_tokens,
+        sampling=sampling,
+        cache=cache,
+        draft=draft,
+        stop=stop,
+        tokenizer=tokenizer,
+        source=source,
+        generator=generator,
+    ).tokens
 
 
 def stream_text(
@@ -155,16 +178,28 @@ def stream_text(
     yield telling.rest()
 
 
-def _stream(
+class _Run(NamedTuple):
+    """Tokens that are drawn as they are asked for, and who has stopped by then."""
+
+    prompts: Prompts
+    stops: Stops
+    tokens: Iterator[Tensor]
+
+
+def _start(
     model: Transformer,
-    prompts: Prompts,
+    ids: Tensor | Sequence[Tensor],
+    *,
     count: int,
     sampling: Sampling,
-    stops: Stops,
     cache: Kind,
     draft: int,
+    stop: Sequence[int | str],
+    tokenizer: Tokenizer | None,
+    source: Tensor | Sequence[Tensor] | None,
     generator: torch.Generator | None,
-) -> Iterator[Tensor]:
+) -> _Run:
+    prompts = side_by_side(ids)
     if count < 0:
         raise ValueError(f"max_new_tokens={count} should not be negative.")
     if draft < 0 or (draft and len(prompts.ids) != 1):
@@ -172,8 +207,9 @@ def _stream(
             f"draft={draft} for {len(prompts.ids)} sequences; "
             "guess 0 or more tokens ahead, and for one sequence only."
         )
-    reader = Reader(model, prompts, count=count, kind=cache, spare=draft)
-    lookup = PromptLookup(prompts.ids[0].tolist()) if draft else None
+    stops = Stops(stop, tokenizer, prompts.ids)
+    heard = None if source is None else side_by_side(source)
+    reader = Reader(model, prompts, count=count, source=heard, kind=cache, spare=draft)
     seen_BV = None if sampling.repetition_penalty == 1.0 else seen(prompts, model.config.vocabulary)
 
     def choose(logits_BV: Tensor) -> Tensor:
@@ -183,20 +219,20 @@ def _stream(
             seen_BV.scatter_(1, token_B.unsqueeze(-1).long(), True)
         return token_B
 
-    return _decode(reader, choose, prompts.ids, count, stops, lookup, draft)
+    return _Run(prompts, stops, _decode(reader, prompts.ids, count, choose, stops, draft))
 
 
 @torch.inference_mode()
 def _decode(
     reader: Reader,
-    choose: Callable[[Tensor], Tensor],
     ids_BT: Tensor,
     count: int,
+    choose: Callable[[Tensor], Tensor],
     stops: Stops,
-    lookup: PromptLookup | None,
     draft: int,
 ) -> Iterator[Tensor]:
     """The loop: read, draw, and read what was drawn."""
+    lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
     with evaluating(reader.model):
         unread, said = reader.begin(ids_BT, reader.context), [ids_BT]
         while count:
@@ -206,11 +242,10 @@ def _decode(
             guess: list[int] = []
             if lookup is not None and unread.shape[1] == 1:
                 guess = lookup.guess(min(draft, count - 1, reader.left - 1))
-            guessed = len(guess)
             if guess:
                 unread = torch.cat([unread, unread.new_tensor([guess])], dim=-1)
             logits_BTV = reader.read(unread, last=not guess)
-            for i in range(guessed + 1):
+            for i in range(len(guess) + 1):
                 token_B = choose(logits_BTV[:, i])
                 said.append(token_B.unsqueeze(-1))
                 yield token_B
@@ -219,7 +254,7 @@ def _decode(
                     return
                 if lookup is not None:
                     lookup.add(token_B.tolist())
-                if i < guessed and token_B.item() != guess[i]:
+                if i < len(guess) and token_B.item() != guess[i]:
                     break
-            reader.take_back(guessed - i)
+            reader.take_back(len(guess) - i)
             unread = said[-1]

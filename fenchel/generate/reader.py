@@ -19,7 +19,7 @@ from fenchel.model import Transformer
 class Reader:
     """Reads for one call of ``generate``: ``count`` tokens behind ``prompts``.
 
-    The last ``spare`` positions read can be taken back.
+    An encoder reads the ``source`` first. The last ``spare`` positions can be taken back.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Reader:
         prompts: Prompts,
         *,
         count: int,
+        source: Prompts | None = None,
         kind: Kind = "model",
         spare: int = 0,
     ) -> None:
@@ -49,6 +50,9 @@ class Reader:
         if prompts.present is not None:
             self.fill_B = (~prompts.present).sum(-1)
         self._place_fill()
+        self.memory: tuple[Tensor | None, Tensor | None] = None, None
+        """What an encoder made of the source, and where it is real."""
+        self._source = source
 
     @property
     def left(self) -> int:
@@ -57,6 +61,10 @@ class Reader:
 
     def begin(self, said_BN: Tensor, most: int) -> Tensor:
         """What is to be read of ``said_BN``, its last ``most`` positions, into an empty cache."""
+        if self._source is not None:
+            ids, present = self._source
+            self.memory = self.model.encode(ids, present_BS=present), present
+            self._source = None  # once is enough
         self.cache.clear()
         gone = max(0, said_BN.shape[1] - most)
         if self.fill_B is not None and gone:
@@ -66,10 +74,18 @@ class Reader:
 
     def read(self, ids_BT: Tensor, *, last: bool = True) -> Tensor:
         """Read on; logits of the ``last`` position or of all that are new."""
-        present: dict[str, Tensor] = {}
+        present_BS = None
         if self._present_BR is not None:
-            present["present_BS"] = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
-        logits_BTV: Tensor = self.model(ids_BT, cache=self.cache, last=last, **present)
+            present_BS = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
+        memory_BSM, memory_present_BS = self.memory
+        logits_BTV: Tensor = self.model(
+            ids_BT,
+            cache=self.cache,
+            present_BS=present_BS,
+            memory_BSM=memory_BSM,
+            memory_present_BS=memory_present_BS,
+            last=last,
+        )
         return logits_BTV
 
     def take_back(self, positions: int) -> None:

@@ -22,6 +22,16 @@ SHAPES: list[dict[str, Any]] = [
     {"positions": "none"},
     {"kv_heads": 1},
     {"kv_heads": 2, "choice": "entmax"},
+    {"positions": "sinusoidal", "norm_place": "post"},
+    {"positions": "alibi", "embedding_norm": True},
+    {"positions": "buckets", "score_scale": 1.0, "norm_place": "both"},
+    {"windows": (5, 0), "softcap": 3.0, "rotary_local_base": 100.0},
+    {"windows": (3,), "rotary_share": 0.5, "parallel": True},
+    {"positions": "alibi", "windows": (4, 0)},
+    {"qk_norm": True, "sinks": True, "rotary_layout": "pairs"},
+    {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained": 4},
+    {"scores": "l2"},
+    {"experts": 4, "distinct_layers": 1},
 ]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(map(str, s.values())))
 
@@ -78,6 +88,29 @@ def test_a_stopped_sequence_repeats_its_stop_and_all_stopped_ends(
         assert set(row[upto:]) <= {stop}
     alone = generate(model, ids[:1], max_new_tokens=12, temperature=0.0, stop=[stop])
     assert alone.shape[1] == 3 + free[0].tolist().index(stop) + 1
+
+
+@every_shape
+def test_unequal_prompts_are_continued_as_each_would_be_alone(
+    shape: dict[str, Any], lively: Build, prompts: Draw
+) -> None:
+    model = lively(**shape)
+    rows = [prompts(n, seed=n) for n in (2, 7, 1, 5)]
+    together = generate(model, rows, max_new_tokens=9, temperature=0.0, repetition_penalty=1.3)
+    for row, longer in zip(rows, together, strict=True):
+        settings: dict[str, Any] = {"max_new_tokens": 9, "repetition_penalty": 1.3}
+        alone = generate(model, row[None], temperature=0.0, **settings)
+        assert torch.equal(longer, alone[0])
+
+
+def test_unequal_prompts_go_on_past_the_context(lively: Build, prompts: Draw) -> None:
+    model = lively()
+    rows = [prompts(n, seed=n) for n in (2, CONTEXT + 3, CONTEXT - 1)]
+    together = generate(model, rows, max_new_tokens=3 * CONTEXT, temperature=0.0)
+    for row, longer in zip(rows[1:2], together[1:2], strict=True):  # the longest sets the pace
+        alone = generate(model, row[None], max_new_tokens=3 * CONTEXT, temperature=0.0)
+        assert torch.equal(longer, alone[0])
+    assert [len(row) for row in together] == [len(row) + 3 * CONTEXT for row in rows]
 
 
 def test_each_of_a_list_ends_at_its_own_stop(lively: Build, prompts: Draw) -> None:
