@@ -36,6 +36,18 @@ SHAPES: list[dict[str, Any]] = [
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(map(str, s.values())))
 
 
+@torch.no_grad()
+def slowly(model: Transformer, ids: Tensor, **inputs: Tensor) -> Tensor:
+    """Greedy words far past the context, everything read again for each of them."""
+    said, held = ids, ids
+    for _ in range(2 * CONTEXT):
+        if held.shape[1] > CONTEXT:
+            held = said[:, -(CONTEXT // 2) :]
+        token = model(held, **inputs)[:, -1].argmax(-1, keepdim=True)
+        said, held = (torch.cat([t, token], dim=-1) for t in (said, held))
+    return said
+
+
 @every_shape
 @torch.no_grad()
 def test_reading_in_pieces_is_reading_at_once(
@@ -49,20 +61,28 @@ def test_reading_in_pieces_is_reading_at_once(
     assert cache.length == CONTEXT
 
 
+@pytest.mark.parametrize("sizes", [[1] * 90, [50, 1, 3, 36]], ids=["one by one", "long prompt"])
+@pytest.mark.parametrize("positions", ["rotary", "alibi", "buckets", "none"])
+@torch.no_grad()
+def test_keys_that_left_the_window_are_not_missed(
+    positions: str, sizes: list[int], lively: Build, prompts: Draw
+) -> None:
+    model = lively(positions=positions, windows=(7, 0, 2), layers=3, context=90)
+    ids = prompts(2, 90)
+    cache = KeyValueCache(model.config, batch=2, positions=90)
+    pieces = [model(part, cache=cache) for part in ids.split(sizes, dim=-1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), atol=1e-5, rtol=1e-5)
+    assert cache.layers[0].gone > 50  # the room was used more than once
+
+
 @every_shape
 @pytest.mark.parametrize("length", [1, 5, CONTEXT])
 def test_greedy_words_are_those_of_reading_everything_again(
     shape: dict[str, Any], length: int, lively: Build, prompts: Draw
 ) -> None:
     model, ids = lively(**shape), prompts(2, length)
-    slow, held = ids, ids
-    for _ in range(2 * CONTEXT):  # far past the context
-        if held.shape[1] > CONTEXT:
-            held = slow[:, -(CONTEXT // 2) :]
-        token = model(held)[:, -1].argmax(-1, keepdim=True)
-        slow, held = (torch.cat([t, token], dim=-1) for t in (slow, held))
     fast = generate(model, ids, max_new_tokens=2 * CONTEXT, temperature=0.0)
-    assert torch.equal(fast, slow)
+    assert torch.equal(fast, slowly(model, ids))
 
 
 def test_the_same_seed_draws_the_same_words(lively: Build, prompts: Draw) -> None:
@@ -111,6 +131,22 @@ def test_unequal_prompts_go_on_past_the_context(lively: Build, prompts: Draw) ->
         alone = generate(model, row[None], max_new_tokens=3 * CONTEXT, temperature=0.0)
         assert torch.equal(longer, alone[0])
     assert [len(row) for row in together] == [len(row) + 3 * CONTEXT for row in rows]
+
+
+def test_a_decoder_asks_its_encoder_once_and_says_what_it_would_without_a_cache(
+    lively: Build, prompts: Draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lively(kind="encoder-decoder", positions="buckets", vocabulary=13)
+    sources = [prompts(n, vocabulary=13, seed=n) for n in (3, 8)]
+    starts = torch.zeros(2, 1, dtype=torch.long)
+    with torch.no_grad():
+        memories = [model.encode(source[None]) for source in sources]
+    slow = torch.cat([slowly(model, starts[:1], memory_BSM=memory) for memory in memories])
+    encode, calls = model.encode, []
+    monkeypatch.setattr(model, "encode", lambda *a, **k: calls.append(1) or encode(*a, **k))
+    fast = generate(model, starts, max_new_tokens=2 * CONTEXT, temperature=0.0, source=sources)
+    assert torch.equal(fast, slow)
+    assert len(calls) == 1
 
 
 def test_each_of_a_list_ends_at_its_own_stop(lively: Build, prompts: Draw) -> None:
