@@ -154,7 +154,8 @@ class Cross(nn.Module):
         return mixed
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        B, T, _ = x.shape
+        return x.view(B, T, -1, self.head_width).transpose(1, 2)
 
 
 def _dropout(config: ModelConfig) -> float:

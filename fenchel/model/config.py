@@ -330,7 +330,7 @@ class ModelConfig:
     def branch_scale(self) -> float:
         """Factor on what a branch adds to the stream."""
         if isinstance(self.residual_scale, str):
-            return (2 * self.layers) ** -0.5
+            return 1.0 / math.sqrt(2 * self.layers)
         return self.residual_scale
 
     def window(self, layer: int) -> int | None:
