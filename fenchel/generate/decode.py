@@ -154,6 +154,7 @@ def stream_text(
     cache: Kind = "model",
     draft: int = 0,
     stop: Sequence[int | str] = (),
+    source: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
     """The continuation of one prompt (T,) as pieces of text, up to a stop string.
@@ -170,6 +171,7 @@ def stream_text(
         cache=cache,
         draft=draft,
         stop=[one for one in stop if not isinstance(one, str)],
+        source=None if source is None else source.unsqueeze(0),
         generator=generator,
     ):
         yield telling.add(int(token))
@@ -200,6 +202,13 @@ def _start(
     generator: torch.Generator | None,
 ) -> _Run:
     prompts = side_by_side(ids)
+    kind = model.config.kind
+    if kind == "encoder":
+        raise ValueError("an encoder reads whole texts and cannot continue one; use a decoder.")
+    if (source is None) == (kind == "encoder-decoder"):
+        raise ValueError(
+            f"a model of kind={kind!r} {'needs a' if source is None else 'has no'} source."
+        )
     if count < 0:
         raise ValueError(f"max_new_tokens={count} should not be negative.")
     if draft < 0 or (draft and len(prompts.ids) != 1):

@@ -234,6 +234,7 @@ def test_a_prompt_without_tokens_is_refused(ids: Any, lively: Build) -> None:
         ({"draft": -1}, "draft=-1"),
         ({"cache": "int4"}, "cache='int4'"),
         ({"stop": ["."]}, "give the tokenizer"),
+        ({"source": torch.zeros(2, 3).long()}, "has no source"),
     ],
 )
 def test_a_wrong_wish_is_refused_before_anything_is_read(
@@ -241,3 +242,10 @@ def test_a_wrong_wish_is_refused_before_anything_is_read(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         stream(lively(), prompts(2, 3), **{"max_new_tokens": 4, "sampling": GREEDY, **wrong})
+
+
+def test_a_model_that_cannot_continue_says_why(lively: Build, prompts: Draw) -> None:
+    with pytest.raises(ValueError, match="needs a source"):
+        generate(lively(kind="encoder-decoder"), prompts(1, 3), max_new_tokens=1)
+    with pytest.raises(ValueError, match="an encoder reads whole texts"):
+        generate(lively(kind="encoder"), prompts(1, 3), max_new_tokens=1)
