@@ -353,7 +353,11 @@ def _uses(c: ModelConfig) -> tuple[tuple[tuple[str, ...], bool, str], ...]:
         (("rotary_local_base",), any(c.windows), "windows"),
         (("rotary_factor",), scaled, "rotary_scaling"),
         (blended, c.rotary_scaling in ("yarn", "llama3"), 'rotary_scaling="yarn" or "llama3"'),
-        (("rotary_attention", "rotary_truncate"), c.rotary_scaling == "yarn", '"yarn"'),
+        (
+            ("rotary_attention", "rotary_truncate"),
+            c.rotary_scaling == "yarn",
+            'rotary_scaling="yarn"',
+        ),
         (("buckets", "bucket_distance"), c.positions == "buckets", 'positions="buckets"'),
         (("encoder_layers",), c.kind == "encoder-decoder", 'kind="encoder-decoder"'),
         (("norm_plus_one",), c.norm == "rms", 'norm="rms"'),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fenchel.attention import attend
 from fenchel.config import from_mapping, to_mapping, to_toml
 from fenchel.generate.cache import KeyValueCache
 from fenchel.model import ModelConfig, Transformer
@@ -187,6 +188,18 @@ def test_every_parameter_gets_a_gradient(build: Build, ids: Tensor, name: str) -
 
 
 @every_model
+def test_half_precision_by_autocast_trains(settings: Any, ids: Tensor, name: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    model = Transformer(settings(**MODELS[name], dropout=0.1), generator=generator).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, **source(model, ids)).float().square().mean()
+    loss.backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert found
+    assert all(g.isfinite().all() for g in found)
+
+
+@every_model
 def test_the_stream_times_the_table_is_the_logits(build: Build, ids: Tensor, name: str) -> None:
     model = build(**MODELS[name])
     memory = source(model, ids)
@@ -207,6 +220,20 @@ def test_an_observer_sees_every_layer_and_changes_nothing(
     assert [layer for layer, *_ in seen] == [0, 1, 2]
     G, D = model.config.groups, model.config.head_width
     assert {tuple(k.shape) for _, _, k, _ in seen} == {(3, G, T, D)}
+
+
+@every_model
+def test_the_question_of_a_layer_is_what_it_asks(build: Build, ids: Tensor, name: str) -> None:
+    """The stream after each attention layer follows from what an observer saw."""
+    model, seen, given = build(**MODELS[name]), [], []
+    for block in model.blocks:
+        block.attention.out.register_forward_pre_hook(lambda _, x: given.append(x[0]))
+    model(ids, observe=lambda *what: seen.append(what), **source(model, ids))
+    for (layer, *qkv), mixed in zip(seen, given, strict=True):
+        question = model.question(layer, *qkv)
+        out, p = attend(**question._asdict(), return_weights=True)
+        torch.testing.assert_close(out.transpose(1, 2).flatten(2), mixed)
+        torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]))
 
 
 @every_model
