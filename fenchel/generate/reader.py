@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fenchel.generate.cache import KeyValueCache, Kind
+from fenchel.generate.lean import Lean, why_not
 from fenchel.generate.prompts import Prompts
 from fenchel.model import Transformer
 
@@ -45,6 +46,7 @@ class Reader:
             kind=kind,
             spare=spare,
         )
+        self._lean = Lean(model, self.cache, batch=B) if why_not(model) is None else None
         self.fill_B: Tensor | None = None
         """How many slots at the left of each sequence are absent."""
         if prompts.present is not None:
@@ -77,6 +79,8 @@ class Reader:
         present_BS = None
         if self._present_BR is not None:
             present_BS = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
+        if self._lean is not None and ids_BT.shape[1] == 1:
+            return self._lean.step(ids_BT[:, 0], present_BS).unsqueeze(1)
         memory_BSM, memory_present_BS = self.memory
         logits_BTV: Tensor = self.model(
             ids_BT,
