@@ -90,18 +90,43 @@ class _Map(NamedTuple):
             y.add_(self.bias)
 
 
+Norm = RMSNorm | nn.LayerNorm
+
+
+class _Layer(NamedTuple):
+    """The weights of a block in the order in which they are used."""
+
+    before: Norm
+    qkv: _Map
+    out: _Map
+    between: Norm
+    gate: _Map | None
+    up: _Map
+    down: _Map
+
+
+def _layer(block: nn.Module) -> _Layer:
+    assert isinstance(block, Block)
+    assert isinstance(block.mlp, Mlp)
+    look, think = block.attention, block.mlp
+    return _Layer(
+        _norm(block.attention_norm),
+        _map(look.qkv),
+        _map(look.out),
+        _norm(block.mlp_norm),
+        None if think.gate is None else _map(think.gate),
+        _map(think.up),
+        _map(think.down),
+    )
+
+
 def _map(layer: nn.Linear) -> _Map:
     return _Map(layer.weight.t(), layer.bias)
 
 
-class _Layer(NamedTuple):
-    before: nn.Module
-    qkv: _Map
-    out: _Map
-    between: nn.Module
-    gate: _Map | None
-    up: _Map
-    down: _Map
+def _norm(module: nn.Module | None) -> Norm:
+    assert isinstance(module, RMSNorm | nn.LayerNorm)
+    return module
 
 
 class Lean:
@@ -112,21 +137,10 @@ class Lean:
         config, table = model.config, model.read_weight
         self.config, self.cache, self.embed = config, cache, model.embed.weight
         self.place = None if model.place is None else model.place.weight
-        self.read_weight, self.norm = table, model.norm
+        self.read_weight, self.norm = table, _norm(model.norm)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
         self.turning = Turning(config) if config.positions == "rotary" else None
-        self.layers = [
-            _Layer(
-                block.attention_norm,
-                _map(block.attention.qkv),
-                _map(block.attention.out),
-                block.mlp_norm,
-                None if block.mlp.gate is None else _map(block.mlp.gate),
-                _map(block.mlp.up),
-                _map(block.mlp.down),
-            )
-            for block in model.blocks
-        ]
+        self.layers = [_layer(block) for block in model.blocks]
         self._take_memory(batch)
 
     def step(self, token_B: Tensor, present_BS: Tensor | None = None) -> Tensor:
@@ -168,7 +182,7 @@ class Lean:
         # The table first: for a few sequences this order is up to twice as quick as the other.
         return torch.mm(self.read_weight, y.t()).t()
 
-    def _normed(self, norm: nn.Module) -> None:
+    def _normed(self, norm: Norm) -> None:
         """y = norm(x)."""
         x, y = self.x, self.y
         if isinstance(norm, nn.LayerNorm):
@@ -189,7 +203,8 @@ class Lean:
             cos, sin = (
                 t.squeeze(1) for t in self.turning.at(position_B[:, None], start + 1, self.x)
             )
-        return cos, *sin.chunk(2, -1)
+        first, second = sin.chunk(2, -1)
+        return cos, first, second
 
     def _take_memory(self, B: int) -> None:
         c = self.config
@@ -204,5 +219,5 @@ class Lean:
         self.turned = self.qk if self.turning is None else new(B, H + G, D)
         self.first, self.second = self.qk.chunk(2, -1)
         self.turned_first, self.turned_second = self.turned.chunk(2, -1)
-        self.q = self.turned[:, :H].unflatten(1, (G, H // G))
+        self.q = self.turned.narrow(1, 0, H).view(B, G, H // G, D)
         self.k = self.turned[:, H:].unsqueeze(2)
