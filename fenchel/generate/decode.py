@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.generate.cache import Kind
+from fenchel.generate.fixed import Record, require
 from fenchel.generate.lookup import PromptLookup
 from fenchel.generate.prompts import Prompts, seen, side_by_side
 from fenchel.generate.reader import Reader
@@ -39,6 +40,7 @@ def generate(
     repetition_penalty: float = ...,
     cache: Kind = ...,
     draft: int = ...,
+    record: Record | None = ...,
     stop: Sequence[int | str] = ...,
     tokenizer: Tokenizer | None = ...,
     source: Tensor | Sequence[Tensor] | None = ...,
@@ -57,6 +59,7 @@ def generate(
     repetition_penalty: float = ...,
     cache: Kind = ...,
     draft: int = ...,
+    record: Record | None = ...,
     stop: Sequence[int | str] = ...,
     tokenizer: Tokenizer | None = ...,
     source: Tensor | Sequence[Tensor] | None = ...,
@@ -74,6 +77,7 @@ def generate(
     repetition_penalty: float = 1.0,
     cache: Kind = "model",
     draft: int = 0,
+    record: Record | None = None,
     stop: Sequence[int | str] = (),
     tokenizer: Tokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
@@ -86,7 +90,8 @@ def generate(
 
     ``stop`` holds ids, and strings if the ``tokenizer`` is given; the token that completes a
     stop is kept. ``cache`` is what keys and values are held in. ``draft`` tokens are guessed
-    ahead from what was said before, for a single sequence. ``source`` is what an encoder reads
+    ahead from what was said before, for a single sequence. ``record`` replays one step of fixed
+    shapes, for a GPU: fenchel/generate/fixed.py. ``source`` is what an encoder reads
     before the decoder begins, in the same two forms as the prompts.
     """
     sampling = Sampling(
@@ -103,6 +108,7 @@ def generate(
         sampling=sampling,
         cache=cache,
         draft=draft,
+        record=record,
         stop=stop,
         tokenizer=tokenizer,
         source=source,
@@ -124,6 +130,7 @@ def stream(
     sampling: Sampling,
     cache: Kind = "model",
     draft: int = 0,
+    record: Record | None = None,
     stop: Sequence[int | str] = (),
     tokenizer: Tokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
@@ -137,6 +144,7 @@ def stream(
         sampling=sampling,
         cache=cache,
         draft=draft,
+        record=record,
         stop=stop,
         tokenizer=tokenizer,
         source=source,
@@ -153,6 +161,7 @@ def stream_text(
     sampling: Sampling,
     cache: Kind = "model",
     draft: int = 0,
+    record: Record | None = None,
     stop: Sequence[int | str] = (),
     source: Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -170,6 +179,7 @@ def stream_text(
         sampling=sampling,
         cache=cache,
         draft=draft,
+        record=record,
         stop=[one for one in stop if not isinstance(one, str)],
         source=None if source is None else source.unsqueeze(0),
         generator=generator,
@@ -196,6 +206,7 @@ def _start(
     sampling: Sampling,
     cache: Kind,
     draft: int,
+    record: Record | None,
     stop: Sequence[int | str],
     tokenizer: Tokenizer | None,
     source: Tensor | Sequence[Tensor] | None,
@@ -218,7 +229,11 @@ def _start(
         )
     stops = Stops(stop, tokenizer, prompts.ids)
     heard = None if source is None else side_by_side(source)
-    reader = Reader(model, prompts, count=count, source=heard, kind=cache, spare=draft)
+    if record is not None:
+        require(model, record, kind=cache, fill=prompts.present is not None, draft=draft)
+    reader = Reader(
+        model, prompts, count=count, source=heard, kind=cache, spare=draft, record=record
+    )
     seen_BV = None if sampling.repetition_penalty == 1.0 else seen(prompts, model.config.vocabulary)
 
     def choose(logits_BV: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fenchel.generate.cache import KeyValueCache, Kind
+from fenchel.generate.fixed import RECORDERS, FixedStep, Record
 from fenchel.generate.lean import Lean, why_not
 from fenchel.generate.prompts import Prompts
 from fenchel.model import Transformer
@@ -32,6 +33,7 @@ class Reader:
         source: Prompts | None = None,
         kind: Kind = "model",
         spare: int = 0,
+        record: Record | None = None,
     ) -> None:
         self.model, self.context = model, model.config.context
         B, T = prompts.ids.shape
@@ -46,6 +48,8 @@ class Reader:
             kind=kind,
             spare=spare,
         )
+        self._record, self._to_take = record, True
+        self._fixed: FixedStep | None = None
         self._lean = Lean(model, self.cache, batch=B) if why_not(model) is None else None
         self.fill_B: Tensor | None = None
         """How many slots at the left of each sequence are absent."""
@@ -68,6 +72,7 @@ class Reader:
             self.memory = self.model.encode(ids, present_BS=present), present
             self._source = None  # once is enough
         self.cache.clear()
+        self._to_take = True
         gone = max(0, said_BN.shape[1] - most)
         if self.fill_B is not None and gone:
             self.fill_B = (self.fill_B - gone).clamp(min=0)
@@ -79,6 +84,8 @@ class Reader:
         present_BS = None
         if self._present_BR is not None:
             present_BS = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
+        if self._record is not None and ids_BT.shape[1] == 1 and self.cache.length:
+            return self._replay(self._record, ids_BT)
         if self._lean is not None and ids_BT.shape[1] == 1:
             return self._lean.step(ids_BT[:, 0], present_BS).unsqueeze(1)
         memory_BSM, memory_present_BS = self.memory
@@ -91,6 +98,17 @@ class Reader:
             last=last,
         )
         return logits_BTV
+
+    def _replay(self, record: Record, ids_BT: Tensor) -> Tensor:
+        """``read`` of one token by a recorded step, which has a cache of its own."""
+        if self._fixed is None:
+            recorder = RECORDERS[record]
+            self._fixed = FixedStep(self.model, self.cache, batch=len(ids_BT), record=recorder)
+        if self._to_take:
+            self._fixed.cache.take(self.cache, self.fill_B)
+            self._to_take = False
+        self.cache.advance(1)  # counted here, held there
+        return self._fixed.step(ids_BT[:, 0]).unsqueeze(1)
 
     def take_back(self, positions: int) -> None:
         """Forget the last positions read."""
