@@ -126,6 +126,23 @@ def test_a_full_cache_says_so() -> None:
             cache.append(0, noise(1, 4, 5, 3), noise(1, 4, 5, 3))
 
 
+def test_what_an_encoder_read_is_made_once_a_layer_and_outlives_the_context() -> None:
+    cache = KeyValueCache(plain(), batch=1, positions=4)
+    made = list[int]()
+
+    def make(layer: int) -> tuple[Tensor, Tensor]:
+        made.append(layer)
+        return noise(1, 4, 6, 3, seed=layer), noise(1, 4, 6, 3, seed=-layer)
+
+    first = [cache.remember(layer, lambda n=layer: make(n)) for layer in (0, 1)]  # type: ignore[misc]
+    cache.clear()
+    again = [cache.remember(layer, lambda n=layer: make(n)) for layer in (0, 1)]  # type: ignore[misc]
+    assert made == [0, 1]
+    assert all(
+        a is b for one, two in zip(first, again, strict=True) for a, b in zip(one, two, strict=True)
+    )
+
+
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="model, float16, int8"):
         KeyValueCache(plain(), batch=1, positions=4, kind="int4")  # type: ignore[arg-type]
