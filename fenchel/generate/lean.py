@@ -60,6 +60,8 @@ def why_not(model: Transformer) -> str | None:
         return f"positions are {config.positions!r}"
     if table.device.type != "cpu" or table.dtype not in (torch.float32, torch.float64):
         return f"it is in {table.dtype} on {table.device.type}"
+    if torch.is_autocast_enabled(table.device.type):
+        return "autocast changes dtypes on the way"
     if any(p.dtype != table.dtype for p in model.parameters()):
         return "its parameters are of several kinds"
     for module in model.modules():
@@ -148,7 +150,7 @@ class Lean:
 
         ``present_BS`` as in the model's forward. The logits are good until the next step.
         """
-        cache, x, y = self.cache, self.x, self.y
+        cache, x = self.cache, self.x
         position_B = None if present_BS is None else present_BS.sum(-1) - 1
         torch.index_select(self.embed, 0, token_B, out=x)
         if self.place is not None:
@@ -156,7 +158,7 @@ class Lean:
         turn = self._turn(position_B)
         scale = self.config.score_scale
         for number, layer in enumerate(self.layers):
-            self._normed(layer.before)
+            y = self._normed(layer.before)
             layer.qkv.into(self.made, y)
             if turn is not None:
                 cos, first, second = turn
@@ -169,7 +171,7 @@ class Lean:
                 mask = present_BS[:, None, None, -keys.shape[2] :]
             mixed = scaled_dot_product_attention(self.q, keys, values, mask, scale=scale)
             layer.out.add_to(x, mixed.reshape(self.mixed))
-            self._normed(layer.between)
+            y = self._normed(layer.between)
             layer.up.into(self.wide, y)
             if layer.gate is None:
                 wide = self.activation(self.wide)
@@ -178,19 +180,18 @@ class Lean:
                 wide = self.activation(self.gated).mul_(self.wide)
             layer.down.add_to(x, wide)
         cache.advance(1)
-        self._normed(self.norm)
+        y = self._normed(self.norm)
         # The table first: for a few sequences this order is up to twice as quick as the other.
         return torch.mm(self.read_weight, y.t()).t()
 
-    def _normed(self, norm: Norm) -> None:
-        """y = norm(x)."""
-        x, y = self.x, self.y
+    def _normed(self, norm: Norm) -> Tensor:
+        """The stream as a branch reads it, (B, M)."""
+        x, r = self.x, self.size
         if isinstance(norm, nn.LayerNorm):
-            y.copy_(layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps))
-            return
-        r = vector_norm(x, 2, -1, True, out=self.size)
+            return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        vector_norm(x, 2, -1, True, out=r)
         torch.addcmul(self.epsilon, r, r, value=1.0 / x.shape[-1], out=r).rsqrt_()
-        torch.mul(x, r, out=y).mul_(norm.weight)
+        return torch.mul(x, r, out=self.y).mul_(norm.weight)
 
     def _turn(self, position_B: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
         """cos, and sin for the first and the second half of a head; each broadcasts to heads."""
@@ -216,8 +217,10 @@ class Lean:
         heads = self.made.view(B, H + 2 * G, D)
         self.qk, self.v = heads[:, : H + G], heads[:, H + G :].unsqueeze(2)
         # Turning (a, b) is (a, b) (c, c) + (b, a) (-s, s): each half takes from the other.
-        self.turned = self.qk if self.turning is None else new(B, H + G, D)
-        self.first, self.second = self.qk.chunk(2, -1)
-        self.turned_first, self.turned_second = self.turned.chunk(2, -1)
+        self.turned = self.qk
+        if self.turning is not None:
+            self.turned = new(B, H + G, D)
+            self.first, self.second = self.qk.chunk(2, -1)
+            self.turned_first, self.turned_second = self.turned.chunk(2, -1)
         self.q = self.turned.narrow(1, 0, H).view(B, G, H // G, D)
         self.k = self.turned[:, H:].unsqueeze(2)

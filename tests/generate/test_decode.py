@@ -16,24 +16,37 @@ CONTEXT = 16
 GREEDY = Sampling(temperature=0.0)
 Build = Callable[..., Transformer]
 Draw = Callable[..., Tensor]
-SHAPES: list[dict[str, Any]] = [
-    {"positions": "rotary"},
-    {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
-    {"positions": "none"},
-    {"kv_heads": 1},
-    {"kv_heads": 2, "choice": "entmax"},
-    {"positions": "sinusoidal", "norm_place": "post"},
-    {"positions": "alibi", "embedding_norm": True},
-    {"positions": "buckets", "score_scale": 1.0, "norm_place": "both"},
-    {"windows": (5, 0), "softcap": 3.0, "rotary_local_base": 100.0},
-    {"windows": (3,), "rotary_share": 0.5, "parallel": True},
-    {"positions": "alibi", "windows": (4, 0)},
-    {"qk_norm": True, "sinks": True, "rotary_layout": "pairs"},
-    {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained": 4},
-    {"scores": "l2"},
-    {"experts": 4, "distinct_layers": 1},
-]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(map(str, s.values())))
+GPT2 = {"positions": "learned", "norm": "layer", "mlp": "gelu_tanh", "bias": True}
+SHAPES: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "gpt2": GPT2,
+    "none": {"positions": "none"},
+    "one head of keys": {"kv_heads": 1},
+    "entmax": {"kv_heads": 2, "choice": "entmax"},
+    "sinusoidal, post-norm": {"positions": "sinusoidal", "norm_place": "post"},
+    "buckets": {"positions": "buckets", "score_scale": 1.0, "norm_place": "both"},
+    "mistral": {"kv_heads": 2, "windows": (3,)},
+    "qwen3": {"kv_heads": 2, "head_size": 10, "qk_norm": True},
+    "gemma 2": {
+        "windows": (5, 0),
+        "softcap": 3.0,
+        "logit_softcap": 5.0,
+        "norm_place": "both",
+        "norm_plus_one": True,
+        "embedding_scale": 32**0.5,
+        "mlp": "geglu_tanh",
+        "score_scale": 0.3,
+    },
+    "gemma 3": {"windows": (4, 4, 0), "rotary_local_base": 100.0, "qk_norm": True, "layers": 3},
+    "neox": {"rotary_share": 0.5, "parallel": True, "norm": "layer", "mlp": "gelu", "bias": True},
+    "bloom": {**GPT2, "positions": "alibi", "embedding_norm": True},
+    "alibi in a window": {"positions": "alibi", "windows": (4, 0)},
+    "sinks, pairs": {"sinks": True, "rotary_layout": "pairs"},
+    "yarn": {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained": 4},
+    "distances": {"scores": "l2"},
+    "experts, shared": {"experts": 4, "distinct_layers": 1},
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 @torch.no_grad()

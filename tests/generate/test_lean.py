@@ -20,6 +20,7 @@ SHAPES: list[dict[str, Any]] = [
     {"kv_heads": 1, "windows": (5, 0), "score_scale": 0.7},
     {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
     {"positions": "none", "mlp": "geglu_tanh", "tied": False},
+    {"positions": "none", "head_size": 1, "mlp": "relu"},
     {"rotary_scaling": "llama3", "rotary_factor": 4.0, "rotary_trained": 4, "epsilon": 0.1},
 ]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(s) or "usual")
@@ -95,6 +96,9 @@ def test_what_it_does_not_know_it_names(
 def test_a_changed_model_is_read_by_itself(lively: Build, prompts: Draw) -> None:
     model, calls = lively(), list[int]()
     assert why_not(lively().bfloat16()) == "it is in torch.bfloat16 on cpu"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in str(why_not(lively()))
+        assert generate(lively(), prompts(1, 3), max_new_tokens=4).shape == (1, 7)
     model.blocks[1].mlp.register_forward_hook(lambda *_: calls.append(1))
     assert why_not(model) == "somebody watches its Mlp"
     generate(model, prompts(1, 3), max_new_tokens=4, temperature=0.0)
