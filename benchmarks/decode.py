@@ -52,7 +52,8 @@ def ways(place: Place, model: Any, prompts: Tensor) -> dict[str, Words]:
     def words(chosen: dict[str, Any]) -> Words:
         return lambda: generate(model, prompts, max_new_tokens=NEW, temperature=0.0, **chosen)
 
-    return {" ".join(map(str, s.values())) or "plain": words(s) for s in settings}
+    names = (" ".join(f"{key} {value}" for key, value in s.items()) for s in settings)
+    return {name or "plain": words(s) for name, s in zip(names, settings, strict=True)}
 
 
 def theirs(place: Place, model: Any, prompts: Tensor) -> dict[str, Words]:
@@ -91,8 +92,8 @@ def rows(place: Place, batch: int) -> list[dict[str, Any]]:
             "tokens_per_second": round(batch * NEW / found.median(name)),
             "ratio": round(found.ratio(name, "transformers"), 3),
         }
-        if name in ("plain", "float16", "int8"):
-            cache_kind: Any = "model" if name == "plain" else name
+        if name == "plain" or name.startswith("cache"):
+            cache_kind: Any = "model" if name == "plain" else name.split()[-1]
             sizes: dict[str, Any] = {"batch": batch, "positions": PROMPT + NEW, "device": "meta"}
             cache = KeyValueCache(config, kind=cache_kind, dtype=place.dtype, **sizes)
             line["cache_bytes"] = cache.bytes
