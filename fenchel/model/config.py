@@ -1,17 +1,50 @@
-"""The settings of a model. A setting is written here once and read everywhere."""
+"""The settings of a model. A setting is written here once and read everywhere.
+
+Defaults are a small Llama-shaped decoder. What a setting adds to the names of the parameters
+stands in docs/maths/model.md. Settings that differ between layers are patterns: (4096, 0) is
+4096, 0, 4096, 0, ... over the layers, and an empty pattern says the same of all of them.
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from fenchel.choice import named
 
 LARGEST = 2**24
 """No size is larger: products of two stay far from what a tensor can hold."""
+GATED = ("swiglu", "geglu", "geglu_tanh")
 _KINDS = {
+    "kind": ("decoder", "encoder", "encoder-decoder"),
     "norm": ("rms", "layer"),
-    "positions": ("rotary", "learned", "none"),
-    "mlp": ("swiglu", "gelu"),
+    "norm_place": ("pre", "post", "both"),
+    "positions": ("rotary", "learned", "sinusoidal", "alibi", "buckets", "none"),
+    "rotary_layout": ("half", "pairs"),
+    "rotary_scaling": (None, "linear", "ntk", "yarn", "llama3"),
+    "mlp": (*GATED, "gelu", "gelu_tanh", "relu"),
+    "scores": ("dot", "l2"),
+    "initial": ("zero", "normal", "xavier"),
 }
+_SIZES = ("vocabulary", "context", "width", "layers", "heads")
+_SIZES_OR_NONE = (
+    "kv_heads",
+    "head_size",
+    "hidden",
+    "encoder_layers",
+    "distinct_layers",
+    "embedding_width",
+    "rotary_trained",
+)
+_COUNTS = ("token_types", "experts")  # 0 is none
+_POSITIVE = ("embedding_scale", "logit_scale", "initial_std", "initial_qk", "rotary_factor")
+_POSITIVE_OR_NONE = (
+    "score_scale",
+    "softcap",
+    "logit_softcap",
+    "rotary_slow",
+    "rotary_fast",
+    "rotary_attention",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +58,9 @@ class ModelConfig:
     width: int = 128
     """Width of the residual stream, M."""
     layers: int = 4
-    """Blocks, one after another."""
+    """Blocks, one after another; those of the decoder where there is an encoder too."""
     heads: int = 2
-    """Attention heads, H. Divides ``width``."""
+    """Attention heads, H. Divides ``width`` unless ``head_size`` is given."""
     kv_heads: int | None = None
     """Heads of keys and values, G; divides ``heads``. None is one for each head."""
     hidden: int | None = None
@@ -35,11 +68,12 @@ class ModelConfig:
     norm: str = "rms"
     """"rms" or "layer": what normalises the stream before each branch."""
     positions: str = "rotary"
-    """"rotary" turns queries and keys, "learned" adds a table, "none" leaves order out."""
+    """"rotary" turns queries and keys, "learned" and "sinusoidal" add a table, "alibi" and
+    "buckets" (T5) are priors over distances, "none" leaves order out."""
     rotary_base: float = 10000.0
     """Slowest rotation is about one turn in 2 pi x this many positions."""
     mlp: str = "swiglu"
-    """"swiglu" (gated) or "gelu"."""
+    """Gated: "swiglu", "geglu", "geglu_tanh". Plain: "gelu" (exact), "gelu_tanh", "relu"."""
     choice: str = "softmax"
     """How a query chooses among keys: "softmax", "entmax", "sparsemax" or "hard"."""
     alpha: float = 1.5
@@ -53,12 +87,148 @@ class ModelConfig:
     epsilon: float = 1e-5
     """Added under the root of every norm."""
 
+    kind: str = "decoder"
+    """"decoder" looks back, "encoder" both ways, "encoder-decoder" also at what was encoded."""
+    encoder_layers: int | None = None
+    """Blocks of the encoder beside a decoder. None is as many as ``layers``."""
+    distinct_layers: int | None = None
+    """Different blocks, each used for equally many layers in a row (ALBERT). None is all."""
+    head_size: int | None = None
+    """Width of a head. None is width / heads."""
+    embedding_width: int | None = None
+    """Width of the embedding, lifted to ``width`` by a map of its own (ALBERT). None is none."""
+    token_types: int = 0
+    """Kinds of segments a token may belong to (BERT: 2), each with a vector added to it."""
+    embedding_scale: float = 1.0
+    """Multiplies the embedding as it is read in: sqrt(width) in Gemma and the first Transformer."""
+    embedding_norm: bool = False
+    """Normalise the embedding, positions included, before the first block (BLOOM, BERT)."""
+
+    norm_place: str = "pre"
+    """"pre" x + f(n(x)), "post" n(x + f(x)), "both" x + n(f(n(x)))."""
+    norm_plus_one: bool = False
+    """The gain of an RMS norm is 1 + weight (Gemma), so that decay pulls it to 1."""
+    final_norm: bool = True
+    """Normalise what the last block gives. Off where norms stand after branches (BERT)."""
+    qk_norm: bool = False
+    """Normalise every query and key over its head before it is turned."""
+    residual_scale: float | str = 1.0
+    """Factor on what a branch adds; "depth" is (2 layers)^-1/2, which bounds the stream."""
+    parallel: bool = False
+    """Both branches read the same stream: x + attention(n(x)) + mlp(n'(x))."""
+
+    rotary_layout: str = "half"
+    """Which entries are turned together: "half" i with i + W/2, "pairs" 2i with 2i + 1."""
+    rotary_share: float = 1.0
+    """Share of a head's width that is turned; the rest knows no position."""
+    rotary_local_base: float | None = None
+    """Base in layers with a window, unscaled (Gemma 3). None is ``rotary_base`` everywhere."""
+    rotary_scaling: str | None = None
+    """For longer contexts than were trained: "linear", "ntk", "yarn" or "llama3"."""
+    rotary_factor: float = 1.0
+    """By how much the context grows under ``rotary_scaling``."""
+    rotary_trained: int | None = None
+    """Positions seen in training, for "yarn" and "llama3". None is ``context``."""
+    rotary_slow: float | None = None
+    """Turns in the trained context below which speeds are divided. None is 1."""
+    rotary_fast: float | None = None
+    """Turns above which speeds are kept. None is 32 for "yarn", 4 for "llama3"."""
+    rotary_attention: float | None = None
+    """Factor on cos and sin under "yarn". None is 0.1 log(rotary_factor) + 1."""
+    rotary_truncate: bool = True
+    """Round the ends of the blend of "yarn" outward to whole pairs."""
+    buckets: int = 32
+    """Rows of the table of relative positions "buckets"; a multiple of 4."""
+    bucket_distance: int = 128
+    """Distances from here on share the last bucket."""
+
+    windows: tuple[int, ...] = ()
+    """Pattern of how many keys a query sees, itself among them; 0 is all."""
+    layer_choices: tuple[str, ...] = ()
+    """Pattern of choice maps in place of ``choice``."""
+    scores: str = "dot"
+    """"dot" products, or "l2": -|q - k|^2 with one matrix for q and k, which is Lipschitz."""
+    score_scale: float | None = None
+    """Factor on q.k. None is head_width^-1/2; T5 has 1."""
+    softcap: float | None = None
+    """Scores s become c tanh(s / c) before any prior (Gemma 2: 50)."""
+    sinks: bool = False
+    """A learned score a head for looking at nothing, so that weights may sum to less than 1."""
+    qkv_bias: bool | None = None
+    """A bias for queries, keys and values. None is as ``bias``; Qwen2 has only this one."""
+    sigma_reparam: bool = False
+    """Linear maps inside a block are gain W / sigma(W), sigma the largest singular value."""
+
+    experts: int = 0
+    """MLPs among which each token chooses. 0 is one MLP for all, without a choice."""
+    experts_per_token: int = 2
+    """How many experts a token is sent to."""
+    router: str = "softmax"
+    """How a token chooses among experts; a map as in ``choice``."""
+
+    attention_dropout: float | None = None
+    """Probability of dropping an attention weight. None is as ``dropout``."""
+    mlp_dropout: float = 0.0
+    """Probability of dropping an entry inside the MLP, after the activation."""
+
+    logit_scale: float = 1.0
+    """Multiplies the stream before it is read out: width^-1/2 in a tied T5."""
+    logit_softcap: float | None = None
+    """Logits z become c tanh(z / c) (Gemma 2: 30)."""
+    read_bias: bool = False
+    """A bias for every logit."""
+    read_transform: bool = False
+    """A map, a GELU and a norm before reading out (BERT's head for masked words)."""
+    pooler: bool = False
+    """A map with tanh on the first position, for whole sequences (BERT)."""
+
+    initial: str = "zero"
+    """"zero" N(0, 1/inputs) and branches that start at 0; "normal" N(0, initial_std^2);
+    "xavier" variance 2 / (inputs + outputs)."""
+    initial_std: float = 0.02
+    """Standard deviation of a fresh embedding, and of everything under "normal"."""
+    initial_qk: float = 1.0
+    """Factor on the standard deviation of fresh queries and keys: smaller is more even."""
+    initial_depth: bool = False
+    """Draw the last map of every branch (2 layers)^-1/2 as large (not under "zero")."""
+
     def __post_init__(self) -> None:
         self._require_sizes()
         for name, kinds in _KINDS.items():
             if getattr(self, name) not in kinds:
                 raise ValueError(f"{name}={getattr(self, name)!r} should be one of {kinds}.")
-        if self.width % self.heads:
+        self._require_patterns()
+        self._require_division()
+        self._require_ranges()
+        self._require_use()
+
+    def _require_sizes(self) -> None:
+        for name in (*_SIZES, *_SIZES_OR_NONE, "buckets", "bucket_distance", "experts_per_token"):
+            if (size := getattr(self, name)) is None and name in _SIZES_OR_NONE:
+                continue
+            _require_whole(name, size, 1)
+        for name in _COUNTS:
+            _require_whole(name, getattr(self, name), 0)
+
+    def _require_patterns(self) -> None:
+        for name in ("windows", "layer_choices"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if len(getattr(self, name)) > self.layers:
+                raise ValueError(
+                    f"the pattern {name}={getattr(self, name)} is longer than layers={self.layers}."
+                )
+        for window in self.windows:
+            _require_whole("a window", window, 0)
+        for name in (self.choice, self.router, *self.layer_choices):
+            named(str(name), alpha=self.alpha)  # says itself what it takes
+        if self.distinct_layers is not None and max(len(self.windows), len(self.layer_choices)) > 1:
+            raise ValueError(
+                "distinct_layers shares blocks between layers; windows and layer_choices should "
+                "then hold one entry at most."
+            )
+
+    def _require_division(self) -> None:
+        if self.head_size is None and self.width % self.heads:
             near = self.heads * max(1, round(self.width / self.heads))
             raise ValueError(
                 f"width={self.width} does not split over heads={self.heads}; try width={near}."
@@ -68,34 +238,64 @@ class ModelConfig:
                 f"kv_heads={self.kv_heads} does not divide heads={self.heads}; "
                 f"try kv_heads=1 or kv_heads={self.heads}."
             )
-        if self.positions == "rotary" and self.head_width % 2:
+        if self.distinct_layers is not None and self.layers % self.distinct_layers:
             raise ValueError(
-                f"rotary positions turn pairs, and a head of width {self.head_width} is odd; "
-                f"change width={self.width} or heads={self.heads}."
+                f"distinct_layers={self.distinct_layers} does not divide layers={self.layers}."
             )
-        self._require_ranges()
-
-    def _require_sizes(self) -> None:
-        for name in ("vocabulary", "context", "width", "layers", "heads", "kv_heads", "hidden"):
-            size = getattr(self, name)
-            if size is None and name in ("kv_heads", "hidden"):
-                continue
-            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST:
-                raise ValueError(f"{name}={size!r} should be a whole number, 1 to {LARGEST}.")
+        if self.buckets % 4:
+            raise ValueError(f"buckets={self.buckets} should be a multiple of 4.")
 
     def _require_ranges(self) -> None:
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} should be in [0, 1).")
+        for name in ("dropout", "attention_dropout", "mlp_dropout"):
+            p = getattr(self, name)
+            if p is not None and not 0.0 <= p < 1.0:
+                raise ValueError(f"{name}={p} should be in [0, 1).")
         if not 0.0 < self.epsilon < 1.0:
             raise ValueError(f"epsilon={self.epsilon} should be above 0 and below 1.")
-        if not 1.0 < self.rotary_base < math.inf:
-            raise ValueError(f"rotary_base={self.rotary_base} should be a finite number above 1.")
-        named(self.choice, alpha=self.alpha)  # says itself what it takes
+        for name in ("rotary_base", "rotary_local_base"):
+            base = getattr(self, name)
+            if base is not None and not 1.0 < base < math.inf:
+                raise ValueError(f"{name}={base} should be a finite number above 1.")
+        for name in (*_POSITIVE, *_POSITIVE_OR_NONE):
+            x = getattr(self, name)
+            if not (x is None and name in _POSITIVE_OR_NONE) and not 0.0 < x < math.inf:
+                raise ValueError(f"{name}={x!r} should be a finite number above 0.")
+        x = self.residual_scale
+        if x != "depth" and (isinstance(x, str) or not 0.0 < x < math.inf):
+            raise ValueError(f'residual_scale={x!r} should be a number above 0, or "depth".')
+        if not 0.0 < self.rotary_share <= 1.0:
+            raise ValueError(f"rotary_share={self.rotary_share} should be above 0, at most 1.")
+        if self.positions == "rotary" and (self.turned < 2 or self.turned % 2):
+            raise ValueError(
+                f"rotary positions turn pairs, and a head of width {self.turned} is odd; "
+                f"change width={self.width} or heads={self.heads}."
+            )
+        if self.experts and self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than experts={self.experts}."
+            )
+
+    def _require_use(self) -> None:
+        """A setting that nothing would read is a mistake of whoever set it."""
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
+        for names, read, wanted in _uses(self):
+            for name in names:
+                if not read and getattr(self, name) != defaults[name]:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} would do nothing; it needs {wanted}."
+                    )
+        if self.scores == "l2" and (self.groups != self.heads or self.has_qkv_bias or self.qk_norm):
+            raise ValueError(
+                'scores="l2" has one matrix for queries and keys; it needs kv_heads=None, '
+                "qk_norm=False and no bias."
+            )
+        if self.parallel and (self.norm_place == "post" or self.kind == "encoder-decoder"):
+            raise ValueError('parallel=True needs norm_place="pre" or "both" and no encoder.')
 
     @property
     def head_width(self) -> int:
         """Width of a query, a key and a value, D."""
-        return self.width // self.heads
+        return self.width // self.heads if self.head_size is None else self.head_size
 
     @property
     def groups(self) -> int:
@@ -103,8 +303,63 @@ class ModelConfig:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two maps of the stream."""
+        return self.mlp in GATED
+
+    @property
     def mlp_width(self) -> int:
         """Width inside the MLP; the gated one is rounded up to a multiple of 32."""
         if self.hidden is not None:
             return self.hidden
-        return 4 * self.width if self.mlp == "gelu" else -(-8 * self.width // 96) * 32
+        return -(-8 * self.width // 96) * 32 if self.gated else 4 * self.width
+
+    @property
+    def turned(self) -> int:
+        """How many entries of a head are turned by its position, W."""
+        return int(self.head_width * self.rotary_share)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have a bias."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def branch_scale(self) -> float:
+        """Factor on what a branch adds to the stream."""
+        if isinstance(self.residual_scale, str):
+            return (2 * self.layers) ** -0.5
+        return self.residual_scale
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of this layer sees, itself among them; None is all."""
+        return (self.windows[layer % len(self.windows)] or None) if self.windows else None
+
+    def choice_of(self, layer: int) -> str:
+        """The name of the map with which this layer's queries choose."""
+        choices = self.layer_choices or (self.choice,)
+        return choices[layer % len(choices)]
+
+
+def _uses(c: ModelConfig) -> tuple[tuple[tuple[str, ...], bool, str], ...]:
+    """(settings, whether something reads them, what would)."""
+    scaled = c.rotary_scaling is not None
+    turned = ("rotary_layout", "rotary_share", "rotary_scaling", "rotary_local_base")
+    blended = ("rotary_trained", "rotary_slow", "rotary_fast")
+    return (
+        (turned, c.positions == "rotary", 'positions="rotary"'),
+        (("rotary_local_base",), any(c.windows), "windows"),
+        (("rotary_factor",), scaled, "rotary_scaling"),
+        (blended, c.rotary_scaling in ("yarn", "llama3"), 'rotary_scaling="yarn" or "llama3"'),
+        (("rotary_attention", "rotary_truncate"), c.rotary_scaling == "yarn", '"yarn"'),
+        (("buckets", "bucket_distance"), c.positions == "buckets", 'positions="buckets"'),
+        (("encoder_layers",), c.kind == "encoder-decoder", 'kind="encoder-decoder"'),
+        (("norm_plus_one",), c.norm == "rms", 'norm="rms"'),
+        (("experts_per_token", "router"), c.experts > 0, "experts"),
+        (("initial_depth",), c.initial != "zero", 'initial="normal" or "xavier"'),
+    )
+
+
+def _require_whole(name: str, size: Any, least: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or not least <= size <= LARGEST:
+        raise ValueError(f"{name}={size!r} should be a whole number, {least} to {LARGEST}.")
