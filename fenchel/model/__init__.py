@@ -2,8 +2,19 @@
 
 from fenchel.model.block import Cache, Observer
 from fenchel.model.config import ModelConfig
-from fenchel.model.load import Loaded, load
+from fenchel.model.load import Loaded, load, load_model
 from fenchel.model.mode import evaluating
+from fenchel.model.save import save
 from fenchel.model.transformer import Transformer
 
-__all__ = ["Cache", "Loaded", "ModelConfig", "Observer", "Transformer", "evaluating", "load"]
+__all__ = [
+    "Cache",
+    "Loaded",
+    "ModelConfig",
+    "Observer",
+    "Transformer",
+    "evaluating",
+    "load",
+    "load_model",
+    "save",
+]

@@ -41,6 +41,7 @@ class Place(NamedTuple):
     """Where a tensor lies, and what the header there says of it."""
 
     file: Path
+    name: str
     entry: Entry
 
 
@@ -62,7 +63,7 @@ def open_directory(path: Path) -> Directory:
     else:
         raise ValueError(_no_weights(path))
     tensors = {
-        name: Place(path / file, entry)
+        name: Place(path / file, name, entry)
         for file, entries in shards.items()
         for name, entry in entries.items()
     }
@@ -84,6 +85,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_plain_json(path: Path, name: str) -> dict[str, Any]:
     """A JSON object of the directory, once its size and its number of values are bounded."""
+    return read_json(modest_file(path, name))
+
+
+def modest_file(path: Path, name: str) -> Path:
+    """``plain_file``, if it is also one that parsing as JSON does not make into gigabytes."""
     file = plain_file(path, name)
     limit = _LIMITS.get(name, 2**20)
     if (size := file.stat().st_size) > limit:
@@ -91,12 +97,12 @@ def read_plain_json(path: Path, name: str) -> dict[str, Any]:
     data = file.read_bytes()
     if (values := sum(data.count(sign) for sign in b",:[{")) > _SEPARATORS:
         raise Damaged(f"{file} holds some {values} values; more than {_SEPARATORS} are not read.")
-    return read_json(file, limit=limit)
+    return file
 
 
 def plain_file(path: Path, name: str) -> Path:
     """``path / name``, if that is a file lying in the directory itself and nothing else."""
-    if Path(name).name != name or name.startswith((".", "~")) or not _is_word(name):
+    if not name or Path(name).name != name or name[0] in ".~" or not _is_word(name):
         raise Damaged(
             f"{path} speaks of a file {shown(repr(name))}; "
             "only plain names of files in the directory itself are opened."
@@ -130,13 +136,18 @@ class Tensors:
         self._directory, self._stack = directory, stack
         self._files: dict[Path, Any] = {}
 
+    @property
+    def path(self) -> Path:
+        """The directory they lie in."""
+        return self._directory.path
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """A tensor on the file's own pages; changing it leaves the file alone."""
-        file, entry = self._directory.tensors[name]
+        file, there, entry = self._directory.tensors[name]
         try:
             if file not in self._files:
                 self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            tensor: torch.Tensor = self._files[file].get_tensor(name)
+            tensor: torch.Tensor = self._files[file].get_tensor(there)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{file} cannot be read ({shown(error)}).") from None
         if tuple(tensor.shape) != entry.shape:
@@ -155,8 +166,9 @@ def _indexed(path: Path) -> dict[str, dict[str, Entry]]:
     names = sorted(set(where.values()))
     if len(names) > _SHARDS:
         raise Damaged(f"{path / INDEX} names {len(names)} files; more than {_SHARDS} is refused.")
-    if strange := next((name for name in names if not name.endswith(".safetensors")), None):
-        raise Damaged(f"{path / INDEX} names {shown(repr(strange))}, which is no safetensors file.")
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise Damaged(f"{path / INDEX} names {shown(repr(name))}, no safetensors file.")
     shards = {name: read_header(plain_file(path, name)) for name in names}
     _require_true(path / INDEX, index, where, shards)
     return shards
@@ -170,7 +182,9 @@ def _require_true(
         if times > 1:
             raise Damaged(f"{index}: {shown(name)} lies in {times} of the files.")
         if name not in where:
-            raise Damaged(f"{index} does not mention {shown(name)}, which lies in one of its files.")
+            raise Damaged(
+                f"{index} does not mention {shown(name)}, which lies in one of its files."
+            )
     for name, file in where.items():
         if name not in shards[file]:
             raise Damaged(f"{index} looks for {shown(name)} in {shown(file)}, where it is not.")

@@ -1,166 +1,24 @@
 """What a family is: a table of settings and a table of names, each read in both directions.
 
-    settings   rows  config.json <-> ModelConfig
-    tensors    rows  names in the files <-> names in the Transformer, and how the numbers lie
-
 In and out use the same rows, so they cannot disagree. Whether a ModelConfig can be said in a
 family needs no list of exceptions: it is written, read back and compared, and what comes back
 different is what the family has no words for.
 """
 
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from fenchel.model.config import ModelConfig
+from fenchel.model.directory import CONFIG
 from fenchel.model.families.said import Said
+from fenchel.model.families.settings import HARMLESS, Setting
+from fenchel.model.families.tensors import Lie, Row
 from fenchel.model.header import shown
-
-Settings = dict[str, Any]
-
-
-class Setting(NamedTuple):
-    """A row of the first table: what config.json says to ours, and ours to what it says."""
-
-    read: Callable[[Said], Settings]
-    write: Callable[[ModelConfig], Settings]
-
-
-def size(ours: str, theirs: str) -> Setting:
-    """A whole number that must be said."""
-    return Setting(lambda c: {ours: c.whole(theirs)}, lambda m: {theirs: getattr(m, ours)})
-
-
-def number(ours: str, theirs: str, default: float) -> Setting:
-    """A finite number."""
-    return Setting(
-        lambda c: {ours: c.number(theirs, default)}, lambda m: {theirs: getattr(m, ours)}
-    )
-
-
-def flag(ours: str, theirs: str, default: bool) -> Setting:
-    """True or false."""
-    return Setting(lambda c: {ours: c.flag(theirs, default)}, lambda m: {theirs: getattr(m, ours)})
-
-
-def word(ours: str, theirs: str, words: Mapping[str, str], default: str | None = None) -> Setting:
-    """A word; ``words`` is from theirs to ours, and the first of several is the one written."""
-    back = {mine: yours for yours, mine in reversed(words.items())}
-    return Setting(
-        lambda c: {ours: c.word(theirs, words, default)},
-        lambda m: {theirs: back.get(getattr(m, ours), next(iter(words)))},
-    )
-
-
-def always(**ours: Any) -> Setting:
-    """What is so in every model of the family, and not said."""
-    return Setting(lambda _: ours, lambda _: {})
-
-
-def only(theirs: str, *allowed: Any) -> Setting:
-    """Variants that we do not have: anything but ``allowed`` is refused."""
-
-    def read(c: Said) -> Settings:
-        c.only(theirs, allowed)
-        return {}
-
-    return Setting(read, lambda _: {})
-
-
-def unread(*theirs: str) -> Setting:
-    """Keys that have no bearing on what the model computes."""
-
-    def read(c: Said) -> Settings:
-        c.ignore(theirs)
-        return {}
-
-    return Setting(read, lambda _: {})
-
-
-class Lie(Protocol):
-    """How the numbers of one of our tensors lie in theirs."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
-        """Theirs to ours."""
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-        """Ours to theirs."""
-
-
-class Row(NamedTuple):
-    """A row of the second table; {} stands for the number of a layer."""
-
-    ours: str
-    theirs: tuple[str, ...]
-    lie: Lie
-
-
-class _Same:
-    """Number for number."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
-        return theirs[0]
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:  # noqa: ARG002
-        return [ours]
-
-
-class _Turned:
-    """Theirs maps by x W, ours by x W^T; copied, since a checkpoint is saved row by row."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
-        return theirs[0].t().contiguous()
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:  # noqa: ARG002
-        return [ours.t()]
-
-
-class _Stacked:
-    """Queries, keys and values are one map of ours and three of theirs; joined by copying."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
-        return torch.cat(list(theirs))
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-        H, G, D = config.heads, config.groups, config.head_width
-        return list(ours.split([H * D, G * D, G * D]))
-
-
-class _HeadByHead:
-    """Theirs has head 1's query, key and value, then head 2's; ours all queries first."""
-
-    def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
-        x = theirs[0]
-        return x.unflatten(0, (config.heads, 3, config.head_width)).transpose(0, 1).reshape(x.shape)
-
-    def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-        lie = ours.unflatten(0, (3, config.heads, config.head_width)).transpose(0, 1)
-        return [lie.reshape(ours.shape)]
-
-
-SAME, TURNED, STACKED, HEAD_BY_HEAD = _Same(), _Turned(), _Stacked(), _HeadByHead()
-
-
-def both(ours: str, theirs: str | Sequence[str], lie: Lie = SAME) -> tuple[Row, Row]:
-    """Rows for the weight and the bias of a map or a norm."""
-    names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
-    weight = Row(f"{ours}.weight", tuple(f"{n}.weight" for n in names), lie)
-    return weight, Row(f"{ours}.bias", tuple(f"{n}.bias" for n in names), _of_bias(lie))
-
-
-def weight(ours: str, theirs: str, lie: Lie = SAME) -> Row:
-    """The row for a map or a table without bias."""
-    return Row(f"{ours}.weight", (f"{theirs}.weight",), lie)
-
-
-def _of_bias(lie: Lie) -> Lie:
-    return SAME if lie is TURNED else lie
 
 
 class Match(NamedTuple):
@@ -180,15 +38,21 @@ class Family:
     architecture: str
     """The class that transformers loads it into."""
     settings: tuple[Setting, ...]
+    """config.json <-> ModelConfig."""
     tensors: tuple[Row, ...]
+    """Names in the files <-> names in the Transformer."""
     prefix: str = ""
     """Begins the names of all but the head; files saved without a head leave it out."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Names under which a file may repeat another tensor."""
     ignored: tuple[str, ...] = ()
     """Patterns of names that a file may hold and that nothing here needs: masks, tables."""
+    older: Mapping[str, str] = field(default_factory=dict)
+    """Endings of names in older files, and what they became."""
+    known_by: str = ""
+    """A tensor that tells this one from others of the same model_type."""
 
-    def read(self, config: Mapping[str, Any], tensors: Sequence[str], where: Path) -> ModelConfig:
+    def read(self, config: Mapping[str, Any], tensors: Collection[str], where: Path) -> ModelConfig:
         """Our settings of what a config.json says, with the names of the tensors beside it."""
         said = Said(config, tensors, where)
         said.ignore(HARMLESS)
@@ -202,7 +66,9 @@ class Family:
         try:
             return ModelConfig(**ours)
         except ValueError as error:
-            raise ValueError(f"{where} asks for a model that cannot be: {shown(error, 300)}") from None
+            raise ValueError(
+                f"{where} asks for a model that cannot be: {shown(error, 300)}"
+            ) from None
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """What a config.json of this family says for our settings; see ``unsaid``."""
@@ -211,47 +77,74 @@ class Family:
             theirs |= row.write(config)
         return theirs
 
-    def matches(self, ours: Sequence[str]) -> list[Match]:
+    def matches(self, config: ModelConfig, ours: Iterable[str]) -> list[Match]:
         """Where each of our tensors lies; ValueError names one that has no place."""
-        rows = [(re.compile(_pattern(row.ours)), row) for row in self.tensors]
+        rows = [(re.compile(_pattern(row.ours)), row) for row in self.tensors if row.when(config)]
         return [_match(name, rows, self.name) for name in ours]
 
     def is_ignored(self, name: str) -> bool:
         """Whether a file may hold ``name`` although nothing here needs it."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
-    def unsaid(self, config: ModelConfig, ours: Sequence[str]) -> list[str]:
-        """Settings, as name=value, that this family has no words for."""
+    def named_today(self, name: str) -> str:
+        """The name that newer files give what an older one calls ``name``."""
+        for old, new in self.older.items():
+            if name.endswith(old):
+                return name.removesuffix(old) + new
+        return name
+
+    def unsaid(self, config: ModelConfig, ours: Iterable[str]) -> list[str]:
+        """What this family has no words for: settings, as name=value, and tensors."""
+        theirs, homeless = [], []
+        for name in ours:
+            try:
+                theirs += self.matches(config, [name])[0].theirs
+            except ValueError:
+                homeless.append(name)
         try:
-            theirs = [name for match in self.matches(ours) for name in match.theirs]
+            back = self.read(self.write(config), theirs, Path(CONFIG))
         except ValueError as error:
-            return [str(error)]
-        try:
-            back = self.read(self.write(config), theirs, Path(self.name))
-        except ValueError as error:
-            return [str(error)]
+            return [str(error), *homeless]
         wanted, got = resolved(config), resolved(back)
-        return [f"{name}={wanted[name]!r}" for name in wanted if wanted[name] != got[name]]
+        return [f"{name}={wanted[name]!r}" for name in wanted if wanted[name] != got.get(name)] + homeless
 
 
 def resolved(config: ModelConfig) -> dict[str, Any]:
-    """What a model computes, by name: defaults filled in, what only training reads left out."""
-    kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _TRAINING}
+    """What a model computes, by setting: defaults filled in, what only training reads left out."""
     layers = range(config.layers)
+    kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _TRAINING}
     kept |= {
         "kv_heads": config.groups,
         "head_size": config.head_width,
         "hidden": config.mlp_width,
+        "qkv_bias": config.has_qkv_bias,
+        "residual_scale": config.branch_scale,
+        "distinct_layers": config.distinct_layers or config.layers,
+        "encoder_layers": config.encoder_layers or config.layers,
+        "score_scale": config.score_scale or config.head_width**-0.5,
+        "windows": tuple(config.window(layer) for layer in layers),
+        "choice": tuple(config.choice_of(layer) for layer in layers),
     }
-    if "entmax" not in str(kept.get("choice")) + str(kept.get("layer_choices")):
-        kept.pop("alpha")
+    del kept["layer_choices"]
+    if "entmax" not in kept["choice"]:
+        del kept["alpha"]
+    return kept | _resolved_rotary(config)
+
+
+def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
     if config.positions != "rotary":
-        kept.pop("rotary_base")
-    return kept | _patterns(config, layers)
-
-
-def _patterns(config: ModelConfig, layers: range) -> dict[str, Any]:
-    return {"choice": tuple(config.choice for _ in layers)}
+        return {"rotary_base": None}
+    local = config.rotary_local_base or config.rotary_base
+    blended = config.rotary_scaling in ("yarn", "llama3")
+    fast = 32.0 if config.rotary_scaling == "yarn" else 4.0
+    growth = 0.1 * math.log(config.rotary_factor) + 1.0 if config.rotary_factor > 1 else 1.0
+    return {
+        "rotary_trained": config.rotary_trained or config.context if blended else None,
+        "rotary_slow": config.rotary_slow or 1.0 if blended else None,
+        "rotary_fast": config.rotary_fast or fast if blended else None,
+        "rotary_attention": config.rotary_attention or growth,
+        "rotary_local_base": local if any(config.windows) else None,
+    }
 
 
 def _match(name: str, rows: Sequence[tuple[re.Pattern[str], Row]], family: str) -> Match:
@@ -266,10 +159,7 @@ def _pattern(name: str) -> str:
     return re.escape(name).replace(r"\{\}", r"(\d+)")
 
 
-_TRAINING = {"dropout"}
-HARMLESS = frozenset()
-
-
-def iterate(families: Sequence[Family]) -> Iterator[str]:
-    """Names of families."""
-    return (family.name for family in families)
+_TRAINING = {
+    *("dropout", "attention_dropout", "mlp_dropout"),
+    *("initial", "initial_std", "initial_qk", "initial_depth"),
+}

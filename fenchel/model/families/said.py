@@ -83,8 +83,9 @@ class Said:
             return None
         if not isinstance(value, list) or len(value) != count:
             raise self.wrong(key, value, f"a list of {count}, one for each layer")
-        if strange := next((v for v in value if not isinstance(v, str) or v not in words), None):
-            raise self.wrong(key, strange, f"made of {', '.join(words)}")
+        for one in value:
+            if not isinstance(one, str) or one not in words:
+                raise self.wrong(key, one, f"a list of {' and '.join(words)}")
         return value
 
     def only(self, key: str, allowed: Collection[Any]) -> None:

@@ -1,0 +1,358 @@
+"""Hostile directories: each is refused in one sentence, soon, cheaply, reading nothing outside.
+
+A mutation changes one thing in a copy of a sound directory so that it is no longer one; which
+thing is drawn from a generator of its own. Those that claim sizes no machine has run in a child
+process whose memory and time are limited.
+"""
+
+import json
+import math
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fenchel.data import train_tokenizer
+from fenchel.model import ModelConfig, Transformer, load, save
+
+Mutation = tuple[str, Callable[[Path], None]]
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+INDEX = "model.safetensors.index.json"
+SECONDS, BYTES = 5.0, 500 * 2**20
+SHAPE = {"vocabulary": 300, "context": 16, "width": 24, "layers": 2, "heads": 4}
+LLAMA = ModelConfig(**SHAPE, kv_heads=2, hidden=20, tied=False)
+GPT2 = ModelConfig(**SHAPE, norm="layer", mlp="gelu", positions="learned", bias=True)
+BAD: list[Any] = [
+    *(None, True, -1, 0, 1.5, 10**12, 2**63, math.nan, math.inf, "5", "", [], {}, "x" * 10_000),
+    json.loads("[" * 200 + "]" * 200),
+]
+"""Values for a setting that takes a whole number."""
+
+opened: list[str] | None = None
+
+
+def listen(event: str, args: tuple[Any, ...]) -> None:
+    if opened is not None and event in ("open", "subprocess.Popen", "socket.connect", "exec"):
+        opened.append(f"{event} {args[0]!s}")
+
+
+sys.addaudithook(listen)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Sound directories: a Llama in one file and in several, a GPT-2."""
+    home = tmp_path_factory.mktemp("sound")
+    tokenizer = train_tokenizer(["some words, and some more"], 300)
+    paths = {}
+    for name, config, shard in (
+        ("llama", LLAMA, 10**9),
+        ("sharded", LLAMA, 10_000),
+        ("gpt2", GPT2, 10**9),
+    ):
+        model = Transformer(config, generator=torch.Generator().manual_seed(3))
+        paths[name] = home / name
+        save(model, tokenizer, paths[name], shard=shard)
+        load(paths[name])
+    return paths
+
+
+# what is changed
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """The same data under another header; ``change`` may give back the text of one."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = change(header)
+    text = json.dumps(header).encode() if text is None else text
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def bytes_of_weights(rng: random.Random) -> Iterator[Mutation]:
+    """Lengths: cut, longer, and a header of another length."""
+
+    def cut(path: Path, share: float) -> None:
+        data = (path / WEIGHTS).read_bytes()
+        (path / WEIGHTS).write_bytes(data[: int(share * len(data))])
+
+    for _ in range(40):
+        yield "cut", lambda path, share=rng.random(): cut(path, share)
+    for _ in range(10):
+        tail = rng.randbytes(rng.randint(1, 999))
+        yield (
+            "tail",
+            lambda path, tail=tail: (path / WEIGHTS).write_bytes(
+                (path / WEIGHTS).read_bytes() + tail
+            ),
+        )
+
+    def claim(path: Path, length: int) -> None:
+        data = (path / WEIGHTS).read_bytes()
+        (path / WEIGHTS).write_bytes((length % 2**64).to_bytes(8, "little") + data[8:])
+
+    for length in (0, 1, 2, 7, 2**20, 8 * 2**20, 100 * 2**20, 2**31, 2**40, 2**62, 2**63, -1):
+        yield "length", lambda path, length=length: claim(path, length)
+    for _ in range(18):
+        yield "length", lambda path, length=rng.randint(3, 2**16): claim(path, length)
+
+
+def header_of_weights(rng: random.Random) -> Iterator[Mutation]:
+    """One entry of the header, made wrong."""
+
+    def swap_offsets(header: dict[str, Any], name: str, by: int) -> None:
+        header[name]["data_offsets"] = [x + by for x in header[name]["data_offsets"]]
+
+    def change(header: dict[str, Any], name: str, key: str, value: Any) -> None:
+        header[name][key] = value
+
+    def drop(header: dict[str, Any], name: str, key: str) -> None:
+        del header[name][key]
+
+    def rename(header: dict[str, Any], name: str, new: str) -> None:
+        header[new] = header.pop(name)
+
+    def twice(header: dict[str, Any], name: str) -> bytes:
+        text = json.dumps(header)
+        return (text[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}").encode()
+
+    def edit(what: Callable[..., Any], *args: Any) -> Callable[[Path], None]:
+        def mutate(path: Path) -> None:
+            def at_random(header: dict[str, Any]) -> Any:
+                names = sorted(name for name in header if name != "__metadata__")
+                return what(header, names[args[0] % len(names)], *args[1:])
+
+            rewrite_header(path / WEIGHTS, at_random)
+
+        return mutate
+
+    for _ in range(30):
+        by = rng.choice([-4, 4, 1, -1, 96, 2**40, -(2**40)])
+        yield "offsets", edit(swap_offsets, rng.randrange(99), by)
+    for value in (
+        *("F33", "F64", "I32", "U8", "BOOL", "BF16", "F8_E4M3", "", None, 5, ["F32"], {}),
+        "f32",
+    ):
+        yield "dtype", edit(change, rng.randrange(99), "dtype", value)
+    for value in (
+        *([], [0], [1] * 99, [2**62], [2**40] * 3, [-1], ["5"], [1.5], [True], None, "x", {}),
+        *([24, 25], [10**30], [[24]]),
+    ):
+        yield "shape", edit(change, rng.randrange(99), "shape", value)
+    for value in ([], [0], [0, 0, 0], [5, 2], [-1, 9], ["0", "9"], None, {}, 7, [0, 2**63], [0.0]):
+        yield "offsets", edit(change, rng.randrange(99), "data_offsets", value)
+    for key in ("dtype", "shape", "data_offsets"):
+        yield "lacks", edit(drop, rng.randrange(99), key)
+    for new in ("", "\n", "a\x00b", "../up", "x" * 600, "__metadata__", "lm_head", "é\u202e"):
+        yield "name", edit(rename, rng.randrange(99), new)
+    for _ in range(5):
+        yield "twice", edit(twice, rng.randrange(99))
+    for text in (b"", b"{}", b"[]", b"null", b"{" * 5000, b'{"a":' * 5000, b"\xff\xfe{}", b"{\x00}"):
+        yield "header", lambda path, text=text: rewrite_header(path / WEIGHTS, lambda _: text)
+
+
+def numbers_of_weights(rng: random.Random) -> Iterator[Mutation]:
+    """A number that is none, somewhere."""
+
+    def spoil(path: Path, seed: int, value: float) -> None:
+        weights, draw = load_file(path / WEIGHTS), random.Random(seed)
+        tensor = weights[draw.choice(sorted(weights))]
+        tensor.view(-1)[draw.randrange(tensor.numel())] = value
+        save_file(weights, path / WEIGHTS)
+
+    for seed in range(30):
+        value = rng.choice([math.nan, math.inf, -math.inf])
+        yield "number", lambda path, seed=seed, value=value: spoil(path, seed, value)
+
+
+def index_of_weights(rng: random.Random) -> Iterator[Mutation]:
+    """An index that leads astray."""
+
+    def point(path: Path, name: Any, which: int) -> None:
+        index = json.loads((path / INDEX).read_text())
+        tensors = sorted(index["weight_map"])
+        index["weight_map"][tensors[which % len(tensors)]] = name
+        (path / INDEX).write_text(json.dumps(index))
+
+    names = (
+        *("../secret.safetensors", "/etc/passwd", "..", ".", "", "a/b.safetensors", "~/x", "C:\\x"),
+        *("..\\secret.safetensors", "x\x00.safetensors", "x\n.safetensors", "x" * 5000, "nope"),
+        *("file:///x.safetensors", "model.safetensors.index.json", "config.json", "x.bin"),
+        *(None, 5, [], {}, True, "model-00001-of-00009.safetensors", "/dev/zero", "/proc/self/mem"),
+    )
+    for name in names:
+        yield "index", lambda path, name=name, n=rng.randrange(99): point(path, name, n)
+    for text in ("", "{}", "[]", "null", '{"weight_map": {}}', '{"weight_map": 1}', "{" * 10**5):
+        yield "index", lambda path, text=text: (path / INDEX).write_text(text)
+    for value in (0, -1, 10**18, "9", None, [], 1.5):
+        text = {"total_size": value}
+
+        def claim(path: Path, text: dict[str, Any] = text) -> None:
+            index = json.loads((path / INDEX).read_text())
+            (path / INDEX).write_text(json.dumps({**index, "metadata": text}))
+
+        yield "total", claim
+
+
+SIZES = {
+    "llama": (
+        *("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size"),
+        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    ),
+    "gpt2": ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"),
+}
+SIZE_MAY_BE = {("num_key_value_heads", None)}  # as many as heads, and then the shapes refuse it
+
+
+def settings_of(family: str) -> Callable[[random.Random], Iterator[Mutation]]:
+    """A setting that is not what it should be."""
+
+    def put(path: Path, **changes: Any) -> None:
+        settings = json.loads((path / CONFIG).read_text())
+        (path / CONFIG).write_text(json.dumps({**settings, **changes}))
+
+    def mutations(rng: random.Random) -> Iterator[Mutation]:
+        for key in SIZES[family]:
+            wrong = [*BAD, rng.randint(1, 11), rng.randint(301, 2**20)]
+            if key == "max_position_embeddings":  # any size will do where no table is as long
+                wrong = BAD
+            for value in wrong:
+                yield key, lambda path, key=key, value=value: put(path, **{key: value})
+        numbers = {"llama": "rms_norm_eps", "gpt2": "layer_norm_epsilon"}
+        for value in (*BAD, -1e-5, 10**400):
+            yield "epsilon", lambda path, value=value: put(path, **{numbers[family]: value})
+        for value in BAD:
+            yield "tied", lambda path, value=value: put(path, tie_word_embeddings=value)
+            yield "type", lambda path, value=value: put(path, model_type=value)
+        for value in ("gpt5", "llama ", "LLAMA", "../llama", "bert", "t5", "gpt_neox"):
+            yield "type", lambda path, value=value: put(path, model_type=value)
+        act = {"llama": "hidden_act", "gpt2": "activation_function"}[family]
+        for value in (*BAD, "tanh", "os.system"):
+            yield "word", lambda path, value=value: put(path, **{act: value})
+        for text in ("", "null", "[]", "5", "\ufeff{}", "{", '{"a":1,}', "{" * 10**5, "NaN", "\x00"):
+            yield "text", lambda path, text=text: (path / CONFIG).write_text(text)
+        yield (
+            "twice",
+            lambda path: (path / CONFIG).write_text(
+                (path / CONFIG).read_text().rstrip()[:-1] + ', "model_type": "llama"}'
+            ),
+        )
+        yield "quantised", lambda path: put(path, quantization_config={"bits": 4})
+        if family == "llama":
+            for value in (*(b for b in BAD if b is not None and b != {}), {"rope_type": "dynamic"}):
+                yield "rope", lambda path, value=value: put(path, rope_parameters=value)
+            for value in (-1.0, 0, 1.0, math.nan, math.inf, "1e4", True, [1e4]):
+                yield (
+                    "rope",
+                    lambda path, value=value: put(path, rope_parameters={"rope_theta": value}),
+                )
+            for value in (0, -1.0, math.nan, "2", None):
+                scaling = {"rope_type": "linear", "factor": value}
+                yield "rope", lambda path, said=scaling: put(path, rope_parameters=said)
+
+    return mutations
+
+
+def tokenizers(rng: random.Random) -> Iterator[Mutation]:
+    """A tokenizer.json that is none, or not this model's."""
+
+    def put(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+        raw = json.loads((path / TOKENIZER).read_text())
+        change(raw)
+        (path / TOKENIZER).write_text(json.dumps(raw))
+
+    def cut(path: Path, share: float) -> None:
+        text = (path / TOKENIZER).read_text()
+        (path / TOKENIZER).write_text(text[: int(share * len(text))])
+
+    for text in ("", "{}", "[]", "null", "{" * 10**5, "\xff", "5"):
+        yield "text", lambda path, text=text: (path / TOKENIZER).write_text(text)
+    for _ in range(20):
+        yield "cut", lambda path, share=rng.random(): cut(path, share)
+    for value in (None, 5, "BPE", [], {}, {"type": "Evil"}, {"type": "BPE", "vocab": 3, "merges": []}):
+        yield "model", lambda path, v=value: put(path, lambda raw: raw.update(model=v))
+    for value in (5, {}, [5], [{}], [{"content": ""}], [{"content": "x" * 10**5}], "x"):
+        yield "added", lambda path, v=value: put(path, lambda raw: raw.update(added_tokens=v))
+    bomb = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    for count in (1, 2, 3):
+        parts = {"type": "Sequence", "normalizers": [bomb] * count}
+        yield "bomb", lambda path, p=parts: put(path, lambda raw: raw.update(normalizer=p))
+    for _ in range(10):
+        number = rng.choice([-1, 2**32, 2**40, 10**6, 5000])
+        yield (
+            "ids",
+            lambda path, n=number, pick=rng.randrange(9, 200): put(
+                path, lambda raw: raw["model"]["vocab"].update({sorted(raw["model"]["vocab"])[pick]: n})
+            ),
+        )
+
+    def larger(raw: dict[str, Any]) -> None:
+        vocab = raw["model"]["vocab"]
+        vocab.update({f"more{i}": len(vocab) + i for i in range(300)})
+
+    yield "larger", lambda path: put(path, larger)
+    yield "missing", lambda path: (path / TOKENIZER).unlink()
+
+
+KINDS: dict[str, tuple[str, Callable[[random.Random], Iterator[Mutation]], int]] = {
+    "bytes of weights": ("llama", bytes_of_weights, 80),
+    "header of weights": ("llama", header_of_weights, 90),
+    "numbers of weights": ("llama", numbers_of_weights, 30),
+    "index": ("sharded", index_of_weights, 35),
+    "settings of llama": ("llama", settings_of("llama"), 200),
+    "settings of gpt2": ("gpt2", settings_of("gpt2"), 150),
+    "tokenizer": ("llama", tokenizers, 50),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_mutation_is_refused_in_one_sentence(
+    kind: str, sound: dict[str, Path], tmp_path: Path
+) -> None:
+    base, mutations, least = KINDS[kind]
+    wrong, count = [], 0
+    for count, (what, mutate) in enumerate(mutations(random.Random(kind)), 1):
+        path = tmp_path / f"case{count}"
+        shutil.copytree(sound[base], path)
+        mutate(path)
+        if found := outcome(path):
+            wrong.append(f"{count} {what}: {found}")
+        shutil.rmtree(path)
+    assert not wrong, "\n".join(wrong)
+    assert count >= least
+
+
+def outcome(path: Path) -> str | None:
+    """None if the directory is refused as it should be; otherwise what happened."""
+    global opened
+    opened, begun = [], time.process_time()
+    try:
+        load(path)
+        return "was loaded"
+    except ValueError as error:
+        sentence = str(error)
+    except BaseException as error:  # a crash of any kind is what is looked for
+        return f"{type(error).__name__}: {error}"
+    finally:
+        seen, opened = opened, None
+    if time.process_time() - begun > SECONDS:
+        return "took too long"
+    if strays := [one for one in seen if not one.startswith(f"open {path}")]:
+        return f"touched {strays[0]}"
+    if not sentence.isprintable() or len(sentence) > 700 or not sentence.endswith("."):
+        return f"said {sentence[:200]!r}"
+    return None
+
+
+def test_together_they_are_more_than_five_hundred() -> None:
+    assert sum(least for _, _, least in KINDS.values()) >= 500
