@@ -2,6 +2,7 @@
 
 from fenchel.attention.attend import attend, serves
 from fenchel.attention.derivative import Gradients, Move, attend_jvp, attend_vjp
+from fenchel.attention.distance import by_distance
 from fenchel.attention.health import Health, health
 from fenchel.attention.linear import (
     LinearState,
@@ -15,6 +16,7 @@ from fenchel.attention.position import ALiBi, RelativeBias
 from fenchel.attention.prior import Causal, Dense, Padding, Prior, Window
 from fenchel.attention.rotary import NTK, Angles, Linear, Llama3, Yarn, angles, rotary, rotate
 from fenchel.attention.self_attention import self_attention, self_attention_vjp
+from fenchel.attention.sink import Sink, with_sink
 from fenchel.attention.trace import Trace, trace
 from fenchel.attention.weights import attention_weights
 
@@ -35,6 +37,7 @@ __all__ = [
     "Prior",
     "RandomFeatures",
     "RelativeBias",
+    "Sink",
     "Strided",
     "Trace",
     "Window",
@@ -44,6 +47,7 @@ __all__ = [
     "attend_jvp",
     "attend_vjp",
     "attention_weights",
+    "by_distance",
     "health",
     "linear_attend",
     "linear_step",
@@ -54,4 +58,5 @@ __all__ = [
     "self_attention_vjp",
     "serves",
     "trace",
+    "with_sink",
 ]

@@ -2,6 +2,8 @@
 
     p = choice.weights(scale * q k^T, log_prior),     o = p v
 
+Scores s may be softly capped at c on their way, s -> c tanh(s / c), before the prior joins them.
+
 T queries, S keys, D the width of a query and a key, E the width of a value, G heads of keys and
 values for H heads of queries (G divides H: multi-head, grouped-query, multi-query attention).
 
@@ -32,7 +34,6 @@ from fenchel.choice import Choice, Softmax
 from fenchel.kernels import support
 
 _SOFTMAX = Softmax()
-_SOFTMAX_ONLY = {"sdpa": sdpa.attend, "flex": flex.attend}
 _ONE_PIECE = 1 << 16  # scores: below this the bookkeeping of tiles costs more than it saves
 
 
@@ -45,6 +46,7 @@ def attend(
     choice: Choice = ...,
     prior: Prior | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     dropout: float = ...,
     backend: str = ...,
     return_weights: Literal[False] = ...,
@@ -58,6 +60,7 @@ def attend(
     choice: Choice = ...,
     prior: Prior | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     dropout: float = ...,
     backend: str = ...,
     return_weights: Literal[True],
@@ -70,6 +73,7 @@ def attend(
     choice: Choice = _SOFTMAX,
     prior: Prior | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
     return_weights: bool = False,
@@ -78,10 +82,11 @@ def attend(
 
     q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E), weights (B, H, T, S)
 
-    ``scale`` multiplies q.k and is 1/sqrt(D) unless given. There may be fewer axes before T (the
-    missing ones count as 1) or more (the last is the heads, the others together are the batch).
+    ``scale`` multiplies q.k and is 1/sqrt(D) unless given; ``softcap`` bounds what comes out of it.
+    There may be fewer axes before T (the missing ones count as 1) or more (the last is the heads,
+    the others together are the batch).
     """
-    if backend == "auto" and type(choice) is Softmax and not return_weights:
+    if backend == "auto" and type(choice) is Softmax and softcap is None and not return_weights:
         # The common case in as few steps as possible: small models feel every microsecond.
         beta = choice.beta
         axes = q.shape
@@ -101,7 +106,7 @@ def attend(
                 except RuntimeError:
                     check(q, k, v, dropout)  # our sentence, if the shapes are what was wrong
                     raise
-    return _attend(q, k, v, choice, prior, scale, dropout, backend, return_weights)
+    return _attend(q, k, v, choice, prior, scale, softcap, dropout, backend, return_weights)
 
 
 def serves(
@@ -111,12 +116,13 @@ def serves(
     *,
     choice: Choice = _SOFTMAX,
     prior: Prior | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
 ) -> dict[str, str | None]:
     """For each back end, why it cannot take this call, or None: arguments as in ``attend``."""
-    check(q, k, v, dropout)
-    call = _describe(*together(q, k, v), choice, prior, dropout, return_weights)
+    check(q, k, v, dropout, softcap)
+    call = _describe(*together(q, k, v), choice, prior, softcap, dropout, return_weights)
     return {name: support.why_not(name, call) for name in support.BACKENDS}
 
 
@@ -127,27 +133,30 @@ def _attend(
     choice: Choice,
     prior: Prior | None,
     scale: float | None,
+    softcap: float | None,
     dropout: float,
     backend: str,
     return_weights: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    check(q, k, v, dropout)
+    check(q, k, v, dropout, softcap)
     axes = leading(q, k)
     q, k, v = together(q, k, v)
     if prior is not None:
         prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = _describe(q, k, v, choice, prior, dropout, return_weights)
+    call = _describe(q, k, v, choice, prior, softcap, dropout, return_weights)
     if backend == "auto":
         backend = _pick(call, q.shape[0])
     elif reason := support.why_not(backend, call):
         raise ValueError(f'backend "{backend}" cannot serve this call: {reason}.')
     if backend == "reference":
-        out, p = reference.attend(q, k, v, choice, prior, scale, dropout)
+        out, p = reference.attend(q, k, v, choice, prior, scale, dropout, softcap)
     elif backend == "blocked":
-        out = blocked.attend(q, k, v, choice, prior, scale, dropout)
-    else:  # both know softmax alone, as ``why_not`` made sure
-        out = _SOFTMAX_ONLY[backend](q, k, v, choice, prior, scale, dropout)
+        out = blocked.attend(q, k, v, choice, prior, scale, dropout, softcap)
+    elif backend == "flex":
+        out = flex.attend(q, k, v, choice, prior, scale, dropout, softcap)
+    else:
+        out = sdpa.attend(q, k, v, choice, prior, scale, dropout)
     out = out.reshape(*axes, *out.shape[-2:])
     return (out, p.to(q.dtype).reshape(*axes, *p.shape[-2:])) if return_weights else out
 
@@ -157,7 +166,7 @@ def _pick(call: support.Call, B: int) -> str:
     if support.why_not("sdpa", call) is None:
         return "sdpa"
     small = B * call.H * call.T * call.S <= _ONE_PIECE
-    return "reference" if small or call.weights else "blocked"
+    return "reference" if small or support.why_not("blocked", call) else "blocked"
 
 
 def _describe(
@@ -166,6 +175,7 @@ def _describe(
     v: Tensor,
     choice: Choice,
     prior: Prior | None,
+    softcap: float | None,
     dropout: float,
     weights: bool,
 ) -> support.Call:
@@ -189,4 +199,6 @@ def _describe(
         tangent=forward_ad._current_level >= 0,
         dropout=dropout,
         weights=weights,
+        softcap=softcap is not None,
+        warms=isinstance(beta, Tensor),
     )

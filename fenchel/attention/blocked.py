@@ -27,7 +27,7 @@ from torch.nn.functional import dropout as drop
 from torch.utils._pytree import tree_map
 
 from fenchel.attention.prior import Block, Prior
-from fenchel.attention.reference import mix, score
+from fenchel.attention.reference import cap, cap_slope, mix, score
 from fenchel.attention.rows import again_, choose_, exponent
 from fenchel.attention.tiles import Tile, gather, lay, tiles
 from fenchel.choice import Choice, Entmax
@@ -43,19 +43,23 @@ def attend(
     prior: Prior | None,
     scale: float,
     dropout: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
     if any(field.name == "beta" for field in fields(choice)):  # type: ignore[arg-type]
+        if softcap is not None:  # beta c tanh(s / c) = (beta c) tanh(beta s / (beta c))
+            softcap = softcap * choice.beta
         q, choice = q * choice.beta, replace(choice, beta=1.0)  # type: ignore[type-var]
     if torch.compiler.is_compiling():
-        call = Call(choice, prior, dropout, None)
+        call = Call(choice, prior, dropout, None, softcap)
         cut = tiles(q, k, prior)
         out = lay(cut, (call.one(t, q, k)(t.queries(q), t.items(k), t.items(v)) for t in cut))
         return out.to(dtype)
-    call = Call(choice, prior, dropout, int(torch.randint(2**62, ())) if dropout else None)
+    seed = int(torch.randint(2**62, ())) if dropout else None
+    call = Call(choice, prior, dropout, seed, softcap)
     out = _Attend.apply(call, q, k, v, *call.tensors())[0]  # type: ignore[no-untyped-call]
     narrowed: Tensor = out.to(dtype)
     return narrowed
@@ -63,12 +67,13 @@ def attend(
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What stays fixed in a call: the map and the prior, whose tensors come apart, the dropout."""
+    """What stays fixed in a call: map and prior, whose tensors come apart, dropout, cap."""
 
     choice: Choice
     prior: Prior | None
     dropout: float
     seed: int | None
+    softcap: float | None
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What may learn besides q, k and v."""
@@ -94,7 +99,7 @@ class Call:
         def piece(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
             call = self.with_tensors(tensors)
             log_prior = None if call.prior is None else call.prior.dense(block, q.dtype)
-            p = _part(call.choice, block).weights(score(q, k, 1.0), log_prior)
+            p = _part(call.choice, block).weights(cap(score(q, k, 1.0), self.softcap), log_prior)
             return mix(call._dropped(p, block), v)
 
         return piece
@@ -108,12 +113,15 @@ class Call:
         call = self.with_tensors(tensors)
         choice = _part(call.choice, block)
         log_prior = None if call.prior is None else call.prior.dense(block, q_t.dtype)
-        p = choice.weights(score(q_t, k_t, 1.0), log_prior)
+        z = cap(score(q_t, k_t, 1.0), self.softcap)
+        p = choice.weights(z, log_prior)
         terms = [] if dv is None else [mix(p, dv)]
         dz = [] if dq is None else [score(dq, k_t, 1.0)]
         dz += [] if dk is None else [score(q_t, dk, 1.0)]
         if dz:
-            terms.append(mix(choice.jacobian_product(p, sum(dz[1:], dz[0])), v_t))
+            move, slope = sum(dz[1:], dz[0]), cap_slope(z, self.softcap)
+            move = move if slope is None else move * slope
+            terms.append(mix(choice.jacobian_product(p, move), v_t))
         return sum(terms[1:], terms[0])
 
     def pulled(self, tile: Tile, q: Tensor, k: Tensor, count: int) -> Function:
@@ -153,7 +161,7 @@ class _Attend(torch.autograd.Function):
             if alpha is None:
                 tile.queries(out).copy_(call.one(tile, q, k)(q_t, k_t, v_t, *tensors))
                 continue
-            x = log_prior.add_(score(q_t, k_t, 1.0), tile)
+            x = log_prior.add_(cap(score(q_t, k_t, 1.0), call.softcap), tile)
             p, found = choose_(x, call.choice, alpha)
             tile.queries(out).copy_(mix(p, v_t))
             tile.queries(nu).copy_(found)
@@ -264,7 +272,11 @@ def _quick_reverse(
     log_prior = _LogPrior(call.prior, q, k)
     for tile in tiles(q, k, call.prior):
         q_t, k_t, v_t, g_t = tile.queries(q), tile.items(k), tile.items(v), tile.queries(g)
-        y = log_prior.add_(score(q_t, k_t, rise), tile, rise)
+        z, slope = score(q_t, k_t, rise), None
+        if call.softcap is not None:
+            z = cap(z, rise * call.softcap)
+            slope = cap_slope(z, rise * call.softcap)
+        y = log_prior.add_(z, tile, rise)
         p, s = again_(y, tile.queries(nu), alpha, torch.empty_like(y))
         _add_pulled_(tile.items(gv), p, g_t)
         gx = mix(g_t, v_t.mT)  # the gradient of the weights, about to become that of the scores
@@ -274,6 +286,8 @@ def _quick_reverse(
             total = s.sum(-1, keepdim=True)
             mean = torch.linalg.vecdot(s, gx).unsqueeze(-1) / total.masked_fill_(total == 0.0, 1.0)
         gx.sub_(mean).mul_(s)
+        if slope is not None:
+            gx.mul_(slope)
         tile.queries(gq).copy_(mix(gx, k_t))
         _add_pulled_(tile.items(gk), gx, q_t)
     return gq, gk, gv

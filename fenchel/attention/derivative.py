@@ -3,7 +3,7 @@
 Forward. When q, k, v move by dq, dk, dv, with z = scale q k^T, p the weights and J the derivative
 of the choice in its scores,
 
-    dz = scale (dq k^T + q dk^T)
+    dz = scale (dq k^T + q dk^T)                         times 1 - (z / c)^2 if capped at c
     do = (J dz) v  +  p dv
          choosing     values
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fenchel.attention.prior import Prior
-from fenchel.attention.reference import log_prior, mix, pull, score
+from fenchel.attention.reference import cap, cap_slope, log_prior, mix, pull, score
 from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice
 
@@ -59,6 +59,7 @@ def attend_jvp(
     choice: Choice,
     prior: Prior | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Move:
     """How the outputs move when q, k, v move by ``moves``; None stands still."""
     for x, dx in zip(qkv, moves, strict=True):
@@ -68,13 +69,15 @@ def attend_jvp(
             )
     q, k, v, scale, axes = _ready(qkv, scale)
     dq, dk, dv = (None if dx is None else four(dx) for dx in moves)
-    z = score(q, k, scale)
+    z = cap(score(q, k, scale), softcap)
     p = choice.weights(z, log_prior(prior, z))
     dz = z.new_zeros(()).expand_as(z)
     if dq is not None:
         dz = dz + score(dq, k, scale)
     if dk is not None:
         dz = dz + score(q, dk, scale)
+    if (slope := cap_slope(z, softcap)) is not None:
+        dz = dz * slope
     choosing = mix(choice.jacobian_product(p, dz), v)
     values = choosing.new_zeros(choosing.shape) if dv is None else mix(p, dv)
     return Move(
@@ -89,16 +92,19 @@ def attend_vjp(
     choice: Choice,
     prior: Prior | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Gradients:
     """The gradients of <g, attend(q, k, v)>, with those of the weights and the scores between."""
     q, k, v, scale, axes = _ready(qkv, scale)
     G = k.shape[1]
-    z = score(q, k, scale)
+    z = cap(score(q, k, scale), softcap)
     p = choice.weights(z, log_prior(prior, z))
     wide = four(g).to(p.dtype)
     gp = mix(wide, v.to(p.dtype).transpose(-1, -2))
     gz = choice.jacobian_product(p, gp)
-    found = (scale * mix(gz, k.to(p.dtype)), scale * pull(gz, q.to(p.dtype), G), pull(p, wide, G))
+    slope = cap_slope(z, softcap)
+    gs = gz if slope is None else gz * slope  # of the scores before they were capped
+    found = (scale * mix(gs, k.to(p.dtype)), scale * pull(gs, q.to(p.dtype), G), pull(p, wide, G))
     gq, gk, gv = (x.to(y.dtype).reshape(y.shape) for x, y in zip(found, qkv, strict=True))
     weights, scores = (x.reshape(*axes, *x.shape[-2:]) for x in (gp, gz))
     return Gradients(gq, gk, gv, weights, scores)

@@ -32,18 +32,21 @@ def attend(
     prior: Prior | None,
     scale: float,
     dropout: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     assert not dropout
     B, H, T, S = *q.shape[:3], k.shape[2]
     beta = choice.beta
-    if isinstance(beta, Tensor):  # a learned temperature must stay in the graph
+    capped = None if softcap is None else _capped(softcap, beta)
+    if isinstance(beta, Tensor) and capped is None:  # a learned temperature must stay in the graph
         q, beta = q * beta.to(q.dtype), 1.0
-    score = mask = None
+    mask, biased = None, False
     if prior is not None:
         prior = prior.with_tensors([x.float() for x in prior.tensors()]).ready(q.device)
-        score = _score(prior, T, S) if prior.bias(_probe(q, S)) is not None else None
+        biased = prior.bias(_probe(q, S)) is not None
         mask = _mask(prior, B, H, T, S, q)
+    score = _score(prior if biased else None, capped, T, S)
     with torch._dynamo.config.patch(recompile_limit=_KINDS):
         out: Tensor = _compiled()(
             q,
@@ -51,7 +54,7 @@ def attend(
             v,
             score_mod=score,
             block_mask=mask,
-            scale=scale * beta,
+            scale=scale * beta if capped is None else scale,
             enable_gqa=k.shape[1] != H,
         )
     return out
@@ -62,11 +65,26 @@ def _compiled() -> Any:
     return torch.compile(flex_attention)
 
 
-def _score(prior: Prior, T: int, S: int) -> Callable[..., Tensor]:
+def _capped(softcap: float, beta: float | Tensor) -> Callable[[Tensor], Tensor]:
+    """beta c tanh(s / c): the temperature comes after the cap."""
+
+    def capped(s: Tensor) -> Tensor:
+        return beta * (softcap * torch.tanh(s / softcap))
+
+    return capped
+
+
+def _score(
+    prior: Prior | None, capped: Callable[[Tensor], Tensor] | None, T: int, S: int
+) -> Callable[..., Tensor] | None:
+    """What happens to a score inside the kernel; None is nothing."""
+    if prior is None and capped is None:
+        return None
+
     def score(z: Tensor, b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
-        bias = prior.bias(Place(b, h, t + (S - T), j, S))
-        assert bias is not None
-        return z + bias
+        z = z if capped is None else capped(z)
+        bias = None if prior is None else prior.bias(Place(b, h, t + (S - T), j, S))
+        return z if bias is None else z + bias
 
     return score
 

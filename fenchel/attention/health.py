@@ -1,7 +1,7 @@
 """The health of attention in four numbers, cheap enough for every line of a training log.
 
-    max_logit    largest |beta z| over the keys a query may see: growth without end is the first
-                 sign of a run that will diverge
+    max_logit    largest |beta z| over the keys a query may see, after any soft-cap: growth without
+                 end is the first sign of a run that will diverge
     entropy      mean over rows of H(p) = -sum_j p_j log p_j, in nats: 0 is one key, log S all keys
     effective    mean over rows of exp H(p): how many keys a row uses, as if evenly
     support      mean over rows of the number of keys with p_j > 0: S for softmax (until a weight
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention.prior import Prior
-from fenchel.attention.reference import log_prior, score
+from fenchel.attention.reference import cap, log_prior, score
 from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Hard, Softmax
 
@@ -41,11 +41,12 @@ def health(
     choice: Choice = _SOFTMAX,
     prior: Prior | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Health:
     """How q (B, H, T, D) attends to k (B, G, S, D), in O(T S) memory: give it a small sample."""
-    check(q, k, k)
+    check(q, k, k, softcap=softcap)
     q, k = four(q), four(k)
-    z = score(q, k, q.shape[-1] ** -0.5 if scale is None else scale)
+    z = cap(score(q, k, q.shape[-1] ** -0.5 if scale is None else scale), softcap)
     log_u = log_prior(prior, z)
     p = choice.weights(z, log_u)
     beta = 1.0 if isinstance(choice, Hard) else choice.beta

@@ -1,6 +1,7 @@
 """Attention as it is defined: score the keys, choose among them, mix the values.
 
     z = scale * q k^T                      (B, H, T, S)
+    z = c tanh(z / c)                      where scores are softly capped at c
     p = choice.weights(z, log_prior)       each query's row on the simplex
     o = p v                                (B, H, T, E)
 
@@ -25,6 +26,16 @@ def score(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return _grouped(q.to(wide) * scale, k.to(wide).transpose(-1, -2))
 
 
+def cap(z: Tensor, softcap: float | None) -> Tensor:
+    """c tanh(z / c), close to z while it is small and never beyond c; None leaves z alone."""
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def cap_slope(capped: Tensor, softcap: float | None) -> Tensor | None:
+    """The derivative of ``cap`` where it gave ``capped``, 1 - (capped / c)^2; None is 1."""
+    return None if softcap is None else 1.0 - (capped / softcap).square()
+
+
 def mix(p: Tensor, v: Tensor) -> Tensor:
     """o = p v: (B, H, T, S), (B, G, S, E) -> (B, H, T, E)."""
     return _grouped(p, v.to(p.dtype)).to(v.dtype)
@@ -45,9 +56,16 @@ def log_prior(prior: Prior | None, z: Tensor) -> Tensor | None:
     return prior.log(T, S, B=B, H=H, device=z.device, dtype=z.dtype)
 
 
-def weigh(q: Tensor, k: Tensor, choice: Choice, prior: Prior | None, scale: float) -> Tensor:
+def weigh(
+    q: Tensor,
+    k: Tensor,
+    choice: Choice,
+    prior: Prior | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
     """p, in float32 or better: (B, H, T, D), (B, G, S, D) -> (B, H, T, S)."""
-    z = score(q, k, scale)
+    z = cap(score(q, k, scale), softcap)
     return choice.weights(z, log_prior(prior, z))
 
 
@@ -59,9 +77,10 @@ def attend(
     prior: Prior | None,
     scale: float,
     dropout: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(outputs (B, H, T, E), weights (B, H, T, S)); dropped weights are those that were used."""
-    p = weigh(q, k, choice, prior, scale)
+    p = weigh(q, k, choice, prior, scale, softcap)
     if dropout:
         p = drop(p, dropout)
     return mix(p, v), p

@@ -5,6 +5,8 @@
 The batch of q and that of k and v broadcast, as they do in torch's own attention.
 """
 
+import math
+
 from torch import Tensor
 
 
@@ -31,7 +33,9 @@ def four(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, softcap: float | None = None
+) -> None:
     """Shapes that fit, said in one sentence when they do not."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if min(q.dim(), k.dim(), v.dim()) < 2 or not q.dim() == k.dim() == v.dim():
@@ -53,3 +57,5 @@ def check(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability in [0, 1); got {dropout}.")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap is a finite number above 0, or None; got {softcap}.")

@@ -1,7 +1,7 @@
 """Attention step by step, every intermediate kept: for lessons, and for a look inside.
 
     compatibility   q k^T                              how well each key fits each query
-    scores          scale * compatibility
+    scores          scale * compatibility, softly capped where asked
     log_prior       log u, 0 where there is no prior
     weights         choice.weights(scores, log_prior)
     outputs         weights v
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fenchel.attention.prior import Prior
+from fenchel.attention.reference import cap, mix, score
 from fenchel.attention.reference import log_prior as log_of
-from fenchel.attention.reference import mix, score
 from fenchel.attention.shapes import check, leading, together
 from fenchel.choice import Choice, Softmax
 
@@ -41,13 +41,14 @@ def trace(
     choice: Choice = _SOFTMAX,
     prior: Prior | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Trace:
     """All steps of ``attend`` with the same arguments; the last is what it returns."""
-    check(q, k, v)
+    check(q, k, v, softcap=softcap)
     axes = leading(q, k)
     q, k, v = together(q, k, v)
     compatibility = score(q, k, 1.0)
-    z = compatibility * (q.shape[-1] ** -0.5 if scale is None else scale)
+    z = cap(compatibility * (q.shape[-1] ** -0.5 if scale is None else scale), softcap)
     found = log_of(prior, z)
     log_u = torch.zeros_like(z) if found is None else found.expand_as(z)
     p = choice.weights(z, found)

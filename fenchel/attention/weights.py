@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention.prior import Place, Prior
+from fenchel.attention.reference import cap
 from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Softmax
 
@@ -27,12 +28,13 @@ def attention_weights(
     choice: Choice = _SOFTMAX,
     prior: Prior | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """p for queries ``rows`` of heads ``heads`` (None for all; negative counts from the end).
 
     q (B, H, T, D), k (B, G, S, D) -> (B, len(heads), len(rows), S)
     """
-    check(q, k, k)
+    check(q, k, k, softcap=softcap)
     q, k = four(q), four(k)
     (B, H, T, D), (_, G, S, _) = q.shape, k.shape
     if prior is not None:
@@ -44,7 +46,7 @@ def attention_weights(
     height = max(1, _BLOCK // max(1, B * len(h) * S))
     blocks = [queries.new_empty(B, len(h), 0, S)]
     for some, part in zip(torch.split(queries, height, 2), torch.split(t, height), strict=True):
-        z = some @ keys
+        z = cap(some @ keys, softcap)
         at = _place(B, h, part + (S - T), S)
         blocks.append(
             _of(choice, h, part).weights(z, None if prior is None else _log(prior, at, z))

@@ -38,6 +38,10 @@ class Call:
     dropout: float = 0.0
     weights: bool = False
     """Whether the weights are to be returned."""
+    softcap: bool = False
+    """Whether scores are softly capped."""
+    warms: bool = False
+    """Whether the temperature of the map is a tensor."""
 
 
 def why_not(backend: str, call: Call) -> str | None:
@@ -54,10 +58,14 @@ def _reference(call: Call) -> str | None:  # noqa: ARG001
 def _blocked(call: Call) -> str | None:
     if call.weights:
         return "the blocked back end never holds all weights; attention_weights gives chosen rows"
+    if call.softcap and call.warms:
+        return "the blocked back end caps scores under a temperature that is a number, not a tensor"
     return None
 
 
 def _sdpa(call: Call) -> str | None:
+    if call.softcap:
+        return "torch's fused kernels have no soft-cap"
     return _only_softmax(call, "torch's fused kernels")
 
 

@@ -1,125 +1,79 @@
 """One block: look at other positions, then think at each one.
 
-    x = x + attention(norm(x))
-    x = x + mlp(norm(x))
+    pre        x = x + a f(norm(x))                for f = attention, then (cross), then mlp
+    post       x = norm(x + a f(x))
+    both       x = x + a post_norm(f(norm(x)))
+    parallel   x = x + a attention(norm(x)) + a mlp(norm'(x))
 
-B sequences, T positions, S positions seen so far, M width of the stream, H heads, G heads of
-keys and values, D width of a head. Both branches start at zero (their last map is), so a fresh
-block is the identity and a deep stack of them trains from the first step.
+a is the scale of the residual, 1 unless set. Under "zero" initialisation every f starts at zero
+(its last map is), so a fresh pre-norm block is the identity and a deep stack of them trains from
+the first step. B sequences, T positions, M width of the stream.
 """
 
-from collections.abc import Callable
-from typing import Protocol
-
 from torch import Tensor, nn
-from torch.nn.functional import dropout, gelu, silu
+from torch.nn.functional import dropout
 
-from fenchel.attention import Angles, Causal, attend, rotate
-from fenchel.choice import named
+from fenchel.model.attention import Attention, Cross
 from fenchel.model.config import ModelConfig
+from fenchel.model.mixture import Mixture
+from fenchel.model.mlp import Mlp
 from fenchel.model.norm import norm
+from fenchel.model.sight import Cache, Memory, Observer, Sight
 
-CAUSAL = Causal()
+__all__ = ["Attention", "Block", "Cache", "Cross", "Memory", "Mixture", "Mlp", "Observer", "Sight"]
 
-Observer = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Called in each layer with its number and the q (B, H, T, D), k and v (B, G, S, D) it uses."""
-
-
-class Cache(Protocol):
-    """Keys and values of the positions already read; see fenchel.generate.cache."""
-
-    @property
-    def length(self) -> int:
-        """How many positions are held."""
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, G, T, D) and give back all that is held, (B, G, S, D)."""
-
-    def advance(self, positions: int) -> None:
-        """Count positions that every layer has appended."""
-
-
-class Attention(nn.Module):
-    """Every position asks, all earlier ones answer."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.heads, self.groups, self.head_width = config.heads, config.groups, config.head_width
-        self.layer, self.dropout = layer, config.dropout
-        self.choice = named(config.choice, alpha=config.alpha)
-        rows = (self.heads + 2 * self.groups) * self.head_width
-        self.qkv = nn.Linear(config.width, rows, bias=config.bias)
-        self.out = nn.Linear(config.width, config.width, bias=config.bias)
-
-    def forward(
-        self,
-        x_BTM: Tensor,
-        angles: Angles | None,
-        cache: Cache | None = None,
-        observe: Observer | None = None,
-    ) -> Tensor:
-        """(B, T, M) -> (B, T, M)."""
-        B, T, _ = x_BTM.shape
-        H, G, D = self.heads, self.groups, self.head_width
-        # Cut before the heads are turned to the front: the gradients then join in the order in
-        # which they lie in memory.
-        qk, v = self.qkv(x_BTM).split([(H + G) * D, G * D], dim=-1)
-        qk = qk.view(B, T, H + G, D).transpose(1, 2)
-        v_BGTD = v.view(B, T, G, D).transpose(1, 2)
-        if angles is not None:
-            qk = rotate(qk, angles)
-        q_BHTD, k_BGTD = qk.split([H, G], dim=1)
-        if cache is not None:
-            k_BGTD, v_BGTD = cache.append(self.layer, k_BGTD, v_BGTD)
-        if observe is not None:
-            observe(self.layer, q_BHTD, k_BGTD, v_BGTD)
-        p = self.dropout if self.training else 0.0
-        mixed_BHTD = attend(q_BHTD, k_BGTD, v_BGTD, choice=self.choice, prior=CAUSAL, dropout=p)
-        mixed: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
-        return mixed
-
-
-class Mlp(nn.Module):
-    """The same map at every position: widen, bend, narrow."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = None
-        if config.mlp == "swiglu":
-            self.gate = nn.Linear(config.width, config.mlp_width, bias=config.bias)
-        self.up = nn.Linear(config.width, config.mlp_width, bias=config.bias)
-        self.down = nn.Linear(config.mlp_width, config.width, bias=config.bias)
-
-    def forward(self, x_BTM: Tensor) -> Tensor:
-        """(B, T, M) -> (B, T, M)."""
-        wide = self.up(x_BTM)
-        wide = gelu(wide) if self.gate is None else silu(self.gate(x_BTM)) * wide
-        narrow: Tensor = self.down(wide)
-        return narrow
+ALONE = Sight()
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on a normalised stream and added back to it."""
+    """Attention, then the MLP, each with its norms, added back to the stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        both = config.norm_place == "both"
         self.attention_norm = norm(config)
         self.attention = Attention(config, layer)
+        self.attention_post_norm = norm(config) if both else None
+        if config.kind == "encoder-decoder":
+            self.cross_norm: nn.Module | None = norm(config)
+            self.cross: Cross | None = Cross(config, layer)
+            self.cross_post_norm = norm(config) if both else None
+        else:
+            self.cross_norm = self.cross = self.cross_post_norm = None
         self.mlp_norm = norm(config)
-        self.mlp = Mlp(config)
-        self.dropout = config.dropout
+        self.mlp = Mixture(config) if config.experts else Mlp(config)
+        self.mlp_post_norm = norm(config) if both else None
+        self.post, self.parallel = config.norm_place == "post", config.parallel
+        self.scale, self.dropout = config.branch_scale, config.dropout
 
-    def forward(
-        self,
-        x_BTM: Tensor,
-        angles: Angles | None,
-        cache: Cache | None = None,
-        observe: Observer | None = None,
-    ) -> Tensor:
-        """(B, T, M) -> (B, T, M)."""
-        seen = self.attention(self.attention_norm(x_BTM), angles, cache, observe)
-        x_BTM = x_BTM + self._drop(seen)
-        return x_BTM + self._drop(self.mlp(self.mlp_norm(x_BTM)))
+    def forward(self, x_BTM: Tensor, sight: Sight = ALONE, layer: int | None = None) -> Tensor:
+        """(B, T, M) -> (B, T, M); ``layer`` where it is not the one this was built for."""
+        if self.post:
+            return self._with_norms_after(x_BTM, sight, layer)
+        seen = self.attention(self.attention_norm(x_BTM), sight, layer)
+        if self.parallel:
+            thought = self.mlp(self.mlp_norm(x_BTM))
+            x_BTM = self._add(x_BTM, seen, self.attention_post_norm)
+            return self._add(x_BTM, thought, self.mlp_post_norm)
+        x_BTM = self._add(x_BTM, seen, self.attention_post_norm)
+        if self.cross is not None and self.cross_norm is not None:
+            recalled = self.cross(self.cross_norm(x_BTM), sight, layer)
+            x_BTM = self._add(x_BTM, recalled, self.cross_post_norm)
+        return self._add(x_BTM, self.mlp(self.mlp_norm(x_BTM)), self.mlp_post_norm)
+
+    def _with_norms_after(self, x_BTM: Tensor, sight: Sight, layer: int | None) -> Tensor:
+        x_BTM = self.attention_norm(self._add(x_BTM, self.attention(x_BTM, sight, layer)))
+        if self.cross is not None and self.cross_norm is not None:
+            x_BTM = self.cross_norm(self._add(x_BTM, self.cross(x_BTM, sight, layer)))
+        thought: Tensor = self.mlp_norm(self._add(x_BTM, self.mlp(x_BTM)))
+        return thought
+
+    def _add(self, x_BTM: Tensor, branch: Tensor, after: nn.Module | None = None) -> Tensor:
+        """The stream with what a branch gave."""
+        if after is not None:
+            branch = after(branch)
+        branch = self._drop(branch)
+        return x_BTM + branch if self.scale == 1.0 else x_BTM + self.scale * branch
 
     def _drop(self, branch: Tensor) -> Tensor:
         return dropout(branch, self.dropout, self.training) if self.dropout else branch

@@ -289,6 +289,8 @@ class ModelConfig:
                 'scores="l2" has one matrix for queries and keys; it needs kv_heads=None, '
                 "qk_norm=False and no bias."
             )
+        if self.experts and (self.bias or self.sigma_reparam):
+            raise ValueError("experts are plain maps: set bias=False and sigma_reparam=False.")
         if self.parallel and (self.norm_place == "post" or self.kind == "encoder-decoder"):
             raise ValueError('parallel=True needs norm_place="pre" or "both" and no encoder.')
 

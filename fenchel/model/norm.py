@@ -24,10 +24,12 @@ from torch.nn import functional
 from fenchel.model.config import ModelConfig
 
 
-def norm(config: ModelConfig) -> nn.Module:
-    """The norm that the settings ask for, over the width of the stream."""
-    kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
-    return kind(config.width, eps=config.epsilon)
+def norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """The norm that the settings ask for, over the width of the stream unless another is given."""
+    kind: type[nn.Module] = nn.LayerNorm
+    if config.norm == "rms":
+        kind = RMSNormPlusOne if config.norm_plus_one else RMSNorm
+    return kind(config.width if width is None else width, eps=config.epsilon)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -38,12 +40,28 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., M) -> (..., M)."""
-        if x.device.type != "cpu" or x.dtype != self.weight.dtype or x.dtype.itemsize < 4:
-            return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        if not torch.is_grad_enabled():  # decoding: a Function costs more than a row's norm
-            return _RMSNorm.forward(x, self.weight, self.eps)[0]
-        y, _ = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return y  # type: ignore[no-any-return]
+        return _normed(x, self.weight, self.eps)
+
+
+class RMSNormPlusOne(RMSNorm):
+    """With 1 + weight for its gain: decay then pulls the gain to 1, and fresh weights are 0."""
+
+    def reset_parameters(self) -> None:
+        """A gain of 1."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., M) -> (..., M)."""
+        return _normed(x, 1.0 + self.weight, self.eps)
+
+
+def _normed(x: Tensor, w: Tensor, epsilon: float) -> Tensor:
+    if x.device.type != "cpu" or x.dtype != w.dtype or x.dtype.itemsize < 4:
+        return functional.rms_norm(x, w.shape, w, epsilon)
+    if not torch.is_grad_enabled():  # decoding: a Function costs more than a row's norm
+        return _RMSNorm.forward(x, w, epsilon)[0]
+    y, _ = _RMSNorm.apply(x, w, epsilon)  # type: ignore[no-untyped-call]
+    return y  # type: ignore[no-any-return]
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, silu
 
 from fenchel.attention import rotary
 from fenchel.model import ModelConfig, Transformer
-from fenchel.model.block import Attention, Block, Mlp
+from fenchel.model.block import Attention, Block, Mlp, Sight
 
 Settings = Callable[..., ModelConfig]
 Build = Callable[..., Transformer]
@@ -49,7 +49,7 @@ def test_grouped_heads_save_keys_and_values_alone(settings: Settings) -> None:
 def test_a_fresh_block_is_the_identity(settings: Settings, norm: str, bias: bool) -> None:
     model = Transformer(settings(norm=norm, bias=bias, positions="none"))
     x = stream(2, 5, 24).float()
-    assert torch.equal(model.blocks[1](x, None), x)
+    assert torch.equal(model.blocks[1](x), x)
 
 
 def test_attention_equals_a_loop_over_heads_with_the_mask_written_out(build: Build) -> None:
@@ -68,8 +68,8 @@ def test_attention_equals_a_loop_over_heads_with_the_mask_written_out(build: Bui
         scores = (q @ k.mT / D**0.5).masked_fill(places[:, None] < places, -torch.inf)
         heads.append(scores.softmax(-1) @ v)
     wanted = torch.cat(heads, -1) @ attention.out.weight.T + attention.out.bias
-    turn = model._angles(0, 7, x_BTM)
-    torch.testing.assert_close(attention(x_BTM, turn), wanted)
+    sight = Sight(turns=model._turns(0, 7, None, x_BTM))
+    torch.testing.assert_close(attention(x_BTM, sight), wanted)
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
@@ -85,8 +85,8 @@ def test_each_branch_reads_the_normalised_stream_and_is_added_to_it(build: Build
     block = build(layers=1, positions="none").blocks[0]
     assert isinstance(block, Block)
     x = stream(2, 5, 24)
-    middle = x + block.attention(block.attention_norm(x), None)
-    torch.testing.assert_close(block(x, None), middle + block.mlp(block.mlp_norm(middle)))
+    middle = x + block.attention(block.attention_norm(x), Sight())
+    torch.testing.assert_close(block(x), middle + block.mlp(block.mlp_norm(middle)))
 
 
 def test_an_observer_sees_what_attention_uses(build: Build, ids: Tensor) -> None:
@@ -103,12 +103,12 @@ def test_an_observer_sees_what_attention_uses(build: Build, ids: Tensor) -> None
 def test_dropout_is_for_training_alone(build: Build, where: str, monkeypatch: Any) -> None:
     model = build(dropout=0.5, layers=1)
     block, x = model.blocks[0], stream(2, 5, 24)
-    turn = model._angles(0, 5, x)
-    assert torch.equal(block(x, turn), block(x, turn))
+    sight = Sight(turns=model._turns(0, 5, None, x))
+    assert torch.equal(block(x, sight), block(x, sight))
     block.train()
     if where == "weights":
         monkeypatch.setattr(block, "_drop", lambda branch: branch)
     else:
         block.attention.eval()
     torch.manual_seed(0)
-    assert not torch.equal(block(x, turn), block(x, turn))
+    assert not torch.equal(block(x, sight), block(x, sight))

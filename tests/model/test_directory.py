@@ -1,4 +1,4 @@
-"""fenchel/model/directory.py: only plain files in the directory itself, and an index that is true."""
+"""fenchel/model/directory.py: only plain files of the directory, and a true index."""
 
 import json
 import os
@@ -76,14 +76,14 @@ def test_a_single_file_needs_no_index(folder: Path) -> None:
 )
 def test_an_index_cannot_lead_out_of_the_directory(folder: Path, name: str) -> None:
     index(folder, {"a": ONE, "b": name})
-    with pytest.raises(Damaged, match="plain names|cannot be read|no safetensors") as refusal:
+    with pytest.raises(Damaged, match=r"plain names|cannot be read|no safetensors") as refusal:
         open_directory(folder)
     assert str(refusal.value).isprintable()
 
 
 def test_an_absolute_path_is_refused(folder: Path) -> None:
     index(folder, {"a": ONE, "b": str(folder.parent / "outside.safetensors")})
-    with pytest.raises(Damaged, match="plain names"):
+    with pytest.raises(Damaged, match=r"plain names"):
         open_directory(folder)
 
 
@@ -164,7 +164,7 @@ def test_a_pickle_is_named_and_never_opened(folder: Path) -> None:
 
 def test_without_weights_it_says_which_files_were_looked_for(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         open_directory(folder)
 
 

@@ -8,12 +8,11 @@ process whose memory and time are limited.
 import json
 import math
 import random
-import resource
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +78,14 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
+def replace_header(path: Path, text: bytes) -> None:
+    rewrite_header(path / WEIGHTS, lambda _: text)
+
+
+def put_text(path: Path, name: str, text: str) -> None:
+    (path / name).write_text(text)
+
+
 def bytes_of_weights(rng: random.Random) -> Iterator[Mutation]:
     """Lengths: cut, longer, and a header of another length."""
 
@@ -87,24 +94,22 @@ def bytes_of_weights(rng: random.Random) -> Iterator[Mutation]:
         (path / WEIGHTS).write_bytes(data[: int(share * len(data))])
 
     for _ in range(40):
-        yield "cut", lambda path, share=rng.random(): cut(path, share)
+        yield "cut", partial(cut, share=rng.random())
     for _ in range(10):
         tail = rng.randbytes(rng.randint(1, 999))
-        yield (
-            "tail",
-            lambda path, tail=tail: (path / WEIGHTS).write_bytes(
-                (path / WEIGHTS).read_bytes() + tail
-            ),
-        )
+        yield "tail", partial(append, tail=tail)
+
+    def append(path: Path, tail: bytes) -> None:
+        (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes() + tail)
 
     def claim(path: Path, length: int) -> None:
         data = (path / WEIGHTS).read_bytes()
         (path / WEIGHTS).write_bytes((length % 2**64).to_bytes(8, "little") + data[8:])
 
     for length in (0, 1, 2, 7, 2**20, 8 * 2**20, 100 * 2**20, 2**31, 2**40, 2**62, 2**63, -1):
-        yield "length", lambda path, length=length: claim(path, length)
+        yield "length", partial(claim, length=length)
     for _ in range(18):
-        yield "length", lambda path, length=rng.randint(3, 2**16): claim(path, length)
+        yield "length", partial(claim, length=rng.randint(3, 2**16))
 
 
 def header_of_weights(rng: random.Random) -> Iterator[Mutation]:
@@ -157,8 +162,17 @@ def header_of_weights(rng: random.Random) -> Iterator[Mutation]:
         yield "name", edit(rename, rng.randrange(99), new)
     for _ in range(5):
         yield "twice", edit(twice, rng.randrange(99))
-    for text in (b"", b"{}", b"[]", b"null", b"{" * 5000, b'{"a":' * 5000, b"\xff\xfe{}", b"{\x00}"):
-        yield "header", lambda path, text=text: rewrite_header(path / WEIGHTS, lambda _: text)
+    for text in (
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"{" * 5000,
+        b'{"a":' * 5000,
+        b"\xff\xfe{}",
+        b"{\x00}",
+    ):
+        yield "header", partial(replace_header, text=text)
 
 
 def numbers_of_weights(rng: random.Random) -> Iterator[Mutation]:
@@ -172,7 +186,7 @@ def numbers_of_weights(rng: random.Random) -> Iterator[Mutation]:
 
     for seed in range(30):
         value = rng.choice([math.nan, math.inf, -math.inf])
-        yield "number", lambda path, seed=seed, value=value: spoil(path, seed, value)
+        yield "number", partial(spoil, seed=seed, value=value)
 
 
 def index_of_weights(rng: random.Random) -> Iterator[Mutation]:
@@ -191,9 +205,9 @@ def index_of_weights(rng: random.Random) -> Iterator[Mutation]:
         *(None, 5, [], {}, True, "model-00001-of-00009.safetensors", "/dev/zero", "/proc/self/mem"),
     )
     for name in names:
-        yield "index", lambda path, name=name, n=rng.randrange(99): point(path, name, n)
+        yield "index", partial(point, name=name, which=rng.randrange(99))
     for text in ("", "{}", "[]", "null", '{"weight_map": {}}', '{"weight_map": 1}', "{" * 10**5):
-        yield "index", lambda path, text=text: (path / INDEX).write_text(text)
+        yield "index", partial(put_text, name=INDEX, text=text)
     for value in (0, -1, 10**18, "9", None, [], 1.5):
         text = {"total_size": value}
 
@@ -227,38 +241,49 @@ def settings_of(family: str) -> Callable[[random.Random], Iterator[Mutation]]:
             if key == "max_position_embeddings":  # any size will do where no table is as long
                 wrong = BAD
             for value in wrong:
-                yield key, lambda path, key=key, value=value: put(path, **{key: value})
+                yield key, partial(put, **{key: value})
         numbers = {"llama": "rms_norm_eps", "gpt2": "layer_norm_epsilon"}
         for value in (*BAD, -1e-5, 10**400):
-            yield "epsilon", lambda path, value=value: put(path, **{numbers[family]: value})
+            yield "epsilon", partial(put, **{numbers[family]: value})
         for value in BAD:
-            yield "tied", lambda path, value=value: put(path, tie_word_embeddings=value)
-            yield "type", lambda path, value=value: put(path, model_type=value)
+            yield "tied", partial(put, tie_word_embeddings=value)
+            yield "type", partial(put, model_type=value)
         for value in ("gpt5", "llama ", "LLAMA", "../llama", "bert", "t5", "gpt_neox"):
-            yield "type", lambda path, value=value: put(path, model_type=value)
+            yield "type", partial(put, model_type=value)
         act = {"llama": "hidden_act", "gpt2": "activation_function"}[family]
         for value in (*BAD, "tanh", "os.system"):
-            yield "word", lambda path, value=value: put(path, **{act: value})
-        for text in ("", "null", "[]", "5", "\ufeff{}", "{", '{"a":1,}', "{" * 10**5, "NaN", "\x00"):
-            yield "text", lambda path, text=text: (path / CONFIG).write_text(text)
+            yield "word", partial(put, **{act: value})
+        for text in (
+            "",
+            "null",
+            "[]",
+            "5",
+            "\ufeff{}",
+            "{",
+            '{"a":1,}',
+            "{" * 10**5,
+            "NaN",
+            "\x00",
+        ):
+            yield "text", partial(put_text, name=CONFIG, text=text)
         yield (
             "twice",
             lambda path: (path / CONFIG).write_text(
                 (path / CONFIG).read_text().rstrip()[:-1] + ', "model_type": "llama"}'
             ),
         )
-        yield "quantised", lambda path: put(path, quantization_config={"bits": 4})
+        yield "quantised", partial(put, quantization_config={"bits": 4})
         if family == "llama":
             for value in (*(b for b in BAD if b is not None and b != {}), {"rope_type": "dynamic"}):
-                yield "rope", lambda path, value=value: put(path, rope_parameters=value)
+                yield "rope", partial(put, rope_parameters=value)
             for value in (-1.0, 0, 1.0, math.nan, math.inf, "1e4", True, [1e4]):
                 yield (
                     "rope",
-                    lambda path, value=value: put(path, rope_parameters={"rope_theta": value}),
+                    partial(put, rope_parameters={"rope_theta": value}),
                 )
             for value in (0, -1.0, math.nan, "2", None):
                 scaling = {"rope_type": "linear", "factor": value}
-                yield "rope", lambda path, said=scaling: put(path, rope_parameters=said)
+                yield "rope", partial(put, rope_parameters=scaling)
 
     return mutations
 
@@ -266,41 +291,41 @@ def settings_of(family: str) -> Callable[[random.Random], Iterator[Mutation]]:
 def tokenizers(rng: random.Random) -> Iterator[Mutation]:
     """A tokenizer.json that is none, or not this model's."""
 
-    def put(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    def put(path: Path, **changes: Any) -> None:
         raw = json.loads((path / TOKENIZER).read_text())
-        change(raw)
-        (path / TOKENIZER).write_text(json.dumps(raw))
+        (path / TOKENIZER).write_text(json.dumps({**raw, **changes}))
+
+    def put_ids(path: Path, **ids: int) -> None:
+        model = json.loads((path / TOKENIZER).read_text())["model"]
+        put(path, model={**model, "vocab": {**model["vocab"], **ids}})
 
     def cut(path: Path, share: float) -> None:
         text = (path / TOKENIZER).read_text()
         (path / TOKENIZER).write_text(text[: int(share * len(text))])
 
     for text in ("", "{}", "[]", "null", "{" * 10**5, "\xff", "5"):
-        yield "text", lambda path, text=text: (path / TOKENIZER).write_text(text)
+        yield "text", partial(put_text, name=TOKENIZER, text=text)
     for _ in range(20):
-        yield "cut", lambda path, share=rng.random(): cut(path, share)
-    for value in (None, 5, "BPE", [], {}, {"type": "Evil"}, {"type": "BPE", "vocab": 3, "merges": []}):
-        yield "model", lambda path, v=value: put(path, lambda raw: raw.update(model=v))
+        yield "cut", partial(cut, share=rng.random())
+    for value in (
+        None,
+        5,
+        "BPE",
+        [],
+        {},
+        {"type": "Evil"},
+        {"type": "BPE", "vocab": 3, "merges": []},
+    ):
+        yield "model", partial(put, model=value)
     for value in (5, {}, [5], [{}], [{"content": ""}], [{"content": "x" * 10**5}], "x"):
-        yield "added", lambda path, v=value: put(path, lambda raw: raw.update(added_tokens=v))
+        yield "added", partial(put, added_tokens=value)
     bomb = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
     for count in (1, 2, 3):
         parts = {"type": "Sequence", "normalizers": [bomb] * count}
-        yield "bomb", lambda path, p=parts: put(path, lambda raw: raw.update(normalizer=p))
-    for _ in range(10):
-        number = rng.choice([-1, 2**32, 2**40, 10**6, 5000])
-        yield (
-            "ids",
-            lambda path, n=number, pick=rng.randrange(9, 200): put(
-                path, lambda raw: raw["model"]["vocab"].update({sorted(raw["model"]["vocab"])[pick]: n})
-            ),
-        )
-
-    def larger(raw: dict[str, Any]) -> None:
-        vocab = raw["model"]["vocab"]
-        vocab.update({f"more{i}": len(vocab) + i for i in range(300)})
-
-    yield "larger", lambda path: put(path, larger)
+        yield "bomb", partial(put, normalizer=parts)
+    for number in (-1, 5, 299, 300, 5000, 10**6, 2**32 - 1, 2**32, 2**40, 2**63):
+        yield "ids", partial(put_ids, **{rng.choice("abcdefgh"): number})
+    yield "larger", partial(put_ids, **{f"more{i}": 300 + i for i in range(300)})
     yield "missing", lambda path: (path / TOKENIZER).unlink()
 
 

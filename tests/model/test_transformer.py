@@ -175,7 +175,7 @@ def test_a_fresh_model_guesses_evenly_whatever_its_depth() -> None:
 def test_a_fresh_block_is_the_identity() -> None:
     model = Transformer(ModelConfig(vocabulary=V, context=CONTEXT, width=16, positions="none"))
     x = torch.randn(2, 5, 16, generator=seeded())
-    torch.testing.assert_close(model.blocks[0](x, None), x)
+    torch.testing.assert_close(model.blocks[0](x), x)
 
 
 def test_the_same_generator_gives_the_same_weights() -> None:

@@ -106,7 +106,9 @@ class Family:
         except ValueError as error:
             return [str(error), *homeless]
         wanted, got = resolved(config), resolved(back)
-        return [f"{name}={wanted[name]!r}" for name in wanted if wanted[name] != got.get(name)] + homeless
+        return [
+            f"{name}={wanted[name]!r}" for name in wanted if wanted[name] != got.get(name)
+        ] + homeless
 
 
 def resolved(config: ModelConfig) -> dict[str, Any]:

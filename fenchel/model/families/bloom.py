@@ -5,7 +5,15 @@ that ours was made for.
 """
 
 from fenchel.model.families.base import Family
-from fenchel.model.families.settings import always, attention_dropout, flag, number, only, size, unread
+from fenchel.model.families.settings import (
+    always,
+    attention_dropout,
+    flag,
+    number,
+    only,
+    size,
+    unread,
+)
 from fenchel.model.families.tensors import HEAD_BY_HEAD, both, weight
 
 BLOOM = Family(

@@ -2,7 +2,17 @@
 
 from fenchel.model.families.base import Family
 from fenchel.model.families.rope import rope
-from fenchel.model.families.settings import PLAIN, always, flag, number, only, size, unread, word
+from fenchel.model.families.settings import (
+    PLAIN,
+    always,
+    attention_dropout,
+    flag,
+    number,
+    only,
+    size,
+    unread,
+    word,
+)
 from fenchel.model.families.tensors import HEAD_BY_HEAD, both, weight
 
 _WORDS = {"gelu": "gelu", **PLAIN}

@@ -123,7 +123,7 @@ def silence() -> Iterator[list[str]]:
 def reload() -> Callable[[Path], Any]:
     """A directory as transformers reads it; anything it complains of is an error."""
 
-    def read(path: Path, kind: str = "ForCausalLM", **how: Any) -> Any:
+    def read(path: Path, **how: Any) -> Any:
         auto = transformers.AutoModelForCausalLM
         with silence() as complaints:
             model, info = auto.from_pretrained(

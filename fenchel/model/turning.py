@@ -1,0 +1,73 @@
+"""The rotation of queries and keys by position, from a table that is kept.
+
+The angles of all positions are a tenth of the work of decoding one token of a small model, and
+they never change; they are computed once, in float32 or better, for as many positions as were
+asked for, and cut or gathered afterwards.
+"""
+
+import torch
+from torch import Tensor
+
+from fenchel.attention import NTK, Angles, Linear, Llama3, Yarn, angles
+from fenchel.attention.rotary import Scaling
+from fenchel.model.config import ModelConfig
+
+
+class Turning:
+    """One base and scaling, for heads of which ``config.turned`` entries are turned."""
+
+    def __init__(self, config: ModelConfig, *, local: bool = False) -> None:
+        self.width, self.context = config.turned, config.context
+        self.base, self.scaling = config.rotary_base, scaling(config)
+        if local and config.rotary_local_base is not None:
+            self.base, self.scaling = config.rotary_local_base, None
+        self._table = Angles(torch.empty(0), torch.empty(0))
+
+    def between(self, start: int, end: int, like: Tensor) -> Angles:
+        """Those of positions ``start`` to ``end``, (T, W)."""
+        cos, sin = self._upto(end, like)
+        return Angles(cos[start:end], sin[start:end])
+
+    def at(self, positions_BT: Tensor, end: int, like: Tensor) -> Angles:
+        """Those of any positions below ``end``, (B, 1, T, W)."""
+        cos, sin = self._upto(end, like)
+        return Angles(cos[positions_BT].unsqueeze(1), sin[positions_BT].unsqueeze(1))
+
+    def _upto(self, end: int, like: Tensor) -> Angles:
+        exact = torch.promote_types(like.dtype, torch.float32)
+        cos, _ = self._table
+        if len(cos) < end or cos.device != like.device or cos.dtype != exact:
+            size = min(self.context, 2 * end)
+            with torch.inference_mode(False):  # a table made while decoding serves training too
+                positions = torch.arange(size, device=like.device)
+                self._table = angles(
+                    positions, self.width, base=self.base, scaling=self.scaling, dtype=exact
+                )
+        return self._table
+
+
+def scaling(config: ModelConfig) -> Scaling | None:
+    """The change of speeds that the settings ask for."""
+    factor, trained = config.rotary_factor, config.rotary_trained or config.context
+    slow, fast = config.rotary_slow or 1.0, config.rotary_fast
+    match config.rotary_scaling:
+        case "linear":
+            return Linear(factor)
+        case "ntk":
+            return NTK(factor)
+        case "yarn":
+            attention, truncate = config.rotary_attention, config.rotary_truncate
+            return Yarn(factor, trained, fast or 32.0, slow, attention, truncate)
+        case "llama3":
+            return Llama3(factor, trained, slow, fast or 4.0)
+    return None
+
+
+def sinusoids(positions: Tensor, width: int, *, base: float = 10000.0) -> Tensor:
+    """The encoding of the first Transformer: positions (...) -> (..., width).
+
+    Entry 2i is sin(m t_i), entry 2i + 1 is cos(m t_i), t_i = base^(-2i/width).
+    """
+    i = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
+    angle = positions.to(torch.float64).unsqueeze(-1) * base ** (-i / width)
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)[..., :width]
