@@ -112,7 +112,9 @@ def _require_filled(entries: dict[str, Entry], size: int, path: Path) -> None:
             )
         at = entry.end
     if at != size:
-        raise Damaged(f"{path} has {size} bytes of data and its tensors take {at}; is it whole?")
+        raise Damaged(
+            f"{path} has {size} bytes of data and its tensors take {at}; it is not whole."
+        )
 
 
 def _are_sizes(value: Any) -> bool:

@@ -47,7 +47,7 @@ def save(
     weights = model.state_dict()
     family = family_for(model.config, weights)
     theirs = write_weights(weights, family, model.config, dtype)
-    tokens = {} if tokenizer is None else token_ids(tokenizer, model.config.kind)
+    tokens = token_ids(tokenizer, model.config.kind)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
     files: dict[str, str | bytes] = {
         CONFIG: dumps({**family.write(model.config), **tokens, "dtype": kind}),
@@ -91,11 +91,14 @@ def require_free(path: Path, *, overwrite: bool) -> None:
         raise ValueError(f"{path} is not empty; choose another, or say that it may be replaced.")
 
 
-def token_ids(tokenizer: Tokenizer, kind: str) -> dict[str, int]:
+def token_ids(tokenizer: Tokenizer | None, kind: str) -> dict[str, int | None]:
     """The tokens that begin, end and fill, by the names that Hugging Face gives them."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    if tokenizer is None:  # said to be none, or each family would put in those of its own
+        return dict.fromkeys(names)
     end, pad = end_id(tokenizer), pad_id(tokenizer)
     begin = next((i for s in _BEGINNINGS if (i := tokenizer.token_to_id(s)) is not None), end)
-    ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
+    ids: dict[str, int | None] = dict(zip(names, (begin, end, pad), strict=True))
     return ids | ({"decoder_start_token_id": pad} if kind == "encoder-decoder" else {})
 
 
@@ -105,14 +108,14 @@ def dumps(settings: Mapping[str, Any]) -> str:
 
 
 def _tokenizer_config(
-    tokenizer: Tokenizer, tokens: Mapping[str, int], context: int
+    tokenizer: Tokenizer, tokens: Mapping[str, int | None], context: int
 ) -> dict[str, Any]:
-    names = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
+    names = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "pad_token_id"}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        **{names[key]: tokenizer.id_to_token(tokens[key]) for key in names},
+        **{name: tokenizer.id_to_token(tokens[key]) for name, key in names.items()},
     }
 
 

@@ -93,14 +93,14 @@ def bytes_of_weights(rng: random.Random) -> Iterator[Mutation]:
         data = (path / WEIGHTS).read_bytes()
         (path / WEIGHTS).write_bytes(data[: int(share * len(data))])
 
+    def append(path: Path, tail: bytes) -> None:
+        (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes() + tail)
+
     for _ in range(40):
         yield "cut", partial(cut, share=rng.random())
     for _ in range(10):
         tail = rng.randbytes(rng.randint(1, 999))
         yield "tail", partial(append, tail=tail)
-
-    def append(path: Path, tail: bytes) -> None:
-        (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes() + tail)
 
     def claim(path: Path, length: int) -> None:
         data = (path / WEIGHTS).read_bytes()
@@ -225,7 +225,6 @@ SIZES = {
     ),
     "gpt2": ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"),
 }
-SIZE_MAY_BE = {("num_key_value_heads", None)}  # as many as heads, and then the shapes refuse it
 
 
 def settings_of(family: str) -> Callable[[random.Random], Iterator[Mutation]]:
@@ -238,7 +237,7 @@ def settings_of(family: str) -> Callable[[random.Random], Iterator[Mutation]]:
     def mutations(rng: random.Random) -> Iterator[Mutation]:
         for key in SIZES[family]:
             wrong = [*BAD, rng.randint(1, 11), rng.randint(301, 2**20)]
-            if key == "max_position_embeddings":  # any size will do where no table is as long
+            if key in ("max_position_embeddings", "n_head"):  # others change no tensor's shape
                 wrong = BAD
             for value in wrong:
                 yield key, partial(put, **{key: value})
@@ -246,7 +245,8 @@ def settings_of(family: str) -> Callable[[random.Random], Iterator[Mutation]]:
         for value in (*BAD, -1e-5, 10**400):
             yield "epsilon", partial(put, **{numbers[family]: value})
         for value in BAD:
-            yield "tied", partial(put, tie_word_embeddings=value)
+            if value is not True or family == "llama":  # where it is not so already
+                yield "tied", partial(put, tie_word_embeddings=value)
             yield "type", partial(put, model_type=value)
         for value in ("gpt5", "llama ", "LLAMA", "../llama", "bert", "t5", "gpt_neox"):
             yield "type", partial(put, model_type=value)
