@@ -24,10 +24,10 @@ from fenchel.data import end_id, pad_id
 from fenchel.files import committed, discard, require_space
 from fenchel.model.directory import CONFIG, INDEX, TOKENIZER, WEIGHTS
 from fenchel.model.families import family_for
+from fenchel.model.generation import GENERATION
 from fenchel.model.transformer import Transformer
 from fenchel.model.weights import write_weights
 
-GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SHARD = 5 * 10**9
 """Bytes of weights in one file."""
@@ -88,7 +88,9 @@ def require_free(path: Path, *, overwrite: bool) -> None:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ValueError(f"{path} is there already and is no directory; choose another.")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"{path} is not empty; choose another, or say that it may be replaced.")
+        raise ValueError(
+            f"{path} is not empty; choose another, or have it replaced (--force, overwrite=True)."
+        )
 
 
 def token_ids(tokenizer: Tokenizer | None, kind: str) -> dict[str, int | None]:

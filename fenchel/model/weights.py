@@ -56,7 +56,20 @@ def write_weights(
         parts = match.lie.split(weights[match.ours].detach(), config)
         for name, part in zip(match.theirs, parts, strict=True):
             theirs[name] = part.to("cpu", dtype or part.dtype).contiguous()
+            if not is_finite(theirs[name]):
+                raise ValueError(
+                    f"{name} holds a value that is not finite as {theirs[name].dtype}; "
+                    "choose a dtype with a wider range."
+                )
     return theirs
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every number is one; in one pass and without another tensor as large."""
+    if not tensor.numel():
+        return True
+    low, high = tensor.aminmax()
+    return bool(low.isfinite() and high.isfinite())
 
 
 def skeleton(config: ModelConfig) -> dict[str, Tensor]:
@@ -169,8 +182,7 @@ def _ours(match: Match, tensors: Tensors, config: ModelConfig, dtype: torch.dtyp
     parts = []
     for name in match.theirs:
         part = tensors[name]
-        low, high = part.aminmax()
-        if not (low.isfinite() and high.isfinite()):
+        if not is_finite(part):
             raise ValueError(f"{tensors.path}: {name} holds values that are not finite.")
         parts.append(part.to(dtype))
     return match.lie.join(parts, config)

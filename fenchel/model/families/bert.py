@@ -25,7 +25,7 @@ SETTINGS = (
     size("width", "hidden_size"),
     size("layers", "num_hidden_layers"),
     size("heads", "num_attention_heads"),
-    size("hidden", "intermediate_size"),
+    size("hidden", "intermediate_size", written="mlp_width"),
     Setting(
         lambda c: {"token_types": c.whole("type_vocab_size", 2, least=0)},
         lambda m: {"type_vocab_size": m.token_types},

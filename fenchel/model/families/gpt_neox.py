@@ -26,7 +26,7 @@ GPT_NEOX = Family(
         size("width", "hidden_size"),
         size("layers", "num_hidden_layers"),
         size("heads", "num_attention_heads"),
-        size("hidden", "intermediate_size"),
+        size("hidden", "intermediate_size", written="mlp_width"),
         word("mlp", "hidden_act", _WORDS, "gelu"),
         number("epsilon", "layer_norm_eps", 1e-5),
         number("dropout", "hidden_dropout", 0.0),

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from fenchel.model.config import ModelConfig
+from fenchel.model.directory import CONFIG
 from fenchel.model.families.albert import ALBERT
 from fenchel.model.families.base import Family
 from fenchel.model.families.bert import BERT, BERT_BODY
@@ -38,13 +39,14 @@ def family_of(model_type: str, tensors: Collection[str], where: Path) -> Family:
 
 def family_for(config: ModelConfig, tensors: Collection[str]) -> Family:
     """A family that says exactly ``config``, whose model has ``tensors``; else why none does."""
-    unsaid = {}
+    tried = []
     for family in FAMILIES:
-        unsaid[family.name] = family.unsaid(config, tensors)
-        if not unsaid[family.name]:
+        unsaid = family.unsaid(config, tensors)
+        if not unsaid:
             return family
-    nearest = min(unsaid, key=lambda name: len(unsaid[name]))
+        tried.append((unsaid[0].startswith(CONFIG), len(unsaid), family.name, unsaid))
+    *_, name, unsaid = min(tried)  # one that can at least be read back, and says the most
     raise ValueError(
-        f"no Hugging Face family can express this model: the nearest, {nearest}, has no "
-        f"{shown(', '.join(unsaid[nearest]), 200)}; it stays loadable from its run directory."
+        f"no Hugging Face family can express this model: the nearest, {name}, has no "
+        f"{shown(', '.join(unsaid), 200)}; it stays loadable from its run directory."
     )

@@ -31,7 +31,7 @@ SIZES = (
     size("width", "hidden_size"),
     size("layers", "num_hidden_layers"),
     size("heads", "num_attention_heads"),
-    size("hidden", "intermediate_size"),
+    size("hidden", "intermediate_size", written="mlp_width"),
     size_or_none("kv_heads", "num_key_value_heads", written="groups"),
     size_or_none("head_size", "head_dim", written="head_width"),
     number("epsilon", "rms_norm_eps", 1e-6),

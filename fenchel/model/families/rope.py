@@ -29,7 +29,7 @@ def rope(base: float = 10000.0, share: float = 1.0) -> Setting:
 
     def write(m: ModelConfig) -> Settings:
         said = _said(m, m.rotary_base)
-        if m.rotary_share != 1.0:
+        if m.rotary_share != share:
             said["partial_rotary_factor"] = m.rotary_share
         return {"rope_parameters": said}
 

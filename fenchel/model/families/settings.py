@@ -36,13 +36,18 @@ class Setting(NamedTuple):
     write: Callable[[ModelConfig], Settings]
 
 
-def size(ours: str, *theirs: str, default: int | None = None) -> Setting:
-    """A whole number, which must be said unless it has a default; written by its first name."""
+def size(
+    ours: str, *theirs: str, default: int | None = None, written: str | None = None
+) -> Setting:
+    """A whole number, which must be said unless it has a default; written by its first name.
+
+    ``written`` names the property of ModelConfig that fills it in, where ours may be None.
+    """
 
     def read(c: Said) -> Settings:
         return {ours: c.whole(next((name for name in theirs if c.has(name)), theirs[0]), default)}
 
-    return Setting(read, lambda m: {theirs[0]: getattr(m, ours)})
+    return Setting(read, lambda m: {theirs[0]: getattr(m, written or ours)})
 
 
 def size_or_none(ours: str, theirs: str, written: str) -> Setting:

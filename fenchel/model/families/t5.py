@@ -85,7 +85,7 @@ T5 = Family(
         size("width", "d_model"),
         size("heads", "num_heads"),
         size_or_none("head_size", "d_kv", written="head_width"),
-        size("hidden", "d_ff"),
+        size("hidden", "d_ff", written="mlp_width"),
         _layers(),
         word("mlp", "feed_forward_proj", _WORDS, "relu"),
         number("epsilon", "layer_norm_epsilon", 1e-6),
