@@ -112,12 +112,16 @@ def dumps(settings: Mapping[str, Any]) -> str:
 def _tokenizer_config(
     tokenizer: Tokenizer, tokens: Mapping[str, int | None], context: int
 ) -> dict[str, Any]:
-    names = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "pad_token_id"}
+    spelt = {
+        name.removesuffix("_id"): tokenizer.id_to_token(token)
+        for name, token in tokens.items()
+        if token is not None and name != "decoder_start_token_id"
+    }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        **{name: tokenizer.id_to_token(tokens[key]) for name, key in names.items()},
+        **spelt,
     }
 
 
@@ -133,7 +137,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard: int
     if len(shards) == 1:
         save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
         return
-    where = {}
+    where: dict[str, str] = {}
     for number, part in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})

@@ -95,7 +95,8 @@ class Family:
 
     def unsaid(self, config: ModelConfig, ours: Iterable[str]) -> list[str]:
         """What this family has no words for: settings, as name=value, and tensors."""
-        theirs, homeless = [], []
+        theirs: list[str] = []
+        homeless: list[str] = []
         for name in ours:
             try:
                 theirs += self.matches(config, [name])[0].theirs

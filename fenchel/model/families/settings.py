@@ -71,7 +71,7 @@ def flag(ours: str, theirs: str, default: bool) -> Setting:
 
 def word(ours: str, theirs: str, words: Mapping[str, str], default: str | None = None) -> Setting:
     """A word; ``words`` is from theirs to ours, and the first of several is the one written."""
-    back = {mine: yours for yours, mine in reversed(words.items())}
+    back = {mine: yours for yours, mine in reversed(list(words.items()))}
     return Setting(
         lambda c: {ours: c.word(theirs, words, default)},
         lambda m: {theirs: back.get(getattr(m, ours), next(iter(words)))},

@@ -65,7 +65,7 @@ class _Stacked:
 
     def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:
         H, G, D = config.heads, config.groups, config.head_width
-        return list(ours.split([H * D, G * D, G * D]))
+        return list(torch.split(ours, [H * D, G * D, G * D]))
 
 
 class _Paired:
@@ -82,12 +82,14 @@ class _HeadByHead:
     """Theirs has head 1's query, key and value, then head 2's; ours all queries first."""
 
     def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
+        H, D = config.heads, config.head_width
         x = theirs[0]
-        return x.unflatten(0, (config.heads, 3, config.head_width)).transpose(0, 1).reshape(x.shape)
+        return x.reshape(H, 3, D, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
     def split(self, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-        lie = ours.unflatten(0, (3, config.heads, config.head_width)).transpose(0, 1)
-        return [lie.reshape(ours.shape)]
+        H, D = config.heads, config.head_width
+        x = ours.reshape(3, H, D, *ours.shape[1:]).transpose(0, 1)
+        return [x.reshape(ours.shape)]
 
 
 SAME, TURNED, STACKED, PAIRED = _Same(), _Turned(), _Stacked(), _Paired()
