@@ -51,7 +51,7 @@ def attend(
     q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
     if any(field.name == "beta" for field in fields(choice)):  # type: ignore[arg-type]
         if softcap is not None:  # beta c tanh(s / c) = (beta c) tanh(beta s / (beta c))
-            softcap = softcap * choice.beta
+            softcap = softcap * float(choice.beta)
         q, choice = q * choice.beta, replace(choice, beta=1.0)  # type: ignore[type-var]
     if torch.compiler.is_compiling():
         call = Call(choice, prior, dropout, None, softcap)

@@ -12,6 +12,8 @@ B sequences, T positions, S positions seen so far, M width of the stream, H head
 and values, D width of a head.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,18 @@ from fenchel.model.sight import Memory, Sight, among
 from fenchel.model.sigma import linear_map, matrix_of
 
 CAUSAL = Causal()
+
+
+class Question(NamedTuple):
+    """The arguments of ``attend``: attend(**question._asdict(), return_weights=True) shows all."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    choice: Choice
+    prior: Prior | None
+    scale: float | None
+    softcap: float | None
 
 
 def shape_of(config: ModelConfig, layer: int) -> Prior | None:
@@ -61,23 +75,24 @@ class Attention(nn.Module):
             k_BGTD, v_BGTD = sight.cache.append(layer, k_BGTD, v_BGTD)
         if sight.observe is not None:
             sight.observe(layer, q_BHTD, k_BGTD, v_BGTD)
-        mixed_BHTD = self.attend(q_BHTD, k_BGTD, v_BGTD, sight)
+        q, k, v, choice, prior, scale, softcap = self.question(q_BHTD, k_BGTD, v_BGTD, sight)
+        p = self.dropout if self.training else 0.0
+        mixed_BHTD = attend(
+            q, k, v, choice=choice, prior=prior, scale=scale, softcap=softcap, dropout=p
+        )
         mixed: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
         return mixed
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
-        """What the layer does with its q (B, H, T, D) and k, v (B, G, S, D): -> (B, H, T, D)."""
-        prior, scale = sight.prior(self.shape, k.shape[2]), self.scale
+    def question(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Question:
+        """What the layer asks of ``attend`` with its q (B, H, T, D) and k, v (B, G, S, D)."""
+        prior, scale = sight.prior(self.shape, q, k), self.scale
         if self.by_distance:
             scale = 2 * (self.head_width**-0.5 if scale is None else scale)
             q, k = by_distance(q, k)
         if self.sink is not None:
             prior = Sink(self.sink, prior)
             k, v = with_sink(k, v)
-        p = self.dropout if self.training else 0.0
-        return attend(
-            q, k, v, choice=self.choice, prior=prior, scale=scale, softcap=self.softcap, dropout=p
-        )
+        return Question(q, k, v, self.choice, prior, scale, self.softcap)
 
     def _made(self, x_BTM: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, G, T, D)."""
@@ -154,7 +169,8 @@ class Cross(nn.Module):
         return mixed
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        B, T, _ = x.shape
+        return x.view(B, T, -1, self.head_width).transpose(1, 2)
 
 
 def _dropout(config: ModelConfig) -> float:

@@ -330,7 +330,7 @@ class ModelConfig:
     def branch_scale(self) -> float:
         """Factor on what a branch adds to the stream."""
         if isinstance(self.residual_scale, str):
-            return (2 * self.layers) ** -0.5
+            return 1.0 / math.sqrt(2 * self.layers)
         return self.residual_scale
 
     def window(self, layer: int) -> int | None:
@@ -353,7 +353,11 @@ def _uses(c: ModelConfig) -> tuple[tuple[tuple[str, ...], bool, str], ...]:
         (("rotary_local_base",), any(c.windows), "windows"),
         (("rotary_factor",), scaled, "rotary_scaling"),
         (blended, c.rotary_scaling in ("yarn", "llama3"), 'rotary_scaling="yarn" or "llama3"'),
-        (("rotary_attention", "rotary_truncate"), c.rotary_scaling == "yarn", '"yarn"'),
+        (
+            ("rotary_attention", "rotary_truncate"),
+            c.rotary_scaling == "yarn",
+            'rotary_scaling="yarn"',
+        ),
         (("buckets", "bucket_distance"), c.positions == "buckets", 'positions="buckets"'),
         (("encoder_layers",), c.kind == "encoder-decoder", 'kind="encoder-decoder"'),
         (("norm_plus_one",), c.norm == "rms", 'norm="rms"'),

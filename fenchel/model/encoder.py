@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from fenchel.attention import ALiBi, Prior, RelativeBias
+from fenchel.attention import ALiBi, Dense, Prior, RelativeBias
 from fenchel.model.block import Block
 from fenchel.model.config import ModelConfig
 from fenchel.model.norm import norm
@@ -53,9 +53,14 @@ def relative_table(config: ModelConfig) -> nn.Embedding | None:
     return nn.Embedding(config.buckets, config.heads) if config.positions == "buckets" else None
 
 
-def distance_prior(config: ModelConfig, relative: nn.Embedding | None) -> Prior | None:
-    """What distances add to the scores of every layer."""
-    if relative is not None:
-        both_sides = config.kind == "encoder"
-        return RelativeBias(relative.weight, both_sides, config.bucket_distance)
-    return ALiBi(config.heads) if config.positions == "alibi" else None
+def distance_prior(
+    config: ModelConfig, relative: nn.Embedding | None, T: int, S: int
+) -> Prior | None:
+    """What distances add to the scores of T queries on S keys in every layer."""
+    if relative is None:
+        return ALiBi(config.heads) if config.positions == "alibi" else None
+    table = relative.weight
+    bias = RelativeBias(table, config.kind == "encoder", config.bucket_distance)
+    if any(config.windows):  # a layer may keep fewer keys than others
+        return bias
+    return Dense(bias.log(T, S, H=config.heads, device=table.device, dtype=table.dtype))

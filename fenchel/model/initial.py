@@ -17,8 +17,10 @@ that would start at zero is drawn, and has gain 0 instead.
 Glorot and Bengio (2010), Understanding the difficulty of training deep feedforward networks.
 """
 
+import math
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, split
 
 from fenchel.model.attention import Attention, Cross
 from fenchel.model.config import ModelConfig
@@ -73,7 +75,7 @@ def _draw(weight: Tensor, config: ModelConfig, generator: Generator) -> None:
 def _deviation(config: ModelConfig, inputs: int, outputs: int) -> float:
     if config.initial == "normal":
         return config.initial_std
-    return (inputs**-0.5) if config.initial == "zero" else (2.0 / (inputs + outputs)) ** 0.5
+    return inputs**-0.5 if config.initial == "zero" else math.sqrt(2.0 / (inputs + outputs))
 
 
 def _shape_scores(layer: Attention | Cross, config: ModelConfig, generator: Generator) -> None:
@@ -92,12 +94,12 @@ def _parts(layer: Attention | Cross, config: ModelConfig) -> list[tuple[Tensor, 
     """(rows of a weight, how many heads they make, whether those are compared)."""
     H, G, D = config.heads, config.groups, config.head_width
     if isinstance(layer, Cross):
-        k, v = layer.kv.weight.split(G * D)
+        k, v = split(layer.kv.weight, G * D)
         return [(layer.q.weight, H, True), (k, G, True), (v, G, False)]
     if layer.by_distance:
-        z, v = layer.qkv.weight.split(H * D)
+        z, v = split(layer.qkv.weight, H * D)
         return [(z, H, True), (v, H, False)]
-    q, k, v = layer.qkv.weight.split([H * D, G * D, G * D])
+    q, k, v = split(layer.qkv.weight, [H * D, G * D, G * D])
     return [(q, H, True), (k, G, True), (v, G, False)]
 
 

@@ -21,7 +21,7 @@ Shazeer et al. (2017), Outrageously large neural networks; Fedus, Zoph and Shaze
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, split
 from torch.nn.functional import dropout, linear
 
 from fenchel.choice import named
@@ -63,7 +63,7 @@ class Mixture(nn.Module):
         order = chosen.argsort(stable=True)
         sizes = chosen.bincount(minlength=len(self.up) + 1).tolist()
         tokens, y_NM = order // self.count, torch.zeros_like(x_NM)
-        for e, (rows, at) in enumerate(zip(tokens.split(sizes), order.split(sizes), strict=True)):
+        for e, (rows, at) in enumerate(zip(split(tokens, sizes), split(order, sizes), strict=True)):
             if len(rows) and e < len(self.up):
                 w = w_Nk.flatten()[at].unsqueeze(-1)
                 y_NM = y_NM.index_add(0, rows, w * self._expert(e, x_NM[rows]))

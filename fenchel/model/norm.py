@@ -57,7 +57,7 @@ class RMSNormPlusOne(RMSNorm):
 
 def _normed(x: Tensor, w: Tensor, epsilon: float) -> Tensor:
     if x.device.type != "cpu" or x.dtype != w.dtype or x.dtype.itemsize < 4:
-        return functional.rms_norm(x, w.shape, w, epsilon)
+        return functional.rms_norm(x, w.shape, w.to(x.dtype), epsilon)
     if not torch.is_grad_enabled():  # decoding: a Function costs more than a row's norm
         return _RMSNorm.forward(x, w, epsilon)[0]
     y, _ = _RMSNorm.apply(x, w, epsilon)  # type: ignore[no-untyped-call]

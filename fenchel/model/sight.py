@@ -7,13 +7,16 @@ aligned to the end, so nothing else has to know.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from fenchel.attention import Angles, Dense, Prior
 
+SMALL = 1 << 22
+"""Scores for which a prior is written out once for all layers, rather than by each as it goes."""
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 """Called in each layer with its number and the q (B, H, T, D), k and v (B, G, S, D) it uses."""
 
@@ -59,11 +62,25 @@ class Sight:
     memory_present: Tensor | None = None
     """Which of its slots hold a token, (B, S)."""
 
-    def prior(self, shape: Prior | None, keys: int) -> Prior | None:
-        """Where a layer of this ``shape`` may look among its last ``keys`` slots."""
-        if self.bias is not None:
-            shape = self.bias if shape is None else shape + self.bias
-        return among(shape, self.present, keys)
+    made: dict[tuple[Prior | None, int], Prior] = field(default_factory=dict)
+    """Priors that layers of one shape share, written out once."""
+
+    def prior(self, shape: Prior | None, q: Tensor, k: Tensor) -> Prior | None:
+        """Where the queries q of a layer of this ``shape`` may look among its keys k."""
+        bias, S = self.bias, k.shape[2]
+        prior = shape if bias is None else (bias if shape is None else shape + bias)
+        if self.present is None:
+            return prior
+        B, H, T, _ = q.shape
+        if B * H * T * S > SMALL:
+            return among(prior, self.present, S)
+        if (shape, S) not in self.made:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            whole = among(prior, self.present, S)
+            assert whole is not None
+            log_u = whole.log(T, S, B=B, H=H, device=q.device, dtype=wide)
+            self.made[shape, S] = Dense(log_u)
+        return self.made[shape, S]
 
 
 def among(prior: Prior | None, present_BS: Tensor | None, keys: int) -> Prior | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from fenchel.attention import Angles
+from fenchel.model.attention import Question
 from fenchel.model.block import Block, Cache, Observer, Sight
 from fenchel.model.config import ModelConfig
 from fenchel.model.encoder import Encoder, distance_prior, distinct, relative_table, through
@@ -79,7 +80,7 @@ class Transformer(nn.Module):
         sight = Sight(
             turns=self._turns(start, start + T, positions_BT, x_BTM),
             present=present_BS,
-            bias=distance_prior(self.config, self.relative),
+            bias=distance_prior(self.config, self.relative, T, start + T),
             cache=cache,
             observe=observe,
             memory=memory_BSM,
@@ -106,11 +107,22 @@ class Transformer(nn.Module):
         sight = Sight(
             turns=self._turns(0, S, positions_BS, x_BSM),
             present=present_BS,
-            bias=distance_prior(self.encoder.config, self.encoder.relative),
+            bias=distance_prior(self.encoder.config, self.encoder.relative, S, S),
             observe=observe,
         )
         memory_BSM: Tensor = self.encoder(x_BSM, sight)
         return memory_BSM
+
+    def question(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Question:
+        """What ``layer`` asks of ``attend`` with the q, k, v that an observer saw.
+
+        For sequences without empty slots: attend(**question._asdict(), return_weights=True) gives
+        the layer's weights whatever its choice, window, cap, sink or position bias.
+        """
+        block = self.blocks[layer * len(self.blocks) // self.config.layers]
+        assert isinstance(block, Block)
+        bias = distance_prior(self.config, self.relative, q.shape[2], k.shape[2])
+        return block.attention.question(q, k, v, Sight(bias=bias))
 
     def pooled(self, stream_BTM: Tensor) -> Tensor:
         """A vector for a whole sequence, from the stream at its first position: -> (B, M)."""

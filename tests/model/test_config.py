@@ -33,6 +33,59 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"epsilon": math.nan}, "epsilon=nan should be above 0"),
     ({"rotary_base": 1.0}, r"rotary_base=1\.0 should be a finite number above 1."),
     ({"rotary_base": math.inf}, "rotary_base=inf should be a finite number above 1."),
+    (
+        {"kind": "both"},
+        r"kind='both' should be one of \('decoder', 'encoder', 'encoder-decoder'\).",
+    ),
+    ({"norm_place": "inside"}, "norm_place='inside' should be one of"),
+    ({"rotary_scaling": "log"}, "rotary_scaling='log' should be one of"),
+    ({"scores": "cosine"}, "scores='cosine' should be one of"),
+    ({"initial": "he"}, "initial='he' should be one of"),
+    ({"head_size": 0}, "head_size=0 should be a whole number"),
+    ({"token_types": -1}, "token_types=-1 should be a whole number, 0 to"),
+    ({"windows": (4, -1)}, "a window=-1 should be a whole number, 0 to"),
+    ({"windows": (4, 2.5)}, r"a window=2\.5 should be a whole number"),
+    (
+        {"windows": (1, 2, 3, 4, 5)},
+        r"the pattern windows=\(1, 2, 3, 4, 5\) is longer than layers=4",
+    ),
+    ({"layer_choices": ("softmax", "soft")}, "there is no choice map 'soft'"),
+    ({"layer_choices": (3,)}, "there is no choice map '3'"),
+    ({"experts": 2, "router": "topk"}, "there is no choice map 'topk'"),
+    ({"distinct_layers": 3}, "distinct_layers=3 does not divide layers=4."),
+    ({"distinct_layers": 2, "windows": (3, 0)}, "distinct_layers shares blocks between layers"),
+    ({"positions": "buckets", "buckets": 30}, "buckets=30 should be a multiple of 4."),
+    ({"mlp_dropout": 1.5}, r"mlp_dropout=1\.5 should be in \[0, 1\)."),
+    ({"attention_dropout": -0.1}, r"attention_dropout=-0\.1 should be in"),
+    ({"softcap": 0.0}, r"softcap=0\.0 should be a finite number above 0."),
+    ({"logit_softcap": math.nan}, "logit_softcap=nan should be a finite number above 0."),
+    ({"score_scale": -1.0}, r"score_scale=-1\.0 should be a finite number above 0."),
+    ({"embedding_scale": math.inf}, "embedding_scale=inf should be a finite number above 0."),
+    ({"residual_scale": "deep"}, "residual_scale='deep' should be a number above 0, or \"depth\"."),
+    ({"residual_scale": 0.0}, r"residual_scale=0\.0 should be a number above 0"),
+    ({"rotary_share": 0.0}, r"rotary_share=0\.0 should be above 0, at most 1."),
+    ({"width": 20, "rotary_share": 0.5}, "a head of width 5 is odd"),
+    ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 is more than experts=2."),
+    ({"experts": 2, "bias": True}, "experts are plain maps"),
+    ({"scores": "l2", "heads": 2, "kv_heads": 1}, 'scores="l2" has one matrix'),
+    ({"parallel": True, "norm_place": "post"}, 'parallel=True needs norm_place="pre" or "both"'),
+    # What nothing would read.
+    (
+        {"positions": "none", "rotary_share": 0.5},
+        r"rotary_share=0\.5 would do nothing; it needs pos",
+    ),
+    ({"rotary_factor": 2.0}, r"rotary_factor=2\.0 would do nothing; it needs rotary_scaling."),
+    ({"rotary_local_base": 50.0}, r"rotary_local_base=50\.0 would do nothing; it needs windows."),
+    (
+        {"rotary_scaling": "linear", "rotary_trained": 9},
+        'it needs rotary_scaling="yarn" or "llama3"',
+    ),
+    ({"rotary_scaling": "llama3", "rotary_attention": 1.1}, 'it needs rotary_scaling="yarn".'),
+    ({"buckets": 16}, 'buckets=16 would do nothing; it needs positions="buckets".'),
+    ({"encoder_layers": 2}, 'encoder_layers=2 would do nothing; it needs kind="encoder-decoder".'),
+    ({"norm": "layer", "norm_plus_one": True}, 'it needs norm="rms".'),
+    ({"router": "entmax"}, "router='entmax' would do nothing; it needs experts."),
+    ({"initial_depth": True}, 'it needs initial="normal" or "xavier".'),
 ]
 
 
@@ -58,6 +111,20 @@ def test_derived_sizes_follow_from_those_that_are_set() -> None:
     assert ModelConfig(vocabulary=9, heads=4).groups == 4
     assert ModelConfig(vocabulary=9, mlp="gelu", width=96).mlp_width == 384
     assert ModelConfig(vocabulary=9, hidden=50).mlp_width == 50
+    assert ModelConfig(vocabulary=9, width=100, heads=3, head_size=20).head_width == 20
+    assert ModelConfig(vocabulary=9, width=64, heads=2, rotary_share=0.25).turned == 8
+    assert ModelConfig(vocabulary=9, layers=8, residual_scale="depth").branch_scale == 0.25
+    assert ModelConfig(vocabulary=9, mlp="geglu_tanh").gated
+    assert ModelConfig(vocabulary=9, bias=True, qkv_bias=False).has_qkv_bias is False
+
+
+def test_patterns_repeat_over_the_layers() -> None:
+    config = ModelConfig(vocabulary=9, layers=5, windows=(4, 0), layer_choices=("hard", "softmax"))
+    assert [config.window(n) for n in range(5)] == [4, None, 4, None, 4]
+    assert [config.choice_of(n) for n in range(3)] == ["hard", "softmax", "hard"]
+    plain = ModelConfig(vocabulary=9, choice="entmax")
+    assert (plain.window(3), plain.choice_of(3)) == (None, "entmax")
+    assert ModelConfig(vocabulary=9, windows=[3]).windows == (3,)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("width", [2, 96, 98, 128, 384, 500])

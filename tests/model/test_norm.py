@@ -8,7 +8,7 @@ from torch.func import functional_call, jacfwd, jacrev, vmap
 from torch.nn.functional import rms_norm
 
 from fenchel.model import ModelConfig
-from fenchel.model.norm import RMSNorm, norm
+from fenchel.model.norm import RMSNorm, RMSNormPlusOne, norm
 
 
 @pytest.fixture
@@ -83,3 +83,33 @@ def test_the_settings_choose_the_norm() -> None:
     rms, layer = (norm(ModelConfig(vocabulary=9, norm=kind)) for kind in ("rms", "layer"))
     assert isinstance(rms, RMSNorm)
     assert isinstance(layer, torch.nn.LayerNorm)
+
+
+def test_a_gain_of_one_plus_weight_starts_at_one_and_has_the_same_derivatives(x: Tensor) -> None:
+    shifted, plain = RMSNormPlusOne(7, eps=1e-2).double(), RMSNorm(7, eps=1e-2).double()
+    assert torch.equal(shifted(x), plain(x))
+    with torch.no_grad():
+        shifted.weight.copy_(torch.linspace(-1.0, 2.0, 7))
+        plain.weight.copy_(1.0 + shifted.weight)
+    torch.testing.assert_close(shifted(x), plain(x))
+    slopes = [
+        torch.autograd.grad(m(x.requires_grad_()).sin().sum(), (x, m.weight))
+        for m in (shifted, plain)
+    ]
+    torch.testing.assert_close(*slopes)
+
+
+def test_layer_norm_forgets_a_shift_and_rms_norm_does_not(x: Tensor) -> None:
+    layer, rms = (
+        norm(ModelConfig(vocabulary=9, norm=kind, epsilon=1e-12), 7).double()
+        for kind in ("layer", "rms")
+    )
+    torch.testing.assert_close(layer(3 * x + 5), layer(x))
+    torch.testing.assert_close(rms(3 * x), rms(x))
+    assert not torch.allclose(rms(x + 5), rms(x))
+    y = norm(ModelConfig(vocabulary=9, norm="layer", epsilon=0.1), 7).double()(x)
+    variance = x.var(-1, correction=0)
+    torch.testing.assert_close(y.mean(-1), torch.zeros_like(y[..., 0]))
+    torch.testing.assert_close(y.var(-1, correction=0), variance / (variance + 0.1))
+    torch.testing.assert_close(layer(x).norm(dim=-1), torch.full_like(variance, 7**0.5))
+    torch.testing.assert_close(layer(x)[1, 2], layer(x[1, 2]))  # whatever else is in the batch

@@ -1,0 +1,223 @@
+"""fenchel/model/attention.py and block.py: each setting against its statement, written out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+from fenchel.attention import rotary
+from fenchel.choice import Choice, Entmax, Softmax, named
+from fenchel.model import Transformer
+from fenchel.model.block import Attention, Block, Sight
+from fenchel.sensitivity.bounds.l2 import distance_attention
+
+Build = Callable[..., Transformer]
+T, H, G, D, M = 7, 4, 2, 6, 24
+SOFTMAX = Softmax()
+
+
+def stream(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def rms(x: Tensor, w: Tensor) -> Tensor:
+    return w * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def by_heads(
+    layer: Attention,
+    x: Tensor,
+    *,
+    change: Callable[[Tensor, str], Tensor] = lambda x, _: x,
+    score: Callable[[Tensor, int], Tensor] = lambda z, _: z / D**0.5,
+    choice: Choice = SOFTMAX,
+) -> Tensor:
+    """Head by head: ``change`` a query or key, ``score`` its products, choose, mix."""
+    qkv, heads = x @ layer.qkv.weight.T, []
+    for h in range(H):
+        g = h // (H // G)
+        at = [h * D, (H + g) * D, (H + G + g) * D]
+        q, k, v = (qkv[..., start : start + D] for start in at)
+        z = score(change(q, "q") @ change(k, "k").mT, h)
+        heads.append(choice.weights(z)[..., -T:] @ v)
+    return torch.cat(heads, -1) @ layer.out.weight.T
+
+
+def later(window: int = 99) -> Tensor:
+    i = torch.arange(T)
+    return (i[:, None] < i) | (i[:, None] - i >= window)
+
+
+def masked(z: Tensor, window: int = 99) -> Tensor:
+    return z.masked_fill(later(window), -torch.inf)
+
+
+def one(build: Build, **settings: Any) -> tuple[Attention, Tensor]:
+    layer = build(layers=1, positions="none", **settings).blocks[0].attention
+    return layer, stream(2, T, M)
+
+
+def test_a_window_counts_the_keys_it_shows(build: Build) -> None:
+    layer, x = one(build, windows=(3,))
+    wanted = by_heads(layer, x, score=lambda z, _: masked(z / D**0.5, 3))
+    torch.testing.assert_close(layer(x, Sight()), wanted)
+
+
+def test_an_encoders_window_reaches_both_ways(build: Build) -> None:
+    layer, x = one(build, kind="encoder", windows=(3,))
+    far = (torch.arange(T)[:, None] - torch.arange(T)).abs() >= 3
+    wanted = by_heads(layer, x, score=lambda z, _: (z / D**0.5).masked_fill(far, -torch.inf))
+    torch.testing.assert_close(layer(x, Sight()), wanted)
+
+
+def test_scale_and_cap_come_before_the_mask(build: Build) -> None:
+    layer, x = one(build, score_scale=0.7, softcap=1.5)
+    wanted = by_heads(layer, x, score=lambda z, _: masked(1.5 * torch.tanh(0.7 * z / 1.5)))
+    torch.testing.assert_close(layer(x, Sight()), wanted)
+
+
+def test_queries_and_keys_are_normed_before_they_are_turned(build: Build) -> None:
+    model = build(layers=1, qk_norm=True, rotary_layout="pairs")
+    layer, x = model.blocks[0].attention, stream(2, T, M)
+    gain = {"q": layer.q_norm.weight, "k": layer.k_norm.weight}
+
+    def change(part: Tensor, name: str) -> Tensor:
+        normed = rms(part, gain[name]).unsqueeze(1)
+        return rotary(normed, torch.arange(T), layout="pairs").squeeze(1)
+
+    wanted = by_heads(layer, x, change=change, score=lambda z, _: masked(z / D**0.5))
+    sight = Sight(turns=model._turns(0, T, None, x))
+    torch.testing.assert_close(layer(x, sight), wanted)
+
+
+def test_only_the_share_of_a_head_that_is_asked_for_is_turned(build: Build) -> None:
+    model = build(layers=1, rotary_share=0.67)
+    assert model.config.turned == 4
+    layer, x = model.blocks[0].attention, stream(2, T, M)
+
+    def change(part: Tensor, _: str) -> Tensor:
+        turned = rotary(part[..., :4].unsqueeze(1), torch.arange(T)).squeeze(1)
+        return torch.cat([turned, part[..., 4:]], -1)
+
+    wanted = by_heads(layer, x, change=change, score=lambda z, _: masked(z / D**0.5))
+    torch.testing.assert_close(layer(x, Sight(turns=model._turns(0, T, None, x))), wanted)
+
+
+@pytest.mark.parametrize("choice", ["softmax", "entmax"])
+def test_a_sink_takes_the_rest(build: Build, choice: str) -> None:
+    layer, x = one(build, sinks=True, choice=choice)
+
+    def score(z: Tensor, h: int) -> Tensor:
+        return torch.cat([layer.sink[h].expand(2, T, 1), masked(z / D**0.5)], -1)
+
+    wanted = by_heads(layer, x, score=score, choice=named(choice))
+    torch.testing.assert_close(layer(x, Sight()), wanted)
+
+
+def test_layers_choose_by_their_own_maps(build: Build) -> None:
+    model = build(layer_choices=("softmax", "entmax"), alpha=1.3)
+    kinds = [block.attention.choice for block in model.blocks]
+    assert kinds == [Softmax(), Entmax(1.3), Softmax()]
+
+
+def test_attention_by_distance_is_the_map_whose_bound_is_known(build: Build) -> None:
+    layer, x = one(build, scores="l2", kv_heads=None, kind="encoder")
+    W_q, W_v = layer.qkv.weight.view(2, H, D, M)
+    heads = [distance_attention(x, W_q[h].T, W_v[h].T) for h in range(H)]
+    wanted = torch.cat(heads, -1) @ layer.out.weight.T
+    torch.testing.assert_close(layer(x, Sight()), wanted)
+
+
+def test_cross_attention_looks_at_all_of_the_source(build: Build) -> None:
+    model = build(kind="encoder-decoder", layers=1)
+    cross, x, memory = model.blocks[0].cross, stream(2, T, M), stream(2, 5, M)
+    kv, heads = memory @ cross.kv.weight.T, []
+    for h in range(H):
+        g = h // (H // G)
+        q = x @ cross.q.weight[h * D : h * D + D].T
+        k, v = (kv[..., start : start + D] for start in (g * D, (G + g) * D))
+        heads.append((q @ k.mT / D**0.5).softmax(-1) @ v)
+    wanted = torch.cat(heads, -1) @ cross.out.weight.T
+    torch.testing.assert_close(cross(x, Sight(memory=memory)), wanted)
+
+
+def test_a_cache_with_a_memory_makes_the_sources_keys_once(build: Build, ids: Tensor) -> None:
+    model, made = build(kind="encoder-decoder"), []
+
+    class Remembering:
+        length = 0
+
+        def __init__(self) -> None:
+            self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+            return k, v
+
+        def advance(self, positions: int) -> None: ...
+
+        def remember(self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]) -> Any:
+            if layer not in self.kept:
+                made.append(layer)
+                self.kept[layer] = make()
+            return self.kept[layer]
+
+    cache, memory = Remembering(), model.encode(ids)
+    first = model(ids, cache=cache, memory_BSM=memory)
+    again = model(ids, cache=cache, memory_BSM=torch.zeros_like(memory))
+    assert made == [0, 1, 2]
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_norms_stand_where_they_are_put(build: Build, norm: str, scale: float) -> None:
+    settings = {"layers": 1, "positions": "none", "norm": norm, "residual_scale": scale}
+    x = stream(2, T, M)
+
+    def n(module: Any, x: Tensor) -> Tensor:
+        if norm == "rms":
+            return rms(x, module.weight)
+        return layer_norm(x, (M,), module.weight, module.bias)
+
+    def branches(**place: Any) -> tuple[Block, Callable[[Tensor], Tensor], Any]:
+        block = build(**settings, **place).blocks[0]
+        return block, lambda x: block.attention(x, Sight()), block.mlp
+
+    b, look, think = branches(norm_place="pre")
+    y = x + scale * look(n(b.attention_norm, x))
+    torch.testing.assert_close(b(x), y + scale * think(n(b.mlp_norm, y)))
+
+    b, look, think = branches(norm_place="post")
+    y = n(b.attention_norm, x + scale * look(x))
+    torch.testing.assert_close(b(x), n(b.mlp_norm, y + scale * think(y)))
+
+    b, look, think = branches(norm_place="both")
+    y = x + scale * n(b.attention_post_norm, look(n(b.attention_norm, x)))
+    wanted = y + scale * n(b.mlp_post_norm, think(n(b.mlp_norm, y)))
+    torch.testing.assert_close(b(x), wanted)
+
+    b, look, think = branches(parallel=True)
+    wanted = x + scale * look(n(b.attention_norm, x)) + scale * think(n(b.mlp_norm, x))
+    torch.testing.assert_close(b(x), wanted)
+
+
+@pytest.mark.parametrize("positions", ["none", "rotary", "alibi", "buckets"])
+def test_without_positions_shuffled_tokens_give_shuffled_outputs(
+    build: Build, ids: Tensor, positions: str
+) -> None:
+    model = build(kind="encoder", positions=positions)
+    shuffle = torch.tensor([4, 0, 8, 2, 7, 1, 3, 6, 5])
+    same = torch.allclose(model(ids[:, shuffle]), model(ids)[:, shuffle])
+    assert same == (positions == "none")
+
+
+def test_a_whole_sequence_is_its_tokens_one_by_one(build: Build) -> None:
+    """Maps act on every position alone, so a matrix of tokens is only a stack of them."""
+    layer, x = one(build)
+    whole = layer(x, Sight())
+    for t in range(T):
+        torch.testing.assert_close(layer(x[:, : t + 1], Sight())[:, t], whole[:, t])
