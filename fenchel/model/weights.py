@@ -31,6 +31,8 @@ KINDS = {
 }
 """What numbers a model's weights may be, as safetensors calls them."""
 
+MOST_LAYERS = 4096
+
 
 def read_weights(
     directory: Directory, family: Family, config: ModelConfig, dtype: torch.dtype | None = None
@@ -101,6 +103,8 @@ def _require_enough(directory: Directory, config: ModelConfig) -> None:
     layers = (config.distinct_layers or config.layers) + (config.encoder_layers or 0)
     if layers > (count := len(directory.tensors)):
         raise ValueError(f"{directory.path} holds {count} tensors, too few for {layers} layers.")
+    if config.layers > MOST_LAYERS:  # shared ones need no tensors of their own
+        raise ValueError(f"{directory.path} asks for {config.layers} layers, over {MOST_LAYERS}.")
     largest = max(place.entry.bytes for place in directory.tensors.values())
     sizes = {
         "the vocabulary": config.vocabulary,
