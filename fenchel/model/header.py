@@ -8,7 +8,7 @@ each tensor
 Here it is held to more than the library beneath holds it to: no name twice, none that a terminal
 would obey, no field besides those three, at most 8 axes, and the tensors fill the data from its
 first byte to its last without gap or overlap. What a header claims is checked in whole numbers,
-so a claim of any size costs nothing; the largest that is read at all costs about 0.2 GB.
+so a claim of any size costs nothing; the largest that is read at all costs about 0.1 GB.
 """
 
 import json
@@ -29,6 +29,7 @@ BITS = {
 }
 """What a number takes, by the name that safetensors gives its kind."""
 _AXES = 8
+_SEPARATORS = 16 * MOST
 _NAME = 512
 
 
@@ -65,6 +66,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _entries(text: bytes, path: Path) -> dict[str, Entry]:
     if not text.startswith(b"{"):
         raise Damaged(f"{path} is not a safetensors file: its header does not begin with {{.")
+    if sum(text.count(sign) for sign in b",:[{") > _SEPARATORS:  # a list of lists is memory
+        raise Damaged(f"{path} has a header of more values than {MOST} tensors need.")
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:

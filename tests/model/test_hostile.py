@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from fenchel.data import train_tokenizer
 from fenchel.model import ModelConfig, Transformer, load, save
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*no setting of:UserWarning")
 Mutation = tuple[str, Callable[[Path], None]]
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX = "model.safetensors.index.json"

@@ -107,9 +107,8 @@ class Family:
         except ValueError as error:
             return [str(error), *homeless]
         wanted, got = resolved(config), resolved(back)
-        return [
-            f"{name}={wanted[name]!r}" for name in wanted if wanted[name] != got.get(name)
-        ] + homeless
+        other = [name for name in wanted if wanted[name] != got.get(name)]
+        return [*(f"{name}={wanted[name]!r}" for name in other), *homeless]
 
 
 def resolved(config: ModelConfig) -> dict[str, Any]:
