@@ -4,6 +4,7 @@ Sizes all differ: a head is 16 wide where a family lets it differ from width / h
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,7 +211,8 @@ def reload() -> Callable[..., Any]:
     def read(path: Path, name: str, **how: Any) -> Any:
         head = HEADS.get(FAMILIES[name][0], "ForCausalLM")
         auto = getattr(transformers, AUTO.get(head, "AutoModelForCausalLM"))
-        with silence() as complaints:
+        with silence() as complaints, warnings.catch_warnings():
+            warnings.simplefilter("error")
             model, info = auto.from_pretrained(
                 path, output_loading_info=True, attn_implementation="eager", **how
             )
