@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from fenchel.model.directory import CONFIG, TOKENIZER, modest_file, open_directory, plain_file
+from fenchel.model.directory import (
+    CONFIG,
+    TOKENIZER,
+    holds,
+    modest_file,
+    open_directory,
+    plain_file,
+)
 from fenchel.model.families import family_for, family_of
 from fenchel.model.generation import GENERATION
 from fenchel.model.load import is_run, load
@@ -71,7 +78,7 @@ def _carried(source: Path) -> dict[str, bytes]:
     """The tokenizer's files and what is said about generating, byte for byte."""
     carried = {}
     for name in (*_JSON, *_TEXT):
-        if not (source / name).exists() and not (source / name).is_symlink():
+        if not holds(source, name):
             continue
         file = modest_file(source, name) if name in _JSON else plain_file(source, name)
         if (size := file.stat().st_size) > _LONGEST:

@@ -56,9 +56,9 @@ class Directory(NamedTuple):
 def open_directory(path: Path) -> Directory:
     """Settings and tensor table of a directory; no weight is read."""
     config = read_config(path)
-    if (path / WEIGHTS).exists() or (path / WEIGHTS).is_symlink():
+    if holds(path, WEIGHTS):
         shards = {WEIGHTS: read_header(plain_file(path, WEIGHTS))}
-    elif (path / INDEX).exists() or (path / INDEX).is_symlink():
+    elif holds(path, INDEX):
         shards = _indexed(path)
     else:
         raise ValueError(_no_weights(path))
@@ -86,6 +86,11 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_plain_json(path: Path, name: str) -> dict[str, Any]:
     """A JSON object of the directory, once its size and its number of values are bounded."""
     return read_json(modest_file(path, name))
+
+
+def holds(path: Path, name: str) -> bool:
+    """Whether anything by this name is there, be it a link to nowhere."""
+    return os.path.lexists(path / name)
 
 
 def modest_file(path: Path, name: str) -> Path:

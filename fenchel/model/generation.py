@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fenchel.model.directory import CONFIG, read_plain_json
+from fenchel.model.directory import CONFIG, holds, read_plain_json
 from fenchel.model.families.said import Said
 
 GENERATION = "generation_config.json"
@@ -38,8 +38,7 @@ class Generation:
 def read_generation(path: str | Path) -> Generation:
     """What the Hugging Face directory ``path`` says about generating."""
     path = Path(path)
-    there = (path / GENERATION).exists() or (path / GENERATION).is_symlink()
-    name = GENERATION if there else CONFIG
+    name = GENERATION if holds(path, GENERATION) else CONFIG
     said = Said(read_plain_json(path, name), (), path / name)
     drawn = said.has("do_sample") and said.flag("do_sample")
     return Generation(

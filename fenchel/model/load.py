@@ -25,7 +25,7 @@ from fenchel.config import from_mapping
 from fenchel.data import load_tokenizer
 from fenchel.files import Damaged, read_json, verify
 from fenchel.model.config import ModelConfig
-from fenchel.model.directory import CONFIG, TOKENIZER, WEIGHTS, modest_file, open_directory
+from fenchel.model.directory import CONFIG, TOKENIZER, WEIGHTS, holds, modest_file, open_directory
 from fenchel.model.families import family_of
 from fenchel.model.header import read_header, shown
 from fenchel.model.transformer import Transformer
@@ -51,15 +51,14 @@ def load(path: str | Path, *, which: str = "best", dtype: torch.dtype | None = N
     """
     path = Path(path)
     model = load_model(path, which=which, dtype=dtype)
-    file = path / TOKENIZER
-    if not file.exists() and not file.is_symlink():
+    if not holds(path, TOKENIZER):
         raise ValueError(
             f"{path} has no {TOKENIZER}; fenchel.model.load_model reads its weights alone."
         )
     tokenizer = load_tokenizer(modest_file(path, TOKENIZER))
     if (size := tokenizer.get_vocab_size()) > model.config.vocabulary:
         raise ValueError(
-            f"{file} has {size} ids and the model knows {model.config.vocabulary}; "
+            f"{path / TOKENIZER} has {size} ids and the model knows {model.config.vocabulary}; "
             "it is not the tokenizer this model was trained with."
         )
     return Loaded(model, tokenizer, model.config)
@@ -74,6 +73,10 @@ def load_model(
         raise ValueError(f"there is no run directory or checkpoint {path}.")
     if which not in ("best", "newest"):
         raise ValueError(f'which={which!r} should be "best" or "newest".')
+    if not is_run(path) and not holds(path, CONFIG):
+        raise ValueError(
+            f"{path} holds neither the {CHECKPOINTS} of a run nor the {CONFIG} of a model."
+        )
     if is_run(path):
         config, weights = read_checkpoint(checkpoint(path, which))
     else:
@@ -89,7 +92,7 @@ def load_model(
 
 def is_run(path: Path) -> bool:
     """Whether a directory is that of a run; if not, it may be a Hugging Face one."""
-    return (path / CHECKPOINTS).is_dir() or not (path / CONFIG).exists()
+    return (path / CHECKPOINTS).is_dir()
 
 
 def checkpoint(run: Path, which: str = "newest") -> Path:

@@ -103,9 +103,13 @@ def _family(name: str, architecture: str, *rows: Setting) -> Family:
     )
 
 
-LLAMA = _family("llama", "LlamaForCausalLM", _biases(), _even_heads())
+LLAMA = _family(
+    "llama", "LlamaForCausalLM", _biases(), _even_heads(), only("rope_interleaved", False)
+)
 MISTRAL = _family("mistral", "MistralForCausalLM", everywhere(), only("attention_bias", False))
-QWEN2 = _family("qwen2", "Qwen2ForCausalLM", switched(), always(qkv_bias=True))
+QWEN2 = _family(
+    "qwen2", "Qwen2ForCausalLM", switched(), always(qkv_bias=True), only("use_mrope", False)
+)
 QWEN3 = _family(
     "qwen3", "Qwen3ForCausalLM", switched(), always(qk_norm=True), only("attention_bias", False)
 )
