@@ -1,5 +1,6 @@
 """Queries, keys, values and a prior to outputs, with the derivative written out."""
 
+from fenchel.attention.attached import Attached, attach
 from fenchel.attention.attend import attend, serves
 from fenchel.attention.derivative import Gradients, Move, attend_jvp, attend_vjp
 from fenchel.attention.health import Health, health
@@ -13,6 +14,8 @@ from fenchel.attention.linear import (
 from fenchel.attention.pattern import Global, Strided
 from fenchel.attention.position import ALiBi, RelativeBias
 from fenchel.attention.prior import Causal, Dense, Padding, Prior, Window
+from fenchel.attention.proof import Proof, prove
+from fenchel.attention.register import register, unregister
 from fenchel.attention.rotary import NTK, Angles, Linear, Llama3, Yarn, angles, rotary, rotate
 from fenchel.attention.self_attention import self_attention, self_attention_vjp
 from fenchel.attention.trace import Trace, trace
@@ -22,6 +25,7 @@ __all__ = [
     "NTK",
     "ALiBi",
     "Angles",
+    "Attached",
     "Causal",
     "Dense",
     "Global",
@@ -33,6 +37,7 @@ __all__ = [
     "Move",
     "Padding",
     "Prior",
+    "Proof",
     "RandomFeatures",
     "RelativeBias",
     "Strided",
@@ -40,6 +45,7 @@ __all__ = [
     "Window",
     "Yarn",
     "angles",
+    "attach",
     "attend",
     "attend_jvp",
     "attend_vjp",
@@ -47,11 +53,14 @@ __all__ = [
     "health",
     "linear_attend",
     "linear_step",
+    "prove",
     "random_features",
+    "register",
     "rotary",
     "rotate",
     "self_attention",
     "self_attention_vjp",
     "serves",
     "trace",
+    "unregister",
 ]
