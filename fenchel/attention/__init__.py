@@ -17,6 +17,7 @@ from fenchel.attention.prior import Causal, Dense, Padding, Prior, Window
 from fenchel.attention.proof import Proof, prove
 from fenchel.attention.register import register, unregister
 from fenchel.attention.rotary import NTK, Angles, Linear, Llama3, Yarn, angles, rotary, rotate
+from fenchel.attention.scale_check import scale_trouble
 from fenchel.attention.self_attention import self_attention, self_attention_vjp
 from fenchel.attention.trace import Trace, trace
 from fenchel.attention.weights import attention_weights
@@ -58,6 +59,7 @@ __all__ = [
     "register",
     "rotary",
     "rotate",
+    "scale_trouble",
     "self_attention",
     "self_attention_vjp",
     "serves",
