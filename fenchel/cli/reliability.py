@@ -19,21 +19,20 @@ def page(name: str, text: str, found: Confidence) -> str:
     kinds = {"as it is": found.plain}
     if found.scaled is not None:
         kinds[f"at T = {found.temperature:.3f}"] = found.scaled
-    body = [
-        _sentences(found),
+    figure_ = element(
+        "figure",
         element(
-            "figure",
-            element(
-                "figcaption",
-                element("h3", "Confidence and accuracy"),
-                element("p", "Right: how sure. Up: how often right. Dashed: calibrated."),
-            ),
-            _picture(kinds),
-            *(details(f"Bins {kind}", _bins(kind, one)) for kind, one in kinds.items()),
+            "figcaption",
+            element("h3", "Confidence and accuracy"),
+            element("p", "Right: how sure. Up: how often right. Dashed: calibrated."),
         ),
-        _measures(kinds),
-    ]
-    part = Part(anchor="reliability", title="Reliability", body=join(body, "\n"))
+        _picture(kinds),
+        *(details(f"Bins {kind}", _bins(kind, one)) for kind, one in kinds.items()),
+        class_="half",
+    )
+    beside = element("div", _sentences(found), _measures(kinds), class_="half")
+    charts = element("div", figure_, beside, class_="charts")
+    part = Part(anchor="reliability", title="Reliability", body=charts)
     header = join(
         (
             element("p", element("span", "fenchel", class_="mark"), " calibration", class_="over"),
@@ -109,12 +108,16 @@ def _bins(kind: str, one: Calibration) -> Html:
 
 
 def _measures(kinds: dict[str, Calibration]) -> Html:
-    head = ("", "loss", "Brier", "accuracy", "confidence", "ECE, equal width", "ECE, equal mass")
+    names = {
+        "loss": "loss, nats",
+        "brier": "Brier score",
+        "accuracy": "accuracy",
+        "confidence": "mean confidence",
+        "ece": "ECE, bins of equal width",
+        "ece_mass": "ECE, bins of equal mass",
+    }
     rows = [
-        (
-            kind,
-            *map(figure, (c.loss, c.brier, c.accuracy, c.confidence, c.ece, c.ece_mass)),
-        )
-        for kind, c in kinds.items()
+        (told, *(figure(getattr(one, name)) for one in kinds.values()))
+        for name, told in names.items()
     ]
-    return table(head, rows, caption="Measured on the second half of the text")
+    return table(("", *kinds), rows, caption="Measured on the second half of the text")
