@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fenchel.evaluate.calibration import check
 
-_NUMBERS = 1 << 22  # scores widened to float64 at a time
+_NUMBERS = 1 << 20  # scores widened to float64 at a time
 
 
 class Fit(NamedTuple):
