@@ -165,13 +165,14 @@ def test_a_lost_mask_is_refused_and_not_taken_for_none(llama: Any) -> None:
 def test_a_term_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent failure 2: an attention that takes any keyword and drops the sinks."""
     model = built(FAMILIES["gpt_oss, sinks"][0])
-    whole = Swapped._weigh
+    whole = Swapped.__call__
 
-    def dropping(self: Swapped, *arguments: Any) -> Tensor:
-        return whole(self, *arguments[:-1], None)
+    def dropping(self: Swapped, *given: Any, s_aux: Any = None, **others: Any) -> Any:
+        del s_aux
+        return whole(self, *given, **others)
 
     prove(model, Entmax(1.5), some_inputs())
-    monkeypatch.setattr(Swapped, "_weigh", dropping)
+    monkeypatch.setattr(Swapped, "__call__", dropping)
     with pytest.raises(ValueError, match="something in its attention that is not done here"):
         prove(model, Entmax(1.5), some_inputs())
 
@@ -297,6 +298,13 @@ def test_an_error_inside_gives_the_model_back(llama: Any) -> None:
     with pytest.raises(ValueError, match="changed nothing"):
         prove(llama, Entmax(1.5), {"input_ids": torch.tensor([[5]])})  # one key: nothing to choose
     assert llama.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_swap_is_proved_in_every_precision(dtype: torch.dtype, llama: Any) -> None:
+    padded = dtype != torch.float64  # where eager attention itself gives nan for padded rows
+    proof = prove(llama.to(dtype), Entmax(1.5), some_inputs(padded=padded))
+    assert proof.softmax_difference <= proof.tolerance < proof.change
 
 
 def test_what_is_not_a_model_of_transformers_is_refused() -> None:
