@@ -22,9 +22,10 @@ from fenchel.attention.prior import Combined, Place, Prior, Sum
 from fenchel.choice import Choice
 
 _KINDS = 64
-_SMALL = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32}
-"""Tiles of the backward pass for a prior that learns: torch's own choice does not leave its
-gradient room in a GPU's shared memory."""
+_SMALL = {"BLOCK_M": 64, "BLOCK_N": 64} | dict.fromkeys(
+    ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32
+)
+"""Tiles for a prior that learns: torch's own choice leaves it no room in shared memory."""
 
 
 def attend(

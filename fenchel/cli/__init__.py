@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": "Continue a prompt with the model of a run directory.",
     "eval": "Loss, perplexity and bits per byte of a model on a text.",
     "convert": "Write a run or a checkpoint as a Hugging Face directory.",
+    "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
+    "attach": "Swap the attention of a transformers checkpoint, and prove that it happened.",
     "report": "Make the page of a run directory again.",
     "bench": "Run a benchmark of the source tree: peers and ours in one process.",
     "doctor": "What this machine can do, and whether a run directory is sound.",
