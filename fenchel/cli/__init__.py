@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "Train a model on a text and leave a run directory with a report.",
     "generate": "Continue a prompt with the model of a run directory.",
     "eval": "Loss, perplexity and bits per byte of a model on a text.",
+    "inspect": "What a checkpoint's attention does on a text: a table, JSON and a page.",
     "report": "Make the page of a run directory again.",
     "bench": "Run a benchmark of the source tree: peers and ours in one process.",
     "doctor": "What this machine can do, and whether a run directory is sound.",
