@@ -12,10 +12,13 @@ Heads are measured a few at a time, so that their weights stay near the cores.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fenchel.attention import Prior
+from fenchel.attention.prior import Place
 from fenchel.inspection.held import derivative
 from fenchel.inspection.rows import Rows, rows
 from fenchel.inspection.subject import Attention
@@ -28,6 +31,38 @@ from fenchel.sensitivity.operator import Operator
 _WEIGHTS = {"cpu": 1 << 21, "cuda": 1 << 26}  # of the heads measured together
 _CAUSES = {"q": "query", "k": "key", "v": "mixing"}
 _SPREADS = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
+
+
+@dataclass(frozen=True, eq=False)
+class OfHeads(Prior):
+    """Some heads of a prior that differs between them, such as ALiBi's."""
+
+    whole: Prior
+    chosen: tuple[int, ...]
+    H: int
+
+    def admits(self, at: Place) -> Tensor | None:
+        """As the head it was."""
+        return self.whole.admits(self._there(at))
+
+    def bias(self, at: Place) -> Tensor | None:
+        """As the head it was."""
+        return self.whole.bias(self._there(at))
+
+    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """The same for every head."""
+        return self.whole.reach(first, last, S)
+
+    def varies(self) -> bool:
+        """Between heads."""
+        return True
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """The whole prior fits all heads."""
+        self.whole.check(B, self.H, T, S)
+
+    def _there(self, at: Place) -> Place:
+        return at._replace(h=torch.tensor(self.chosen, device=at.h.device)[at.h])
 
 
 class Capped(Operator):
@@ -80,8 +115,8 @@ def only(call: Attention, chosen: list[int]) -> Attention:
     group = torch.tensor(chosen, device=call.q.device) // (H // G)
     prior = call.prior
     if prior is not None and prior.varies():
-        raise ValueError("a prior that differs between heads cannot be inspected head by head.")
-    return call._replace(q=call.q[:, chosen], k=call.k[:, group], v=call.v[:, group])
+        prior = OfHeads(prior, tuple(chosen), H)
+    return call._replace(q=call.q[:, chosen], k=call.k[:, group], v=call.v[:, group], prior=prior)
 
 
 def sensitivities(
