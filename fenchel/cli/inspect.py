@@ -26,7 +26,7 @@ def run(
     blocks: bool = True,
     branches: Annotated[bool, Parameter(negative="")] = False,
     rows: Annotated[bool, Parameter(negative="")] = False,
-    iterations: int = 12,
+    iterations: int = 10,
     tolerance: float = 0.05,
     device: str | None = None,
     seed: int = 0,

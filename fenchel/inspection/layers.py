@@ -23,7 +23,7 @@ from fenchel.sensitivity import bounds, spectral_norm
 from fenchel.sensitivity.golub_kahan import Bracket as Measured
 from fenchel.sensitivity.operator import Operator
 
-_CLIMB = 3  # steps of Boyd's method, each a pair of products
+_CLIMB = 2  # steps of Boyd's method, each a pair of products
 
 
 def layer(

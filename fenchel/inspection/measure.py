@@ -63,7 +63,7 @@ def inspect(
     branches: bool = False,
     rows: bool = False,
     tolerance: float = 0.05,
-    iterations: int = 12,
+    iterations: int = 10,
     failure: float = 1e-6,
     device: str = "cpu",
     seed: int = 0,

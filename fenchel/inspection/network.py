@@ -16,6 +16,7 @@ J is the derivative of x_L in x_0.
 """
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -27,7 +28,7 @@ from fenchel.inspection.subject import Passage, Reading
 from fenchel.inspection.values import Influence, Layer, Method, Network
 from fenchel.sensitivity.operator import Operator
 
-SPANS, AGAIN = 16, 3
+SPANS, AGAIN = 12, 3
 """Rows of the influence map, and how often the last one is drawn again for its error."""
 
 
@@ -39,9 +40,12 @@ def network(
     J = derivative(reading.near, x)
     found = measured(J, method, generator)
     assert isinstance(found.right, Tensor)
+    tokens = influence(J, generator)
+    del J  # one graph of the whole network at a time
     logits = None
     if reading.near_logits is not None:
-        logits = bracket(measured(derivative(reading.near_logits, x), method, generator))
+        few = replace(method, iterations=-(-2 * method.iterations // 3))
+        logits = bracket(measured(derivative(reading.near_logits, x), few, generator))
     norms = [_log(one.block.lower) for one in layers]
     return Network(
         stream=bracket(found),
@@ -49,7 +53,7 @@ def network(
         exponent=_log(float(found.lower)) / L,
         blocks_exponent=sum(norms) / L if len(norms) == L else None,
         growth=growth(reading.passages, found.right),
-        influence=influence(J, generator),
+        influence=tokens,
     )
 
 

@@ -1,6 +1,7 @@
 """The blocks of an inspection: gains in two norms, and the tokens through which they act."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def blocks(found: Data) -> Part:
         "view": "heat",
         "rows": names,
         "columns": [str(first) for first in edges[:-1]],
+        "titles": titles(tokens, edges),
         "down": "",
         "across": "token",
         "measures": [
@@ -94,6 +96,18 @@ def spans(count: int, most: int) -> list[int]:
     """
     parts = min(count, most)
     return [round(i * count / parts) for i in range(parts + 1)]
+
+
+def titles(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
+    """What to call every span of tokens: its place, and the first of its words.
+
+    >>> titles(["a", " b", "c"], [0, 1, 3])
+    ['0 “a”', '1 “ b …”']
+    """
+    return [
+        f"{first} “{shorten(clean(tokens[first]), 20)}{'' if end - first == 1 else ' …'}”"
+        for first, end in pairwise(edges)
+    ]
 
 
 def summed(shares: Sequence[float], edges: Sequence[int]) -> list[float | None]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fenchel.report.document import Part, picture
-from fenchel.report.inspection_blocks import spans, summed
+from fenchel.report.inspection_blocks import spans, summed, titles
 from fenchel.report.inspection_heads import between
 from fenchel.report.markup import clean, element, join, shorten, table
 from fenchel.report.quantities import figure, plain
@@ -86,6 +86,7 @@ def _influence(found: Data) -> dict[str, Any]:
         "view": "heat",
         "rows": [f"{first} to {end - 1}" for first, end in found["network"]["influence"]["spans"]],
         "columns": [str(first) for first in edges[:-1]],
+        "titles": titles(found["tokens"], edges),
         "down": "tokens",
         "across": "token",
         "measures": [
