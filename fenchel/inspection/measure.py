@@ -35,6 +35,7 @@ OPENERS: tuple[Callable[[Path], Subject | None], ...] = (open_run, open_hugging_
 
 _MAP_BYTES = 4 << 20
 _MAP_SIZE = 128
+_SMALL = 1 << 20  # numbers in the streams before all blocks
 
 
 def open_subject(folder: str | Path) -> Subject:
@@ -63,7 +64,7 @@ def inspect(
     branches: bool = False,
     rows: bool = False,
     tolerance: float = 0.05,
-    iterations: int = 10,
+    iterations: int | None = None,
     failure: float = 1e-6,
     device: str = "cpu",
     seed: int = 0,
@@ -73,17 +74,9 @@ def inspect(
 
     ``layers`` and ``heads`` count from 1 and choose; ``blocks=False`` leaves the derivatives of
     blocks and network out; ``branches`` adds those of each block's attention and MLP alone;
-    ``rows`` keeps the numbers of every row.
+    ``rows`` keeps the numbers of every row. ``iterations`` follow from the model's size if left
+    out.
     """
-    method = Method(
-        dtype="float32",
-        device=device,
-        algorithm="Golub-Kahan, Christoffel upper end",
-        tolerance=tolerance,
-        iterations=iterations,
-        failure=failure,
-        seed=seed,
-    )
     text = words(subject, source, max_tokens)
     clock, tell = _Clock(), watch or _nobody
     generator = torch.Generator().manual_seed(seed)
@@ -91,6 +84,15 @@ def inspect(
     with clock("reading"):
         reading = subject.read(torch.tensor([text.ids], device=device))
     require_finite(reading)
+    method = Method(
+        dtype="float32",
+        device=device,
+        algorithm="Golub-Kahan, Christoffel upper end",
+        tolerance=tolerance,
+        iterations=affordable(reading) if iterations is None else iterations,
+        failure=failure,
+        seed=seed,
+    )
     L, H = len(reading.passages), reading.passages[0].attention.q.shape[1]
     chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
     with clock("heads"):
@@ -136,6 +138,12 @@ def maps(calls: Sequence[Attention], layers: Sequence[int], heads: Sequence[int]
         size=size,
         data=b64encode(data).decode(),
     )
+
+
+def affordable(reading: Reading) -> int:
+    """Pairs of products for every norm: many where they are cheap, since each narrows a bracket."""
+    numbers = sum(passage.before.numel() for passage in reading.passages)
+    return 30 if numbers <= _SMALL else 10
 
 
 def require_finite(reading: Reading) -> None:
