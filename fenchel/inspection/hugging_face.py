@@ -52,15 +52,14 @@ class HuggingFace(Subject):
 
     def read(self, ids: Tensor) -> Reading:
         """Run it once; its attention reports to the recorder."""
-        self._require_agreement(ids[:, :_CHECKED])
+        self._require_known(ids)
         recorder = Recorder(self.model)
-        self._note(recorder, ids)
+        with _sentences(f"read this text with this {self.family!r} model", self.family):
+            self._require_agreement(ids[:, :_CHECKED])
+            self._note(recorder, ids)
         found = tuple(recorder.passages)
         if not found:
-            raise ValueError(
-                f"the family {self.family!r} does not take its attention from the registry of "
-                "transformers, so it cannot be inspected."
-            )
+            raise ValueError(_elsewhere(self.family))
         room = sum(p.attention.q.shape[1] * ids.shape[1] ** 2 for p in found)
         held = [Held(p.attention, keep=room <= ROOM) for p in found]
         passages = tuple(
@@ -112,6 +111,15 @@ class HuggingFace(Subject):
             return found
 
         return logits
+
+    def _require_known(self, ids: Tensor) -> None:
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        known, most = table.num_embeddings, int(ids.max())
+        if most >= known:
+            raise ValueError(
+                f"the tokenizer of {self.name} gives the id {most} and the model knows {known}; it "
+                "is not the tokenizer of this model."
+            )
 
     @torch.no_grad()
     def _require_agreement(self, ids: Tensor) -> None:
@@ -211,7 +219,7 @@ def _build(
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     kind = kinds.get(architecture, "AutoModel") if isinstance(architecture, str) else "AutoModel"
-    with _quiet(), _sentences(family):
+    with _quiet(), _sentences(f"build this {family!r} model", family):
         model, told = getattr(transformers, kind).from_pretrained(
             folder,
             local_files_only=True,
@@ -316,12 +324,21 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sentences(family: str) -> Iterator[None]:
-    """The one boundary to another library's builders: whatever goes wrong is a ValueError."""
+def _sentences(doing: str, family: str) -> Iterator[None]:
+    """The one boundary to another library: whatever goes wrong there is a ValueError."""
     try:
         yield
-    except (MemoryError, KeyboardInterrupt):
+    except (MemoryError, ValueError):
         raise
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own
+            raise ValueError(_elsewhere(family)) from None
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise ValueError(f"transformers cannot build this {family!r} model: {reason}.") from None
+        raise ValueError(f"transformers cannot {doing}: {reason}.") from None
+
+
+def _elsewhere(family: str) -> str:
+    return (
+        f"the family {family!r} does not take its attention from the registry of transformers, "
+        "so it cannot be inspected."
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
@@ -113,6 +114,33 @@ def test_scores_under_a_cap(save: Save, tmp_path: Path, text: Path) -> None:
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match="a cap on its scores"):
         inspect(open_subject(tmp_path), str(text), max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 2}),
+        ("GPTJForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
+    ],
+)
+def test_a_family_with_an_attention_of_its_own(
+    save: Save, tmp_path: Path, text: Path, kind: str, sizes: dict[str, int]
+) -> None:
+    made = getattr(transformers, kind)
+    made(made.config_class(**sizes, vocab_size=300)).save_pretrained(tmp_path)
+    shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match="does not take its attention from the registry"):
+        inspect(open_subject(tmp_path), str(text), max_tokens=8)
+
+
+def test_ids_that_the_model_does_not_know(save: Save) -> None:
+    with pytest.raises(ValueError, match="gives the id 300 and the model knows 300"):
+        open_subject(save("gpt2")).read(torch.tensor([[1, 300]]))
+
+
+def test_positions_that_the_model_does_not_have(save: Save) -> None:
+    with pytest.raises(ValueError, match="cannot read this text"):
+        open_subject(save("gpt2")).read(torch.ones(1, 49, dtype=torch.int64))
 
 
 def test_an_encoder_with_a_decoder(save: Save, tmp_path: Path) -> None:
