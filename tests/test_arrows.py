@@ -18,6 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "data": set(),
     "train": {"choice", "optim", "data", "kernels"},
     "evaluate": {"attention", "choice", "data", "generate", "model"},
+    "inspection": {"attention", "choice", "sensitivity", "model", "data"},
     "report": set(),
 }
 ARROWS["flow"] = set(ARROWS) - {"kernels"}

@@ -16,10 +16,10 @@ from fenchel.files import StorageFailed
 
 COMMANDS = {
     "train": "Train a model on a text and leave a run directory with a report.",
-    "generate": "Continue a prompt with the model of a run directory.",
-    "eval": "Loss, perplexity and bits per byte of a model on a text.",
-    "convert": "Write a run or a checkpoint as a Hugging Face directory.",
+    "generate": "Continue a prompt with a model.",
     "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
+    "inspect": "How sensitive a checkpoint's attention is on a text, row by row to the network.",
+    "convert": "Write a run or a checkpoint as a Hugging Face directory.",
     "attach": "Swap the attention of a transformers checkpoint, and prove that it happened.",
     "report": "Make the page of a run directory again.",
     "bench": "Run a benchmark of the source tree: peers and ours in one process.",
