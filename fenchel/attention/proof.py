@@ -104,12 +104,14 @@ def _layers(
 ) -> tuple[Layer, ...]:
     """The layers that called us, once all are known to have."""
     there = attention_layers(model)
+    if not there and not calls:
+        raise ValueError(f"{type(model).__name__} has no attention layer to swap.")
     missed = [name for name in there if not any(_same(name, caller) for caller in calls)]
-    if missed or not calls:
-        first = f" ({missed[0]}, {there[missed[0]]}, is the first)" if missed else ""
+    if missed:
         raise ValueError(
             f"{len(missed)} of the {len(there)} attention layers of {type(model).__name__} never "
-            f"called the attention they were given{first}, so the swap did not happen."
+            f"called the attention they were given ({missed[0]}, {there[missed[0]]}, is the "
+            "first), so the swap did not happen."
         )
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     return tuple(

@@ -86,6 +86,7 @@ class Swapped:
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs (B, T, H, E) and weights (B, H, T, S) or None."""
         _refuse_unknown(module, others)
+        _refuse_shape(module, attention_mask)
         T, S = query.shape[2], key.shape[2]
         if self.seen is not None:
             self.seen(module, attention_mask, T, S)
@@ -216,6 +217,16 @@ def _of_heads(head_mask: Tensor, H: int) -> Tensor:
             f"{H} heads; only such masks can be honoured."
         )
     return head_mask.reshape(1, H, 1, 1)
+
+
+def _refuse_shape(module: nn.Module, mask: object) -> None:
+    """A mask of fewer axes would broadcast, and mean something else."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"{type(module).__name__} hands its attention a mask of {came}, where (B, H, T, S) is "
+            "meant; it is refused, since what it forbids is not known."
+        )
 
 
 def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:

@@ -307,6 +307,13 @@ def test_the_swap_is_proved_in_every_precision(dtype: torch.dtype, llama: Any) -
     assert proof.softmax_difference <= proof.tolerance < proof.change
 
 
+def test_what_has_no_attention_is_refused() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    mamba = built(lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=V, **sizes)))
+    with pytest.raises(ValueError, match="MambaForCausalLM has no attention layer to swap"):
+        prove(mamba, Entmax(1.5), some_inputs(padded=False))
+
+
 def test_what_is_not_a_model_of_transformers_is_refused() -> None:
     with pytest.raises(ValueError, match="a model of transformers, got Linear"):
         attach(torch.nn.Linear(2, 2), Softmax())
