@@ -7,6 +7,7 @@ softmax, with ours and the new map. The proof holds when
     every causal layer was handed a mask                   the function itself refuses otherwise
     |softmax by us - eager|  <=  tolerance * max(1, |eager|)       nothing was left out
     |new map - eager|  >  0                                the swap had an effect
+    another last token moves no earlier output             the new map keeps a causal mask
 
 Each failure is a ValueError in one sentence. An attention layer is a module with "Attention" in
 the name of its class and no such module inside it; it counts as called when we were called by it,
@@ -49,6 +50,8 @@ class Proof:
     """What that was allowed to be."""
     change: float
     """Largest change of an output under the new map."""
+    leak: float | None
+    """Largest change of an earlier output under another last token; None if not all is causal."""
 
     @property
     def calls(self) -> int:
@@ -88,9 +91,15 @@ def prove(
             )
         with attach(model, choice):
             change = _largest(_output(model, inputs) - eager)
+            leak = _leak(model, inputs) if _all_causal(layers) else None
     if choice != _SOFTMAX and not change > 0.0:
         raise ValueError(f"{choice} changed nothing in {type(model).__name__} on these inputs.")
-    return Proof(choice, layers, difference, allowed, change)
+    if leak is not None and not leak <= allowed:
+        raise ValueError(
+            f"under {choice} an earlier output of {type(model).__name__} moves by {leak:.2g} when "
+            "the last token changes: the mask is not kept, so the swap is refused."
+        )
+    return Proof(choice, layers, difference, allowed, change, leak)
 
 
 def attention_layers(model: nn.Module) -> dict[str, str]:
@@ -104,12 +113,14 @@ def _layers(
 ) -> tuple[Layer, ...]:
     """The layers that called us, once all are known to have."""
     there = attention_layers(model)
+    if not there and not calls:
+        raise ValueError(f"{type(model).__name__} has no attention layer to swap.")
     missed = [name for name in there if not any(_same(name, caller) for caller in calls)]
-    if missed or not calls:
-        first = f" ({missed[0]}, {there[missed[0]]}, is the first)" if missed else ""
+    if missed:
         raise ValueError(
             f"{len(missed)} of the {len(there)} attention layers of {type(model).__name__} never "
-            f"called the attention they were given{first}, so the swap did not happen."
+            f"called the attention they were given ({missed[0]}, {there[missed[0]]}, is the "
+            "first), so the swap did not happen."
         )
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     return tuple(
@@ -130,13 +141,32 @@ def _eager(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     """Logits, or else the last hidden states, of the positions that are not padding: (N, V)."""
-    found = model(**inputs)
-    out: Tensor = found.logits if getattr(found, "logits", None) is not None else found[0]
-    out = out.double()
+    out = _rows(model(**inputs)).double()
     keep = inputs.get("attention_mask")
     if keep is not None and keep.dim() == 2 and keep.shape == out.shape[:2]:
         return out[keep.bool()]
     return out.flatten(0, -2)
+
+
+def _rows(found: Any) -> Tensor:
+    """Logits, or else the last hidden states: (B, T, V)."""
+    rows: Tensor = found.logits if getattr(found, "logits", None) is not None else found[0]
+    return rows
+
+
+def _all_causal(layers: tuple[Layer, ...]) -> bool:
+    return all(mask.startswith(("causal", "window")) for one in layers for mask in one.masks)
+
+
+def _leak(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
+    """How far outputs before the last move when the last id is another one."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.shape[1] < 2:
+        return None
+    other = ids.clone()
+    other[:, -1] = torch.where(ids[:, -1] > 0, ids[:, -1] - 1, 1)
+    outs = [_rows(model(**{**inputs, "input_ids": one}))[:, :-1].double() for one in (ids, other)]
+    return _largest(outs[0] - outs[1])
 
 
 def _largest(x: Tensor) -> float:

@@ -26,12 +26,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout as drop
-from torch.nn.functional import pad
 
 from fenchel.attention.attend import attend
 from fenchel.attention.prior import Dense, Prior
-from fenchel.attention.reference import log_prior, mix, score
+from fenchel.attention.sink import Sink, with_sink
 from fenchel.choice import Choice, Softmax
 
 _SOFTMAX = Softmax()
@@ -86,6 +84,7 @@ class Swapped:
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs (B, T, H, E) and weights (B, H, T, S) or None."""
         _refuse_unknown(module, others)
+        _refuse_shape(module, attention_mask)
         T, S = query.shape[2], key.shape[2]
         if self.seen is not None:
             self.seen(module, attention_mask, T, S)
@@ -101,55 +100,25 @@ class Swapped:
         wanted = output_attentions or getattr(
             getattr(module, "config", None), "output_attentions", False
         )
-        p: Tensor | None
-        if softcap is not None or s_aux is not None:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            p = self._weigh(query, key, prior, scale, softcap, s_aux)
-            out = mix(drop(p, dropout), value)
-            p = p.to(query.dtype)
-        elif wanted:
-            out, p = attend(
-                query,
-                key,
-                value,
-                choice=self.choice,
-                prior=prior,
-                scale=scaling,
-                dropout=dropout,
-                return_weights=True,
-            )
+        if s_aux is not None:
+            if s_aux.numel() != query.shape[1]:
+                raise ValueError(
+                    f"there should be one sink a head, {query.shape[1]}, got {tuple(s_aux.shape)}."
+                )
+            prior = Sink(s_aux.reshape(-1), prior)
+            key, value = with_sink(key, value)
+        p: Tensor | None = None
+        how: dict[str, Any] = {"choice": self.choice, "prior": prior, "scale": scaling}
+        how |= {"softcap": softcap, "dropout": dropout}
+        if wanted:
+            out, p = attend(query, key, value, **how, return_weights=True)
+            p = p if s_aux is None else p[..., 1:]
         else:
-            p = None
-            out = attend(
-                query, key, value, choice=self.choice, prior=prior, scale=scaling, dropout=dropout
-            )
+            out = attend(query, key, value, **how)
         if head_mask is not None:
             kept = _of_heads(head_mask, query.shape[1])
             out, p = out * kept, p if p is None else p * kept
         return out.transpose(1, 2).contiguous(), p if wanted else None
-
-    def _weigh(
-        self,
-        q: Tensor,
-        k: Tensor,
-        prior: Prior | None,
-        scale: float,
-        cap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """p under a soft cap and beside sinks: (B, H, T, S)."""
-        z = score(q, k, scale)
-        if cap is not None:
-            z = cap * torch.tanh(z / cap)
-        log_u = log_prior(prior, z)
-        if sinks is None:
-            return self.choice.weights(z, log_u)
-        B, H, T, S = z.shape
-        if sinks.numel() != H:
-            raise ValueError(f"there should be one sink a head, {H}, got {tuple(sinks.shape)}.")
-        one_more = sinks.to(z.dtype).reshape(1, H, 1, 1).expand(B, H, T, 1)
-        log_u = None if log_u is None else pad(log_u.expand(-1, -1, -1, S), (0, 1))
-        return self.choice.weights(torch.cat([z, one_more], -1), log_u)[..., :S]
 
 
 def register(name: str = "fenchel", choice: Choice = _SOFTMAX, *, seen: Seen | None = None) -> None:
@@ -216,6 +185,16 @@ def _of_heads(head_mask: Tensor, H: int) -> Tensor:
             f"{H} heads; only such masks can be honoured."
         )
     return head_mask.reshape(1, H, 1, 1)
+
+
+def _refuse_shape(module: nn.Module, mask: object) -> None:
+    """A mask of fewer axes would broadcast, and mean something else."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"{type(module).__name__} hands its attention a mask of {came}, where (B, H, T, S) is "
+            "meant; it is refused, since what it forbids is not known."
+        )
 
 
 def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:

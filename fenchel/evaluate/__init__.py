@@ -14,12 +14,14 @@ from fenchel.evaluate.calibration import (
 )
 from fenchel.evaluate.compare import Comparison, Reading, compare, fingerprint
 from fenchel.evaluate.confidence import Confidence, confidence
+from fenchel.evaluate.harness import Answers, harness_model
 from fenchel.evaluate.sample import sample
 from fenchel.evaluate.score import Score, score, text_ids
 from fenchel.evaluate.smoothing import Smoothing, smoothed, smoothing
 from fenchel.evaluate.temperature import Fit, fit_temperature
 
 __all__ = [
+    "Answers",
     "Bin",
     "Calibration",
     "Comparison",
@@ -38,6 +40,7 @@ __all__ = [
     "confidence",
     "fingerprint",
     "fit_temperature",
+    "harness_model",
     "ngram_bits",
     "outcomes",
     "reliability",

@@ -30,7 +30,7 @@ class Confidence(NamedTuple):
 
 
 def confidence(
-    model: nn.Module, ids: Ids, *, context: int, bins: int = BINS, batch: int = 32
+    model: nn.Module, ids: Ids, *, context: int, bins: int = BINS, batch: int = 8
 ) -> Confidence:
     """Calibration on the second half of ``ids``, before and after the first half's temperature."""
     if len(ids) < 4:

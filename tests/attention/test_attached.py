@@ -142,6 +142,8 @@ def test_the_swap_is_proved_in_every_family_that_uses_the_registry(family: str) 
         proof = prove(model, Entmax(1.5), inputs)
         assert proof.softmax_difference <= proof.tolerance
         assert proof.change > 1e-3
+        assert (proof.leak is None) == (family.split(",")[0] in ("bert", "t5"))
+        assert proof.leak is None or proof.leak <= proof.tolerance
         assert proof.calls == len(proof.layers) == (6 if family.startswith("t5") else 2)
         if padded:
             assert {kind.removesuffix(" + padding") for kind in proof.masks} == masks
@@ -175,6 +177,19 @@ def test_a_term_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Swapped, "__call__", dropping)
     with pytest.raises(ValueError, match="something in its attention that is not done here"):
         prove(model, Entmax(1.5), some_inputs())
+
+
+def test_a_map_that_looks_ahead_is_noticed(llama: Any) -> None:
+    """Our softmax is fused and the other maps are not: each keeps the mask by itself."""
+
+    class Peeking(Entmax):
+        def weights(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
+            del log_prior
+            return super().weights(z, None, dim)
+
+    prove(llama, Entmax(1.5), some_inputs(padded=False))
+    with pytest.raises(ValueError, match="when the last token changes: the mask is not kept"):
+        prove(llama, Peeking(1.5), some_inputs(padded=False))
 
 
 def test_a_keyword_nobody_knows_stops_the_model(llama: Any) -> None:
@@ -305,6 +320,13 @@ def test_the_swap_is_proved_in_every_precision(dtype: torch.dtype, llama: Any) -
     padded = dtype != torch.float64  # where eager attention itself gives nan for padded rows
     proof = prove(llama.to(dtype), Entmax(1.5), some_inputs(padded=padded))
     assert proof.softmax_difference <= proof.tolerance < proof.change
+
+
+def test_what_has_no_attention_is_refused() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    mamba = built(lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=V, **sizes)))
+    with pytest.raises(ValueError, match="MambaForCausalLM has no attention layer to swap"):
+        prove(mamba, Entmax(1.5), some_inputs(padded=False))
 
 
 def test_what_is_not_a_model_of_transformers_is_refused() -> None:

@@ -127,6 +127,15 @@ def test_the_lowest_number_of_a_mask_forbids(dtype: torch.dtype, qkv: QKV) -> No
     assert (out[1, 1] != 0).all()
 
 
+@pytest.mark.parametrize("mask", [torch.ones(4, 7, dtype=torch.bool), torch.ones(7), object()])
+def test_a_mask_that_would_broadcast_to_something_else_is_refused(mask: Any, qkv: QKV) -> None:
+    """One flag a token, (B, S), would pass for (T, S) where B = T."""
+    with pytest.raises(ValueError, match=r"Layer hands its attention a mask of"):
+        Swapped(Softmax())(Layer(), *qkv, mask)
+    with pytest.raises(ValueError, match="float or bool"):
+        Swapped(Softmax())(Layer(), *qkv, torch.ones(2, 1, 4, 7, dtype=torch.int64))
+
+
 def test_dropout_is_for_training(qkv: QKV) -> None:
     layer = Layer()
     still, _ = Swapped(Softmax())(layer, *qkv, None, dropout=0.5)

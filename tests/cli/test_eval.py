@@ -1,6 +1,7 @@
 """fenchel eval with --calibration, --page and --against on one tiny run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,13 @@ def test_a_comparison_without_a_text_is_refused(
 ) -> None:
     assert main(["eval", str(run_directory), "--against", str(run_directory)]) == 2
     assert "--text" in capsys.readouterr().err
+
+
+def test_a_model_without_a_text_of_its_own_asks_for_one(
+    run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run_directory, copy)
+    (copy / "text.json").unlink()
+    assert main(["eval", str(copy)]) == 2
+    assert "has no text of its own; name one with --text." in capsys.readouterr().err
