@@ -5,7 +5,8 @@
     y = sum over the k largest p_e of  w_e MLP_e(x),     w = those p_e over their sum
 
 A sparse map may give fewer than k experts any weight; the others are then not asked. Tokens are
-sorted by expert, so that each expert reads its tokens at once: N k rows of work, not N X.
+sorted by expert, so that each expert reads its tokens at once: N k rows of work, not N X. How many
+tokens an expert gets depends on them, so a compiler cuts its graph here.
 
 Left alone, a few experts take all tokens. The balance is 1 when tokens spread evenly and grows as
 they gather,
@@ -50,7 +51,8 @@ class Mixture(nn.Module):
     def forward(self, x_BTM: Tensor) -> Tensor:
         """(B, T, M) -> (B, T, M)."""
         x_NM = x_BTM.flatten(0, -2)
-        p_NX = self.choice.weights(self.router(x_NM).float())
+        z_NX = self.router(x_NM)
+        p_NX = self.choice.weights(z_NX.to(torch.promote_types(z_NX.dtype, torch.float32)))
         p_Nk, expert_Nk = p_NX.topk(self.count, dim=-1)
         w_Nk = (p_Nk / p_Nk.sum(-1, keepdim=True)).to(x_NM.dtype)
         if self.training:
