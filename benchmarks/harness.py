@@ -7,9 +7,9 @@ round. A slow minute then slows everybody, and one interrupted round moves nothi
 
 import gc
 import json
+import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from fenchel.train.environment import commit, device_name
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -73,7 +75,7 @@ def record(
     page = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit(),
         "device": _device(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -92,26 +94,8 @@ def _clock() -> float:
     return time.perf_counter()
 
 
-def _commit() -> str:
-    """The commit, with a plus when files have changed since; "unknown" outside a repository."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
-
-
 def _device() -> str:
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    cpu = Path("/proc/cpuinfo")
-    models = [line for line in cpu.read_text().splitlines() if line.startswith("model name")]
-    name = models[0].partition(":")[2].strip() if models else platform.processor()
-    return f"{name}, {len(models)} cores, {torch.backends.cpu.get_cpu_capability()}"
+        return device_name(torch.device("cuda"))
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, {capability}"

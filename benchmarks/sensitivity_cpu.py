@@ -1,8 +1,5 @@
 """Sensitivity on a CPU: our exact constant and bounds beside the dense way and published bounds.
 
-    python -m benchmarks sensitivity_cpu            every table but the long one, some minutes
-    python -m benchmarks.sensitivity_cpu long [N]   one causal head of N = 32768 tokens, d = 64
-
 Tokens have length sqrt(d), weights are normal with variance 1/d, and scores get the standard
 deviation ``scale``. Every bound is a multiple of the true norm; below 1 would be a violation, and
 ends the run.
@@ -16,9 +13,6 @@ ends the run.
 """
 
 import math
-import resource
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +35,7 @@ from fenchel.sensitivity.layers import SelfAttention
 THREADS = 2
 Row = dict[str, Any]
 Weights = tuple[Tensor, Tensor, Tensor]
-POINTS = [(32, 8), (64, 8), (128, 8)]
+POINTS = [(32, 8), (64, 8), (128, 8), (256, 8)]
 GRID = [
     (8, 8, 1.0),
     (32, 8, 0.3),
@@ -199,28 +193,6 @@ def collapse() -> Iterator[Row]:
         yield row
 
 
-def long(n: int = 32768, d: int = 64) -> Row:
-    """One causal head in float32, to a relative 1e-4; peak memory above the inputs."""
-    X, W = instance(n, d, 0, torch.float32)
-    J = self_attention_jacobian(X, *W, prior=Causal())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started, used = time.perf_counter(), time.process_time()
-    found = spectral_norm(J, tol=1e-4, failure=1e-6, generator=torch.Generator().manual_seed(0))
-    return {
-        "n": n,
-        "d": d,
-        "lower": float(found.lower),
-        "upper": float(found.upper),
-        "ratio": float(found.ratio),
-        "failure": found.failure,
-        "iterations": found.iterations,
-        "seconds": time.perf_counter() - started,
-        "cpu_seconds": time.process_time() - used,
-        "peak_MB_above_inputs": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-        / 1024,
-    }
-
-
 def show(name: str, found: list[Row]) -> None:
     print(f"\n{name}")
     print("  ".join(f"{key:>16}" for key in found[0]))
@@ -252,13 +224,3 @@ def main() -> None:
         show(name, found)
         kept += [{"table": name, **row} for row in found]
     print(f"\n{record('sensitivity_cpu', kept)}")
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["long"]:
-        torch.set_num_threads(THREADS)
-        measured = long(*(int(n) for n in sys.argv[2:3]))
-        show("long", [measured])
-        print(f"\n{record('sensitivity_long_cpu', [measured])}")
-    else:
-        main()

@@ -16,8 +16,9 @@ ARROWS: dict[str, set[str]] = {
     "model": {"choice", "attention", "data"},  # data for the tokenizer beside the weights
     "generate": {"attention", "model"},
     "data": set(),
-    "train": {"choice", "optim", "data"},
+    "train": {"choice", "optim", "data", "kernels"},
     "evaluate": {"attention", "choice", "data", "generate", "model"},
+    "inspection": {"attention", "choice", "sensitivity", "model", "data"},
     "report": set(),
 }
 ARROWS["flow"] = set(ARROWS) - {"kernels"}

@@ -1,8 +1,10 @@
 """Queries, keys, values and a prior to outputs, with the derivative written out."""
 
+from fenchel.attention.attached import Attached, attach
 from fenchel.attention.attend import attend, serves
 from fenchel.attention.derivative import Gradients, Move, attend_jvp, attend_vjp
 from fenchel.attention.distance import by_distance
+from fenchel.attention.habits import Habits, habits
 from fenchel.attention.health import HeadHealth, Health, health, healths
 from fenchel.attention.linear import (
     LinearState,
@@ -14,7 +16,10 @@ from fenchel.attention.linear import (
 from fenchel.attention.pattern import Global, Strided
 from fenchel.attention.position import ALiBi, RelativeBias
 from fenchel.attention.prior import Causal, Dense, Padding, Prior, Window
+from fenchel.attention.proof import Proof, prove
+from fenchel.attention.register import register, unregister
 from fenchel.attention.rotary import NTK, Angles, Linear, Llama3, Yarn, angles, rotary, rotate
+from fenchel.attention.scale_check import scale_trouble
 from fenchel.attention.self_attention import self_attention, self_attention_vjp
 from fenchel.attention.sink import Sink, with_sink
 from fenchel.attention.trace import Trace, trace
@@ -24,10 +29,12 @@ __all__ = [
     "NTK",
     "ALiBi",
     "Angles",
+    "Attached",
     "Causal",
     "Dense",
     "Global",
     "Gradients",
+    "Habits",
     "HeadHealth",
     "Health",
     "Linear",
@@ -36,6 +43,7 @@ __all__ = [
     "Move",
     "Padding",
     "Prior",
+    "Proof",
     "RandomFeatures",
     "RelativeBias",
     "Sink",
@@ -44,21 +52,27 @@ __all__ = [
     "Window",
     "Yarn",
     "angles",
+    "attach",
     "attend",
     "attend_jvp",
     "attend_vjp",
     "attention_weights",
     "by_distance",
+    "habits",
     "health",
     "healths",
     "linear_attend",
     "linear_step",
+    "prove",
     "random_features",
+    "register",
     "rotary",
     "rotate",
+    "scale_trouble",
     "self_attention",
     "self_attention_vjp",
     "serves",
     "trace",
+    "unregister",
     "with_sink",
 ]

@@ -22,6 +22,10 @@ from fenchel.attention.prior import Combined, Place, Prior, Sum
 from fenchel.choice import Choice
 
 _KINDS = 64
+_SMALL = {"BLOCK_M": 64, "BLOCK_N": 64} | dict.fromkeys(
+    ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32
+)
+"""Tiles for a prior that learns: torch's own choice leaves it no room in shared memory."""
 
 
 def attend(
@@ -56,8 +60,13 @@ def attend(
             block_mask=mask,
             scale=scale * beta if capped is None else scale,
             enable_gqa=k.shape[1] != H,
+            kernel_options=_SMALL if q.is_cuda and prior is not None and _learns(prior) else None,
         )
     return out
+
+
+def _learns(prior: Prior) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in prior.tensors())
 
 
 @cache

@@ -16,8 +16,11 @@ from fenchel.files import StorageFailed
 
 COMMANDS = {
     "train": "Train a model on a text and leave a run directory with a report.",
-    "generate": "Continue a prompt with the model of a run directory.",
-    "eval": "Loss, perplexity and bits per byte of a model on a text.",
+    "generate": "Continue a prompt with a model.",
+    "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
+    "inspect": "How sensitive a checkpoint's attention is on a text, row by row to the network.",
+    "convert": "Write a run or a checkpoint as a Hugging Face directory.",
+    "attach": "Swap the attention of a transformers checkpoint, and prove that it happened.",
     "report": "Make the page of a run directory again.",
     "bench": "Run a benchmark of the source tree: peers and ours in one process.",
     "doctor": "What this machine can do, and whether a run directory is sound.",
@@ -45,6 +48,12 @@ def main(argv: list[str] | None = None) -> int:
         return _trouble(str(error), 4)
     except (ValueError, OSError) as error:
         return _trouble(str(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        from fenchel.train.memory import ran_out  # a command that came so far has loaded torch
+
+        if (wanted := ran_out(error)) is None:
+            raise
+        return _trouble(f"memory ran out ({wanted}); give it less to do at once.", 2)
     except KeyboardInterrupt as error:
         signal = error.args[0] if error.args else SIGINT
         return _trouble("stopped at once; what was saved before is intact.", 128 + signal)

@@ -1,10 +1,16 @@
-"""fenchel eval: how well a model predicts a text."""
+"""fenchel eval: how well a model predicts a text, and whether its confidence can be trusted."""
 
 import json as json_format
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from fenchel.evaluate import Confidence, Reading
+
+Switch = Annotated[bool, Parameter(negative="")]
 
 
 def run(
@@ -12,9 +18,12 @@ def run(
     /,
     *,
     text: str | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    against: Path | None = None,
+    calibration: Switch = False,
+    page: Path | None = None,
+    json: Switch = False,
 ) -> int:
-    """Loss, perplexity and bits per byte of a model on a text.
+    """Loss, perplexity, bits per byte and calibration of a model on a text.
 
     Parameters
     ----------
@@ -23,10 +32,45 @@ def run(
     text
         "sotu", "kjv", a text file, a folder or a .jsonl file; the run's own validation text
         when left out.
+    against
+        A second model to read the same text (--text); by bits per byte, and by perplexity where
+        the tokenizers are the same.
+    calibration
+        Also ECE, Brier score and the temperature that suits the model, fitted on the first half
+        of the text and measured on the second.
+    page
+        Write the reliability diagram to this file, which must not exist; implies --calibration.
     json
-        Print one JSON object instead of a table.
+        Print one JSON object instead of tables.
     """
-    from fenchel.evaluate import score, text_ids
+    from fenchel.cli.reliability import page as drawn
+    from fenchel.evaluate import confidence
+    from fenchel.files import write_atomic
+
+    if against is not None and text is None:
+        raise ValueError("two models are compared on one text; name it with --text.")
+    if page is not None and page.exists():
+        raise ValueError(f"{page} exists and is left alone; name another file for the page.")
+    model, ids, size, reading = _read(directory, text)
+    told: dict[str, Any] = {"text": reading.text, "bytes": size, **reading.score._asdict()}
+    lines = _lines(size, reading)
+    if calibration or page is not None:
+        sure = confidence(model, ids, context=model.config.context)
+        told["calibration"] = _plain(sure)
+        lines += _calibration_lines(sure)
+        if page is not None:
+            write_atomic(page, drawn(directory.name, reading.text, sure))
+            lines.append(f"reliability diagram  {page}")
+    if against is not None:
+        told["against"], more = _beside(reading, _read(against, text)[3])
+        lines += more
+    print(json_format.dumps(told) if json else "\n".join(lines))
+    return 0
+
+
+def _read(directory: Path, text: str | None) -> tuple[Any, Any, int, "Reading"]:
+    """The model, the ids of the text, its bytes, and how well the one predicts the other."""
+    from fenchel.evaluate import Reading, fingerprint, score, text_ids
     from fenchel.flow import open_corpus
     from fenchel.model import load
 
@@ -38,11 +82,66 @@ def run(
         ids, size = text_ids(tokenizer, text)
         name = text
     found = score(model, ids, bytes=size, context=config.context)
-    if json:
-        print(json_format.dumps({"text": name, "bytes": size, **found._asdict()}))
-    else:
-        print(f"{name}: {size:,} bytes, {found.tokens:,} tokens")
-        print(f"bits per byte  {found.bits_per_byte:.4f}")
-        print(f"loss           {found.loss:.4f} nats a token")
-        print(f"perplexity     {found.perplexity:.2f} a token (compare within one tokenizer only)")
-    return 0
+    return model, ids, size, Reading(str(directory), found, fingerprint(tokenizer), name)
+
+
+def _lines(size: int, reading: "Reading") -> list[str]:
+    found = reading.score
+    return [
+        f"{reading.text}: {size:,} bytes, {found.tokens:,} tokens",
+        f"bits per byte  {found.bits_per_byte:.4f}",
+        f"loss           {found.loss:.4f} nats a token",
+        f"perplexity     {found.perplexity:.2f} a token (compare within one tokenizer only)",
+    ]
+
+
+def _calibration_lines(sure: "Confidence") -> list[str]:
+    kinds = {"as it is": sure.plain}
+    if sure.scaled is not None:
+        kinds[f"at T = {sure.temperature:.4f}"] = sure.scaled
+    head = f"{'':<15}{'loss':>8}{'Brier':>8}{'right':>8}{'sure':>8}{'ECE':>8}{'ECE mass':>10}"
+    rows = [
+        f"{kind:<15}{c.loss:8.4f}{c.brier:8.4f}{c.accuracy:8.4f}{c.confidence:8.4f}"
+        f"{c.ece:8.4f}{c.ece_mass:10.4f}"
+        for kind, c in kinds.items()
+    ]
+    fitted = (
+        f"temperature fitted on {sure.fitted_on:,} predictions of the first half, "
+        f"measured on {sure.plain.predictions:,} of the second"
+    )
+    none = "no finite temperature is best on the first half of the text"
+    return ["", head, *rows, fitted if sure.scaled is not None else none]
+
+
+def _plain(sure: "Confidence") -> dict[str, Any]:
+    """For JSON, which knows neither infinity nor our tuples."""
+
+    def one(c: Any) -> dict[str, Any]:
+        return {**c._asdict(), "bins": [b._asdict() for b in c.bins]}
+
+    finite = 0.0 < sure.temperature < math.inf
+    return {
+        "temperature": sure.temperature if finite else None,
+        "fitted_on": sure.fitted_on,
+        "plain": one(sure.plain),
+        "scaled": one(sure.scaled) if sure.scaled is not None else None,
+    }
+
+
+def _beside(first: "Reading", second: "Reading") -> tuple[dict[str, Any], list[str]]:
+    """Two models, measure by measure; what may not be compared is said and not computed."""
+    from fenchel.evaluate import compare
+
+    told: dict[str, Any] = {"directory": second.name, **second.score._asdict()}
+    lines = ["", f"against {second.name}"]
+    for by in ("bits_per_byte", "perplexity"):
+        try:
+            found = compare(first, second, by=by)
+        except ValueError as error:
+            told["refused"] = str(error)
+            lines.append(str(error))
+            continue
+        told[f"{by}_difference"] = found.difference
+        name = by.replace("_", " ")
+        lines.append(f"{name:<14} {found.first:.4f} and {found.second:.4f}")
+    return told, lines

@@ -3,7 +3,7 @@
 import json as json_format
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -18,18 +18,23 @@ def run(
     top_k: int | None = None,
     top_p: float | None = 0.95,
     min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: Annotated[list[str] | None, Parameter(negative="")] = None,
+    cache: Literal["model", "float16", "int8"] = "model",
+    draft: int = 0,
     seed: int = 0,
     stream: bool = True,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Continue a prompt with the model of a run directory.
+    """Continue a prompt with the model of a run directory or a Hugging Face directory.
 
     Parameters
     ----------
     directory
-        A run directory.
+        A run directory, or a directory with config.json, weights and tokenizer.json.
     prompt
-        The text to continue; empty begins a new document.
+        The text to continue; empty begins a new document. A model with an encoder reads it
+        there, and answers.
     max_new_tokens
         How many tokens to add at the most; the end of the document ends it earlier.
     temperature
@@ -40,6 +45,14 @@ def run(
         Draw among the fewest tokens whose probabilities reach this sum.
     min_p
         Draw among tokens at least this likely, relative to the likeliest.
+    repetition_penalty
+        Above 1 holds back tokens that were there before.
+    stop
+        Text to stop before; may be given several times.
+    cache
+        What keys and values are held in: the model's own numbers, half precision, or bytes.
+    draft
+        Tokens to guess ahead from what was said before; changes the speed, not the text.
     seed
         The same seed draws the same text.
     stream
@@ -49,37 +62,48 @@ def run(
     """
     import torch
 
-    from fenchel.data import encode, end_id
-    from fenchel.generate import Sampling, Spelling
-    from fenchel.generate import stream as draw
+    from fenchel.data import encode, end_id, pad_id
+    from fenchel.generate import Sampling, stream_text
     from fenchel.model import load
 
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    model, tokenizer, _ = load(directory)
-    end = end_id(tokenizer)
-    ids = torch.tensor([[end, *encode(tokenizer, prompt)]])
-    spelling = Spelling(tokenizer)
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    model, tokenizer, config = load(directory)
+    end, words = end_id(tokenizer), encode(tokenizer, prompt)
+    # What a tokenizer puts around nothing is how its texts begin; ours leaves that to us.
+    ids = [*(tokenizer.encode("").ids or [end]), *words]
+    source = None
+    if config.kind == "encoder-decoder":
+        ids, source = [pad_id(tokenizer)], torch.tensor([*words, end])
     pieces = []
     show = stream and not json
     if show:
         print(prompt, end="", flush=True)
-    for token in draw(
+    for piece in stream_text(
         model,
-        ids,
+        tokenizer,
+        torch.tensor(ids),
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        stop=[end],
+        cache=cache,
+        draft=draft,
+        stop=[end, *(stop or ())],
+        source=source,
         generator=torch.Generator().manual_seed(seed),
     ):
-        pieces.append(spelling.add(int(token)))
+        pieces.append(piece)
         if show:
-            print(pieces[-1], end="", flush=True)
-    pieces.append(spelling.rest())
+            print(piece, end="", flush=True)
     text = "".join(pieces)
     if json:
         print(json_format.dumps({"prompt": prompt, "text": text, "seed": seed}))
     elif show:
-        print(pieces[-1])
+        print()
     else:
         sys.stdout.write(f"{prompt}{text}\n")
     return 0

@@ -1,17 +1,50 @@
-"""Perplexity, bits per byte, the look of attention, and the baselines they are read against."""
+"""Perplexity, bits per byte, calibration, the look of attention, and what they are read against."""
 
 from fenchel.evaluate.attention import attention_health, attention_maps
 from fenchel.evaluate.baseline import bzip2_bits, ngram_bits
+from fenchel.evaluate.calibration import (
+    Bin,
+    Calibration,
+    Outcomes,
+    brier_score,
+    calibration_error,
+    outcomes,
+    reliability,
+    summarise,
+)
+from fenchel.evaluate.compare import Comparison, Reading, compare, fingerprint
+from fenchel.evaluate.confidence import Confidence, confidence
 from fenchel.evaluate.sample import sample
 from fenchel.evaluate.score import Score, score, text_ids
+from fenchel.evaluate.smoothing import Smoothing, smoothed, smoothing
+from fenchel.evaluate.temperature import Fit, fit_temperature
 
 __all__ = [
+    "Bin",
+    "Calibration",
+    "Comparison",
+    "Confidence",
+    "Fit",
+    "Outcomes",
+    "Reading",
     "Score",
+    "Smoothing",
     "attention_health",
     "attention_maps",
+    "brier_score",
     "bzip2_bits",
+    "calibration_error",
+    "compare",
+    "confidence",
+    "fingerprint",
+    "fit_temperature",
     "ngram_bits",
+    "outcomes",
+    "reliability",
     "sample",
     "score",
+    "smoothed",
+    "smoothing",
+    "summarise",
     "text_ids",
 ]

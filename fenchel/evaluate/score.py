@@ -9,12 +9,13 @@ context before it, except near the start of the text.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fenchel.data import Ids, encode, end_id, open_text, windows
@@ -47,22 +48,27 @@ def score(
     if bytes < 1:
         raise ValueError(f"bytes={bytes} should be the size of the text, at least 1.")
     part = ids if limit is None else ids[: limit + 1]
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total, count = 0.0, 0
-    with evaluating(model):
-        for window in windows(part, context=context, stride=max(1, context // 2), batch=batch):
-            logits_BTV = model(window.inputs.to(device))
-            scored_BT = window.scored.to(device)
-            losses_N = cross_entropy(
-                logits_BTV[scored_BT].float(),
-                window.targets.to(device)[scored_BT],
-                reduction="none",
-            )
-            total += float(losses_N.sum(dtype=torch.float64))
-            count += len(losses_N)
+    for logits_NV, targets_N in predictions(model, part, context=context, batch=batch):
+        losses_N = cross_entropy(logits_NV.float(), targets_N, reduction="none")
+        total += float(losses_N.sum(dtype=torch.float64))
+        count += len(losses_N)
     loss = total / count
     read = bytes * count / (len(ids) - 1)
     return Score(loss, _exp(loss), total / (read * math.log(2.0)), count)
+
+
+@torch.no_grad()
+def predictions(
+    model: nn.Module, ids: Ids, *, context: int, batch: int = 32
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits (N, V) and targets (N,), some at a time; every id but the first is a target once."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with evaluating(model):
+        for window in windows(ids, context=context, stride=max(1, context // 2), batch=batch):
+            scored_BT = window.scored.to(device)
+            logits_BTV = model(window.inputs.to(device))
+            yield logits_BTV[scored_BT], window.targets.to(device)[scored_BT]
 
 
 def _exp(loss: float) -> float:

@@ -1,98 +1,284 @@
-"""Prompt ids to longer ids, one token at a time.
+"""Prompt ids to longer ids, one token after another.
 
-The prompt is read once; every later step reads one token against the cache. When the model's
-context is full, the newest half of it is read again into an empty cache and decoding goes on:
-text of any length comes out, each token with at least half a context behind it.
+    logits = read(unread)      the prompt, later what was drawn last     fenchel/generate/reader.py
+    token  = sample(logits)    fenchel/generate/sample.py
+    unread = token             until ``max_new_tokens``, or all sequences have stopped
+
+With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
+the tokens are the same (fenchel/generate/lookup.py).
+
+B sequences, T positions of the prompt, N new tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, overload
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.generate.cache import KeyValueCache
+from fenchel.generate.cache import Kind
+from fenchel.generate.fixed import Record, require
+from fenchel.generate.lookup import PromptLookup
+from fenchel.generate.prompts import Prompts, seen, side_by_side
+from fenchel.generate.reader import Reader
 from fenchel.generate.sample import Sampling, sample
+from fenchel.generate.stopping import Stops, Telling
 from fenchel.model import Transformer, evaluating
 
 
+@overload
 def generate(
     model: Transformer,
     ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = ...,
+    top_k: int | None = ...,
+    top_p: float | None = ...,
+    min_p: float | None = ...,
+    repetition_penalty: float = ...,
+    cache: Kind = ...,
+    draft: int = ...,
+    record: Record | None = ...,
+    stop: Sequence[int | str] = ...,
+    tokenizer: Tokenizer | None = ...,
+    source: Tensor | Sequence[Tensor] | None = ...,
+    generator: torch.Generator | None = ...,
+) -> Tensor: ...
+@overload
+def generate(
+    model: Transformer,
+    ids: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float = ...,
+    top_k: int | None = ...,
+    top_p: float | None = ...,
+    min_p: float | None = ...,
+    repetition_penalty: float = ...,
+    cache: Kind = ...,
+    draft: int = ...,
+    record: Record | None = ...,
+    stop: Sequence[int | str] = ...,
+    tokenizer: Tokenizer | None = ...,
+    source: Tensor | Sequence[Tensor] | None = ...,
+    generator: torch.Generator | None = ...,
+) -> list[Tensor]: ...
+def generate(
+    model: Transformer,
+    ids: Tensor | Sequence[Tensor],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    stop: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    cache: Kind = "model",
+    draft: int = 0,
+    record: Record | None = None,
+    stop: Sequence[int | str] = (),
+    tokenizer: Tokenizer | None = None,
+    source: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor:
-    """Prompts (B, T) to prompts with their continuations (B, T + up to ``max_new_tokens``).
+) -> Tensor | list[Tensor]:
+    """Prompts with their continuations, up to ``max_new_tokens`` each.
 
-    A sequence that drew a ``stop`` id repeats it until all sequences have stopped.
+    Prompts (B, T) give (B, T + N): a sequence that has stopped repeats its last token until all
+    have. A list of prompts (T_b,) of any lengths gives a list, each as long as it became.
+
+    ``stop`` holds ids, and strings if the ``tokenizer`` is given; the token that completes a
+    stop is kept. ``cache`` is what keys and values are held in. ``draft`` tokens are guessed
+    ahead from what was said before, for a single sequence. ``record`` replays one step of fixed
+    shapes, for a GPU: fenchel/generate/fixed.py. ``source`` is what an encoder reads
+    before the decoder begins, in the same two forms as the prompts.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    drawn = list(
-        stream(
-            model,
-            ids,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop=stop,
-            generator=generator,
-        )
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
     )
-    return torch.cat([ids, *(token_B.unsqueeze(-1) for token_B in drawn)], dim=-1)
+    run = _start(
+        model,
+        ids,
+        count=max_new_tokens,
+        sampling=sampling,
+        cache=cache,
+        draft=draft,
+        record=record,
+        stop=stop,
+        tokenizer=tokenizer,
+        source=source,
+        generator=generator,
+    )
+    drawn = list(run.tokens)
+    if isinstance(ids, Tensor):
+        return torch.cat([ids, *(token_B.unsqueeze(-1) for token_B in drawn)], dim=-1)
+    new_BN = torch.stack(drawn, dim=-1) if drawn else run.prompts.ids[:, :0]
+    rows = zip(ids, new_BN, run.stops.counts_B.tolist(), strict=True)
+    return [torch.cat([prompt, new[:length]]) for prompt, new, length in rows]
 
 
-@torch.inference_mode()
 def stream(
     model: Transformer,
+    ids: Tensor | Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    cache: Kind = "model",
+    draft: int = 0,
+    record: Record | None = None,
+    stop: Sequence[int | str] = (),
+    tokenizer: Tokenizer | None = None,
+    source: Tensor | Sequence[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """The new tokens as they are drawn, (B,) each; arguments as in ``generate``."""
+    return _start(
+        model,
+        ids,
+        count=max_new_tokens,
+        sampling=sampling,
+        cache=cache,
+        draft=draft,
+        record=record,
+        stop=stop,
+        tokenizer=tokenizer,
+        source=source,
+        generator=generator,
+    ).tokens
+
+
+def stream_text(
+    model: Transformer,
+    tokenizer: Tokenizer,
     ids: Tensor,
     *,
     max_new_tokens: int,
     sampling: Sampling,
-    stop: Sequence[int] = (),
+    cache: Kind = "model",
+    draft: int = 0,
+    record: Record | None = None,
+    stop: Sequence[int | str] = (),
+    source: Tensor | None = None,
     generator: torch.Generator | None = None,
-) -> Iterator[Tensor]:
-    """The new tokens as they are drawn, (B,) each."""
-    if ids.ndim != 2 or ids.shape[1] < 1:
-        raise ValueError(f"ids should be (B, T) with T at least 1, got {tuple(ids.shape)}.")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} should not be negative.")
-    with evaluating(model):
-        yield from _decode(model, ids, max_new_tokens, sampling, stop, generator)
+) -> Iterator[str]:
+    """The continuation of one prompt (T,) as pieces of text, up to a stop string.
+
+    A piece never holds part of a stop string or of a character; together the pieces are the
+    text of all new tokens, cut where the stop string begins.
+    """
+    telling = Telling(tokenizer, [one for one in stop if isinstance(one, str)])
+    for token in stream(
+        model,
+        ids.unsqueeze(0),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        cache=cache,
+        draft=draft,
+        record=record,
+        stop=[one for one in stop if not isinstance(one, str)],
+        source=None if source is None else source.unsqueeze(0),
+        generator=generator,
+    ):
+        yield telling.add(int(token))
+        if telling.stopped:
+            return
+    yield telling.rest()
 
 
-def _decode(
+class _Run(NamedTuple):
+    """Tokens that are drawn as they are asked for, and who has stopped by then."""
+
+    prompts: Prompts
+    stops: Stops
+    tokens: Iterator[Tensor]
+
+
+def _start(
     model: Transformer,
-    ids: Tensor,
+    ids: Tensor | Sequence[Tensor],
+    *,
     count: int,
     sampling: Sampling,
-    stop: Sequence[int],
+    cache: Kind,
+    draft: int,
+    record: Record | None,
+    stop: Sequence[int | str],
+    tokenizer: Tokenizer | None,
+    source: Tensor | Sequence[Tensor] | None,
     generator: torch.Generator | None,
-) -> Iterator[Tensor]:
-    context = model.config.context
-    room = min(context, ids.shape[1] + count)
-    table = model.read_weight
-    cache = KeyValueCache(
-        model.config, batch=ids.shape[0], positions=room, dtype=table.dtype, device=table.device
+) -> _Run:
+    prompts = side_by_side(ids)
+    kind = model.config.kind
+    if kind == "encoder":
+        raise ValueError("an encoder reads whole texts and cannot continue one; use a decoder.")
+    if (source is None) == (kind == "encoder-decoder"):
+        raise ValueError(
+            f"a model of kind={kind!r} {'needs a' if source is None else 'has no'} source."
+        )
+    if count < 0:
+        raise ValueError(f"max_new_tokens={count} should not be negative.")
+    if draft < 0 or (draft and len(prompts.ids) != 1):
+        raise ValueError(
+            f"draft={draft} for {len(prompts.ids)} sequences; "
+            "guess 0 or more tokens ahead, and for one sequence only."
+        )
+    stops = Stops(stop, tokenizer, prompts.ids)
+    heard = None if source is None else side_by_side(source)
+    if record is not None:
+        require(model, record, kind=cache, fill=prompts.present is not None, draft=draft)
+    reader = Reader(
+        model, prompts, count=count, source=heard, kind=cache, spare=draft, record=record
     )
-    stops = torch.tensor(list(stop), dtype=ids.dtype, device=ids.device)
-    stopped_B = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-    unread, drawn = ids[:, -context:], [ids]
-    for _ in range(count):
-        if cache.length + unread.shape[1] > room:
-            cache.clear()
-            drawn = [torch.cat(drawn, dim=-1)[:, -context:]]
-            unread = drawn[0][:, -max(1, context // 2) :]
-        logits_BV = model(unread, cache=cache, last=True)[:, -1]
-        token_B = sample(logits_BV, sampling, generator=generator).to(ids.dtype)
-        if len(stops):
-            token_B = torch.where(stopped_B, unread[:, -1], token_B)
-            stopped_B = stopped_B | torch.isin(token_B, stops)
-        yield token_B
-        if len(stops) and bool(stopped_B.all()):
-            return
-        unread = token_B.unsqueeze(-1)
-        drawn.append(unread)
+    seen_BV = None if sampling.repetition_penalty == 1.0 else seen(prompts, model.config.vocabulary)
+
+    def choose(logits_BV: Tensor) -> Tensor:
+        token_B = sample(logits_BV, sampling, seen_BV=seen_BV, generator=generator)
+        token_B = stops.take(token_B.to(prompts.ids.dtype))
+        if seen_BV is not None:
+            seen_BV.scatter_(1, token_B.unsqueeze(-1).long(), True)
+        return token_B
+
+    return _Run(prompts, stops, _decode(reader, prompts.ids, count, choose, stops, draft))
+
+
+@torch.inference_mode()
+def _decode(
+    reader: Reader,
+    ids_BT: Tensor,
+    count: int,
+    choose: Callable[[Tensor], Tensor],
+    stops: Stops,
+    draft: int,
+) -> Iterator[Tensor]:
+    """The loop: read, draw, and read what was drawn."""
+    lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
+    with evaluating(reader.model):
+        unread, said = reader.begin(ids_BT, reader.context), [ids_BT]
+        while count:
+            if unread.shape[1] > reader.left:
+                unread = reader.begin(torch.cat(said, dim=-1), max(1, reader.context // 2))
+                said = [unread]
+            guess: list[int] = []
+            if lookup is not None and unread.shape[1] == 1:
+                guess = lookup.guess(min(draft, count - 1, reader.left - 1))
+            if guess:
+                unread = torch.cat([unread, unread.new_tensor([guess])], dim=-1)
+            logits_BTV = reader.read(unread, last=not guess)
+            for i in range(len(guess) + 1):
+                token_B = choose(logits_BTV[:, i])
+                said.append(token_B.unsqueeze(-1))
+                yield token_B
+                count -= 1
+                if stops.all_stopped():
+                    return
+                if lookup is not None:
+                    lookup.add(token_B.tolist())
+                if i < len(guess) and token_B.item() != guess[i]:
+                    break
+            reader.take_back(len(guess) - i)
+            unread = said[-1]

@@ -1,9 +1,11 @@
 """Logits to the next token.
 
+    z = the logits, those of tokens already seen moved against them by the repetition penalty r:
+        z / r where z > 0, z r where z < 0
     p = softmax(z / temperature), kept to the ``top_k`` largest, then to the fewest largest
-    whose sum reaches ``top_p``, then to those of at least ``min_p`` times the largest;
-    renormalised; one token drawn. Temperature 0 takes the largest logit. Of equally likely
-    tokens those with the smaller ids are kept.
+        whose sum reaches ``top_p``, then to those of at least ``min_p`` times the largest;
+        renormalised; one token drawn. Temperature 0 takes the largest z. Of equally likely
+        tokens those with the smaller ids are kept.
 
 Shapes: logits (B, V) -> ids (B,).
 """
@@ -29,6 +31,8 @@ class Sampling:
     """Keep the fewest tokens whose probabilities reach this sum."""
     min_p: float | None = None
     """Keep tokens at least this likely, relative to the likeliest."""
+    repetition_penalty: float = 1.0
+    """Above 1 holds back tokens that the sequence already has; 1 treats all alike."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
@@ -39,12 +43,26 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= 1.0:
                 raise ValueError(f"{name}={value} should be in (0, 1], or left out.")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty} should be a finite number "
+                "above 0; 1 is no penalty."
+            )
 
 
 def sample(
-    logits_BV: Tensor, sampling: Sampling, *, generator: torch.Generator | None = None
+    logits_BV: Tensor,
+    sampling: Sampling,
+    *,
+    seen_BV: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The next token of each row: (B, V) -> (B,)."""
+    """The next token of each row: (B, V) -> (B,).
+
+    ``seen_BV`` is True at the tokens a row already has; only the repetition penalty reads it.
+    """
+    if seen_BV is not None:
+        logits_BV = penalised(logits_BV, seen_BV, sampling.repetition_penalty)
     top_B1, greedy_B1 = logits_BV.max(-1, keepdim=True)
     if not bool(top_B1.isfinite().all()):
         raise ValueError(
@@ -55,8 +73,21 @@ def sample(
         return greedy_B1.squeeze(-1)
     # With the largest at 0 no division overflows, however small the temperature.
     z_BV = (logits_BV.float() - top_B1.float()) / max(sampling.temperature, _COLDEST)
-    p_BV = kept(torch.softmax(z_BV, -1), sampling)
+    return draw(kept(torch.softmax(z_BV, -1), sampling), generator)
+
+
+def draw(p_BV: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token a row, each with its probability: (B, V) -> (B,)."""
     return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1)
+
+
+def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Logits with those of seen tokens made smaller when ``penalty`` is above 1.
+
+    Keskar et al. (2019), CTRL.
+    """
+    smaller = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return torch.where(seen_BV, smaller, logits_BV)
 
 
 def kept(p_BV: Tensor, sampling: Sampling) -> Tensor:

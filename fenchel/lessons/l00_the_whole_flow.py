@@ -1,7 +1,7 @@
 """Lesson 0. The whole flow on one page: text in, report out.
 
 Each line's result is the next line's argument. Follow any name to the file it comes from: the
-package is the stage. `fenchel train` does the same with more care (fenchel/flow.py).
+package is the stage. `fenchel train` does the same with more care (fenchel/flow/).
 
 Run it:  python -m fenchel.lessons.l00_the_whole_flow
 """

@@ -98,7 +98,7 @@ class Attention(nn.Module):
         """Queries (B, H, T, D), keys and values (B, G, T, D)."""
         B, T, _ = x_BTM.shape
         H, G, D = self.heads, self.groups, self.head_width
-        turn = sight.turns[self.local]
+        turn = sight.turns[int(self.local)]
         if self.by_distance:
             return self._near(x_BTM, sight)
         # Cut before the heads are turned to the front: the gradients then join in the order in
@@ -116,7 +116,7 @@ class Attention(nn.Module):
 
     def _near(self, x_BTM: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
         """One z for queries and keys, and values that shrink with it."""
-        H, D, turn = self.heads, self.head_width, sight.turns[self.local]
+        H, D, turn = self.heads, self.head_width, sight.turns[int(self.local)]
         W_q, W_v = matrix_of(self.qkv).view(2, H, D, -1)
         z_BHTD = (x_BTM @ W_q.flatten(0, 1).T).unflatten(-1, (H, D)).transpose(1, 2)
         v_BHTD = z_BHTD @ (D**-0.5 * W_q @ W_v.mT)

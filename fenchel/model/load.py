@@ -1,13 +1,15 @@
 """A directory to a model: checked first, then allocated, then filled.
 
-A checkpoint folder is sealed by a manifest (fenchel/files.py) and holds
+Two kinds of directory are read, both hostile until checked. A run directory holds checkpoint
+folders under checkpoints/step-NNNNNN, each sealed by a manifest (fenchel/files.py), with
 
     config.json         the ModelConfig
     model.safetensors   its weights, one tensor a parameter, by the names of the Transformer
 
-A run directory holds such folders under checkpoints/step-NNNNNN and tokenizer.json beside
-them. Weights must match the settings exactly: names and shapes are compared with what the
-settings imply before a byte of weights is read.
+A Hugging Face directory (fenchel/model/directory.py) holds the settings and weights of a family
+(fenchel/model/families). Beside either stands tokenizer.json. Weights must match the settings
+exactly: names and shapes are compared with what the settings imply before a byte of weights is
+read, and what is read stays on the file's own pages.
 """
 
 import warnings
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -23,12 +25,14 @@ from fenchel.config import from_mapping
 from fenchel.data import load_tokenizer
 from fenchel.files import Damaged, read_json, verify
 from fenchel.model.config import ModelConfig
+from fenchel.model.directory import CONFIG, TOKENIZER, WEIGHTS, holds, modest_file, open_directory
+from fenchel.model.families import family_of
+from fenchel.model.header import read_header, shown
 from fenchel.model.transformer import Transformer
+from fenchel.model.weights import KINDS, read_weights, skeleton
 
 CHECKPOINTS = "checkpoints"
-CONFIG, WEIGHTS, STATE = "config.json", "model.safetensors", "state.json"
-KINDS = {"F64", "F32", "F16", "BF16"}
-"""What numbers a model's weights may be, as safetensors calls them."""
+STATE = "state.json"
 
 
 class Loaded(NamedTuple):
@@ -39,23 +43,56 @@ class Loaded(NamedTuple):
     config: ModelConfig
 
 
-def load(path: str | Path, *, which: str = "best") -> Loaded:
-    """The model and tokenizer of a run directory: its ``best`` checkpoint or its ``newest``."""
-    run = Path(path)
-    if not run.is_dir():
-        raise ValueError(f"there is no run directory {run}.")
-    folder = checkpoint(run, which)
-    config, weights = read_weights(folder)
-    tokenizer = load_tokenizer(run / "tokenizer.json")
-    if (size := tokenizer.get_vocab_size()) > config.vocabulary:
+def load(path: str | Path, *, which: str = "best", dtype: torch.dtype | None = None) -> Loaded:
+    """The model and tokenizer of a run directory or a Hugging Face directory.
+
+    Of a run, its ``best`` checkpoint or its ``newest``; a Hugging Face directory has but one.
+    Weights keep the dtype they were saved in unless another is given.
+    """
+    path = Path(path)
+    model = load_model(path, which=which, dtype=dtype)
+    if not holds(path, TOKENIZER):
         raise ValueError(
-            f"{run / 'tokenizer.json'} has {size} ids and the model knows {config.vocabulary}; "
+            f"{path} has no {TOKENIZER}; fenchel.model.load_model reads its weights alone."
+        )
+    tokenizer = load_tokenizer(modest_file(path, TOKENIZER))
+    if (size := tokenizer.get_vocab_size()) > model.config.vocabulary:
+        raise ValueError(
+            f"{path / TOKENIZER} has {size} ids and the model knows {model.config.vocabulary}; "
             "it is not the tokenizer this model was trained with."
         )
+    return Loaded(model, tokenizer, model.config)
+
+
+def load_model(
+    path: str | Path, *, which: str = "best", dtype: torch.dtype | None = None
+) -> Transformer:
+    """``load`` without the tokenizer."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"there is no run directory or checkpoint {path}.")
+    if which not in ("best", "newest"):
+        raise ValueError(f'which={which!r} should be "best" or "newest".')
+    if not is_run(path) and not holds(path, CONFIG):
+        raise ValueError(
+            f"{path} holds neither the {CHECKPOINTS} of a run nor the {CONFIG} of a model."
+        )
+    if is_run(path):
+        config, weights = read_checkpoint(checkpoint(path, which))
+    else:
+        directory = open_directory(path)
+        family = family_of(directory.config["model_type"], directory.tensors, path / CONFIG)
+        config = family.read(directory.config, directory.tensors, path / CONFIG)
+        weights = read_weights(directory, family, config, dtype)
     with torch.device("meta"):
         model = Transformer(config)
     model.load_state_dict(weights, strict=True, assign=True)
-    return Loaded(model.eval(), tokenizer, config)
+    return model.to(dtype=dtype).eval()
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run; if not, it may be a Hugging Face one."""
+    return (path / CHECKPOINTS).is_dir()
 
 
 def checkpoint(run: Path, which: str = "newest") -> Path:
@@ -63,8 +100,6 @@ def checkpoint(run: Path, which: str = "newest") -> Path:
 
     One that is damaged is passed over with a warning.
     """
-    if which not in ("best", "newest"):
-        raise ValueError(f'which={which!r} should be "best" or "newest".')
     found = _intact(run)
     if found is None:
         raise ValueError(f"{run} holds no intact checkpoint.")
@@ -89,12 +124,12 @@ def _is_intact(folder: Path) -> bool:
     try:
         verify(folder)
     except Damaged as error:
-        warnings.warn(f"{folder.name} is passed over: {error}", stacklevel=4)
+        warnings.warn(f"{folder.name} is passed over: {error}", stacklevel=5)
         return False
     return True
 
 
-def read_weights(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def read_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Settings and weights of a checkpoint folder, once they are known to belong together."""
     config = from_mapping(ModelConfig, read_json(folder / CONFIG))
     require_match(folder / WEIGHTS, config)
@@ -110,29 +145,24 @@ def read_weights(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
 
 def require_match(path: Path, config: ModelConfig) -> None:
     """Refuse weights whose names, shapes or kinds are not those the settings imply."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            there = {name: list(one.get_shape()) for name, one in slices.items()}
-            kinds = {one.get_dtype() for one in slices.values()}
-    except (SafetensorError, OSError) as error:
-        raise Damaged(f"{path} is not a safetensors file ({error}).") from None
+    there = read_header(path)
+    kinds = {entry.kind for entry in there.values()}
     # Before as many modules are built: a block has six tensors at the least.
-    if 6 * config.layers > len(there):
+    if 6 * (config.distinct_layers or config.layers) > len(there):
         raise ValueError(f"{path} holds {len(there)} tensors, too few for {config.layers} layers.")
-    with torch.device("meta"):  # shapes only: a hostile config allocates nothing
-        expected = {k: list(v.shape) for k, v in Transformer(config).state_dict().items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in skeleton(config).items()}
     for name in sorted(expected.keys() | there.keys()):
         if name not in there:
             raise ValueError(f"{path} lacks {name}, which its settings ask for.")
         if name not in expected:
-            raise ValueError(f"{path} holds {name[:80]!r}, which its settings have no place for.")
-        if there[name] != expected[name]:
+            raise ValueError(f"{path} holds {shown(name)}, which its settings have no place for.")
+        if there[name].shape != expected[name]:
             raise ValueError(
-                f"{path}: {name} has shape {there[name]}, its settings ask for {expected[name]}."
+                f"{path}: {name} has shape {list(there[name].shape)}, "
+                f"its settings ask for {list(expected[name])}."
             )
-    if len(kinds) != 1 or not kinds <= KINDS:
+    if len(kinds) != 1 or not kinds <= KINDS.keys():
         raise ValueError(
             f"{path} holds tensors of {', '.join(sorted(kinds))}; "
-            f"they should all be of one of {', '.join(sorted(KINDS))}."
+            f"they should all be of one of {', '.join(KINDS)}."
         )

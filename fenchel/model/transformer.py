@@ -73,8 +73,10 @@ class Transformer(nn.Module):
         gave, with its own mask. Without ``read`` the stream is given as it would be read out,
         (B, T, M): what a loss needs that reads it in parts, with ``read_weight``.
         """
+        if cache is not None and self.config.kind == "encoder":
+            raise ValueError("an encoder reads a sequence at once; call it without a cache.")
         T, start = ids_BT.shape[-1], 0 if cache is None else cache.length
-        self._require_fit(ids_BT, start + T, cache, present_BS, memory_BSM)
+        self._require_fit(ids_BT, start + T, present_BS, memory_BSM)
         positions_BT = None if present_BS is None else places(present_BS)[:, start:]
         x_BTM = self._embed(ids_BT, start, positions_BT, types_BT)
         sight = Sight(
@@ -144,14 +146,11 @@ class Transformer(nn.Module):
         self,
         ids_BT: Tensor,
         slots: int,
-        cache: Cache | None,
         present_BS: Tensor | None,
         memory_BSM: Tensor | None,
     ) -> None:
         self._require_ids(ids_BT, slots, present_BS)
         kind = self.config.kind
-        if cache is not None and kind == "encoder":
-            raise ValueError("an encoder reads a sequence at once; call it without a cache.")
         if (memory_BSM is None) == (kind == "encoder-decoder"):
             raise ValueError(
                 "this decoder looks at what its encoder read; give memory_BSM=model.encode(ids)."
@@ -193,7 +192,11 @@ class Transformer(nn.Module):
             at = torch.arange(start, end, device=x.device) if positions_BT is None else positions_BT
             x = x + sinusoids(at, x.shape[-1]).to(x.dtype)
         if self.types is not None:
-            x = x + (self.types.weight[0] if types_BT is None else self.types(types_BT))
+            x = x + (
+                self.types.weight[0]
+                if types_BT is None
+                else _looked_up(self.types, types_BT, "types")
+            )
         elif types_BT is not None:
             raise ValueError("types were given to a model without any; build it with token_types.")
         x = x if self.embed_norm is None else self.embed_norm(x)
@@ -258,12 +261,12 @@ def places(present_BS: Tensor) -> Tensor:
     return (present_BS.cumsum(-1) - 1).clamp(min=0)
 
 
-def _looked_up(table: nn.Embedding, ids: Tensor) -> Tensor:
+def _looked_up(table: nn.Embedding, ids: Tensor, what: str = "ids") -> Tensor:
     try:
         rows: Tensor = table(ids)
     except IndexError:
         raise ValueError(
-            f"ids run from {int(ids.min())} to {int(ids.max())} and the model knows "
+            f"{what} run from {int(ids.min())} to {int(ids.max())} and the model knows "
             f"0 to {table.num_embeddings - 1}; use the tokenizer it was trained with."
         ) from None
     return rows

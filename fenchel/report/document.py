@@ -36,10 +36,10 @@ class Part:
     """The data of its pictures, by name; each says its "view"."""
 
 
-def document(*, title: str, header: Html, parts: Sequence[Part]) -> str:
-    """The whole page as text."""
+def document(*, title: str, header: Html, parts: Sequence[Part], views: Sequence[str] = ()) -> str:
+    """The whole page as text; ``views`` are files of more views beside those of viewer.js."""
     style = _ours("page.css")
-    script = _ours("viewer.js") + _ours("page.js")
+    script = "".join(_ours(name) for name in ("viewer.js", *views, "page.js"))
     pictures = {name: picture for part in parts for name, picture in part.pictures.items()}
     links = (element("a", part.title, href=f"#{part.anchor}") for part in parts)
     return Template(_ours("page.html")).substitute(

@@ -2,7 +2,8 @@
 
 function mount(root) {
 	const { pictures } = JSON.parse(root.getElementById("data").textContent);
-	const views = { lineChart, bars, strips, attention }, state = { axis: "step" }, drawings = new Map(), widths = new Map();
+	const more = typeof heat === "undefined" ? {} : { heat }; // a page may bring heat.js
+	const views = { lineChart, bars, strips, attention, ...more }, state = { axis: "step" }, drawings = new Map(), widths = new Map();
 	for (const host of root.querySelectorAll("[data-picture]")) {
 		const data = pictures[host.dataset.picture];
 		drawings.set(host, views[data.view](host, data, state));

@@ -24,8 +24,9 @@ from fenchel.attention import Prior
 from fenchel.attention.shapes import check, four
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
+from fenchel.sensitivity.one_head import OneHead
 from fenchel.sensitivity.operator import Operator, Space
-from fenchel.sensitivity.rows import Block, Projected, Rows, flat, heads, project, wide
+from fenchel.sensitivity.rows import Block, Projected, Rows, cut, flat, heads, project, wide
 
 _SOFTMAX = Softmax()
 
@@ -93,21 +94,19 @@ class AttentionJacobian(Operator):
         self, block: Block, i: int, q: Tensor | None, k: Tensor | None, v: Tensor | None
     ) -> Tensor:
         """(J dz) v + p dv on a block, for vector i of the stack."""
-        rows, keys = block.rows, block.keys
-        if q is None and k is None:
-            assert v is not None
-            return torch.bmm(block.p, v[i, :, keys])
-        values = self.v[:, keys]
-        scaled_q, scaled_k = self.rows.scaled_q[:, rows], self.rows.scaled_k[:, keys]
-        if q is None:
-            assert k is not None
-            dz = torch.bmm(scaled_q, k[i, :, keys].mT)
-        else:
-            dz = torch.bmm(q[i, :, rows], scaled_k.mT)
-            if k is not None:
-                dz.baddbmm_(scaled_q, k[i, :, keys].mT)
-        moved = torch.bmm(block.turned(dz), values)
-        return moved if v is None else moved.baddbmm_(block.p, v[i, :, keys])
+        rows, keys, r = block.rows, block.keys, self.rows
+        dz = None
+        if q is not None:
+            dz = torch.bmm(cut(q[i], rows), cut(r.scaled_k, keys).mT)
+        if k is not None:
+            scaled_q, dk = cut(r.scaled_q, rows), cut(k[i], keys).mT
+            dz = torch.bmm(scaled_q, dk) if dz is None else dz.baddbmm_(scaled_q, dk)
+        moved = None if dz is None else torch.bmm(block.turned(dz), cut(self.v, keys))
+        if v is not None:
+            dv = cut(v[i], keys)
+            moved = torch.bmm(block.p, dv) if moved is None else moved.baddbmm_(block.p, dv)
+        assert moved is not None
+        return moved
 
     def pull(self, g: Tensor, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """gq, gk, gv, (c, N, ...) each, for a gradient g (c, N, T, E) of the outputs.
@@ -123,16 +122,16 @@ class AttentionJacobian(Operator):
         for block in r:
             rows, keys = block.rows, block.keys
             for i, one in enumerate(g):
-                here = one[:, rows]
+                here = cut(one, rows)
                 if "v" in self.wrt:
-                    back["v"][i, :, keys].baddbmm_(block.p.mT, here)
+                    cut(back["v"][i], keys).baddbmm_(block.p.mT, here)
                 if self.wrt == "v":
                     continue
-                gz = block.turned(torch.bmm(here, self.v[:, keys].mT))
+                gz = block.turned(torch.bmm(here, cut(self.v, keys).mT))
                 if "q" in self.wrt:
-                    back["q"][i, :, rows] = torch.bmm(gz, r.scaled_k[:, keys])
+                    cut(back["q"][i], rows).baddbmm_(gz, cut(r.scaled_k, keys))
                 if "k" in self.wrt:
-                    back["k"][i, :, keys].baddbmm_(gz.mT, r.scaled_q[:, rows])
+                    cut(back["k"][i], keys).baddbmm_(gz.mT, cut(r.scaled_q, rows))
         return back
 
     def _for_every_head(self, move: Tensor, name: str) -> Tensor:
@@ -183,7 +182,8 @@ class SelfAttentionJacobian(Operator):
     def __init__(self, inner: AttentionJacobian, x: Projected) -> None:
         self.inner, self.W = inner, x.W
         self.widths = [w.shape[-1] for w in x.W]
-        self._join(torch.cat(x.W, -1))
+        # Side by side, (B or 1, H, M, 2 D + E): one product instead of three.
+        self.beside = torch.cat(x.W, -1)
         N, M = x.X.shape[-2:]
         out = (inner.rows.T, inner.v.shape[-1])
         if inner.each:
@@ -192,20 +192,11 @@ class SelfAttentionJacobian(Operator):
             self.domain, self.codomain = Space((tuple(x.X.shape),)), Space(((*x.axes, *out),))
         self.dtype, self.device = inner.dtype, inner.device
 
-    def _join(self, beside: Tensor) -> None:
-        """W_Q, W_K, W_V side by side, (B or 1, H, M, 2 D + E): one product instead of three."""
-        self.beside = beside
-        lone = len(beside) == beside.shape[1] == 1
-        self.lone = beside[0, 0] if lone else None
-
     def apply(self, v: Tensor) -> Tensor:
         """J dX."""
         rows, c = self.inner.rows, len(v)
-        if self.lone is not None:
-            moved = torch.mm(v.reshape(-1, len(self.lone)), self.lone)
-        else:
-            own = rows.H if self.inner.each else 1
-            moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.beside
+        own = rows.H if self.inner.each else 1
+        moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.beside
         moves = moved.view(c, -1, rows.T, moved.shape[-1]).split_with_sizes(self.widths, -1)
         return self.inner.push(*moves).reshape(c, *self.codomain.batch, -1)
 
@@ -216,19 +207,23 @@ class SelfAttentionJacobian(Operator):
         back = u.new_zeros(c, g.shape[1], rows.T, self.beside.shape[-1])
         parts = back.split_with_sizes(self.widths, -1)
         self.inner.pull(g, {"q": parts[0], "k": parts[1], "v": parts[2]})
-        if self.lone is not None:
-            total = torch.mm(back.view(-1, back.shape[-1]), self.lone.mT)
-        else:
-            total = back.view(c, rows.B, rows.H, rows.T, -1) @ self.beside.mT
-            if not self.inner.each:
-                total = total.sum(2)  # one X feeds every head
+        total = back.view(c, rows.B, rows.H, rows.T, -1) @ self.beside.mT
+        if not self.inner.each:
+            total = total.sum(2)  # one X feeds every head
         return total.reshape(c, *self.domain.batch, -1)
 
     def single(self) -> Operator:
-        """The same in float32."""
+        """The same in float32; without bookkeeping for one head that is small."""
+        inner = self.inner._single()
+        rows, M = inner.rows, self.beside.shape[-2]
+        one = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
+        block = next(iter(rows), None) if one else None
+        if block is not None and block.keys == slice(0, rows.S):
+            W_Q, W_K, W_V = (w[0, 0].float() for w in self.W)
+            q, k, v = rows.q[0], rows.k[0], inner.v[0]
+            return OneHead(block, q, k, v, (W_Q, W_K, W_V), rows.scale, self.domain, self.codomain)
         other = copy(self)
-        other.inner, other.dtype = self.inner._single(), torch.float32
-        other._join(self.beside.float())
+        other.inner, other.dtype, other.beside = inner, torch.float32, self.beside.float()
         return other
 
     def parts(self) -> Terms:

@@ -219,6 +219,7 @@ class _Run:
         self.size = _numbers(size)
         self.v = scaled(g, size)
         self.basis = Basis()
+        self.most = np.zeros_like(self.size)
         self.a: list[Array] = []
         self.b: list[Array] = []
 
@@ -227,13 +228,14 @@ class _Run:
         self.basis.append(self.v)
         w = self.J.apply(self.v[None])[0]
         self.a.append(_numbers(length(w)) ** 2)
+        self.most = np.maximum(self.most, self.a[-1])
         w = self.basis.without(self.J.adjoint(w[None])[0])
         rest = length(w)
         b = _numbers(rest)
-        dust = self.J.error * np.max(self.a, axis=0)
+        dust = self.J.error * self.most
         clear = b > dust
         if clear.all():
-            self.v = w / rest.unsqueeze(-1).to(w.dtype)
+            self.v = w / (rest.unsqueeze(-1).to(w.dtype) if b.ndim else float(b))
         else:
             fresh, told = self._fresh(b), torch.as_tensor(clear, device=w.device)
             self.v = torch.where(told.unsqueeze(-1), scaled(w, rest), fresh)

@@ -215,6 +215,11 @@ def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projected:
     return Projected(X, q, k, v, (flat[0], flat[1], flat[2]), (*lead, H) if headed else lead)
 
 
+def cut(x: Tensor, part: slice) -> Tensor:
+    """Positions ``part`` of (N, n, m); all of them cost nothing, where a view costs a dispatch."""
+    return x if part.stop - part.start == x.shape[1] else x[:, part]
+
+
 def flat(x: Tensor) -> Tensor:
     """(B, H, n, m) -> (N, n, m): the axes that only stand side by side, as one."""
     return x.reshape(-1, *x.shape[2:])

@@ -5,6 +5,7 @@ from fenchel.train.config import TrainConfig, seconds
 from fenchel.train.environment import environment
 from fenchel.train.logger import Several, TensorBoard, require_loggers
 from fenchel.train.loop import Listener, Loop, Outcome
+from fenchel.train.memory import enough_memory
 from fenchel.train.pace import Pace, measure
 from fenchel.train.rundir import RunDir
 from fenchel.train.step import Stepper
@@ -20,6 +21,7 @@ __all__ = [
     "Stepper",
     "TensorBoard",
     "TrainConfig",
+    "enough_memory",
     "environment",
     "measure",
     "require_loggers",

@@ -12,19 +12,21 @@ its derivative and the memory for both come on top. But e follows from z at once
 read at a time, turned in place into their part of both gradients, and forgotten. The memory is
 that of R rows, and forward and backward take 165 ms instead of 340 ms (4096 positions, M = 128,
 V = 4096) or 345 ms instead of 500 ms (2048, 384, 8192), one thread; the three products alone
-take 150 ms of the first.
+take 150 ms of the first. On a GPU kernels/readout.py does the part between the products.
 
 The gradient is computed with the loss and cannot be differentiated again.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 ROWS = 256
 """The fewest rows at a time: every part passes over all of gW, which few rows would not repay."""
-LOGITS = {"cpu": 2**20, "cuda": 2**25}
+LOGITS = {"cpu": 2**20, "cuda": 2**27}
 """Logits at a time, if that is more rows: near a core's cache, or enough to keep a GPU busy."""
 
 
@@ -58,21 +60,29 @@ class _ReadoutLoss(torch.autograd.Function):
         N, V = len(h_NM), len(W_VM)
         R = min(N, max(ROWS, LOGITS.get(h_NM.device.type, 0) // V))
         wide = torch.promote_types(dtype, torch.float32)
-        room_RV = h_NM.new_empty(R, V, dtype=wide)  # taken once: fresh memory is slow memory
+        fused = _fused(h_NM)
+        # A GPU's products of odd widths are slow: C >= V columns, those beyond V all zero.
+        C = -(-V // 64) * 64 if fused else V
+        table_CM = pad(W_VM.to(dtype), (0, 0, 0, C - V)) if C > V else W_VM.to(dtype)
+        room_RC = h_NM.new_empty(R, C, dtype=dtype if fused else wide)  # fresh memory is slow
         loss = h_NM.new_zeros((), dtype=wide)
-        gh_NM, gW_VM = torch.empty_like(h_NM), torch.zeros_like(W_VM, dtype=wide)
-        table_VM = W_VM.to(dtype)
+        gh_NM, gW_CM = torch.empty_like(h_NM), torch.zeros_like(table_CM, dtype=wide)
         with torch.autocast(h_NM.device.type, enabled=False):
             for n in range(0, N, R):
-                h_RM, targets_R1 = h_NM[n : n + R].to(dtype), targets_N[n : n + R].unsqueeze(-1)
-                z_RV = _read(h_RM, table_VM, room_RV[: len(h_RM)])
-                loss += _to_errors(z_RV, targets_R1, smoothing).sum()
+                h_RM, targets_R = h_NM[n : n + R].to(dtype), targets_N[n : n + R]
+                z_RC = _read(h_RM, table_CM, room_RC[: len(h_RM)])
+                if fused:
+                    from fenchel.kernels.readout import to_errors
+
+                    loss += to_errors(z_RC[:, :V], targets_R, smoothing).sum()
+                else:
+                    loss += _to_errors(z_RC, targets_R.unsqueeze(-1), smoothing).sum()
                 if learns:
-                    e_RV = z_RV.to(dtype)
-                    gh_NM[n : n + R] = e_RV @ table_VM
-                    _add_product(gW_VM, e_RV.T, h_RM)
+                    e_RC = z_RC.to(dtype)
+                    gh_NM[n : n + R] = e_RC @ table_CM
+                    _add_product(gW_CM, e_RC.T, h_RM)
         if learns:
-            ctx.save_for_backward(gh_NM, gW_VM.to(W_VM.dtype))
+            ctx.save_for_backward(gh_NM, gW_CM[:V].to(W_VM.dtype))
         return loss
 
     @staticmethod
@@ -83,6 +93,11 @@ class _ReadoutLoss(torch.autograd.Function):
             )
         gh_NM, gW_VM = ctx.saved_tensors
         return gh_NM * g.to(gh_NM.dtype), gW_VM * g.to(gW_VM.dtype), None, None, None, None
+
+
+def _fused(h_NM: Tensor) -> bool:
+    """Whether the kernel takes the middle part: on a GPU, up to float32, where Triton is."""
+    return h_NM.is_cuda and h_NM.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def _read(h_RM: Tensor, table_VM: Tensor, room_RV: Tensor) -> Tensor:

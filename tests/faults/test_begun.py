@@ -15,7 +15,7 @@ STOPPED = 128 + signal.SIGTERM
 
 def paced(seconds: float) -> Any:
     def prepare() -> None:
-        fenchel.flow.measure = lambda *_, **__: Pace(1, seconds)
+        fenchel.flow.trial.measure = lambda *_, **__: Pace(1, seconds)
 
     return prepare
 
@@ -63,7 +63,7 @@ def test_a_start_that_comes_second_does_not_write_over_the_first(
     started = tmp_path / "started"
 
     def slow() -> None:
-        locked = fenchel.flow.locked
+        locked = fenchel.flow.run.locked
 
         def late(path: Path) -> Any:
             halfway.rename(tmp_path / "gone")
@@ -72,7 +72,7 @@ def test_a_start_that_comes_second_does_not_write_over_the_first(
             started.touch()
             return locked(path)
 
-        fenchel.flow.locked = late
+        fenchel.flow.run.locked = late
 
     ended = lab.begin(run, mischief=slow)
     (tmp_path / "gone").rename(halfway)

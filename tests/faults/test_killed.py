@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from fenchel import files, flow
+from fenchel import files
+from fenchel.flow import carry_out
 from fenchel.train import checkpoint
 
 INTERVAL = 5
@@ -265,7 +266,7 @@ def test_killed_after_the_last_step_the_report_is_made_by_a_resume(
     run = tmp_path / "run"
     shutil.copytree(half, run)
     (run / "report.html").unlink()
-    ended = lab.resume(run, mischief=around(flow, "sample", "before"))
+    ended = lab.resume(run, mischief=around(carry_out, "sample", "before"))
     assert ended.code == -signal.SIGKILL
     assert not (run / "report.html").exists()
     ended = lab.resume(run)

@@ -82,7 +82,7 @@ def test_a_stop_before_training_leaves_no_half_made_folder(lab: Any, tmp_path: P
         def interrupted(*_: object, **__: object) -> None:
             os.kill(os.getpid(), INT)
 
-        fenchel.flow.prepare = interrupted
+        fenchel.flow.run.prepare = interrupted
 
     ended = lab.begin(tmp_path / "run", mischief=mischief)
     assert ended.code == 130

@@ -1,42 +1,71 @@
-"""fenchel/generate/decode.py and cache.py: a cache changes the work, not the words."""
+"""fenchel/generate/decode.py: a cache changes the work, not the words."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.generate import KeyValueCache, Sampling, generate, stream
-from fenchel.model import ModelConfig, Transformer
+from fenchel.data import decode, encode
+from fenchel.generate import KeyValueCache, Sampling, generate, stream, stream_text
+from fenchel.model import Transformer
 
-V, CONTEXT = 31, 16
-SHAPES: list[dict[str, Any]] = [
-    {"positions": "rotary"},
-    {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
-    {"positions": "none"},
-    {"kv_heads": 1},
-    {"kv_heads": 2, "choice": "entmax"},
-]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(map(str, s.values())))
+CONTEXT = 16
+GREEDY = Sampling(temperature=0.0)
+Build = Callable[..., Transformer]
+Draw = Callable[..., Tensor]
+GPT2 = {"positions": "learned", "norm": "layer", "mlp": "gelu_tanh", "bias": True}
+SHAPES: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "gpt2": GPT2,
+    "none": {"positions": "none"},
+    "one head of keys": {"kv_heads": 1},
+    "entmax": {"kv_heads": 2, "choice": "entmax"},
+    "sinusoidal, post-norm": {"positions": "sinusoidal", "norm_place": "post"},
+    "buckets": {"positions": "buckets", "score_scale": 1.0, "norm_place": "both"},
+    "mistral": {"kv_heads": 2, "windows": (3,)},
+    "qwen3": {"kv_heads": 2, "head_size": 10, "qk_norm": True},
+    "gemma 2": {
+        "windows": (5, 0),
+        "softcap": 3.0,
+        "logit_softcap": 5.0,
+        "norm_place": "both",
+        "norm_plus_one": True,
+        "embedding_scale": 32**0.5,
+        "mlp": "geglu_tanh",
+        "score_scale": 0.3,
+    },
+    "gemma 3": {"windows": (4, 4, 0), "rotary_local_base": 100.0, "qk_norm": True, "layers": 3},
+    "neox": {"rotary_share": 0.5, "parallel": True, "norm": "layer", "mlp": "gelu", "bias": True},
+    "bloom": {**GPT2, "positions": "alibi", "embedding_norm": True},
+    "alibi in a window": {"positions": "alibi", "windows": (4, 0)},
+    "sinks, pairs": {"sinks": True, "rotary_layout": "pairs"},
+    "yarn": {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained": 4},
+    "distances": {"scores": "l2"},
+    "experts, shared": {"experts": 4, "distinct_layers": 1},
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def lively(**settings: Any) -> Transformer:
-    config = ModelConfig(vocabulary=V, context=CONTEXT, width=32, heads=4, layers=2, **settings)
-    model = Transformer(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
-            p.copy_(noise * (p.shape[-1] ** -0.5 if p.ndim > 1 else 0.2) + (p.ndim == 1))
-    return model
-
-
-def prompts(*shape: int) -> Tensor:
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(5))
+@torch.no_grad()
+def slowly(model: Transformer, ids: Tensor, **inputs: Tensor) -> Tensor:
+    """Greedy words far past the context, everything read again for each of them."""
+    said, held = ids, ids
+    for _ in range(2 * CONTEXT):
+        if held.shape[1] > CONTEXT:
+            held = said[:, -(CONTEXT // 2) :]
+        token = model(held, **inputs)[:, -1].argmax(-1, keepdim=True)
+        said, held = (torch.cat([t, token], dim=-1) for t in (said, held))
+    return said
 
 
 @every_shape
 @torch.no_grad()
-def test_reading_in_pieces_is_reading_at_once(shape: dict[str, Any]) -> None:
+def test_reading_in_pieces_is_reading_at_once(
+    shape: dict[str, Any], lively: Build, prompts: Draw
+) -> None:
     model, ids = lively(**shape), prompts(3, CONTEXT)
     whole = model(ids)
     cache = KeyValueCache(model.config, batch=3, positions=CONTEXT)
@@ -45,23 +74,31 @@ def test_reading_in_pieces_is_reading_at_once(shape: dict[str, Any]) -> None:
     assert cache.length == CONTEXT
 
 
+@pytest.mark.parametrize("sizes", [[1] * 90, [50, 1, 3, 36]], ids=["one by one", "long prompt"])
+@pytest.mark.parametrize("positions", ["rotary", "alibi", "buckets", "none"])
+@torch.no_grad()
+def test_keys_that_left_the_window_are_not_missed(
+    positions: str, sizes: list[int], lively: Build, prompts: Draw
+) -> None:
+    model = lively(positions=positions, windows=(7, 0, 2), layers=3, context=90)
+    ids = prompts(2, 90)
+    cache = KeyValueCache(model.config, batch=2, positions=90)
+    pieces = [model(part, cache=cache) for part in ids.split(sizes, dim=-1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), atol=1e-5, rtol=1e-5)
+    assert cache.layers[0].gone > 50  # the room was used more than once
+
+
 @every_shape
 @pytest.mark.parametrize("length", [1, 5, CONTEXT])
 def test_greedy_words_are_those_of_reading_everything_again(
-    shape: dict[str, Any], length: int
+    shape: dict[str, Any], length: int, lively: Build, prompts: Draw
 ) -> None:
     model, ids = lively(**shape), prompts(2, length)
-    slow, held = ids, ids
-    for _ in range(2 * CONTEXT):  # far past the context
-        if held.shape[1] > CONTEXT:
-            held = slow[:, -(CONTEXT // 2) :]
-        token = model(held)[:, -1].argmax(-1, keepdim=True)
-        slow, held = (torch.cat([t, token], dim=-1) for t in (slow, held))
     fast = generate(model, ids, max_new_tokens=2 * CONTEXT, temperature=0.0)
-    assert torch.equal(fast, slow)
+    assert torch.equal(fast, slowly(model, ids))
 
 
-def test_the_same_seed_draws_the_same_words() -> None:
+def test_the_same_seed_draws_the_same_words(lively: Build, prompts: Draw) -> None:
     model, ids = lively(), prompts(2, 4)
     one, two, other = (
         generate(model, ids, max_new_tokens=9, generator=torch.Generator().manual_seed(s))
@@ -71,7 +108,9 @@ def test_the_same_seed_draws_the_same_words() -> None:
     assert not torch.equal(one, other)
 
 
-def test_a_stopped_sequence_repeats_its_stop_and_all_stopped_ends() -> None:
+def test_a_stopped_sequence_repeats_its_stop_and_all_stopped_ends(
+    lively: Build, prompts: Draw
+) -> None:
     model, ids = lively(), prompts(4, 3)
     free = generate(model, ids, max_new_tokens=12, temperature=0.0)[:, 3:]
     stop = int(free[0, 4])
@@ -84,7 +123,111 @@ def test_a_stopped_sequence_repeats_its_stop_and_all_stopped_ends() -> None:
     assert alone.shape[1] == 3 + free[0].tolist().index(stop) + 1
 
 
-def test_a_model_in_training_is_given_back_in_training() -> None:
+@every_shape
+def test_unequal_prompts_are_continued_as_each_would_be_alone(
+    shape: dict[str, Any], lively: Build, prompts: Draw
+) -> None:
+    model = lively(**shape)
+    rows = [prompts(n, seed=n) for n in (2, 7, 1, 5)]
+    together = generate(model, rows, max_new_tokens=9, temperature=0.0, repetition_penalty=1.3)
+    for row, longer in zip(rows, together, strict=True):
+        settings: dict[str, Any] = {"max_new_tokens": 9, "repetition_penalty": 1.3}
+        alone = generate(model, row[None], temperature=0.0, **settings)
+        assert torch.equal(longer, alone[0])
+
+
+@torch.no_grad()
+def test_past_the_context_unequal_prompts_keep_the_newest_half_of_the_slots(
+    lively: Build, prompts: Draw
+) -> None:
+    model = lively()
+    rows = [prompts(n, seed=n) for n in (2, CONTEXT + 3, CONTEXT - 1)]
+    together = generate(model, rows, max_new_tokens=2 * CONTEXT, temperature=0.0)
+    said, held, slots = rows, [row[-CONTEXT:] for row in rows], CONTEXT
+    for _ in range(2 * CONTEXT):
+        if slots > CONTEXT:  # for all at once, when the longest is full
+            slots = CONTEXT // 2
+            held = [row[-slots:] for row in held]
+        tokens = [model(row[None])[0, -1:].argmax(-1) for row in held]
+        said, held = (
+            [torch.cat(two) for two in zip(rows_so_far, tokens, strict=True)]
+            for rows_so_far in (said, held)
+        )
+        slots += 1
+    for slow, fast in zip(said, together, strict=True):
+        assert torch.equal(slow, fast)
+
+
+def test_a_decoder_asks_its_encoder_once_and_says_what_it_would_without_a_cache(
+    lively: Build, prompts: Draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lively(kind="encoder-decoder", positions="buckets", vocabulary=13)
+    sources = [prompts(n, vocabulary=13, seed=n) for n in (3, 8)]
+    starts = torch.zeros(2, 1, dtype=torch.long)
+    with torch.no_grad():
+        memories = [model.encode(source[None]) for source in sources]
+    slow = torch.cat([slowly(model, starts[:1], memory_BSM=memory) for memory in memories])
+    encode, calls = model.encode, []
+    monkeypatch.setattr(model, "encode", lambda *a, **k: calls.append(1) or encode(*a, **k))
+    fast = generate(model, starts, max_new_tokens=2 * CONTEXT, temperature=0.0, source=sources)
+    assert torch.equal(fast, slow)
+    assert len(calls) == 1
+
+
+def test_each_of_a_list_ends_at_its_own_stop(lively: Build, prompts: Draw) -> None:
+    model, rows = lively(), [prompts(3, seed=s) for s in range(4)]
+    free = generate(model, rows, max_new_tokens=9, temperature=0.0)
+    stop = int(free[1][5])
+    for full, ended in zip(
+        free, generate(model, rows, max_new_tokens=9, temperature=0.0, stop=[stop]), strict=True
+    ):
+        new = full[3:].tolist()
+        length = new.index(stop) + 1 if stop in new else len(new)
+        assert torch.equal(ended, full[: 3 + length])
+
+
+def test_nothing_asked_is_nothing_added(lively: Build, prompts: Draw) -> None:
+    model, ids = lively(), prompts(2, 3)
+    assert torch.equal(generate(model, ids, max_new_tokens=0), ids)
+    assert torch.equal(generate(model, list(ids), max_new_tokens=0)[1], ids[1])
+
+
+def test_a_repetition_penalty_keeps_from_saying_what_was_said(lively: Build, prompts: Draw) -> None:
+    model, ids = lively(), prompts(2, 4)
+    plain, varied = (
+        generate(model, ids, max_new_tokens=12, temperature=0.0, repetition_penalty=r)
+        for r in (1.0, 1e4)
+    )
+    assert all(len(set(row)) < 16 for row in plain.tolist())
+    assert all(len(set(row)) == 16 - _said_twice(row[:4]) for row in varied.tolist())
+
+
+def _said_twice(prompt: list[int]) -> int:
+    return len(prompt) - len(set(prompt))
+
+
+@pytest.mark.parametrize("draft", [0, 3])
+def test_text_comes_in_pieces_up_to_the_stop(
+    draft: int, lively: Build, tokenizer: Tokenizer
+) -> None:
+    model = lively(vocabulary=300, context=64)
+    ids = torch.tensor(encode(tokenizer, "the sea"))
+    settings: dict[str, Any] = {"max_new_tokens": 30, "sampling": GREEDY, "draft": draft}
+    whole = "".join(stream_text(model, tokenizer, ids, **settings))
+    new = generate(model, ids[None], max_new_tokens=30, temperature=0.0)[0, len(ids) :]
+    assert whole == decode(tokenizer, new.tolist())
+    stop = whole[9:13]
+    pieces = list(stream_text(model, tokenizer, ids, stop=[stop], **settings))
+    assert "".join(pieces) == whole[: whole.index(stop)]
+    held = generate(
+        model, [ids], max_new_tokens=30, temperature=0.0, stop=[stop], tokenizer=tokenizer
+    )[0]
+    told = decode(tokenizer, held[len(ids) :].tolist())
+    assert stop in told
+    assert stop not in decode(tokenizer, held[len(ids) : -1].tolist())
+
+
+def test_a_model_in_training_is_given_back_in_training(lively: Build, prompts: Draw) -> None:
     model = lively(dropout=0.5).train()
     one, two = (
         torch.stack(list(stream(model, prompts(1, 3), max_new_tokens=5, sampling=GREEDY)))
@@ -94,17 +237,40 @@ def test_a_model_in_training_is_given_back_in_training() -> None:
     assert model.training
 
 
-GREEDY = Sampling(temperature=0.0)
-
-
-@pytest.mark.parametrize("ids", [torch.zeros(3, dtype=torch.long), torch.zeros(1, 0).long()])
-def test_a_prompt_without_tokens_is_refused(ids: Tensor) -> None:
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(3, dtype=torch.long),
+        torch.zeros(1, 0).long(),
+        [],
+        [torch.zeros(2).long(), torch.zeros(0).long()],
+    ],
+)
+def test_a_prompt_without_tokens_is_refused(ids: Any, lively: Build) -> None:
     with pytest.raises(ValueError, match="T at least 1"):
         generate(lively(), ids, max_new_tokens=1)
 
 
-def test_a_full_cache_says_so() -> None:
-    model = lively()
-    cache = KeyValueCache(model.config, batch=1, positions=4)
-    with pytest.raises(ValueError, match="room for 4 positions"):
-        model(prompts(1, 5), cache=cache)
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"draft": 2}, "for 2 sequences"),
+        ({"draft": -1}, "draft=-1"),
+        ({"cache": "int4"}, "cache='int4'"),
+        ({"stop": ["."]}, "give the tokenizer"),
+        ({"source": torch.zeros(2, 3).long()}, "has no source"),
+    ],
+)
+def test_a_wrong_wish_is_refused_before_anything_is_read(
+    wrong: dict[str, Any], match: str, lively: Build, prompts: Draw
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        stream(lively(), prompts(2, 3), **{"max_new_tokens": 4, "sampling": GREEDY, **wrong})
+
+
+def test_a_model_that_cannot_continue_says_why(lively: Build, prompts: Draw) -> None:
+    with pytest.raises(ValueError, match="needs a source"):
+        generate(lively(kind="encoder-decoder"), prompts(1, 3), max_new_tokens=1)
+    with pytest.raises(ValueError, match="an encoder reads whole texts"):
+        generate(lively(kind="encoder"), prompts(1, 3), max_new_tokens=1)

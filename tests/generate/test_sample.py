@@ -4,9 +4,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from fenchel.generate import Sampling, sample
-from fenchel.generate.sample import kept
+from fenchel.generate.sample import kept, penalised
 
 
 def slowly(p: list[float], sampling: Sampling) -> set[int]:
@@ -61,6 +69,33 @@ def test_a_high_temperature_flattens_and_a_low_one_sharpens() -> None:
         assert drawn.double().mean().item() == pytest.approx(expected, abs=0.015)
 
 
+@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.8])
+def test_the_whole_line_is_that_of_transformers(penalty: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(5, 40, generator=generator, dtype=torch.float64)
+    said = torch.randint(40, (5, 12), generator=generator)
+    theirs = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(penalty),
+            TemperatureLogitsWarper(1.3),
+            TopKLogitsWarper(20),
+            TopPLogitsWarper(0.9),
+            MinPLogitsWarper(0.02),
+        ]
+    )(said, logits)
+    seen = torch.zeros(5, 40, dtype=torch.bool).scatter(1, said, True)
+    p = torch.softmax(penalised(logits, seen, penalty) / 1.3, -1)
+    ours = kept(p, Sampling(top_k=20, top_p=0.9, min_p=0.02))
+    torch.testing.assert_close(ours, torch.softmax(theirs, -1))
+
+
+def test_what_was_seen_is_chosen_only_if_it_is_better_by_the_penalty() -> None:
+    logits, seen = torch.tensor([[2.0, 1.5], [-2.0, -2.5]]), torch.tensor([[True, False]])
+    for penalty, expected in ((1.0, [0, 0]), (1.2, [0, 0]), (1.4, [1, 1])):
+        sampling = Sampling(temperature=0.0, repetition_penalty=penalty)
+        assert sample(logits, sampling, seen_BV=seen).tolist() == expected
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -69,6 +104,7 @@ def test_a_high_temperature_flattens_and_a_low_one_sharpens() -> None:
         {"top_k": 0},
         {"top_p": 0.0},
         {"min_p": 2.0},
+        {"repetition_penalty": 0.0},
     ],
 )
 def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:

@@ -107,6 +107,17 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
+def test_a_directory_of_neither_kind_is_told_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither the checkpoints of a run nor the config\.json"):
+        load(tmp_path)
+
+
+def test_weights_of_a_run_may_be_asked_for_in_another_dtype(run: Path) -> None:
+    model, _, _ = load(run, dtype=torch.bfloat16)
+    exact = weights_of(1)
+    assert all(torch.equal(w, exact[name].bfloat16()) for name, w in model.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [

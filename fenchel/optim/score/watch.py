@@ -65,7 +65,7 @@ def write(pairs: list[Pair], W: Heads) -> None:
 
 def moving(pair: Pair) -> bool:
     """Whether the last backward pass reached the pair."""
-    return pair.trained and all(p.grad is not None for p in pair.parameters)
+    return all(p.grad is not None for p in pair.parameters)
 
 
 def _shape(pair: Pair, W: Heads, seen: Seen | None) -> Any:

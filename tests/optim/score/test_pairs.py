@@ -135,7 +135,10 @@ def test_our_models_give_the_rows_of_queries_and_of_keys(small: Any) -> None:
     assert pair.name == "blocks.1.attention"
     assert pair.scale == 8**-0.5
     torch.testing.assert_close(pair.query.values()[3, :, :-1], qkv.weight[24:32].detach())
-    torch.testing.assert_close(pair.key.values()[1, :, -1], qkv.bias[40:48].detach())
+    torch.testing.assert_close(pair.key.values()[1, :, :-1], qkv.weight[40:48].detach())
+    qkv.bias.data.copy_(torch.arange(64))
+    assert pair.query.values()[3, :, -1].tolist() == list(range(24, 32))
+    assert pair.key.values()[1, :, -1].tolist() == list(range(40, 48))
 
 
 class Latent(nn.Module):

@@ -1,0 +1,116 @@
+"""Decoding: plain, recorded, guessed ahead and with smaller caches, against transformers.
+
+On a GPU in bfloat16 (``graph`` and ``compile`` replay a step of fixed shapes), on a CPU in
+float32 on two threads; all in one process, in turn (harness.py). Random weights of the shape of
+a Llama; greedy, ``NEW`` tokens from a prompt of ``PROMPT``. Theirs has sdpa attention and its
+default cache, and on a GPU also its compiled static cache.
+
+    tokens_per_second    of all sequences together
+    ratio                to transformers' default, above 1 is faster
+    cache_bytes          what keys and values take
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import race, record
+from benchmarks.train_cpu import draw, llama
+from fenchel.generate import KeyValueCache, generate
+from fenchel.model import ModelConfig, Transformer
+
+THREADS = 2
+PROMPT, NEW = 32, 128
+SMALL = ModelConfig(vocabulary=8192, context=256, width=384, layers=6, heads=6)
+LARGE = ModelConfig(
+    vocabulary=32768, context=256, width=2048, layers=16, heads=16, kv_heads=4, tied=False
+)
+Words = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it runs, and on what."""
+
+    device: str
+    dtype: torch.dtype
+    model: ModelConfig
+    rounds: int
+
+
+def ways(place: Place, model: Any, prompts: Tensor) -> dict[str, Words]:
+    """Our contenders."""
+    settings: list[dict[str, Any]] = [{}, {"cache": "float16"}, {"cache": "int8"}]
+    if place.device == "cuda":
+        settings += [{"record": "graph"}, {"record": "compile"}]
+    if len(prompts) == 1:
+        settings += [{"draft": 8}]
+
+    def words(chosen: dict[str, Any]) -> Words:
+        return lambda: generate(model, prompts, max_new_tokens=NEW, temperature=0.0, **chosen)
+
+    names = (" ".join(f"{key} {value}" for key, value in s.items()) for s in settings)
+    return {name or "plain": words(s) for name, s in zip(names, settings, strict=True)}
+
+
+def theirs(place: Place, model: Any, prompts: Tensor) -> dict[str, Words]:
+    """transformers' contenders."""
+
+    def words(**settings: Any) -> Words:
+        return lambda: model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+            **settings,
+        )
+
+    found = {"transformers": words()}
+    if place.device == "cuda":
+        found["transformers static"] = words(cache_implementation="static")
+    return found
+
+
+def rows(place: Place, batch: int) -> list[dict[str, Any]]:
+    """All contenders on one batch."""
+    config, kind = place.model, {"device": place.device, "dtype": place.dtype}
+    ours = Transformer(config).to(**kind).eval()
+    prompts = draw(config.vocabulary, batch, PROMPT).to(place.device)
+    contenders = ways(place, ours, prompts)
+    contenders |= theirs(place, llama(config).to(**kind).eval(), prompts)
+    found = race(contenders, rounds=place.rounds, warmup=2)
+    lines = []
+    for name in contenders:
+        line: dict[str, Any] = {
+            "device": place.device,
+            "batch": batch,
+            "way": name,
+            "tokens_per_second": round(batch * NEW / found.median(name)),
+            "ratio": round(found.ratio(name, "transformers"), 3),
+        }
+        if name == "plain" or name.startswith("cache"):
+            cache_kind: Any = "model" if name == "plain" else name.split()[-1]
+            sizes: dict[str, Any] = {"batch": batch, "positions": PROMPT + NEW, "device": "meta"}
+            cache = KeyValueCache(config, kind=cache_kind, dtype=place.dtype, **sizes)
+            line["cache_bytes"] = cache.bytes
+        print("  ".join(f"{key} {value}" for key, value in line.items()))
+        lines.append(line)
+    return lines
+
+
+def main() -> None:
+    """Race on the CPU, and on the GPU where there is one; write results/decode.json."""
+    torch.set_num_threads(THREADS)
+    places = [Place("cpu", torch.float32, SMALL, 7)]
+    if torch.cuda.is_available():
+        places.append(Place("cuda", torch.bfloat16, LARGE, 5))
+    lines = [line for place in places for batch in (1, 8) for line in rows(place, batch)]
+    record("decode", lines, ("transformers",))
+
+
+if __name__ == "__main__":
+    main()

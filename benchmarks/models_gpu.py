@@ -1,0 +1,98 @@
+"""Models of real size on a GPU against transformers' models of the same shape.
+
+Both sides: one process, in turn (harness.py), weights in float32 under bfloat16 autocast, fused
+AdamW, torch.compile with its default mode. Theirs: sdpa attention, logits of the whole batch.
+Ours: the readout in parts (train/readout.py).
+
+    train     tokens a second of forward, loss, backward and optimiser; share of the peak rate
+
+Model FLOPs a token: 6 per weight of every product and 12 layers width T for attention (half of it
+done, under a causal mask; counted in full as is the custom).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.harness import race, record
+from benchmarks.train_cpu import gpt2
+from fenchel.model import ModelConfig, Transformer
+from fenchel.train.readout import readout_loss
+
+PEAK = 989e12
+"""bfloat16 FLOP/s of an H200 without sparsity, by its maker."""
+GPT2 = ModelConfig(
+    vocabulary=50257,
+    context=1024,
+    width=768,
+    layers=12,
+    heads=12,
+    norm="layer",
+    positions="learned",
+    mlp="gelu",
+    bias=True,
+)
+BATCH = 64
+
+
+def step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """One training step under autocast."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def take() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            total = loss()
+        total.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    return take
+
+
+def train(config: ModelConfig) -> dict[str, Any]:
+    """Ours against theirs."""
+    ids = torch.randint(config.vocabulary, (BATCH, config.context + 1), device="cuda")
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    ours, theirs = Transformer(config).cuda().train(), gpt2(config).cuda().train()
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+    assert sizes[0] == sizes[1], sizes
+    our_pass, their_pass = torch.compile(ours), torch.compile(theirs)
+
+    def our_loss() -> Tensor:
+        stream = our_pass(inputs, read=False)
+        return readout_loss(stream, ours.read_weight, targets) / targets.numel()
+
+    def their_loss() -> Tensor:
+        logits = their_pass(inputs, use_cache=False).logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    contenders = {"ours": step(ours, our_loss), "transformers": step(theirs, their_loss)}
+    found = race(contenders, rounds=15, warmup=4)
+    flops = 6 * sizes[0] + 12 * config.layers * config.width * config.context
+    rates = {name: targets.numel() / found.median(name) for name in contenders}
+    return {
+        "what": "train",
+        "shape": "gpt2-124M",
+        "parameters": sizes[0],
+        "tokens_a_step": targets.numel(),
+        **{f"{name}_tokens_per_second": round(rate) for name, rate in rates.items()},
+        **{f"{name}_share_of_peak": flops * rate / PEAK for name, rate in rates.items()},
+        "ratio": found.ratio("ours", "transformers"),
+        "quartiles": found.spread("ours", "transformers"),
+        "peak_GB": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        print("there is no GPU here; models_gpu measures on one.")
+        return
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    rows = [train(GPT2)]
+    for row in rows:
+        print(row)
+    print(record("models_gpu", rows, packages=("transformers",)))

@@ -1,0 +1,256 @@
+"""fenchel attach: another attention in a transformers checkpoint, proved to be there."""
+
+import json as json_format
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from fenchel.attention import Proof
+    from fenchel.choice import Choice
+    from fenchel.evaluate import Score
+
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_PROBE = 32  # tokens of the text that prove the swap
+
+
+def run(
+    directory: Path,
+    /,
+    *,
+    map: str | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    text: str | None = None,
+    context: int = 256,
+    tokens: int = 4096,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Swap the attention of a transformers checkpoint, and prove that it happened.
+
+    Parameters
+    ----------
+    directory
+        A checkpoint of transformers: config.json and weights as safetensors. No code in it is run
+        and nothing is downloaded.
+    map
+        softmax, entmax, sparsemax or hard; when left out, the map the checkpoint was saved with.
+    alpha
+        The exponent of entmax, 1.5 when left out.
+    beta
+        The inverse temperature of any map but hard, 1 when left out.
+    text
+        A text to read with both attentions: "sotu", "kjv", a file, a folder or a .jsonl file.
+    context
+        How many tokens of it the model reads at once.
+    tokens
+        How many tokens of it are predicted at most.
+    out
+        Save the checkpoint with the map in its config to this directory, which must not exist.
+    json
+        Print one JSON object instead of tables.
+    """
+    from fenchel.attention import attach, prove
+    from fenchel.evaluate import text_ids
+
+    if out is not None and out.exists():
+        raise ValueError(f"{out} exists and is left alone; name another directory.")
+    model = _load(directory)
+    choice = _choice(model, map, alpha, beta)
+    ids, size = None, 0
+    if text is not None:
+        ids, size = text_ids(_tokenizer(directory, model), text)
+        _require_next_token(model)
+    proof = prove(model, choice, _probe(model, ids))
+    told = _plain(type(model).__name__, proof)
+    lines = _lines(directory, type(model).__name__, proof)
+    if ids is not None:
+        scores = {
+            name: _score(model, one, ids, size, context, tokens)
+            for name, one in (("eager", None), (told["map"]["map"], choice))
+        }
+        told["text"] = {name: score._asdict() for name, score in scores.items()}
+        lines += _score_lines(scores)
+    if out is not None:
+        with attach(model, choice):
+            model.save_pretrained(out)
+        for name in _TOKENIZER:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, out / name)
+        lines.append(f"saved to {out}; fenchel attach {out} finds the map in its config")
+    print(json_format.dumps(told) if json else "\n".join(lines))
+    return 0
+
+
+def _load(directory: Path) -> Any:
+    """The model in float32, from local safetensors alone, every tensor of it from the files."""
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} holds no config.json; it is not a transformers checkpoint.")
+    if not any(directory.glob("*.safetensors")):
+        raise ValueError(f"{directory} holds no .safetensors file; other weights are not read.")
+    try:
+        hf: Any = import_module("transformers")
+    except ImportError:
+        raise ValueError("attach needs transformers; pip install 'fenchel[hf]'.") from None
+    import torch
+
+    from fenchel.files import read_json
+
+    hf.logging.set_verbosity_error()
+    hf.logging.disable_progress_bar()
+    names: Any = read_json(directory / "config.json").get("architectures")
+    kind: Any = getattr(hf, names[0], None) if _is_words(names) else None
+    if not isinstance(kind, type) or not issubclass(kind, hf.PreTrainedModel):
+        raise ValueError(f"{directory / 'config.json'} names no architecture of transformers.")
+    try:
+        model, found = kind.from_pretrained(  # type: ignore[attr-defined]
+            directory,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except Exception as error:  # the one boundary to the library beneath
+        raise ValueError(f"transformers cannot load {directory} ({str(error)[:300]}).") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{directory} lacks {len(missing)} tensors, the first {missing[0]}.")
+    return model.eval()
+
+
+def _is_words(names: object) -> bool:
+    return isinstance(names, list) and bool(names) and isinstance(names[0], str)
+
+
+def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":
+    """The map that was named, or the one the checkpoint was saved with."""
+    from fenchel.attention.attached import FIELD, recorded
+    from fenchel.choice import named
+
+    for setting, value, users in (
+        ("alpha", alpha, ("entmax",)),
+        ("beta", beta, ("softmax", "entmax", "sparsemax")),
+    ):
+        if value is not None and map not in users:
+            raise ValueError(
+                f"--{setting} is for --map {', '.join(users)}, got --map {map}; leave it out."
+            )
+    if map is not None:
+        given = {"alpha": alpha, "beta": beta}
+        return named(map, **{name: value for name, value in given.items() if value is not None})
+    stored = getattr(model.config, FIELD, None)
+    if stored is None:
+        raise ValueError("the checkpoint was not saved with a map of ours; name one with --map.")
+    return recorded(stored)
+
+
+def _tokenizer(directory: Path, model: Any) -> Any:
+    from fenchel.data import load_tokenizer
+
+    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    knows = model.config.get_text_config().vocab_size
+    if tokenizer.get_vocab_size() > knows:
+        raise ValueError(
+            f"{directory / 'tokenizer.json'} has {tokenizer.get_vocab_size()} ids and the model "
+            f"knows {knows}; it is not this model's tokenizer."
+        )
+    return tokenizer
+
+
+def _require_next_token(model: Any) -> None:
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        raise ValueError(
+            f"{type(model).__name__} does not predict the next token, so it has no loss on a text; "
+            "leave out --text."
+        )
+
+
+def _probe(model: Any, ids: Any) -> dict[str, Any]:
+    """The first tokens of the text, or tokens drawn at random, as the model takes them."""
+    import torch
+
+    config = model.config.get_text_config()
+    length = min(_PROBE, getattr(config, "max_position_embeddings", None) or _PROBE)
+    if ids is not None and len(ids) > 2:
+        rows = torch.from_numpy(ids[:length].astype("int64"))[None]
+    else:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(config.vocab_size, (2, length), generator=generator)
+    return (
+        {"input_ids": rows, "decoder_input_ids": rows}
+        if config.is_encoder_decoder
+        else {"input_ids": rows}
+    )
+
+
+def _score(
+    model: Any, choice: "Choice | None", ids: Any, size: int, context: int, tokens: int
+) -> "Score":
+    """How well the model predicts the text by its own attention (None), or by ours."""
+    from contextlib import nullcontext
+
+    from torch import Tensor, nn
+
+    from fenchel.attention import attach
+    from fenchel.evaluate import score
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids_BT: Tensor) -> Tensor:
+            logits: Tensor = model(input_ids=ids_BT, use_cache=False).logits
+            return logits
+
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or context
+    with nullcontext() if choice is None else attach(model, choice):
+        return score(
+            Logits(), ids, bytes=size, context=min(context, longest), limit=tokens, batch=4
+        )
+
+
+def _plain(kind: str, proof: "Proof") -> dict[str, Any]:
+    from fenchel.attention.attached import record
+
+    return {
+        "model": kind,
+        "map": record(proof.choice),
+        "layers": [layer._asdict() for layer in proof.layers],
+        "calls": proof.calls,
+        "masks": list(proof.masks),
+        "softmax_difference": proof.softmax_difference,
+        "tolerance": proof.tolerance,
+        "change": proof.change,
+    }
+
+
+def _lines(directory: Path, kind: str, proof: "Proof") -> list[str]:
+    alike = Counter((one.kind, one.calls, ", ".join(one.masks)) for one in proof.layers)
+    wide = max(len(name) for name, _, _ in alike)
+    return [
+        f"{directory}: {kind}, every attention layer by {proof.choice}",
+        f"{'layers':>6}  {'class':<{wide}}  {'calls each':>10}  mask",
+        *(
+            f"{count:6}  {name:<{wide}}  {calls:10}  {mask}"
+            for (name, calls, mask), count in alike.items()
+        ),
+        f"our softmax against eager   {proof.softmax_difference:.1e}"
+        f" (largest difference; {proof.tolerance:.1e} allowed)",
+        f"the new map against eager   {proof.change:.1e}",
+    ]
+
+
+def _score_lines(scores: Mapping[str, "Score"]) -> list[str]:
+    rows = [
+        f"{name:<12}{one.loss:10.4f}{one.perplexity:14.2f}{one.bits_per_byte:15.4f}"
+        for name, one in scores.items()
+    ]
+    return ["", f"{'':<12}{'loss':>10}{'perplexity':>14}{'bits per byte':>15}", *rows]

@@ -1,0 +1,147 @@
+"""fenchel inspect: what a checkpoint's attention does on a text."""
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from fenchel.cli.console import Console
+
+if TYPE_CHECKING:
+    from fenchel.inspection import Inspection
+
+PAGE = Path("inspection.html")
+
+
+def run(
+    directory: Path,
+    /,
+    *,
+    text: str,
+    out: Path | None = None,
+    max_tokens: int | None = None,
+    layers: str | None = None,
+    heads: str | None = None,
+    blocks: bool = True,
+    branches: Annotated[bool, Parameter(negative="")] = False,
+    rows: Annotated[bool, Parameter(negative="")] = False,
+    iterations: int | None = None,
+    tolerance: float = 0.05,
+    device: str | None = None,
+    seed: int = 0,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """What a checkpoint's attention does on a text: a table, JSON and a page.
+
+    Parameters
+    ----------
+    directory
+        A run directory, or a Hugging Face directory with safetensors and tokenizer.json.
+    text
+        "sotu", "kjv", a text file, a folder or a .jsonl file; its beginning is read.
+    out
+        The page; inspection.html when left out, and none with --json.
+    max_tokens
+        Read this many tokens of a longer text.
+    layers
+        Only these layers, counted from 1: 3 or 1-4,12.
+    heads
+        Only these heads of every layer, counted from 1.
+    blocks
+        Differentiate blocks and network too, which takes most of the time.
+    branches
+        Also the attention and the MLP of each block alone.
+    rows
+        With --json: the numbers of every row, not only their quantiles.
+    iterations
+        Pairs of products a spectral norm takes at the most; 30 for small models, 10 for large ones.
+    tolerance
+        A bracket narrower than this ends earlier.
+    device
+        "cpu" or "cuda"; the GPU where there is one.
+    seed
+        The same seed gives the same numbers.
+    json
+        Print one JSON object instead of a table.
+    """
+    chosen = [numbers(words, name) for words, name in ((layers, "--layers"), (heads, "--heads"))]
+    target = out if json else out or PAGE
+    if target is not None:
+        require_ours(target)
+
+    import torch
+
+    from fenchel.inspection import inspect, open_subject
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"there is no device {device!r} here; give cpu.")
+    console = Console(quiet=json)
+    subject = open_subject(directory)
+    found = inspect(
+        subject,
+        text,
+        max_tokens=max_tokens,
+        layers=chosen[0],
+        heads=chosen[1],
+        blocks=blocks,
+        branches=branches,
+        rows=rows,
+        iterations=iterations,
+        tolerance=tolerance,
+        device=device,
+        seed=seed,
+        watch=console.stage,
+    )
+    console.bars.stop()
+    if target is not None:
+        from fenchel.files import write_atomic
+        from fenchel.report.inspection import render
+
+        write_atomic(target, render(found.plain(maps=True)))
+    if json:
+        print(json_format.dumps(found.plain()))
+        return 0
+    _show(found, console)
+    console.say(f"Page  {target}")
+    return 0
+
+
+def numbers(words: str | None, name: str) -> list[int] | None:
+    """ "1-3,7" as numbers; None for all.
+
+    >>> numbers("1-3,7", "--layers")
+    [1, 2, 3, 7]
+    """
+    if words is None:
+        return None
+    found: list[int] = []
+    for part in words.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()):
+            raise ValueError(f"{name} takes numbers such as 3 or 1-4,12; got {words!r}.")
+        last = int(high) if dash else int(low)
+        if last - int(low) > 10_000:
+            raise ValueError(f"{name} {words} names more than any model has.")
+        found += range(int(low), last + 1)
+    return found
+
+
+def require_ours(path: Path) -> None:
+    """Refuse to write over a file that is not a page of ours, or into no folder."""
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} in.")
+    if path.exists():
+        head = path.open("rb").read(4096) if path.is_file() else b""
+        if b'name="generator" content="fenchel"' not in head:
+            raise ValueError(f"{path} is there and is no page of fenchel; choose another --out.")
+
+
+def _show(found: "Inspection", console: Console) -> None:
+    from fenchel.cli.inspection_tables import tables
+
+    for table in tables(found):
+        console.terminal.print(table)
+    for sentence in (found.precision.statement,) if found.precision else ():
+        console.say(sentence)

@@ -1,0 +1,123 @@
+"""The reliability diagram of a model as a page in one file.
+
+Each bin of predictions is a point: how sure the model was (to the right) and how often it was right
+(upwards). On the diagonal the two agree; below it the model is too sure, above it too modest. The
+area of a point is its share of the predictions. The picture is drawn here, without a script.
+"""
+
+from fenchel.evaluate import Bin, Calibration, Confidence
+from fenchel.report.document import Part, document
+from fenchel.report.markup import Html, details, element, join, notes, shorten, table
+from fenchel.report.quantities import figure
+
+_SIDE, _LEFT, _TOP = 320, 40, 10
+_RADIUS = 14.0  # of a point that holds every prediction
+
+
+def page(name: str, text: str, found: Confidence) -> str:
+    """The whole page as text."""
+    kinds = {"as it is": found.plain}
+    if found.scaled is not None:
+        kinds[f"at T = {found.temperature:.3f}"] = found.scaled
+    figure_ = element(
+        "figure",
+        element(
+            "figcaption",
+            element("h3", "Confidence and accuracy"),
+            element("p", "Right: how sure. Up: how often right. Dashed: calibrated."),
+        ),
+        _picture(kinds),
+        *(details(f"Bins {kind}", _bins(kind, one)) for kind, one in kinds.items()),
+        class_="half",
+    )
+    beside = element("div", _sentences(found), _measures(kinds), class_="half")
+    charts = element("div", figure_, beside, class_="charts")
+    part = Part(anchor="reliability", title="Reliability", body=charts)
+    header = join(
+        (
+            element("p", element("span", "fenchel", class_="mark"), " calibration", class_="over"),
+            element("h1", shorten(name, 200)),
+            element("p", f"on {shorten(text, 200)}", class_="lead"),
+        )
+    )
+    return document(title=f"{shorten(name, 200)} · calibration", header=header, parts=[part])
+
+
+def _sentences(found: Confidence) -> Html:
+    fitted = (
+        f"The temperature {found.temperature:.4g} was fitted by the loss on {found.fitted_on:,} "
+        "predictions of the first half of the text; everything here is measured on the second."
+    )
+    none = "No finite temperature is best on the first half of the text, so none was applied."
+    return notes([fitted if found.scaled is not None else none])
+
+
+def _picture(kinds: dict[str, Calibration]) -> Html:
+    told = "; ".join(f"{kind}: ECE {one.ece:.4f}" for kind, one in kinds.items())
+    marks = [0.0, 0.25, 0.5, 0.75, 1.0]
+    parts: list[Html] = []
+    for value in marks:
+        parts += [
+            element("line", x1=_x(0.0), x2=_x(1.0), y1=_y(value), y2=_y(value), class_="rule"),
+            element("text", f"{value:g}", x=_LEFT - 8, y=_y(value), class_="end"),
+            element("text", f"{value:g}", x=_x(value), y=_y(0.0) + 16, class_="middle"),
+        ]
+    parts.append(
+        element("line", x1=_x(0.0), y1=_y(0.0), x2=_x(1.0), y2=_y(1.0), class_="reference r0")
+    )
+    for tone, (kind, one) in enumerate(kinds.items()):
+        parts += _points(one, tone)
+        parts.append(element("text", kind, x=_LEFT + 26, y=_TOP + 14 + 18 * tone, class_="label"))
+        parts.append(_dot(_LEFT + 14, _TOP + 14 + 18 * tone, 5.0, tone))
+    size = f"0 0 {_LEFT + _SIDE + 20} {_TOP + _SIDE + 30}"
+    return element("svg", *parts, viewBox=size, role="img", aria_label=told)
+
+
+def _points(one: Calibration, tone: int) -> list[Html]:
+    route = " ".join(
+        f"{'L' if i else 'M'}{_x(b.confidence)} {_y(b.accuracy)}" for i, b in enumerate(one.bins)
+    )
+    line = element("path", d=route, class_=f"line s{tone}")
+    return [line, *(_point(b, one.predictions, tone) for b in one.bins)]
+
+
+def _point(one: Bin, total: int, tone: int) -> Html:
+    radius = max(2.0, _RADIUS * (one.size / total) ** 0.5)
+    return _dot(_x(one.confidence), _y(one.accuracy), radius, tone)
+
+
+def _dot(x: float, y: float, radius: float, tone: int) -> Html:
+    return element("circle", cx=str(x), cy=str(y), r=f"{radius:.1f}", class_=f"dot s{tone}")
+
+
+def _x(value: float) -> int:
+    return round(_LEFT + _SIDE * value)
+
+
+def _y(value: float) -> int:
+    return round(_TOP + _SIDE * (1.0 - value))
+
+
+def _bins(kind: str, one: Calibration) -> Html:
+    rows = [
+        (f"{b.low:.3f} to {b.high:.3f}", f"{b.size:,}", figure(b.confidence), figure(b.accuracy))
+        for b in one.bins
+    ]
+    head = ("confidence", "predictions", "mean confidence", "accuracy")
+    return table(head, rows, caption=f"Bins {kind}; empty ones are left out")
+
+
+def _measures(kinds: dict[str, Calibration]) -> Html:
+    names = {
+        "loss": "loss, nats",
+        "brier": "Brier score",
+        "accuracy": "accuracy",
+        "confidence": "mean confidence",
+        "ece": "ECE, bins of equal width",
+        "ece_mass": "ECE, bins of equal mass",
+    }
+    rows = [
+        (told, *(figure(getattr(one, name)) for one in kinds.values()))
+        for name, told in names.items()
+    ]
+    return table(("", *kinds), rows, caption="Measured on the second half of the text")

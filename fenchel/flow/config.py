@@ -1,0 +1,83 @@
+"""The settings of a whole run, what of them a resume may change, and who watches it."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from fenchel.config import from_mapping
+from fenchel.data import TextConfig
+from fenchel.model import ModelConfig
+from fenchel.optim import OptimConfig
+from fenchel.train import Listener, TrainConfig
+
+HARMLESS = {
+    f"train.{name}"
+    for name in "log_every evaluate_every evaluate_tokens save_every keep patience log".split()
+}
+"""Settings that no weight depends on."""
+FIXED = {
+    "optim.optimiser": "its state belongs to the one that wrote it",
+    "train.budget": "it was turned into steps when the run began, so give --steps",
+}
+"""Settings besides the model's and the text's that a resume cannot change, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Every setting of a run, by stage."""
+
+    seed: int = 0
+    """The only source of chance: initial weights, order of batches, dropout, the sample."""
+    text: TextConfig = field(default_factory=TextConfig)
+    model: ModelConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+class Watch(Listener, Protocol):
+    """A listener that also sees the stages before training."""
+
+    def stage(self, what: str, done: int, total: int) -> None:
+        """``done`` of ``total`` of something slow."""
+
+
+def settings(mapping: Mapping[str, Any]) -> RunConfig:
+    """Nested plain values to settings; the vocabulary is the tokenizer's unless given."""
+    model = dict(mapping.get("model", {}))
+    text = mapping.get("text", {})
+    model.setdefault("vocabulary", text.get("vocabulary", TextConfig().vocabulary))
+    return from_mapping(RunConfig, {**mapping, "model": model})
+
+
+def changed(before: Mapping[str, Any], changes: Mapping[str, Any], watch: Watch) -> RunConfig:
+    """Settings of a run with some of them changed: refused where the state would not fit."""
+    after = {key: dict(v) if isinstance(v, Mapping) else v for key, v in before.items()}
+    told = []
+    for section, values in changes.items():
+        for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+            name = f"{section}.{key}" if key else section
+            place = after.setdefault(section, {}) if key else after
+            if not isinstance(place, dict):
+                raise ValueError(f"there is no setting {name!r}.")
+            if place.get(key or section) == value:
+                continue
+            if section in ("model", "text") or name in FIXED:
+                instead = FIXED.get(name, "start a new run instead")
+                raise ValueError(f"{name} cannot change in a run that has begun; {instead}.")
+            place[key or section] = value
+            exactly = "" if name in HARMLESS else ", no longer bit for bit as begun"
+            told.append(f"{name} is now {value}: the run goes on{exactly}.")
+    config = settings(after)
+    for sentence in told:
+        watch.say(sentence)
+    return config
+
+
+def fresh_path(parent: Path, config: RunConfig) -> Path:
+    """A folder name for a run that begins now: runs/2026-11-15_143205_sotu."""
+    name = f"{time.strftime('%Y-%m-%d_%H%M%S')}_{Path(config.text.source).stem or 'text'}"
+    names = (name if n == 1 else f"{name}_{n}" for n in count(1))
+    return next(parent / name for name in names if not (parent / name).exists())

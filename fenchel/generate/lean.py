@@ -1,0 +1,226 @@
+"""One token of every sequence through a plain decoder, with nothing made twice.
+
+    y = norm(x);   q, k, v = y W_qkv^T;   q, k turned;   x = x + attend(q, keys, values) W_o^T
+    y = norm(x);   x = x + (f(y W_gate^T) * (y W_up^T)) W_down^T
+
+A small model that reads one token spends more time on being called than on computing: each
+operation costs some microseconds however few numbers it has. So here all memory is taken once,
+the views into it are made once, weights are turned once (as views), and results are written
+where they are needed: under thirty operations a layer instead of forty, and no modules between.
+
+A query sees everything that the cache hands out: a window is the cache's business, and the fill
+of unequal prompts is a mask. The R = H / G query heads that share keys stand under one another
+as R queries of one head, so no key is repeated.
+
+It is the forward pass of fenchel/model for T = 1 and for the settings in ``VARIES``; ``why_not``
+says what else a model has, and then the model reads by itself.
+
+B sequences, M width of the stream, H heads, G heads of keys, D width of a head, F width of the MLP.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
+
+from fenchel.attention import attend
+from fenchel.generate.cache import KeyValueCache
+from fenchel.model import ModelConfig, Transformer
+from fenchel.model.block import Attention, Block
+from fenchel.model.mlp import ACTIVATIONS, Mlp
+from fenchel.model.norm import RMSNorm
+from fenchel.model.turning import Turning
+
+VARIES = frozenset(
+    """vocabulary context width layers heads kv_heads head_size hidden norm positions rotary_base
+    rotary_scaling rotary_factor rotary_trained rotary_slow rotary_fast rotary_attention
+    rotary_truncate windows score_scale mlp tied bias qkv_bias dropout attention_dropout mlp_dropout
+    epsilon alpha initial initial_std initial_qk initial_depth""".split()
+)
+"""Settings that this page reads or that do not matter to a trained model; others must be usual."""
+USUAL = (attend.__kwdefaults__ or {})["choice"]
+"""Softmax, as ``attend`` makes it unless told otherwise; the fused kernel knows no other."""
+POSITIONS = ("rotary", "learned", "none")
+_OURS = {Transformer, Block, Attention, Mlp, RMSNorm}
+_KNOWN = {*_OURS, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList}
+
+
+def why_not(model: Transformer) -> str | None:
+    """The first reason why a model cannot be read by ``Lean``, or None."""
+    config, table = model.config, model.read_weight
+    for field in fields(ModelConfig):
+        value = getattr(config, field.name)
+        if field.name not in VARIES and value != field.default:
+            return f"{field.name} is {value!r}"
+    if config.positions not in POSITIONS:
+        return f"positions are {config.positions!r}"
+    if table.device.type != "cpu" or table.dtype not in (torch.float32, torch.float64):
+        return f"it is in {table.dtype} on {table.device.type}"
+    if torch.is_autocast_enabled(table.device.type):
+        return "autocast changes dtypes on the way"
+    if any(p.dtype != table.dtype for p in model.parameters()):
+        return "its parameters are of several kinds"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"somebody watches its {type(module).__name__}"
+        if type(module) not in _KNOWN:
+            return f"it has a {type(module).__name__}"
+        if isinstance(module, Attention) and module.choice != USUAL:
+            return f"a layer chooses by {module.choice}"
+    return None
+
+
+class _Map(NamedTuple):
+    """y = x W^T + b, ready for ``mm``."""
+
+    turned: Tensor
+    bias: Tensor | None
+
+    def into(self, y: Tensor, x: Tensor) -> None:
+        if self.bias is None:
+            torch.mm(x, self.turned, out=y)
+        else:
+            torch.addmm(self.bias, x, self.turned, out=y)
+
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        y.addmm_(x, self.turned)
+        if self.bias is not None:
+            y.add_(self.bias)
+
+
+Norm = RMSNorm | nn.LayerNorm
+
+
+class _Layer(NamedTuple):
+    """The weights of a block in the order in which they are used."""
+
+    before: Norm
+    qkv: _Map
+    out: _Map
+    between: Norm
+    gate: _Map | None
+    up: _Map
+    down: _Map
+
+
+def _layer(block: nn.Module) -> _Layer:
+    assert isinstance(block, Block)
+    assert isinstance(block.mlp, Mlp)
+    look, think = block.attention, block.mlp
+    return _Layer(
+        _norm(block.attention_norm),
+        _map(look.qkv),
+        _map(look.out),
+        _norm(block.mlp_norm),
+        None if think.gate is None else _map(think.gate),
+        _map(think.up),
+        _map(think.down),
+    )
+
+
+def _map(layer: nn.Linear) -> _Map:
+    return _Map(layer.weight.t(), layer.bias)
+
+
+def _norm(module: nn.Module | None) -> Norm:
+    assert isinstance(module, RMSNorm | nn.LayerNorm)
+    return module
+
+
+class Lean:
+    """Reads one token of each of ``batch`` sequences at a time, into a cache."""
+
+    def __init__(self, model: Transformer, cache: KeyValueCache, *, batch: int) -> None:
+        assert why_not(model) is None
+        config, table = model.config, model.read_weight
+        self.config, self.cache, self.embed = config, cache, model.embed.weight
+        self.place = None if model.place is None else model.place.weight
+        self.read_weight, self.norm = table, _norm(model.norm)
+        self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
+        self.turning = Turning(config) if config.positions == "rotary" else None
+        self.layers = [_layer(block) for block in model.blocks]
+        self._take_memory(batch)
+
+    def step(self, token_B: Tensor, present_BS: Tensor | None = None) -> Tensor:
+        """Logits behind the next token of each sequence: (B,) -> (B, V).
+
+        ``present_BS`` as in the model's forward. The logits are good until the next step.
+        """
+        cache, x = self.cache, self.x
+        position_B = None if present_BS is None else present_BS.sum(-1) - 1
+        torch.index_select(self.embed, 0, token_B, out=x)
+        if self.place is not None:
+            x.add_(self.place[cache.length if position_B is None else position_B])
+        turn = self._turn(position_B)
+        scale = self.config.score_scale
+        for number, layer in enumerate(self.layers):
+            y = self._normed(layer.before)
+            layer.qkv.into(self.made, y)
+            if turn is not None:
+                cos, first, second = turn
+                torch.mul(self.qk, cos, out=self.turned)
+                self.turned_first.addcmul_(self.second, first)
+                self.turned_second.addcmul_(self.first, second)
+            keys, values = cache.append(number, self.k, self.v)
+            mask = None
+            if present_BS is not None:
+                mask = present_BS[:, None, None, -keys.shape[2] :]
+            mixed = scaled_dot_product_attention(self.q, keys, values, mask, scale=scale)
+            layer.out.add_to(x, mixed.reshape(self.mixed))
+            y = self._normed(layer.between)
+            layer.up.into(self.wide, y)
+            if layer.gate is None:
+                wide = self.activation(self.wide)
+            else:
+                layer.gate.into(self.gated, y)
+                wide = self.activation(self.gated).mul_(self.wide)
+            layer.down.add_to(x, wide)
+        cache.advance(1)
+        y = self._normed(self.norm)
+        # The table first: for a few sequences this order is up to twice as quick as the other.
+        return torch.mm(self.read_weight, y.t()).t()
+
+    def _normed(self, norm: Norm) -> Tensor:
+        """The stream as a branch reads it, (B, M)."""
+        x, r = self.x, self.size
+        if isinstance(norm, nn.LayerNorm):
+            return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        vector_norm(x, 2, -1, True, out=r)
+        torch.addcmul(self.epsilon, r, r, value=1.0 / x.shape[-1], out=r).rsqrt_()
+        return torch.mul(x, r, out=self.y).mul_(norm.weight)
+
+    def _turn(self, position_B: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+        """cos, and sin for the first and the second half of a head; each broadcasts to heads."""
+        if self.turning is None:
+            return None
+        start = self.cache.length
+        if position_B is None:
+            cos, sin = self.turning.between(start, start + 1, self.x)
+        else:
+            cos, sin = (
+                t.squeeze(1) for t in self.turning.at(position_B[:, None], start + 1, self.x)
+            )
+        first, second = sin.chunk(2, -1)
+        return cos, first, second
+
+    def _take_memory(self, B: int) -> None:
+        c = self.config
+        H, G, D, M, F = c.heads, c.groups, c.head_width, c.width, c.mlp_width
+        new = self.embed.new_empty
+        self.x, self.y, self.wide, self.gated = new(B, M), new(B, M), new(B, F), new(B, F)
+        self.size, self.epsilon = new(B, 1), self.embed.new_full((B, 1), c.epsilon)
+        self.made, self.mixed = new(B, (H + 2 * G) * D), (B, H * D)
+        heads = self.made.view(B, H + 2 * G, D)
+        self.qk, self.v = heads[:, : H + G], heads[:, H + G :].unsqueeze(2)
+        # Turning (a, b) is (a, b) (c, c) + (b, a) (-s, s): each half takes from the other.
+        self.turned = self.qk
+        if self.turning is not None:
+            self.turned = new(B, H + G, D)
+            self.first, self.second = self.qk.chunk(2, -1)
+            self.turned_first, self.turned_second = self.turned.chunk(2, -1)
+        self.q = self.turned.narrow(1, 0, H).view(B, G, H // G, D)
+        self.k = self.turned[:, H:].unsqueeze(2)

@@ -1,0 +1,122 @@
+"""A model that has read something and reads on, past the end of its context.
+
+Every position is read once, into the cache. When the model's context is full, the newest half
+of it is read again into an empty cache and reading goes on: text of any length comes out, each
+token with at least half a context behind it. In a batch of unequal prompts that happens to all
+at once, when the longest is full.
+
+Shapes: ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position.
+"""
+
+import torch
+from torch import Tensor
+
+from fenchel.generate.cache import KeyValueCache, Kind
+from fenchel.generate.fixed import RECORDERS, FixedStep, Record
+from fenchel.generate.lean import Lean, why_not
+from fenchel.generate.prompts import Prompts
+from fenchel.model import Transformer
+
+
+class Reader:
+    """Reads for one call of ``generate``: ``count`` tokens behind ``prompts``.
+
+    An encoder reads the ``source`` first. The last ``spare`` positions can be taken back.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Prompts,
+        *,
+        count: int,
+        source: Prompts | None = None,
+        kind: Kind = "model",
+        spare: int = 0,
+        record: Record | None = None,
+    ) -> None:
+        self.model, self.context = model, model.config.context
+        B, T = prompts.ids.shape
+        self.room = min(self.context, T + count)
+        table = model.read_weight
+        self.cache = KeyValueCache(
+            model.config,
+            batch=B,
+            positions=self.room,
+            dtype=table.dtype,
+            device=table.device,
+            kind=kind,
+            spare=spare,
+        )
+        self._record, self._to_take = record, True
+        self._fixed: FixedStep | None = None
+        self._lean = Lean(model, self.cache, batch=B) if why_not(model) is None else None
+        self.fill_B: Tensor | None = None
+        """How many slots at the left of each sequence are absent."""
+        if prompts.present is not None:
+            self.fill_B = (~prompts.present).sum(-1)
+        self._place_fill()
+        self.memory: tuple[Tensor | None, Tensor | None] = None, None
+        """What an encoder made of the source, and where it is real."""
+        self._source = source
+
+    @property
+    def left(self) -> int:
+        """How many positions can be read before the context is full."""
+        return self.room - self.cache.length
+
+    def begin(self, said_BN: Tensor, most: int) -> Tensor:
+        """What is to be read of ``said_BN``, its last ``most`` positions, into an empty cache."""
+        if self._source is not None:
+            ids, present = self._source
+            self.memory = self.model.encode(ids, present_BS=present), present
+            self._source = None  # once is enough
+        self.cache.clear()
+        self._to_take = True
+        gone = max(0, said_BN.shape[1] - most)
+        if self.fill_B is not None and gone:
+            self.fill_B = (self.fill_B - gone).clamp(min=0)
+            self._place_fill()
+        return said_BN[:, gone:]
+
+    def read(self, ids_BT: Tensor, *, last: bool = True) -> Tensor:
+        """Read on; logits of the ``last`` position or of all that are new."""
+        present_BS = None
+        if self._present_BR is not None:
+            present_BS = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
+        if self._record is not None and ids_BT.shape[1] == 1 and self.cache.length:
+            return self._replay(self._record, ids_BT)
+        if self._lean is not None and ids_BT.shape[1] == 1:
+            return self._lean.step(ids_BT[:, 0], present_BS).unsqueeze(1)
+        memory_BSM, memory_present_BS = self.memory
+        logits_BTV: Tensor = self.model(
+            ids_BT,
+            cache=self.cache,
+            present_BS=present_BS,
+            memory_BSM=memory_BSM,
+            memory_present_BS=memory_present_BS,
+            last=last,
+        )
+        return logits_BTV
+
+    def _replay(self, record: Record, ids_BT: Tensor) -> Tensor:
+        """``read`` of one token by a recorded step, which has a cache of its own."""
+        if self._fixed is None:
+            recorder = RECORDERS[record]
+            self._fixed = FixedStep(self.model, self.cache, batch=len(ids_BT), record=recorder)
+        if self._to_take:
+            self._fixed.cache.take(self.cache, self.fill_B)
+            self._to_take = False
+        self.cache.advance(1)  # counted here, held there
+        return self._fixed.step(ids_BT[:, 0]).unsqueeze(1)
+
+    def take_back(self, positions: int) -> None:
+        """Forget the last positions read."""
+        if positions:
+            self.cache.rewind(self.cache.length - positions)
+
+    def _place_fill(self) -> None:
+        self._present_BR: Tensor | None = None
+        if self.fill_B is not None and bool(self.fill_B.any()):
+            slots_R = torch.arange(self.room, device=self.fill_B.device)
+            self._present_BR = slots_R >= self.fill_B.unsqueeze(-1)

@@ -1,0 +1,118 @@
+"""When to stop: at a token, or at a string.
+
+A stop string may be split over tokens, and a token may hold more than its end. Of a text that
+arrives in pieces, what is handed out is certain to stand before any stop string: the longest
+end of it that begins a stop string is held back until the next piece decides.
+
+Of several stop strings the one that is complete first counts, and of those that end at one
+place the longest; so the answer does not depend on how the text was cut into pieces.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from fenchel.generate.spelling import Spelling
+
+
+class StopStrings:
+    """Feed text piece by piece; what stands before the first stop string comes out."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise ValueError("a stop string is empty, and would stop before anything is written.")
+        self.stops = tuple(stops)
+        self.held = ""
+        self.found = False
+
+    def add(self, piece: str) -> str:
+        """The text that this piece makes certain; none after a stop string was found."""
+        if self.found:
+            return ""
+        text = self.held + piece
+        ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self.stops if stop in text]
+        if ends:
+            end, less = min(ends)
+            self.found, self.held = True, ""
+            return text[: end + less]
+        cut = len(text) - self._undecided(text)
+        self.held = text[cut:]
+        return text[:cut]
+
+    def rest(self) -> str:
+        """What was held back when nothing more comes."""
+        held, self.held = self.held, ""
+        return held
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max(map(len, self.stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self.stops):
+                return size
+        return 0
+
+
+class Telling:
+    """Ids to text that is certain, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._spelling = Spelling(tokenizer)
+        self._strings = StopStrings(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was written."""
+        return self._strings.found
+
+    def add(self, token: int) -> str:
+        """The text that this token makes certain, perhaps none."""
+        return self._strings.add(self._spelling.add(token))
+
+    def rest(self) -> str:
+        """What was held back to the end."""
+        return self._strings.add(self._spelling.rest()) + self._strings.rest()
+
+
+class Stops:
+    """Which sequences of a batch have stopped, and how long each became.
+
+    ``ids_BT`` are the prompts; only what is new can stop a sequence.
+    """
+
+    def __init__(
+        self, stop: Sequence[int | str], tokenizer: Tokenizer | None, ids_BT: Tensor
+    ) -> None:
+        strings = [one for one in stop if isinstance(one, str)]
+        numbers = [one for one in stop if not isinstance(one, str)]
+        self._tellings: list[Telling] = []
+        if strings:
+            if tokenizer is None:
+                raise ValueError(f"to stop at {strings[0]!r} give the tokenizer that spells it.")
+            self._tellings = [Telling(tokenizer, strings) for _ in ids_BT]
+        self._ids = torch.tensor(numbers, dtype=ids_BT.dtype, device=ids_BT.device)
+        self._any = bool(stop)
+        self._last_B = ids_BT[:, -1]
+        self._stopped_B = torch.zeros_like(self._last_B, dtype=torch.bool)
+        self.counts_B = torch.zeros_like(self._last_B)
+        """How many tokens each sequence took, the one that stopped it among them."""
+
+    def take(self, token_B: Tensor) -> Tensor:
+        """The next token of each sequence; one that has stopped repeats its last."""
+        if not self._any:
+            self.counts_B = self.counts_B + 1
+            return token_B
+        self.counts_B = self.counts_B + ~self._stopped_B
+        token_B = self._last_B = torch.where(self._stopped_B, self._last_B, token_B)
+        self._stopped_B = self._stopped_B | torch.isin(token_B, self._ids)
+        for b, telling in enumerate(self._tellings):
+            telling.add(int(token_B[b]))
+            if telling.stopped:
+                self._stopped_B[b] = True
+        return token_B
+
+    def all_stopped(self) -> bool:
+        """Whether nobody goes on."""
+        return self._any and bool(self._stopped_B.all())

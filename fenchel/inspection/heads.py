@@ -1,0 +1,192 @@
+"""Every head of a layer: its rows, and how far its outputs can move.
+
+With o = attend(q, k, v) of one head, sigma in q, k, v and all three together is the spectral norm
+of the derivative of o in them, bracketed by Golub-Kahan on streamed products. The derivative in v
+is the matrix of weights for every column of v alike, so one column is enough for its norm.
+
+Which of the three rules says what the head is exposed to: "query" (a query chooses otherwise
+because it moved), "key" (queries choose otherwise because keys moved) or "mixing" (what is chosen
+moved). ``bound`` is the covariance bound in its cheap form: sure, and never below sigma.
+
+Heads are measured a few at a time, so that their weights stay near the cores.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fenchel.attention import Prior
+from fenchel.attention.prior import Place
+from fenchel.inspection.held import derivative
+from fenchel.inspection.rows import Rows, rows
+from fenchel.inspection.subject import Attention
+from fenchel.inspection.values import Bracket, Head, Method, Spread
+from fenchel.sensitivity import spectral_norm
+from fenchel.sensitivity.attention import AttentionJacobian
+from fenchel.sensitivity.bounds.covariance import Terms, terms
+from fenchel.sensitivity.operator import Operator
+
+_WEIGHTS = {"cpu": 1 << 21, "cuda": 1 << 26}  # of the heads measured together
+_CAUSES = {"q": "query", "k": "key", "v": "mixing"}
+_SPREADS = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
+
+
+@dataclass(frozen=True, eq=False)
+class OfHeads(Prior):
+    """Some heads of a prior that differs between them, such as ALiBi's."""
+
+    whole: Prior
+    chosen: tuple[int, ...]
+    H: int
+
+    def admits(self, at: Place) -> Tensor | None:
+        """As the head it was."""
+        return self.whole.admits(self._there(at))
+
+    def bias(self, at: Place) -> Tensor | None:
+        """As the head it was."""
+        return self.whole.bias(self._there(at))
+
+    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """The same for every head."""
+        return self.whole.reach(first, last, S)
+
+    def varies(self) -> bool:
+        """Between heads."""
+        return True
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """The whole prior fits all heads."""
+        self.whole.check(B, self.H, T, S)
+
+    def _there(self, at: Place) -> Place:
+        return at._replace(h=torch.tensor(self.chosen, device=at.h.device)[at.h])
+
+
+class Capped(Operator):
+    """A derivative of attention whose sure upper bound is the cheap one, known beforehand."""
+
+    def __init__(self, J: AttentionJacobian, bound: Tensor) -> None:
+        self.J, self.bound = J, bound
+        self.domain, self.codomain = J.domain, J.codomain
+        self.dtype, self.device = J.dtype, J.device
+
+    def apply(self, v: Tensor) -> Tensor:
+        """J v."""
+        return self.J.apply(v)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """J^T u."""
+        return self.J.adjoint(u)
+
+    def ceiling(self) -> Tensor:
+        """The cheap covariance bound: (1, H)."""
+        return self.bound
+
+
+def heads(
+    call: Attention,
+    layer: int,
+    chosen: list[int],
+    method: Method,
+    generator: torch.Generator,
+    *,
+    with_rows: bool = False,
+) -> Iterator[Head]:
+    """The heads ``chosen`` (from 0) of the layer numbered ``layer`` (from 1)."""
+    T, S = call.q.shape[2], call.k.shape[2]
+    budget = _WEIGHTS.get(call.q.device.type, 1 << 26)
+    together = max(1, budget // (T * S))
+    for first in range(0, len(chosen), together):
+        some = chosen[first : first + together]
+        part = only(call, some)
+        told = rows(part)
+        sigma, bound = sensitivities(part, method, generator)
+        for place, head in enumerate(some):
+            of_q = {name: bracket[place] for name, bracket in sigma.items()}
+            yield _head(told, place, layer, head + 1, of_q, float(bound[place]), with_rows)
+
+
+def only(call: Attention, chosen: list[int]) -> Attention:
+    """The same call with some of its heads; shared keys and values once for each."""
+    H, G = call.q.shape[1], call.k.shape[1]
+    group = torch.tensor(chosen, device=call.q.device) // (H // G)
+    prior = call.prior
+    if prior is not None and prior.varies():
+        prior = OfHeads(prior, tuple(chosen), H)
+    return call._replace(q=call.q[:, chosen], k=call.k[:, group], v=call.v[:, group], prior=prior)
+
+
+def sensitivities(
+    call: Attention,
+    method: Method,
+    generator: torch.Generator,
+    *,
+    which: tuple[str, ...] = ("q", "k", "v", "qkv"),
+) -> tuple[dict[str, list[Bracket]], Tensor]:
+    """sigma in q, k, v and all of them, a list over heads each; the sure bound of the last."""
+    whole = derivative(call, each=True)
+    found = terms(whole.rows, whole.v.view(*whole.rows.lead, *whole.v.shape[1:]), cheap=True)
+    sigma = {}
+    for wrt in which:
+        v = whole.v[..., :1] if wrt == "v" else whole.v
+        J = AttentionJacobian(
+            whole.rows, v.view(*whole.rows.lead, *v.shape[1:]), wrt, True, axes=whole.rows.lead
+        )
+        bracket = spectral_norm(
+            Capped(J, _bound(found, wrt)),
+            tol=method.tolerance,
+            failure=method.failure,
+            iterations=method.iterations,
+            generator=generator,
+        )
+        ends = zip(bracket.lower[0].tolist(), bracket.upper[0].tolist(), strict=True)
+        sigma[wrt] = [Bracket(low, high, bracket.iterations) for low, high in ends]
+    return sigma, _bound(found, "qkv")[0]
+
+
+def _bound(found: Terms, wrt: str) -> Tensor:
+    parts = {"q": found.query, "k": found.key, "v": found.mixing}
+    squares = torch.stack([parts[name].double().square() for name in wrt])
+    return squares.sum(0).sqrt()
+
+
+def _head(
+    told: Rows,
+    place: int,
+    layer: int,
+    head: int,
+    sigma: dict[str, Bracket],
+    bound: float,
+    with_rows: bool,
+) -> Head:
+    numbers = {name: getattr(told, name)[place] for name in _SPREADS if name != "effective"}
+    numbers["effective"] = numbers["entropy"].exp()
+    top = told.columns[place].max(0)
+    ruling = max("qkv", key=lambda name: sigma[name].lower)
+    return Head(
+        layer=layer,
+        head=head,
+        **{name: spread(numbers[name]) for name in _SPREADS},
+        first=float(told.first[place].mean()),
+        itself=float(told.itself[place].mean()),
+        distance=float(told.distance[place].mean()),
+        column=float(top.values),
+        column_token=int(top.indices),
+        sigma=sigma,
+        dominant=_CAUSES[ruling],
+        bound=bound,
+        rows={name: numbers[name].tolist() for name in _SPREADS} if with_rows else {},
+    )
+
+
+def spread(x: Tensor) -> Spread:
+    """Quantiles and mean of the numbers that are there."""
+    x = x[~x.isnan()].double()
+    if not len(x):
+        return Spread(*(float("nan"),) * 6)
+    places = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=x.dtype, device=x.device)
+    least, low, median, high, most = torch.quantile(x, places).tolist()
+    return Spread(least, low, median, high, most, float(x.mean()))

@@ -1,0 +1,344 @@
+"""Any decoder or encoder that ``transformers`` can build, as a subject.
+
+One mechanism for every family: ``transformers`` lets an attention function be registered by name,
+and a model that is told this name hands it the queries, keys and values of every layer. Ours turns
+the mask into a prior, reports the call to the recorder that is listening, and answers with
+``fenchel.attention.attend``, which has derivatives in both directions and keeps no n by n weights.
+A family that does not ask the registry is refused, and so is one whose attention is not a plain
+choice (a cap on the scores, a sink that is no key): on the first tokens the model must agree with
+its own eager attention before anything is reported.
+
+The directory is data. Nothing in it is run, nothing outside of it is read, and it is looked over
+(``fenchel.inspection.weights``) before a model is built.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fenchel.attention import Causal, Dense, Prior, Window, attend
+from fenchel.choice import Softmax
+from fenchel.data import encode, load_tokenizer
+from fenchel.files import read_json
+from fenchel.inspection.held import ROOM, Held
+from fenchel.inspection.recorder import Given, Recorder, first_of
+from fenchel.inspection.subject import Attention, Branch, Map, Reading, Subject
+from fenchel.inspection.weights import Weights, look_over
+
+NAME = "fenchel"
+"""What our attention is called in the registry."""
+_SOFTMAX = Softmax()
+_ALTERS = {"softcap": "a cap on its scores", "s_aux": "a sink that is not a key"}
+_CHECKED = 64  # tokens on which the model must agree with its own eager attention
+_AGREES = 1e-4  # of the largest number in the stream, in float32
+_listening: ContextVar[Recorder | None] = ContextVar("listening", default=None)
+_held: ContextVar[Iterator[Held] | None] = ContextVar("held", default=None)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HuggingFace(Subject):
+    """A model of transformers whose attention is ours."""
+
+    reads_out: bool
+    """Whether it gives logits."""
+
+    def read(self, ids: Tensor) -> Reading:
+        """Run it once; its attention reports to the recorder."""
+        self._require_known(ids)
+        recorder = Recorder(self.model)
+        with _sentences(f"read this text with this {self.family!r} model", self.family):
+            self._require_agreement(ids[:, :_CHECKED])
+            self._note(recorder, ids)
+        found = tuple(recorder.passages)
+        if not found:
+            raise ValueError(_elsewhere(self.family))
+        room = sum(p.attention.q.shape[1] * ids.shape[1] ** 2 for p in found)
+        held = [Held(p.attention, keep=room <= ROOM) for p in found]
+        passages = tuple(
+            p._replace(near=_holding([one], p.block), attending=_hold(one, p.attending))
+            for one, p in zip(held, found, strict=True)
+        )
+        if not self.reads_out:
+            return Reading(passages, None, None)
+        logits = self._logits(ids, recorder.blocks[0])
+        return Reading(passages, logits, _holding(held, logits))
+
+    def encode(self, text: str, *, first: bool) -> list[int]:
+        """As the tokenizer itself frames a text; further ones are bare."""
+        ids = encode(self.tokenizer, text)
+        if not first:
+            return ids
+        framed = self.tokenizer.encode(text, add_special_tokens=True).ids
+        return list(framed)
+
+    def _note(self, recorder: Recorder, ids: Tensor) -> None:
+        token = _listening.set(recorder)
+        try:
+            with torch.no_grad(), recorder:
+                self.model(input_ids=ids, **_BARE)
+        finally:
+            _listening.reset(token)
+
+    def _logits(self, ids: Tensor, first: nn.Module) -> Map:
+        """x_0 -> logits of the last token: the whole model, its first block given x_0 instead."""
+
+        asks = signature(self.model.forward).parameters
+        last = {"logits_to_keep": 1} if "logits_to_keep" in asks else {}
+
+        def logits(x: Tensor) -> Tensor:
+            entered = False
+
+            def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                nonlocal entered
+                if entered:  # layers may be shared
+                    return None
+                entered = True
+                return Given(args, kwargs).swapped(x)
+
+            handle = first.register_forward_pre_hook(swap, with_kwargs=True)
+            try:
+                found: Tensor = self.model(input_ids=ids, **_BARE, **last).logits[0, -1]
+            finally:
+                handle.remove()
+            return found
+
+        return logits
+
+    def _require_known(self, ids: Tensor) -> None:
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        known, most = table.num_embeddings, int(ids.max())
+        if most >= known:
+            raise ValueError(
+                f"the tokenizer of {self.name} gives the id {most} and the model knows {known}; it "
+                "is not the tokenizer of this model."
+            )
+
+    @torch.no_grad()
+    def _require_agreement(self, ids: Tensor) -> None:
+        ours = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
+        config: Any = self.model.config
+        with _quiet():
+            self.model.set_attn_implementation("eager")  # type: ignore[operator]
+            try:
+                theirs = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
+            finally:
+                self.model.set_attn_implementation(NAME)  # type: ignore[operator]
+        assert config._attn_implementation == NAME
+        if not bool(theirs.isfinite().all()):
+            return  # which block it was is said later
+        size = float(theirs.abs().amax())
+        apart = float((ours - theirs).abs().amax())
+        if not apart <= _AGREES * max(size, 1e-30):
+            raise ValueError(
+                f"the family {self.family!r} does more in its attention than choose and mix: its "
+                f"own outputs differ from ours by {apart:.3g} of {size:.3g}, so it is not measured."
+            )
+
+
+def _holding(held: Sequence[Held], f: Map) -> Map:
+    """``f`` with its calls of attention answered by what is held, in their order."""
+
+    def near(x: Tensor) -> Tensor:
+        token = _held.set(iter(held))
+        try:
+            return f(x)
+        finally:
+            _held.reset(token)
+
+    return near
+
+
+def _hold(held: Held, branch: Branch | None) -> Branch | None:
+    return None if branch is None else branch._replace(f=_holding([held], branch.f))
+
+
+_BARE = {"use_cache": False, "return_dict": True}
+
+
+def open_hugging_face(folder: Path) -> HuggingFace | None:
+    """The model of a Hugging Face directory in float32; None where there is no config.json."""
+    if not (folder / "config.json").is_file():
+        return None
+    raw = read_json(folder / "config.json")
+    family = raw.get("model_type")
+    if "auto_map" in raw:
+        raise ValueError(f"{folder} brings code of its own (auto_map), which is not run.")
+    if not isinstance(family, str) or not family:
+        raise ValueError(f"{folder / 'config.json'} does not say its model_type.")
+    if raw.get("is_encoder_decoder"):
+        raise ValueError(
+            f"{family!r} is an encoder and a decoder; only one or the other can be inspected."
+        )
+    weights = look_over(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} holds no tokenizer.json; save the model's fast tokenizer there."
+        )
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    model, reads_out = _build(folder, raw, family, weights)
+    return HuggingFace(
+        name=folder.resolve().name,
+        family=family,
+        model=model,
+        tokenizer=tokenizer,
+        context=_context(model),
+        stored=weights.kind,
+        reads_out=reads_out,
+    )
+
+
+def _build(
+    folder: Path, raw: dict[str, Any], family: str, weights: Weights
+) -> tuple[nn.Module, bool]:
+    try:
+        import transformers
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.models.auto import modeling_auto
+    except ImportError:
+        raise ValueError(
+            "a Hugging Face directory is read through transformers: pip install 'fenchel[hf]'."
+        ) from None
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    if family not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"transformers {transformers.__version__} knows no family {family!r}.")
+    _require_depth(raw, weights, folder)
+    kinds = {
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family): "AutoModelForCausalLM",
+        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(family): "AutoModelForMaskedLM",
+    }
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    kind = kinds.get(architecture, "AutoModel") if isinstance(architecture, str) else "AutoModel"
+    with _quiet(), _sentences(f"build this {family!r} model", family):
+        model, told = getattr(transformers, kind).from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            attn_implementation=NAME,
+            output_loading_info=True,
+        )
+    missing = sorted(told["missing_keys"])
+    if kind == "AutoModel":
+        missing = [name for name in missing if "pooler" not in name]
+    if missing:
+        raise ValueError(f"{folder} lacks {missing[0]}, which its config.json asks for.")
+    return model.eval().requires_grad_(False), kind != "AutoModel"
+
+
+def _require_depth(raw: dict[str, Any], weights: Weights, folder: Path) -> None:
+    """Refuse a config of more layers than there are tensors, before as many are built."""
+    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        depth = raw.get(key, 1)
+        if not isinstance(depth, int) or not 0 < depth <= 4 * len(weights.shapes):
+            raise ValueError(
+                f"{folder / 'config.json'} asks for {key}={str(depth)[:40]} and the weights hold "
+                f"{len(weights.shapes)} tensors."
+            )
+
+
+def _context(model: Any) -> int | None:
+    text = model.config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What a module of transformers calls: (1, H, T, D) and so on -> (1, T, H, E)."""
+    held = _held.get()
+    if held is not None:
+        return next(held)(query, key, value).transpose(1, 2).contiguous(), None
+    for name, word in _ALTERS.items():
+        if rest.get(name) is not None:
+            raise ValueError(f"this family's attention has {word}, which cannot be inspected.")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    prior = prior_of(attention_mask, causal=bool(causal), window=sliding_window)
+    if position_bias is not None:
+        prior = Dense(position_bias) if prior is None else prior + Dense(position_bias)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    recorder = _listening.get()
+    if recorder is not None:
+        recorder.attended(Attention(query, key, value, _SOFTMAX, prior, scale))
+    out = attend(query, key, value, prior=prior, scale=scale, backend="blocked")
+    return out.transpose(1, 2).contiguous(), None
+
+
+def prior_of(mask: Tensor | None, *, causal: bool, window: int | None = None) -> Prior | None:
+    """A mask of transformers as a prior, by its name where it has one.
+
+    (1, 1, T, S): bool, True where a query may look; or floats that are added to the scores.
+    """
+    if mask is None:
+        return Causal() if causal else None
+    if mask.dtype != torch.bool:
+        closed = mask <= torch.finfo(mask.dtype).min / 2
+        if bool(((mask == 0) | closed).all()):
+            return prior_of(~closed, causal=causal, window=window)
+        return Dense(mask.masked_fill(closed, -torch.inf))
+    T, S = mask.shape[-2:]
+    known: list[Prior] = [Causal()]
+    if window is not None:
+        known += [Window(max(0, window - 1), 0), Window(window, 0)]
+    for prior in known:
+        if bool((mask == (prior.log(T, S, device=mask.device) == 0)).all()):
+            return prior
+    return None if bool(mask.all()) else Dense(mask)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without its remarks and bars, which are meant for its own users."""
+    from transformers.utils import logging as theirs
+
+    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(logging.CRITICAL)
+    theirs.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+        if bars:
+            theirs.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _sentences(doing: str, family: str) -> Iterator[None]:
+    """The one boundary to another library: whatever goes wrong there is a ValueError."""
+    try:
+        yield
+    except (MemoryError, ValueError):
+        raise
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own
+            raise ValueError(_elsewhere(family)) from None
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise ValueError(f"transformers cannot {doing}: {reason}.") from None
+
+
+def _elsewhere(family: str) -> str:
+    return (
+        f"the family {family!r} does not take its attention from the registry of transformers, "
+        "so it cannot be inspected."
+    )

@@ -1,0 +1,214 @@
+"""A subject and a text to an inspection: read once, then heads, blocks, network, precision.
+
+    open_subject(folder) -> Subject;   inspect(subject, source) -> Inspection
+
+The order is that of cost and of use: what is known of the heads is known before a block is
+differentiated, and ``watch`` hears of every step. Everything random is drawn from one seed.
+"""
+
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fenchel.inspection.heads import heads
+from fenchel.inspection.hugging_face import open_hugging_face
+from fenchel.inspection.layers import layer
+from fenchel.inspection.network import network
+from fenchel.inspection.precision import precision
+from fenchel.inspection.rows import weights
+from fenchel.inspection.run_directory import open_run
+from fenchel.inspection.subject import Attention, Passage, Reading, Subject
+from fenchel.inspection.text import words
+from fenchel.inspection.values import Head, Inspection, Layer, Maps, Method
+
+Watch = Callable[[str, int, int], None]
+"""Called with what is done, how much of it, and of how much."""
+
+OPENERS: tuple[Callable[[Path], Subject | None], ...] = (open_run, open_hugging_face)
+"""Who can make a subject of a folder, in the order they are asked; each says None to pass."""
+
+_MAP_BYTES = 4 << 20
+_MAP_SIZE = 128
+_SMALL = 1 << 20  # numbers in the streams before all blocks
+
+
+def open_subject(folder: str | Path) -> Subject:
+    """The model in a run directory or a Hugging Face directory."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"there is no directory {path}.")
+    for opener in OPENERS:
+        subject = opener(path)
+        if subject is not None:
+            return subject
+    raise ValueError(
+        f"{path} is neither a run directory (checkpoints/) nor a Hugging Face directory "
+        "(config.json)."
+    )
+
+
+def inspect(
+    subject: Subject,
+    source: str,
+    *,
+    max_tokens: int | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    blocks: bool = True,
+    branches: bool = False,
+    rows: bool = False,
+    tolerance: float = 0.05,
+    iterations: int | None = None,
+    failure: float = 1e-6,
+    device: str = "cpu",
+    seed: int = 0,
+    watch: Watch | None = None,
+) -> Inspection:
+    """Measure ``subject`` on the first tokens of ``source``.
+
+    ``layers`` and ``heads`` count from 1 and choose; ``blocks=False`` leaves the derivatives of
+    blocks and network out; ``branches`` adds those of each block's attention and MLP alone;
+    ``rows`` keeps the numbers of every row. ``iterations`` follow from the model's size if left
+    out.
+    """
+    text = words(subject, source, max_tokens)
+    clock, tell = _Clock(), watch or _nobody
+    generator = torch.Generator().manual_seed(seed)
+    subject.model.to(device)
+    with clock("reading"):
+        reading = subject.read(torch.tensor([text.ids], device=device))
+    require_finite(reading)
+    method = Method(
+        dtype="float32",
+        device=device,
+        algorithm="Golub-Kahan, Christoffel upper end",
+        tolerance=tolerance,
+        iterations=affordable(reading) if iterations is None else iterations,
+        failure=failure,
+        seed=seed,
+    )
+    L, H = len(reading.passages), reading.passages[0].attention.q.shape[1]
+    chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
+    with clock("heads"):
+        found = _heads(reading, chosen, which, method, generator, rows, tell)
+    measured: list[Layer] = []
+    one = partial(layer, method=method, generator=generator, branches=branches)
+    whole = exact = None
+    if blocks:
+        with clock("blocks"):
+            for done, at in enumerate(chosen):
+                tell("blocks", done, len(chosen))
+                measured.append(one(reading.passages[at], at + 1))
+            tell("blocks", len(chosen), len(chosen))
+        with clock("network"):
+            tell("network", 0, 1)
+            whole = network(reading, measured, method, generator)
+            tell("network", 1, 1)
+        with clock("precision"):
+            exact = precision(reading, subject.model, found, method, generator)
+    return Inspection(
+        subject=subject.facts() | _sizes(reading.passages),
+        text=text.name,
+        tokens=list(text.tokens),
+        method=method,
+        heads=found,
+        layers=measured,
+        network=whole,
+        precision=exact,
+        maps=maps([reading.passages[at].attention for at in chosen], chosen, which),
+        seconds=clock.seconds,
+    )
+
+
+def maps(calls: Sequence[Attention], layers: Sequence[int], heads: Sequence[int]) -> Maps:
+    """The weights of every chosen head on as many first tokens as a page can hold."""
+    T, count = calls[0].q.shape[2], len(calls) * len(heads)
+    size = min(T, _MAP_SIZE, int((_MAP_BYTES / count) ** 0.5))
+    found = torch.stack([weights(call, size)[list(heads)] for call in calls])
+    data = (found.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu().numpy().tobytes()
+    return Maps(
+        layers=[at + 1 for at in layers],
+        heads=[at + 1 for at in heads],
+        size=size,
+        data=b64encode(data).decode(),
+    )
+
+
+def affordable(reading: Reading) -> int:
+    """Pairs of products for every norm: many where they are cheap, since each narrows a bracket."""
+    numbers = sum(passage.before.numel() for passage in reading.passages)
+    return 30 if numbers <= _SMALL else 10
+
+
+def require_finite(reading: Reading) -> None:
+    """Refuse a model that breaks down on this text: nothing about it can be measured."""
+    for number, passage in enumerate(reading.passages, 1):
+        if not bool(passage.after.isfinite().all()):
+            raise ValueError(
+                f"the stream after block {number} is not finite on this text, so there is nothing "
+                "to measure; the weights overflow float32."
+            )
+
+
+def _heads(
+    reading: Reading,
+    layers: Sequence[int],
+    which: list[int],
+    method: Method,
+    generator: torch.Generator,
+    rows: bool,
+    tell: Watch,
+) -> list[Head]:
+    found: list[Head] = []
+    total = len(layers) * len(which)
+    for at in layers:
+        call = reading.passages[at].attention
+        for head in heads(call, at + 1, which, method, generator, with_rows=rows):
+            found.append(head)
+            tell("heads", len(found), total)
+    return found
+
+
+def _chosen(which: Sequence[int] | None, count: int, name: str) -> list[int]:
+    """Numbers from 1 as places from 0, in order and once each."""
+    if which is None:
+        return list(range(count))
+    wrong = next((n for n in which if not 1 <= n <= count), None)
+    if wrong is not None or not which:
+        raise ValueError(f"there is no {name} {wrong}: this model has {name}s 1 to {count}.")
+    return sorted({n - 1 for n in which})
+
+
+def _sizes(passages: Sequence[Passage]) -> dict[str, int]:
+    call: Attention = passages[0].attention
+    stream: Tensor = passages[0].before
+    return {
+        "layers": len(passages),
+        "heads": call.q.shape[1],
+        "kv_heads": call.k.shape[1],
+        "head_width": call.q.shape[3],
+        "width": stream.shape[2],
+    }
+
+
+class _Clock:
+    """Seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - begun, 3)
+
+
+def _nobody(_what: str, _done: int, _total: int) -> None:
+    """Heard by nobody."""

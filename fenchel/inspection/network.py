@@ -1,0 +1,99 @@
+"""All blocks together: how fast a change grows with depth, and from which token to which.
+
+J is the derivative of x_L in x_0.
+
+    stream     |J|_2                    logits    |d logits of the last token / d x_0|_2
+    exponent   log|J|_2 / L, the finite-time Lyapunov exponent of a layer; beside it the mean of
+               log|J_l|_2 over blocks, which would be reached only if every block's top direction
+               were handed on to the next one's
+    growth     with v the top right singular vector of J: log |J_l .. J_1 v| - log |J_(l-1) .. v|,
+               one number a block; they sum to log|J|_2
+
+    influence  |J_ij|_F from input token j to output token i. A Gaussian u that is zero outside a
+               span of output tokens has E |(J^T u)_j|^2 = sum over i in the span of |J_ij|_F^2, so
+               one reverse product gives an unbiased row of squares. Its error is measured by
+               drawing the last row again. At most ``SPANS`` spans of equal length.
+"""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fenchel.inspection.graph import derivative
+from fenchel.inspection.layers import bracket, measured
+from fenchel.inspection.subject import Passage, Reading
+from fenchel.inspection.values import Influence, Layer, Method, Network
+from fenchel.sensitivity.operator import Operator
+
+SPANS, AGAIN = 12, 3
+"""Rows of the influence map, and how often the last one is drawn again for its error."""
+
+
+def network(
+    reading: Reading, layers: list[Layer], method: Method, generator: torch.Generator
+) -> Network:
+    """The network; ``layers`` are those of its blocks that were measured."""
+    L, x = len(reading.passages), reading.passages[0].before
+    J = derivative(reading.near, x)
+    found = measured(J, method, generator)
+    assert isinstance(found.right, Tensor)
+    tokens = influence(J, generator)
+    del J  # one graph of the whole network at a time
+    logits = None
+    if reading.near_logits is not None:
+        few = replace(method, iterations=-(-2 * method.iterations // 3))
+        logits = bracket(measured(derivative(reading.near_logits, x), few, generator))
+    norms = [_log(one.block.lower) for one in layers]
+    return Network(
+        stream=bracket(found),
+        logits=logits,
+        exponent=_log(float(found.lower)) / L,
+        blocks_exponent=sum(norms) / L if len(norms) == L else None,
+        growth=growth(reading.passages, found.right),
+        influence=tokens,
+    )
+
+
+def growth(passages: tuple[Passage, ...], v: Tensor) -> list[float]:
+    """log of the stretch of v (T, M) in each block, carried on from block to block."""
+    found = []
+    for passage in passages:
+        moved: Tensor = derivative(passage.near, passage.before) @ v
+        size = float(moved.norm())
+        found.append(_log(size / float(v.norm())))
+        v = moved / size if size > 0 else moved
+    return found
+
+
+def influence(J: Operator, generator: torch.Generator, spans: int = SPANS) -> Influence:
+    """The map, one reverse product a span and some more for its error; J between (T, M)."""
+    T = J.codomain.shapes[0][0]
+    edges = [round(i * T / min(spans, T)) for i in range(min(spans, T) + 1)]
+    parts = list(pairwise(edges))
+    squares = torch.stack([_pulled(J, part, generator) for part in parts])
+    last = torch.stack([squares[-1], *(_pulled(J, parts[-1], generator) for _ in range(AGAIN))])
+    mean = last.mean(0)
+    seen = mean > 1e-12 * mean.amax()
+    off = last.std(0)[seen] / mean[seen] / 2.0  # the root halves a relative error
+    return Influence(
+        spans=parts,
+        values=[[float(f"{x:.4g}") for x in row] for row in squares.sqrt().tolist()],
+        draws=1 + AGAIN,
+        error=float(off.square().mean().sqrt()),
+    )
+
+
+def _pulled(J: Operator, span: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """|(J^T u)_j|^2 for a Gaussian u on the tokens of the span: (T,)."""
+    T, M = J.codomain.shapes[0]
+    u = torch.zeros(T, M, dtype=J.dtype)
+    u[slice(*span)] = torch.randn(span[1] - span[0], M, generator=generator, dtype=J.dtype)
+    back: Tensor = J.T @ u.to(J.device)
+    return back.double().square().sum(-1)
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf

@@ -1,0 +1,95 @@
+"""What finite precision does to the numbers of a report, measured on the same text.
+
+Two questions. Is what we report right to the digits shown? The head with the largest sigma is
+measured again in float64, from the same queries, keys and values. And what would the model itself
+lose in coarser numbers? It is run once more with every weight and the stream after every block
+rounded to them, sums still in float32, and the streams are compared.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fenchel.inspection.heads import only, sensitivities
+from fenchel.inspection.subject import Reading
+from fenchel.inspection.values import Head, Method, Precision
+
+_CONVERGED = 40  # pairs of products: what is left between the two is rounding
+
+
+@torch.no_grad()
+def precision(
+    reading: Reading,
+    model: nn.Module,
+    heads: list[Head],
+    method: Method,
+    generator: torch.Generator,
+    coarse: torch.dtype = torch.bfloat16,
+) -> Precision:
+    """Both answers."""
+    top = max(heads, key=lambda head: head.sigma["qkv"].lower)
+    call = only(reading.passages[top.layer - 1].attention, [top.head - 1])
+    fine = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double())
+    to_the_end = replace(method, tolerance=1e-4, iterations=_CONVERGED)
+    one, two = (
+        sensitivities(c, to_the_end, generator, which=("qkv",))[0]["qkv"][0].lower
+        for c in (call, fine)
+    )
+    apart = abs(one / two - 1.0) if two > 0 else 0.0
+    streams, logits, divergence = _coarse(reading, model, coarse)
+    name = str(coarse).removeprefix("torch.")
+    told = f"after the last block the stream is off by {streams[-1]:.2g}"
+    if divergence is not None:
+        told += f", the next-token law by {divergence:.2g} nats"
+    return Precision(
+        again=apart,
+        again_head=(top.layer, top.head),
+        rounded=name,
+        stream=streams,
+        logits=logits,
+        divergence=divergence,
+        statement=(
+            f"Measured in {method.dtype}; the largest head norm agrees with float64 to "
+            f"{apart:.1e}. With weights and stream rounded to {name}, {told}."
+        ),
+    )
+
+
+def _coarse(
+    reading: Reading, model: nn.Module, coarse: torch.dtype
+) -> tuple[list[float], float | None, float | None]:
+    """Relative errors of the stream block by block, and what becomes of the last logits."""
+    start = reading.passages[0].before
+    exact = None if reading.logits is None else reading.logits(start).double()
+    found = []
+    with rounded(model, coarse):
+        x = _round(start, coarse)
+        for passage in reading.passages:
+            x = _round(passage.block(x), coarse)
+            found.append(float((x - passage.after).norm() / passage.after.norm()))
+        off = None if reading.logits is None else reading.logits(_round(start, coarse)).double()
+    if exact is None or off is None:
+        return found, None, None
+    p, q = exact.log_softmax(-1), off.log_softmax(-1)
+    return found, float((exact - off).abs().amax()), float((p.exp() * (p - q)).sum().clamp(min=0))
+
+
+@contextmanager
+def rounded(model: nn.Module, coarse: torch.dtype) -> Iterator[None]:
+    """Inside, the model's weights are rounded to ``coarse``; afterwards they are as before."""
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        for p in model.parameters():
+            p.copy_(_round(p, coarse))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(kept[name])
+
+
+def _round(x: Tensor, coarse: torch.dtype) -> Tensor:
+    return x.detach().to(coarse).to(x.dtype)

@@ -1,0 +1,221 @@
+"""What an inspection found, as plain values: numbers, words and lists that JSON can hold.
+
+A number that was computed exactly (to rounding) stands alone. One that was approached from both
+sides is a ``Bracket``; what its ends promise is said once, in ``Method``. One number a row is told
+by its ``Spread``. Layers and heads count from 1, tokens from 0.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """lower <= sigma <= upper."""
+
+    lower: float
+    """Attained by a direction that was found."""
+    upper: float
+    """Exceeded with probability ``Method.failure`` at the most."""
+    iterations: int
+    """Pairs of products spent."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One number a row, told by its quantiles and its mean."""
+
+    least: float
+    low: float
+    """5 % of the rows are below."""
+    median: float
+    high: float
+    """5 % of the rows are above."""
+    most: float
+    mean: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """One head on one text; p are its weights, z its scores times beta."""
+
+    layer: int
+    head: int
+    entropy: Spread
+    """-sum_j p_j log p_j, in nats."""
+    effective: Spread
+    """exp(entropy): how many keys a row uses, as if evenly."""
+    support: Spread
+    """How many keys have any weight."""
+    sensitivity: Spread
+    """Largest eigenvalue of the derivative of the weights in the scores, exact."""
+    max_logit: Spread
+    """max_j |z_j| over the keys that are open."""
+    margin: Spread
+    """Best score less the second, prior included; rows with one open key are left out."""
+    first: float
+    """Mean weight on the first token: the usual sink."""
+    itself: float
+    """Mean weight on the token itself."""
+    distance: float
+    """Mean distance, in tokens, to what is looked at."""
+    column: float
+    """The largest column sum of the weights: |P|_2 is at most its root."""
+    column_token: int
+    """Which token that column is."""
+    sigma: dict[str, Bracket]
+    """|d o / d (q)|, (k), (v) and (qkv) in the spectral norm."""
+    dominant: str
+    """Which of "query", "key" and "mixing" moves the outputs most."""
+    bound: float
+    """A sure upper bound of sigma["qkv"], by the covariance bound."""
+    rows: dict[str, list[float]] = field(default_factory=dict)
+    """The numbers of every row behind the spreads, if asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormGain:
+    """How much a norm layer magnifies: 1/s, s the root mean square of what it divides by."""
+
+    name: str
+    least: float
+    median: float
+    most: float
+    upper: float
+    """max|gamma| / s, which no token's gain exceeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One block, stream to stream."""
+
+    layer: int
+    norms: list[NormGain]
+    attention: Bracket | None
+    """Spectral norm of the attention branch's own derivative; None where it is not apart."""
+    mlp: Bracket | None
+    block: Bracket
+    """Spectral norm of the block's derivative, between token matrices."""
+    token: Bracket
+    """The same for the norm max_i |x_i|; its upper end, sqrt(T) times the one above, is loose."""
+    update: float
+    """|x_after - x_before| / |x_before|."""
+    moved_by: list[float]
+    """Share of each input token in the top right singular vector."""
+    shown_at: list[float]
+    """Share of each output token in the top left singular vector."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Influence:
+    """How far a change at each input token moves a span of output tokens, in Frobenius norm."""
+
+    spans: list[tuple[int, int]]
+    """Output tokens [first, end) of every row."""
+    values: list[list[float]]
+    """(spans, T): the root of the sum over the span of |J_ij|_F^2, estimated by one draw."""
+    draws: int
+    """Draws of the last row, for the error."""
+    error: float
+    """Relative standard error of an entry, measured on the last row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """All blocks together."""
+
+    stream: Bracket
+    """Spectral norm of the derivative of x_L in x_0."""
+    logits: Bracket | None
+    """The same for the logits of the last token."""
+    exponent: float
+    """log(stream.lower) / L: the finite-time Lyapunov exponent of one layer."""
+    blocks_exponent: float | None
+    """sum of log(block.lower) / L, which would be the exponent if top directions lined up."""
+    growth: list[float]
+    """log of how much each block stretches the direction that grows most over all of them."""
+    influence: Influence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What finite precision does, measured on this text."""
+
+    again: float
+    """Relative difference of the largest head sigma measured again in float64."""
+    again_head: tuple[int, int]
+    rounded: str
+    """The coarser numbers tried: weights and the stream between blocks."""
+    stream: list[float]
+    """Relative error of the stream after each block under that rounding."""
+    logits: float | None
+    """Largest change of a last-token logit."""
+    divergence: float | None
+    """KL of the next-token law, exact against rounded, in nats."""
+    statement: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What every bracket rests on."""
+
+    dtype: str
+    device: str
+    algorithm: str
+    tolerance: float
+    """Where the brackets stop early: upper / lower <= 1 + tolerance."""
+    iterations: int
+    """Where they stop at the latest."""
+    failure: float
+    """Chance of one upper end being too small, over its random start."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maps:
+    """Every inspected head's weights on the first tokens, as bytes round(255 sqrt p)."""
+
+    layers: list[int]
+    heads: list[int]
+    size: int
+    data: str
+    """base64 of (layer, head, query, key)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """All of it."""
+
+    subject: dict[str, Any]
+    text: str
+    tokens: list[str]
+    method: Method
+    heads: list[Head]
+    layers: list[Layer]
+    network: Network | None
+    precision: Precision | None
+    maps: Maps
+    seconds: dict[str, float]
+
+    def plain(self, *, maps: bool = False) -> dict[str, Any]:
+        """For JSON: what is not finite becomes None; the maps only if asked for."""
+        found = asdict(self)
+        if not maps:
+            del found["maps"]
+        for head in found["heads"]:
+            if not head["rows"]:
+                del head["rows"]
+        plain = _finite(found)
+        assert isinstance(plain, dict)
+        return plain
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

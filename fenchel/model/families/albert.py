@@ -1,0 +1,54 @@
+"""ALBERT: a BERT whose layers share their weights and whose embedding is narrow, then lifted."""
+
+from fenchel.model.families.base import Family
+from fenchel.model.families.bert import SETTINGS
+from fenchel.model.families.settings import PLAIN, always, only, size, unread, word
+from fenchel.model.families.tensors import SAME, STACKED, Row, both, weight
+
+_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"
+
+ALBERT = Family(
+    name="albert",
+    architecture="AlbertForMaskedLM",
+    settings=(
+        *SETTINGS,
+        word("mlp", "hidden_act", PLAIN, "gelu_new"),
+        size("embedding_width", "embedding_size"),
+        size("distinct_layers", "num_hidden_groups"),
+        always(read_transform=True, read_bias=True),
+        only("inner_group_num", 1),
+        unread("classifier_dropout_prob", "down_scale_factor", "gap_size", "net_structure_type"),
+        unread("num_memory_blocks"),
+    ),
+    tensors=(
+        weight("embed", "albert.embeddings.word_embeddings"),
+        weight("place", "albert.embeddings.position_embeddings"),
+        weight("types", "albert.embeddings.token_type_embeddings"),
+        *both("embed_norm", "albert.embeddings.LayerNorm"),
+        *both("lift", "albert.encoder.embedding_hidden_mapping_in"),
+        *both(
+            "blocks.{}.attention.qkv",
+            [f"{_LAYER}.attention.{x}" for x in ("query", "key", "value")],
+            STACKED,
+        ),
+        *both("blocks.{}.attention.out", f"{_LAYER}.attention.dense"),
+        *both("blocks.{}.attention_norm", f"{_LAYER}.attention.LayerNorm"),
+        *both("blocks.{}.mlp.up", f"{_LAYER}.ffn"),
+        *both("blocks.{}.mlp.down", f"{_LAYER}.ffn_output"),
+        *both("blocks.{}.mlp_norm", f"{_LAYER}.full_layer_layer_norm"),
+        *both("read_map", "predictions.dense"),
+        *both("read_norm", "predictions.LayerNorm"),
+        Row("read_bias", ("predictions.bias",), SAME),
+        weight("read", "predictions.decoder"),
+    ),
+    copies={
+        "predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
+        "predictions.decoder.bias": "predictions.bias",
+    },
+    ignored=(
+        r"albert\.embeddings\.position_ids",
+        r"albert\.pooler\.(weight|bias)",
+        r"sop_classifier\..*",
+    ),
+    known_by="predictions.dense.weight",
+)

@@ -1,0 +1,104 @@
+"""BERT (MiniLM): an encoder whose norms stand after its branches, and a head for masked words.
+
+Files without the head are read as well; they end with a pooler, or with nothing.
+"""
+
+from fenchel.model.families.base import Family
+from fenchel.model.families.settings import (
+    PLAIN,
+    Setting,
+    always,
+    attention_dropout,
+    flag,
+    number,
+    only,
+    size,
+    unread,
+    word,
+)
+from fenchel.model.families.tensors import SAME, STACKED, Row, both, weight
+
+WORDS = {"gelu": "gelu", **PLAIN}
+SETTINGS = (
+    size("vocabulary", "vocab_size"),
+    size("context", "max_position_embeddings"),
+    size("width", "hidden_size"),
+    size("layers", "num_hidden_layers"),
+    size("heads", "num_attention_heads"),
+    size("hidden", "intermediate_size", written="mlp_width"),
+    Setting(
+        lambda c: {"token_types": c.whole("type_vocab_size", 2, least=0)},
+        lambda m: {"type_vocab_size": m.token_types},
+    ),
+    number("epsilon", "layer_norm_eps", 1e-12),
+    number("dropout", "hidden_dropout_prob", 0.1),
+    attention_dropout("attention_probs_dropout_prob", 0.1),
+    flag("tied", "tie_word_embeddings", True),
+    always(kind="encoder", norm="layer", norm_place="post", final_norm=False, bias=True),
+    always(positions="learned", embedding_norm=True),
+    only("is_decoder", False),
+    only("add_cross_attention", False),
+    only("position_embedding_type", "absolute"),
+    unread("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    unread("pooler_size_per_head", "pooler_type"),
+)
+"""Settings that BERT and ALBERT say alike."""
+_BODY = (
+    weight("embed", "bert.embeddings.word_embeddings"),
+    weight("place", "bert.embeddings.position_embeddings"),
+    weight("types", "bert.embeddings.token_type_embeddings"),
+    *both("embed_norm", "bert.embeddings.LayerNorm"),
+    *both(
+        "blocks.{}.attention.qkv",
+        [f"bert.encoder.layer.{{}}.attention.self.{x}" for x in ("query", "key", "value")],
+        STACKED,
+    ),
+    *both("blocks.{}.attention.out", "bert.encoder.layer.{}.attention.output.dense"),
+    *both("blocks.{}.attention_norm", "bert.encoder.layer.{}.attention.output.LayerNorm"),
+    *both("blocks.{}.mlp.up", "bert.encoder.layer.{}.intermediate.dense"),
+    *both("blocks.{}.mlp.down", "bert.encoder.layer.{}.output.dense"),
+    *both("blocks.{}.mlp_norm", "bert.encoder.layer.{}.output.LayerNorm"),
+)
+_HEAD = (
+    *both("read_map", "cls.predictions.transform.dense"),
+    *both("read_norm", "cls.predictions.transform.LayerNorm"),
+    Row("read_bias", ("cls.predictions.bias",), SAME),
+    weight("read", "cls.predictions.decoder"),
+)
+_POOLER = "bert.pooler.dense.weight"
+_OLDER = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+_POSITIONS = r"(bert\.)?embeddings\.position_ids"
+
+BERT = Family(
+    name="bert",
+    architecture="BertForMaskedLM",
+    settings=(
+        *SETTINGS,
+        word("mlp", "hidden_act", WORDS, "gelu"),
+        always(read_transform=True, read_bias=True),
+    ),
+    tensors=(*_BODY, *_HEAD),
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    ignored=(_POSITIONS, r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\..*"),
+    older=_OLDER,
+    known_by="cls.predictions.transform.dense.weight",
+)
+BERT_BODY = Family(
+    name="bert",
+    architecture="BertModel",
+    settings=(
+        *SETTINGS,
+        word("mlp", "hidden_act", WORDS, "gelu"),
+        Setting(
+            lambda c: {"pooler": bool({_POOLER, _POOLER.removeprefix("bert.")} & set(c.tensors))},
+            lambda _: {},
+        ),
+    ),
+    tensors=(*_BODY, *both("pool", "bert.pooler.dense")),
+    prefix="bert.",
+    ignored=(_POSITIONS,),
+    older=_OLDER,
+)

@@ -1,0 +1,95 @@
+"""Gemma 1, 2 and 3 (text): Llama's names; gains of 1 + weight, an embedding scaled by its width.
+
+gemma         GeGLU, heads of a width of their own
+gemma2        norms on both sides of a branch, soft caps, every second layer with a window
+gemma3_text   queries and keys normalised, five layers of six with a window and base of their own
+"""
+
+from fenchel.model.config import ModelConfig
+from fenchel.model.families.base import Family
+from fenchel.model.families.llama import NAMES, SIZES
+from fenchel.model.families.rope import rope, rope_of_two
+from fenchel.model.families.settings import Setting, Settings, always, flag, only, word
+from fenchel.model.families.tensors import Row, weight
+from fenchel.model.families.windows import repeated
+
+_GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release said gelu
+_COMMON = (
+    *SIZES,
+    flag("tied", "tie_word_embeddings", True),
+    Setting(lambda c: {"embedding_scale": c.whole("hidden_size") ** 0.5}, lambda _: {}),
+    always(norm_plus_one=True),
+    only("attention_bias", False),
+    only("use_bidirectional_attention", None, False),
+)
+_GEMMA1 = weight("blocks.{}.mlp_norm", "model.layers.{}.post_attention_layernorm")
+_BOTH_SIDES = (
+    weight("blocks.{}.attention_post_norm", "model.layers.{}.post_attention_layernorm"),
+    weight("blocks.{}.mlp_norm", "model.layers.{}.pre_feedforward_layernorm"),
+    weight("blocks.{}.mlp_post_norm", "model.layers.{}.post_feedforward_layernorm"),
+)
+
+
+def _query_scale() -> Setting:
+    """Scores are divided by the root of a whole number of its own."""
+
+    def write(m: ModelConfig) -> Settings:
+        scale = m.score_scale or m.head_width**-0.5
+        return {"query_pre_attn_scalar": round(scale**-2)}
+
+    return Setting(lambda c: {"score_scale": c.whole("query_pre_attn_scalar", 256) ** -0.5}, write)
+
+
+def _cap(ours: str, theirs: str, default: float | None) -> Setting:
+    return Setting(
+        lambda c: {ours: c.number_or_none(theirs, default)}, lambda m: {theirs: getattr(m, ours)}
+    )
+
+
+def _later(scores: float | None, logits: float | None) -> tuple[Setting, ...]:
+    """What Gemma 2 and 3 share; their caps where unsaid."""
+    return (
+        word("mlp", "hidden_activation", _GATES, "gelu_pytorch_tanh"),
+        always(norm_place="both"),
+        _query_scale(),
+        _cap("softcap", "attn_logit_softcapping", scores),
+        _cap("logit_softcap", "final_logit_softcapping", logits),
+        only("hidden_act", "gelu_pytorch_tanh"),
+    )
+
+
+def _family(name: str, architecture: str, settings: tuple[Setting, ...], *tensors: Row) -> Family:
+    return Family(
+        name=name,
+        architecture=architecture,
+        settings=(*_COMMON, *settings),
+        tensors=(*NAMES, *tensors),
+        prefix="model.",
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+        ignored=(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    )
+
+
+GEMMA = _family(
+    "gemma",
+    "GemmaForCausalLM",
+    (
+        word("mlp", "hidden_act", _GATES, "gelu_pytorch_tanh"),
+        only("hidden_activation", None, "gelu_pytorch_tanh"),
+        rope(),
+    ),
+    _GEMMA1,
+)
+GEMMA2 = _family(
+    "gemma2", "Gemma2ForCausalLM", (*_later(50.0, 30.0), rope(), repeated(2)), *_BOTH_SIDES
+)
+GEMMA3 = _family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    (
+        *_later(None, None),
+        always(qk_norm=True),
+        rope_of_two(1e6, 1e4, windows=repeated(6)),
+    ),
+    *_BOTH_SIDES,
+)

@@ -1,0 +1,59 @@
+"""GPT-NeoX (Pythia): a quarter of each head turned, both branches reading the same stream."""
+
+from fenchel.model.families.base import Family
+from fenchel.model.families.rope import rope
+from fenchel.model.families.settings import (
+    PLAIN,
+    always,
+    attention_dropout,
+    flag,
+    number,
+    only,
+    size,
+    unread,
+    word,
+)
+from fenchel.model.families.tensors import HEAD_BY_HEAD, both, weight
+
+_WORDS = {"gelu": "gelu", **PLAIN}
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    settings=(
+        size("vocabulary", "vocab_size"),
+        size("context", "max_position_embeddings"),
+        size("width", "hidden_size"),
+        size("layers", "num_hidden_layers"),
+        size("heads", "num_attention_heads"),
+        size("hidden", "intermediate_size", written="mlp_width"),
+        word("mlp", "hidden_act", _WORDS, "gelu"),
+        number("epsilon", "layer_norm_eps", 1e-5),
+        number("dropout", "hidden_dropout", 0.0),
+        attention_dropout("attention_dropout", 0.0),
+        flag("parallel", "use_parallel_residual", True),
+        flag("tied", "tie_word_embeddings", False),
+        rope(share=0.25),
+        always(norm="layer", bias=True),
+        only("attention_bias", True),
+        unread("is_decoder"),
+    ),
+    tensors=(
+        weight("embed", "gpt_neox.embed_in"),
+        *both("blocks.{}.attention_norm", "gpt_neox.layers.{}.input_layernorm"),
+        *both(
+            "blocks.{}.attention.qkv",
+            "gpt_neox.layers.{}.attention.query_key_value",
+            HEAD_BY_HEAD,
+        ),
+        *both("blocks.{}.attention.out", "gpt_neox.layers.{}.attention.dense"),
+        *both("blocks.{}.mlp_norm", "gpt_neox.layers.{}.post_attention_layernorm"),
+        *both("blocks.{}.mlp.up", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
+        *both("blocks.{}.mlp.down", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+        *both("norm", "gpt_neox.final_layer_norm"),
+        weight("read", "embed_out"),
+    ),
+    prefix="gpt_neox.",
+    copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    ignored=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+)

@@ -1,0 +1,115 @@
+"""Llama and its relatives: rotary positions, RMSNorm, gated MLP, grouped heads.
+
+llama     also TinyLlama, SmolLM, SmolLM2
+mistral   a window in every layer, or none
+qwen2     a bias for queries, keys and values only
+qwen3     queries and keys normalised over their head
+"""
+
+from fenchel.model.families.base import Family
+from fenchel.model.families.rope import rope
+from fenchel.model.families.said import Said
+from fenchel.model.families.settings import (
+    GATED,
+    Setting,
+    Settings,
+    always,
+    attention_dropout,
+    flag,
+    number,
+    only,
+    size,
+    size_or_none,
+    word,
+)
+from fenchel.model.families.tensors import STACKED, both, weight
+from fenchel.model.families.windows import everywhere, switched
+
+SIZES = (
+    size("vocabulary", "vocab_size"),
+    size("context", "max_position_embeddings"),
+    size("width", "hidden_size"),
+    size("layers", "num_hidden_layers"),
+    size("heads", "num_attention_heads"),
+    size("hidden", "intermediate_size", written="mlp_width"),
+    size_or_none("kv_heads", "num_key_value_heads", written="groups"),
+    size_or_none("head_size", "head_dim", written="head_width"),
+    number("epsilon", "rms_norm_eps", 1e-6),
+    attention_dropout("attention_dropout", 0.0),
+)
+"""Settings that all of these say alike, and the Gemmas too."""
+NAMES = (
+    weight("embed", "model.embed_tokens"),
+    weight("blocks.{}.attention_norm", "model.layers.{}.input_layernorm"),
+    *both(
+        "blocks.{}.attention.qkv",
+        [f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkv"],
+        STACKED,
+    ),
+    weight("blocks.{}.attention.q_norm", "model.layers.{}.self_attn.q_norm"),
+    weight("blocks.{}.attention.k_norm", "model.layers.{}.self_attn.k_norm"),
+    *both("blocks.{}.attention.out", "model.layers.{}.self_attn.o_proj"),
+    *both("blocks.{}.mlp.gate", "model.layers.{}.mlp.gate_proj"),
+    *both("blocks.{}.mlp.up", "model.layers.{}.mlp.up_proj"),
+    *both("blocks.{}.mlp.down", "model.layers.{}.mlp.down_proj"),
+    weight("norm", "model.norm"),
+    weight("read", "lm_head"),
+)
+"""Tensors that all of these name alike, and the Gemmas too."""
+_COMMON = (
+    *SIZES,
+    word("mlp", "hidden_act", GATED, "silu"),
+    flag("tied", "tie_word_embeddings", False),
+    rope(),
+)
+_TENSORS = (*NAMES, weight("blocks.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"))
+_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+_IGNORED = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+
+def _biases() -> Setting:
+    """Llama's two switches are one of ours."""
+
+    def read(c: Said) -> Settings:
+        attention, mlp = c.flag("attention_bias", False), c.flag("mlp_bias", False)
+        if attention != mlp:
+            raise c.wrong("attention_bias", attention, f"as mlp_bias={mlp} is; fenchel has one")
+        return {"bias": attention}
+
+    return Setting(read, lambda m: {"attention_bias": m.bias, "mlp_bias": m.bias})
+
+
+def _even_heads() -> Setting:
+    """transformers takes no Llama whose width does not split over its heads."""
+
+    def read(c: Said) -> Settings:
+        width, heads = c.whole("hidden_size"), c.whole("num_attention_heads")
+        if width % heads:
+            raise c.wrong("hidden_size", width, f"a multiple of num_attention_heads={heads}")
+        return {}
+
+    return Setting(read, lambda _: {})
+
+
+def _family(name: str, architecture: str, *rows: Setting) -> Family:
+    return Family(
+        name=name,
+        architecture=architecture,
+        settings=(*_COMMON, *rows),
+        tensors=_TENSORS,
+        prefix="model.",
+        copies=_COPIES,
+        ignored=_IGNORED,
+    )
+
+
+LLAMA = _family(
+    "llama", "LlamaForCausalLM", _biases(), _even_heads(), only("rope_interleaved", False)
+)
+MISTRAL = _family("mistral", "MistralForCausalLM", everywhere(), only("attention_bias", False))
+QWEN2 = _family(
+    "qwen2", "Qwen2ForCausalLM", switched(), always(qkv_bias=True), only("use_mrope", False)
+)
+QWEN3 = _family(
+    "qwen3", "Qwen3ForCausalLM", switched(), always(qk_norm=True), only("attention_bias", False)
+)

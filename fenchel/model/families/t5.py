@@ -1,0 +1,114 @@
+"""T5: encoder and decoder, distances in buckets, scores without a scale.
+
+It reads texts of any length. ``n_positions``, which transformers does not use, keeps the length
+that ours was made for. Version 1.1 has a read-out of its own, and does not scale the stream
+before it.
+"""
+
+from collections.abc import Iterator
+
+from fenchel.model.config import ModelConfig
+from fenchel.model.families.base import Family
+from fenchel.model.families.said import Said
+from fenchel.model.families.settings import (
+    Setting,
+    Settings,
+    always,
+    number,
+    size,
+    size_or_none,
+    unread,
+    word,
+)
+from fenchel.model.families.tensors import PAIRED, STACKED, Row, weight
+
+_WORDS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu"}
+
+
+def _read_out() -> Setting:
+    """Untied where files hold a read-out; older files say by the same key not to scale."""
+
+    def read(c: Said) -> Settings:
+        tied = c.flag("tie_word_embeddings", True)
+        scaled = c.flag("scale_decoder_outputs", tied)
+        scale = c.whole("d_model") ** -0.5 if scaled else 1.0
+        return {"tied": "lm_head.weight" not in c.tensors, "logit_scale": scale}
+
+    def write(m: ModelConfig) -> Settings:
+        return {"tie_word_embeddings": m.tied, "scale_decoder_outputs": m.logit_scale != 1.0}
+
+    return Setting(read, write)
+
+
+def _layers() -> Setting:
+    def read(c: Said) -> Settings:
+        encoder = c.whole("num_layers")
+        return {
+            "encoder_layers": encoder,
+            "layers": c.whole_or_none("num_decoder_layers") or encoder,
+        }
+
+    def write(m: ModelConfig) -> Settings:
+        return {"num_layers": m.encoder_layers or m.layers, "num_decoder_layers": m.layers}
+
+    return Setting(read, write)
+
+
+def _stack(ours: str, theirs: str, mlp: int) -> Iterator[Row]:
+    """A block of the encoder or the decoder; its MLP is their layer number ``mlp``."""
+    layer = f"{theirs}.block.{{}}.layer"
+    attention = f"{layer}.0.SelfAttention"
+    names = tuple(f"{attention}.{x}.weight" for x in "qkv")
+    yield Row(f"{ours}blocks.{{}}.attention.qkv.weight", names, STACKED)
+    yield weight(f"{ours}blocks.{{}}.attention.out", f"{attention}.o")
+    yield weight(f"{ours}blocks.{{}}.attention_norm", f"{layer}.0.layer_norm")
+    dense = f"{layer}.{mlp}.DenseReluDense"
+    up = f"{ours}blocks.{{}}.mlp.up"
+    yield weight(f"{ours}blocks.{{}}.mlp.gate", f"{dense}.wi_0")
+    yield weight(up, f"{dense}.wi_1")._replace(when=lambda m: m.gated)
+    yield weight(up, f"{dense}.wi")._replace(when=lambda m: not m.gated)
+    yield weight(f"{ours}blocks.{{}}.mlp.down", f"{dense}.wo")
+    yield weight(f"{ours}blocks.{{}}.mlp_norm", f"{layer}.{mlp}.layer_norm")
+    yield weight(f"{ours}norm", f"{theirs}.final_layer_norm")
+    bias = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias"
+    yield weight(f"{ours}relative", bias)
+
+
+_CROSS = "decoder.block.{}.layer.1.EncDecAttention"
+
+T5 = Family(
+    name="t5",
+    architecture="T5ForConditionalGeneration",
+    settings=(
+        size("vocabulary", "vocab_size"),
+        size("context", "n_positions", default=512),
+        size("width", "d_model"),
+        size("heads", "num_heads"),
+        size_or_none("head_size", "d_kv", written="head_width"),
+        size("hidden", "d_ff", written="mlp_width"),
+        _layers(),
+        word("mlp", "feed_forward_proj", _WORDS, "relu"),
+        number("epsilon", "layer_norm_epsilon", 1e-6),
+        number("dropout", "dropout_rate", 0.1),
+        size("buckets", "relative_attention_num_buckets", default=32),
+        size("bucket_distance", "relative_attention_max_distance", default=128),
+        _read_out(),
+        always(kind="encoder-decoder", positions="buckets", score_scale=1.0),
+        unread("is_decoder", "dense_act_fn", "is_gated_act"),
+    ),
+    tensors=(
+        weight("embed", "shared"),
+        *_stack("encoder.", "encoder", mlp=1),
+        *_stack("", "decoder", mlp=2),
+        weight("blocks.{}.cross.q", f"{_CROSS}.q"),
+        Row("blocks.{}.cross.kv.weight", (f"{_CROSS}.k.weight", f"{_CROSS}.v.weight"), PAIRED),
+        weight("blocks.{}.cross.out", f"{_CROSS}.o"),
+        weight("blocks.{}.cross_norm", "decoder.block.{}.layer.1.layer_norm"),
+        weight("read", "lm_head"),
+    ),
+    copies={
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+    },
+    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+)

@@ -1,0 +1,105 @@
+"""An inspection to a page: plain data in, one file of text out.
+
+    Inspection.plain(maps=True) -> parts -> one document
+
+The data is what ``fenchel inspect --json`` prints, with the maps; numbers that were not finite
+come as None. The order is that of a reader's questions: what is it, which heads stand out, where do
+they look, how much does each block magnify, and what does the whole network do to a small change.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fenchel.report.document import Part, document
+from fenchel.report.inspection_blocks import blocks
+from fenchel.report.inspection_heads import heads, maps
+from fenchel.report.inspection_network import network
+from fenchel.report.markup import Html, clean, element, facts, join, shorten
+from fenchel.report.quantities import amount, duration, figure, many
+
+Data = Mapping[str, Any]
+
+
+def render(found: Data) -> str:
+    """The whole page as text."""
+    parts = [_summary(found), heads(found), maps(found)]
+    if found["layers"]:
+        parts.append(blocks(found))
+    if found["network"]:
+        parts.append(network(found))
+    parts.append(_method(found))
+    name = shorten(clean(str(found["subject"]["name"])), 200)
+    return document(
+        title=f"{name} inspected · fenchel",
+        header=_header(found, name),
+        parts=parts,
+        views=("heat.js",),
+    )
+
+
+def _header(found: Data, name: str) -> Html:
+    subject = found["subject"]
+    sentence = (
+        f"{subject['family']}: {many(subject['layers'], 'layer')} of "
+        f"{many(subject['heads'], 'head')}, {amount(subject['parameters'])} parameters, on the "
+        f"first {many(len(found['tokens']), 'token')} of {shorten(clean(found['text']), 80)}."
+    )
+    return join(
+        (
+            element("p", element("span", "fenchel", class_="mark"), " inspection", class_="over"),
+            element("h1", name),
+            element("p", sentence, class_="lead"),
+        ),
+        "\n",
+    )
+
+
+def _summary(found: Data) -> Part:
+    heads = found["heads"]
+    top = max(heads, key=lambda head: head["sigma"]["qkv"]["lower"])
+    sharp = min(heads, key=lambda head: head["entropy"]["mean"])
+    loud = max(heads, key=lambda head: head["max_logit"]["most"])
+    sink = max(heads, key=lambda head: head["first"])
+    entries = [
+        ("Most sensitive head", figure(top["sigma"]["qkv"]["lower"], 3), _name(top)),
+        ("Sharpest head", f"{figure(sharp['entropy']['mean'], 3)} nats", _name(sharp)),
+        ("Largest logit", figure(loud["max_logit"]["most"], 3), _name(loud)),
+        ("Most on the first token", figure(sink["first"], 2), _name(sink)),
+    ]
+    network = found["network"]
+    if network:
+        ends = network["stream"]
+        told = f"at most {figure(ends['upper'], 3)}"
+        entries.append(("Network, stream to stream", figure(ends["lower"], 3), told))
+        entries.append(("Lyapunov exponent", figure(network["exponent"], 3), "a layer"))
+    cards = (
+        element("div", element("dt", name), element("dd", value, element("small", unit)))
+        for name, value, unit in entries
+    )
+    body = [element("dl", *cards)]
+    if found["precision"]:
+        body.append(element("p", found["precision"]["statement"], class_="note"))
+    return Part(anchor="summary", title="At a glance", body=join(body, "\n"))
+
+
+def _name(head: Data) -> str:
+    return f"layer {head['layer']}, head {head['head']}"
+
+
+def _method(found: Data) -> Part:
+    method, seconds = found["method"], found["seconds"]
+    told = (
+        "Every spectral norm is a bracket: the lower end is attained by a direction that was "
+        f"found, the upper end is exceeded with probability {method['failure']:g} at the most, "
+        "over the random start of its Golub-Kahan recurrence, which stops when the ends are "
+        f"within {method['tolerance']:.0%} or after {method['iterations']} pairs of products. "
+        "Entropies, row sensitivities, logits and column sums are exact to rounding."
+    )
+    spent = {name: duration(value) for name, value in seconds.items()}
+    cards = (
+        facts(found["subject"], caption="subject"),
+        facts(method, caption="method"),
+        facts(spent, caption="time"),
+    )
+    body = (element("p", told, class_="about"), element("div", *cards, class_="cards"))
+    return Part(anchor="method", title="How it was measured", body=join(body, "\n"))

@@ -1,0 +1,176 @@
+"""The blocks of an inspection: gains in two norms, and the tokens through which they act."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from fenchel.report.document import Part, picture
+from fenchel.report.inspection_heads import between
+from fenchel.report.markup import Html, clean, element, shorten, table
+from fenchel.report.quantities import figure, plain
+
+Data = Mapping[str, Any]
+_COLUMNS = 256  # tokens, or spans of them, across a picture
+_TOP = 5
+
+
+def blocks(found: Data) -> Part:
+    """The section with every block's numbers and its singular vectors' tokens."""
+    layers = found["layers"]
+    names = [f"layer {layer['layer']}" for layer in layers]
+    rows = _measures(layers)
+    gains = {
+        "view": "heat",
+        "rows": [name for name, _ in rows],
+        "columns": [str(layer["layer"]) for layer in layers],
+        "down": "",
+        "across": "layer",
+        "measures": [
+            {
+                "name": "gain",
+                "about": "Every row is a measure with a scale of its own, every column a layer.",
+                "bend": "",
+                "own": True,
+                "values": [plain(values) for _, values in rows],
+            }
+        ],
+    }
+    tokens, edges = found["tokens"], spans(len(found["tokens"]), _COLUMNS)
+    mass = {
+        "view": "heat",
+        "rows": names,
+        "columns": [str(first) for first in edges[:-1]],
+        "titles": titles(tokens, edges),
+        "down": "",
+        "across": "token",
+        "measures": [
+            {
+                "name": name,
+                "about": about,
+                "bend": "",
+                "own": False,
+                "values": [summed(layer[key], edges) for layer in layers],
+            }
+            for name, key, about in (
+                (
+                    "moved by",
+                    "moved_by",
+                    "Share of every input token in the direction to which the block answers most.",
+                ),
+                (
+                    "shown at",
+                    "shown_at",
+                    "Share of every output token in that answer.",
+                ),
+            )
+        ],
+    }
+    told = (
+        "sigma is the largest singular value of a block's derivative, between token matrices; the "
+        "token norm is the same when a change is measured by its largest token, and does not grow "
+        "with the length of the text by itself."
+    )
+    where = (
+        "The squared size of each token's part of the top singular vectors: a row with one bright "
+        "place is a block that one token rules."
+    )
+    body = (
+        picture("gains", "Gain of every block", told, _table(layers), width="whole"),
+        picture("mass", "Through which tokens", where, _top(layers, tokens), width="whole"),
+    )
+    return Part(
+        anchor="blocks",
+        title="Blocks",
+        body=element("div", *body, class_="charts"),
+        pictures={"gains": gains, "mass": mass},
+    )
+
+
+def spans(count: int, most: int) -> list[int]:
+    """Edges of at most ``most`` equal spans of ``count`` things.
+
+    >>> spans(5, 8), spans(10, 4)
+    ([0, 1, 2, 3, 4, 5], [0, 2, 5, 8, 10])
+    """
+    parts = min(count, most)
+    return [round(i * count / parts) for i in range(parts + 1)]
+
+
+def titles(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
+    """What to call every span of tokens: its place, and the first of its words.
+
+    >>> titles(["a", " b", "c"], [0, 1, 3])
+    ['0 “a”', '1 “ b …”']
+    """
+    return [
+        f"{first} “{shorten(clean(tokens[first]), 20)}{'' if end - first == 1 else ' …'}”"
+        for first, end in pairwise(edges)
+    ]
+
+
+def summed(shares: Sequence[float], edges: Sequence[int]) -> list[float | None]:
+    """The sum of the shares in every span."""
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(shares, dtype=float))])
+    return plain((total[list(edges[1:])] - total[list(edges[:-1])]).tolist())
+
+
+def _measures(layers: Sequence[Data]) -> list[tuple[str, list[float]]]:
+    rows = [
+        ("sigma", [layer["block"]["lower"] for layer in layers]),
+        ("token norm", [layer["token"]["lower"] for layer in layers]),
+        ("update", [layer["update"] for layer in layers]),
+    ]
+    for name, key in (("attention alone", "attention"), ("MLP alone", "mlp")):
+        if all(layer[key] for layer in layers):
+            rows.append((name, [layer[key]["lower"] for layer in layers]))
+    count = min(len(layer["norms"]) for layer in layers)
+    for place in range(count):
+        rows.append((f"norm gain {place + 1}", [x["norms"][place]["most"] for x in layers]))
+    return rows
+
+
+def _table(layers: Sequence[Data]) -> Html:
+    head = (
+        "layer",
+        "sigma",
+        "token norm",
+        "attention",
+        "MLP",
+        "update",
+        "norm gains 1/s",
+        "at most",
+    )
+    rows = [
+        (
+            str(layer["layer"]),
+            between(layer["block"]),
+            between(layer["token"]),
+            between(layer["attention"]),
+            between(layer["mlp"]),
+            figure(layer["update"], 3),
+            "; ".join(f"{figure(n['least'], 3)} to {figure(n['most'], 3)}" for n in layer["norms"]),
+            "; ".join(figure(norm["upper"], 3) for norm in layer["norms"]),
+        )
+        for layer in layers
+    ]
+    told = "update is the size of what the block adds over that of the stream; gains over tokens"
+    return table(head, rows, caption=told)
+
+
+def _top(layers: Sequence[Data], tokens: Sequence[str]) -> Html:
+    head = ("layer", *(f"moved by {i + 1}" for i in range(_TOP)), "shown at")
+    rows = []
+    for layer in layers:
+        order = np.argsort(layer["moved_by"])[::-1][:_TOP].tolist()
+        said = [_token(tokens, i, layer["moved_by"][i]) for i in order]
+        said += [""] * (_TOP - len(said))
+        at = int(np.argmax(layer["shown_at"]))
+        rows.append((str(layer["layer"]), *said, _token(tokens, at, layer["shown_at"][at])))
+    told = "The tokens with the largest shares, place: token (share)"
+    return table(head, rows, caption=told, numeric=False)
+
+
+def _token(tokens: Sequence[str], place: int, share: float) -> str:
+    return f"{place}: {shorten(clean(tokens[place]), 20)} ({figure(share, 2)})"

@@ -1,0 +1,98 @@
+"""fenchel convert on one tiny run, and on what it wrote."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fenchel.cli import main
+from fenchel.data import encode
+from fenchel.model import load
+
+TEXT = "the people of these States, déjà vu <|end|> and peace"
+
+
+def test_a_run_becomes_a_directory_that_transformers_reads_alike(
+    run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "exported"
+    capsys.readouterr()
+    assert main(["convert", str(run_directory), str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    ours = load(run_directory)
+    assert told["family"] == "llama"
+    assert told["parameters"] == sum(p.numel() for p in ours.model.parameters())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    ids = torch.tensor([encode(ours.tokenizer, "the people of these States")])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours.model(ids), atol=1e-4, rtol=0)
+
+
+def test_the_tokenizer_goes_with_it(run_directory: Path, tmp_path: Path) -> None:
+    out = tmp_path / "exported"
+    assert main(["convert", str(run_directory), str(out)]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    text = TEXT.replace("<|end|>", "")
+    ids = encode(load(run_directory).tokenizer, text)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert (theirs.eos_token, theirs.pad_token) == ("<|end|>", "<|pad|>")
+
+
+def test_the_other_commands_read_what_was_written(
+    run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "exported"
+    assert main(["convert", str(run_directory), str(out)]) == 0
+    words = ["--prompt", "the people", "--max-new-tokens", "20", "--json"]
+    capsys.readouterr()
+    assert main(["generate", str(run_directory), *words]) == 0
+    from_run = capsys.readouterr().out
+    assert main(["generate", str(out), *words]) == 0
+    assert capsys.readouterr().out == from_run
+
+
+def test_another_dtype_is_that_dtype_of_the_same_numbers(
+    run_directory: Path, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(["convert", str(run_directory), str(one)]) == 0
+    assert main(["convert", str(one), str(two), "--dtype", "bfloat16"]) == 0
+    exact, rounded = load(one).model.state_dict(), load(two).model.state_dict()
+    assert {t.dtype for t in rounded.values()} == {torch.bfloat16}
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+    assert json.loads((two / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (two / "tokenizer.json").read_bytes() == (one / "tokenizer.json").read_bytes()
+
+
+def test_nothing_is_written_over_unless_asked(
+    run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "kept"
+    out.mkdir()
+    (out / "diary.txt").write_text("mine")
+    assert main(["convert", str(run_directory), str(out)]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert (out / "diary.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
+    assert main(["convert", str(run_directory), str(out), "--force"]) == 0
+    assert not (out / "diary.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
+    load(out)
+
+
+def test_a_directory_is_not_converted_onto_itself(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(run_directory), str(run_directory / "." / ""), "--force"]
+    assert main(words) == 2
+    assert "the directory that is read" in capsys.readouterr().err
+    assert (run_directory / "checkpoints").is_dir()
+
+
+def test_a_missing_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+    assert "no run directory or checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

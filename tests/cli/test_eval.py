@@ -1,0 +1,90 @@
+"""fenchel eval with --calibration, --page and --against on one tiny run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fenchel.cli import main
+from fenchel.evaluate import calibration_error, confidence, text_ids
+from fenchel.evaluate.calibration import Bin
+from fenchel.model import load
+
+
+@pytest.fixture
+def other_text(tmp_path: Path) -> Path:
+    path = tmp_path / "other.txt"
+    path.write_text("the nation and the people of peace have trade. " * 30)
+    return path
+
+
+@pytest.fixture
+def rival(text_file: Path, flags: list[str], tmp_path: Path) -> Path:
+    """A run with another tokenizer."""
+    path = tmp_path / "rival"
+    words = ["train", "--text", str(text_file), "--steps", "2", "--out", str(path), *flags]
+    assert main([*words, "--set", "text.vocabulary=280"]) == 0
+    return path
+
+
+def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_calibration_is_what_the_library_says(
+    run_directory: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text), "--calibration"]
+    found = json.loads(told([*words, "--json"], capsys))["calibration"]
+    model, tokenizer, config = load(run_directory)
+    ids, _ = text_ids(tokenizer, str(other_text))
+    direct = confidence(model, ids, context=config.context)
+    assert found["temperature"] == pytest.approx(direct.temperature)
+    assert found["plain"]["brier"] == pytest.approx(direct.plain.brier)
+    assert found["scaled"]["ece"] == pytest.approx(direct.scaled.ece)
+    table = [Bin(**one) for one in found["plain"]["bins"]]
+    assert calibration_error(table) == pytest.approx(found["plain"]["ece"])
+    shown = told(words, capsys)
+    assert f"{direct.plain.ece:.4f}" in shown
+    assert f"at T = {direct.temperature:.4f}" in shown
+
+
+def test_the_page_draws_every_bin_and_overwrites_nothing(
+    run_directory: Path, other_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "reliability.html"
+    words = ["eval", str(run_directory), "--text", str(other_text), "--page", str(page)]
+    found = json.loads(told([*words, "--json"], capsys))["calibration"]
+    drawn = page.read_text()
+    bins = len(found["plain"]["bins"]) + len(found["scaled"]["bins"])
+    assert drawn.count("<circle") == bins + 2  # and two keys
+    assert "<svg" in drawn
+    assert "http://" not in drawn.replace("http://www.w3.org/2000/svg", "")
+    assert main(words) == 2
+    assert "exists and is left alone" in capsys.readouterr().err
+    assert page.read_text() == drawn
+
+
+def test_another_tokenizer_is_compared_by_bits_and_refused_by_perplexity(
+    run_directory: Path, rival: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text), "--against"]
+    shown = told([*words, str(rival)], capsys)
+    assert "different tokenizers" in shown
+    found = json.loads(told([*words, str(rival), "--json"], capsys))
+    assert found["against"]["bits_per_byte_difference"] == pytest.approx(
+        found["bits_per_byte"] - found["against"]["bits_per_byte"]
+    )
+    assert "perplexity_difference" not in found["against"]
+    same = json.loads(told([*words, str(run_directory), "--json"], capsys))
+    assert same["against"]["perplexity_difference"] == 0.0
+    assert "refused" not in same["against"]
+
+
+def test_a_comparison_without_a_text_is_refused(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(run_directory), "--against", str(run_directory)]) == 2
+    assert "--text" in capsys.readouterr().err

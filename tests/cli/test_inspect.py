@@ -1,0 +1,140 @@
+"""fenchel inspect on a run directory: what is printed, what is written, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fenchel.cli import main
+from fenchel.cli.inspect import numbers
+from fenchel.evaluate import attention_maps
+from fenchel.inspection import open_subject
+from fenchel.inspection.rows import rows, weights
+from fenchel.model import load
+
+
+def words(run: Path, text: Path, *more: str) -> list[str]:
+    return ["inspect", str(run), "--text", str(text), "--max-tokens", "12", *more]
+
+
+def test_a_run_is_read_as_its_model_reads(run_directory: Path) -> None:
+    ids = torch.tensor([[0, 5, 9, 200, 31, 7, 7, 80]])
+    reading = open_subject(run_directory).read(ids)
+    model = load(run_directory).model
+    ours = torch.stack([weights(p.attention, 8) for p in reading.passages])
+    torch.testing.assert_close(ours, attention_maps(model, ids), rtol=0, atol=1e-6)
+    entropy = torch.special.entr(ours).sum(-1)
+    torch.testing.assert_close(rows(reading.passages[0].attention).entropy, entropy[0])
+    with torch.no_grad():
+        logits = model(ids, last=True)[0, -1]
+    assert reading.logits is not None
+    torch.testing.assert_close(reading.logits(reading.passages[0].before), logits)
+
+
+def test_a_table_and_a_page_come_out(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    assert main(words(run_directory, text_file, "--out", str(out))) == 0
+    told = capsys.readouterr().out
+    assert "most sensitive of" in told
+    assert "Lyapunov exponent" in told
+    assert str(out) in told.replace("\n", "")
+    page = out.read_text()
+    assert "Influence of tokens on tokens" in page
+    assert main(words(run_directory, text_file, "--out", str(out), "--no-blocks")) == 0  # again
+
+
+def test_json_is_one_object_and_writes_nothing(
+    run_directory: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words(run_directory, text_file, "--json", "--rows", "--heads", "2")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [head["head"] for head in told["heads"]] == [2]
+    assert len(told["heads"][0]["rows"]["sensitivity"]) == 12
+    assert told["network"]["stream"]["lower"] <= told["network"]["stream"]["upper"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--layers", "9"], "there is no layer 9"),
+        (["--layers", "one"], "--layers takes numbers"),
+        (["--max-tokens", "17"], "is more than the 16 tokens"),
+        (["--device", "abacus"], "there is no device 'abacus'"),
+        (["--text", "nowhere.txt"], "there is no text 'nowhere.txt'"),
+        (["--iterations", "0"], "iterations >= 1"),
+    ],
+)
+def test_wrong_words_are_one_sentence_and_code_2(
+    run_directory: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = words(run_directory, text_file)
+    for flag, value in zip(more[::2], more[1::2], strict=True):
+        if flag in line:
+            line[line.index(flag) + 1] = value
+        else:
+            line += [flag, value]
+    assert main(line) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err
+    assert said.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_longer_text_is_refused_unless_it_is_cut(
+    run_directory: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", str(run_directory), "--text", str(text_file)]) == 2
+    assert "--max-tokens 16" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_changed_on_disk_are_refused(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(run_directory, tmp_path / "copy"))
+    for weights_file in copy.glob("checkpoints/*/model.safetensors"):
+        weights_file.write_bytes(weights_file.read_bytes()[:-7])
+    with pytest.warns(UserWarning, match="passed over"):
+        assert main(words(copy, text_file)) == 2
+    assert "no intact checkpoint" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_page_of_ours_is_never_written_over(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "thesis.html"
+    mine.write_text("four years of work")
+    assert main(words(run_directory, text_file, "--out", str(mine))) == 2
+    assert "choose another --out" in capsys.readouterr().err
+    assert mine.read_text() == "four years of work"
+    assert main(words(run_directory, text_file, "--out", str(tmp_path / "no" / "p.html"))) == 2
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    assert numbers(None, "--layers") is None
+    assert numbers("2, 4-6", "--layers") == [2, 4, 5, 6]
+    for wrong in ("", "a", "3-", "-2", "1-99999999"):
+        with pytest.raises(ValueError, match="--layers"):
+            numbers(wrong, "--layers")

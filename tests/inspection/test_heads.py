@@ -1,0 +1,105 @@
+"""fenchel/inspection/heads.py: brackets against singular values of the dense Jacobian."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.functional import jacobian
+
+from fenchel.attention import ALiBi, Causal, Prior, attend
+from fenchel.choice import Choice, Entmax, Softmax
+from fenchel.inspection.heads import heads, only, sensitivities, spread
+from fenchel.inspection.rows import rows
+from fenchel.inspection.subject import Attention
+from fenchel.inspection.values import Method
+
+H, G, T, D, E = 4, 2, 6, 3, 5
+METHOD = Method(
+    dtype="float32",
+    device="cpu",
+    algorithm="",
+    tolerance=1e-3,
+    iterations=60,
+    failure=1e-6,
+    seed=0,
+)
+
+
+def call(size: float = 1.5, choice: Choice | None = None, prior: Prior | None = None) -> Attention:
+    draw = torch.Generator().manual_seed(1)
+    q = size * torch.randn(1, H, T, D, generator=draw)
+    k = size * torch.randn(1, G, T, D, generator=draw)
+    v = torch.randn(1, G, T, E, generator=draw)
+    return Attention(q, k, v, choice or Softmax(), prior, 0.6)
+
+
+def dense(c: Attention, head: int) -> dict[str, Tensor]:
+    """The spectral norms of one head's Jacobian, by automatic differentiation in float64."""
+    g = head // (H // G)
+    at = tuple(x.double() for x in (c.q[0, head], c.k[0, g], c.v[0, g]))
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, choice=c.choice, prior=c.prior, scale=c.scale, backend="reference")
+
+    parts = [J.reshape(T * E, -1) for J in jacobian(f, at)]
+    norm = torch.linalg.matrix_norm
+    apart = {name: norm(J, 2) for name, J in zip("qkv", parts, strict=True)}
+    return apart | {"qkv": norm(torch.cat(parts, 1), 2)}
+
+
+@pytest.mark.parametrize("prior", [None, Causal()])
+@pytest.mark.parametrize("choice", [Softmax(), Entmax(1.5)])
+def test_every_bracket_holds_the_singular_value(prior: Prior | None, choice: Choice) -> None:
+    c = call(choice=choice, prior=prior)
+    sigma, bound = sensitivities(only(c, [0, 1, 2, 3]), METHOD, torch.Generator().manual_seed(0))
+    for head in range(H):
+        wanted = dense(c, head)
+        for name, brackets in sigma.items():
+            true = float(wanted[name])
+            assert brackets[head].lower <= true * (1 + 1e-5)
+            assert true <= brackets[head].upper * (1 + 1e-5)
+            assert brackets[head].upper <= 1.01 * brackets[head].lower + 1e-6
+        assert float(bound[head]) >= float(wanted["qkv"]) * (1 - 1e-5)
+
+
+def test_a_head_is_ruled_by_its_largest_part() -> None:
+    causes = {"q": "query", "k": "key", "v": "mixing"}
+    for size in (0.1, 3.0):
+        c = call(size)
+        for head in heads(c, 7, [1, 3], METHOD, torch.Generator().manual_seed(0)):
+            wanted = dense(c, head.head - 1)
+            assert head.dominant == causes[max("qkv", key=lambda name: wanted[name])]
+            assert head.layer == 7
+
+
+def test_some_heads_of_a_prior_keep_their_own_part_of_it() -> None:
+    c = call(prior=Causal() + ALiBi(H))
+    whole, some = rows(c), rows(only(c, [3, 1]))
+    for name in ("entropy", "margin", "columns"):
+        ours, theirs = getattr(some, name), getattr(whole, name)[[3, 1]]
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_few_iterations_widen_a_bracket_and_never_break_it() -> None:
+    c = call(prior=Causal())
+    quick = replace(METHOD, iterations=2)
+    sigma, _ = sensitivities(only(c, [2]), quick, torch.Generator().manual_seed(0))
+    true = float(dense(c, 2)["qkv"])
+    assert sigma["qkv"][0].lower <= true <= sigma["qkv"][0].upper
+    assert sigma["qkv"][0].iterations == 2
+
+
+def test_rows_are_kept_when_asked_for() -> None:
+    draw = torch.Generator().manual_seed(0)
+    plain, kept = (
+        next(heads(call(), 1, [0], METHOD, draw, with_rows=flag)) for flag in (False, True)
+    )
+    assert plain.rows == {}
+    assert len(kept.rows["entropy"]) == T
+    assert kept.entropy.most == pytest.approx(max(kept.rows["entropy"]))
+
+
+def test_a_spread_leaves_out_what_is_not_there() -> None:
+    found = spread(torch.tensor([1.0, torch.nan, 3.0]))
+    assert (found.least, found.median, found.most, found.mean) == (1.0, 2.0, 3.0, 2.0)

@@ -1,0 +1,107 @@
+"""fenchel/inspection/measure.py and text.py: one call, plain values, the same for the same seed."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fenchel.inspection import Inspection, inspect, open_subject
+from fenchel.inspection.rows import weights
+from fenchel.inspection.text import words
+
+Save = Callable[[str], Path]
+
+
+def inspected(save: Save, text: Path, family: str = "gpt2", **how: object) -> Inspection:
+    settings = {"max_tokens": 14, "iterations": 4} | how
+    return inspect(open_subject(save(family)), str(text), **settings)  # type: ignore[arg-type]
+
+
+def test_an_inspection_is_plain_and_complete(save: Save, text: Path) -> None:
+    found = inspected(save, text)
+    told = json.loads(json.dumps(found.plain(), allow_nan=False))
+    assert [(h["layer"], h["head"]) for h in told["heads"]] == [
+        (layer, head) for layer in (1, 2) for head in (1, 2, 3)
+    ]
+    assert len(told["layers"]) == 2
+    assert len(told["tokens"]) == 14
+    assert told["subject"]["layers"] == 2
+    assert told["method"]["failure"] == 1e-6
+    assert told["network"]["influence"]["spans"][0] == [0, 1]
+    assert "maps" not in told
+    assert set(told["heads"][0]["sigma"]) == {"q", "k", "v", "qkv"}
+
+
+def test_the_same_seed_gives_the_same_numbers(save: Save, text: Path) -> None:
+    one, two, other = (inspected(save, text, seed=seed).plain() for seed in (3, 3, 4))
+    for found in (one, two, other):
+        del found["seconds"]
+    assert one == two
+    assert one["network"]["influence"] != other["network"]["influence"]
+
+
+def test_chosen_heads_are_measured_as_among_all(save: Save, text: Path) -> None:
+    all_ = inspected(save, text, blocks=False, iterations=30)
+    some = inspected(save, text, blocks=False, layers=[2], heads=[3, 1], iterations=30)
+    assert [(h.layer, h.head) for h in some.heads] == [(2, 1), (2, 3)]
+    for head in some.heads:
+        same = next(h for h in all_.heads if (h.layer, h.head) == (head.layer, head.head))
+        assert same.entropy == head.entropy
+        assert same.sigma["qkv"].lower == pytest.approx(head.sigma["qkv"].lower, rel=0.05)
+    assert some.network is None
+    assert some.layers == []
+
+
+def test_maps_are_the_weights_to_eight_bits(save: Save, text: Path) -> None:
+    subject = open_subject(save("llama"))
+    found = inspect(subject, str(text), max_tokens=14, blocks=False, layers=[2], heads=[4, 1])
+    raw = np.frombuffer(base64.b64decode(found.maps.data), dtype=np.uint8)
+    maps = (raw.reshape(1, 2, 14, 14) / 255.0) ** 2
+    ids = words(subject, str(text), 14).ids
+    exact = weights(subject.read(torch.tensor([ids])).passages[1].attention, 14)[[0, 3]]
+    assert np.abs(maps[0] - exact.numpy()).max() < 0.005
+    assert (found.maps.layers, found.maps.heads) == ([2], [1, 4])
+
+
+def test_progress_reaches_its_end(save: Save, text: Path) -> None:
+    told: dict[str, tuple[int, int]] = {}
+    inspected(save, text, watch=lambda what, done, total: told.update({what: (done, total)}))
+    assert set(told) == {"heads", "blocks", "network"}
+    assert all(done == total for done, total in told.values())
+
+
+def test_a_number_that_no_layer_has_is_refused(save: Save, text: Path) -> None:
+    with pytest.raises(ValueError, match="no layer 3: this model has layers 1 to 2"):
+        inspected(save, text, layers=[1, 3])
+    with pytest.raises(ValueError, match="no head 0"):
+        inspected(save, text, heads=[0])
+
+
+def test_a_text_is_cut_only_when_told(save: Save, text: Path) -> None:
+    subject = open_subject(save("gpt2"))
+    with pytest.raises(ValueError, match=r"more tokens than the 48 .* --max-tokens 48"):
+        words(subject, str(text))
+    assert len(words(subject, str(text), 48).ids) == 48
+    with pytest.raises(ValueError, match="max_tokens=49 is more than the 48"):
+        words(subject, str(text), 49)
+    with pytest.raises(ValueError, match="should be 2 or more"):
+        words(subject, str(text), 1)
+
+
+def test_tokens_spell_the_text(save: Save, text: Path, tmp_path: Path) -> None:
+    subject = open_subject(save("gpt2"))
+    assert text.read_text().startswith("".join(words(subject, str(text), 20).tokens))
+    odd = tmp_path / "odd.txt"
+    odd.write_text("peace 中 <|end|>")
+    told = words(subject, str(odd))
+    assert len(told.tokens) == len(told.ids)
+    assert "".join(told.tokens).endswith("<|end|>")  # spelt out, not the control token
+    assert subject.tokenizer.token_to_id("<|end|>") not in told.ids
+    short = tmp_path / "short.txt"
+    short.write_text("a")
+    with pytest.raises(ValueError, match="at least 2"):
+        words(subject, str(short))

@@ -1,0 +1,41 @@
+"""fenchel/inspection/precision.py: rounding is measured, and undone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fenchel.inspection import inspect, open_subject
+from fenchel.inspection.precision import precision, rounded
+
+
+def test_weights_come_back_bit_for_bit(save: Callable[[str], Path]) -> None:
+    model = open_subject(save("gpt2")).model
+    before = {name: p.clone() for name, p in model.named_parameters()}
+
+    def interrupted() -> None:
+        with torch.no_grad(), rounded(model, torch.bfloat16):
+            assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_numbers_as_fine_as_the_models_own_change_nothing(
+    save: Callable[[str], Path], text: Path
+) -> None:
+    subject = open_subject(save("llama"))
+    found = inspect(subject, str(text), max_tokens=12, iterations=4)
+    reading = subject.read(torch.arange(3, 15)[None])
+    draw = torch.Generator().manual_seed(0)
+    same = precision(reading, subject.model, found.heads, found.method, draw, coarse=torch.float32)
+    assert max(same.stream) < 1e-6
+    assert same.logits is not None
+    assert same.logits < 1e-4
+    assert found.precision is not None
+    assert 1e-4 < found.precision.stream[-1] < 0.3  # bfloat16 keeps eight bits
+    assert found.precision.again < 1e-5
+    assert "bfloat16" in found.precision.statement

@@ -1,0 +1,175 @@
+"""What is not inspected, and the one sentence that says so."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from fenchel.inspection import inspect, open_subject
+from fenchel.inspection.weights import look_over
+
+Save = Callable[[str], Path]
+
+
+@pytest.fixture
+def folder(save: Save, tmp_path: Path) -> Path:
+    """A copy of the GPT-2 that a test may spoil."""
+    return Path(shutil.copytree(save("gpt2"), tmp_path / "gpt2"))
+
+
+def settings(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def spoil(folder: Path, name: str, value: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[3] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_that_are_not_finite(folder: Path) -> None:
+    spoil(folder, "transformer.h.1.mlp.c_fc.weight", float("nan"))
+    with pytest.raises(ValueError, match=r"h\.1\.mlp\.c_fc\.weight holds 1 values that are not"):
+        open_subject(folder)
+
+
+def test_weights_that_break_down_on_the_text(folder: Path, text: Path) -> None:
+    spoil(folder, "transformer.h.0.mlp.c_proj.bias", 3e38)
+    spoil(folder, "transformer.h.1.mlp.c_proj.bias", 3e38)
+    with pytest.raises(ValueError, match="is not finite on this text"):
+        inspect(open_subject(folder), str(text), max_tokens=8, blocks=False)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 2000])
+def test_a_file_that_is_cut_short(folder: Path, cut: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        open_subject(folder)
+
+
+def test_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickle"):
+        open_subject(folder)
+
+
+def test_code_of_its_own(folder: Path) -> None:
+    settings(folder, auto_map={"AutoModel": "evil.Model"})
+    with pytest.raises(ValueError, match="code of its own"):
+        open_subject(folder)
+
+
+def test_a_family_that_nobody_knows(folder: Path) -> None:
+    settings(folder, model_type="gpt17")
+    with pytest.raises(ValueError, match="knows no family 'gpt17'"):
+        open_subject(folder)
+
+
+def test_no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
+        open_subject(folder)
+
+
+def test_settings_that_ask_for_more_than_the_weights_hold(folder: Path) -> None:
+    settings(folder, n_layer=3)
+    with pytest.raises(ValueError, match=r"lacks transformer\.h\.2"):
+        open_subject(folder)
+    settings(folder, n_layer=10**9)
+    with pytest.raises(ValueError, match="n_layer=1000000000"):
+        open_subject(folder)
+
+
+def test_settings_of_another_width(folder: Path) -> None:
+    settings(folder, n_embd=48)
+    with pytest.raises(ValueError, match="cannot build this"):
+        open_subject(folder)
+
+
+def test_an_index_that_names_files_elsewhere(folder: Path) -> None:
+    index = {"weight_map": {"a": "../../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="files of its own folder"):
+        look_over(folder)
+
+
+def test_scores_under_a_cap(save: Save, tmp_path: Path, text: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, vocab_size=300)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match="a cap on its scores"):
+        inspect(open_subject(tmp_path), str(text), max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 2}),
+        ("GPTJForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
+    ],
+)
+def test_a_family_with_an_attention_of_its_own(
+    save: Save, tmp_path: Path, text: Path, kind: str, sizes: dict[str, int]
+) -> None:
+    made = getattr(transformers, kind)
+    made(made.config_class(**sizes, vocab_size=300)).save_pretrained(tmp_path)
+    shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match="does not take its attention from the registry"):
+        inspect(open_subject(tmp_path), str(text), max_tokens=8)
+
+
+def test_ids_that_the_model_does_not_know(save: Save) -> None:
+    with pytest.raises(ValueError, match="gives the id 300 and the model knows 300"):
+        open_subject(save("gpt2")).read(torch.tensor([[1, 300]]))
+
+
+def test_positions_that_the_model_does_not_have(save: Save) -> None:
+    with pytest.raises(ValueError, match="cannot read this text"):
+        open_subject(save("gpt2")).read(torch.ones(1, 49, dtype=torch.int64))
+
+
+def test_an_encoder_with_a_decoder(save: Save, tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**sizes, vocab_size=300)).save_pretrained(tmp_path)
+    shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match="an encoder and a decoder"):
+        open_subject(tmp_path)
+
+
+def test_no_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"pip install 'fenchel\[hf\]'"):
+        open_subject(folder)
+
+
+def test_attention_that_is_not_what_the_model_does_itself(
+    save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fenchel.inspection import hugging_face
+
+    real = hugging_face.attend
+    monkeypatch.setattr(hugging_face, "attend", lambda *a, **k: 1.01 * real(*a, **k))
+    with pytest.raises(ValueError, match="does more in its attention"):
+        open_subject(save("llama")).read(torch.arange(3, 20)[None])
+
+
+def test_a_folder_of_neither_kind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither a run directory"):
+        open_subject(tmp_path)
+    with pytest.raises(ValueError, match="no directory"):
+        open_subject(tmp_path / "nowhere")

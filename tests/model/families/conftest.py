@@ -1,0 +1,223 @@
+"""Small random checkpoints of every family, made by transformers, with no number at its default.
+
+Sizes all differ: a head is 16 wide where a family lets it differ from width / heads.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.utils import logging as chatter
+
+chatter.disable_progress_bar()
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 70,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 56,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**COMMON, "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+NEAR, ALL = "sliding_attention", "full_attention"
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+GPT2 = {"vocab_size": 70, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4, **TOKENS}
+BLOOM = {"vocab_size": 70, "hidden_size": 48, "n_layer": 3, "n_head": 4, **TOKENS}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", COMMON),
+    "bert without types, relu": ("Bert", {**COMMON, "type_vocab_size": 3, "hidden_act": "relu"}),
+    "albert": (
+        "Albert",
+        {**COMMON, "num_hidden_layers": 4, "num_hidden_groups": 2, "embedding_size": 24},
+    ),
+    "albert, one group": ("Albert", {**COMMON, "embedding_size": 20, "hidden_act": "gelu"}),
+}
+T5 = {
+    "vocab_size": 70,
+    "d_model": 48,
+    "d_kv": 10,
+    "d_ff": 56,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5", T5),
+    "t5 v1.1": ("T5", {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+}
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", GROUPED),
+    "llama tied, with biases": (
+        "Llama",
+        {**COMMON, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama3": ("Llama", {**GROUPED, "rope_parameters": LLAMA3}),
+    "llama yarn": ("Llama", {**GROUPED, "rope_parameters": YARN}),
+    "llama linear": ("Llama", {**GROUPED, "rope_parameters": LINEAR}),
+    "mistral": ("Mistral", {**GROUPED, "sliding_window": 5, "head_dim": 16}),
+    "mistral without a window": ("Mistral", {**GROUPED, "sliding_window": None}),
+    "qwen2": ("Qwen2", GROUPED),
+    "qwen2 with windows": (
+        "Qwen2",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", {**GPT2, "n_inner": 56}),
+    "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
+    "gemma": ("Gemma", {**COMMON, "num_key_value_heads": 1, "head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {**GROUPED, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 20},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {**GROUPED, "head_dim": 16, "sliding_window": 4, "layer_types": [NEAR, ALL, NEAR]},
+    ),
+    "gpt-neox": ("GPTNeoX", {**COMMON, "num_attention_heads": 6}),
+    "gpt-neox in sequence": (
+        "GPTNeoX",
+        {**COMMON, "use_parallel_residual": False, "hidden_act": "gelu_new", "rotary_pct": 0.5},
+    ),
+    "bloom": ("Bloom", BLOOM),
+    "bloom, heads no power of two": ("Bloom", {**BLOOM, "n_head": 6}),
+}
+"""Name: the class in transformers, less its ending, and what is said to it."""
+
+
+FAMILIES = {**DECODERS, **ENCODERS, **PAIRS}
+HEADS = {
+    "GPT2": "LMHeadModel",
+    "Bert": "ForMaskedLM",
+    "Albert": "ForMaskedLM",
+    "T5": "ForConditionalGeneration",
+}
+AUTO = {"ForMaskedLM": "AutoModelForMaskedLM", "ForConditionalGeneration": "AutoModelForSeq2SeqLM"}
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    """Every family in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(params=DECODERS)
+def decoder(request: pytest.FixtureRequest) -> str:
+    """Every decoder in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(params=ENCODERS)
+def encoder(request: pytest.FixtureRequest) -> str:
+    """Every encoder in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> str:
+    """Every encoder with a decoder in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def foreign() -> Callable[[str], Any]:
+    """A model of transformers in float32, every parameter drawn."""
+    made: dict[str, Any] = {}
+
+    def build(name: str) -> Any:
+        if name not in made:
+            kind, settings = FAMILIES[name]
+            text = "Text" if kind == "Gemma3" else ""
+            config = getattr(transformers, f"{kind}{text}Config")(**settings)
+            config._attn_implementation = "eager"
+            head = HEADS.get(kind, "ForCausalLM")
+            made[name] = stirred(getattr(transformers, f"{kind}{head}")(config))
+        return made[name]
+
+    return build
+
+
+def stirred(model: Any) -> Any:
+    """With every number moved, so that no gain is one and no bias zero."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture
+def written(tmp_path: Path, foreign: Callable[[str], Any]) -> Callable[..., Path]:
+    """The directory that transformers writes for a family."""
+
+    def write(name: str, **how: Any) -> Path:
+        path = tmp_path / "theirs"
+        foreign(name).save_pretrained(path, **how)
+        return path
+
+    return write
+
+
+@contextmanager
+def silence() -> Iterator[list[str]]:
+    """What transformers has to complain about, which should be nothing."""
+    complaints: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            complaints.append(record.getMessage())
+
+    logger, listener = logging.getLogger("transformers"), Listener(logging.WARNING)
+    logger.addHandler(listener)
+    try:
+        yield complaints
+    finally:
+        logger.removeHandler(listener)
+
+
+@pytest.fixture
+def reload() -> Callable[..., Any]:
+    """A directory as transformers reads it; anything it complains of is an error."""
+
+    def read(path: Path, name: str, **how: Any) -> Any:
+        head = HEADS.get(FAMILIES[name][0], "ForCausalLM")
+        auto = getattr(transformers, AUTO.get(head, "AutoModelForCausalLM"))
+        with silence() as complaints, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model, info = auto.from_pretrained(
+                path, output_loading_info=True, attn_implementation="eager", **how
+            )
+        assert not complaints
+        assert not any(info.values()), info
+        return model.eval()
+
+    return read

@@ -1,0 +1,161 @@
+"""Laws of every family: transformers and fenchel compute the same, whoever wrote the files.
+
+A family joins by one line in conftest.py. Logits are of order 1; float32 rounding in both
+leaves differences near 1e-6, and 1e-4 is what is promised.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fenchel.generate import generate
+from fenchel.model import Transformer, load_model, save
+from fenchel.model.families.base import resolved
+
+Foreign, Written, Reload = Callable[[str], Any], Callable[..., Path], Callable[..., Any]
+IDS = torch.randint(3, 70, (3, 13), generator=torch.Generator().manual_seed(0))
+TARGET = torch.randint(3, 70, (3, 7), generator=torch.Generator().manual_seed(1))
+LENGTHS = torch.tensor([13, 9, 4])
+RIGHT = torch.arange(13) < LENGTHS[:, None]
+LEFT = RIGHT.flip(1)
+PADDINGS = {"none": torch.ones_like(RIGHT), "right": RIGHT, "left": LEFT}
+
+
+def ours(path: Path) -> Transformer:
+    """Loaded without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return load_model(path)
+
+
+def our_logits(model: Transformer, present: Tensor | None = None) -> Tensor:
+    """Of IDS, or of TARGET after IDS where there is an encoder."""
+    with torch.no_grad():
+        if model.config.kind != "encoder-decoder":
+            return model(IDS, present_BS=present)
+        memory = model.encode(IDS, present_BS=present)
+        return model(TARGET, memory_BSM=memory, memory_present_BS=present)
+
+
+def their_logits(model: Any, present: Tensor | None = None) -> Tensor:
+    """The same in transformers, told where in its text each token stands."""
+    how: dict[str, Any] = {} if present is None else {"attention_mask": present.long()}
+    if model.config.is_encoder_decoder:
+        how["decoder_input_ids"] = TARGET
+    elif present is not None and model.config.model_type != "bloom":
+        how["position_ids"] = (present.long().cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits: Tensor = model(IDS, **how).logits
+    return logits
+
+
+def test_their_files_loaded_here_give_their_logits(
+    name: str, foreign: Foreign, written: Written
+) -> None:
+    theirs = their_logits(foreign(name))
+    torch.testing.assert_close(our_logits(ours(written(name))), theirs, atol=1e-4, rtol=0)
+    assert theirs.std() > 0.1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_changes_no_logit_of_a_token(
+    name: str, side: str, foreign: Foreign, written: Written
+) -> None:
+    present = PADDINGS[side]
+    model = ours(written(name))
+    mine, theirs = our_logits(model, present), their_logits(foreign(name), present)
+    if model.config.kind != "encoder-decoder":
+        mine, theirs = mine[present], theirs[present]
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+
+
+def test_our_files_loaded_there_give_our_logits(
+    name: str, written: Written, reload: Reload, tmp_path: Path
+) -> None:
+    model = ours(written(name))
+    save(model, None, tmp_path / "ours")
+    theirs = reload(tmp_path / "ours", name)
+    torch.testing.assert_close(their_logits(theirs), our_logits(model), atol=1e-4, rtol=0)
+
+
+def test_in_and_out_again_is_the_same_bit_for_bit(
+    name: str, written: Written, tmp_path: Path
+) -> None:
+    path = written(name)
+    save(load_model(path), None, tmp_path / "ours")
+    before = load_file(path / "model.safetensors")
+    after = load_file(tmp_path / "ours" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_settings_in_and_out_again_are_the_same(
+    name: str, written: Written, tmp_path: Path
+) -> None:
+    model = load_model(written(name))
+    save(model, None, tmp_path / "ours")
+    assert resolved(load_model(tmp_path / "ours").config) == resolved(model.config)
+
+
+def test_greedy_generation_agrees_token_for_token(
+    decoder: str, foreign: Foreign, written: Written
+) -> None:
+    theirs = foreign(decoder).generate(
+        IDS, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    mine = generate(ours(written(decoder)), IDS, max_new_tokens=12, temperature=0.0)
+    assert mine.tolist() == theirs.tolist()
+
+
+def test_greedy_generation_agrees_in_a_padded_batch(
+    decoder: str, foreign: Foreign, written: Written
+) -> None:
+    theirs = foreign(decoder).generate(
+        IDS,
+        attention_mask=LEFT.long(),
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model, ids, present = ours(written(decoder)), IDS, LEFT
+    for _ in range(6):
+        with torch.no_grad():
+            token = model(ids, present_BS=present, last=True).argmax(-1)
+        ids = torch.cat((ids, token), 1)
+        present = torch.cat((present, torch.ones(3, 1, dtype=torch.bool)), 1)
+    assert ids.tolist() == theirs.tolist()
+
+
+def test_greedy_generation_from_a_source_agrees_token_for_token(
+    pair: str, foreign: Foreign, written: Written
+) -> None:
+    theirs = foreign(pair).generate(
+        IDS,
+        attention_mask=RIGHT.long(),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        use_cache=False,  # theirs assumes as many decoder layers as encoder layers
+    )
+    model, ids = ours(written(pair)), torch.zeros(3, 1, dtype=torch.long)
+    with torch.no_grad():
+        memory = model.encode(IDS, present_BS=RIGHT)
+        for _ in range(8):
+            logits = model(ids, memory_BSM=memory, memory_present_BS=RIGHT, last=True)
+            ids = torch.cat((ids, logits.argmax(-1)), 1)
+    assert ids.tolist() == theirs.tolist()
+
+
+def test_segments_of_an_encoder_agree(encoder: str, foreign: Foreign, written: Written) -> None:
+    types = (torch.arange(13) >= 6).long().expand(3, 13)
+    with torch.no_grad():
+        theirs = foreign(encoder)(IDS, token_type_ids=types).logits
+        mine = ours(written(encoder))(IDS, types_BT=types)
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)

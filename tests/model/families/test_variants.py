@@ -1,0 +1,271 @@
+"""Files as they are found: older names and keys, repeated tensors, shards, other dtypes."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fenchel.model import ModelConfig, Transformer, load_model, save
+
+Foreign, Written, Reload = Callable[[str], Any], Callable[..., Path], Callable[..., Any]
+WEIGHTS = "model.safetensors"
+IDS = torch.randint(3, 70, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    weights = {name: tensor.clone() for name, tensor in load_file(path / WEIGHTS).items()}
+    change(weights)
+    save_file(weights, path / WEIGHTS)
+    return path
+
+
+def resay(path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
+    settings = json.loads((path / "config.json").read_text())
+    settings = {k: v for k, v in settings.items() if k not in drop}
+    (path / "config.json").write_text(json.dumps({**settings, **changes}))
+    return path
+
+
+def require_agreement(path: Path, model: Any) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(path)(IDS), model(IDS).logits, atol=1e-4, rtol=0)
+
+
+def renamed(weights: dict[str, Tensor], old: str, new: str) -> None:
+    for name in list(weights):
+        weights[re.sub(old, new, name)] = weights.pop(name)
+
+
+# names
+
+
+def test_a_gpt2_saved_without_a_head_and_with_its_masks_is_read(
+    foreign: Foreign, written: Written
+) -> None:
+    def as_published(weights: dict[str, Tensor]) -> None:
+        renamed(weights, r"^transformer\.", "")
+        for layer in range(3):
+            weights[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+
+    require_agreement(rewrite(written("gpt2"), as_published), foreign("gpt2"))
+
+
+def test_a_read_out_that_repeats_the_embedding_is_left_out(
+    foreign: Foreign, written: Written
+) -> None:
+    def repeat(weights: dict[str, Tensor]) -> None:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
+
+    require_agreement(rewrite(written("gpt2"), repeat), foreign("gpt2"))
+
+
+def test_a_read_out_that_differs_from_the_embedding_it_is_tied_to_is_refused(
+    written: Written,
+) -> None:
+    def differ(weights: dict[str, Tensor]) -> None:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"] + 1
+
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from transformer\.wte"):
+        load_model(rewrite(written("gpt2"), differ))
+
+
+def test_a_bert_with_older_names_and_other_heads_is_read(
+    foreign: Foreign, written: Written
+) -> None:
+    def as_published(weights: dict[str, Tensor]) -> None:
+        renamed(weights, r"LayerNorm\.weight$", "LayerNorm.gamma")
+        renamed(weights, r"LayerNorm\.bias$", "LayerNorm.beta")
+        weights["bert.pooler.dense.weight"] = torch.ones(48, 48)
+        weights["cls.seq_relationship.weight"] = torch.ones(2, 48)
+        weights["bert.embeddings.position_ids"] = torch.arange(64)[None]
+        embedding = weights["bert.embeddings.word_embeddings.weight"]
+        weights["cls.predictions.decoder.weight"] = embedding.clone()
+
+    require_agreement(rewrite(written("bert"), as_published), foreign("bert"))
+
+
+def test_two_names_for_one_tensor_are_refused(written: Written) -> None:
+    def twice(weights: dict[str, Tensor]) -> None:
+        weights["bert.embeddings.LayerNorm.gamma"] = torch.ones(48)
+
+    with pytest.raises(ValueError, match="under two names"):
+        load_model(rewrite(written("bert"), twice))
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_a_bert_without_its_head_gives_the_same_stream_and_pool(
+    prefix: str, tmp_path: Path
+) -> None:
+    config = transformers.BertConfig(
+        vocab_size=70,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=56,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    theirs = transformers.BertModel(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    rewrite(tmp_path / "theirs", lambda weights: renamed(weights, "^", prefix))
+    ours = load_model(tmp_path / "theirs")
+    save(ours, None, tmp_path / "ours")
+    back = transformers.BertModel.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(back[1].values())
+    for model in (theirs, back[0].eval()):
+        with torch.no_grad():
+            stream = ours(IDS, read=False)
+            expected = model(IDS)
+        torch.testing.assert_close(stream, expected.last_hidden_state, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours.pooled(stream), expected.pooler_output, atol=1e-5, rtol=0)
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [
+        ("llama", {"rope_theta": 10000.0, "rope_scaling": None}),
+        ("llama linear", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        (
+            "llama yarn",
+            {
+                "rope_theta": 5000.0,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+            },
+        ),
+        (
+            "llama3",
+            {
+                "rope_theta": 5000.0,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+            },
+        ),
+        ("gpt-neox", {"rotary_pct": 0.25, "rotary_emb_base": 10000}),
+        ("gemma3", {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+    ],
+)
+def test_older_words_for_rotary_positions_mean_the_same(
+    name: str, older: dict[str, Any], written: Written
+) -> None:
+    path = written(name)
+    config = load_model(path).config
+    assert load_model(resay(path, ("rope_parameters",), **older)).config == config
+
+
+def test_a_pattern_of_windows_may_be_said_by_a_number(written: Written) -> None:
+    path = resay(written("gemma3"), ("layer_types",), sliding_window_pattern=2)
+    assert load_model(path).config.windows == (4, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "does not have"),
+        ("gpt2", {"add_cross_attention": True}, "does not have"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "does not have"),
+        ("bert", {"is_decoder": True}, "does not have"),
+        ("bert", {"position_embedding_type": "relative_key"}, "does not have"),
+        ("albert", {"inner_group_num": 2}, "does not have"),
+        ("gemma2", {"use_bidirectional_attention": True}, "does not have"),
+        ("qwen3", {"quantization_config": {"bits": 4}}, "does not have"),
+        ("t5", {"feed_forward_proj": "gated-relu"}, "should be one of"),
+    ],
+)
+def test_a_variant_that_we_do_not_have_is_named(
+    name: str, changes: dict[str, Any], says: str, written: Written
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_model(resay(written(name), **changes))
+
+
+def test_a_setting_that_nobody_reads_is_named(written: Written) -> None:
+    with pytest.warns(UserWarning, match="attention_multiplier is no setting of llama"):
+        load_model(resay(written("llama"), attention_multiplier=2.0))
+
+
+# kinds of numbers, and memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_weights_keep_their_dtype_unless_another_is_asked_for(
+    dtype: torch.dtype, written: Written
+) -> None:
+    path = rewrite(
+        written("llama"),
+        lambda weights: weights.update({k: w.to(dtype) for k, w in weights.items()}),
+    )
+    assert {p.dtype for p in load_model(path).parameters()} == {dtype}
+    single = load_model(path, dtype=torch.float32)
+    assert {p.dtype for p in single.parameters()} == {torch.float32}
+    with torch.no_grad():
+        difference = single(IDS) - load_model(path)(IDS).float()
+    assert difference.abs().max() < 0.2
+
+
+def test_a_mixture_of_dtypes_needs_one_to_be_named(written: Written) -> None:
+    def mix(weights: dict[str, Tensor]) -> None:
+        weights["model.norm.weight"] = weights["model.norm.weight"].bfloat16()
+
+    path = rewrite(written("llama"), mix)
+    with pytest.raises(ValueError, match="mixes weights of BF16, F32"):
+        load_model(path)
+    assert {p.dtype for p in load_model(path, dtype=torch.float32).parameters()} == {torch.float32}
+
+
+def test_shards_that_transformers_wrote_are_read(foreign: Foreign, written: Written) -> None:
+    path = written("llama", max_shard_size="40KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    require_agreement(path, foreign("llama"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell")
+def test_what_lies_as_ours_does_is_mapped_and_not_copied(tmp_path: Path) -> None:
+    """Anonymous memory grows by the queries, keys and values, which are copied, and not more."""
+    probe = """
+import sys
+from fenchel.model import load_model
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+load_model(sys.argv[1])  # what the first call takes for itself
+before = anonymous()
+model = load_model(sys.argv[2])
+print(anonymous() - before)
+"""
+    small = ModelConfig(vocabulary=300, width=8)
+    large = ModelConfig(vocabulary=8192, width=512, layers=2, heads=8, kv_heads=1, hidden=2048)
+    for name, config in (("small", small), ("large", large)):
+        save(Transformer(config), None, tmp_path / name)
+    words = [sys.executable, "-c", probe, str(tmp_path / "small"), str(tmp_path / "large")]
+    told = subprocess.run(words, check=True, capture_output=True, text=True)
+    model = Transformer(large)
+    size = sum(p.nbytes for p in model.parameters())
+    copied = sum(p.nbytes for name, p in model.named_parameters() if "qkv" in name)
+    assert copied < size / 12
+    assert int(told.stdout) < copied + size / 12, (size, copied, told.stdout)

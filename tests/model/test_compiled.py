@@ -1,0 +1,27 @@
+"""A model compiles as one graph: nothing in it falls back to the interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fenchel.model import ModelConfig, Transformer
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True},
+    {"qk_norm": True, "kv_heads": 1, "windows": (4, 0)},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_pass_is_one_graph(kind: dict[str, Any]) -> None:
+    config = ModelConfig(vocabulary=64, context=12, width=16, layers=2, heads=2, **kind)
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).train()
+    ids = torch.arange(24).view(2, 12)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    got, wanted = compiled(ids, read=False), model(ids, read=False)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    got.square().sum().backward()
+    assert all(p.grad is not None for p in model.blocks.parameters())

@@ -1,0 +1,169 @@
+"""fenchel/report/inspection.py: a page from plain data, complete, closed and deaf to markup."""
+
+import base64
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+
+from fenchel.report.inspection import render
+
+HOSTILE = "</script><img src=https://evil.example/x onerror=alert(1)>"
+
+
+def spread(draw: random.Random) -> dict[str, float]:
+    low = draw.random()
+    names = ("least", "low", "median", "high", "most", "mean")
+    return {name: low + i for i, name in enumerate(names)}
+
+
+def bracket(draw: random.Random) -> dict[str, float]:
+    lower = draw.uniform(0.5, 9.0)
+    return {"lower": lower, "upper": 1.2 * lower, "iterations": 12}
+
+
+def inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[str, Any]:
+    """What ``Inspection.plain(maps=True)`` gives, drawn at random."""
+    draw = random.Random(0)
+    spreads = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
+    size = min(tokens, 8)
+    shares = [1.0 / tokens] * tokens
+    norm = {"name": "ln", "least": 0.5, "median": 0.7, "most": 0.9, "upper": 1.1}
+    return {
+        "subject": {
+            "name": HOSTILE,
+            "family": "gpt2",
+            "parameters": 12345,
+            "context": 64,
+            "stored": "bfloat16",
+            "layers": layers,
+            "heads": heads,
+            "kv_heads": heads,
+            "head_width": 8,
+            "width": 32,
+        },
+        "text": HOSTILE,
+        "tokens": [HOSTILE, *(f" token{i}" for i in range(1, tokens))],
+        "method": {
+            "dtype": "float32",
+            "device": "cpu",
+            "algorithm": "Golub-Kahan",
+            "tolerance": 0.05,
+            "iterations": 12,
+            "failure": 1e-6,
+            "seed": 0,
+        },
+        "heads": [
+            {
+                "layer": layer + 1,
+                "head": head + 1,
+                **{name: spread(draw) for name in spreads},
+                **{name: draw.random() for name in ("first", "itself", "distance", "column")},
+                "column_token": 0,
+                "sigma": {name: bracket(draw) for name in ("q", "k", "v", "qkv")},
+                "dominant": "mixing",
+                "bound": 9.0,
+            }
+            for layer in range(layers)
+            for head in range(heads)
+        ],
+        "layers": [
+            {
+                "layer": layer + 1,
+                "norms": [norm, norm],
+                "attention": bracket(draw),
+                "mlp": None,
+                "block": bracket(draw),
+                "token": bracket(draw),
+                "update": draw.random(),
+                "moved_by": shares,
+                "shown_at": shares,
+            }
+            for layer in range(layers)
+        ],
+        "network": {
+            "stream": bracket(draw),
+            "logits": bracket(draw),
+            "exponent": 0.2,
+            "blocks_exponent": 0.4,
+            "growth": [0.1] * layers,
+            "influence": {
+                "spans": [[i, i + 1] for i in range(5)],
+                "values": [[draw.random() for _ in range(tokens)] for _ in range(5)],
+                "draws": 4,
+                "error": 0.1,
+            },
+        },
+        "precision": {
+            "again": 1e-7,
+            "again_head": [1, 1],
+            "rounded": "bfloat16",
+            "stream": [0.001] * layers,
+            "logits": 0.1,
+            "divergence": 0.01,
+            "statement": "Measured in float32.",
+        },
+        "maps": {
+            "layers": list(range(1, layers + 1)),
+            "heads": list(range(1, heads + 1)),
+            "size": size,
+            "data": base64.b64encode(bytes(layers * heads * size * size)).decode(),
+        },
+        "seconds": {"heads": 1.0},
+    }
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def test_every_picture_has_its_data_and_a_table_beside_it() -> None:
+    page = render(inspection())
+    asked = re.findall(r'data-picture="([^"]+)"', page)
+    assert sorted(asked) == sorted(data_of(page)["pictures"])
+    for figure in re.findall(r"<figure.*?</figure>", page, re.DOTALL):
+        assert "<table" in figure
+
+
+def test_the_page_asks_nobody_for_anything() -> None:
+    page = render(inspection())
+    assert "default-src 'none'" in page
+    assert "<img" not in page
+    assert "</script><img" not in page
+    assert not re.search(r"<(?:script|link|iframe|object)[^>]*(?:src|href)=", page)
+
+
+def test_the_numbers_of_a_head_stand_where_it_stands() -> None:
+    found = inspection()
+    picture = data_of(render(found))["pictures"]["heads"]
+    measures = {one["name"]: one["values"] for one in picture["measures"]}
+    head = found["heads"][1 * 4 + 2]  # layer 2, head 3
+    assert measures["entropy"][1][2] == pytest.approx(head["entropy"]["mean"], rel=1e-5)
+    assert measures["sigma all"][1][2] == pytest.approx(head["sigma"]["qkv"]["lower"], rel=1e-5)
+
+
+def test_long_texts_are_gathered_into_spans_that_lose_nothing() -> None:
+    found = inspection(tokens=1000)
+    pictures = data_of(render(found))["pictures"]
+    shares = pictures["mass"]["measures"][0]["values"][0]
+    assert len(shares) == 256
+    assert sum(shares) == pytest.approx(1.0, abs=1e-3)
+    row = pictures["influence"]["measures"][0]["values"][3]
+    wanted = sum(x * x for x in found["network"]["influence"]["values"][3])
+    assert sum(x * x for x in row) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_what_was_not_measured_leaves_its_section_out() -> None:
+    found = inspection() | {"layers": [], "network": None, "precision": None}
+    page = render(found)
+    assert 'id="heads"' in page
+    assert 'id="blocks"' not in page
+    assert 'id="network"' not in page
+    found["heads"][0]["margin"]["median"] = None  # a head whose rows see one key
+    picture = data_of(render(found))["pictures"]["heads"]
+    margins = next(one["values"] for one in picture["measures"] if one["name"] == "margin")
+    assert margins[0][0] is None
