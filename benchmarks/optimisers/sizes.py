@@ -51,9 +51,9 @@ SIZES = {
     "cpu": Size(
         model=ModelConfig(vocabulary=256, context=64, width=64, layers=3, heads=4),
         batch=16,
-        steps=200,
+        steps=160,
         seeds=(1, 2),
-        most=5,
+        most=4,
     ),
     "cuda": Size(
         model=ModelConfig(vocabulary=256, context=1024, width=512, layers=8, heads=8),

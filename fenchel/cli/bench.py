@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 def run(
     name: str,
     /,
-    *options: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    *options: Annotated[str, Parameter(allow_leading_hyphen=True)],
 ) -> int:
     """Run a benchmark of the source tree: peers and ours in one process.
 

@@ -1,7 +1,8 @@
 """What a model's attention looks like on some ids: its health in numbers, its maps.
 
 The model attends by a fused kernel that keeps no weights, so its queries and keys are taken as
-it reads (``observe``) and the weights of these few sequences are computed beside it.
+it reads (``observe``), and what each layer asks of ``attend`` with them (its map, prior, scale, cap
+and sink) is computed beside it for these few sequences.
 
 Shapes: ids (B, T); maps (layers, H, T, T), row t the weights of query t.
 """
@@ -11,44 +12,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fenchel.attention import Causal, HeadHealth, Health, attend, healths
-from fenchel.choice import named
+from fenchel.attention import HeadHealth, Health, attend, healths
 from fenchel.model import Transformer, evaluating
+from fenchel.model.attention import Question
+from fenchel.model.encoder import distance_prior
+from fenchel.model.sight import Sight
 
 
 @torch.no_grad()
 def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[Any]]:
     """The numbers of fenchel/attention/health.py: one a layer, and under head_ a list a layer."""
-    found: list[Health] = []
-    by_head: list[HeadHealth] = []
-
-    def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
-        one: Any = model.blocks[layer * len(model.blocks) // model.config.layers].attention
-        whole, heads = healths(
-            q, k, choice=one.choice, prior=one.shape, scale=one.scale, softcap=one.softcap
+    found = [
+        healths(
+            asked.q,
+            asked.k,
+            choice=asked.choice,
+            prior=asked.prior,
+            scale=asked.scale,
+            softcap=asked.softcap,
         )
-        found.append(whole)
-        by_head.append(heads)
-
-    with evaluating(model):
-        model(ids_BT, observe=observe, last=True)
-    told = {f"attention/{name}": [getattr(h, name) for h in found] for name in Health._fields}
-    heads = {name: [getattr(h, name) for h in by_head] for name in HeadHealth._fields}
+        for asked in questions(model, ids_BT)
+    ]
+    told = {f"attention/{name}": [getattr(h, name) for h, _ in found] for name in Health._fields}
+    heads = {name: [getattr(h, name) for _, h in found] for name in HeadHealth._fields}
     return told | {f"attention/head_{name}": values for name, values in heads.items()}
 
 
 @torch.no_grad()
 def attention_maps(model: Transformer, ids_1T: Tensor) -> Tensor:
     """Every head's weights on one sequence: (1, T) -> (layers, H, T, T)."""
-    if ids_1T.shape[0] != 1:
-        raise ValueError(f"maps are drawn of one sequence at a time, got {len(ids_1T)}.")
-    choice = named(model.config.choice, alpha=model.config.alpha)
-    maps: list[Tensor] = []
+    B, T = ids_1T.shape
+    if B != 1:
+        raise ValueError(f"maps are drawn of one sequence at a time, got {B}.")
+    maps = [
+        attend(**asked._asdict(), return_weights=True)[1][0, ..., -T:]  # a sink stands before them
+        for asked in questions(model, ids_1T)
+    ]
+    return torch.stack(maps)
 
-    def observe(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        _, weights = attend(q, k, v, choice=choice, prior=Causal(), return_weights=True)
-        maps.append(weights[0])
+
+def questions(model: Transformer, ids_BT: Tensor) -> list[Question]:
+    """What every layer asks of ``attend`` as it reads some ids."""
+    asked: list[Question] = []
+    T = ids_BT.shape[1]
+    sight = Sight(bias=distance_prior(model.config, model.relative, T, T))
+
+    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        attention: Any = model.blocks[layer * len(model.blocks) // model.config.layers].attention
+        asked.append(attention.question(q, k, v, sight))
 
     with evaluating(model):
-        model(ids_1T, observe=observe, last=True)
-    return torch.stack(maps)
+        model(ids_BT, observe=observe, last=True)
+    return asked

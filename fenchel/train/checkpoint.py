@@ -218,7 +218,8 @@ def _step_of(folder: Path) -> int:
 
 def _require_same_settings(path: Path, settings: Mapping[str, Any]) -> None:
     there = read_json(path)
-    for key in settings.keys() & there.keys():  # what only one of them names shows in the shapes
+    settings = json.loads(json.dumps(settings))  # a pattern of layers is a list in a file
+    for key in sorted(settings.keys() & there.keys()):  # what only one names shows in the shapes
         if settings[key] != there[key]:
             raise ValueError(
                 f"{path} says {key} is {there[key]}, the settings of the run say {settings[key]}; "

@@ -10,11 +10,13 @@ do is a function of the step alone, so a run that is resumed needs nothing of th
 soft-capping and sigma-reparametrisation change the model instead, and are its settings.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from fenchel.optim.entropy import entropy_penalty, head_entropy
-from fenchel.optim.layers import attention_layers, why_not_clip, why_not_entropy
+from fenchel.optim.layers import Projected, attention_layers, why_not_clip, why_not_entropy
 from fenchel.optim.qk_clip import largest_scores, qk_clip_
 from fenchel.train.config import TrainConfig
 
@@ -35,7 +37,7 @@ class Stability:
     def begin(self) -> None:
         """Forget the step before."""
         self._entropies: list[Tensor] = []
-        self._largest: dict[int, Tensor] = {}
+        self._largest: dict[nn.Module, Tensor] = {}  # a module may serve several layers
         self._told: dict[str, Tensor] = {}
 
     def observe(self, number: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
@@ -54,8 +56,8 @@ class Stability:
             )
         if self.limit is not None:
             found_H = largest_scores(q, k, prior=layer.prior, scale=layer.scale)
-            before_H = self._largest.get(number, found_H)
-            self._largest[number] = torch.maximum(before_H, found_H)
+            before_H = self._largest.get(layer.attention, found_H)
+            self._largest[layer.attention] = torch.maximum(before_H, found_H)
 
     def penalty(self, share: float) -> Tensor | float:
         """What the part just read, ``share`` of the step, adds to the loss."""
@@ -71,8 +73,8 @@ class Stability:
         if self.limit is None:
             return
         over = [
-            qk_clip_(self.layers[number].attention, largest_H, self.limit)
-            for number, largest_H in self._largest.items()
+            qk_clip_(cast(Projected, attention), largest_H, self.limit)
+            for attention, largest_H in self._largest.items()
         ]
         self._told["clipped_heads"] = torch.cat(over).sum()
 

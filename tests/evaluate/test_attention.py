@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.attention import attend
 from fenchel.evaluate import attention_health, attention_maps
 from fenchel.model import ModelConfig, Transformer
-from fenchel.model.sight import Sight
 
 SETTINGS = {"vocabulary": 19, "context": 9, "width": 16, "heads": 4, "kv_heads": 2, "layers": 2}
 
@@ -59,15 +57,41 @@ def test_health_is_what_the_maps_say(ids: Tensor) -> None:
     assert top.amax(1).tolist() == pytest.approx(told["attention/max_logit"])
 
 
-@pytest.mark.parametrize("settings", [{"softcap": 0.5}, {"windows": (2, 0)}, {"score_scale": 2.0}])
-def test_health_knows_how_each_layer_attends(settings: dict[str, object], ids: Tensor) -> None:
-    model = Transformer(ModelConfig(**SETTINGS, **settings)).eval()  # type: ignore[arg-type]
-    expected: list[float] = []
-
-    def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
-        asked = model.blocks[layer].attention.question(q, k, k, Sight())
-        _, p = attend(**asked._asdict(), return_weights=True)
-        expected.append(torch.special.entr(p).sum(-1).mean().item())
-
-    model(ids, observe=observe)
-    assert attention_health(model, ids)["attention/entropy"] == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"softcap": 0.5},
+        {"windows": (2, 0)},
+        {"score_scale": 2.0},
+        {"positions": "alibi"},
+        {"positions": "buckets"},
+        {"sinks": True},
+        {"qk_norm": True},
+        {"layer_choices": ("sparsemax", "softmax")},
+        {"distinct_layers": 1},
+        {"kv_heads": 4, "scores": "l2"},
+    ],
+    ids=str,
+)
+def test_maps_and_health_know_how_each_layer_attends(
+    settings: dict[str, object], ids: Tensor
+) -> None:
+    """Mixing the values of the layer by its map gives what the layer gives to its last map."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**{**SETTINGS, **settings})).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for n, p in enumerate(model.parameters()):
+            p.normal_(0, 0.5, generator=torch.Generator().manual_seed(n))
+    maps, told = attention_maps(model, ids), attention_health(model, ids)
+    values: list[Tensor] = []
+    mixed: list[Tensor] = []
+    for block in model.blocks:
+        block.attention.out.register_forward_pre_hook(lambda _, given: mixed.append(given[0]))
+    model(ids, observe=lambda *what: values.append(what[3]))
+    assert len(maps) == len(mixed) == 2
+    for p, v, out in zip(maps, values, mixed, strict=True):
+        by_head = v[0].repeat_interleave(4 // v.shape[1], dim=0)
+        torch.testing.assert_close((p @ by_head).transpose(0, 1).flatten(1), out[0])
+    if not model.config.sinks:  # the health counts the sink as one more key
+        entropy = torch.special.entr(maps).sum(-1)
+        assert told["attention/entropy"] == pytest.approx(entropy.mean((1, 2)).tolist(), rel=1e-4)

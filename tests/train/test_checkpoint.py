@@ -305,6 +305,16 @@ def test_settings_with_weights_of_equal_shapes_must_agree_too(small: Callable[..
         restore(folder, s.model, s.optimiser, {**s.settings, "heads": 4})
 
 
+def test_a_pattern_of_layers_is_the_same_setting_when_it_comes_from_a_file(
+    small: Callable[..., Any],
+) -> None:
+    s = small()
+    s.settings |= {"windows": (3, 0), "layer_choices": ()}
+    assert restore(saved(s), s.model, s.optimiser, s.settings) == PROGRESS
+    with pytest.raises(ValueError, match="says windows is"):
+        restore(saved(s), s.model, s.optimiser, s.settings | {"windows": (3,)})
+
+
 @pytest.mark.parametrize(("wrote", "reads"), [("muon", "adamw"), ("adamw", "muon")])
 def test_the_memory_of_another_optimiser_is_refused(
     small: Callable[..., Any], wrote: str, reads: str

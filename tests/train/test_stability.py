@@ -148,6 +148,20 @@ def test_what_passed_the_limit_in_the_step_ends_on_it(
     assert taken.told["clipped_heads"] > 0
 
 
+def test_a_block_that_serves_several_layers_is_scaled_back_once(small: Callable[..., Any]) -> None:
+    model = replace(CALM, distinct_layers=1)
+    probe = small("0", model=model)
+    liven(probe)
+    ids = probe.batches.at(5).inputs
+    before = largest(probe.model, ids)
+    tau = before.amax(0).min().item() * 0.8  # both heads above it, in one layer or the other
+    s = small("1", model=model, optim=STILL, qk_clip=tau)
+    liven(s)
+    assert s.take(5).told == {"clipped_heads": 2.0}
+    expected = before[0] * tau / before.amax(0)
+    torch.testing.assert_close(largest(s.model, ids)[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_limit_nobody_reaches_changes_no_bit(small: Callable[..., Any]) -> None:
     plain, limited = small("1"), small("2", qk_clip=1e6)
     for step in range(3):
