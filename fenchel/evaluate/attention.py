@@ -15,8 +15,6 @@ from torch import Tensor
 from fenchel.attention import HeadHealth, Health, attend, healths
 from fenchel.model import Transformer, evaluating
 from fenchel.model.attention import Question
-from fenchel.model.encoder import distance_prior
-from fenchel.model.sight import Sight
 
 
 @torch.no_grad()
@@ -54,12 +52,9 @@ def attention_maps(model: Transformer, ids_1T: Tensor) -> Tensor:
 def questions(model: Transformer, ids_BT: Tensor) -> list[Question]:
     """What every layer asks of ``attend`` as it reads some ids."""
     asked: list[Question] = []
-    T = ids_BT.shape[1]
-    sight = Sight(bias=distance_prior(model.config, model.relative, T, T))
 
     def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        attention: Any = model.blocks[layer * len(model.blocks) // model.config.layers].attention
-        asked.append(attention.question(q, k, v, sight))
+        asked.append(model.question(layer, q, k, v))
 
     with evaluating(model):
         model(ids_BT, observe=observe, last=True)

@@ -36,6 +36,13 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    def __post_init__(self) -> None:
+        if self.model.kind != "decoder":
+            raise ValueError(
+                f"model.kind={self.model.kind!r} sees the tokens it would have to predict; a run "
+                'trains model.kind="decoder".'
+            )
+
 
 class Watch(Listener, Protocol):
     """A listener that also sees the stages before training."""

@@ -92,7 +92,7 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.advance(T)
         x_BTM = self._prepared(x_BTM[:, -1:] if last else x_BTM)
-        return self._logits(x_BTM) if read else x_BTM
+        return self.logits(x_BTM) if read else x_BTM
 
     def encode(
         self, ids_BS: Tensor, *, present_BS: Tensor | None = None, observe: Observer | None = None
@@ -231,7 +231,8 @@ class Transformer(nn.Module):
         scale = self.config.logit_scale
         return x_BTM if scale == 1.0 else x_BTM * scale
 
-    def _logits(self, x_BTM: Tensor) -> Tensor:
+    def logits(self, x_BTM: Tensor) -> Tensor:
+        """What a pass without ``read`` gave, read out: (B, T, M) -> (B, T, V)."""
         logits_BTV = linear(x_BTM, self.read_weight, self.read_bias)
         c = self.config.logit_softcap
         return logits_BTV if c is None else c * torch.tanh(logits_BTV / c)

@@ -151,8 +151,9 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.startswith("blocks.")
     }
-    matrices = [p for p in model.parameters() if id(p) in inside]
-    return matrices, [p for p in model.parameters() if id(p) not in inside]
+    learning = [p for p in model.parameters() if p.requires_grad]  # not what adapters stand beside
+    matrices = [p for p in learning if id(p) in inside]
+    return matrices, [p for p in learning if id(p) not in inside]
 
 
 def build_schedule(config: OptimConfig, steps: int) -> Schedule:

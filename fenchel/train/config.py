@@ -31,6 +31,8 @@ class TrainConfig:
     """Mean entropy in nats below which a head is penalised; 0 is no penalty."""
     entropy_weight: float = 0.1
     """Factor of that penalty in the loss; without a floor nothing reads it."""
+    balance_weight: float = 0.01
+    """Factor in the loss of how unevenly experts are chosen; without experts nothing reads it."""
     precision: str = "auto"
     """"float32", "bfloat16" (autocast), "float16" (autocast, the loss scaled), or "auto": bfloat16
     where the hardware has it."""
@@ -73,7 +75,7 @@ class TrainConfig:
             raise ValueError(f"clip={self.clip} should be above 0.")
         if self.qk_clip is not None and not 0.0 < self.qk_clip < math.inf:
             raise ValueError(f"qk_clip={self.qk_clip} should be above 0 and finite, or left out.")
-        for name in ("entropy_floor", "entropy_weight"):
+        for name in ("entropy_floor", "entropy_weight", "balance_weight"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} should be 0 or above, and finite.")
         if not 0.0 <= self.smoothing < 1.0:

@@ -28,6 +28,7 @@ from fenchel.optim import Schedule, Together, clip_
 from fenchel.train.config import TrainConfig
 from fenchel.train.exact import fixed_order
 from fenchel.train.guard import first_broken
+from fenchel.train.loss import total_loss
 from fenchel.train.readout import readout_loss
 from fenchel.train.scaling import Scaling
 from fenchel.train.stability import Stability
@@ -113,9 +114,10 @@ class Stepper:
             self.stability.begin()
         for stream, wanted in zip(self._read(batch, step), targets, strict=True):
             with self.autocast():
-                table: Tensor = self.model.read_weight  # type: ignore[assignment]
-                loss = readout_loss(stream, table, wanted, smoothing=self.config.smoothing)
+                loss = self._loss(stream, wanted)
             whole = loss / count
+            if (uneven := self._balance()) is not None:
+                whole = whole + self.config.balance_weight * uneven * (wanted.numel() / count)
             if self.stability is not None:
                 whole = whole + self.stability.penalty(wanted.numel() / count)
             if self.scaling is None:
@@ -124,6 +126,21 @@ class Stepper:
                 self.scaling.backward(whole)
             total += loss.item()
         return total / count
+
+    def _loss(self, stream: Tensor, wanted: Tensor) -> Tensor:
+        """The sum over the targets, from the stream in parts unless logits are more than a table's.
+
+        A bias or a cap of the logits is the model's business, so such a model reads out itself.
+        """
+        model, smoothing = self.model, self.config.smoothing
+        if getattr(model, "reads_by_table_alone", True):
+            return readout_loss(stream, model.read_weight, wanted, smoothing=smoothing)  # type: ignore[arg-type]
+        return total_loss(model.logits(stream), wanted, smoothing=smoothing)  # type: ignore[operator]
+
+    def _balance(self) -> Tensor | None:
+        """How unevenly experts were chosen in the pass just made, where there are any."""
+        balance: Callable[[], Tensor | None] | None = getattr(self.model, "balance", None)
+        return None if balance is None else balance()
 
     def _told(self) -> dict[str, float]:
         told = self.stability.told() if self.stability is not None else {}

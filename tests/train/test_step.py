@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from fenchel.data import Batch
 from fenchel.model import ModelConfig
@@ -240,3 +242,45 @@ def test_mixed_seeds_tell_every_order_and_grouping_apart() -> None:
     assert mix(1, 23) != mix(12, 3)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert mix(0, 0, 0) == mix(0, 0, 0) == 6436203349130839549  # the same on every machine
+
+
+@pytest.mark.parametrize("kind", [{"logit_softcap": 2.0}, {"read_bias": True}])
+def test_a_model_that_reads_out_itself_is_trained_by_its_own_logits(
+    kind: dict[str, Any], small: Callable[..., Any]
+) -> None:
+    s = small(model=replace(CALM, initial="normal", initial_std=0.5, **kind))
+    if s.model.read_bias is not None:
+        s.model.read_bias.data.uniform_(-1.0, 1.0)
+    batch = s.batches.at(0)
+    logits = s.model(batch.inputs)
+    wanted = cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    slopes = torch.autograd.grad(wanted, list(s.model.parameters()))
+    found, taken = gradient(s, 0), s.take(0)
+    assert taken.loss == pytest.approx(wanted.item(), rel=1e-5)
+    size = torch.cat([slope.flatten() for slope in slopes]).norm()
+    share = min(1.0, s.config.clip / size.item())
+    for (name, _), slope in zip(s.model.named_parameters(), slopes, strict=True):
+        torch.testing.assert_close(found[name], share * slope, atol=1e-6, rtol=1e-4)
+
+
+def test_experts_are_pulled_to_even_shares_and_the_loss_told_is_without_it(
+    small: Callable[..., Any],
+) -> None:
+    model = replace(CALM, experts=3, experts_per_token=1)
+    told, slopes = {}, {}
+    for weight in (0.0, 1.0):
+        s = small(str(weight), model=model, balance_weight=weight, clip=1e9)
+        slopes[weight] = gradient(s, 0)
+        told[weight] = s.take(0).loss
+    assert told[0.0] == told[1.0]
+    s = small("again", model=model)
+    s.model.train()
+    s.model(s.batches.at(0).inputs)
+    uneven = s.model.balance()
+    routers = [name for name, _ in s.model.named_parameters() if "router" in name]
+    assert routers
+    parameters = dict(s.model.named_parameters())
+    pulls = torch.autograd.grad(uneven, [parameters[name] for name in routers])
+    for name, pull in zip(routers, pulls, strict=True):
+        apart = slopes[1.0][name] - slopes[0.0][name]
+        torch.testing.assert_close(apart, pull, atol=1e-6, rtol=1e-4)
