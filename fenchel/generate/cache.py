@@ -29,7 +29,9 @@ from fenchel.generate.shelf import Int8, Plain, Room, Shelf
 from fenchel.model import ModelConfig
 
 Kind = Literal["model", "float16", "int8"]
-"""What keys and values are held in: the model's dtype, half precision, or one byte an entry."""
+"""What keys and values are held in: the model's dtype, half precision, or one byte an entry.
+
+Half precision saves nothing for a model that is itself in half precision."""
 
 
 @dataclass

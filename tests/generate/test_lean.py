@@ -27,12 +27,13 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(s)
 
 
 @every_shape
+@pytest.mark.parametrize("B", [3, 5])
 @pytest.mark.parametrize("filled", [False, True], ids=["full", "filled"])
 @torch.inference_mode()
 def test_a_step_gives_the_logits_of_the_model(
-    shape: dict[str, Any], filled: bool, lively: Build, prompts: Draw
+    shape: dict[str, Any], filled: bool, B: int, lively: Build, prompts: Draw
 ) -> None:
-    B, T = 3, 40
+    T = 40
     model, ids = lively(**shape, context=T).double(), prompts(B, T)
     present = torch.ones(B, T, dtype=torch.bool)
     if filled:
