@@ -21,6 +21,7 @@ from torch import Tensor
 from fenchel.optim.muon import orthogonal
 from fenchel.optim.score.gram import Grams, damped, inverse_root, over_groups, partner_grams
 from fenchel.optim.score.line import Heads, Line
+from fenchel.optim.score.processes import mean_over_processes
 
 NORMS = ("spectral", "frobenius", "raw")
 
@@ -52,7 +53,7 @@ def _frobenius(line: Line, W: Heads, g: Heads, grams: Grams, damping: float) -> 
     Y_Q, Y_K = torch.linalg.solve(all_K, g.Q), torch.linalg.solve(shared_Q, g.K)
     C_Q, C_K = (damped(C, damping) for C in input_moments(line))
     U_Q, U_K = _right_solve(Y_Q, C_Q), _right_solve(Y_K, C_K)
-    bent = line.at.turn is not None or line.pairs[0].q_norm is not None
+    bent = line.at.turn is not None or line.normed
     if not bent:
         U_Q = U_Q - 0.5 * Y_Q @ W.Q.mT @ torch.linalg.solve(each_Q, W.Q)
         U_K = U_K - 0.5 * Y_K @ W.K.mT @ torch.linalg.solve(each_K, W.K)
@@ -69,7 +70,8 @@ def input_moments(line: Line) -> tuple[Tensor, Tensor]:
 def second_moment_of(x: Tensor, count: Tensor) -> Tensor:
     """Of inputs (L, n, 1, T, M) counted (L, n, 1, T) times: (L, M, M)."""
     flat, weight = x.flatten(1, 3), count.to(x.dtype).flatten(1).unsqueeze(-1)
-    return (flat * weight).mT @ flat / weight.sum(1, keepdim=True).clamp(min=1)
+    moment = (flat * weight).mT @ flat / weight.sum(1, keepdim=True).clamp(min=1)
+    return mean_over_processes(moment)
 
 
 def _right_solve(Y: Tensor, C: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ so queries are measured by A_K = E (R_i^T k_j)(R_i^T k_j)^T and keys by A_Q = E 
 both over the open pairs (i, j). Without rotation A_K is the mean of k k^T with each key counted
 once for every query that sees it. With it the mean runs over relative rotations as well; they
 mix the planes that turn at different speeds, so the unrotated Gram is a wrong measure. It is
-taken at TURNS positions of the other side. Keys shared by a group are measured by the mean over
-its heads of A_Q.
+taken at TURNS positions of the other side, on every SPREAD-th sequence in turn. Keys shared by a
+group are measured by the mean over its heads of A_Q.
 """
 
 from typing import NamedTuple
@@ -19,9 +19,12 @@ from torch import Tensor
 
 from fenchel.attention import Angles, rotate
 from fenchel.optim.score.line import Line, by_group, second_moment
+from fenchel.optim.score.processes import mean_over_processes
 
 TURNS = 8
 """Positions at which a rotation-averaged Gram is formed."""
+SPREAD = 4
+"""Of so many sequences one serves a position."""
 
 
 class Grams(NamedTuple):
@@ -52,18 +55,23 @@ def partner_grams(line: Line) -> Grams:
 
 def _averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
     """Mean of (R_s^T x)(R_s^T x)^T over pairs (s, x): turn at the s, open (L, n, 1, s, x)."""
-    places = turn.cos.shape[-2]
+    places, own = turn.cos.shape[-2], turn.cos.shape[1] > 1
+    stride = min(SPREAD, x.shape[1])
     total: Tensor | float = 0.0
     count: Tensor | float = 0.0
-    for s in range(places // (2 * min(TURNS, places)), places, max(1, places // TURNS)):
-        back = Angles(turn.cos[..., s : s + 1, :], -turn.sin[..., s : s + 1, :])
-        weight = open_[..., s, :].to(x.dtype)
-        pairs = weight.sum(dim=(1, 3))[..., None, None]
-        total = total + pairs * second_moment(rotate(x, back, layout=layout), weight)
-        count = count + pairs
+    some = range(places // (2 * min(TURNS, places)), places, max(1, places // TURNS))
+    for n, s in enumerate(some):
+        which = slice(n % stride, None, stride)
+        cos, sin = (part[:, which if own else slice(None), :, s : s + 1] for part in turn)
+        back = Angles(cos, -sin)
+        weight, y = open_[:, which, :, s, :, None].to(x.dtype), x[:, which]
+        sums = (y * weight).mT @ y  # of every sequence, and turned back on both sides
+        sums = rotate(rotate(sums, back, layout=layout).mT, back, layout=layout)
+        total = total + sums.sum(1)
+        count = count + weight.sum(dim=(1, 3)).unsqueeze(-1)
     assert isinstance(total, Tensor)
     assert isinstance(count, Tensor)
-    return total / count.clamp(min=1)
+    return mean_over_processes(total / count.clamp(min=1))
 
 
 def over_groups(x: Tensor, groups: int) -> Tensor:

@@ -4,10 +4,12 @@
     S(t)   = scale <R_i n(W_Q(t) x_i), R_j n(W_K(t) x_j)>
     change = root mean square over the sampled open pairs (i, j) of S(t) - S(0 and no shrink)
 
-These are the scores that the softmax sees, scale included. x W and x U are formed once; a point
-of the line then costs one product of queries and keys. Queries are sampled evenly over the
-positions, keys are all there. "closed" sizes need no pairs at all: were queries and keys of
-different positions independent, the mean square of <q, k> would be
+These are the scores that the softmax sees, scale included. Without a norm they are a sum of four
+parts, <q, k>, <q, dk>, <dq, k> and <dq, dk> with products of t and shrink before them, so the
+sixteen inner products of these parts give the change anywhere on the line; with one, a point
+costs a product of queries and keys. Queries are sampled evenly over the positions, keys are all
+there. "closed" sizes need no pairs at all: were queries and keys of different positions
+independent, the mean square of <q, k> would be
 
     E <q, k>^2 = <E q q^T, E k k^T>,
 
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from fenchel.attention import Angles, rotate
 from fenchel.optim.score.pairs import Pair
 from fenchel.optim.score.probe import Seen
+from fenchel.optim.score.processes import mean_over_processes
 
 QUERIES = 64
 """Sampled queries of a sequence."""
@@ -116,6 +119,8 @@ class Line:
         self.pairs, self.at, self.closed = pairs, at, closed or not at.real
         self.q, self.k = _project(at.x[:, :, at.queries], W.Q), _project(at.x, W.K)
         self.dq, self.dk = self.q.new_zeros(()), self.k.new_zeros(())
+        self.normed = pairs[0].q_norm is not None or pairs[0].k_norm is not None
+        self.parts: Tensor | None = None
         self.group = W.Q.shape[1] // W.K.shape[1]
         self.start_q, self.start_k = self.queries(self.q), self.keys(self.k)
         self.pairs_open = at.open.sum(dim=(1, 3, 4)).clamp(min=1)
@@ -130,15 +135,31 @@ class Line:
         """Run along U from here on."""
         self.dq = _project(self.at.x[:, :, self.at.queries], U.Q)
         self.dk = _project(self.at.x, U.K)
+        if self.start is not None and not self.normed:
+            dq, dk = self.queries(self.dq), self.keys(self.dk)
+            S = self.start, self.scores(self.start_q, dk), self.scores(dq, self.start_k)
+            flat = torch.stack((*S, self.scores(dq, dk)), 3).flatten(4)
+            products = (flat @ flat.mT).sum(1) / self.pairs_open[..., None, None]
+            self.parts = mean_over_processes(products)
 
     def move(self, t: Factors, shrink: Factors) -> tuple[Tensor, Tensor]:
         """(RMS of the change, RMS of the scores) at a point of the line, (L, H) each."""
+        if self.parts is not None:
+            return self._by_parts(t, shrink)
         q, k = self.point(t, shrink)
         if self.start is None:
             both_q, both_k = torch.cat((q, -self.start_q), -1), torch.cat((k, self.start_k), -1)
             return self.independent(both_q, both_k), self.independent(q, k)
         S = self.scores(q, k)
         return self.rms(S - self.start), self.rms(S)
+
+    def _by_parts(self, t: Factors, shrink: Factors) -> tuple[Tensor, Tensor]:
+        a, b = t.Q, t.K.repeat_interleave(self.group, dim=1)
+        c, d = shrink.Q, shrink.K.repeat_interleave(self.group, dim=1)
+        there = torch.stack((c * d, c * b, a * d, a * b), dim=-1)
+        moved = torch.stack((c * d - 1.0, c * b, a * d, a * b), dim=-1)
+        squares = [torch.einsum("lha,lhab,lhb->lh", x, self.parts, x) for x in (moved, there)]
+        return squares[0].clamp(min=0.0).sqrt(), squares[1].clamp(min=0.0).sqrt()
 
     def point(self, t: Factors, shrink: Factors) -> tuple[Tensor, Tensor]:
         """Queries (L, n, H, m, D) and keys (L, n, G, T, D) there, as they enter the product."""
@@ -178,7 +199,8 @@ class Line:
 
     def rms(self, S: Tensor) -> Tensor:
         """Over the open pairs of every head: (L, n, H, m, T) -> (L, H)."""
-        return (S.square().sum(dim=(1, 3, 4)) / self.pairs_open).sqrt()
+        squares = S.square().sum(dim=(1, 3, 4)) / self.pairs_open
+        return mean_over_processes(squares).sqrt()
 
     def independent(self, q: Tensor, k: Tensor) -> Tensor:
         """RMS of <q, k> as if positions were independent: -> (L, H)."""
@@ -202,14 +224,15 @@ def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = x.new_ones(x.shape[0], x.shape[1], 1, x.shape[3])
     heads = x.transpose(1, 2).flatten(2, 3)
     heavy = (x * weight.unsqueeze(-1)).transpose(1, 2).flatten(2, 3)
-    return heavy.mT @ heads / weight.sum(dim=(1, 3)).clamp(min=1)[..., None, None]
+    sums = heavy.mT @ heads / weight.sum(dim=(1, 3)).clamp(min=1)[..., None, None]
+    return mean_over_processes(sums)
 
 
 def _project(x: Tensor, W: Tensor) -> Tensor:
     """(L, n, T, M), (L, H, D, M) -> (L, n, H, T, D)."""
     L, n, T, _ = x.shape
     flat = x.flatten(1, 2) @ W.flatten(1, 2).mT
-    return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3)
+    return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3).contiguous()
 
 
 def _normed(x: Tensor, norms: Sequence[nn.Module | None]) -> Tensor:

@@ -23,7 +23,7 @@ class Seen(NamedTuple):
     x: Tensor
     """(n, T, M)."""
     turn: Angles | None
-    """cos and sin, (T, W) or (n, 1, T, W) each; None without rotary positions."""
+    """cos and sin, (T, W) or (1 or n, 1, T, W) each; None without rotary positions."""
     mask: Tensor | None
     """(n, T, T), True where a query may see a key; None where only the layer's own rule holds."""
 
@@ -82,7 +82,7 @@ def _turn(values: tuple[Any, ...], n: int, T: int) -> Angles | None:
             continue
         cos, sin = (part[..., :T, :].detach() for part in (cos, sin))
         if cos.ndim == 4:
-            cos, sin = (part[:n].expand(n, -1, -1, -1) for part in (cos, sin))
+            cos, sin = (part[:n] for part in (cos, sin))
         return Angles(cos.clone(), sin.clone())
     return None
 

@@ -49,26 +49,24 @@ class Settled(NamedTuple):
 def settle(line: Line, W: Heads, U: Heads, before: Tensor | None, rule: Rule) -> Settled:
     """Move from W along U; ``line`` runs along the same two, ``before`` is the ball's bound."""
     groups = W.K.shape[1]
-    normed = line.pairs[0].q_norm is not None
-    bounded = line.at.real and not normed
+    bounded = line.at.real and not line.normed
     radius = rule.radius if bounded else torch.inf
     held = ball(line.start_rms, before, rule.gamma, radius, soft=rule.exactly and bounded)
     shrink = scaling(held.shrink, groups)
-    t = _sizes(line, W, U, held.budget, shrink, exactly=rule.exactly, normed=normed)
+    t = _sizes(line, W, U, held.budget, shrink, exactly=rule.exactly)
 
-    q, k = line.point(t, shrink)
-    S = None if line.closed else line.scores(q, k)
-    after = line.independent(q, k) if S is None else line.rms(S)
+    change, after = line.move(t, shrink)
     c = projection(after, held.reach)
     back = scaling(c, groups)
     capped = (c < 1.0) if rule.exactly else (c < 1.0) | (t.Q < 1.0)
-    if S is None:
-        stats = estimated(line.move(t, shrink)[0], after * c, capped)
+    if line.closed:
+        stats = estimated(change, after * c, capped)
     else:
+        S = line.scores(*line.point(t, shrink))
         stats = measured(line, S * c[:, None, :, None, None], capped)
 
     moved = _moved(W, U, t, shrink, back)
-    if normed and rule.exactly:
+    if line.normed and rule.exactly:
         moved = Heads(*(_same_norm(new, old) for new, old in zip(moved, W, strict=True)))
     whole = Factors(*((a == 1.0) & (b == 1.0) for a, b in zip(t, back, strict=True)))
     return Settled(moved, held.reach if bounded else before, whole, stats)
@@ -82,7 +80,6 @@ def _sizes(
     shrink: Factors,
     *,
     exactly: bool,
-    normed: bool,
 ) -> Factors:
     one = torch.ones_like(gamma)
     if not exactly:  # the whole of U, or less of it
@@ -92,7 +89,7 @@ def _sizes(
         (_norm(W.K) / _norm(U.K).clamp(min=1e-30)).repeat_interleave(line.group, dim=1),
     )
     ratio = torch.where(ratio > 0, ratio, 1.0)
-    limit = ratio if normed else torch.full_like(ratio, torch.inf)
+    limit = ratio if line.normed else torch.full_like(ratio, torch.inf)
     eps = PROBING * ratio
     rate = line.move(line.alike(eps), line.alike(one))[0] / eps
     start = torch.where(rate > 0, gamma / rate.clamp(min=1e-30), 0.0)

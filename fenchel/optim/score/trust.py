@@ -45,8 +45,8 @@ class ScoreTrust(torch.optim.Optimizer):
         self.members = optimizer.members if isinstance(optimizer, Together) else (optimizer,)
         inner = [group for member in self.members for group in member.param_groups]
         _require(lr, radius, probe, pairs, inner)
-        params = list(dict.fromkeys(p for pair in pairs for p in pair.parameters))
-        super().__init__([{"params": params}], {"lr": lr, "radius": radius})
+        # a group of settings only: its parameters are in the optimiser's groups already
+        super().__init__([{"params": []}], {"lr": lr, "radius": radius})
         self.param_groups += inner
         self.watch = Watch(pairs, probe)
 

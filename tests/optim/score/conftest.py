@@ -44,7 +44,7 @@ class Normed(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(NormedAttention(width, 4, groups) for _ in range(2))
-        self.read = nn.Linear(width, vocabulary)
+        self.read = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)

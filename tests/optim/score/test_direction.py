@@ -111,7 +111,9 @@ def test_partner_grams_are_means_over_the_open_pairs(
     kind: str, instance: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pair by pair, with keys turned to where they stand relative to the query, and back."""
-    monkeypatch.setattr("fenchel.optim.score.gram.TURNS", 24)  # every position, not a sample
+    # every position and every sequence, not a sample of them
+    monkeypatch.setattr("fenchel.optim.score.gram.TURNS", 24)
+    monkeypatch.setattr("fenchel.optim.score.gram.SPREAD", 1)
     at = instance(kind, 13)
     grams = partner_grams(at.line)
     q, k = at.line.q[1], at.line.k[1]  # (n, H, T, D), before any rotation

@@ -110,15 +110,12 @@ def test_checkpointed_activations_change_nothing(make: Make, small: Any, tokens:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_is_probed_too(
-    backend: str, small: Any, tokens: Any, backward: Any
-) -> None:
+def test_a_compiled_model_is_probed_too(small: Any, tokens: Any, backward: Any) -> None:
     ends = []
     for compiled in (False, True):
         model = small()
         score = descent(model)
-        run = torch.compile(model, backend=backend) if compiled else model
+        run = torch.compile(model, backend="aot_eager") if compiled else model
         for step in range(2):
             backward(run, tokens(step))
             score.step()
