@@ -3,6 +3,7 @@
 from fenchel.attention.attend import attend, serves
 from fenchel.attention.derivative import Gradients, Move, attend_jvp, attend_vjp
 from fenchel.attention.distance import by_distance
+from fenchel.attention.habits import Habits, habits
 from fenchel.attention.health import Health, health
 from fenchel.attention.linear import (
     LinearState,
@@ -28,6 +29,7 @@ __all__ = [
     "Dense",
     "Global",
     "Gradients",
+    "Habits",
     "Health",
     "Linear",
     "LinearState",
@@ -48,6 +50,7 @@ __all__ = [
     "attend_vjp",
     "attention_weights",
     "by_distance",
+    "habits",
     "health",
     "linear_attend",
     "linear_step",

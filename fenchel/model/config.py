@@ -289,6 +289,8 @@ class ModelConfig:
                 'scores="l2" has one matrix for queries and keys; it needs kv_heads=None, '
                 "qk_norm=False and no bias."
             )
+        if self.scores == "l2" and (self.softcap is not None or self.sinks):
+            raise ValueError('scores="l2" are known up to a shift: set softcap=None, sinks=False.')
         if self.experts and (self.bias or self.sigma_reparam):
             raise ValueError("experts are plain maps: set bias=False and sigma_reparam=False.")
         if self.parallel and (self.norm_place == "post" or self.kind == "encoder-decoder"):

@@ -192,7 +192,11 @@ class Transformer(nn.Module):
             at = torch.arange(start, end, device=x.device) if positions_BT is None else positions_BT
             x = x + sinusoids(at, x.shape[-1]).to(x.dtype)
         if self.types is not None:
-            x = x + (self.types.weight[0] if types_BT is None else _typed(self.types, types_BT))
+            x = x + (
+                self.types.weight[0]
+                if types_BT is None
+                else _looked_up(self.types, types_BT, "types")
+            )
         elif types_BT is not None:
             raise ValueError("types were given to a model without any; build it with token_types.")
         x = x if self.embed_norm is None else self.embed_norm(x)
@@ -257,22 +261,12 @@ def places(present_BS: Tensor) -> Tensor:
     return (present_BS.cumsum(-1) - 1).clamp(min=0)
 
 
-def _typed(table: nn.Embedding, types: Tensor) -> Tensor:
-    if bool(((types < 0) | (types >= table.num_embeddings)).any()):
-        raise ValueError(
-            f"types run from {int(types.min())} to {int(types.max())} and the model knows "
-            f"0 to {table.num_embeddings - 1}."
-        )
-    rows: Tensor = table(types)
-    return rows
-
-
-def _looked_up(table: nn.Embedding, ids: Tensor) -> Tensor:
+def _looked_up(table: nn.Embedding, ids: Tensor, what: str = "ids") -> Tensor:
     try:
         rows: Tensor = table(ids)
     except IndexError:
         raise ValueError(
-            f"ids run from {int(ids.min())} to {int(ids.max())} and the model knows "
+            f"{what} run from {int(ids.min())} to {int(ids.max())} and the model knows "
             f"0 to {table.num_embeddings - 1}; use the tokenizer it was trained with."
         ) from None
     return rows

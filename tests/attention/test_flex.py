@@ -14,6 +14,7 @@ from fenchel.attention import (
     Padding,
     Prior,
     RelativeBias,
+    Sink,
     Strided,
     Window,
     attend,
@@ -31,6 +32,7 @@ PRIORS = {
     "relative": RelativeBias(torch.randn(32, 6, generator=generator), both_sides=True),
     "dense": Dense(torch.randn(6, 4, 7, generator=generator)),
     "mask": Dense(torch.rand(2, 1, 4, 7, generator=generator) > 0.4),
+    "sink": Sink(torch.randn(6, generator=generator), Window(2)),
     "pattern": (Window(1) | Strided(3) | Global(1)) + Causal(),
 }
 
@@ -45,6 +47,9 @@ def test_point_by_point_it_is_the_reference(
     for choice in (Softmax(), Softmax(1.7), Softmax(torch.tensor(0.6, dtype=torch.float64))):
         ours = attend(q, k, v, choice=choice, prior=prior, backend="flex")
         exact = attend(q, k, v, choice=choice, prior=prior, backend="reference")
+        torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-6)
+        ours = attend(q, k, v, choice=choice, prior=prior, softcap=0.8, backend="flex")
+        exact = attend(q, k, v, choice=choice, prior=prior, softcap=0.8, backend="reference")
         torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-6)
 
 

@@ -172,6 +172,40 @@ def test_a_cache_with_a_memory_makes_the_sources_keys_once(build: Build, ids: Te
     assert torch.equal(first, again)
 
 
+class Ring:
+    """Keeps the last ``size`` slots of every layer and no more."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.length = size, 0
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.held:
+            k, v = (torch.cat(two, 2) for two in zip(self.held[layer], (k, v), strict=True))
+        self.held[layer] = k[:, :, -self.size :], v[:, :, -self.size :]
+        return k, v
+
+    def advance(self, positions: int) -> None:
+        self.length += positions
+
+
+@pytest.mark.parametrize("positions", ["rotary", "alibi", "buckets", "learned"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_cache_may_forget_what_no_window_shows(
+    build: Build, ids: Tensor, positions: str, padded: bool
+) -> None:
+    model, ring = build(windows=(3,), positions=positions), Ring(2)
+    first = torch.tensor([0, 4, 1]) if padded else torch.zeros(3)
+    present = torch.arange(9) >= first[:, None]
+    parts = []
+    for t in range(9):
+        seen = present[:, : t + 1] if padded else None
+        parts.append(model(ids[:, t : t + 1], cache=ring, present_BS=seen))
+    whole = model(ids, present_BS=present if padded else None)
+    assert ring.held[0][0].shape[2] == 2
+    torch.testing.assert_close(torch.cat(parts, 1)[present], whole[present])
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_norms_stand_where_they_are_put(build: Build, norm: str, scale: float) -> None:

@@ -68,6 +68,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 is more than experts=2."),
     ({"experts": 2, "bias": True}, "experts are plain maps"),
     ({"scores": "l2", "heads": 2, "kv_heads": 1}, 'scores="l2" has one matrix'),
+    ({"scores": "l2", "sinks": True}, 'scores="l2" are known up to a shift'),
+    ({"scores": "l2", "softcap": 9.0}, 'scores="l2" are known up to a shift'),
     ({"parallel": True, "norm_place": "post"}, 'parallel=True needs norm_place="pre" or "both"'),
     # What nothing would read.
     (
