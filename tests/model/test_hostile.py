@@ -526,7 +526,7 @@ def giants(sound: dict[str, Path], home: Path) -> Iterator[Path]:
 
 
 CHILD = """
-import json, resource, sys, time
+import json, resource, signal, sys, time
 from fenchel.model import load
 load(sys.argv[2])  # all that is loaded once
 pages = int(open("/proc/self/statm").read().split()[0]) if sys.platform == "linux" else None
@@ -534,6 +534,7 @@ if pages is not None:
     most = pages * resource.getpagesize() + int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 for path in sys.argv[3:]:
+    signal.alarm(60)  # ends the process, should it ever come to that
     begun = time.process_time()
     try:
         load(path)

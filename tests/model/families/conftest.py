@@ -51,7 +51,7 @@ GPT2 = {"vocab_size": 70, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head
 BLOOM = {"vocab_size": 70, "hidden_size": 48, "n_layer": 3, "n_head": 4, **TOKENS}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", COMMON),
-    "bert without types, relu": ("Bert", {**COMMON, "type_vocab_size": 3, "hidden_act": "relu"}),
+    "bert with three types, relu": ("Bert", {**COMMON, "type_vocab_size": 3, "hidden_act": "relu"}),
     "albert": (
         "Albert",
         {**COMMON, "num_hidden_layers": 4, "num_hidden_groups": 2, "embedding_size": 24},

@@ -1,7 +1,7 @@
 """Laws of every family: transformers and fenchel compute the same, whoever wrote the files.
 
 A family joins by one line in conftest.py. Logits are of order 1; float32 rounding in both
-leaves differences near 1e-6, and 1e-4 is what is promised.
+leaves differences of at most 3e-6. What is promised is 1e-4; 2e-5 is asked here.
 """
 
 import warnings
@@ -57,7 +57,7 @@ def test_their_files_loaded_here_give_their_logits(
     name: str, foreign: Foreign, written: Written
 ) -> None:
     theirs = their_logits(foreign(name))
-    torch.testing.assert_close(our_logits(ours(written(name))), theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(our_logits(ours(written(name))), theirs, atol=2e-5, rtol=0)
     assert theirs.std() > 0.1
 
 
@@ -69,7 +69,7 @@ def test_padding_on_either_side_changes_no_logit_of_a_token(
         mine, theirs = our_logits(model, present), their_logits(foreign(name), present)
         if model.config.kind != "encoder-decoder":
             mine, theirs = mine[present], theirs[present]
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)
 
 
 def test_our_files_loaded_there_give_our_logits(
@@ -78,7 +78,7 @@ def test_our_files_loaded_there_give_our_logits(
     model = ours(written(name))
     save(model, None, tmp_path / "ours")
     theirs = reload(tmp_path / "ours", name)
-    torch.testing.assert_close(their_logits(theirs), our_logits(model), atol=1e-4, rtol=0)
+    torch.testing.assert_close(their_logits(theirs), our_logits(model), atol=2e-5, rtol=0)
 
 
 def test_in_and_out_again_settings_and_weights_are_the_same(
@@ -149,4 +149,4 @@ def test_segments_of_an_encoder_agree(encoder: str, foreign: Foreign, written: W
     with torch.no_grad():
         theirs = foreign(encoder)(IDS, token_type_ids=types).logits
         mine = ours(written(encoder))(IDS, types_BT=types)
-    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)
