@@ -183,6 +183,7 @@ def _describe(
     settings = [x for x in (beta, getattr(choice, "alpha", None)) if isinstance(x, Tensor)]
     carried = [*settings, *(prior.tensors() if prior is not None else ())]
     grad = torch.is_grad_enabled()
+    learns = grad and any(x.requires_grad for x in carried)
     return support.Call(
         choice=type(choice).__name__,
         device=q.device.type,
@@ -194,11 +195,18 @@ def _describe(
         D=q.shape[3],
         E=v.shape[3],
         prior=prior is not None,
-        learns=grad and any(x.requires_grad for x in carried),
+        learns=learns,
         gradient=grad and any(x.requires_grad for x in (q, k, v, *carried)),
         tangent=forward_ad._current_level >= 0,
         dropout=dropout,
         weights=weights,
+        transformed=learns and _transformed(),
         softcap=softcap is not None,
         warms=isinstance(beta, Tensor),
     )
+
+
+def _transformed() -> bool:
+    """Whether torch.func is at work: it has no public question for it."""
+    compiling = torch.compiler.is_compiling()
+    return not compiling and torch._C._functorch.peek_interpreter_stack() is not None

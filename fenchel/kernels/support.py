@@ -38,6 +38,8 @@ class Call:
     dropout: float = 0.0
     weights: bool = False
     """Whether the weights are to be returned."""
+    transformed: bool = False
+    """Whether a gradient for the prior is wanted inside a transform of torch.func."""
     softcap: bool = False
     """Whether scores are softly capped."""
     warms: bool = False
@@ -66,6 +68,8 @@ def _blocked(call: Call) -> str | None:
 def _sdpa(call: Call) -> str | None:
     if call.softcap:
         return "torch's fused kernels have no soft-cap"
+    if call.transformed:
+        return "torch's fused kernels refuse a prior that learns inside torch.func"
     return _only_softmax(call, "torch's fused kernels")
 
 

@@ -50,7 +50,8 @@ class Mixture(nn.Module):
     def forward(self, x_BTM: Tensor) -> Tensor:
         """(B, T, M) -> (B, T, M)."""
         x_NM = x_BTM.flatten(0, -2)
-        p_NX = self.choice.weights(self.router(x_NM).float())
+        z_NX = self.router(x_NM)
+        p_NX = self.choice.weights(z_NX.to(torch.promote_types(z_NX.dtype, torch.float32)))
         p_Nk, expert_Nk = p_NX.topk(self.count, dim=-1)
         w_Nk = (p_Nk / p_Nk.sum(-1, keepdim=True)).to(x_NM.dtype)
         if self.training:

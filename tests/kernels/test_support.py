@@ -24,6 +24,7 @@ def test_a_plain_call_is_served_by_all() -> None:
         ({"device": "cpu", "gradient": True}, {"flex": "backward on a CPU"}),
         ({"dtype": torch.float64}, {"flex": "float16, bfloat16 and float32"}),
         ({"S": 0}, {"flex": "one key"}),
+        ({"learns": True, "transformed": True}, {"sdpa": "inside torch.func"}),
         ({"softcap": True}, {"sdpa": "soft-cap"}),
         ({"softcap": True, "warms": True}, {"sdpa": "soft-cap", "blocked": "temperature"}),
         ({"learns": True, "gradient": True, "prior": True}, {}),

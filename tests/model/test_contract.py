@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.func import jvp, vjp
 
 from fenchel.attention import attend
 from fenchel.config import from_mapping, to_mapping, to_toml
 from fenchel.generate.cache import KeyValueCache
 from fenchel.model import ModelConfig, Transformer
+from fenchel.model.encoder import distance_prior
+from fenchel.model.sight import Sight
 
 V, T = 37, 9
 SCALED = {"rotary_factor": 4.0, "rotary_trained": 4}
@@ -185,6 +188,26 @@ def test_every_parameter_gets_a_gradient(build: Build, ids: Tensor, name: str) -
         assert p.grad is not None, parameter_name
         assert p.grad.isfinite().all(), parameter_name
         assert p.grad.abs().sum() > 0, parameter_name
+
+
+@every_model
+def test_a_block_has_its_derivative_in_both_directions(build: Build, name: str) -> None:
+    """<u, J v> = <J^T u, v>, by forward and by reverse mode, and J v by a central difference."""
+    model = build(**MODELS[name])
+    generator = torch.Generator().manual_seed(4)
+    x, v, u, memory = torch.randn(4, 2, 6, 24, dtype=torch.float64, generator=generator)
+    turns = model._turns(0, 6, None, x)
+    bias = distance_prior(model.config, model.relative, 6, 6)
+    sight = Sight(turns=turns, bias=bias, memory=memory)
+
+    def f(x: Tensor) -> Tensor:
+        return model.blocks[0](x, sight)
+
+    _, Jv = jvp(f, (x,), (v,))
+    torch.testing.assert_close((u * Jv).sum(), (vjp(f, x)[1](u)[0] * v).sum())
+    step = 1e-5
+    difference = (f(x + step * v) - f(x - step * v)) / (2 * step)
+    torch.testing.assert_close(Jv, difference, atol=1e-6, rtol=1e-5)
 
 
 @every_model

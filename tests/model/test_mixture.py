@@ -32,9 +32,9 @@ def by_token(part: Mixture, x: Tensor, router: str, mlp: str) -> Tensor:
     f = silu if mlp == "swiglu" else gelu
     rows = []
     for token in x.flatten(0, 1):
-        p = named(router).weights((part.router.weight @ token).float())
+        p = named(router).weights(part.router.weight @ token)
         best = p.sort(descending=True).indices[: part.count]
-        w = (p[best] / p[best].sum()).double()
+        w = p[best] / p[best].sum()
         y = torch.zeros_like(token)
         for e, share in zip(best, w, strict=True):
             wide = part.up[e] @ token
