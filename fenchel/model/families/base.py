@@ -129,18 +129,24 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
         "distinct_layers": config.distinct_layers or config.layers,
         "encoder_layers": config.encoder_layers or config.layers,
         "score_scale": config.score_scale or config.head_width**-0.5,
-        "windows": tuple(config.window(layer) for layer in layers),
-        "choice": tuple(config.choice_of(layer) for layer in layers),
+        "windows": _alike(config.window(layer) for layer in layers),
+        "choice": _alike(config.choice_of(layer) for layer in layers),
     }
     del kept["layer_choices"]
     if "entmax" not in kept["choice"]:
         del kept["alpha"]
+    if config.positions != "rotary":
+        return {name: value for name, value in kept.items() if not name.startswith("rotary_")}
     return kept | _resolved_rotary(config)
 
 
+def _alike(values: Iterable[Any]) -> Any:
+    """One value where all layers have the same."""
+    each = tuple(values)
+    return each[0] if len(set(each)) == 1 else each
+
+
 def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
-    if config.positions != "rotary":
-        return {"rotary_base": None}
     local = config.rotary_local_base or config.rotary_base
     blended = config.rotary_scaling in ("yarn", "llama3")
     fast = 32.0 if config.rotary_scaling == "yarn" else 4.0
