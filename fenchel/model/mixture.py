@@ -5,7 +5,8 @@
     y = sum over the k largest p_e of  w_e MLP_e(x),     w = those p_e over their sum
 
 A sparse map may give fewer than k experts any weight; the others are then not asked. Tokens are
-sorted by expert, so that each expert reads its tokens at once: N k rows of work, not N X.
+sorted by expert, so that each expert reads its tokens at once: N k rows of work, not N X. How many
+tokens an expert gets depends on them, so a compiler cuts its graph here.
 
 Left alone, a few experts take all tokens. The balance is 1 when tokens spread evenly and grows as
 they gather,
