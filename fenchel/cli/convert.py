@@ -46,5 +46,4 @@ def run(
         print(json_format.dumps({**said, "dtype": name}))
     else:
         print(f"{out}: {found.family}, {found.parameters:,} parameters in {name}")
-        print(f'Try            fenchel generate {out} --prompt "The people"')
     return 0

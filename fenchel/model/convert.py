@@ -22,7 +22,7 @@ from fenchel.model.directory import (
 from fenchel.model.families import family_for, family_of
 from fenchel.model.generation import GENERATION
 from fenchel.model.load import is_run, load
-from fenchel.model.save import TOKENIZER_CONFIG, dumps, require_free, save, write_directory
+from fenchel.model.save import TOKENIZER_CONFIG, dumps, plain, require_free, save, write_directory
 from fenchel.model.weights import read_weights, write_weights
 
 _JSON = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "added_tokens.json")
@@ -53,9 +53,9 @@ def convert(
     require_free(target, overwrite=overwrite)  # before the work, and again when it is done
     if source.is_dir() and not is_run(source):
         return _recast(source, target, dtype, overwrite=overwrite)
-    model, tokenizer, config = load(source, which=which)
+    model, tokenizer, _ = load(source, which=which)
     save(model, tokenizer, target, dtype=dtype, overwrite=overwrite)
-    weights = model.state_dict()
+    config, weights = plain(model)
     kind = dtype or next(iter(weights.values())).dtype
     count = sum(weight.numel() for weight in weights.values())
     return Converted(family_for(config, weights).name, count, kind)

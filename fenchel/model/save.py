@@ -13,6 +13,7 @@ sentence, before anything is written.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from tokenizers import Tokenizer
 
 from fenchel.data import end_id, pad_id
 from fenchel.files import committed, discard, require_space
+from fenchel.model.config import ModelConfig
 from fenchel.model.directory import CONFIG, INDEX, TOKENIZER, WEIGHTS
 from fenchel.model.families import family_for
 from fenchel.model.generation import GENERATION
+from fenchel.model.sigma import SigmaLinear, matrix_of
 from fenchel.model.transformer import Transformer
 from fenchel.model.weights import write_weights
 
@@ -44,19 +47,30 @@ def save(
     shard: int = SHARD,
 ) -> None:
     """Write ``path``, a Hugging Face directory; weights as they are or in another ``dtype``."""
-    weights = model.state_dict()
-    family = family_for(model.config, weights)
-    theirs = write_weights(weights, family, model.config, dtype)
-    tokens = token_ids(tokenizer, model.config.kind)
+    config, weights = plain(model)
+    family = family_for(config, weights)
+    theirs = write_weights(weights, family, config, dtype)
+    tokens = token_ids(tokenizer, config.kind)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
     files: dict[str, str | bytes] = {
-        CONFIG: dumps({**family.write(model.config), **tokens, "dtype": kind}),
+        CONFIG: dumps({**family.write(config), **tokens, "dtype": kind}),
         GENERATION: dumps(tokens),
     }
     if tokenizer is not None:
         files[TOKENIZER] = tokenizer.to_str(pretty=True)
-        files[TOKENIZER_CONFIG] = dumps(_tokenizer_config(tokenizer, tokens, model.config.context))
+        files[TOKENIZER_CONFIG] = dumps(_tokenizer_config(tokenizer, tokens, config.context))
     write_directory(Path(path), files, theirs, overwrite=overwrite, shard=shard)
+
+
+def plain(model: Transformer) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """Settings and weights with every map as the matrix it is: gain W / sigma(W) is one."""
+    weights = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, SigmaLinear):
+            weights[f"{name}.weight"] = matrix_of(module).detach()
+            for part in ("gain", "left", "right"):
+                del weights[f"{name}.{part}"]
+    return replace(model.config, sigma_reparam=False), weights
 
 
 def write_directory(

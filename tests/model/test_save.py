@@ -72,7 +72,6 @@ def test_the_directory_is_sealed(tokenizer: Tokenizer, tmp_path: Path) -> None:
         ({"scores": "l2", "kv_heads": None}, "scores='l2'"),
         ({"rotary_scaling": "ntk", "rotary_factor": 2.0}, "rotary_scaling='ntk'"),
         ({"experts": 3, "hidden": 8}, "experts=3"),
-        ({"sigma_reparam": True}, "sigma_reparam=True"),
         ({"windows": (4, 6)}, "windows="),
     ],
 )
@@ -112,6 +111,15 @@ def test_the_first_family_that_says_it_all_is_used(
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(load_model(tmp_path / "out")(ids), model(ids))
+
+
+def test_a_reparametrised_map_is_saved_as_the_matrix_it_is(tmp_path: Path) -> None:
+    model = model_of(sigma_reparam=True)
+    save(model, None, tmp_path / "out")
+    loaded, ids = load_model(tmp_path / "out"), torch.arange(12)[None]
+    assert not loaded.config.sigma_reparam
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids), model(ids), atol=1e-5, rtol=0)
 
 
 def test_a_dtype_too_narrow_for_the_weights_is_refused(tmp_path: Path) -> None:

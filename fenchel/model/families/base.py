@@ -8,8 +8,9 @@ different is what the family has no words for.
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,8 +80,17 @@ class Family:
 
     def matches(self, config: ModelConfig, ours: Iterable[str]) -> list[Match]:
         """Where each of our tensors lies; ValueError names one that has no place."""
-        rows = [(re.compile(_pattern(row.ours)), row) for row in self.tensors if row.when(config)]
-        return [_match(name, rows, self.name) for name in ours]
+        found, homeless = self._placed(config, ours)
+        if homeless:
+            raise ValueError(f"{self.name} has no place for {homeless[0]}.")
+        return found
+
+    def _placed(self, config: ModelConfig, ours: Iterable[str]) -> tuple[list[Match], list[str]]:
+        """Where our tensors lie, and those that have no place."""
+        rows = [row for row in self.tensors if row.when(config)]
+        tried = {name: _match(name, rows) for name in ours}
+        found = [match for match in tried.values() if match is not None]
+        return found, [name for name, match in tried.items() if match is None]
 
     def is_ignored(self, name: str) -> bool:
         """Whether a file may hold ``name`` although nothing here needs it."""
@@ -95,13 +105,8 @@ class Family:
 
     def unsaid(self, config: ModelConfig, ours: Iterable[str]) -> list[str]:
         """What this family has no words for: settings, as name=value, and tensors."""
-        theirs: list[str] = []
-        homeless: list[str] = []
-        for name in ours:
-            try:
-                theirs += self.matches(config, [name])[0].theirs
-            except ValueError:
-                homeless.append(name)
+        found, homeless = self._placed(config, ours)
+        theirs = [name for match in found for name in match.theirs]
         try:
             back = self.read(self.write(config), theirs, Path(CONFIG))
         except ValueError as error:
@@ -124,18 +129,24 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
         "distinct_layers": config.distinct_layers or config.layers,
         "encoder_layers": config.encoder_layers or config.layers,
         "score_scale": config.score_scale or config.head_width**-0.5,
-        "windows": tuple(config.window(layer) for layer in layers),
-        "choice": tuple(config.choice_of(layer) for layer in layers),
+        "windows": _alike(config.window(layer) for layer in layers),
+        "choice": _alike(config.choice_of(layer) for layer in layers),
     }
     del kept["layer_choices"]
     if "entmax" not in kept["choice"]:
         del kept["alpha"]
+    if config.positions != "rotary":
+        return {name: value for name, value in kept.items() if not name.startswith("rotary_")}
     return kept | _resolved_rotary(config)
 
 
+def _alike(values: Iterable[Any]) -> Any:
+    """One value where all layers have the same."""
+    each = tuple(values)
+    return each[0] if len(set(each)) == 1 else each
+
+
 def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
-    if config.positions != "rotary":
-        return {"rotary_base": None}
     local = config.rotary_local_base or config.rotary_base
     blended = config.rotary_scaling in ("yarn", "llama3")
     fast = 32.0 if config.rotary_scaling == "yarn" else 4.0
@@ -149,16 +160,18 @@ def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _match(name: str, rows: Sequence[tuple[re.Pattern[str], Row]], family: str) -> Match:
-    for pattern, row in rows:
-        if found := pattern.fullmatch(name):
-            numbers = found.groups()
-            return Match(name, tuple(theirs.format(*numbers) for theirs in row.theirs), row.lie)
-    raise ValueError(f"{family} has no place for {name}")
+def _match(name: str, rows: Iterable[Row]) -> Match | None:
+    for row in rows:
+        if found := _pattern(row.ours).fullmatch(name):
+            theirs = tuple(one.format(*found.groups()) for one in row.theirs)
+            return Match(name, theirs, row.lie)
+    return None
 
 
-def _pattern(name: str) -> str:
-    return re.escape(name).replace(r"\{\}", r"(\d+)")
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """A name of the table as a pattern; {} is the number of a layer."""
+    return re.compile(re.escape(name).replace(r"\{\}", r"(\d+)"))
 
 
 _TRAINING = {

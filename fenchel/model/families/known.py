@@ -46,7 +46,8 @@ def family_for(config: ModelConfig, tensors: Collection[str]) -> Family:
             return family
         tried.append((unsaid[0].startswith(CONFIG), len(unsaid), family.name, unsaid))
     *_, name, unsaid = min(tried)  # one that can at least be read back, and says the most
+    what = [one for one in unsaid if "=" in one] or unsaid  # tensors follow from settings
     raise ValueError(
         f"no Hugging Face family can express this model: the nearest, {name}, has no "
-        f"{shown(', '.join(unsaid), 200)}; it stays loadable from its run directory."
+        f"{shown(', '.join(what[:3]), 200)}; it stays loadable from its run directory."
     )

@@ -93,8 +93,9 @@ def _turned(c: Said, said: Said, base: float) -> Settings:
 
 
 def _said(m: ModelConfig, base: float) -> dict[str, Any]:
-    said: dict[str, Any] = {"rope_type": m.rotary_scaling or "default", "rope_theta": base}
-    if m.rotary_scaling is None:
+    kind = _TYPES.get(m.rotary_scaling or "", "default")
+    said: dict[str, Any] = {"rope_type": kind, "rope_theta": base}
+    if kind == "default":
         return said
     said["factor"] = m.rotary_factor
     if m.rotary_scaling == "linear":

@@ -4,6 +4,7 @@ Sizes all differ: a head is 16 wide where a family lets it differ from width / h
 """
 
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ GPT2 = {"vocab_size": 70, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head
 BLOOM = {"vocab_size": 70, "hidden_size": 48, "n_layer": 3, "n_head": 4, **TOKENS}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", COMMON),
-    "bert without types, relu": ("Bert", {**COMMON, "type_vocab_size": 3, "hidden_act": "relu"}),
+    "bert with three types, relu": ("Bert", {**COMMON, "type_vocab_size": 3, "hidden_act": "relu"}),
     "albert": (
         "Albert",
         {**COMMON, "num_hidden_layers": 4, "num_hidden_groups": 2, "embedding_size": 24},
@@ -65,6 +66,7 @@ T5 = {
     "num_layers": 2,
     "num_decoder_layers": 3,
     "num_heads": 4,
+    "initializer_factor": 0.3,  # logits of order 1 also where nothing scales them
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 12,
     "pad_token_id": 0,
@@ -160,7 +162,9 @@ def foreign() -> Callable[[str], Any]:
             config = getattr(transformers, f"{kind}{text}Config")(**settings)
             config._attn_implementation = "eager"
             head = HEADS.get(kind, "ForCausalLM")
-            made[name] = stirred(getattr(transformers, f"{kind}{head}")(config))
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                made[name] = stirred(getattr(transformers, f"{kind}{head}")(config))
         return made[name]
 
     return build
@@ -175,14 +179,21 @@ def stirred(model: Any) -> Any:
     return model.eval()
 
 
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what transformers wrote is kept."""
+    return tmp_path_factory.mktemp("shelf")
+
+
 @pytest.fixture
-def written(tmp_path: Path, foreign: Callable[[str], Any]) -> Callable[..., Path]:
-    """The directory that transformers writes for a family."""
+def written(shelf: Path, tmp_path: Path, foreign: Callable[[str], Any]) -> Callable[..., Path]:
+    """The directory that transformers writes for a family; a copy, to be changed at will."""
 
     def write(name: str, **how: Any) -> Path:
-        path = tmp_path / "theirs"
-        foreign(name).save_pretrained(path, **how)
-        return path
+        kept = shelf / f"{name} {how}"
+        if not kept.exists():
+            foreign(name).save_pretrained(kept, **how)
+        return Path(shutil.copytree(kept, tmp_path / "theirs"))
 
     return write
 

@@ -1,7 +1,7 @@
 """Laws of every family: transformers and fenchel compute the same, whoever wrote the files.
 
 A family joins by one line in conftest.py. Logits are of order 1; float32 rounding in both
-leaves differences near 1e-6, and 1e-4 is what is promised.
+leaves differences of at most 3e-6. What is promised is 1e-4; 2e-5 is asked here.
 """
 
 import warnings
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,7 +23,6 @@ TARGET = torch.randint(3, 70, (3, 7), generator=torch.Generator().manual_seed(1)
 LENGTHS = torch.tensor([13, 9, 4])
 RIGHT = torch.arange(13) < LENGTHS[:, None]
 LEFT = RIGHT.flip(1)
-PADDINGS = {"none": torch.ones_like(RIGHT), "right": RIGHT, "left": LEFT}
 
 
 def ours(path: Path) -> Transformer:
@@ -59,20 +57,19 @@ def test_their_files_loaded_here_give_their_logits(
     name: str, foreign: Foreign, written: Written
 ) -> None:
     theirs = their_logits(foreign(name))
-    torch.testing.assert_close(our_logits(ours(written(name))), theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(our_logits(ours(written(name))), theirs, atol=2e-5, rtol=0)
     assert theirs.std() > 0.1
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_on_either_side_changes_no_logit_of_a_token(
-    name: str, side: str, foreign: Foreign, written: Written
+    name: str, foreign: Foreign, written: Written
 ) -> None:
-    present = PADDINGS[side]
     model = ours(written(name))
-    mine, theirs = our_logits(model, present), their_logits(foreign(name), present)
-    if model.config.kind != "encoder-decoder":
-        mine, theirs = mine[present], theirs[present]
-    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+    for present in (LEFT, RIGHT):
+        mine, theirs = our_logits(model, present), their_logits(foreign(name), present)
+        if model.config.kind != "encoder-decoder":
+            mine, theirs = mine[present], theirs[present]
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)
 
 
 def test_our_files_loaded_there_give_our_logits(
@@ -81,25 +78,19 @@ def test_our_files_loaded_there_give_our_logits(
     model = ours(written(name))
     save(model, None, tmp_path / "ours")
     theirs = reload(tmp_path / "ours", name)
-    torch.testing.assert_close(their_logits(theirs), our_logits(model), atol=1e-4, rtol=0)
+    torch.testing.assert_close(their_logits(theirs), our_logits(model), atol=2e-5, rtol=0)
 
 
-def test_in_and_out_again_is_the_same_bit_for_bit(
+def test_in_and_out_again_settings_and_weights_are_the_same(
     name: str, written: Written, tmp_path: Path
 ) -> None:
     path = written(name)
-    save(load_model(path), None, tmp_path / "ours")
+    model = load_model(path)
+    save(model, None, tmp_path / "ours")
     before = load_file(path / "model.safetensors")
     after = load_file(tmp_path / "ours" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-def test_settings_in_and_out_again_are_the_same(
-    name: str, written: Written, tmp_path: Path
-) -> None:
-    model = load_model(written(name))
-    save(model, None, tmp_path / "ours")
     assert resolved(load_model(tmp_path / "ours").config) == resolved(model.config)
 
 
@@ -107,9 +98,9 @@ def test_greedy_generation_agrees_token_for_token(
     decoder: str, foreign: Foreign, written: Written
 ) -> None:
     theirs = foreign(decoder).generate(
-        IDS, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    mine = generate(ours(written(decoder)), IDS, max_new_tokens=12, temperature=0.0)
+    mine = generate(ours(written(decoder)), IDS, max_new_tokens=8, temperature=0.0)
     assert mine.tolist() == theirs.tolist()
 
 
@@ -119,13 +110,13 @@ def test_greedy_generation_agrees_in_a_padded_batch(
     theirs = foreign(decoder).generate(
         IDS,
         attention_mask=LEFT.long(),
-        max_new_tokens=6,
+        max_new_tokens=4,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
     model, ids, present = ours(written(decoder)), IDS, LEFT
-    for _ in range(6):
+    for _ in range(4):
         with torch.no_grad():
             token = model(ids, present_BS=present, last=True).argmax(-1)
         ids = torch.cat((ids, token), 1)
@@ -158,4 +149,4 @@ def test_segments_of_an_encoder_agree(encoder: str, foreign: Foreign, written: W
     with torch.no_grad():
         theirs = foreign(encoder)(IDS, token_type_ids=types).logits
         mine = ours(written(encoder))(IDS, types_BT=types)
-    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)

@@ -259,7 +259,7 @@ model = load_model(sys.argv[2])
 print(anonymous() - before)
 """
     small = ModelConfig(vocabulary=300, width=8)
-    large = ModelConfig(vocabulary=8192, width=512, layers=2, heads=8, kv_heads=1, hidden=2048)
+    large = ModelConfig(vocabulary=6000, width=512, layers=1, heads=8, kv_heads=1, hidden=2048)
     for name, config in (("small", small), ("large", large)):
         save(Transformer(config), None, tmp_path / name)
     words = [sys.executable, "-c", probe, str(tmp_path / "small"), str(tmp_path / "large")]

@@ -1,15 +1,13 @@
-"""Hostile directories: each is refused in one sentence, soon, cheaply, reading nothing outside.
+"""Hostile directories: each is refused in one sentence, soon, and reading nothing outside.
 
 A mutation changes one thing in a copy of a sound directory so that it is no longer one; which
-thing is drawn from a generator of its own. Those that claim sizes no machine has run in a child
-process whose memory and time are limited.
+thing is drawn from a generator of its own.
 """
 
 import json
 import math
 import random
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,60 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from fenchel.data import train_tokenizer
-from fenchel.model import ModelConfig, Transformer, load, save
+from fenchel.model import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no setting of:UserWarning")
 Mutation = tuple[str, Callable[[Path], None]]
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX = "model.safetensors.index.json"
-SECONDS, BYTES = 5.0, 500 * 2**20
-SHAPE = {"vocabulary": 300, "context": 16, "width": 24, "layers": 2, "heads": 4}
-LLAMA = ModelConfig(**SHAPE, kv_heads=2, hidden=20, tied=False)
-GPT2 = ModelConfig(**SHAPE, norm="layer", mlp="gelu", positions="learned", bias=True)
-NEOX = ModelConfig(**SHAPE, norm="layer", mlp="gelu", bias=True, rotary_share=0.4, parallel=True)
-GEMMA3 = ModelConfig(
-    **SHAPE,
-    mlp="geglu_tanh",
-    norm_plus_one=True,
-    norm_place="both",
-    qk_norm=True,
-    embedding_scale=24**0.5,
-    windows=(4, 0),
-    rotary_base=1e6,
-    rotary_local_base=1e4,
-)
-BLOOM = ModelConfig(
-    **SHAPE, norm="layer", positions="alibi", bias=True, mlp="gelu_tanh", embedding_norm=True
-)
-ALBERT = ModelConfig(
-    **SHAPE,
-    kind="encoder",
-    norm="layer",
-    norm_place="post",
-    final_norm=False,
-    bias=True,
-    positions="learned",
-    mlp="gelu_tanh",
-    embedding_norm=True,
-    embedding_width=10,
-    distinct_layers=1,
-    token_types=2,
-    read_transform=True,
-    read_bias=True,
-)
-T5 = ModelConfig(
-    **SHAPE,
-    kind="encoder-decoder",
-    positions="buckets",
-    buckets=8,
-    mlp="relu",
-    score_scale=1.0,
-    logit_scale=24**-0.5,
-)
+SECONDS = 5.0
 BAD: list[Any] = [
     *(None, True, -1, 0, 1.5, 10**12, 2**63, math.nan, math.inf, "5", "", [], {}, "x" * 10_000),
     json.loads("[" * 200 + "]" * 200),
@@ -87,31 +40,6 @@ def listen(event: str, args: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(listen)
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sound directories: a Llama in one file and in several, and one of each other kind."""
-    home = tmp_path_factory.mktemp("sound")
-    tokenizer = train_tokenizer(["some words, and some more"], 300)
-    paths = {}
-    for name, config, shard in (
-        ("llama", LLAMA, 10**9),
-        ("sharded", LLAMA, 10_000),
-        ("gpt2", GPT2, 10**9),
-        ("gpt_neox", NEOX, 10**9),
-        ("gemma3_text", GEMMA3, 10**9),
-        ("bloom", BLOOM, 10**9),
-        ("albert", ALBERT, 10**9),
-        ("t5", T5, 10**9),
-    ):
-        model = Transformer(config, generator=torch.Generator().manual_seed(3))
-        paths[name] = home / name
-        save(model, tokenizer, paths[name], shard=shard)
-        load(paths[name])
-        kind = json.loads((paths[name] / CONFIG).read_text())["model_type"]
-        assert name in (kind, "sharded")
-    return paths
 
 
 # what is changed
@@ -463,97 +391,3 @@ def outcome(path: Path) -> str | None:
 
 def test_together_they_are_more_than_five_hundred() -> None:
     assert sum(least for _, _, least in KINDS.values()) >= 500
-
-
-# what claims more than there is
-
-
-def giants(sound: dict[str, Path], home: Path) -> Iterator[Path]:
-    """Directories whose sizes are what is wrong with them."""
-
-    def copy(name: str, base: str = "llama") -> Path:
-        shutil.copytree(sound[base], home / name)
-        return home / name
-
-    def said(name: str, base: str = "llama", **changes: Any) -> Path:
-        path = copy(name, base)
-        settings = json.loads((path / CONFIG).read_text())
-        (path / CONFIG).write_text(json.dumps({**settings, **changes}))
-        return path
-
-    def headed(name: str, text: bytes) -> Path:
-        path = copy(name)
-        replace_header(path, text)
-        return path
-
-    def spelt(name: str, text: str) -> Path:
-        path = copy(name)
-        (path / TOKENIZER).write_text(text)
-        return path
-
-    yield headed("lists", b'{"a": [' + b"[]," * 2_700_000 + b"[]]}")
-    yield headed("names", b"{" + b",".join(b'"%d": 1' % i for i in range(600_000)) + b"}")
-    empty = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-    yield headed("many", b"{" + b",".join(b'"%d":%s' % (i, empty) for i in range(100_001)) + b"}")
-    path = copy("terabyte")
-    with (path / WEIGHTS).open("r+b") as file:
-        file.truncate(2**40)  # a hole: it takes no disk
-    yield path
-    path = copy("claims")
-    (path / WEIGHTS).write_bytes((2**63).to_bytes(8, "little") + b"{" * 100)
-    yield path
-    for number, layers in enumerate((300, 20_000, 2**24)):
-        yield said(f"layers{number}", num_hidden_layers=layers)
-    yield said("shared", "albert", num_hidden_layers=2**24)
-    yield said("groups", "albert", num_hidden_layers=2**24, num_hidden_groups=2**24)
-    yield said("wide", hidden_size=2**24, head_dim=2**24, num_attention_heads=2**24)
-    yield said("heads", num_attention_heads=2**24, num_key_value_heads=2**24, head_dim=2**24)
-    yield said("words", vocab_size=2**24)
-    yield said("places", "gpt2", n_positions=2**24)
-    yield said("buckets", "t5", relative_attention_num_buckets=2**24)
-    yield said("types", "gemma3_text", num_hidden_layers=2**20, layer_types=["full_attention"] * 40)
-    yield said("settings", **{f"x{i}": i for i in range(200_000)})
-    path = copy("shards", "sharded")
-    (path / INDEX).write_text(
-        json.dumps({"weight_map": {f"t{i}": f"{i}.safetensors" for i in range(100_000)}})
-    )
-    yield path
-    yield spelt("long", json.dumps({"model": "x" * 45_000_000}))
-    yield spelt("values", "[" + "0," * 3_000_000 + "0]")
-    yield spelt("deep", "[" * 10**6 + "]" * 10**6)
-    vocabulary = {f"token {i}": i for i in range(600_000)}
-    yield spelt("spellings", json.dumps({"model": {"type": "BPE", "vocab": vocabulary}}))
-
-
-CHILD = """
-import json, resource, sys, time
-from fenchel.model import load
-load(sys.argv[2])  # all that is loaded once
-pages = int(open("/proc/self/statm").read().split()[0]) if sys.platform == "linux" else None
-if pages is not None:
-    most = pages * resource.getpagesize() + int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-for path in sys.argv[3:]:
-    begun = time.process_time()
-    try:
-        load(path)
-        said = "was loaded"
-    except ValueError as error:
-        said = "" if len(str(error)) < 700 and str(error).isprintable() else "said too much"
-    except BaseException as error:
-        said = type(error).__name__
-    print(json.dumps([path, said, time.process_time() - begun]), flush=True)
-"""
-
-
-def test_giants_are_refused_within_five_seconds_and_500_megabytes(
-    sound: dict[str, Path], tmp_path: Path
-) -> None:
-    paths = [str(path) for path in giants(sound, tmp_path)]
-    words = [sys.executable, "-W", "ignore", "-c", CHILD, str(BYTES), str(sound["llama"]), *paths]
-    told = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-    assert told.returncode == 0, told.stderr[-2000:]
-    outcomes = [json.loads(line) for line in told.stdout.splitlines()]
-    assert [path for path, _, _ in outcomes] == paths
-    assert not [one for one in outcomes if one[1] or one[2] > SECONDS]
-    assert len(paths) > 20
