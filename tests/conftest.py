@@ -1,9 +1,20 @@
 """What every test starts from, however the tests were started."""
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, if told at its import
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels run: on the GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
