@@ -19,7 +19,7 @@ from torch import Tensor
 from fenchel.inspection.heads import heads
 from fenchel.inspection.hugging_face import open_hugging_face
 from fenchel.inspection.layers import layer
-from fenchel.inspection.network import network
+from fenchel.inspection.network import STEPS, network
 from fenchel.inspection.precision import precision
 from fenchel.inspection.rows import weights
 from fenchel.inspection.run_directory import open_run
@@ -107,9 +107,8 @@ def inspect(
                 measured.append(one(reading.passages[at], at + 1))
             tell("blocks", len(chosen), len(chosen))
         with clock("network"):
-            tell("network", 0, 1)
-            whole = network(reading, measured, method, generator)
-            tell("network", 1, 1)
+            so_far = partial(_part, tell)
+            whole = network(reading, measured, method, generator, so_far)
         with clock("precision"):
             exact = precision(reading, subject.model, found, method, generator)
     return Inspection(
@@ -208,6 +207,10 @@ class _Clock:
         begun = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - begun, 3)
+
+
+def _part(tell: Watch, done: int) -> None:
+    tell("network", done, STEPS)
 
 
 def _nobody(_what: str, _done: int, _total: int) -> None:

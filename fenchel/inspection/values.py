@@ -64,6 +64,10 @@ class Head:
     """The largest column sum of the weights: |P|_2 is at most its root."""
     column_token: int
     """Which token that column is."""
+    twin: int | None
+    """The head of the layer that looks most alike; None in a layer of one."""
+    overlap: float
+    """How alike: mean over rows of sum_j sqrt(p_j p'_j), 1 for the same."""
     sigma: dict[str, Bracket]
     """|d o / d (q)|, (k), (v) and (qkv) in the spectral norm."""
     dominant: str

@@ -101,7 +101,7 @@ def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
 
 def test_the_network_is_the_product_of_its_blocks(reading: Reading) -> None:
     layers = [layer(p, i, METHOD, draw()) for i, p in enumerate(reading.passages, 1)]
-    found = network(reading, layers, METHOD, draw())
+    found = network(reading, layers, METHOD, draw(), lambda _: None)
     parts = [matrix(p.block, p.before) for p in reading.passages]
     J = reduce(lambda before, one: one @ before, parts)
     true = float(torch.linalg.matrix_norm(J, 2))
