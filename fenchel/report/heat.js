@@ -49,7 +49,7 @@ function heat(host, data) {
 		place = (x, y) => [Math.floor((x * width - left) / cell), Math.floor((y * height) / row)];
 		check(shown);
 		about.textContent = told;
-		readout.textContent = `${down} ${rows[at[1]]}, ${across} ${titles[at[0]]}: ${measures[shown].name} ${digits(values[at[1]][at[0]])}`;
+		readout.textContent = `${[down, rows[at[1]]].join(" ").trim()}, ${across} ${titles[at[0]]}: ${measures[shown].name} ${digits(values[at[1]][at[0]])}`;
 		under.replaceChildren(readout, own ? node("p", { class: "ramp" }, "every row on a scale of its own") : rampBar(digits(whole[0]), digits(whole[1]) + (positive ? ", logarithmic" : root ? ", square-root scale" : "")));
 	}
 	function move(j, i) {

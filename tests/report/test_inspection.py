@@ -4,11 +4,14 @@ import base64
 import json
 import random
 import re
+from importlib import resources
 from typing import Any
 
 import pytest
 
+from fenchel.report.document import document
 from fenchel.report.inspection import render
+from fenchel.report.markup import Html
 
 HOSTILE = "</script><img src=https://evil.example/x onerror=alert(1)>"
 
@@ -137,6 +140,21 @@ def test_the_page_asks_nobody_for_anything() -> None:
     assert "<img" not in page
     assert "</script><img" not in page
     assert not re.search(r"<(?:script|link|iframe|object)[^>]*(?:src|href)=", page)
+
+
+@pytest.mark.parametrize(
+    "power",
+    ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "fetch(", "http"],
+)
+def test_the_heat_picture_makes_no_markup_of_data_and_asks_nobody(power: str) -> None:
+    script = resources.files("fenchel.report").joinpath("heat.js").read_text(encoding="utf-8")
+    assert power not in script
+
+
+def test_only_this_page_brings_the_heat_picture() -> None:
+    with_heat = render(inspection())
+    assert "function heat(" in with_heat
+    assert "function heat(" not in document(title="run", header=Html(""), parts=())
 
 
 def test_the_numbers_of_a_head_stand_where_it_stands() -> None:
