@@ -93,8 +93,6 @@ def heads(
     chosen: list[int],
     method: Method,
     generator: torch.Generator,
-    *,
-    with_rows: bool = False,
 ) -> Iterator[Head]:
     """The heads ``chosen`` (from 0) of the layer numbered ``layer`` (from 1)."""
     T, S = call.q.shape[2], call.k.shape[2]
@@ -108,7 +106,7 @@ def heads(
         sigma, bound = sensitivities(part, method, generator)
         for place, head in enumerate(some):
             of_q = {name: bracket[place] for name, bracket in sigma.items()}
-            found = _head(told, place, layer, head + 1, of_q, float(bound[place]), with_rows)
+            found = _head(told, place, layer, head + 1, of_q, float(bound[place]))
             yield replace(found, **_twin(alike[head]))
 
 
@@ -171,7 +169,6 @@ def _head(
     head: int,
     sigma: dict[str, Bracket],
     bound: float,
-    with_rows: bool,
 ) -> Head:
     numbers = {name: getattr(told, name)[place] for name in _SPREADS if name != "effective"}
     numbers["effective"] = numbers["entropy"].exp()
@@ -191,7 +188,7 @@ def _head(
         sigma=sigma,
         dominant=_CAUSES[ruling],
         bound=bound,
-        rows={name: numbers[name].tolist() for name in _SPREADS} if with_rows else {},
+        rows={name: numbers[name].tolist() for name in _SPREADS},
     )
 
 

@@ -62,7 +62,6 @@ def inspect(
     heads: Sequence[int] | None = None,
     blocks: bool = True,
     branches: bool = False,
-    rows: bool = False,
     tolerance: float = 0.05,
     iterations: int | None = None,
     failure: float = 1e-6,
@@ -73,9 +72,8 @@ def inspect(
     """Measure ``subject`` on the first tokens of ``source``.
 
     ``layers`` and ``heads`` count from 1 and choose; ``blocks=False`` leaves the derivatives of
-    blocks and network out; ``branches`` adds those of each block's attention and MLP alone;
-    ``rows`` keeps the numbers of every row. ``iterations`` follow from the model's size if left
-    out.
+    blocks and network out; ``branches`` adds those of each block's attention and MLP alone.
+    ``iterations`` follow from the model's size if left out.
     """
     text = words(subject, source, max_tokens)
     clock, tell = _Clock(), watch or _nobody
@@ -96,7 +94,7 @@ def inspect(
     L, H = len(reading.passages), reading.passages[0].attention.q.shape[1]
     chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
     with clock("heads"):
-        found = _heads(reading, chosen, which, method, generator, rows, tell)
+        found = _heads(reading, chosen, which, method, generator, tell)
     measured: list[Layer] = []
     one = partial(layer, method=method, generator=generator, branches=branches)
     whole = exact = None
@@ -161,14 +159,13 @@ def _heads(
     which: list[int],
     method: Method,
     generator: torch.Generator,
-    rows: bool,
     tell: Watch,
 ) -> list[Head]:
     found: list[Head] = []
     total = len(layers) * len(which)
     for at in layers:
         call = reading.passages[at].attention
-        for head in heads(call, at + 1, which, method, generator, with_rows=rows):
+        for head in heads(call, at + 1, which, method, generator):
             found.append(head)
             tell("heads", len(found), total)
     return found

@@ -79,6 +79,16 @@ def test_climbing_attains_what_it_says(reading: Reading) -> None:
     assert once <= often * (1 + 1e-5)
 
 
+def test_climbing_reaches_the_norm_where_it_is_known() -> None:
+    T, M = 6, 4
+    a, b = (torch.nn.functional.normalize(torch.randn(T, M, generator=draw()), dim=-1),) * 2
+    c = torch.randn(T, T, generator=draw())
+    c[4] *= 5.0  # blocks c_ij a_i b_j^T: the norm is max_i sum_j |c_ij|, here of row 4
+    J = derivative(lambda x: torch.einsum("ij,im,jn,bjn->bim", c, a, b, x), torch.zeros(1, T, M))
+    start = torch.randn(T, M, generator=draw())
+    assert climb(J, start, 4) == pytest.approx(float(c[4].abs().sum()), rel=1e-5)
+
+
 def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
     x = torch.randn(1, 5, 16, generator=draw(), dtype=torch.float64) * torch.arange(1, 6)[:, None]
     weight = torch.linspace(0.2, 1.5, 16, dtype=torch.float64)

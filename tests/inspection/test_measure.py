@@ -33,6 +33,8 @@ def test_an_inspection_is_plain_and_complete(save: Save, text: Path) -> None:
     assert told["method"]["failure"] == 1e-6
     assert told["network"]["influence"]["spans"][0] == [0, 1]
     assert "maps" not in told
+    assert "rows" not in told["heads"][0]
+    assert len(found.plain(rows=True)["heads"][0]["rows"]["margin"]) == 14
     assert set(told["heads"][0]["sigma"]) == {"q", "k", "v", "qkv"}
 
 

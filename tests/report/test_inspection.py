@@ -28,7 +28,7 @@ def bracket(draw: random.Random) -> dict[str, float]:
 
 
 def inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[str, Any]:
-    """What ``Inspection.plain(maps=True)`` gives, drawn at random."""
+    """What ``Inspection.plain(maps=True, rows=True)`` gives, drawn at random."""
     draw = random.Random(0)
     spreads = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
     size = min(tokens, 8)
@@ -70,6 +70,7 @@ def inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[str, An
                 "sigma": {name: bracket(draw) for name in ("q", "k", "v", "qkv")},
                 "dominant": "mixing",
                 "bound": 9.0,
+                "rows": {name: [draw.random() for _ in range(tokens)] for name in spreads},
             }
             for layer in range(layers)
             for head in range(heads)
@@ -164,6 +165,19 @@ def test_the_numbers_of_a_head_stand_where_it_stands() -> None:
     head = found["heads"][1 * 4 + 2]  # layer 2, head 3
     assert measures["entropy"][1][2] == pytest.approx(head["entropy"]["mean"], rel=1e-5)
     assert measures["sigma all"][1][2] == pytest.approx(head["sigma"]["qkv"]["lower"], rel=1e-5)
+
+
+def test_a_row_stands_at_its_token_and_its_head() -> None:
+    found = inspection()
+    found["heads"][5]["rows"]["margin"][3] = None
+    picture = data_of(render(found))["pictures"]["rows"]
+    assert picture["rows"][5] == "2.2"
+    measures = {one["name"]: one["values"] for one in picture["measures"]}
+    wanted = found["heads"][5]["rows"]
+    assert measures["entropy"][5] == pytest.approx(wanted["entropy"], rel=1e-5)
+    assert measures["margin"][5][3] is None
+    longer = data_of(render(inspection(tokens=300)))["pictures"]["rows"]
+    assert len(longer["columns"]) == len(longer["measures"][0]["values"][0]) == 128
 
 
 def test_long_texts_are_gathered_into_spans_that_lose_nothing() -> None:
