@@ -50,7 +50,7 @@ function heat(host, data) {
 		check(shown);
 		about.textContent = told;
 		readout.textContent = `${[down, rows[at[1]]].join(" ").trim()}, ${across} ${titles[at[0]]}: ${measures[shown].name} ${digits(values[at[1]][at[0]])}`;
-		under.replaceChildren(readout, own ? node("p", { class: "ramp" }, "every row on a scale of its own") : rampBar(digits(whole[0]), digits(whole[1]) + (positive ? ", logarithmic" : root ? ", square-root scale" : "")));
+		under.replaceChildren(readout, own ? node("p", { class: "ramp" }, `every row on a scale of its own${positive ? ", logarithmic" : ""}`) : rampBar(digits(whole[0]), digits(whole[1]) + (positive ? ", logarithmic" : root ? ", square-root scale" : "")));
 	}
 	function move(j, i) {
 		at = [clamp(j, 0, columns.length - 1), clamp(i, 0, rows.length - 1)];
