@@ -91,7 +91,7 @@ def inspect(
         failure=failure,
         seed=seed,
     )
-    L, H = len(reading.passages), reading.passages[0].attention.q.shape[1]
+    L, H = len(reading.passages), _heads_of(reading)
     chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
     with clock("heads"):
         found = _heads(reading, chosen, which, method, generator, tell)
@@ -169,6 +169,16 @@ def _heads(
             found.append(head)
             tell("heads", len(found), total)
     return found
+
+
+def _heads_of(reading: Reading) -> int:
+    counts = {passage.attention.q.shape[1] for passage in reading.passages}
+    if len(counts) > 1:
+        raise ValueError(
+            f"this model has {min(counts)} to {max(counts)} heads in a layer; only models with as "
+            "many in every layer can be inspected."
+        )
+    return counts.pop()
 
 
 def _chosen(which: Sequence[int] | None, count: int, name: str) -> list[int]:
