@@ -182,9 +182,11 @@ def test_a_row_stands_at_its_token_and_its_head() -> None:
 
 def test_long_texts_are_gathered_into_spans_that_lose_nothing() -> None:
     found = inspection(tokens=1000)
+    found["layers"][0]["moved_by"] = [0.5, *[0.5 / 999] * 999]
     pictures = data_of(render(found))["pictures"]
     shares = pictures["mass"]["measures"][0]["values"][0]
     assert len(shares) == 256
+    assert shares[0] > 0.5 > shares[-1]
     assert sum(shares) == pytest.approx(1.0, abs=1e-3)
     row = pictures["influence"]["measures"][0]["values"][3]
     wanted = sum(x * x for x in found["network"]["influence"]["values"][3])
