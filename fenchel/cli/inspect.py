@@ -87,7 +87,6 @@ def run(
         heads=chosen[1],
         blocks=blocks,
         branches=branches,
-        rows=rows,
         iterations=iterations,
         tolerance=tolerance,
         device=device,
@@ -99,9 +98,9 @@ def run(
         from fenchel.files import write_atomic
         from fenchel.report.inspection import render
 
-        write_atomic(target, render(found.plain(maps=True)))
+        write_atomic(target, render(found.plain(maps=True, rows=True)))
     if json:
-        print(json_format.dumps(found.plain()))
+        print(json_format.dumps(found.plain(rows=rows)))
         return 0
     _show(found, console)
     console.say(f"Page  {target}")

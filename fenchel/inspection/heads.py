@@ -12,7 +12,8 @@ Heads are measured a few at a time, so that their weights stay near the cores.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from fenchel.attention import Prior
 from fenchel.attention.prior import Place
 from fenchel.inspection.held import derivative
-from fenchel.inspection.rows import Rows, rows
+from fenchel.inspection.rows import Rows, overlap, rows
 from fenchel.inspection.subject import Attention
 from fenchel.inspection.values import Bracket, Head, Method, Spread
 from fenchel.sensitivity import spectral_norm
@@ -92,13 +93,12 @@ def heads(
     chosen: list[int],
     method: Method,
     generator: torch.Generator,
-    *,
-    with_rows: bool = False,
 ) -> Iterator[Head]:
     """The heads ``chosen`` (from 0) of the layer numbered ``layer`` (from 1)."""
     T, S = call.q.shape[2], call.k.shape[2]
     budget = _WEIGHTS.get(call.q.device.type, 1 << 26)
     together = max(1, budget // (T * S))
+    alike = overlap(call).fill_diagonal_(-1.0)
     for first in range(0, len(chosen), together):
         some = chosen[first : first + together]
         part = only(call, some)
@@ -106,7 +106,8 @@ def heads(
         sigma, bound = sensitivities(part, method, generator)
         for place, head in enumerate(some):
             of_q = {name: bracket[place] for name, bracket in sigma.items()}
-            yield _head(told, place, layer, head + 1, of_q, float(bound[place]), with_rows)
+            found = _head(told, place, layer, head + 1, of_q, float(bound[place]))
+            yield replace(found, **_twin(alike[head]))
 
 
 def only(call: Attention, chosen: list[int]) -> Attention:
@@ -153,6 +154,14 @@ def _bound(found: Terms, wrt: str) -> Tensor:
     return squares.sum(0).sqrt()
 
 
+def _twin(alike: Tensor) -> dict[str, Any]:
+    """The nearest of the other heads, by its number from 1."""
+    if len(alike) < 2:
+        return {"twin": None, "overlap": 0.0}
+    best = alike.max(0)
+    return {"twin": int(best.indices) + 1, "overlap": float(best.values)}
+
+
 def _head(
     told: Rows,
     place: int,
@@ -160,7 +169,6 @@ def _head(
     head: int,
     sigma: dict[str, Bracket],
     bound: float,
-    with_rows: bool,
 ) -> Head:
     numbers = {name: getattr(told, name)[place] for name in _SPREADS if name != "effective"}
     numbers["effective"] = numbers["entropy"].exp()
@@ -175,10 +183,12 @@ def _head(
         distance=float(told.distance[place].mean()),
         column=float(top.values),
         column_token=int(top.indices),
+        twin=None,
+        overlap=0.0,
         sigma=sigma,
         dominant=_CAUSES[ruling],
         bound=bound,
-        rows={name: numbers[name].tolist() for name in _SPREADS} if with_rows else {},
+        rows={name: numbers[name].tolist() for name in _SPREADS},
     )
 
 

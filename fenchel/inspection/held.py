@@ -27,7 +27,8 @@ from fenchel.sensitivity.rows import Block, Rows
 
 ROOM = 1 << 27
 """Weights kept at the most, over all layers of a model."""
-_STRIP = 128  # queries: fewer and products are small, more and the future is computed too
+# Queries at a time: fewer and products are small, more and the future is computed too.
+_STRIP, _GPU_STRIP = 128, 512
 _SETTLED = 1e-4  # a row whose lighter keys weigh more than this needs no shift to stay exact
 
 
@@ -76,6 +77,7 @@ class Held:
 
 def derivative(call: Attention, *, keep: bool = True, each: bool = False) -> AttentionJacobian:
     """The derivative of a call in (q, k, v), one operator, or one a head with ``each``."""
+    strip = _STRIP if call.q.device.type == "cpu" else _GPU_STRIP
     J = attention_jacobian(
         call.q,
         call.k,
@@ -84,12 +86,12 @@ def derivative(call: Attention, *, keep: bool = True, each: bool = False) -> Att
         prior=call.prior,
         scale=call.scale,
         each=each,
-        budget=_STRIP * call.q.shape[1] * call.k.shape[2],
+        budget=strip * call.q.shape[1] * call.k.shape[2],
     )
     if keep:
         r = J.rows
         q, k = (x.view(*r.lead, *x.shape[1:]) for x in (r.q, r.k))
-        J.rows = Kept(q, k, r.choice, r.prior, r.scale, _STRIP * r.H * r.S)
+        J.rows = Kept(q, k, r.choice, r.prior, r.scale, strip * r.H * r.S)
     return J
 
 

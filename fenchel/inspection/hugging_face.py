@@ -38,7 +38,7 @@ NAME = "fenchel"
 _SOFTMAX = Softmax()
 _ALTERS = {"softcap": "a cap on its scores", "s_aux": "a sink that is not a key"}
 _CHECKED = 64  # tokens on which the model must agree with its own eager attention
-_AGREES = 1e-4  # of the largest number in the stream, in float32
+_AGREES = 1e-3  # of the largest output; two orders of float32 sums differ by far less
 _listening: ContextVar[Recorder | None] = ContextVar("listening", default=None)
 _held: ContextVar[Iterator[Held] | None] = ContextVar("held", default=None)
 
@@ -89,7 +89,6 @@ class HuggingFace(Subject):
 
     def _logits(self, ids: Tensor, first: nn.Module) -> Map:
         """x_0 -> logits of the last token: the whole model, its first block given x_0 instead."""
-
         asks = signature(self.model.forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in asks else {}
 
@@ -124,14 +123,12 @@ class HuggingFace(Subject):
     @torch.no_grad()
     def _require_agreement(self, ids: Tensor) -> None:
         ours = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
-        config: Any = self.model.config
         with _quiet():
             self.model.set_attn_implementation("eager")  # type: ignore[operator]
             try:
                 theirs = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
             finally:
                 self.model.set_attn_implementation(NAME)  # type: ignore[operator]
-        assert config._attn_implementation == NAME
         if not bool(theirs.isfinite().all()):
             return  # which block it was is said later
         size = float(theirs.abs().amax())

@@ -19,7 +19,7 @@ from torch import Tensor
 from fenchel.inspection.heads import heads
 from fenchel.inspection.hugging_face import open_hugging_face
 from fenchel.inspection.layers import layer
-from fenchel.inspection.network import network
+from fenchel.inspection.network import STEPS, network
 from fenchel.inspection.precision import precision
 from fenchel.inspection.rows import weights
 from fenchel.inspection.run_directory import open_run
@@ -62,7 +62,6 @@ def inspect(
     heads: Sequence[int] | None = None,
     blocks: bool = True,
     branches: bool = False,
-    rows: bool = False,
     tolerance: float = 0.05,
     iterations: int | None = None,
     failure: float = 1e-6,
@@ -73,9 +72,8 @@ def inspect(
     """Measure ``subject`` on the first tokens of ``source``.
 
     ``layers`` and ``heads`` count from 1 and choose; ``blocks=False`` leaves the derivatives of
-    blocks and network out; ``branches`` adds those of each block's attention and MLP alone;
-    ``rows`` keeps the numbers of every row. ``iterations`` follow from the model's size if left
-    out.
+    blocks and network out; ``branches`` adds those of each block's attention and MLP alone.
+    ``iterations`` follow from the model's size if left out.
     """
     text = words(subject, source, max_tokens)
     clock, tell = _Clock(), watch or _nobody
@@ -93,10 +91,10 @@ def inspect(
         failure=failure,
         seed=seed,
     )
-    L, H = len(reading.passages), reading.passages[0].attention.q.shape[1]
+    L, H = len(reading.passages), _heads_of(reading)
     chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
     with clock("heads"):
-        found = _heads(reading, chosen, which, method, generator, rows, tell)
+        found = _heads(reading, chosen, which, method, generator, tell)
     measured: list[Layer] = []
     one = partial(layer, method=method, generator=generator, branches=branches)
     whole = exact = None
@@ -107,9 +105,8 @@ def inspect(
                 measured.append(one(reading.passages[at], at + 1))
             tell("blocks", len(chosen), len(chosen))
         with clock("network"):
-            tell("network", 0, 1)
-            whole = network(reading, measured, method, generator)
-            tell("network", 1, 1)
+            so_far = partial(_part, tell)
+            whole = network(reading, measured, method, generator, so_far)
         with clock("precision"):
             exact = precision(reading, subject.model, found, method, generator)
     return Inspection(
@@ -162,17 +159,26 @@ def _heads(
     which: list[int],
     method: Method,
     generator: torch.Generator,
-    rows: bool,
     tell: Watch,
 ) -> list[Head]:
     found: list[Head] = []
     total = len(layers) * len(which)
     for at in layers:
         call = reading.passages[at].attention
-        for head in heads(call, at + 1, which, method, generator, with_rows=rows):
+        for head in heads(call, at + 1, which, method, generator):
             found.append(head)
             tell("heads", len(found), total)
     return found
+
+
+def _heads_of(reading: Reading) -> int:
+    counts = {passage.attention.q.shape[1] for passage in reading.passages}
+    if len(counts) > 1:
+        raise ValueError(
+            f"this model has {min(counts)} to {max(counts)} heads in a layer; only models with as "
+            "many in every layer can be inspected."
+        )
+    return counts.pop()
 
 
 def _chosen(which: Sequence[int] | None, count: int, name: str) -> list[int]:
@@ -208,6 +214,10 @@ class _Clock:
         begun = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - begun, 3)
+
+
+def _part(tell: Watch, done: int) -> None:
+    tell("network", done, STEPS)
 
 
 def _nobody(_what: str, _done: int, _total: int) -> None:

@@ -16,6 +16,7 @@ J is the derivative of x_L in x_0.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -28,24 +29,37 @@ from fenchel.inspection.subject import Passage, Reading
 from fenchel.inspection.values import Influence, Layer, Method, Network
 from fenchel.sensitivity.operator import Operator
 
+STEPS = 3
+"""Stream, influence, logits."""
 SPANS, AGAIN = 12, 3
 """Rows of the influence map, and how often the last one is drawn again for its error."""
 
 
 def network(
-    reading: Reading, layers: list[Layer], method: Method, generator: torch.Generator
+    reading: Reading,
+    layers: list[Layer],
+    method: Method,
+    generator: torch.Generator,
+    tell: Callable[[int], None],
 ) -> Network:
-    """The network; ``layers`` are those of its blocks that were measured."""
+    """The network; ``layers`` are those of its blocks that were measured.
+
+    ``tell`` hears how many of the ``STEPS`` are done.
+    """
+    tell(0)
     L, x = len(reading.passages), reading.passages[0].before
     J = derivative(reading.near, x)
     found = measured(J, method, generator)
     assert isinstance(found.right, Tensor)
+    tell(1)
     tokens = influence(J, generator)
+    tell(2)
     del J  # one graph of the whole network at a time
     logits = None
     if reading.near_logits is not None:
         few = replace(method, iterations=-(-2 * method.iterations // 3))
         logits = bracket(measured(derivative(reading.near_logits, x), few, generator))
+    tell(STEPS)
     norms = [_log(one.block.lower) for one in layers]
     return Network(
         stream=bracket(found),

@@ -8,6 +8,8 @@ For query i, with z = scale q k^T, p = choice.weights(z, log u) and S the keys:
     first        p_i0                              itself        p_ii
     distance     sum_j p_ij |i - j|                columns       sum_i p_ij, one number a key
 
+``overlap`` compares heads with one another: 1 for two that look alike, 0 for two that share no key.
+
 Memory is O(n d): no more than ``_BLOCK`` weights are held.
 """
 
@@ -67,6 +69,21 @@ def weights(call: Attention, size: int) -> Tensor:
     for block in _blocks(call, size):
         found[:, block.rows, block.keys] = block.p
     return found[..., :size]
+
+
+@torch.no_grad()
+def overlap(call: Attention) -> Tensor:
+    """How alike two heads look: mean over rows of sum_j sqrt(p_ij p'_ij), (H, H), 1 for the same.
+
+    Rows that nothing is open to are left out.
+    """
+    H = call.q.shape[1]
+    total, count = call.q.new_zeros(H, H, dtype=torch.float64), 0
+    for block in _blocks(call):
+        root = block.p.sqrt().flatten(1)
+        total += (root @ root.mT).double()
+        count += int((block.p[0].sum(-1) > 0).sum())
+    return total / max(count, 1)
 
 
 def _numbers(call: Attention, block: _Block, shift: int) -> list[Tensor]:

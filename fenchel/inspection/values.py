@@ -6,7 +6,7 @@ by its ``Spread``. Layers and heads count from 1, tokens from 0.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -64,14 +64,18 @@ class Head:
     """The largest column sum of the weights: |P|_2 is at most its root."""
     column_token: int
     """Which token that column is."""
+    twin: int | None
+    """The head of the layer that looks most alike; None in a layer of one."""
+    overlap: float
+    """How alike: mean over rows of sum_j sqrt(p_j p'_j), 1 for the same."""
     sigma: dict[str, Bracket]
     """|d o / d (q)|, (k), (v) and (qkv) in the spectral norm."""
     dominant: str
     """Which of "query", "key" and "mixing" moves the outputs most."""
     bound: float
     """A sure upper bound of sigma["qkv"], by the covariance bound."""
-    rows: dict[str, list[float]] = field(default_factory=dict)
-    """The numbers of every row behind the spreads, if asked for."""
+    rows: dict[str, list[float]]
+    """The numbers of every row behind the spreads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,13 +202,13 @@ class Inspection:
     maps: Maps
     seconds: dict[str, float]
 
-    def plain(self, *, maps: bool = False) -> dict[str, Any]:
-        """For JSON: what is not finite becomes None; the maps only if asked for."""
+    def plain(self, *, maps: bool = False, rows: bool = False) -> dict[str, Any]:
+        """For JSON: what is not finite becomes None; maps and every row only if asked for."""
         found = asdict(self)
         if not maps:
             del found["maps"]
-        for head in found["heads"]:
-            if not head["rows"]:
+        if not rows:
+            for head in found["heads"]:
                 del head["rows"]
         plain = _finite(found)
         assert isinstance(plain, dict)

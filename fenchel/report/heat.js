@@ -25,7 +25,7 @@ function heat(host, data) {
 		const { values, bend, own, about: told } = measures[shown], paint = colours();
 		const width = wide(host), probe = prepare(canvas, 10, 10);
 		const left = Math.min(Math.max(...rows.map((name) => probe.measureText(name).width)) + 10, width * 0.3);
-		const cell = (width - left) / columns.length, row = clamp(Math.round(420 / rows.length), 11, 26);
+		const cell = (width - left) / columns.length, row = clamp(Math.round(420 / rows.length), 5, 26);
 		const height = rows.length * row + 24, pen = prepare(canvas, width, height), whole = ends(values.flat());
 		const positive = bend === "log" && whole[0] > 0, root = bend === "root", curve = root ? Math.sqrt : Number;
 		values.forEach((line, i) => {
@@ -35,7 +35,7 @@ function heat(host, data) {
 				pen.fillRect(left + j * cell, i * row, cell + (cell > 6 ? -1 : 0.5), row - (row > 10 ? 1 : 0));
 			});
 			pen.fillStyle = i === at[1] ? paint.accent : paint.muted;
-			pen.fillText(rows[i], 0, (i + 0.5) * row, left - 6);
+			if (!(i % Math.ceil(11 / row))) pen.fillText(rows[i], 0, (i + 0.5) * row, left - 6);
 		});
 		pen.textAlign = "center";
 		const skip = Math.ceil(34 / cell);
@@ -49,8 +49,8 @@ function heat(host, data) {
 		place = (x, y) => [Math.floor((x * width - left) / cell), Math.floor((y * height) / row)];
 		check(shown);
 		about.textContent = told;
-		readout.textContent = `${down} ${rows[at[1]]}, ${across} ${titles[at[0]]}: ${measures[shown].name} ${digits(values[at[1]][at[0]])}`;
-		under.replaceChildren(readout, own ? node("p", { class: "ramp" }, "every row on a scale of its own") : rampBar(digits(whole[0]), digits(whole[1]) + (positive ? ", logarithmic" : root ? ", square-root scale" : "")));
+		readout.textContent = `${[down, rows[at[1]]].join(" ").trim()}, ${across} ${titles[at[0]]}: ${measures[shown].name} ${digits(values[at[1]][at[0]])}`;
+		under.replaceChildren(readout, own ? node("p", { class: "ramp" }, `every row on a scale of its own${positive ? ", logarithmic" : ""}`) : rampBar(digits(whole[0]), digits(whole[1]) + (positive ? ", logarithmic" : root ? ", square-root scale" : "")));
 	}
 	function move(j, i) {
 		at = [clamp(j, 0, columns.length - 1), clamp(i, 0, rows.length - 1)];

@@ -1,8 +1,8 @@
 """An inspection to a page: plain data in, one file of text out.
 
-    Inspection.plain(maps=True) -> parts -> one document
+    Inspection.plain(maps=True, rows=True) -> parts -> one document
 
-The data is what ``fenchel inspect --json`` prints, with the maps; numbers that were not finite
+The data is what ``fenchel inspect --json`` prints, with maps and rows; numbers that were not finite
 come as None. The order is that of a reader's questions: what is it, which heads stand out, where do
 they look, how much does each block magnify, and what does the whole network do to a small change.
 """
@@ -14,6 +14,7 @@ from fenchel.report.document import Part, document
 from fenchel.report.inspection_blocks import blocks
 from fenchel.report.inspection_heads import heads, maps
 from fenchel.report.inspection_network import network
+from fenchel.report.inspection_rows import rows
 from fenchel.report.markup import Html, clean, element, facts, join, shorten
 from fenchel.report.quantities import amount, duration, figure, many
 
@@ -22,7 +23,7 @@ Data = Mapping[str, Any]
 
 def render(found: Data) -> str:
     """The whole page as text."""
-    parts = [_summary(found), heads(found), maps(found)]
+    parts = [_summary(found), heads(found), rows(found), maps(found)]
     if found["layers"]:
         parts.append(blocks(found))
     if found["network"]:

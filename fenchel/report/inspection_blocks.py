@@ -31,7 +31,7 @@ def blocks(found: Data) -> Part:
             {
                 "name": "gain",
                 "about": "Every row is a measure with a scale of its own, every column a layer.",
-                "bend": "",
+                "bend": "log",
                 "own": True,
                 "values": [plain(values) for _, values in rows],
             }

@@ -56,6 +56,11 @@ MEASURES = (
         lambda h: h["column"],
         bend="log",
     ),
+    Measure(
+        "likeness",
+        "How alike the nearest other head of the layer looks: 1 is the same, row by row.",
+        lambda h: h["overlap"],
+    ),
     Measure("distance", "Mean distance, in tokens, to what is looked at.", lambda h: h["distance"]),
     *(
         Measure(
@@ -125,6 +130,8 @@ def _table(heads: Sequence[Data]) -> Any:
         "distance",
         "column sum",
         "at token",
+        "nearest head",
+        "likeness",
         "sigma q",
         "sigma k",
         "sigma v",
@@ -146,6 +153,8 @@ def _table(heads: Sequence[Data]) -> Any:
             figure(h["distance"], 3),
             figure(h["column"], 3),
             str(h["column_token"]),
+            "" if h["twin"] is None else str(h["twin"]),
+            figure(h["overlap"], 3),
             *(between(h["sigma"][name]) for name in ("q", "k", "v", "qkv")),
             figure(h["bound"], 3),
             h["dominant"],

@@ -90,14 +90,11 @@ def test_few_iterations_widen_a_bracket_and_never_break_it() -> None:
     assert sigma["qkv"][0].iterations == 2
 
 
-def test_rows_are_kept_when_asked_for() -> None:
-    draw = torch.Generator().manual_seed(0)
-    plain, kept = (
-        next(heads(call(), 1, [0], METHOD, draw, with_rows=flag)) for flag in (False, True)
-    )
-    assert plain.rows == {}
-    assert len(kept.rows["entropy"]) == T
-    assert kept.entropy.most == pytest.approx(max(kept.rows["entropy"]))
+def test_a_spread_is_that_of_its_rows() -> None:
+    found = next(heads(call(), 1, [0], METHOD, torch.Generator().manual_seed(0)))
+    assert len(found.rows["entropy"]) == T
+    assert found.entropy.most == pytest.approx(max(found.rows["entropy"]))
+    assert found.effective.mean == pytest.approx(sum(found.rows["effective"]) / T)
 
 
 def test_a_spread_leaves_out_what_is_not_there() -> None:

@@ -85,6 +85,8 @@ def test_norms_and_branches_are_found_inside_the_blocks(save: Callable[[str], Pa
         assert names == norms if isinstance(norms, tuple) else len(names) == norms
         assert passage.attending is not None
         assert (passage.thinking is None) == (family == "bert")  # its MLP is in two parts
+        if passage.thinking is not None:  # dropout maps the stream too, to itself
+            assert not torch.equal(passage.thinking.f(passage.thinking.x), passage.thinking.x)
 
 
 def test_a_mask_is_known_by_its_name_or_kept_entry_by_entry() -> None:

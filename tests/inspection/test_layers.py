@@ -37,16 +37,21 @@ def reading(request: pytest.FixtureRequest, save: Callable[[str], Path]) -> Read
     return open_subject(save(request.param)).read(IDS)
 
 
+@pytest.fixture(scope="module")
+def matrices(reading: Reading) -> list[Tensor]:
+    """The dense derivative of every block."""
+    return [matrix(passage.block, passage.before) for passage in reading.passages]
+
+
 def matrix(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The dense derivative at x (1, T, M), by torch."""
     y = jacobian(f, x)
     return y.reshape(-1, x.numel()).double()
 
 
-def test_a_block_is_bracketed_in_both_norms(reading: Reading) -> None:
-    for number, passage in enumerate(reading.passages, 1):
-        found = layer(passage, number, METHOD, draw(), branches=True)
-        J = matrix(passage.block, passage.before)
+def test_a_block_is_bracketed_in_both_norms(reading: Reading, matrices: list[Tensor]) -> None:
+    for passage, J in zip(reading.passages, matrices, strict=True):
+        found = layer(passage, 1, METHOD, draw(), branches=True)
         T, M = passage.before.shape[1:]
         true = float(torch.linalg.matrix_norm(J, 2))
         assert found.block.lower <= true * (1 + 1e-4)
@@ -79,6 +84,16 @@ def test_climbing_attains_what_it_says(reading: Reading) -> None:
     assert once <= often * (1 + 1e-5)
 
 
+def test_climbing_reaches_the_norm_where_it_is_known() -> None:
+    T, M = 6, 4
+    a, b = (torch.nn.functional.normalize(torch.randn(T, M, generator=draw()), dim=-1),) * 2
+    c = torch.randn(T, T, generator=draw())
+    c[4] *= 5.0  # blocks c_ij a_i b_j^T: the norm is max_i sum_j |c_ij|, here of row 4
+    J = derivative(lambda x: torch.einsum("ij,im,jn,bjn->bim", c, a, b, x), torch.zeros(1, T, M))
+    start = torch.randn(T, M, generator=draw())
+    assert climb(J, start, 4) == pytest.approx(float(c[4].abs().sum()), rel=1e-5)
+
+
 def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
     x = torch.randn(1, 5, 16, generator=draw(), dtype=torch.float64) * torch.arange(1, 6)[:, None]
     weight = torch.linspace(0.2, 1.5, 16, dtype=torch.float64)
@@ -99,10 +114,10 @@ def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
         assert found.upper <= 1.3 * float(true)
 
 
-def test_the_network_is_the_product_of_its_blocks(reading: Reading) -> None:
+def test_the_network_is_the_product_of_its_blocks(reading: Reading, matrices: list[Tensor]) -> None:
     layers = [layer(p, i, METHOD, draw()) for i, p in enumerate(reading.passages, 1)]
-    found = network(reading, layers, METHOD, draw())
-    parts = [matrix(p.block, p.before) for p in reading.passages]
+    found = network(reading, layers, METHOD, draw(), lambda _: None)
+    parts = matrices
     J = reduce(lambda before, one: one @ before, parts)
     true = float(torch.linalg.matrix_norm(J, 2))
     assert found.stream.lower <= true * (1 + 1e-4)
@@ -119,11 +134,12 @@ def test_the_network_is_the_product_of_its_blocks(reading: Reading) -> None:
     assert to_logits <= found.logits.upper * (1 + 1e-4)
 
 
-def test_growth_follows_one_direction_through_all_blocks(reading: Reading) -> None:
+def test_growth_follows_one_direction_through_all_blocks(
+    reading: Reading, matrices: list[Tensor]
+) -> None:
     v = torch.randn(reading.passages[0].before[0].shape, generator=draw())
     moved, wanted = v.flatten().double(), []
-    for passage in reading.passages:
-        J = matrix(passage.block, passage.before)
+    for J in matrices:
         wanted.append(math.log(float((J @ moved).norm() / moved.norm())))
         moved = J @ moved
     assert growth(reading.passages, v) == pytest.approx(wanted, abs=1e-3)

@@ -33,6 +33,8 @@ def test_an_inspection_is_plain_and_complete(save: Save, text: Path) -> None:
     assert told["method"]["failure"] == 1e-6
     assert told["network"]["influence"]["spans"][0] == [0, 1]
     assert "maps" not in told
+    assert "rows" not in told["heads"][0]
+    assert len(found.plain(rows=True)["heads"][0]["rows"]["margin"]) == 14
     assert set(told["heads"][0]["sigma"]) == {"q", "k", "v", "qkv"}
 
 
@@ -51,6 +53,8 @@ def test_chosen_heads_are_measured_as_among_all(save: Save, text: Path) -> None:
     for head in some.heads:
         same = next(h for h in all_.heads if (h.layer, h.head) == (head.layer, head.head))
         assert same.entropy == head.entropy
+        assert (same.twin, same.overlap) == (head.twin, head.overlap)
+        assert head.twin not in (None, head.head)
         assert same.sigma["qkv"].lower == pytest.approx(head.sigma["qkv"].lower, rel=0.05)
     assert some.network is None
     assert some.layers == []

@@ -7,7 +7,7 @@ from torch import Tensor
 from fenchel.attention import ALiBi, Causal, Padding, Prior, Window
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.inspection import rows as inspected
-from fenchel.inspection.rows import rows, weights
+from fenchel.inspection.rows import overlap, rows, weights
 from fenchel.inspection.subject import Attention
 
 H, G, T, D = 4, 2, 9, 5
@@ -76,6 +76,16 @@ def test_the_row_sensitivity_is_the_largest_eigenvalue(choice: str) -> None:
     J = torch.diag_embed(s) - s[..., None] * s[..., None, :] / s.sum(-1)[..., None, None]
     wanted = c.choice.beta * torch.linalg.eigvalsh(J)[..., -1]
     close(rows(c).sensitivity, wanted.clamp(min=0.0))
+
+
+def test_heads_overlap_by_the_roots_of_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspected, "_BLOCK", 2 * H * T)
+    c = call(Causal(), Sparsemax())
+    p = dense(c)[2]
+    wanted = torch.einsum("hij,gij->hg", p.sqrt(), p.sqrt()) / T
+    close(overlap(c), wanted)
+    twins = c._replace(q=c.q[:, :1].expand(1, H, T, D), k=c.k[:, :1])
+    close(overlap(twins), torch.ones(H, H, dtype=torch.float64))
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:

@@ -4,11 +4,14 @@ import base64
 import json
 import random
 import re
+from importlib import resources
 from typing import Any
 
 import pytest
 
+from fenchel.report.document import document
 from fenchel.report.inspection import render
+from fenchel.report.markup import Html
 
 HOSTILE = "</script><img src=https://evil.example/x onerror=alert(1)>"
 
@@ -25,7 +28,7 @@ def bracket(draw: random.Random) -> dict[str, float]:
 
 
 def inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[str, Any]:
-    """What ``Inspection.plain(maps=True)`` gives, drawn at random."""
+    """What ``Inspection.plain(maps=True, rows=True)`` gives, drawn at random."""
     draw = random.Random(0)
     spreads = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
     size = min(tokens, 8)
@@ -62,9 +65,12 @@ def inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[str, An
                 **{name: spread(draw) for name in spreads},
                 **{name: draw.random() for name in ("first", "itself", "distance", "column")},
                 "column_token": 0,
+                "twin": None,
+                "overlap": 0.5,
                 "sigma": {name: bracket(draw) for name in ("q", "k", "v", "qkv")},
                 "dominant": "mixing",
                 "bound": 9.0,
+                "rows": {name: [draw.random() for _ in range(tokens)] for name in spreads},
             }
             for layer in range(layers)
             for head in range(heads)
@@ -137,6 +143,21 @@ def test_the_page_asks_nobody_for_anything() -> None:
     assert not re.search(r"<(?:script|link|iframe|object)[^>]*(?:src|href)=", page)
 
 
+@pytest.mark.parametrize(
+    "power",
+    ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "fetch(", "http"],
+)
+def test_the_heat_picture_makes_no_markup_of_data_and_asks_nobody(power: str) -> None:
+    script = resources.files("fenchel.report").joinpath("heat.js").read_text(encoding="utf-8")
+    assert power not in script
+
+
+def test_only_this_page_brings_the_heat_picture() -> None:
+    with_heat = render(inspection())
+    assert "function heat(" in with_heat
+    assert "function heat(" not in document(title="run", header=Html(""), parts=())
+
+
 def test_the_numbers_of_a_head_stand_where_it_stands() -> None:
     found = inspection()
     picture = data_of(render(found))["pictures"]["heads"]
@@ -146,11 +167,26 @@ def test_the_numbers_of_a_head_stand_where_it_stands() -> None:
     assert measures["sigma all"][1][2] == pytest.approx(head["sigma"]["qkv"]["lower"], rel=1e-5)
 
 
+def test_a_row_stands_at_its_token_and_its_head() -> None:
+    found = inspection()
+    found["heads"][5]["rows"]["margin"][3] = None
+    picture = data_of(render(found))["pictures"]["rows"]
+    assert picture["rows"][5] == "2.2"
+    measures = {one["name"]: one["values"] for one in picture["measures"]}
+    wanted = found["heads"][5]["rows"]
+    assert measures["entropy"][5] == pytest.approx(wanted["entropy"], rel=1e-5)
+    assert measures["margin"][5][3] is None
+    longer = data_of(render(inspection(tokens=300)))["pictures"]["rows"]
+    assert len(longer["columns"]) == len(longer["measures"][0]["values"][0]) == 128
+
+
 def test_long_texts_are_gathered_into_spans_that_lose_nothing() -> None:
     found = inspection(tokens=1000)
+    found["layers"][0]["moved_by"] = [0.5, *[0.5 / 999] * 999]
     pictures = data_of(render(found))["pictures"]
     shares = pictures["mass"]["measures"][0]["values"][0]
     assert len(shares) == 256
+    assert shares[0] > 0.5 > shares[-1]
     assert sum(shares) == pytest.approx(1.0, abs=1e-3)
     row = pictures["influence"]["measures"][0]["values"][3]
     wanted = sum(x * x for x in found["network"]["influence"]["values"][3])
