@@ -5,10 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from fenchel.attention import Causal
-from fenchel.choice import named
 from fenchel.data import encode, end_id
 from fenchel.inspection.recorder import Recorder
 from fenchel.inspection.subject import Attention, Reading, Subject
@@ -23,14 +20,17 @@ class Run(Subject):
 
     def read(self, ids: Tensor) -> Reading:
         """Run it once; its attention reports through ``observe``."""
-        model, config = self.model, self.model.config
-        choice, scale = named(config.choice, alpha=config.alpha), config.head_width**-0.5
+        model = self.model
         recorder = Recorder(model)
         listening = True
 
-        def observe(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
             if listening:  # blocks keep their arguments, this one too, and are called again
-                recorder.attended(Attention(q, k, v, choice, Causal(), scale))
+                asked = model.question(layer, q, k, v)
+                scale = q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
+                recorder.attended(
+                    Attention(asked.q, asked.k, asked.v, asked.choice, asked.prior, scale)
+                )
 
         with torch.no_grad(), evaluating(model), recorder:
             model(ids, observe=observe, last=True)
@@ -40,7 +40,7 @@ class Run(Subject):
         def logits(x: Tensor) -> Tensor:
             for passage in passages:
                 x = passage.block(x)
-            return linear(model.norm(x[0, -1]), model.read_weight)
+            return model.logits(model.prepared(x[:, -1:]))[0, 0]
 
         return Reading(passages, logits, logits)
 
@@ -55,6 +55,12 @@ def open_run(path: Path) -> Run | None:
     if not (path / "checkpoints").is_dir():
         return None
     model, tokenizer, config = load(path)
+    for name in ("softcap", "sinks"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{path} is a model with {name}={getattr(config, name)}, whose attention is more "
+                "than a choice among keys; it cannot be inspected."
+            )
     weights = model.read_weight.dtype
     return Run(
         name=path.resolve().name,

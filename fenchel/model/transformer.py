@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         x_BTM = through(self.blocks, self.config, x_BTM, sight)
         if cache is not None:
             cache.advance(T)
-        x_BTM = self._prepared(x_BTM[:, -1:] if last else x_BTM)
+        x_BTM = self.prepared(x_BTM[:, -1:] if last else x_BTM)
         return self.logits(x_BTM) if read else x_BTM
 
     def encode(
@@ -220,7 +220,7 @@ class Transformer(nn.Module):
         turn = angles(everywhere)
         return turn, turn if self.config.rotary_local_base is None else angles(local)
 
-    def _prepared(self, x_BTM: Tensor) -> Tensor:
+    def prepared(self, x_BTM: Tensor) -> Tensor:
         """The stream as the read-out takes it, (B, T, M) or (B, T, E)."""
         if self.norm is not None:
             x_BTM = self.norm(x_BTM)
