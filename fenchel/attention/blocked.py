@@ -94,7 +94,7 @@ class Call:
 
     def one(self, tile: Tile, q: Tensor, k: Tensor) -> Function:
         """One tile as a differentiable function of its q, k, v and the tensors of the call."""
-        block = _block(tile, q, k)
+        block = tile.block(q, k)
 
         def piece(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
             call = self.with_tensors(tensors)
@@ -108,7 +108,7 @@ class Call:
         self, tile: Tile, q: Tensor, k: Tensor, at: Sequence[Tensor], moves: Sequence[Tensor | None]
     ) -> Tensor:
         """The derivative of one tile along moves of its q, k, v alone, as in derivative.py."""
-        block = _block(tile, q, k)
+        block = tile.block(q, k)
         (q_t, k_t, v_t, *tensors), (dq, dk, dv, *_) = at, moves
         call = self.with_tensors(tensors)
         choice = _part(call.choice, block)
@@ -321,15 +321,10 @@ class _LogPrior:
         where = (tile.rows.start, tile.rows.stop, tile.keys.start, tile.keys.stop)
         if self.last is not None and self.last[0] == where:
             return self.last[1]
-        log_u = self.prior.dense(_block(tile, self.q, self.k), self.q.dtype)
+        log_u = self.prior.dense(tile.block(self.q, self.k), self.q.dtype)
         if not self.prior.varies():
             self.last = where, log_u  # every head of every sequence has the same
         return log_u
-
-
-def _block(tile: Tile, q: Tensor, k: Tensor) -> Block:
-    B, H, T, _ = q.shape
-    return Block(B, H, T, k.shape[2], q.device, tile.batch, tile.heads, tile.rows, tile.keys)
 
 
 def _part(choice: Choice, block: Block) -> Choice:

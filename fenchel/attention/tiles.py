@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fenchel.attention.prior import Prior
+from fenchel.attention.prior import Block, Prior
 
 _CACHED = 1 << 18  # scores in a tile on a CPU: 1 MiB of float32, the cache of a core
 _MANY = 1 << 26  # scores in a tile on a GPU: 256 MiB of float32
@@ -35,6 +35,11 @@ class Tile(NamedTuple):
     def items(self, x: Tensor) -> Tensor:
         """Its part of k or v (B, G, S, .)."""
         return x[self.batch, self.groups, self.keys]
+
+    def block(self, q: Tensor, k: Tensor) -> Block:
+        """Where a prior is asked for it, in the square of q (B, H, T, D) on k (B, G, S, D)."""
+        B, H, T, _ = q.shape
+        return Block(B, H, T, k.shape[2], q.device, self.batch, self.heads, self.rows, self.keys)
 
 
 def tiles(q: Tensor, k: Tensor, prior: Prior | None) -> list[Tile]:

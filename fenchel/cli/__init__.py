@@ -2,8 +2,8 @@
 
 A command's file states its words and loads the library when it is called, so that help and
 mistakes are answered at once. Results go to standard output; a trouble is one sentence on
-standard error. Exit codes: 0 done, 2 wrong input, 3 the run diverged, 4 storage failed,
-128 + n stopped by signal n.
+standard error. Exit codes: 0 done, 1 doctor found damage, 2 wrong input, 3 the run diverged,
+4 storage failed, 128 + n stopped by signal n.
 """
 
 import sys

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fenchel.attention.prior import Block, Prior
-from fenchel.attention.reference import cap, mix, pull, score
+from fenchel.attention.prior import Prior
+from fenchel.attention.reference import cap, cap_slope, mix, pull, score
 from fenchel.attention.shapes import check
-from fenchel.attention.tiles import Tile, tiles
+from fenchel.attention.tiles import tiles
 from fenchel.choice import Choice, Softmax
 
 _SOFTMAX = Softmax()
@@ -83,15 +83,16 @@ class _HeadEntropy(torch.autograd.Function):
         for tile in tiles(q, k, prior):
             q_t, k_t = tile.queries(q), tile.items(k)
             z = cap(score(q_t, k_t, scale), softcap)
-            p = choice.weights(z, log_prior(prior, tile, q, k))
+            log_u = None if prior is None else prior.dense(tile.block(q, k), wide)
+            p = choice.weights(z, log_u)
             on = p > 0
             log_p = torch.where(on, p, 1.0).log()
             total_H[tile.heads] -= (p * log_p).sum((0, 2, 3))
             rows_H[tile.heads] += on.any(-1).sum((0, 2))
             if learns:
                 dz = scale * choice.jacobian_product(p, -log_p)
-                if softcap is not None:
-                    dz *= 1.0 - (z / softcap).square()
+                if (slope := cap_slope(z, softcap)) is not None:
+                    dz *= slope
                 tile.queries(gq_BHTD).copy_(mix(dz, k_t.to(wide)))
                 mine = gk_BHSD[tile.batch, tile.heads, tile.keys]
                 mine += pull(dz, q_t.to(wide), q_t.shape[1])
@@ -108,12 +109,3 @@ class _HeadEntropy(torch.autograd.Function):
         gk_BGRSD = (gk_BHSD * share_H11).unflatten(1, (ctx.groups, -1))
         gq, gk = (x.to(ctx.dtype) for x in (gq_BHTD * share_H11, gk_BGRSD.sum(2)))
         return gq, gk, None, None, None, None, None
-
-
-def log_prior(prior: Prior | None, tile: Tile, q: Tensor, k: Tensor) -> Tensor | None:
-    """log u on one tile of q (B, H, T, D) and k (B, G, S, D); None for no prior."""
-    if prior is None:
-        return None
-    (B, H, T, _), S = q.shape, k.shape[2]
-    block = Block(B, H, T, S, q.device, tile.batch, tile.heads, tile.rows, tile.keys)
-    return prior.dense(block, torch.promote_types(q.dtype, torch.float32))

@@ -23,7 +23,6 @@ from fenchel.attention.prior import Prior
 from fenchel.attention.reference import score
 from fenchel.attention.shapes import check
 from fenchel.attention.tiles import tiles
-from fenchel.optim.entropy import log_prior
 from fenchel.optim.layers import Projected
 
 
@@ -59,9 +58,8 @@ def _largest_scores(q: Tensor, k: Tensor, prior: Prior | None, scale: float) -> 
     found_H = q.new_zeros(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     for tile in tiles(q, k, prior):
         z = score(tile.queries(q), tile.items(k), scale).abs_()
-        log_u = log_prior(prior, tile, q, k)
-        if log_u is not None:
-            z = torch.where(log_u > -torch.inf, z, 0.0)
+        if prior is not None:
+            z = torch.where(prior.dense(tile.block(q, k), z.dtype) > -torch.inf, z, 0.0)
         if z.numel():
             found_H[tile.heads] = torch.maximum(found_H[tile.heads], z.amax((0, 2, 3)))
     return found_H

@@ -75,6 +75,7 @@ def test_a_program_gets_the_summary_as_json(
         (["--set", "model.widht=8"], "did you mean model.width"),
         (["--set", "modle.width=8"], "did you mean model"),
         (["--set", "model.width=30", "--set", "model.heads=4"], "does not split"),
+        (["--set", "model.kind=encoder"], 'trains model.kind="decoder"'),
         (["--set", "model.width=wide"], "should be int"),
         (["--set", "model.width"], "name=value"),
         (["--set", "train.device=abacus"], "abacus"),

@@ -64,6 +64,7 @@ def test_a_save_that_runs_out_leaves_the_checkpoint_before_it(
     run = tmp_path / "run"
     ended = lab.begin(run, mischief=fails("save", 2))
     assert ended.code == 2
+    assert f"--resume {run}" in ended.said
     assert lab.kept(run) == [5, 10]
     assert not lab.left_over(run)
     assert lab.resume(run).code == 0
