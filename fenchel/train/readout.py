@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 ROWS = 256
 """The fewest rows at a time: every part passes over all of gW, which few rows would not repay."""
-LOGITS = {"cpu": 2**20, "cuda": 2**27}
+LOGITS = {"cpu": 2**20, "cuda": 2**28}
 """Logits at a time, if that is more rows: near a core's cache, or enough to keep a GPU busy."""
 
 

@@ -72,6 +72,7 @@ class Stepper:
         self.scaling = Scaling(self.device, model.parameters()) if half else None
         watched = config.qk_clip is not None or config.entropy_floor > 0.0
         self.stability = Stability(model, config) if watched else None
+        self.forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
         self._shown: dict[str, Any] = {"observe": self.stability.observe} if self.stability else {}
         for group in optimiser.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -154,7 +155,7 @@ class Stepper:
         for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
             with torch.random.fork_rng(devices=cuda), self.autocast():
                 torch.manual_seed(mix(self.seed, step, part))
-                stream: Tensor = self.model(inputs, read=False, **self._shown)
+                stream = self.forward(inputs, read=False, **self._shown)
             yield stream
 
 
