@@ -1,8 +1,9 @@
 """The rules that are compared: settings of the model, the optimiser and the trainer, under a name.
 
 A rule is what ``fenchel train --set`` could ask for, but for two that are built here: AdamW within
-ScoreTrust, and the baseline after Compositional Muon. One number, the rate, is tuned for each:
-AdamW's for everything, or Muon's and that of the AdamW beside it alike; and the decay.
+ScoreTrust, and the baseline after Compositional Muon. Tuned for each are one rate, AdamW's
+for everything or Muon's and that of the AdamW beside it alike, the decay, and the radius of the
+score ball where there is one; the largest change of the scores in a step stays at 0.2.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,10 +53,12 @@ class Rule:
 
     optimiser: str
     rate: float
-    """Where the search for its rate begins."""
+    """Where the search for its rate begins, at the size of a small model."""
     model: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     build: Build = build_optimiser
+    balled: bool = False
+    """Whether it has a score ball."""
 
 
 MUON, ADAM = 0.02, 0.0067
@@ -64,13 +67,13 @@ NORMED, CLIPPED = {"qk_norm": True}, {"qk_clip": 30.0}
 RULES: dict[str, Rule] = {
     "adamw": Rule("adamw", ADAM),
     "adamw + qk-norm": Rule("adamw", ADAM, NORMED),
-    "trust(adamw)": Rule("adamw", ADAM, build=trusted_adamw),
+    "trust(adamw)": Rule("adamw", ADAM, build=trusted_adamw, balled=True),
     "muon": Rule("muon", MUON),
     "muon + qk-norm": Rule("muon", MUON, NORMED),
     "muon + qk-clip": Rule("muon", MUON, train=CLIPPED),
     "compositional": Rule("muon", MUON, build=compositional),
-    "trust(muon)": Rule("trust", MUON),
-    "score": Rule("score", MUON),
+    "trust(muon)": Rule("trust", MUON, balled=True),
+    "score": Rule("score", MUON, balled=True),
 }
 """The tuned study."""
 

@@ -1,27 +1,21 @@
-"""One training run, and a ledger of those that were made.
+"""One training run: what a ``Job`` says, trained and measured.
 
-A run is a function of its ``Job``: text, model, rule, rate, decay and seed. So each result is kept
-as one line of a file as soon as it is there, and a job that stands in the file is not run again:
-a study can be stopped anywhere and goes on where it was. Delete the file to begin anew.
-
-    loss         mean over validation bytes, in nats; inf when the run broke off
-    max_logit    largest |score| of any head on a validation batch
-    min_entropy  lowest mean entropy of a head there
+loss         mean over validation bytes, in nats; inf when the run broke off
+max_logit    largest |score| of any head on a validation batch
+min_entropy  lowest mean entropy of a head there
 """
 
-import json
 import math
-import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.optimisers.ledger import Job, Result
 from benchmarks.optimisers.rules import RULES, SWITCHES, Rule
 from benchmarks.optimisers.sizes import SIZES, Size, text
 from fenchel.data import Batches
@@ -33,54 +27,6 @@ from fenchel.train import Stepper, TrainConfig
 PATIENCE = 3
 
 
-class OutOfTime(Exception):
-    """The minutes that were given are over; what was run is kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """All that a run depends on."""
-
-    study: str
-    size: str
-    rule: str
-    rate: float
-    seed: int
-    decay: float = 0.1
-
-
-class Ledger:
-    """Results by job, on disk as they come."""
-
-    def __init__(self, path: Path, *, minutes: float) -> None:
-        self.path, self.ends = path, time.monotonic() + 60.0 * minutes
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.known = {_key(line["job"]): line["result"] for line in map(json.loads, lines)}
-
-    def __call__(self, job: Job, run: Any) -> dict[str, Any]:
-        """The result of ``job``; ``run`` gives it if it is not known."""
-        key = _key(asdict(job))
-        if key not in self.known:
-            if time.monotonic() > self.ends:
-                raise OutOfTime
-            started = time.monotonic()
-            result = {**run(job), "seconds": round(time.monotonic() - started, 1)}
-            self.known[key] = result
-            self.path.parent.mkdir(exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps({"job": asdict(job), "result": result}) + "\n")
-            told = ", ".join(f"{name} {value}" for name, value in result.items())
-            print(f"  {job.study:9s} {job.rule:16s} rate {job.rate:<8.4g} seed {job.seed}: {told}")
-        return self.known[key]
-
-
-def _key(job: dict[str, Any]) -> str:
-    return json.dumps(job, sort_keys=True)
-
-
-# --- one run
-
-
 def rule_of(job: Job) -> Rule:
     """What the job's rule stands for in its study."""
     return (SWITCHES if job.study == "switches" else RULES)[job.rule]
@@ -89,7 +35,7 @@ def rule_of(job: Job) -> Rule:
 def model_of(job: Job, config: ModelConfig) -> Transformer:
     """A fresh model of the rule's kind, drawn from the job's seed."""
     config = ModelConfig(**{**asdict(config), **rule_of(job).model})
-    device = "cuda" if job.size == "cuda" else "cpu"
+    device = SIZES[job.size].device
     return Transformer(config, generator=torch.Generator().manual_seed(job.seed)).to(device)
 
 
@@ -101,6 +47,7 @@ def optimiser_of(job: Job, model: nn.Module) -> tuple[Together, OptimConfig]:
         learning_rate=job.rate,
         matrix_learning_rate=job.rate,
         weight_decay=job.decay,
+        score_radius=job.radius,
         schedule="linear",
         warmup=0.1,
     )
@@ -113,7 +60,10 @@ def steps_of(
     """Train; the loss of every step, and inf as the last when the run broke off."""
     size = SIZES[job.size]
     optimiser, config = optimiser_of(job, model)
-    settings = {"precision": size.precision, **rule_of(job).train, **train}
+    switches = rule_of(job).train
+    torch.compiler.reset()  # what was compiled for another run's model only costs checks
+    settings = {"precision": size.precision, "exact": False, **switches, **train}
+    settings["compile"] = size.device == "cuda" and not switches  # which look into the pass
     take = Stepper(
         model,
         batches,
@@ -132,7 +82,7 @@ def steps_of(
         yield taken.loss
 
 
-def train_on(job: Job, model: Transformer, source: str, steps: int) -> dict[str, Any]:
+def train_on(job: Job, model: Transformer, source: str, steps: int) -> Result:
     """Train on a text and measure on its validation part."""
     size = SIZES[job.size]
     ids, held = text(source, size.bytes)
@@ -141,7 +91,7 @@ def train_on(job: Job, model: Transformer, source: str, steps: int) -> dict[str,
     return measured(model, held, size) if math.isfinite(last) else broken_off()
 
 
-def measured(model: Transformer, held: Any, size: Size) -> dict[str, Any]:
+def measured(model: Transformer, held: Any, size: Size) -> Result:
     """Loss, largest score and lowest entropy on validation bytes."""
     part, context = held[: size.validation], size.model.context
     loss = score(model, part, bytes=len(part), context=context).loss
@@ -155,12 +105,12 @@ def measured(model: Transformer, held: Any, size: Size) -> dict[str, Any]:
     }
 
 
-def broken_off() -> dict[str, Any]:
+def broken_off() -> Result:
     """What is known of a run whose loss was not finite three times in a row."""
     return {"loss": math.inf, "max_logit": math.inf, "min_entropy": 0.0}
 
 
-def fresh(job: Job) -> dict[str, Any]:
+def fresh(job: Job) -> Result:
     """A model trained from nothing on the messages."""
     size = SIZES[job.size]
     return train_on(job, model_of(job, size.model), "sotu", size.steps)

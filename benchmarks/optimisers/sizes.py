@@ -1,5 +1,11 @@
 """What is trained on what: a small model for a CPU, one of 25M parameters for a GPU, on bytes.
 
+    quick   two steps a run, to see that everything works
+    cpu     the small model, about a quarter of an hour on two cores
+    full    the same, trained twice as long, more rates and five seeds: some hours of a core
+    cuda    8 layers of width 512 at context 512, 19.7M bytes a run: about twice the text, and no
+            more, since a model of this size that reads it often learns it by heart
+
 The text is that of the package: messages of presidents to train on, the King James Bible as the
 other text of the fine-tuning study. Its bytes are the tokens, so no tokenizer stands between two
 rules, and losses are in nats a byte. The last 2 % of a text are its validation.
@@ -25,7 +31,10 @@ class Size:
     steps: int
     seeds: tuple[int, ...]
     """Fresh seeds of the tuned study; tuning itself uses seed 0."""
+    device: str = "cpu"
     precision: str = "float32"
+    scale: float = 1.0
+    """Factor on the rates where the search begins (rules.py)."""
     copy_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     copy_steps: int = 300
     most: int = 7
@@ -35,6 +44,8 @@ class Size:
     bytes: int | None = None
     """Bytes of a text that are used; None is all."""
 
+
+SMALL = ModelConfig(vocabulary=256, context=64, width=64, layers=3, heads=4)
 
 SIZES = {
     "quick": Size(
@@ -48,21 +59,18 @@ SIZES = {
         validation=256,
         bytes=20_000,
     ),
-    "cpu": Size(
-        model=ModelConfig(vocabulary=256, context=64, width=64, layers=3, heads=4),
-        batch=16,
-        steps=160,
-        seeds=(1, 2),
-        most=4,
-    ),
+    "cpu": Size(model=SMALL, batch=16, steps=160, seeds=(1, 2), most=4),
+    "full": Size(model=SMALL, batch=16, steps=300, seeds=(1, 2, 3, 4, 5)),
     "cuda": Size(
-        model=ModelConfig(vocabulary=256, context=1024, width=512, layers=8, heads=8),
+        model=ModelConfig(vocabulary=256, context=512, width=512, layers=8, heads=8),
         batch=64,
-        steps=920,
-        seeds=(1, 2, 3, 4),
+        steps=600,
+        seeds=(1, 2, 3),
+        device="cuda",
         precision="bfloat16",
-        copy_steps=1500,
-        validation=2**20,
+        scale=0.5,
+        copy_steps=600,
+        validation=2**19,
     ),
 }
 

@@ -1,9 +1,11 @@
-"""The four studies. Each gives rows of plain numbers, one a line of its table.
+"""The four studies: a row of plain numbers for every rule, one a line of its table.
 
-    tuned      every rule at its own best rate, on a grid of ratio 1.5, and its own best decay, both
-               found on seed 0; then on fresh seeds, beside Muon on the same seeds
-    switches   what keeps Muon stable, at 1, 3 and 10 times Muon's best rate; sensitivity is the
-               mean loss over the rates less the best of them (Wortsman et al., 2023)
+    tuned      every rule at its own best rate, on a grid of ratio 1.5, its own best decay and, if
+               it has a score ball, its own best radius, all found on seed 0; then on fresh seeds,
+               beside Muon on the same seeds
+    switches   what keeps Muon stable, over one and a half decades around Muon's best rate;
+               sensitivity is the mean loss over the rates less the best of them (Wortsman et al.,
+               2023)
     finetune   a checkpoint trained by Muon without QK-norm, continued on another text at 1 to 30
                times each rule's best rate, bare and within ScoreTrust
     copy       steps until the second half of "abc abc" is predicted at 0.5 nats
@@ -13,25 +15,27 @@ A loss counts at most log 256, that of knowing nothing.
 
 import copy as copying
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from benchmarks.optimisers.ledger import Job, Ledger, Result
 from benchmarks.optimisers.rules import COPIERS, FINETUNED, RULES, SWITCHES
-from benchmarks.optimisers.runs import Job, Ledger, fresh, measured, model_of, steps_of, train_on
+from benchmarks.optimisers.runs import fresh, measured, model_of, steps_of, train_on
 from benchmarks.optimisers.sizes import SIZES, text
 from fenchel.data import Batch
 from fenchel.model import Transformer
 
 RATIO = 1.5
 DECAYS = (0.0, 0.1, 0.3)
-TIMES = (1.0, 3.0, 10.0)
+RADII = (4.0, 6.0, 12.0)
+TIMES = (10**-0.5, 1.0, 10**0.5, 10.0)
 FURTHER = (1.0, 3.0, 10.0, 30.0)
 NOTHING = math.log(256.0)
 TARGET = 0.5
@@ -39,122 +43,157 @@ TARGET = 0.5
 Row = dict[str, Any]
 
 
-def tuned(ledger: Ledger, size: str) -> Iterator[Row]:
-    """A row a rule: its best rate and decay, and its losses on fresh seeds."""
-    bare = _fresh_losses(ledger, size, "muon")
-    for name in RULES:
-        best = tune(ledger, size, name)
-        found = [ledger(replace(best, seed=seed), fresh) for seed in SIZES[size].seeds]
-        losses = [known(result["loss"]) for result in found]
-        gains = [a - b for a, b in zip(bare, losses, strict=True)]
-        yield {
-            "rule": name,
-            "rate": best.rate,
-            "decay": best.decay,
-            "losses": losses,
-            "loss": round(fmean(losses), 4),
-            "gain_over_muon": round(fmean(gains), 4),
-            "spread_of_gain": round(stdev(gains), 4) if len(gains) > 1 else None,
-            "max_logit": max(result["max_logit"] for result in found),
-            "min_entropy": min(result["min_entropy"] for result in found),
-        }
+class Study(NamedTuple):
+    """A row for every rule."""
+
+    row: Callable[[Ledger, str, str], Row]
+    """Ledger, size and rule to a line of the table."""
+    rules: Iterable[str]
+
+
+def tuned(ledger: Ledger, size: str, name: str) -> Row:
+    """Its best rate and decay, and its losses on fresh seeds."""
+    best, bare = tune(ledger, size, name), tune(ledger, size, "muon")
+    found = _on_seeds(ledger, best)
+    losses = _losses(found)
+    gains = [a - b for a, b in zip(_losses(_on_seeds(ledger, bare)), losses, strict=True)]
+    return {
+        "rule": name,
+        "rate": best.rate,
+        "decay": best.decay,
+        "radius": best.radius if RULES[name].balled else None,
+        "losses": losses,
+        "loss": round(fmean(losses), 4),
+        "gain_over_muon": round(fmean(gains), 4),
+        "spread_of_gain": round(stdev(gains), 4) if len(gains) > 1 else None,
+        "max_logit": max(result["max_logit"] for result in found),
+        "min_entropy": min(result["min_entropy"] for result in found),
+    }
 
 
 def tune(ledger: Ledger, size: str, name: str) -> Job:
-    """The best rate on the grid, walking from the rule's first guess; then the best decay."""
-    most = SIZES[size].most
+    """The best rate on the grid, walking from a first guess; then the best decay, and radius."""
+    rule, most = RULES[name], SIZES[size].most
 
-    def job(n: int, decay: float = 0.1) -> Job:
-        rate = float(f"{RULES[name].rate * RATIO**n:.4g}")
-        return Job(study="tuned", size=size, rule=name, rate=rate, seed=0, decay=decay)
+    def job(n: int) -> Job:
+        rate = float(f"{SIZES[size].scale * rule.rate * RATIO**n:.4g}")
+        return Job(study="tuned", size=size, rule=name, rate=rate, seed=0)
 
-    def loss(job: Job) -> float:
-        return known(ledger(job, fresh)["loss"])
+    def best_of(jobs: list[Job]) -> Job:
+        losses = _losses(ledger(jobs, fresh))
+        return min(zip(losses, jobs, strict=True), key=lambda pair: pair[0])[1]
 
-    tried = {0: loss(job(0))}
-    while len(tried) < most:
-        best = min(tried, key=lambda n: tried[n])
-        beside = [n for n in (best + 1, best - 1) if n not in tried]
-        if not beside:
+    if most == 1:
+        return best_of([job(0)])
+    low, high = -1, 1
+    while high - low + 1 < most:
+        best = best_of([job(n) for n in range(low, high + 1)])
+        if best not in (job(low), job(high)):
             break
-        tried[beside[0]] = loss(job(beside[0]))
-    best = min(tried, key=lambda n: tried[n])
-    decays = DECAYS if most > 1 else (0.1,)
-    return min((job(best, decay) for decay in decays), key=loss)
+        low, high = (low - 1, high) if best == job(low) else (low, high + 1)
+    best = best_of([job(n) for n in range(low, high + 1)])
+    best = best_of([replace(best, decay=decay) for decay in DECAYS])
+    return best_of([replace(best, radius=radius) for radius in RADII]) if rule.balled else best
 
 
-def _fresh_losses(ledger: Ledger, size: str, name: str) -> list[float]:
-    best = tune(ledger, size, name)
-    seeds = SIZES[size].seeds
-    return [known(ledger(replace(best, seed=seed), fresh)["loss"]) for seed in seeds]
-
-
-def switches(ledger: Ledger, size: str) -> Iterator[Row]:
-    """A row a switch: losses and largest scores over rates."""
+def switches(ledger: Ledger, size: str, name: str) -> Row:
+    """Losses and largest scores over rates."""
     best = tune(ledger, size, "muon")
-    for name in SWITCHES:
-        jobs = [
-            replace(best, study="switches", rule=name, rate=best.rate * times, seed=1)
-            for times in TIMES
-        ]
-        found = [ledger(job, fresh) for job in jobs]
-        losses = [known(result["loss"]) for result in found]
-        yield {
-            "switch": name,
-            "rates": [job.rate for job in jobs],
-            "losses": losses,
-            "sensitivity": round(fmean(losses) - min(losses), 4),
-            "max_logits": [result["max_logit"] for result in found],
-        }
+    jobs = [
+        replace(best, study="switches", rule=name, rate=_rounded(best.rate * times), seed=1)
+        for times in TIMES
+    ]
+    found = ledger(jobs, fresh)
+    losses = _losses(found)
+    return {
+        "switch": name,
+        "rates": [job.rate for job in jobs],
+        "losses": losses,
+        "sensitivity": round(fmean(losses) - min(losses), 4),
+        "max_logits": [result["max_logit"] for result in found],
+    }
 
 
-def finetune(ledger: Ledger, size: str) -> Iterator[Row]:
-    """A row a rule: losses on the other text over rates, and what the checkpoint had there."""
-    start = tune(ledger, size, "muon")
-
-    @cache
-    def checkpoint() -> Transformer:
-        model = model_of(start, SIZES[size].model)
-        train_on(start, model, "sotu", SIZES[size].steps)
-        return model
-
-    def before(_: Job) -> Row:
-        return measured(checkpoint(), text("kjv", SIZES[size].bytes)[1], SIZES[size])
-
-    def go_on(job: Job) -> Row:
-        return train_on(job, copying.deepcopy(checkpoint()), "kjv", max(1, SIZES[size].steps // 3))
-
-    at_first = ledger(replace(start, study="finetune", rule="muon", rate=0.0), before)
-    for name in FINETUNED:
-        base = tune(ledger, size, name.removeprefix("trust(").removesuffix(")"))
-        jobs = [
-            replace(base, study="finetune", rule=name, rate=base.rate * times, seed=1)
-            for times in FURTHER
-        ]
-        found = [ledger(job, go_on) for job in jobs]
-        yield {
-            "rule": name,
-            "rates": [job.rate for job in jobs],
-            "before": at_first["loss"],
-            "losses": [known(result["loss"]) for result in found],
-            "max_logits": [result["max_logit"] for result in found],
-        }
+def finetune(ledger: Ledger, size: str, name: str) -> Row:
+    """Losses on the other text over rates, and what the checkpoint had there."""
+    origin = tune(ledger, size, "muon")
+    bare = tune(ledger, size, name.removeprefix("trust(").removesuffix(")"))
+    base = replace(bare, study="finetune", start=(origin.rate, origin.decay), seed=1)
+    (before,) = ledger([replace(base, rule="muon", rate=0.0, decay=0.0)], started)
+    jobs = [replace(base, rule=name, rate=_rounded(base.rate * times)) for times in FURTHER]
+    found = ledger(jobs, continued)
+    losses = _losses(found)
+    return {
+        "rule": name,
+        "rates": [job.rate for job in jobs],
+        "before": before["loss"],
+        "losses": losses,
+        "excess": round(max(losses) - min(losses), 4),
+        "max_logits": [result["max_logit"] for result in found],
+    }
 
 
-def copy(ledger: Ledger, size: str) -> Iterator[Row]:
-    """A row a rule: steps to the target for every seed, and the loss at the end."""
-    for name in COPIERS:
-        best = tune(ledger, size, name)
-        jobs = [replace(best, study="copy", seed=seed) for seed in SIZES[size].copy_seeds]
-        found = [ledger(job, copied) for job in jobs]
-        reached = [result["reached"] for result in found]
-        yield {
-            "rule": name,
-            "rate": best.rate,
-            "reached": reached,
-            "mean": round(fmean(reached), 1) if None not in reached else None,
-            "losses": [result["loss"] for result in found],
-        }
+def copy(ledger: Ledger, size: str, name: str) -> Row:
+    """Steps to the target for every seed, and the loss at the end."""
+    best = tune(ledger, size, name)
+    jobs = [replace(best, study="copy", seed=seed) for seed in SIZES[size].copy_seeds]
+    found = ledger(jobs, copied)
+    reached = [result["reached"] for result in found]
+    return {
+        "rule": name,
+        "rate": best.rate,
+        "reached": reached,
+        "mean": round(fmean(reached), 1) if None not in reached else None,
+        "losses": [result["loss"] for result in found],
+    }
+
+
+STUDIES = {
+    "tuned": Study(tuned, RULES),
+    "switches": Study(switches, SWITCHES),
+    "finetune": Study(finetune, FINETUNED),
+    "copy": Study(copy, COPIERS),
+}
+
+
+def _on_seeds(ledger: Ledger, best: Job) -> list[Result]:
+    return ledger([replace(best, seed=seed) for seed in SIZES[best.size].seeds], fresh)
+
+
+def _losses(found: list[Result]) -> list[float]:
+    """Losses that count at most as knowing nothing; one that is no number counts so too."""
+    worst = round(NOTHING, 5)
+    return [min(r["loss"], worst) if r["loss"] == r["loss"] else worst for r in found]
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.4g}")
+
+
+# --- runs of the two last studies
+
+
+@cache
+def checkpoint(size: str, rate: float, decay: float) -> Transformer:
+    """A model trained by Muon without QK-norm, in this process."""
+    job = Job(study="tuned", size=size, rule="muon", rate=rate, decay=decay, seed=0)
+    model = model_of(job, SIZES[size].model)
+    train_on(job, model, "sotu", SIZES[size].steps)
+    return model
+
+
+def started(job: Job) -> Result:
+    """What the checkpoint knows of the other text."""
+    assert job.start is not None
+    size = SIZES[job.size]
+    return measured(checkpoint(job.size, *job.start), text("kjv", size.bytes)[1], size)
+
+
+def continued(job: Job) -> Result:
+    """The checkpoint trained on the other text by the job's rule."""
+    assert job.start is not None
+    model = copying.deepcopy(checkpoint(job.size, *job.start))
+    return train_on(job, model, "kjv", max(1, SIZES[job.size].steps // 3))
 
 
 class Copies:
@@ -171,7 +210,7 @@ class Copies:
         return Batch(twice[:, :-1], twice[:, 1:])
 
 
-def copied(job: Job) -> Row:
+def copied(job: Job) -> Result:
     """Train two layers to copy; when it is done, and how well in the end."""
     size = SIZES[job.size]
     context = min(64, size.model.context)
@@ -195,16 +234,3 @@ def repeated_loss(model: Transformer, batch: Batch) -> float:
     half = batch.targets.shape[1] // 2
     wanted = batch.targets[:, half:].to(device)
     return cross_entropy(logits[:, half:].float().flatten(0, 1), wanted.flatten()).item()
-
-
-def known(loss: float) -> float:
-    """A loss that counts at most as knowing nothing; one that is no number counts so too."""
-    return min(loss, round(NOTHING, 5)) if loss == loss else round(NOTHING, 5)
-
-
-STUDIES: dict[str, Callable[[Ledger, str], Iterator[Row]]] = {
-    "tuned": tuned,
-    "switches": switches,
-    "finetune": finetune,
-    "copy": copy,
-}
