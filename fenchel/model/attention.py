@@ -96,22 +96,24 @@ class Attention(nn.Module):
 
     def _made(self, x_BTM: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, G, T, D)."""
-        B, T, _ = x_BTM.shape
         H, G, D = self.heads, self.groups, self.head_width
         turn = sight.turns[int(self.local)]
         if self.by_distance:
             return self._near(x_BTM, sight)
+        made = self.qkv(x_BTM)
+        if turn is None and self.q_norm is None:
+            q, k, v = (_heads(part, D) for part in torch.split(made, [H * D, G * D, G * D], dim=-1))
+            return q, k, v
         # Cut before the heads are turned to the front: the gradients then join in the order in
         # which they lie in memory.
-        qk, v = self.qkv(x_BTM).split([(H + G) * D, G * D], dim=-1)
-        qk = qk.view(B, T, H + G, D).transpose(1, 2)
-        v_BGTD = v.view(B, T, G, D).transpose(1, 2)
+        qk, v = torch.split(made, [(H + G) * D, G * D], dim=-1)
+        qk, v_BGTD = _heads(qk, D), _heads(v, D)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split([H, G], dim=1)
+            q, k = torch.split(qk, [H, G], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         if turn is not None:
             qk = rotate(qk, turn, layout=self.layout)
-        q_BHTD, k_BGTD = qk.split([H, G], dim=1)
+        q_BHTD, k_BGTD = torch.split(qk, [H, G], dim=1)
         return q_BHTD, k_BGTD, v_BGTD
 
     def _near(self, x_BTM: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,18 +144,18 @@ class Cross(nn.Module):
 
     def forward(self, x_BTM: Tensor, sight: Sight, layer: int | None = None) -> Tensor:
         """(B, T, M) -> (B, T, M)."""
-        memory_BSM = sight.memory
+        memory_BSM, D = sight.memory, self.head_width
         assert memory_BSM is not None  # the Transformer asks for it
 
         def make() -> tuple[Tensor, Tensor]:
             k, v = self.kv(memory_BSM).chunk(2, dim=-1)
-            return self._heads(k), self._heads(v)
+            return _heads(k, D), _heads(v, D)
 
         layer = self.layer if layer is None else layer
         cache = sight.cache
         k_BGSD, v_BGSD = cache.remember(layer, make) if isinstance(cache, Memory) else make()
         prior = among(None, sight.memory_present, k_BGSD.shape[2])
-        q_BHTD = self._heads(self.q(x_BTM))
+        q_BHTD = _heads(self.q(x_BTM), D)
         p = self.dropout if self.training else 0.0
         mixed_BHTD = attend(
             q_BHTD,
@@ -168,9 +170,11 @@ class Cross(nn.Module):
         mixed: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
         return mixed
 
-    def _heads(self, x: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        return x.view(B, T, -1, self.head_width).transpose(1, 2)
+
+def _heads(x_BTC: Tensor, D: int) -> Tensor:
+    """(B, T, heads D) -> (B, heads, T, D)."""
+    B, T, _ = x_BTC.shape
+    return x_BTC.view(B, T, -1, D).transpose(1, 2)
 
 
 def _dropout(config: ModelConfig) -> float:

@@ -125,5 +125,7 @@ def _add_product(sum_VM: Tensor, a_VR: Tensor, b_RM: Tensor) -> None:
     """sum += a b, in the precision of the sum."""
     if a_VR.dtype == sum_VM.dtype:
         sum_VM.addmm_(a_VR, b_RM)
+    elif sum_VM.is_cuda:  # its products of narrow numbers can add to a wide sum
+        torch.addmm(sum_VM, a_VR, b_RM, out_dtype=sum_VM.dtype, out=sum_VM)
     else:
         sum_VM += a_VR @ b_RM
