@@ -6,6 +6,7 @@ import os
 import pty
 import signal
 import sys
+from collections.abc import Iterator
 from threading import Thread
 
 import pytest
@@ -13,25 +14,29 @@ import pytest
 from fenchel.cli.terminal import may_close
 
 
+@pytest.fixture(autouse=True)
+def unowned() -> Iterator[None]:
+    """Nobody hears SIGHUP, even if the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_a_hangup_is_an_interruption_once() -> None:
-    before = signal.getsignal(signal.SIGHUP)
     with may_close():
         with pytest.raises(KeyboardInterrupt) as ended:
             signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)  # while the first is being answered
     assert ended.value.args == (signal.SIGHUP,)
-    assert signal.getsignal(signal.SIGHUP) == before
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize("owned", [signal.SIG_IGN, lambda *_: None], ids=["nohup", "own"])
 def test_who_hears_it_already_goes_on_hearing_it(owned: signal.Handlers) -> None:
-    before = signal.signal(signal.SIGHUP, owned)
-    try:
-        with may_close():
-            signal.raise_signal(signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == owned
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, owned)
+    with may_close():
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == owned
 
 
 def test_in_another_thread_signals_are_left_to_their_owner() -> None:
