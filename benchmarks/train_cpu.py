@@ -96,20 +96,14 @@ def train_rows(shape: Shape) -> Iterator[dict[str, Any]]:
     """A training step of ours against each peer."""
     ids = draw(shape.model.vocabulary, shape.batch, shape.model.context + 1)
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    count = targets.numel()
     for peer, build, settings in PAIRS:
         ours, theirs = pair(shape.model, build, settings)
-
-        def our_loss(model: Transformer = ours) -> Tensor:
-            return readout_loss(model(inputs, read=False), model.read_weight, targets) / count
-
-        def their_loss(model: nn.Module = theirs) -> Tensor:
-            logits = model(inputs, use_cache=False).logits  # cheaper than giving it labels
-            return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-        contenders = {"ours": step(ours, our_loss), peer: step(theirs, their_loss)}
+        contenders = {
+            "ours": step(ours, our_loss(ours, inputs, targets)),
+            peer: step(theirs, their_loss(theirs, inputs, targets)),
+        }
         found = race(contenders, rounds=shape.rounds)
-        yield row("train", shape.name, peer, found, count)
+        yield row("train", shape.name, peer, found, targets.numel())
 
 
 def decode_rows(shape: Shape, batch: int) -> Iterator[dict[str, Any]]:
@@ -118,18 +112,9 @@ def decode_rows(shape: Shape, batch: int) -> Iterator[dict[str, Any]]:
     longer = replace(shape.model, context=max(shape.model.context, PROMPT + NEW))
     for peer, build, settings in PAIRS:
         ours, theirs = (model.eval() for model in pair(longer, build, settings))
-
-        def our_text(model: Any = ours) -> Tensor:
-            return generate(model, prompts, max_new_tokens=NEW, temperature=0.0)
-
-        def their_text(model: Any = theirs) -> Tensor:
-            given = torch.ones_like(prompts)
-            return model.generate(
-                prompts, attention_mask=given, max_new_tokens=NEW, do_sample=False, pad_token_id=0
-            )
-
-        assert our_text().shape == their_text().shape == (batch, PROMPT + NEW)
-        found = race({"ours": our_text, peer: their_text}, rounds=7, warmup=1)
+        contenders = {"ours": our_text(ours, prompts), peer: their_text(theirs, prompts)}
+        assert all(text().shape == (batch, PROMPT + NEW) for text in contenders.values())
+        found = race(contenders, rounds=7, warmup=1)
         yield row(f"decode {batch}", shape.name, peer, found, batch * NEW)
 
 
@@ -142,6 +127,34 @@ def pair(
     sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
     assert sizes[0] == sizes[1], sizes
     return ours, theirs
+
+
+def our_loss(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+    """Mean loss of ours, the readout in parts."""
+    weight, count = model.read_weight, targets.numel()
+    return lambda: readout_loss(model(inputs, read=False), weight, targets) / count
+
+
+def their_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+    """Mean loss of theirs from its logits, which is cheaper than giving it labels."""
+
+    def loss() -> Tensor:
+        logits = model(inputs, use_cache=False).logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return loss
+
+
+def our_text(model: Transformer, prompts: Tensor, **settings: Any) -> Callable[[], Tensor]:
+    """Greedy decoding of ours."""
+    return lambda: generate(model, prompts, max_new_tokens=NEW, temperature=0.0, **settings)
+
+
+def their_text(model: Any, prompts: Tensor, **settings: Any) -> Callable[[], Tensor]:
+    """Greedy decoding of theirs."""
+    plain = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    present = torch.ones_like(prompts)
+    return lambda: model.generate(prompts, attention_mask=present, **plain, **settings)
 
 
 def step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:

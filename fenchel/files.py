@@ -21,14 +21,15 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
 LOCK = "run.lock"
-_TEMPORARY = re.compile(r"\.tmp-\d+")
+_TEMPORARY = re.compile(r"\.tmp-(\d+)")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -83,8 +84,7 @@ def committed(path: Path, header: Mapping[str, Any]) -> Iterator[Path]:
     temporary = _beside(path)
     _remove(temporary)
     try:
-        with naming_space(path):
-            temporary.mkdir(parents=True)
+        with naming_space(path), _written(temporary):
             readable = temporary.stat().st_mode & 0o666
             yield temporary
             contents = {}
@@ -169,6 +169,42 @@ def sweep(folder: Path) -> None:
     for stray in folder.glob("*.tmp-*"):
         if _TEMPORARY.fullmatch(stray.suffix):
             _remove(stray)
+
+
+def sweep_beside(path: Path, names: Collection[str]) -> None:
+    """Remove what writers of the folder ``path`` that died left beside it, no lock being held.
+
+    A writer lives while its process is here or its lock is held, wherever it runs. A folder that
+    holds more than files by these ``names`` is somebody's, and so is one that cannot be locked.
+    """
+    for stray in path.parent.glob(f"{escape(path.name)}.tmp-*"):
+        process = _TEMPORARY.fullmatch(stray.suffix)
+        if process is None or _alive(int(process[1])):
+            continue
+        with suppress(OSError), _alone(stray):
+            inside = {_TEMPORARY.sub("", file.name) for file in stray.iterdir()}
+            if inside <= set(names):
+                _remove(stray)
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Make a folder, marked by a lock that ends with this process, however it ends."""
+    folder.mkdir(parents=True)
+    with ExitStack() as stack:
+        with suppress(OSError):  # some file systems lock no folders; nobody sweeps those
+            stack.enter_context(_alone(folder))
+        yield
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

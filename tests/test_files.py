@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from fenchel import files
-from fenchel.files import Busy, Damaged, NoSpace, committed, locked, read_json, sweep, verify
+from fenchel.files import (
+    Busy,
+    Damaged,
+    NoSpace,
+    committed,
+    locked,
+    read_json,
+    sweep,
+    sweep_beside,
+    verify,
+)
 
 
 @pytest.fixture
@@ -172,6 +182,66 @@ def test_sweeping_takes_what_dead_writers_left_and_nothing_else(tmp_path: Path) 
 
 
 # --- reading back
+
+
+def dead_process() -> int:
+    child = get_context("fork").Process(target=int)
+    child.start()
+    child.join()
+    assert child.pid is not None
+    return child.pid
+
+
+def test_beside_a_folder_only_what_its_dead_writers_left_is_taken(tmp_path: Path) -> None:
+    dead = dead_process()
+    (tmp_path / "somewhere").mkdir()
+    kept = [
+        f"tokens.tmp-{os.getpid()}",  # a living writer's
+        f"other.tmp-{dead}",
+        f"a.tokens.tmp-{dead}",
+        "tokens.tmp-draft",
+        "tokens",
+    ]
+    for name in (f"tokens.tmp-{dead}", *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.bin").write_bytes(b"ids")
+    (tmp_path / f"tokens.tmp-{dead}" / f"manifest.json.tmp-{dead}").write_text("{")
+    sweep_beside(tmp_path / "tokens", {"train.bin", "manifest.json"})
+    assert {p.name for p in tmp_path.iterdir()} == {"somewhere", *kept}
+
+
+@pytest.mark.parametrize("kind", ["more", "link", "file"])
+def test_what_no_writer_left_is_somebodys(kind: str, tmp_path: Path) -> None:
+    mine, stray = tmp_path / "mine", tmp_path / f"tokens.tmp-{dead_process()}"
+    mine.mkdir()
+    match kind:
+        case "more":
+            stray.mkdir()
+            (stray / "notes.txt").write_text("mine")
+        case "link":
+            (mine / "train.bin").write_text("mine")
+            stray.symlink_to(mine)
+        case "file":
+            stray.write_text("mine")
+    sweep_beside(tmp_path / "tokens", {"train.bin"})
+    assert stray.exists()
+    assert kind != "link" or (mine / "train.bin").exists()
+
+
+def test_a_folder_is_not_taken_while_its_writer_holds_it_though_its_process_is_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from another container: its process has no number here."""
+    monkeypatch.setattr(files, "_alive", lambda _: False)
+    with committed(tmp_path / "tokens", {}) as fresh:
+        (fresh / "train.bin").write_bytes(b"ids")
+        sweep_beside(tmp_path / "tokens", {"train.bin"})
+        assert fresh.is_dir()
+    verify(tmp_path / "tokens")
+    stray = tmp_path / fresh.name
+    stray.mkdir()  # the same once nobody holds it
+    sweep_beside(tmp_path / "tokens", {"train.bin"})
+    assert not stray.exists()
 
 
 def test_an_intact_folder_gives_its_header_back(sealed: Path) -> None:

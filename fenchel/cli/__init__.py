@@ -12,6 +12,7 @@ from signal import SIGINT
 from cyclopts import App, CycloptsError
 
 from fenchel import __version__
+from fenchel.cli.terminal import may_close
 from fenchel.files import StorageFailed
 
 COMMANDS = {
@@ -40,6 +41,11 @@ app.register_install_completion_command(add_to_startup=False)
 
 def main(argv: list[str] | None = None) -> int:
     """Hand the line to its command; a trouble becomes one sentence and an exit code."""
+    with may_close():
+        return _answer(argv)
+
+
+def _answer(argv: list[str] | None) -> int:
     try:
         code = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:

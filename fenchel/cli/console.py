@@ -52,8 +52,10 @@ def settings_from(
 class Console:
     """Watches a run (fenchel.flow.Watch) and shows it."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.terminal = Terminal(stderr=quiet, quiet=quiet and not sys.stderr.isatty())
+    def __init__(self, *, quiet: bool = False, aside: bool = False) -> None:
+        """``aside`` keeps standard output for results, and tells of long stages in a pipe too."""
+        self.aside = aside
+        self.terminal = Terminal(stderr=quiet or aside, quiet=quiet and not sys.stderr.isatty())
         self.live = self.terminal.is_terminal and not quiet
         self.bars = Progress(
             TextColumn("{task.description}"),
@@ -67,11 +69,15 @@ class Console:
         )
         self.tasks: dict[str, Any] = {}
         self.printed = 0.0
+        self.staged = time.monotonic()
         self.told: dict[str, Any] = {}
 
     def stage(self, what: str, done: int, total: int) -> None:
-        """Progress of something before training."""
+        """Progress of something that is not training."""
         self._bar(what, done, total)
+        if self.aside and not self.live and time.monotonic() - self.staged > PLAIN_EVERY:
+            self.staged = time.monotonic()
+            self.say(f"{what}: {done:,} of {total:,}")
 
     def step(self, step: int, steps: int) -> None:
         """A step was taken."""

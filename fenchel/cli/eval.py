@@ -2,10 +2,13 @@
 
 import json as json_format
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+
+from fenchel.cli.console import Console
 
 if TYPE_CHECKING:
     from fenchel.evaluate import Confidence, Reading
@@ -18,6 +21,7 @@ def run(
     /,
     *,
     text: str | None = None,
+    tokens: int | None = None,
     against: Path | None = None,
     calibration: Switch = False,
     page: Path | None = None,
@@ -28,10 +32,12 @@ def run(
     Parameters
     ----------
     directory
-        A run directory.
+        A run directory, or a Hugging Face directory with safetensors and tokenizer.json.
     text
         "sotu", "kjv", a text file, a folder or a .jsonl file; the run's own validation text
         when left out.
+    tokens
+        Predict the first so many tokens of the text; all when left out.
     against
         A second model to read the same text (--text); by bits per byte, and by perplexity where
         the tokenizers are the same.
@@ -51,26 +57,45 @@ def run(
         raise ValueError("two models are compared on one text; name it with --text.")
     if page is not None and page.exists():
         raise ValueError(f"{page} exists and is left alone; name another file for the page.")
-    model, ids, size, reading = _read(directory, text)
-    told: dict[str, Any] = {"text": reading.text, "bytes": size, **reading.score._asdict()}
-    lines = _lines(size, reading)
-    if calibration or page is not None:
-        sure = confidence(model, ids, context=model.config.context)
-        told["calibration"] = _plain(sure)
-        lines += _calibration_lines(sure)
-        if page is not None:
-            write_atomic(page, drawn(directory.name, reading.text, sure))
-            lines.append(f"reliability diagram  {page}")
-    if against is not None:
-        told["against"], more = _beside(reading, _read(against, text)[3])
-        lines += more
+    if against is not None and tokens is not None:
+        _require_one_tokenizer(directory, against)
+    console = Console(quiet=json, aside=True)
+    with console.bars:
+        model, ids, size, reading = _read(directory, text, tokens, console)
+        told: dict[str, Any] = {"text": reading.text, "bytes": size, **reading.score._asdict()}
+        lines = _lines(size, reading, part=tokens is not None)
+        if calibration or page is not None:
+            watch = partial(console.stage, "calibration")
+            sure = confidence(model, ids, context=model.config.context, watch=watch)
+            told["calibration"] = _plain(sure)
+            lines += _calibration_lines(sure)
+            if page is not None:
+                write_atomic(page, drawn(directory.name, reading.text, sure))
+                lines.append(f"reliability diagram  {page}")
+        if against is not None:
+            told["against"], more = _beside(reading, _read(against, text, tokens, console)[3])
+            lines += more
     print(json_format.dumps(told) if json else "\n".join(lines))
     return 0
 
 
-def _read(directory: Path, text: str | None) -> tuple[Any, Any, int, "Reading"]:
+def _require_one_tokenizer(first: Path, second: Path) -> None:
+    from fenchel.data import load_tokenizer
+    from fenchel.evaluate import fingerprint
+
+    kinds = {fingerprint(load_tokenizer(one / "tokenizer.json")) for one in (first, second)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{first} and {second} have different tokenizers, whose first tokens are different "
+            "texts; leave out --tokens."
+        )
+
+
+def _read(
+    directory: Path, text: str | None, tokens: int | None, console: Console
+) -> tuple[Any, Any, int, "Reading"]:
     """The model, the ids of the text, its bytes, and how well the one predicts the other."""
-    from fenchel.evaluate import Reading, fingerprint, score, text_ids
+    from fenchel.evaluate import Reading, beginning, fingerprint, score, text_ids
     from fenchel.flow import open_corpus
     from fenchel.model import load
 
@@ -79,18 +104,22 @@ def _read(directory: Path, text: str | None) -> tuple[Any, Any, int, "Reading"]:
         if not (directory / "text.json").is_file():
             raise ValueError(f"{directory} has no text of its own; name one with --text.")
         corpus = open_corpus(directory)
-        ids, size, name = corpus.validation, corpus.facts.validation_bytes, "validation text"
+        ids, size = beginning(corpus.validation, corpus.facts.validation_bytes, tokens)
+        name = "validation text"
     else:
-        ids, size = text_ids(tokenizer, text)
+        encoding = partial(console.stage, "encoding")
+        ids, size = text_ids(tokenizer, text, limit=tokens, watch=encoding)
         name = text
-    found = score(model, ids, bytes=size, context=config.context)
+    reading = partial(console.stage, "reading")
+    found = score(model, ids, bytes=size, context=config.context, watch=reading)
     return model, ids, size, Reading(str(directory), found, fingerprint(tokenizer), name)
 
 
-def _lines(size: int, reading: "Reading") -> list[str]:
+def _lines(size: int, reading: "Reading", *, part: bool) -> list[str]:
     found = reading.score
+    whole = f"{size:,} bytes, {found.tokens:,} tokens"
     return [
-        f"{reading.text}: {size:,} bytes, {found.tokens:,} tokens",
+        f"{reading.text}: {'the first, about ' if part else ''}{whole}",
         f"bits per byte  {found.bits_per_byte:.4f}",
         f"loss           {found.loss:.4f} nats a token",
         f"perplexity     {found.perplexity:.2f} a token (compare within one tokenizer only)",

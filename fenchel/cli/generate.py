@@ -3,9 +3,21 @@
 import json as json_format
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from fenchel.generate import Sampling
+
+OURS = {
+    "temperature": 0.8,
+    "top_k": None,
+    "top_p": 0.95,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+}
+"""How to draw where neither a flag nor the checkpoint says."""
 
 
 def run(
@@ -14,11 +26,11 @@ def run(
     *,
     prompt: str = "",
     max_new_tokens: int = 200,
-    temperature: float = 0.8,
+    temperature: float | None = None,
     top_k: int | None = None,
-    top_p: float | None = 0.95,
+    top_p: float | None = None,
     min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    repetition_penalty: float | None = None,
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
     draft: int = 0,
@@ -27,6 +39,9 @@ def run(
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Continue a prompt with the model of a run directory or a Hugging Face directory.
+
+    A flag that is left out is what the directory's generation_config.json says of drawing, if it
+    does, and that is told on standard error.
 
     Parameters
     ----------
@@ -38,11 +53,11 @@ def run(
     max_new_tokens
         How many tokens to add at the most; the end of the document ends it earlier.
     temperature
-        0 takes the likeliest token each time; higher is more varied.
+        0 takes the likeliest token each time; higher is more varied. 0.8 if nothing is said.
     top_k
         Draw among this many of the likeliest tokens.
     top_p
-        Draw among the fewest tokens whose probabilities reach this sum.
+        Draw among the fewest tokens whose probabilities reach this sum. 0.95 if nothing is said.
     min_p
         Draw among tokens at least this likely, relative to the likeliest.
     repetition_penalty
@@ -63,16 +78,17 @@ def run(
     import torch
 
     from fenchel.data import encode, end_id, pad_id
-    from fenchel.generate import Sampling, stream_text
+    from fenchel.generate import stream_text
     from fenchel.model import load
 
-    sampling = Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
+    flags = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    chosen = choose(directory, {name: value for name, value in flags.items() if value is not None})
     model, tokenizer, config = load(directory)
     end, words = end_id(tokenizer), encode(tokenizer, prompt)
     # What a tokenizer puts around nothing is how its texts begin; ours leaves that to us.
@@ -80,6 +96,10 @@ def run(
     source = None
     if config.kind == "encoder-decoder":
         ids, source = [pad_id(tokenizer)], torch.tensor([*words, end])
+    ends = chosen.ends or (end,)
+    taken = chosen.taken if ends == (end,) else {**chosen.taken, "ends": list(ends)}
+    if taken and not json:
+        print(sentence(chosen.source, taken), file=sys.stderr)
     pieces = []
     show = stream and not json
     if show:
@@ -89,10 +109,10 @@ def run(
         tokenizer,
         torch.tensor(ids),
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
+        sampling=chosen.sampling,
         cache=cache,
         draft=draft,
-        stop=[end, *(stop or ())],
+        stop=[*ends, *(stop or ())],
         source=source,
         generator=torch.Generator().manual_seed(seed),
     ):
@@ -101,9 +121,58 @@ def run(
             print(piece, end="", flush=True)
     text = "".join(pieces)
     if json:
-        print(json_format.dumps({"prompt": prompt, "text": text, "seed": seed}))
+        found: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed}
+        if taken:
+            found |= {"settings": taken, "settings_from": str(chosen.source)}
+        print(json_format.dumps(found))
     elif show:
         print()
     else:
         sys.stdout.write(f"{prompt}{text}\n")
     return 0
+
+
+class Chosen(NamedTuple):
+    """How to draw and where to end, and what of it a checkpoint says."""
+
+    sampling: "Sampling"
+    ends: tuple[int, ...]
+    """Tokens that the checkpoint says end a text, if it does."""
+    taken: dict[str, Any]
+    """Settings that are the checkpoint's, by name."""
+    source: Path
+    """Its file."""
+
+
+def choose(directory: Path, flags: dict[str, Any]) -> Chosen:
+    """The flags, else what a Hugging Face directory says of drawing, else OURS.
+
+    One that does not say do_sample says nothing of drawing; a repetition penalty is another
+    matter, and so are the tokens that end a text.
+    """
+    from fenchel.generate import Sampling
+    from fenchel.model import Generation, read_generation
+    from fenchel.model.directory import CONFIG, holds
+    from fenchel.model.generation import GENERATION
+    from fenchel.model.load import is_run
+
+    said = Generation()
+    if holds(directory, CONFIG) and not is_run(directory):
+        said = read_generation(directory)
+    names = OURS if said.temperature else ("repetition_penalty",)
+    theirs = {name: getattr(said, name) for name in names}
+    taken = {
+        name: value for name, value in theirs.items() if name not in flags and value != OURS[name]
+    }
+    source = directory / (GENERATION if holds(directory, GENERATION) else CONFIG)
+    return Chosen(Sampling(**(OURS | theirs | flags)), said.ends, taken, source)
+
+
+def sentence(source: Path, taken: dict[str, Any]) -> str:
+    """Which settings are the checkpoint's.
+
+    >>> sentence(Path("x/generation_config.json"), {"temperature": 0.6, "top_p": None})
+    'Settings of x/generation_config.json: temperature 0.6, no top_p.'
+    """
+    words = (f"no {name}" if value is None else f"{name} {value}" for name, value in taken.items())
+    return f"Settings of {source}: {', '.join(words)}."

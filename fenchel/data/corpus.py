@@ -31,7 +31,15 @@ from fenchel.data.config import TextConfig
 from fenchel.data.split import Part, Split
 from fenchel.data.text import Document, Tally, Text, open_text
 from fenchel.data.tokens import Ids
-from fenchel.files import MANIFEST, Damaged, committed, read_json, require_space, verify
+from fenchel.files import (
+    MANIFEST,
+    Damaged,
+    committed,
+    read_json,
+    require_space,
+    sweep_beside,
+    verify,
+)
 from fenchel.files import sha256 as file_sha256
 
 Report = Callable[[str, int, int], None]
@@ -133,9 +141,10 @@ def prepare(config: TextConfig, folder: Path, *, report: Report | None = None) -
 
     The caller says where: inside the run, or in ``config.prepared``. Files that are damaged
     are made again; a folder that holds another text, or anything else, is left alone and
-    refused.
+    refused. What a killed call left beside it is removed.
     """
     report = report or _silence
+    sweep_beside(folder, _OURS)
     text = open_text(config.source)
     tally = _measure(text, report)
     given = None if config.tokenizer is None else _read_tokenizer(Path(config.tokenizer))

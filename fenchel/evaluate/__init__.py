@@ -16,7 +16,7 @@ from fenchel.evaluate.compare import Comparison, Reading, compare, fingerprint
 from fenchel.evaluate.confidence import Confidence, confidence
 from fenchel.evaluate.harness import Answers, harness_model
 from fenchel.evaluate.sample import sample
-from fenchel.evaluate.score import Score, score, text_ids
+from fenchel.evaluate.score import Score, beginning, score, text_ids
 from fenchel.evaluate.smoothing import Smoothing, smoothed, smoothing
 from fenchel.evaluate.temperature import Fit, fit_temperature
 
@@ -33,6 +33,7 @@ __all__ = [
     "Smoothing",
     "attention_health",
     "attention_maps",
+    "beginning",
     "brier_score",
     "bzip2_bits",
     "calibration_error",

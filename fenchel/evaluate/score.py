@@ -9,7 +9,7 @@ context before it, except near the start of the text.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,9 @@ from torch.nn.functional import cross_entropy
 
 from fenchel.data import Ids, encode, end_id, open_text, windows
 from fenchel.model import evaluating
+
+Watch = Callable[[int, int], None]
+"""How much is done, and how much there is: for a progress bar."""
 
 
 class Score(NamedTuple):
@@ -40,6 +43,7 @@ def score(
     context: int,
     limit: int | None = None,
     batch: int = 32,
+    watch: Watch | None = None,
 ) -> Score:
     """Read ``ids``, the tokens of ``bytes`` bytes; at most the first ``limit`` of them.
 
@@ -49,7 +53,7 @@ def score(
         raise ValueError(f"bytes={bytes} should be the size of the text, at least 1.")
     part = ids if limit is None else ids[: limit + 1]
     total, count = 0.0, 0
-    for logits_NV, targets_N in predictions(model, part, context=context, batch=batch):
+    for logits_NV, targets_N in predictions(model, part, context=context, batch=batch, watch=watch):
         losses_N = cross_entropy(logits_NV.float(), targets_N, reduction="none")
         total += float(losses_N.sum(dtype=torch.float64))
         count += len(losses_N)
@@ -60,26 +64,53 @@ def score(
 
 @torch.no_grad()
 def predictions(
-    model: nn.Module, ids: Ids, *, context: int, batch: int = 32
+    model: nn.Module,
+    ids: Ids,
+    *,
+    context: int,
+    batch: int = 32,
+    watch: Watch | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits (N, V) and targets (N,), some at a time; every id but the first is a target once."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    done = 0
     with evaluating(model):
         for window in windows(ids, context=context, stride=max(1, context // 2), batch=batch):
             scored_BT = window.scored.to(device)
             logits_BTV = model(window.inputs.to(device))
             yield logits_BTV[scored_BT], window.targets.to(device)[scored_BT]
+            if watch is not None:
+                done += int(window.scored.sum())
+                watch(done, len(ids) - 1)
 
 
 def _exp(loss: float) -> float:
     return math.exp(loss) if loss < 700.0 else math.inf  # math.exp raises where it overflows
 
 
-def text_ids(tokenizer: Tokenizer, source: str) -> tuple[Ids, int]:
-    """The ids of a whole text, each document after an end, and its bytes."""
-    end, size = end_id(tokenizer), 0
-    found = [end]
-    for document in open_text(source).documents():
+def text_ids(
+    tokenizer: Tokenizer, source: str, *, limit: int | None = None, watch: Watch | None = None
+) -> tuple[Ids, int]:
+    """The ids of a text, each document after an end, and its bytes; or those of its beginning."""
+    text, end, size = open_text(source), end_id(tokenizer), 0
+    found, whole = [end], text.size
+    for document in text.documents():
         found += [*encode(tokenizer, document.text), end]
         size += len(document.text.encode())
-    return np.array(found, dtype=np.uint32), size
+        if watch is not None:
+            watch(min(size, whole), whole)
+        if limit is not None and len(found) > limit:
+            break
+    if watch is not None:
+        watch(whole, whole)
+    return beginning(np.array(found, dtype=np.uint32), size, limit)
+
+
+def beginning(ids: Ids, bytes: int, limit: int | None) -> tuple[Ids, int]:
+    """The ids up to target number ``limit``, and their share of the bytes; all if it is None."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"{limit} tokens of a text are nothing to predict; give at least 1.")
+    count = len(ids) - 1
+    if limit is None or limit >= count:
+        return ids, bytes
+    return ids[: limit + 1], max(1, round(bytes * limit / count))

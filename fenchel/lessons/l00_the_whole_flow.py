@@ -66,13 +66,13 @@ class Quiet:
         print(sentence)
 
 
-facts = {"bytes": corpus.facts.validation_bytes, "context": 32}
+size = corpus.facts.validation_bytes
 loop = Loop(
     step,
     steps=60,
     run=run,
     settings={"vocabulary": config.vocabulary},
-    validate=lambda m: score(m, corpus.validation, **facts)._asdict(),
+    validate=lambda m: score(m, corpus.validation, bytes=size, context=32)._asdict(),
     probe=lambda _, batch: attention_health(model, batch.inputs[:2]),
     listener=Quiet(),
     progress=Progress(),
@@ -80,7 +80,7 @@ loop = Loop(
 assert loop.train().status == "finished"
 
 # %% what was learnt: a repeating text costs almost nothing to predict
-bits = score(model, corpus.validation, **facts).bits_per_byte
+bits = score(model, corpus.validation, bytes=size, context=32).bits_per_byte
 print(f"{bits:.3f} bits per byte")
 assert bits < 0.5
 

@@ -1,8 +1,8 @@
 """What a directory says about generating: which tokens begin, end and fill, and how to draw.
 
 generation_config.json, or config.json where a file is older, in the words of Hugging Face. A
-value outside its range is refused; what is not here (beams, penalties, processors) is not used
-by fenchel.generate and so not read.
+value outside its range is refused; what is not here (beams, other penalties, processors) is not
+used by fenchel.generate and so not read.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,8 @@ class Generation:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float = 1.0
+    """Counts whether drawn or not, as it does there."""
 
 
 def read_generation(path: str | Path) -> Generation:
@@ -49,7 +51,8 @@ def read_generation(path: str | Path) -> Generation:
         temperature=_within(said, "temperature", 100.0) or 1.0 if drawn else 0.0,
         top_k=(said.whole_or_none("top_k", least=0) or None) if drawn else None,
         top_p=_within(said, "top_p", 1.0) if drawn else None,
-        min_p=_within(said, "min_p", 1.0) if drawn else None,
+        min_p=(_within(said, "min_p", 1.0) or None) if drawn else None,
+        repetition_penalty=_within(said, "repetition_penalty", 100.0) or 1.0,
     )
 
 

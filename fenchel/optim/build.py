@@ -1,6 +1,7 @@
 """Settings to an optimiser: which parameters it moves how, and which of them decay.
 
-Matrices inside blocks turn a vector into a vector: they decay, and Muon may move them.
+Matrices inside blocks turn a vector into a vector: they decay, and Muon may move them; so do the
+experts of a mixture, which are stacks of matrices.
 Embeddings, the read-out, norms and biases do not decay: a rare token's row would fade
 between its visits, and a norm's gain has no reason to be small.
 
@@ -145,11 +146,14 @@ def _one_rule(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices of linear maps inside blocks, everything else), each parameter once."""
+    """(matrices of linear maps inside blocks, or stacks of them; the rest), each once."""
     inside = {
         id(module.weight)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.startswith("blocks.")
+    }
+    inside |= {
+        id(p) for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim > 2
     }
     learning = [p for p in model.parameters() if p.requires_grad]  # not what adapters stand beside
     matrices = [p for p in learning if id(p) in inside]

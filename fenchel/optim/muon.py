@@ -11,7 +11,8 @@ The orthogonal part U V^T of U S V^T is approached by five steps of an odd quint
 from X = G / |G| in the Frobenius norm. Singular values of X between 0.0016 and 1 end between
 0.68 and 1.21, smaller ones have grown 485 times; the singular vectors stay. The factor
 0.2 sqrt(max) gives the step about the root mean square of an AdamW step, so one learning rate
-serves both.
+serves both. A parameter (..., R, C) is a stack of R x C matrices, such as the experts of a mixture,
+and each of them moves as if it were alone; one whose gradient is and was 0 only decays.
 
 torch.optim.Muon computes the same in bfloat16, one matrix at a time. Here equal shapes are
 stacked into one batched product. On a GPU the iteration runs in bfloat16 as well, whose products
@@ -56,7 +57,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.ndim != 2:
+                if weight.ndim < 2:
                     raise ValueError(
                         f"Muon moves matrices, got a tensor of shape {tuple(weight.shape)}; "
                         "give it to AdamW."
@@ -90,8 +91,9 @@ class Muon(torch.optim.Optimizer):
         ahead = torch.stack(torch._foreach_lerp(gradients, momenta, mu))
         if ahead.is_cuda and ahead.dtype == torch.float32:
             ahead = ahead.bfloat16()
-        directions = orthogonal(ahead, group["iterations"]).to(weights[0].dtype)
-        size = 0.2 * max(weights[0].shape) ** 0.5
+        directions = orthogonal(ahead.flatten(0, -3), group["iterations"]).view_as(ahead)
+        directions = directions.to(weights[0].dtype)
+        size = 0.2 * max(weights[0].shape[-2:]) ** 0.5
         torch._foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
         torch._foreach_add_(weights, directions.unbind(), alpha=-lr * size)
 

@@ -1,4 +1,8 @@
-"""Ctrl-C and its relatives: the first asks the loop to stop, the second stops at once."""
+"""Ctrl-C and its relatives: the first asks the loop to stop, the second stops at once.
+
+A terminal that closes says so twice, by the kernel and by the shell, so of SIGHUP the second means
+no more than the first.
+"""
 
 import signal
 from types import FrameType, TracebackType
@@ -36,6 +40,8 @@ class Interruption:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.asked == number == signal.SIGHUP:
+            return
         if self.asked is not None:
             raise KeyboardInterrupt(signal.Signals(number))  # asked twice: now
         self.asked = signal.Signals(number)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fenchel.cli import main
-from fenchel.evaluate import calibration_error, confidence, text_ids
+from fenchel.evaluate import calibration_error, confidence, score, text_ids
 from fenchel.evaluate.calibration import Bin
 from fenchel.model import load
 
@@ -82,6 +82,57 @@ def test_another_tokenizer_is_compared_by_bits_and_refused_by_perplexity(
     same = json.loads(told([*words, str(run_directory), "--json"], capsys))
     assert same["against"]["perplexity_difference"] == 0.0
     assert "refused" not in same["against"]
+
+
+def test_a_number_of_tokens_reads_the_beginning(
+    run_directory: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text)]
+    model, tokenizer, config = load(run_directory)
+    ids, size = text_ids(tokenizer, str(other_text))
+    found = json.loads(told([*words, "--tokens", "50", "--calibration", "--json"], capsys))
+    direct = score(model, ids, bytes=size, context=config.context, limit=50)
+    assert (found["tokens"], found["loss"]) == (50, pytest.approx(direct.loss))
+    assert found["bytes"] == pytest.approx(size * 50 / (len(ids) - 1), abs=1)
+    assert found["calibration"]["plain"]["predictions"] == 25  # the second half of those
+    assert "the first, about" in told([*words, "--tokens", "50"], capsys)
+    many = json.loads(told([*words, "--tokens", "1000000", "--json"], capsys))
+    assert many == json.loads(told([*words, "--json"], capsys))
+    own = ["eval", str(run_directory), "--tokens", "7", "--json"]
+    assert json.loads(told(own, capsys))["tokens"] == 7
+    assert main([*words, "--tokens", "0"]) == 2
+    assert "give at least 1" in capsys.readouterr().err
+
+
+def test_the_first_tokens_of_two_tokenizers_are_not_compared(
+    run_directory: Path, rival: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text), "--tokens", "50", "--against"]
+    assert main([*words, str(rival)]) == 2
+    assert "leave out --tokens" in capsys.readouterr().err
+    same = json.loads(told([*words, str(run_directory), "--json"], capsys))
+    assert same["against"]["tokens"] == 50
+
+
+def test_a_long_reading_tells_how_far_it_is_beside_the_result(
+    run_directory: Path,
+    other_text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text), "--calibration"]
+    brief = told(words, capsys)
+    monkeypatch.setattr("fenchel.cli.console.PLAIN_EVERY", 0.0)
+    capsys.readouterr()
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert shown.out == brief
+    tokenizer = load(run_directory).tokenizer
+    whole = len(text_ids(tokenizer, str(other_text))[0]) - 1
+    for stage in ("reading", "calibration"):
+        assert f"{stage}: {whole:,} of {whole:,}" in shown.err
+    assert main([*words, "--json"]) == 0
+    assert not capsys.readouterr().err
 
 
 def test_a_comparison_without_a_text_is_refused(

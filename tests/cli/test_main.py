@@ -22,6 +22,16 @@ def test_help_and_mistakes_load_neither_torch_nor_numpy() -> None:
     assert told.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("words", [["--version"], ["generate", "runs/x", "--promt", "a"]])
+def test_python_m_fenchel_is_the_console_script(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_module = [sys.executable, "-m", "fenchel", *words]
+    told = subprocess.run(as_module, capture_output=True, text=True)
+    assert told.returncode == main(words)
+    assert (told.stdout, told.stderr) == tuple(capsys.readouterr())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

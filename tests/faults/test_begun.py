@@ -4,9 +4,11 @@ import os
 import signal
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fenchel.data.corpus
 import fenchel.flow
 from fenchel.train import Pace
 
@@ -121,6 +123,55 @@ def test_token_files_may_be_shared_between_runs(
     assert (shared / "train.bin").is_file()
     assert lab.resume(tmp_path / "two").code == 0
     assert lab.story(tmp_path / "two") == whole
+
+
+def while_encoding(act: Callable[[], object]) -> Callable[[], None]:
+    """Do something when the first token file is half made."""
+
+    def mischief() -> None:
+        encode = fenchel.data.corpus._require_exact
+
+        def watched(*args: Any) -> None:
+            fenchel.data.corpus._require_exact = encode
+            act()
+            encode(*args)
+
+        fenchel.data.corpus._require_exact = watched
+
+    return mischief
+
+
+def test_what_a_killed_run_left_beside_shared_token_files_is_removed_by_the_next(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    sharing = ("--set", f"text.prepared={folder / 'shared'}")
+    killed = lab.begin(
+        tmp_path / "one",
+        *sharing,
+        mischief=while_encoding(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    )
+    assert killed.code == -signal.SIGKILL
+    assert ".tmp-" in "".join(os.listdir(folder))
+    assert lab.begin(tmp_path / "two", *sharing).code == 0
+    assert os.listdir(folder) == ["shared"]
+    assert lab.story(tmp_path / "two") == whole
+
+
+def test_a_run_that_is_still_making_shared_token_files_is_not_disturbed(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    sharing = ("--set", f"text.prepared={folder / 'shared'}")
+    pause = while_encoding(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    first = lab.start(*lab.beginning(tmp_path / "one"), *sharing, mischief=pause)
+    os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
+    assert lab.begin(tmp_path / "two", *sharing, mischief=lab.signalled(6)).code == STOPPED
+    assert len(os.listdir(folder)) == 2
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.wait().code == 0
+    assert os.listdir(folder) == ["shared"]
+    assert lab.story(tmp_path / "one") == whole
 
 
 def test_two_runs_that_begin_in_one_second_get_two_folders(tmp_path: Path) -> None:

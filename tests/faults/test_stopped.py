@@ -1,9 +1,14 @@
 """Ctrl-C, kill and a closed terminal: once is a request, twice is an order."""
 
+import fcntl
 import os
+import pty
 import signal
+import termios
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fenchel.train import checkpoint
 
@@ -48,7 +53,7 @@ def test_twice_stops_at_once_and_harms_no_checkpoint(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
     before = {p: p.stat().st_mtime_ns for p in (halfway / "checkpoints").rglob("*")}
-    for by in (INT, TERM, HUP):
+    for by in (INT, TERM):
 
         def mischief(by: signal.Signals = by) -> None:
             lab.signalled(24, by)()
@@ -59,6 +64,48 @@ def test_twice_stops_at_once_and_harms_no_checkpoint(
         assert "stopped at once; what was saved before is intact." in ended.said
         after = {p: p.stat().st_mtime_ns for p in (halfway / "checkpoints").rglob("*")}
         assert after == before
+    assert lab.resume(halfway).code == 0
+    assert lab.story(halfway) == whole
+
+
+def test_a_terminal_that_says_twice_that_it_closes_is_no_order(
+    lab: Any, whole: dict[str, Any], halfway: Path
+) -> None:
+    """Once by the kernel and once by the shell, the second time while a checkpoint is written."""
+
+    def mischief() -> None:
+        lab.signalled(24, HUP)()
+        twice(HUP)()
+
+    assert lab.resume(halfway, mischief=mischief).code == 128 + HUP
+    assert max(lab.kept(halfway)) == 24
+    assert lab.resume(halfway).code == 0
+    assert lab.story(halfway) == whole
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])  # a live bar, or plain lines
+def test_a_closed_terminal_stops_as_a_signal_does_though_nothing_can_be_said(
+    lab: Any, whole: dict[str, Any], halfway: Path, term: str
+) -> None:
+    ours, theirs = pty.openpty()
+
+    def mischief() -> None:
+        os.close(ours)
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        for number in (0, 1, 2):
+            os.dup2(theirs, number)
+        os.environ["TERM"] = term
+        lab.at_step(25, lambda: os.kill(os.getpid(), signal.SIGSTOP))()
+
+    child = lab.start("--resume", halfway, mischief=mischief)
+    os.close(theirs)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    os.close(ours)  # the terminal is gone: SIGHUP, and every word to it is an error
+    os.kill(child.pid, signal.SIGCONT)
+    assert child.wait().code == 128 + HUP
+    assert max(lab.kept(halfway)) == 25
+    assert (halfway / "report.html").exists()
     assert lab.resume(halfway).code == 0
     assert lab.story(halfway) == whole
 
@@ -74,18 +121,22 @@ def test_a_run_under_nohup_outlives_its_terminal(
     assert lab.story(halfway) == whole
 
 
-def test_a_stop_before_training_leaves_no_half_made_folder(lab: Any, tmp_path: Path) -> None:
-    """F24: Ctrl-C while the text is being read."""
+@pytest.mark.parametrize("by", [INT, HUP])
+def test_a_stop_before_training_leaves_no_half_made_folder(
+    lab: Any, tmp_path: Path, by: signal.Signals
+) -> None:
+    """F24: Ctrl-C while the text is being read, or its terminal closes."""
     import fenchel.flow
 
     def mischief() -> None:
         def interrupted(*_: object, **__: object) -> None:
-            os.kill(os.getpid(), INT)
+            os.kill(os.getpid(), by)
 
         fenchel.flow.run.prepare = interrupted
 
     ended = lab.begin(tmp_path / "run", mischief=mischief)
-    assert ended.code == 130
+    assert ended.code == 128 + by
+    assert "stopped at once; what was saved before is intact." in ended.said
     assert not (tmp_path / "run").exists()
 
 

@@ -28,6 +28,15 @@ def test_tokens_and_draws_are_read(tmp_path: Path) -> None:
     )
 
 
+def test_what_filters_nothing_there_filters_nothing_here(tmp_path: Path) -> None:
+    off = {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_p": 0.0}
+    assert read_generation(write(tmp_path, **off)) == Generation(temperature=1.0)
+
+
+def test_a_penalty_counts_without_drawing(tmp_path: Path) -> None:
+    assert read_generation(write(tmp_path, repetition_penalty=1.1)).repetition_penalty == 1.1
+
+
 def test_settings_of_draws_count_only_when_drawing(tmp_path: Path) -> None:
     found = read_generation(write(tmp_path, temperature=0.6, top_k=5, eos_token_id=2))
     assert found == Generation(ends=(2,))
@@ -55,6 +64,7 @@ def test_an_older_directory_says_it_in_its_config(tmp_path: Path) -> None:
         {"do_sample": True, "top_p": 1.5},
         {"do_sample": True, "top_k": 1.5},
         {"do_sample": True, "min_p": [0.1]},
+        {"repetition_penalty": -1.0},
     ],
     ids=str,
 )

@@ -37,6 +37,25 @@ def test_matrices_decay_and_nothing_else_does(name: str) -> None:
             assert (group["weight_decay"] > 0) == inside, names[id(p)]
 
 
+@every_rule
+def test_experts_decay_as_matrices_and_muon_moves_each(name: str) -> None:
+    model = small(experts=3, experts_per_token=2)
+    optimiser = build_optimiser(model, OptimConfig(optimiser=name))
+    experts = {n: p for n, p in model.named_parameters() if p.ndim == 3}
+    assert {n.rpartition(".")[2] for n in experts} == {"gate", "up", "down"}
+    groups = {id(p): group for group in optimiser.param_groups for p in group["params"]}
+    for p in experts.values():
+        assert groups[id(p)]["weight_decay"] > 0
+        assert ("iterations" in groups[id(p)]) == (name in ("muon", "score", "trust"))
+    before = {n: p.detach().clone() for n, p in experts.items()}
+    model(torch.tensor([[1, 5, 2, 9]]))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.1)
+    optimiser.step()
+    for n, p in experts.items():
+        assert (p.detach() != before[n]).flatten(1).any(1).all(), n
+
+
 def test_a_tied_table_is_not_a_matrix_inside_a_block() -> None:
     model = small()
     matrices, others = split(model)

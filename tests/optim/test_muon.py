@@ -48,6 +48,33 @@ def test_a_step_is_what_the_docstring_says() -> None:
     torch.testing.assert_close(weight.detach(), expected)
 
 
+@pytest.mark.parametrize("stack", [(7,), (2, 3), (1,), (0,)], ids=str)
+def test_a_stack_moves_as_its_matrices_do_alone(stack: tuple[int, ...]) -> None:
+    together = torch.nn.Parameter(draw(*stack, 5, 4))
+    alone = [torch.nn.Parameter(w.clone()) for w in together.detach().flatten(0, -3)]
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    optimisers = [Muon([together], **settings), *(Muon([w], **settings) for w in alone)]
+    for seed in (1, 2):
+        G = draw(*stack, 5, 4, seed=seed) * torch.logspace(-3, 3, len(alone)).view(*stack, 1, 1)
+        together.grad = G.clone()
+        for w, g in zip(alone, G.flatten(0, -3), strict=True):
+            w.grad = g.clone()
+        for optimiser in optimisers:
+            optimiser.step()
+    expected = torch.stack([w.detach() for w in alone]) if alone else together.detach()
+    torch.testing.assert_close(together.detach().flatten(0, -3), expected.view(-1, 5, 4))
+
+
+def test_a_matrix_of_a_stack_without_gradient_only_decays() -> None:
+    weight = torch.nn.Parameter(draw(2, 5, 4))
+    start = weight.detach().clone()
+    weight.grad = draw(2, 5, 4, seed=1)
+    weight.grad[1] = 0.0
+    Muon([weight], lr=0.1, weight_decay=0.5).step()
+    torch.testing.assert_close(weight.detach()[1], 0.95 * start[1])
+    assert (weight.detach()[0] != 0.95 * start[0]).all()
+
+
 def test_it_moves_as_torchs_muon_does() -> None:
     """Theirs orthogonalises in bfloat16, so the two agree to its three digits."""
     ours, theirs = (torch.nn.Parameter(draw(16, 12)) for _ in range(2))

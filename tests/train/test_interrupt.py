@@ -26,6 +26,15 @@ def test_the_second_ends_at_once_and_tells_which_it_was(number: signal.Signals) 
         assert signals.asked == signal.SIGINT
 
 
+def test_a_terminal_may_say_twice_that_it_closes() -> None:
+    with Interruption() as signals:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+        assert signals.asked == signal.SIGHUP
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
 def test_handlers_are_put_back_however_it_ends() -> None:
     before = [signal.getsignal(number) for number in WATCHED]
     with pytest.raises(ValueError, match="trouble"), Interruption():
