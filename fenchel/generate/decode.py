@@ -5,7 +5,9 @@
     unread = token             until ``max_new_tokens``, or all sequences have stopped
 
 With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
-the tokens are the same (fenchel/generate/lookup.py).
+the tokens are the same (fenchel/generate/lookup.py). A greedy step that is recorded chooses its
+token on the device and goes on with it: the loop asks for ``AHEAD`` tokens at a time, and forgets
+those behind a stop.
 
 B sequences, T positions of the prompt, N new tokens.
 """
@@ -22,9 +24,12 @@ from fenchel.generate.fixed import Record, require
 from fenchel.generate.lookup import PromptLookup
 from fenchel.generate.prompts import Prompts, seen, side_by_side
 from fenchel.generate.reader import Reader
-from fenchel.generate.sample import Sampling, sample
+from fenchel.generate.sample import NOT_FINITE, Sampling, sample
 from fenchel.generate.stopping import Stops, Telling
 from fenchel.model import Transformer, evaluating
+
+AHEAD = 16
+"""Tokens between two questions to the device, where it decodes by itself; stops are seen then."""
 
 
 @overload
@@ -243,7 +248,9 @@ def _start(
             seen_BV.scatter_(1, token_B.unsqueeze(-1).long(), True)
         return token_B
 
-    return _Run(prompts, stops, _decode(reader, prompts.ids, count, choose, stops, draft))
+    plainly_greedy = sampling.temperature == 0.0 and seen_BV is None
+    ahead = AHEAD if plainly_greedy else 0
+    return _Run(prompts, stops, _decode(reader, prompts.ids, count, choose, stops, draft, ahead))
 
 
 @torch.inference_mode()
@@ -254,6 +261,7 @@ def _decode(
     choose: Callable[[Tensor], Tensor],
     stops: Stops,
     draft: int,
+    ahead: int,
 ) -> Iterator[Tensor]:
     """The loop: read, draw, and read what was drawn."""
     lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
@@ -268,9 +276,12 @@ def _decode(
                 guess = lookup.guess(min(draft, count - 1, reader.left - 1))
             if guess:
                 unread = torch.cat([unread, unread.new_tensor([guess])], dim=-1)
-            logits_BTV = reader.read(unread, last=not guess)
-            for i in range(len(guess) + 1):
-                token_B = choose(logits_BTV[:, i])
+            if ahead and reader.replays(unread):
+                drawn = _followed(reader, unread, min(ahead, count, reader.left), stops)
+            else:
+                logits_BTV = reader.read(unread, last=not guess)
+                drawn = (choose(logits_BV) for logits_BV in logits_BTV.unbind(1))
+            for i, token_B in enumerate(drawn):
                 said.append(token_B.unsqueeze(-1))
                 yield token_B
                 count -= 1
@@ -280,5 +291,17 @@ def _decode(
                     lookup.add(token_B.tolist())
                 if i < len(guess) and token_B.item() != guess[i]:
                     break
-            reader.take_back(len(guess) - i)
+            if guess:
+                reader.take_back(len(guess) - i)
             unread = said[-1]
+
+
+def _followed(reader: Reader, unread_B1: Tensor, count: int, stops: Stops) -> Iterator[Tensor]:
+    """The next ``count`` tokens, chosen on the device without a question in between."""
+    tokens_BN = reader.follow(unread_B1, count).to(unread_B1.dtype)
+    there = tokens_BN.cpu() if stops.any else tokens_BN
+    lost = bool((there < 0).any())
+    for token_B in there.unbind(1):
+        if lost and bool((token_B < 0).any()):
+            raise ValueError(NOT_FINITE)
+        yield stops.take(token_B).to(unread_B1.device)
