@@ -164,20 +164,24 @@ def _row(x_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _normed(  # type: ignore[no-untyped-def]
-    x, at, gain_ptr, shift_ptr, epsilon, centred: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
-):
+def _gain(gain_ptr, shift_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    gain = 1.0
+    shift = 0.0
+    if gain_ptr is not None:
+        gain = _row(gain_ptr, at, K, BLOCK).to(tl.float32)
+    if shift_ptr is not None:
+        shift = _row(shift_ptr, at, K, BLOCK).to(tl.float32)
+    return gain, shift
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normed(x, gain, shift, at, epsilon, centred: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
     """n(x) in float32, rounded as x is."""
     y = x.to(tl.float32)
-    if gain_ptr is not None:
-        if centred:
-            y = tl.where(at < K, y - tl.sum(y, 0) / K, 0.0)
-        r = tl.rsqrt(tl.sum(y * y, 0) / K + epsilon)
-        y = y * r * _row(gain_ptr, at, K, BLOCK).to(tl.float32)
-        if shift_ptr is not None:
-            y += _row(shift_ptr, at, K, BLOCK).to(tl.float32)
-        y = y.to(x.dtype).to(tl.float32)
-    return y
+    if centred:
+        y = tl.where(at < K, y - tl.sum(y, 0) / K, 0.0)
+    r = tl.rsqrt(tl.sum(y * y, 0) / K + epsilon)
+    return (y * r * gain + shift).to(x.dtype).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -203,12 +207,15 @@ def _product(  # type: ignore[no-untyped-def]
     row = tl.minimum(row, N - 1)  # rows past the end read the last one and are not written
     at = tl.arange(0, BLOCK)
     w = _rows(w_ptr, row, at, K, BLOCK)
+    gain, shift = _gain(gain_ptr, shift_ptr, at, K, BLOCK)
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for b in range(B):
         x = _row(x_ptr + b * K, at, K, BLOCK)
-        y = _normed(x, at, gain_ptr, shift_ptr, epsilon, centred, K, BLOCK)
+        y = x.to(tl.float32)
+        if gain_ptr is not None:
+            y = _normed(x, gain, shift, at, epsilon, centred, K)
         total = tl.sum(w.to(tl.float32) * y[None, :], 1)
         if bias_ptr is not None:
             total += tl.load(bias_ptr + row).to(tl.float32)
@@ -259,12 +266,13 @@ def _gated(  # type: ignore[no-untyped-def]
     w = _rows(up_ptr, row, at, K, BLOCK)
     if gate_ptr is not None:
         v = _rows(gate_ptr, row, at, K, BLOCK)
+    gain, shift = _gain(gain_ptr, shift_ptr, at, K, BLOCK)
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for b in range(B):
         x = _row(x_ptr + b * K, at, K, BLOCK)
-        y = _normed(x, at, gain_ptr, shift_ptr, epsilon, centred, K, BLOCK)
+        y = _normed(x, gain, shift, at, epsilon, centred, K)
         wide = tl.sum(w.to(tl.float32) * y[None, :], 1)
         if up_bias_ptr is not None:
             wide += tl.load(up_bias_ptr + row).to(tl.float32)
