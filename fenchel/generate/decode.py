@@ -13,6 +13,7 @@ B sequences, T positions of the prompt, N new tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple, overload
 
 import torch
@@ -265,7 +266,7 @@ def _decode(
 ) -> Iterator[Tensor]:
     """The loop: read, draw, and read what was drawn."""
     lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
-    with evaluating(reader.model):
+    with evaluating(reader.model), closing(reader):
         unread, said = reader.begin(ids_BT, reader.context), [ids_BT]
         while count:
             if unread.shape[1] > reader.left:

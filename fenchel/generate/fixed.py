@@ -83,7 +83,8 @@ class FixedStep:
         record: Recorder,
         fused: bool = False,
     ) -> None:
-        self.model, self.cache = model, FixedCache(cache, batch=batch)
+        self.cache = FixedCache(cache, batch=batch)
+        self.model = None if fused else model
         device = model.read_weight.device
         self.token_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.said_BP = torch.zeros(batch, cache.positions + 1, dtype=torch.long, device=device)
@@ -110,6 +111,7 @@ class FixedStep:
         cache = self.cache
         if self._fused is not None:
             return self._fused.step(self.said_BP)
+        assert self.model is not None
         cache.present_BS.index_fill_(1, cache.places[cache.positions], True)
         logits_B1V: Tensor = self.model(
             self.token_B.unsqueeze(-1), cache=cache, present_BS=cache.present_BS, last=True

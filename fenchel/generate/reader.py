@@ -11,7 +11,7 @@ Shapes: ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position.
 import torch
 from torch import Tensor
 
-from fenchel.generate import fused
+from fenchel.generate import fused, kept
 from fenchel.generate.cache import KeyValueCache, Kind
 from fenchel.generate.fixed import RECORDERS, FixedStep, Record
 from fenchel.generate.lean import Lean, why_not
@@ -51,6 +51,7 @@ class Reader:
         )
         self._record, self._to_take, self._batch = record, True, B
         self._fixed: FixedStep | None = None
+        self._fit: kept.Fit | None = None
         self._lean = Lean(model, self.cache, batch=B) if why_not(model) is None else None
         self.fill_B: Tensor | None = None
         """How many slots at the left of each sequence are absent."""
@@ -118,18 +119,27 @@ class Reader:
     def _recorded(self) -> FixedStep:
         """The recorded step, which has a cache of its own, with all that was read so far."""
         if self._fixed is None:
-            assert self._record is not None
-            self._fixed = FixedStep(
-                self.model,
-                self.cache,
-                batch=self._batch,
-                record=RECORDERS[self._record],
-                fused=fused.why_not(self.model, batch=self._batch) is None,
-            )
+            self._fixed = self._kept_or_new()
         if self._to_take:
             self._fixed.cache.take(self.cache, self.fill_B)
             self._to_take = False
         return self._fixed
+
+    def _kept_or_new(self) -> FixedStep:
+        assert self._record is not None
+        B, record = self._batch, RECORDERS[self._record]
+        if fused.why_not(self.model, batch=B) is not None:
+            return FixedStep(self.model, self.cache, batch=B, record=record)
+        self._fit = kept.fit(self.model, batch=B, positions=self.room)
+        return kept.take(self.model, self._fit) or FixedStep(
+            self.model, self.cache, batch=B, record=record, fused=True
+        )
+
+    def close(self) -> None:
+        """Nothing more is read; what the next call can use is kept for it."""
+        if self._fixed is not None and self._fit is not None:
+            kept.bring_back(self.model, self._fit, self._fixed)
+        self._fixed = None
 
     def take_back(self, positions: int) -> None:
         """Forget the last positions read."""

@@ -100,6 +100,16 @@ def test_greedy_words_are_the_same_without_a_question_in_between(
         assert torch.equal(one, other)
 
 
+def test_a_penalty_is_still_paid_token_by_token(
+    lively: Build, prompts: Draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RECORDERS, "graph", as_it_is)
+    model, ids = lively(context=64), prompts(1, 5)
+    plain, recorded = ways(model, ids, repetition_penalty=1.5)
+    assert torch.equal(plain, recorded)
+    assert not torch.equal(plain, generate(model, ids, max_new_tokens=40, temperature=0.0))
+
+
 def test_what_came_behind_a_stop_is_cut_off(
     lively: Build, prompts: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
