@@ -299,10 +299,11 @@ def _decode(
 
 def _followed(reader: Reader, unread_B1: Tensor, count: int, stops: Stops) -> Iterator[Tensor]:
     """The next ``count`` tokens, chosen on the device without a question in between."""
-    tokens_BN = reader.follow(unread_B1, count).to(unread_B1.dtype)
-    there = tokens_BN.cpu() if stops.any else tokens_BN
-    lost = bool((there < 0).any())
-    for token_B in there.unbind(1):
+    like, tokens_BN = unread_B1, reader.follow(unread_B1, count)
+    if stops.any:
+        tokens_BN = tokens_BN.cpu()
+    lost = bool((tokens_BN < 0).any())
+    for token_B in tokens_BN.unbind(1):
         if lost and bool((token_B < 0).any()):
             raise ValueError(NOT_FINITE)
-        yield stops.take(token_B).to(unread_B1.device)
+        yield stops.take(token_B.to(like.dtype)).to(like.device)

@@ -84,6 +84,7 @@ def test_two_streams_at_once_do_not_share_a_step(
     monkeypatch.setattr("fenchel.generate.decode.AHEAD", 1)
     prompts = [ids, ids.flip(1)]
     wanted = [generate(model, one, **GREEDY)[0, 4:].tolist() for one in prompts]
+    assert same(model, ids)  # there is one to be had, for the first who comes
     greedy = Sampling(temperature=0.0)
     said = [
         stream(model, one, max_new_tokens=3, sampling=greedy, record="graph") for one in prompts
