@@ -16,8 +16,9 @@ which is 16 kB a program, and several programs live on a multiprocessor. The row
 computed in every program anew while W is on its way: 4 kB out of the nearest cache, against a pass
 and a kernel of its own. W goes past that cache (".cg"), so that x stays in it.
 
-With ``overlap`` the next kernel asks for its weights before this one has ended: they depend on
-nobody. ``gdc_wait`` stands between the weights and all that an earlier kernel wrote.
+With ``overlap`` the next kernel asks for its weights before this one has ended, so they must not be
+what this one writes. ``gdc_wait`` stands between the weights and all that an earlier kernel wrote;
+every kernel here waits, so each is complete before the next but one begins to read or write.
 
 Sums are in float32; results are rounded where the model's own operations round, to the dtype of x.
 
