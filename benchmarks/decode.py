@@ -1,13 +1,17 @@
 """Decoding: plain, recorded, guessed ahead and with smaller caches, against transformers.
 
-On a GPU in bfloat16 (``graph`` and ``compile`` replay a step of fixed shapes), on a CPU in
-float32 on two threads; all in one process, in turn (harness.py). Random weights of the shape of
-a Llama; greedy, ``NEW`` tokens from a prompt of ``PROMPT``. Theirs has sdpa attention and its
-default cache, and on a GPU also its compiled static cache.
+On a GPU in bfloat16 (``graph`` replays a step of fixed shapes), on a CPU in float32 on two threads;
+all in one process, in turn (harness.py). Random weights of the shape of a Llama, on a GPU one of
+1.1 thousand million parameters; greedy, ``NEW`` tokens from a prompt of ``PROMPT``, the prompt and
+the recording counted. Theirs has sdpa attention and its default cache, and on a GPU also its
+compiled static cache.
 
     tokens_per_second    of all sequences together
     ratio                to transformers' default, above 1 is faster
     cache_bytes          what keys and values take
+    of_datasheet         steps a second times the bytes of the weights that a step reads, as a share
+                         of the 4.8 TB/s that the maker of an H200 names; on a GPU only
+    of_copy              the same as a share of the 4.3 TB/s that a copy reaches there
 """
 
 from collections.abc import Callable
@@ -23,10 +27,19 @@ from fenchel.generate import KeyValueCache, generate
 from fenchel.model import ModelConfig, Transformer
 
 THREADS = 2
-PROMPT, NEW = 32, 128
-SMALL = ModelConfig(vocabulary=8192, context=256, width=384, layers=6, heads=6)
+PROMPT, NEW = 32, 256
+DATASHEET, COPY = 4.8e12, 4.3e12
+"""Bytes a second of an H200's memory: as its maker says, and as a large copy was measured."""
+SMALL = ModelConfig(vocabulary=8192, context=512, width=384, layers=6, heads=6)
 LARGE = ModelConfig(
-    vocabulary=32768, context=256, width=2048, layers=16, heads=16, kv_heads=4, tied=False
+    vocabulary=32000,
+    context=2048,
+    width=2048,
+    layers=22,
+    heads=32,
+    kv_heads=4,
+    hidden=5632,
+    tied=False,
 )
 Words = Callable[[], Tensor]
 
@@ -45,7 +58,7 @@ def ways(place: Place, model: Any, prompts: Tensor) -> dict[str, Words]:
     """Our contenders."""
     settings: list[dict[str, Any]] = [{}, {"cache": "float16"}, {"cache": "int8"}]
     if place.device == "cuda":
-        settings += [{"record": "graph"}, {"record": "compile"}]
+        settings += [{"record": "graph"}]
     if len(prompts) == 1:
         settings += [{"draft": 8}]
 
@@ -75,6 +88,13 @@ def theirs(place: Place, model: Any, prompts: Tensor) -> dict[str, Words]:
     return found
 
 
+def bytes_read(model: Transformer) -> int:
+    """What a step reads of the weights: all but a table that serves to look up one row."""
+    every = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = model.embed.weight
+    return every if model.read is None else every - table.numel() * table.element_size()
+
+
 def rows(place: Place, batch: int) -> list[dict[str, Any]]:
     """All contenders on one batch."""
     config, kind = place.model, {"device": place.device, "dtype": place.dtype}
@@ -92,6 +112,10 @@ def rows(place: Place, batch: int) -> list[dict[str, Any]]:
             "tokens_per_second": round(batch * NEW / found.median(name)),
             "ratio": round(found.ratio(name, "transformers"), 3),
         }
+        if place.device == "cuda":
+            traffic = NEW / found.median(name) * bytes_read(ours)
+            line["of_datasheet"] = round(traffic / DATASHEET, 3)
+            line["of_copy"] = round(traffic / COPY, 3)
         if name == "plain" or name.startswith("cache"):
             cache_kind: Any = "model" if name == "plain" else name.split()[-1]
             sizes: dict[str, Any] = {"batch": batch, "positions": PROMPT + NEW, "device": "meta"}

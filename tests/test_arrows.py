@@ -14,7 +14,7 @@ ARROWS: dict[str, set[str]] = {
     "sensitivity": {"choice", "attention"},
     "optim": {"choice", "attention"},
     "model": {"choice", "attention", "data"},  # data for the tokenizer beside the weights
-    "generate": {"attention", "model"},
+    "generate": {"attention", "model", "kernels"},
     "data": set(),
     "train": {"choice", "optim", "data", "kernels"},
     "evaluate": {"attention", "choice", "data", "generate", "model"},

@@ -5,12 +5,15 @@
     unread = token             until ``max_new_tokens``, or all sequences have stopped
 
 With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
-the tokens are the same (fenchel/generate/lookup.py).
+the tokens are the same (fenchel/generate/lookup.py). A greedy step that is recorded chooses its
+token on the device and goes on with it: the loop asks for ``AHEAD`` tokens at a time, and forgets
+those behind a stop.
 
 B sequences, T positions of the prompt, N new tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple, overload
 
 import torch
@@ -22,9 +25,12 @@ from fenchel.generate.fixed import Record, require
 from fenchel.generate.lookup import PromptLookup
 from fenchel.generate.prompts import Prompts, seen, side_by_side
 from fenchel.generate.reader import Reader
-from fenchel.generate.sample import Sampling, sample
+from fenchel.generate.sample import NOT_FINITE, Sampling, sample
 from fenchel.generate.stopping import Stops, Telling
 from fenchel.model import Transformer, evaluating
+
+AHEAD = 16
+"""Tokens between two questions to the device, where it decodes by itself; stops are seen then."""
 
 
 @overload
@@ -243,7 +249,9 @@ def _start(
             seen_BV.scatter_(1, token_B.unsqueeze(-1).long(), True)
         return token_B
 
-    return _Run(prompts, stops, _decode(reader, prompts.ids, count, choose, stops, draft))
+    plainly_greedy = sampling.temperature == 0.0 and seen_BV is None
+    ahead = AHEAD if plainly_greedy else 0
+    return _Run(prompts, stops, _decode(reader, prompts.ids, count, choose, stops, draft, ahead))
 
 
 @torch.inference_mode()
@@ -254,10 +262,11 @@ def _decode(
     choose: Callable[[Tensor], Tensor],
     stops: Stops,
     draft: int,
+    ahead: int,
 ) -> Iterator[Tensor]:
     """The loop: read, draw, and read what was drawn."""
     lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
-    with evaluating(reader.model):
+    with evaluating(reader.model), closing(reader):
         unread, said = reader.begin(ids_BT, reader.context), [ids_BT]
         while count:
             if unread.shape[1] > reader.left:
@@ -268,9 +277,12 @@ def _decode(
                 guess = lookup.guess(min(draft, count - 1, reader.left - 1))
             if guess:
                 unread = torch.cat([unread, unread.new_tensor([guess])], dim=-1)
-            logits_BTV = reader.read(unread, last=not guess)
-            for i in range(len(guess) + 1):
-                token_B = choose(logits_BTV[:, i])
+            if ahead and reader.replays(unread):
+                drawn = _followed(reader, unread, min(ahead, count, reader.left), stops)
+            else:
+                logits_BTV = reader.read(unread, last=not guess)
+                drawn = (choose(logits_BV) for logits_BV in logits_BTV.unbind(1))
+            for i, token_B in enumerate(drawn):
                 said.append(token_B.unsqueeze(-1))
                 yield token_B
                 count -= 1
@@ -280,5 +292,18 @@ def _decode(
                     lookup.add(token_B.tolist())
                 if i < len(guess) and token_B.item() != guess[i]:
                     break
-            reader.take_back(len(guess) - i)
+            if guess:
+                reader.take_back(len(guess) - i)
             unread = said[-1]
+
+
+def _followed(reader: Reader, unread_B1: Tensor, count: int, stops: Stops) -> Iterator[Tensor]:
+    """The next ``count`` tokens, chosen on the device without a question in between."""
+    like, tokens_BN = unread_B1, reader.follow(unread_B1, count)
+    if stops.any:
+        tokens_BN = tokens_BN.cpu()
+    lost = bool((tokens_BN < 0).any())
+    for token_B in tokens_BN.unbind(1):
+        if lost and bool((token_B < 0).any()):
+            raise ValueError(NOT_FINITE)
+        yield stops.take(token_B.to(like.dtype)).to(like.device)

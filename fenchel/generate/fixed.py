@@ -1,21 +1,13 @@
 """A step whose shapes never change, so that it can be recorded once and replayed.
 
 On a GPU a step of decoding is hundreds of small kernels, and asking for each takes longer than
-running it. A CUDA graph asks once for all of them, torch.compile fuses many into one; both want
-the same memory and the same shapes at every step, which a cache that grows does not give. Here
-the cache always has all its S slots, and what is not yet there is absent:
+running it. A CUDA graph asks once for all of them, and wants the same memory and the same shapes at
+every step, which a cache that grows does not give. Here the cache always has all its slots, and
+those not yet written are absent (fenchel/generate/slots.py). Distances between slots mean nothing
+there, so ALiBi and buckets cannot be recorded (``why_not``).
 
-    present_BS    True at the slots that hold a token; the model forbids the others
-
-Priors are aligned to the end, where the newest query stands. So slots are filled from the end:
-token n stands in slot S - 1 - n. A query at the last slot then sees every slot to its left, and
-the n + 1 present ones put it at position n. A layer with a window of W keys has R = min(W, S)
-slots and token n stands in slot R - 1 - n mod R: until all R are full they are the last R of the
-S, and afterwards all of them are present, so one mask serves all layers. Where keys stand does
-not matter to attention as long as their positions came in before (rotary, learned, none);
-distances between slots mean nothing here, so ALiBi and buckets cannot be recorded (``why_not``).
-
-The prompt is read by the ordinary cache and taken over.
+The prompt is read by the ordinary cache and taken over. A step is the model's own forward pass, or
+for a plain decoder a few kernels made for one token (fenchel/generate/fused.py).
 """
 
 from collections.abc import Callable
@@ -25,12 +17,14 @@ import torch
 from torch import Tensor
 
 from fenchel.generate.cache import KeyValueCache, Kind
+from fenchel.generate.fused import Fused
+from fenchel.generate.slots import FixedCache
 from fenchel.model import Transformer
 
 Step = Callable[[], Tensor]
 Recorder = Callable[[Step, torch.device], Step]
-Record = Literal["graph", "compile"]
-"""How a step is recorded: as a CUDA graph, or by torch.compile, which fuses kernels as well."""
+Record = Literal["graph"]
+"""How a step is recorded: as a CUDA graph."""
 BY_DISTANCE = ("alibi", "buckets")
 
 
@@ -39,7 +33,7 @@ def require(model: Transformer, record: Record, *, kind: Kind, fill: bool, draft
     if record not in get_args(Record):
         raise ValueError(f"record={record!r} should be one of {', '.join(get_args(Record))}.")
     reason = why_not(model, fill=fill)
-    if record == "graph" and model.read_weight.device.type != "cuda":
+    if RECORDERS[record] is as_graph and model.read_weight.device.type != "cuda":
         reason = (
             f"a CUDA graph needs a model on a GPU, and this one is on {model.read_weight.device}"
         )
@@ -62,61 +56,23 @@ def why_not(model: Transformer, *, fill: bool) -> str | None:
     return None
 
 
-class FixedCache:
-    """All slots of every layer, filled from the end, at places that are numbers in memory."""
+def choose(logits_BV: Tensor, n_1: Tensor, token_B: Tensor, said_BP: Tensor) -> None:
+    """Write the likeliest token of every row into ``token_B`` and column n of ``said_BP``.
 
-    def __init__(self, cache: KeyValueCache, *, batch: int) -> None:
-        self.positions = S = cache.positions
-        like = cache.layers[0].keys.read(0, 1)
-        _, G, _, D = like.shape
-        self.rooms = [
-            S if layer.reach is None else min(S, layer.reach + 1) for layer in cache.layers
-        ]
-        # Zeros, since a slot that is absent still meets a weight of zero.
-        self.keys = [like.new_zeros(batch, G, room, D) for room in self.rooms]
-        self.values = [like.new_zeros(batch, G, room, D) for room in self.rooms]
-        self.token = torch.zeros(1, dtype=torch.long, device=like.device)
-        """The number n of the token that is read next."""
-        self.places = {room: self.token + room - 1 for room in [*self.rooms, S]}
-        self.present_BS = torch.zeros(batch, S, dtype=torch.bool, device=like.device)
-        self.length = S - 1
-        """For the model the newest token stands at the last slot, whatever its number."""
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (B, G, 1, D) at the token's place and give back all slots."""
-        place = self.places[self.rooms[layer]]
-        keys, values = self.keys[layer], self.values[layer]
-        keys.index_copy_(2, place, k)
-        values.index_copy_(2, place, v)
-        return keys, values
-
-    def advance(self, positions: int) -> None:
-        """The next token, and its places."""
-        self.token.add_(positions)
-        for room, place in self.places.items():
-            place.copy_(room - 1 - self.token % room)
-
-    def take(self, cache: KeyValueCache, fill_B: Tensor | None) -> None:
-        """Hold what another cache has read; ``fill_B`` slots at its left are absent."""
-        n = cache.length
-        for layer, (room, held) in enumerate(zip(self.rooms, cache.layers, strict=True)):
-            end = n - held.gone
-            last = min(room, end)
-            tokens = torch.arange(n - last, n, device=self.token.device)
-            places = room - 1 - tokens % room
-            self.keys[layer].index_copy_(2, places, held.keys.read(end - last, end))
-            self.values[layer].index_copy_(2, places, held.values.read(end - last, end))
-        tokens_S = self.length - torch.arange(self.positions, device=self.token.device)
-        present_BS = (tokens_S < n).expand_as(self.present_BS)
-        if fill_B is not None:
-            present_BS = present_BS & (tokens_S >= fill_B.unsqueeze(-1))
-        self.present_BS.copy_(present_BS)
-        self.token.fill_(n)
-        self.advance(0)
+    There -1 stands for a row whose largest logit is no finite number.
+    """
+    top_B, chosen_B = logits_BV.max(-1)
+    token_B.copy_(chosen_B)
+    marked_B = torch.where(top_B.isfinite(), chosen_B, -1)
+    said_BP.index_copy_(1, n_1, marked_B.unsqueeze(-1))
 
 
 class FixedStep:
-    """Reads one token of each sequence, by a step that was recorded."""
+    """Reads one token of each sequence by a step that was recorded, and chooses the next.
+
+    The likeliest token is chosen inside the step and stands where the next step reads, so that
+    greedy decoding (``follow``) asks the device for nothing between two tokens.
+    """
 
     def __init__(
         self,
@@ -125,24 +81,44 @@ class FixedStep:
         *,
         batch: int,
         record: Recorder,
+        fused: bool = False,
     ) -> None:
-        self.model, self.cache = model, FixedCache(cache, batch=batch)
+        self.cache = FixedCache(cache, batch=batch)
+        self.model = None if fused else model
         device = model.read_weight.device
-        self.token_B1 = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self._step = record(self._read, device)
+        self.token_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self.said_BP = torch.zeros(batch, cache.positions + 1, dtype=torch.long, device=device)
+        """Chosen tokens at their numbers."""
+        self._fused = Fused(model, self.cache, self.token_B) if fused else None
+        self._step = record(self._once, device)
 
     def step(self, token_B: Tensor) -> Tensor:
         """Logits behind the next token of each sequence: (B,) -> (B, V)."""
-        self.token_B1.copy_(token_B.unsqueeze(-1))
+        self.token_B.copy_(token_B)
         return self._step()
 
-    def _read(self) -> Tensor:
+    def follow(self, token_B: Tensor, number: int, count: int) -> Tensor:
+        """The ``count`` likeliest tokens behind token ``number``, each read in turn: -> (B, count).
+
+        -1 stands where the largest logit is no finite number.
+        """
+        self.token_B.copy_(token_B)
+        for _ in range(count):
+            self._step()
+        return self.said_BP[:, number + 1 : number + 1 + count].clone()
+
+    def _once(self) -> Tensor:
         cache = self.cache
+        if self._fused is not None:
+            return self._fused.step(self.said_BP)
+        assert self.model is not None
         cache.present_BS.index_fill_(1, cache.places[cache.positions], True)
-        logits: Tensor = self.model(
-            self.token_B1, cache=cache, present_BS=cache.present_BS, last=True
+        logits_B1V: Tensor = self.model(
+            self.token_B.unsqueeze(-1), cache=cache, present_BS=cache.present_BS, last=True
         )
-        return logits[:, -1]
+        logits_BV = logits_B1V[:, -1]
+        choose(logits_BV, cache.token, self.token_B, self.said_BP)
+        return logits_BV
 
 
 def as_graph(step: Step, device: torch.device) -> Step:
@@ -151,8 +127,7 @@ def as_graph(step: Step, device: torch.device) -> Step:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # what is made at a first call is made before recording
-            for _ in range(3):
-                step()
+            step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -165,10 +140,4 @@ def as_graph(step: Step, device: torch.device) -> Step:
     return replay
 
 
-def as_compiled(step: Step, device: torch.device, *, backend: str = "inductor") -> Step:
-    """A step through torch.compile, and on a GPU the kernels it made as a CUDA graph."""
-    compiled: Step = torch.compile(step, backend=backend, dynamic=False)
-    return as_graph(compiled, device) if device.type == "cuda" else compiled
-
-
-RECORDERS: dict[str, Recorder] = {"graph": as_graph, "compile": as_compiled}
+RECORDERS: dict[str, Recorder] = {"graph": as_graph}

@@ -12,125 +12,35 @@ A query sees everything that the cache hands out: a window is the cache's busine
 of unequal prompts is a mask. The R = H / G query heads that share keys stand under one another
 as R queries of one head, so no key is repeated.
 
-It is the forward pass of fenchel/model for T = 1 and for the settings in ``VARIES``; ``why_not``
-says what else a model has, and then the model reads by itself.
+It is the forward pass of fenchel/model for T = 1 and a plain decoder (fenchel/generate/plain.py);
+``why_not`` says what else a model has, and then the model reads by itself.
 
 B sequences, M width of the stream, H heads, G heads of keys, D width of a head, F width of the MLP.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
-from fenchel.attention import attend
 from fenchel.generate.cache import KeyValueCache
-from fenchel.model import ModelConfig, Transformer
-from fenchel.model.block import Attention, Block
-from fenchel.model.mlp import ACTIVATIONS, Mlp
-from fenchel.model.norm import RMSNorm
+from fenchel.generate.plain import Norm, layer_of, norm_of, unusual
+from fenchel.model import Transformer
+from fenchel.model.mlp import ACTIVATIONS
 from fenchel.model.turning import Turning
 
-VARIES = frozenset(
-    """vocabulary context width layers heads kv_heads head_size hidden norm positions rotary_base
-    rotary_scaling rotary_factor rotary_trained rotary_slow rotary_fast rotary_attention
-    rotary_truncate windows score_scale mlp tied bias qkv_bias dropout attention_dropout mlp_dropout
-    epsilon alpha initial initial_std initial_qk initial_depth""".split()
-)
-"""Settings that this page reads or that do not matter to a trained model; others must be usual."""
-USUAL = (attend.__kwdefaults__ or {})["choice"]
-"""Softmax, as ``attend`` makes it unless told otherwise; the fused kernel knows no other."""
 SEVERAL = 4
 """Sequences from which on the layout of a result matters."""
-POSITIONS = ("rotary", "learned", "none")
-_OURS = {Transformer, Block, Attention, Mlp, RMSNorm}
-_KNOWN = {*_OURS, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList}
 
 
 def why_not(model: Transformer) -> str | None:
     """The first reason why a model cannot be read by ``Lean``, or None."""
-    config, table = model.config, model.read_weight
-    for field in fields(ModelConfig):
-        value = getattr(config, field.name)
-        if field.name not in VARIES and value != field.default:
-            return f"{field.name} is {value!r}"
-    if config.positions not in POSITIONS:
-        return f"positions are {config.positions!r}"
+    table = model.read_weight
     if table.device.type != "cpu" or table.dtype not in (torch.float32, torch.float64):
         return f"it is in {table.dtype} on {table.device.type}"
-    if torch.is_autocast_enabled(table.device.type):
-        return "autocast changes dtypes on the way"
-    if any(p.dtype != table.dtype for p in model.parameters()):
-        return "its parameters are of several kinds"
-    for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"somebody watches its {type(module).__name__}"
-        if type(module) not in _KNOWN:
-            return f"it has a {type(module).__name__}"
-        if isinstance(module, Attention) and module.choice != USUAL:
-            return f"a layer chooses by {module.choice}"
-    return None
-
-
-class _Map(NamedTuple):
-    """y = x W^T + b, ready for ``mm``."""
-
-    turned: Tensor
-    bias: Tensor | None
-
-    def into(self, y: Tensor, x: Tensor) -> None:
-        if self.bias is None:
-            torch.mm(x, self.turned, out=y)
-        else:
-            torch.addmm(self.bias, x, self.turned, out=y)
-
-    def add_to(self, y: Tensor, x: Tensor) -> None:
-        y.addmm_(x, self.turned)
-        if self.bias is not None:
-            y.add_(self.bias)
-
-
-Norm = RMSNorm | nn.LayerNorm
-
-
-class _Layer(NamedTuple):
-    """The weights of a block in the order in which they are used."""
-
-    before: Norm
-    qkv: _Map
-    out: _Map
-    between: Norm
-    gate: _Map | None
-    up: _Map
-    down: _Map
-
-
-def _layer(block: nn.Module) -> _Layer:
-    assert isinstance(block, Block)
-    assert isinstance(block.mlp, Mlp)
-    look, think = block.attention, block.mlp
-    return _Layer(
-        _norm(block.attention_norm),
-        _map(look.qkv),
-        _map(look.out),
-        _norm(block.mlp_norm),
-        None if think.gate is None else _map(think.gate),
-        _map(think.up),
-        _map(think.down),
-    )
-
-
-def _map(layer: nn.Linear) -> _Map:
-    return _Map(layer.weight.t(), layer.bias)
-
-
-def _norm(module: nn.Module | None) -> Norm:
-    assert isinstance(module, RMSNorm | nn.LayerNorm)
-    return module
+    return unusual(model)
 
 
 class Lean:
@@ -141,10 +51,10 @@ class Lean:
         config, table = model.config, model.read_weight
         self.config, self.cache, self.embed = config, cache, model.embed.weight
         self.place = None if model.place is None else model.place.weight
-        self.read_weight, self.norm = table, _norm(model.norm)
+        self.read_weight, self.norm = table, norm_of(model.norm)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
         self.turning = Turning(config) if config.positions == "rotary" else None
-        self.layers = [_layer(block) for block in model.blocks]
+        self.layers = [layer_of(block) for block in model.blocks]
         self._take_memory(batch)
 
     def step(self, token_B: Tensor, present_BS: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ Shapes: ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position.
 import torch
 from torch import Tensor
 
+from fenchel.generate import fused, kept
 from fenchel.generate.cache import KeyValueCache, Kind
 from fenchel.generate.fixed import RECORDERS, FixedStep, Record
 from fenchel.generate.lean import Lean, why_not
@@ -48,8 +49,9 @@ class Reader:
             kind=kind,
             spare=spare,
         )
-        self._record, self._to_take = record, True
+        self._record, self._to_take, self._batch = record, True, B
         self._fixed: FixedStep | None = None
+        self._fit: kept.Fit | None = None
         self._lean = Lean(model, self.cache, batch=B) if why_not(model) is None else None
         self.fill_B: Tensor | None = None
         """How many slots at the left of each sequence are absent."""
@@ -84,8 +86,10 @@ class Reader:
         present_BS = None
         if self._present_BR is not None:
             present_BS = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
-        if self._record is not None and ids_BT.shape[1] == 1 and self.cache.length:
-            return self._replay(self._record, ids_BT)
+        if self.replays(ids_BT):
+            step = self._recorded()
+            self.cache.advance(1)  # counted here, held there
+            return step.step(ids_BT[:, 0]).unsqueeze(1)
         if self._lean is not None and ids_BT.shape[1] == 1:
             return self._lean.step(ids_BT[:, 0], present_BS).unsqueeze(1)
         memory_BSM, memory_present_BS = self.memory
@@ -99,16 +103,43 @@ class Reader:
         )
         return logits_BTV
 
-    def _replay(self, record: Record, ids_BT: Tensor) -> Tensor:
-        """``read`` of one token by a recorded step, which has a cache of its own."""
+    def replays(self, ids_BT: Tensor) -> bool:
+        """Whether these ids are read by a recorded step, which reads one token behind others."""
+        return self._record is not None and ids_BT.shape[1] == 1 and self.cache.length > 0
+
+    def follow(self, ids_B1: Tensor, count: int) -> Tensor:
+        """The likeliest tokens behind ``ids_B1``, each read in turn but the last: -> (B, count).
+
+        -1 stands where the largest logit is no finite number.
+        """
+        step, number = self._recorded(), self.cache.length
+        self.cache.advance(count)
+        return step.follow(ids_B1[:, 0], number, count)
+
+    def _recorded(self) -> FixedStep:
+        """The recorded step, which has a cache of its own, with all that was read so far."""
         if self._fixed is None:
-            recorder = RECORDERS[record]
-            self._fixed = FixedStep(self.model, self.cache, batch=len(ids_BT), record=recorder)
+            self._fixed = self._kept_or_new()
         if self._to_take:
             self._fixed.cache.take(self.cache, self.fill_B)
             self._to_take = False
-        self.cache.advance(1)  # counted here, held there
-        return self._fixed.step(ids_BT[:, 0]).unsqueeze(1)
+        return self._fixed
+
+    def _kept_or_new(self) -> FixedStep:
+        assert self._record is not None
+        B, record = self._batch, RECORDERS[self._record]
+        if fused.why_not(self.model, batch=B) is not None:
+            return FixedStep(self.model, self.cache, batch=B, record=record)
+        self._fit = kept.fit(self.model, batch=B, positions=self.room)
+        return kept.take(self.model, self._fit) or FixedStep(
+            self.model, self.cache, batch=B, record=record, fused=True
+        )
+
+    def close(self) -> None:
+        """Nothing more is read; what the next call can use is kept for it."""
+        if self._fixed is not None and self._fit is not None:
+            kept.bring_back(self.model, self._fit, self._fixed)
+        self._fixed = None
 
     def take_back(self, positions: int) -> None:
         """Forget the last positions read."""

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NOT_FINITE = (
+    "the largest logit of a row is not finite, so no token can be drawn; "
+    "the model's weights are damaged or it has diverged."
+)
 _COLDEST = 1e-30
 """Smaller temperatures would be 0 in float32."""
 
@@ -65,10 +69,7 @@ def sample(
         logits_BV = penalised(logits_BV, seen_BV, sampling.repetition_penalty)
     top_B1, greedy_B1 = logits_BV.max(-1, keepdim=True)
     if not bool(top_B1.isfinite().all()):
-        raise ValueError(
-            "the largest logit of a row is not finite, so no token can be drawn; "
-            "the model's weights are damaged or it has diverged."
-        )
+        raise ValueError(NOT_FINITE)
     if sampling.temperature == 0.0:
         return greedy_B1.squeeze(-1)
     # With the largest at 0 no division overflows, however small the temperature.

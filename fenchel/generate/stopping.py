@@ -92,27 +92,29 @@ class Stops:
             if tokenizer is None:
                 raise ValueError(f"to stop at {strings[0]!r} give the tokenizer that spells it.")
             self._tellings = [Telling(tokenizer, strings) for _ in ids_BT]
-        self._ids = torch.tensor(numbers, dtype=ids_BT.dtype, device=ids_BT.device)
-        self._any = bool(stop)
-        self._last_B = ids_BT[:, -1]
+        self._ids = torch.tensor(numbers, dtype=ids_BT.dtype)
+        self.any = bool(stop)
+        """Whether anything stops a sequence before its length does."""
+        # On the CPU, where strings are compared and the loop asks: a device is asked once a token.
+        self._last_B = ids_BT[:, -1].cpu()
         self._stopped_B = torch.zeros_like(self._last_B, dtype=torch.bool)
         self.counts_B = torch.zeros_like(self._last_B)
         """How many tokens each sequence took, the one that stopped it among them."""
 
     def take(self, token_B: Tensor) -> Tensor:
         """The next token of each sequence; one that has stopped repeats its last."""
-        if not self._any:
-            self.counts_B = self.counts_B + 1
+        if not self.any:
+            self.counts_B += 1
             return token_B
-        self.counts_B = self.counts_B + ~self._stopped_B
-        token_B = self._last_B = torch.where(self._stopped_B, self._last_B, token_B)
-        self._stopped_B = self._stopped_B | torch.isin(token_B, self._ids)
+        self.counts_B += ~self._stopped_B
+        self._last_B = torch.where(self._stopped_B, self._last_B, token_B.cpu())
+        self._stopped_B = self._stopped_B | torch.isin(self._last_B, self._ids)
         for b, telling in enumerate(self._tellings):
-            telling.add(int(token_B[b]))
+            telling.add(int(self._last_B[b]))
             if telling.stopped:
                 self._stopped_B[b] = True
-        return token_B
+        return self._last_B.to(token_B.device)
 
     def all_stopped(self) -> bool:
         """Whether nobody goes on."""
-        return self._any and bool(self._stopped_B.all())
+        return self.any and bool(self._stopped_B.all())
