@@ -2,8 +2,8 @@
 
 All in one process, in turn (harness.py): float32, two threads, random weights, equally many
 parameters, one sequence. Theirs with each of its ways to attend and, in decoding, its static
-cache with the step compiled; ours as it is and, in decoding, with the step compiled as well. A
-way that cannot run here (torch.compile wants a C++ compiler) has its reason in its row.
+cache with the step compiled. A way that cannot run here (torch.compile wants a C++ compiler) has
+its reason in its row.
 
     forward   tokens a second from ids to logits, without derivatives
     train     tokens a second of forward, loss, backward and fused AdamW
@@ -102,7 +102,6 @@ def decode(shape: Shape) -> Iterator[dict[str, Any]]:
     static = {"cache_implementation": "static", "compile_config": compiled}
     ways: dict[str, Callable[[], Tensor]] = {
         "ours": our_text(ours, prompts),
-        "ours compiled": our_text(ours, prompts, record="compile"),
         **{name: their_text(model, prompts) for name, model in theirs.items()},
         "transformers static": their_text(theirs["transformers sdpa"], prompts, **static),
     }

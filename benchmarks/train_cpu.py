@@ -145,9 +145,9 @@ def their_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[]
     return loss
 
 
-def our_text(model: Transformer, prompts: Tensor, **settings: Any) -> Callable[[], Tensor]:
+def our_text(model: Transformer, prompts: Tensor) -> Callable[[], Tensor]:
     """Greedy decoding of ours."""
-    return lambda: generate(model, prompts, max_new_tokens=NEW, temperature=0.0, **settings)
+    return lambda: generate(model, prompts, max_new_tokens=NEW, temperature=0.0)
 
 
 def their_text(model: Any, prompts: Tensor, **settings: Any) -> Callable[[], Tensor]:
