@@ -49,8 +49,9 @@ class Probe:
     def __init__(self, pair: Pair, tokens: int) -> None:
         weight = pair.query.weight
         self.tokens, self.width = tokens, weight.shape[0 if pair.query.columns else 1]
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        self.room = torch.empty(tokens, self.width, dtype=exact, device=weight.device)
+        dtype = _read_in(weight)
+        self.room = torch.empty(tokens, self.width, dtype=dtype, device=weight.device)
+        self.sample: Tensor | None = None
         self.seen: Glance | None = None
         self.handle = pair.module.register_forward_pre_hook(self, with_kwargs=True)
 
@@ -71,7 +72,7 @@ class Probe:
         T = min(T, self.tokens)
         n = min(B, max(1, self.tokens // T))
         if self.room.device != x.device:
-            self.room = self.room.to(x.device)
+            self.room, self.sample = self.room.to(x.device), None
         self.room[: n * T].view(n, T, M).copy_(x[:n, :T].detach())
         self.seen = Glance(n, T, turn, _few(mask, n, T))
 
@@ -81,12 +82,20 @@ class Probe:
             return None
         n, T, turn, mask = self.seen
         self.seen = None
-        x = self.room[: n * T].view(n, T, self.width)
-        return Seen(x, _angles(turn, n, T), _open(mask, n, T))
+        if self.sample is None or self.sample.shape[:2] != (n, T):
+            self.sample = self.room[: n * T].view(n, T, self.width)
+        return Seen(self.sample, _angles(turn, n, T), _open(mask, n, T))
 
     def remove(self) -> None:
         """Watch no longer."""
         self.handle.remove()
+
+
+def _read_in(weight: Tensor) -> torch.dtype:
+    """bfloat16 on a GPU, whose products of float32 are many times slower; else exact."""
+    if weight.is_cuda and weight.dtype != torch.float64:
+        return torch.bfloat16
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def _stream(value: object, width: int) -> bool:
@@ -115,7 +124,7 @@ def _angles(turn: Any, n: int, T: int) -> Angles | None:
     """Of n sequences and T positions, as ours."""
     if turn is None:
         return None
-    cos, sin = (part.detach() for part in turn)
+    cos, sin = turn
     if not isinstance(turn, Angles):
         cos, sin = (part[:n, :T].unsqueeze(1) for part in (cos, sin))
         half = sin.shape[-1] // 2  # ours carry the sign of the first half in the sine

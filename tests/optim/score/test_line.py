@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.optim import Pair, Rows
-from fenchel.optim.score.line import Heads, Line, sample
+from fenchel.optim.score.line import Heads, Line
 from fenchel.optim.score.probe import Seen
+from fenchel.optim.score.sample import sample
 from fenchel.optim.score.size import reach
 
 
@@ -19,7 +20,8 @@ def pair(**settings: object) -> Pair:
 
 
 def opened(seen: Seen, **settings: object) -> Tensor:
-    return sample([pair(**settings)], [seen], torch.empty(6)).open[0, :, 0]
+    n = len(seen.x)
+    return sample([pair(**settings)], [seen]).grid.open.expand(1, n, 1, -1, -1)[0, :, 0]
 
 
 @pytest.mark.parametrize(
@@ -47,8 +49,8 @@ def test_a_mask_closes_pairs_for_its_own_sequence() -> None:
 
 
 def test_queries_are_sampled_evenly() -> None:
-    at = sample([pair()], [Seen(torch.zeros(1, 640, 6), None, None)], torch.empty(6))
-    assert at.queries.tolist() == list(range(5, 640, 10))
+    at = sample([pair()], [Seen(torch.zeros(1, 640, 6), None, None)])
+    assert at.grid.queries.tolist() == list(range(5, 640, 10))
 
 
 def test_independent_positions_give_the_closed_form() -> None:
@@ -57,7 +59,7 @@ def test_independent_positions_give_the_closed_form() -> None:
     x = torch.randn(1, 64, 6, generator=generator, dtype=torch.float64)
     W = Heads(*(torch.randn(1, 2, 2, 6, generator=generator, dtype=torch.float64) for _ in "QK"))
     layer = pair(causal=False)
-    at = sample([layer], [Seen(x, None, None)], W.Q)
+    at = sample([layer], [Seen(x, None, None)])
     exact, closed = (Line([layer], at, W, closed=c).start_rms for c in (False, True))
     torch.testing.assert_close(exact, closed)  # every pair is open, so it is no approximation
 
