@@ -57,7 +57,8 @@ def projection(r: Tensor, reach: Tensor) -> Tensor:
 def scaling(c: Tensor, groups: int) -> Factors:
     """Factors on the weights that multiply the scores of every head by c (L, H)."""
     if c.shape[1] == groups:
-        return Factors(c.sqrt(), c.sqrt())
+        root = c.sqrt()
+        return Factors(root, root)
     shared = by_group(c, groups).amax(2).sqrt()
     each = shared.repeat_interleave(c.shape[1] // groups, dim=1)
     return Factors(c / each.clamp(min=torch.finfo(c.dtype).tiny), shared)

@@ -66,7 +66,8 @@ class Line:
             if at.turn is not None:
                 self.turn_q = Angles(*(part[..., at.grid.queries, :] for part in at.turn))
         self.q, self.k = _project(self.x_q, W.Q), _project(at.x, W.K)
-        self.dq, self.dk = self.q.new_zeros(()), self.k.new_zeros(())
+        self.dq: Tensor | None = None
+        self.dk: Tensor | None = None
         self.start_q, self.start_k = self.queries(self.q), self.keys(self.k)
         self.parts: Tensor | None = None
         self._start: Tensor | None = None
@@ -77,8 +78,8 @@ class Line:
         if not self.closed and not self.normed:
             q, k = (self.start_q, self.queries(self.dq)), (self.start_k, self.keys(self.dk))
             sums = part_products(q, k, self.at.grid.open)
-            mean = self.pairs[0].scale ** 2 / self.at.grid.total
-            self.parts = mean_over_processes(sums * mean[..., None, None])
+            mean = sums * (self.pairs[0].scale ** 2 * self.at.grid.share)[..., None, None]
+            self.parts = mean_over_processes(mean)
 
     @property
     def start(self) -> Tensor:
@@ -129,6 +130,8 @@ class Line:
 
     def point(self, t: Factors, shrink: Factors | None) -> tuple[Tensor, Tensor]:
         """Queries (L, n, H, m, D) and keys (L, n, G, T, D) there, as they enter the product."""
+        assert self.dq is not None
+        assert self.dk is not None
         q, k = (
             along[:, None, :, None, None] * move
             + (at if shrink is None else shrink[n][:, None, :, None, None] * at)
@@ -140,7 +143,8 @@ class Line:
 
     def forget(self) -> None:
         """Drop what only a step needs."""
-        self.q = self.k = self.dq = self.dk = self.q.new_zeros(())
+        del self.q, self.k
+        self.dq = self.dk = None
 
     def alike(self, t: Tensor) -> Factors:
         """The same (L, H) for queries, and for the keys of each group that of its first head."""
@@ -167,7 +171,7 @@ class Line:
 
     def rms(self, S: Tensor) -> Tensor:
         """Over the open pairs of every head: (L, n, H, m, T) -> (L, H)."""
-        squares = S.square().sum(dim=(1, 3, 4)) / self.at.grid.total
+        squares = S.square().sum(dim=(1, 3, 4)) * self.at.grid.share
         return mean_over_processes(squares).sqrt()
 
     def independent(self, q: Tensor, k: Tensor) -> Tensor:

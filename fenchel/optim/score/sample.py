@@ -29,8 +29,8 @@ class Grid(NamedTuple):
     """Positions of the sampled queries, (m,)."""
     open: Tensor
     """(L or 1, n or 1, 1, m, T), True where a sampled query may see a key."""
-    total: Tensor
-    """Open pairs of all sequences, at least 1: (L or 1, 1)."""
+    share: Tensor
+    """One over the number of open pairs of all sequences: (L or 1, 1)."""
 
 
 class Sample(NamedTuple):
@@ -59,18 +59,19 @@ def sample(
     rules = [(pair.causal, pair.window) for pair in pairs]
     rules = rules[:1] if len(set(rules)) == 1 else rules
     n, T = x.shape[1:3]
-    key = (*rules, n, T, x.device)
+    key = (*rules, n, T, x.device, x.dtype)
     if key not in grids:
-        grids[key] = _grid(rules, n, T, x.device)
+        grids[key] = _grid(rules, x)
     grid = grids[key]
     masks = [s.mask[:, grid.queries] for s in present if s.mask is not None]
     if masks:
         open_ = grid.open & torch.stack(masks).unsqueeze(2)
-        grid = Grid(grid.queries, open_, open_.sum(dim=(1, 3, 4)).clamp(min=1))
+        grid = Grid(grid.queries, open_, _share(open_, 1, x.dtype))
     return Sample(x, _turns(present), grid)
 
 
-def _grid(rules: list[tuple[bool, int | None]], n: int, T: int, device: torch.device) -> Grid:
+def _grid(rules: list[tuple[bool, int | None]], x: Tensor) -> Grid:
+    n, T, device = *x.shape[1:3], x.device
     m = min(T, QUERIES)
     queries = ((torch.arange(m, device=device) + 0.5) * (T / m)).long()
     distance = queries.unsqueeze(1) - torch.arange(T, device=device)
@@ -79,7 +80,12 @@ def _grid(rules: list[tuple[bool, int | None]], n: int, T: int, device: torch.de
         open_ = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         opened.append(open_ if window is None else open_ & (distance.abs() < window))
     all_open = torch.stack(opened)[:, None, None]
-    return Grid(queries, all_open, n * all_open.sum(dim=(1, 3, 4)).clamp(min=1))
+    return Grid(queries, all_open, _share(all_open, n, x.dtype))
+
+
+def _share(open_: Tensor, times: int, dtype: torch.dtype) -> Tensor:
+    pairs = times * open_.sum(dim=(1, 3, 4)).clamp(min=1)
+    return pairs.to(torch.promote_types(dtype, torch.float32)).reciprocal()
 
 
 def _white(pairs: Sequence[Pair], grids: dict[Any, Grid]) -> Sample:
@@ -87,11 +93,11 @@ def _white(pairs: Sequence[Pair], grids: dict[Any, Grid]) -> Sample:
     M = first.weight.shape[0 if first.columns else 1] + (first.bias is not None)
     exact = torch.promote_types(first.weight.dtype, torch.float32)
     x = torch.eye(M, dtype=exact, device=first.weight.device).expand(len(pairs), 1, M, M)
-    key = ("white", M, x.device)
+    key = ("white", M, x.device, exact)
     if key not in grids:
         everything = torch.ones(1, 1, 1, M, M, dtype=torch.bool, device=x.device)
-        count = everything.sum(dim=(1, 3, 4))
-        grids[key] = Grid(torch.arange(M, device=x.device), everything, count)
+        share = _share(everything, 1, exact)
+        grids[key] = Grid(torch.arange(M, device=x.device), everything, share)
     return Sample(x, None, grids[key], real=False)
 
 

@@ -47,13 +47,13 @@ def crossing(
 ) -> Factors:
     """Move every head's scores by gamma (L, H) by their parts, going no further than ``limit``."""
     H = parts.shape[1]
-    powers, counts, plain = _constants(parts.device, parts.dtype)
+    powers, unshrunk, counts, plain = _constants(parts.device, parts.dtype)
     if shrink is None:
-        w = plain  # (e, c, d, 1) with e = 0
+        w, P, powers = plain, parts, unshrunk
     else:
         c, d = shrink.Q, _each(shrink.K, H)
         w = torch.stack((c * d - 1.0, c, d, torch.ones_like(c)), dim=-1)
-    P = parts * w.unsqueeze(-1) * w.unsqueeze(-2)
+        P = parts * w.unsqueeze(-1) * w.unsqueeze(-2)
     t = _first_root(P, gamma, limit, powers, counts)
     if groups == H:
         return Factors(t, t)
@@ -90,8 +90,8 @@ def _first_root(P: Tensor, gamma: Tensor, limit: Tensor, powers: Tensor, counts:
 
 
 @lru_cache
-def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Which products of parts make which coefficient; the grid; weights without shrinking."""
+def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Which products of parts make which coefficient, with and without S; a grid; (e, c, d, 1)."""
     power = (0, 1, 1, 2)  # of t before <q, k>, <q, dk>, <dq, k>, <dq, dk>
     rows = [
         [float(a + b == n) for n in (4, 3, 2, 1, 0)] + [float(a == b == 1)]
@@ -100,7 +100,9 @@ def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
     ]
     counts = torch.arange(1, POINTS + 1, device=device, dtype=dtype)
     plain = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=dtype)
-    return torch.tensor(rows, dtype=dtype).to(device), counts, plain.to(device)
+    powers = torch.tensor(rows, dtype=dtype)
+    unshrunk = powers * (plain.unsqueeze(-1) * plain).view(16, 1)
+    return powers.to(device), unshrunk.to(device), counts, plain.to(device)
 
 
 def _each(x: Tensor, H: int) -> Tensor:
