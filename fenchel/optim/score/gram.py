@@ -87,9 +87,10 @@ def _averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
 
 def _exact(A: Tensor, B: Tensor) -> Tensor:
     """A batch of products, in float32 or better: the roots of a rounded Gram may not exist."""
-    if A.dtype == torch.bfloat16:  # as it comes on a GPU, where the sums are float32 anyway
+    if A.is_cuda and A.dtype == torch.bfloat16:  # whose sums are float32 anyway
         return torch.bmm(A, B, out_dtype=torch.float32)
-    return torch.bmm(A, B)
+    wide = torch.promote_types(A.dtype, torch.float32)
+    return torch.bmm(A.to(wide), B.to(wide))
 
 
 def over_groups(x: Tensor, groups: int) -> Tensor:

@@ -144,7 +144,7 @@ class Line:
     def forget(self) -> None:
         """Drop what only a step needs."""
         del self.q, self.k
-        self.dq = self.dk = None
+        self.dq = self.dk = self._start = None
 
     def alike(self, t: Tensor) -> Factors:
         """The same (L, H) for queries, and for the keys of each group that of its first head."""

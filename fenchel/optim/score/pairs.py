@@ -16,6 +16,7 @@ are taken before a soft cap or a bias of positions.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ class Pair:
                 "freeze all of them or none."
             )
 
-    @property
+    @cached_property
     def parameters(self) -> list[Tensor]:
         """Weights and biases, each once; a fused one holds the values too."""
         found = (*self.query.parameters, *self.key.parameters)

@@ -66,6 +66,32 @@ def test_the_scores_of_other_sequences_move_by_lr_every_step(
         model.zero_grad()
 
 
+@every_kind
+@pytest.mark.parametrize("method", ["descent", "trust"])
+def test_inputs_read_in_bfloat16_as_on_a_gpu_are_good_enough(
+    kind: str,
+    method: str,
+    small: Any,
+    tokens: Any,
+    backward: Any,
+    held_out: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fenchel.optim.score.probe._read_in", lambda _: torch.bfloat16)
+    model = small(**KINDS[kind])
+    pairs = attention_pairs(model)
+    optimiser: Any = ScoreDescent(pairs, lr=0.05)
+    if method == "trust":
+        weights = [p for name, p in model.named_parameters() if not name.endswith("norm.weight")]
+        optimiser = ScoreTrust(torch.optim.AdamW(weights, lr=0.03), pairs, lr=0.05)
+    ids = tokens(0, 64)
+    backward(model, ids)
+    change = held_out(model, pairs, ids)
+    optimiser.step()
+    moved, _ = change()
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.05), rtol=0.01, atol=0)
+
+
 def test_sampled_queries_of_long_sequences_speak_for_all(
     small: Any, tokens: Any, backward: Any, inputs: Any, scores_of: Any
 ) -> None:
