@@ -219,6 +219,29 @@ def test_scores_stay_in_the_ball_at_a_rate_ten_times_too_high(
 
 
 @pytest.mark.parametrize("method", ["descent", "trust"])
+def test_the_statistics_tell_of_a_step_that_the_ball_cut(
+    method: str, small: Any, tokens: Any, backward: Any, held_out: Any
+) -> None:
+    model = small(kv_heads=2)
+    pairs, capped = attention_pairs(model), []
+    optimiser: Any = ScoreDescent(pairs, lr=0.5, radius=1.2)
+    if method == "trust":
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimiser = ScoreTrust(inner, pairs, lr=0.5, radius=1.2)
+    for step in range(4):
+        backward(model, tokens(step))
+        change = held_out(model, pairs, tokens(step))
+        optimiser.step()
+        moved, after = change()
+        stats = optimiser.score_stats().values()
+        torch.testing.assert_close(torch.stack([s.rms_change for s in stats]), moved)
+        torch.testing.assert_close(torch.stack([s.rms_score for s in stats]), after)
+        capped += [s.capped.any() for s in stats]
+        model.zero_grad()
+    assert any(capped)
+
+
+@pytest.mark.parametrize("method", ["descent", "trust"])
 def test_a_head_that_starts_outside_the_ball_comes_in_by_lr_a_step(
     method: str, small: Any, tokens: Any, backward: Any, held_out: Any
 ) -> None:

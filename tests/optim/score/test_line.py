@@ -98,7 +98,8 @@ def test_parts_end_where_the_change_is_first_gamma(groups: int, shrinks: bool) -
     S, J_K, J_Q, R = torch.randn(4, 1, H, 40, generator=g, dtype=torch.float64)
     R[:, 1] *= 1e4  # all but bilinear
     J_K[:, 2], R[:, 2] = -J_Q[:, 2], 0.01 * R[:, 2]  # a move that leaves the scores, or nearly
-    R[:, 3] = -3.0 * (J_K + J_Q)[:, 3]  # comes back before it goes on
+    J = (J_K + J_Q)[:, 3]
+    R[:, 3] = -J * (J.square().mean().sqrt() / 1.32)  # reaches 0.33, comes back, and goes on
     flat = torch.stack((S, J_K, J_Q, R), dim=2)
     gamma = torch.full((1, H), 0.3, dtype=torch.float64)
     c = torch.linspace(0.97, 1.0, H, dtype=torch.float64).view(1, H) if shrinks else gamma / gamma
