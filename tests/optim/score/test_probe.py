@@ -86,3 +86,21 @@ def test_a_probe_holds_its_tokens_and_no_more(compiled: bool, small: Any, tokens
         assert seen.x.untyped_storage().nbytes() == 48 * 32 * 4
         assert seen.x.data_ptr() == before
         assert probe.take() is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"normed": True}], ids=str)
+def test_between_steps_little_is_kept(
+    settings: dict[str, Any], small: Any, tokens: Any, backward: Any
+) -> None:
+    """For the statistics the sample and its first queries and keys; no scores, no weights."""
+    model = small(**settings)
+    score = ScoreDescent(attention_pairs(model), probe=48)
+    for step in range(2):
+        backward(model, tokens(step))
+        score.step()
+    (watch,) = score.watches
+    ((_, moved),) = watch.moved
+    held = [moved.line.at.x, *(v for v in vars(moved.line).values() if isinstance(v, Tensor))]
+    room = sum(probe.room.nbytes for probe in watch.probes.values())
+    stored = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}
+    assert sum(stored.values()) <= 4.2 * room  # x, q, k of as many rows, and the products of parts
