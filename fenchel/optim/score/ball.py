@@ -36,8 +36,8 @@ class Ball(NamedTuple):
     """The bound on the RMS of the scores after the step."""
     budget: Tensor
     """How far the scores may move."""
-    shrink: Tensor
-    """Factor on the scores, from the weights before they move."""
+    shrink: Tensor | None
+    """Factor on the scores, from the weights before they move; None where they do not shrink."""
 
 
 def ball(r: Tensor, before: Tensor | None, gamma: float, radius: float, *, soft: bool) -> Ball:
@@ -45,7 +45,7 @@ def ball(r: Tensor, before: Tensor | None, gamma: float, radius: float, *, soft:
     outside = r.clamp(min=radius)
     reach = outside if before is None else (before - gamma).clamp(min=radius)
     budget = (gamma - (r - reach).clamp(min=0.0)).clamp(min=0.0)
-    shrink = (1.0 - budget / outside).clamp(min=0.0) if soft else torch.ones_like(r)
+    shrink = (1.0 - budget / outside).clamp(min=0.0) if soft else None
     return Ball(reach, budget, shrink)
 
 
@@ -56,6 +56,9 @@ def projection(r: Tensor, reach: Tensor) -> Tensor:
 
 def scaling(c: Tensor, groups: int) -> Factors:
     """Factors on the weights that multiply the scores of every head by c (L, H)."""
+    if c.shape[1] == groups:
+        root = c.sqrt()
+        return Factors(root, root)
     shared = by_group(c, groups).amax(2).sqrt()
     each = shared.repeat_interleave(c.shape[1] // groups, dim=1)
     return Factors(c / each.clamp(min=torch.finfo(c.dtype).tiny), shared)

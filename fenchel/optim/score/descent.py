@@ -27,9 +27,9 @@ from fenchel.optim.score.direction import NORMS, direction
 from fenchel.optim.score.line import Heads, Line
 from fenchel.optim.score.pairs import Pair, Rows
 from fenchel.optim.score.settle import Rule, settle
-from fenchel.optim.score.state import keep_dtypes, stacked_reach
+from fenchel.optim.score.state import keep_dtypes, keep_reach, stacked_reach
 from fenchel.optim.score.stats import HeadStats
-from fenchel.optim.score.watch import Stack, Watch, moving, read, write
+from fenchel.optim.score.watch import Stack, Watch, heads, stacked, write
 
 SIZES = ("measured", "closed")
 
@@ -81,41 +81,42 @@ class ScoreDescent(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group, watch in zip(self.param_groups, self.watches, strict=True):
-            weights = {pair: read(pair) for pair in watch.probes if moving(pair)}
-            for stack in watch.stacks(weights):
+            for stack in watch.stacks():
                 self._move(stack, watch, group)
         return loss
 
     def _move(self, stack: Stack, watch: Watch, group: dict[str, Any]) -> None:
-        pairs, W, at = stack
+        pairs, at = stack
+        stacks = stacked(pairs)
+        W, gradient = heads(pairs, stacks), heads(pairs, stacked(pairs, gradient=True))
         ahead = Heads(
-            torch.stack([self._ahead(p.query, "query", group["momentum"]) for p in pairs]),
-            torch.stack([self._ahead(p.key, "key", group["momentum"]) for p in pairs]),
+            self._ahead([p.query for p in pairs], gradient.Q, "query", group["momentum"]),
+            self._ahead([p.key for p in pairs], gradient.K, "key", group["momentum"]),
         )
         line = Line(pairs, at, W, closed=group["size"] == "closed")
         U = direction(line, W, ahead, group["norm"], group["damping"])
         line.toward(U)
         rule = Rule(float(group["lr"]), group["radius"], exactly=True)
-        new, reach, _, stats = settle(line, W, U, stacked_reach(self.state, pairs), rule)
-        write(pairs, new)
-        watch.remember(pairs, stats)
-        if reach is not None:
-            for layer, pair in enumerate(pairs):
-                self.state[pair.query.weight]["reach"] = reach[layer].clone()
+        settled = settle(line, W, U, stacked_reach(self.state, pairs), rule)
+        write(pairs, stacks, settled.W)
+        watch.remember(pairs, settled.moved)
+        keep_reach(self.state, pairs, settled.reach)
 
-    def _ahead(self, rows: Rows, name: str, mu: float) -> Tensor:
-        gradient = rows.gradient()
-        assert gradient is not None
-        state = self.state[rows.weight]
+    def _ahead(self, rows: list[Rows], gradient: Tensor, name: str, mu: float) -> Tensor:
+        """Of gradients (L, H, D, M): their momentum, brought up to date, looked ahead of."""
         key = f"{name}_momentum"
-        if key not in state:
-            state[key] = torch.zeros_like(gradient)
-        state[key].lerp_(gradient, 1.0 - mu)
-        return gradient.lerp(state[key], mu)
+        for layer, row in enumerate(rows):
+            if key not in self.state[row.weight]:
+                self.state[row.weight][key] = torch.zeros_like(
+                    gradient[layer], memory_format=torch.contiguous_format
+                )
+        momenta = [self.state[row.weight][key] for row in rows]
+        torch._foreach_lerp_(momenta, list(gradient.unbind()), 1.0 - mu)
+        return gradient.lerp(torch.stack(momenta), mu)
 
     def score_stats(self) -> dict[str, HeadStats]:
         """What the last step did to each layer's scores, by the layer's name."""
-        return {name: stats for watch in self.watches for name, stats in watch.stats.items()}
+        return {name: stats for watch in self.watches for name, stats in watch.stats().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore; torch would cast what is remembered to the dtype of the weights."""
@@ -125,8 +126,7 @@ class ScoreDescent(torch.optim.Optimizer):
     def close(self) -> None:
         """Take the hooks off the model."""
         for watch in self.watches:
-            for probe in watch.probes.values():
-                probe.remove()
+            watch.close()
 
 
 def _require(group: Mapping[str, Any], pairs: list[Any], probe: int) -> None:

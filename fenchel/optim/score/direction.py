@@ -31,18 +31,24 @@ def direction(line: Line, W: Heads, gradient: Heads, norm: str, damping: float) 
     if norm == "raw":
         return Heads(-gradient.Q, -gradient.K)
     grams = partner_grams(line)
-    groups = W.K.shape[1]
-    A_K = damped(grams.K, damping).repeat_interleave(line.group, dim=1)
-    A_Q = damped(over_groups(grams.Q, groups), damping)
     if norm == "spectral":
-        return Heads(_spectral(A_K, gradient.Q), _spectral(A_Q, gradient.K))
+        return _spectral(line, gradient, grams, damping)
     return _frobenius(line, W, gradient, grams, damping)
 
 
-def _spectral(A: Tensor, g: Tensor) -> Tensor:
-    root = inverse_root(A)
-    turned = root @ g
-    return -root @ orthogonal(turned.flatten(0, 1)).view_as(turned)
+def _spectral(line: Line, g: Heads, grams: Grams, damping: float) -> Heads:
+    """Queries and keys side by side, since both are matrices of one shape."""
+    H, (G, D) = g.Q.shape[1], g.K.shape[1:3]
+    A = damped(torch.cat((grams.K, over_groups(grams.Q, G)), dim=1), damping)
+    root = inverse_root(A, least=damping / (D * (1.0 + damping)))
+    if line.group > 1:
+        of_keys, of_queries = torch.split(root, G, dim=1)
+        root = torch.cat((of_keys.repeat_interleave(line.group, dim=1), of_queries), dim=1)
+    turned = root @ torch.cat(g, dim=1)
+    # as Muon does: bfloat16 on a GPU
+    ready = turned.bfloat16() if turned.is_cuda and turned.dtype == torch.float32 else turned
+    polar = orthogonal(ready.flatten(0, 1)).view_as(turned).to(turned.dtype)
+    return Heads(*torch.split((root @ polar).neg_(), [H, G], dim=1))
 
 
 def _frobenius(line: Line, W: Heads, g: Heads, grams: Grams, damping: float) -> Heads:
@@ -62,14 +68,15 @@ def _frobenius(line: Line, W: Heads, g: Heads, grams: Grams, damping: float) -> 
 
 def input_moments(line: Line) -> tuple[Tensor, Tensor]:
     """Means of x x^T over queries and over keys of the open pairs, (L, M, M) each."""
-    x, open_ = line.at.x.unsqueeze(2), line.at.open
-    C_Q = second_moment_of(x[..., line.at.queries, :], open_.sum(4))
-    return C_Q, second_moment_of(x, open_.sum(3))
+    (L, n), open_ = line.at.x.shape[:2], line.at.grid.open
+    asked, asking = (open_.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
+    return second_moment_of(line.x_q, asking), second_moment_of(line.at.x, asked)
 
 
 def second_moment_of(x: Tensor, count: Tensor) -> Tensor:
-    """Of inputs (L, n, 1, T, M) counted (L, n, 1, T) times: (L, M, M)."""
-    flat, weight = x.flatten(1, 3), count.to(x.dtype).flatten(1).unsqueeze(-1)
+    """Of inputs (L, n, T, M) counted (L, n, 1, T) times: (L, M, M)."""
+    flat = x.flatten(1, 2).to(torch.promote_types(x.dtype, torch.float32))
+    weight = count.to(flat.dtype).flatten(1).unsqueeze(-1)
     moment = (flat * weight).mT @ flat / weight.sum(1, keepdim=True).clamp(min=1)
     return mean_over_processes(moment)
 

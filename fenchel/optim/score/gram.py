@@ -12,6 +12,8 @@ taken at TURNS positions of the other side, on every SPREAD-th sequence in turn.
 group are measured by the mean over its heads of A_Q.
 """
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,40 +40,57 @@ class Grams(NamedTuple):
 
 def partner_grams(line: Line) -> Grams:
     """The Grams at the start of a line."""
-    open_ = line.at.open
-    if line.at.turn is None:
-        return Grams(
-            second_moment(line.start_k, open_.sum(3).to(line.k.dtype)),
-            second_moment(line.start_q, open_.sum(4).to(line.q.dtype)),
-        )
-    cos, sin = line.at.turn
-    asking = Angles(cos[..., line.at.queries, :], sin[..., line.at.queries, :])
+    (L, n), open_ = line.at.x.shape[:2], line.at.grid.open
+    if line.at.turn is None or line.turn_q is None:
+        keys, queries = (open_.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
+        return Grams(second_moment(line.start_k, keys), second_moment(line.start_q, queries))
     layout = line.pairs[0].layout
     return Grams(
-        _averaged(line.start_k, asking, open_, layout),
+        _averaged(line.start_k, line.turn_q, open_, layout),
         _averaged(line.start_q, line.at.turn, open_.mT, layout),
     )
 
 
 def _averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
-    """Mean of (R_s^T x)(R_s^T x)^T over pairs (s, x): turn at the s, open (L, n, 1, s, x)."""
-    places, own = turn.cos.shape[-2], turn.cos.shape[1] > 1
-    stride = min(SPREAD, x.shape[1])
-    total: Tensor | float = 0.0
-    count: Tensor | float = 0.0
-    some = range(places // (2 * min(TURNS, places)), places, max(1, places // TURNS))
-    for n, s in enumerate(some):
-        which = slice(n % stride, None, stride)
-        cos, sin = (part[:, which if own else slice(None), :, s : s + 1] for part in turn)
-        back = Angles(cos, -sin)
-        weight, y = open_[:, which, :, s, :, None].to(x.dtype), x[:, which]
-        sums = (y * weight).mT @ y  # of every sequence, and turned back on both sides
-        sums = rotate(rotate(sums, back, layout=layout).mT, back, layout=layout)
-        total = total + sums.sum(1)
-        count = count + weight.sum(dim=(1, 3)).unsqueeze(-1)
-    assert isinstance(total, Tensor)
-    assert isinstance(count, Tensor)
-    return mean_over_processes(total / count.clamp(min=1))
+    """Mean of (R_s^T x)(R_s^T x)^T over pairs (s, x), x (L, n, H, X, D).
+
+    ``turn`` (L or 1, n or 1, 1, S, W) at the s, ``open_`` (L or 1, n or 1, 1, S, X). Of J places s
+    each is seen by every j-th sequence: sequence (i, j) sees the places (j, k), k < J / j.
+    """
+    L, n, H, _, D = x.shape
+    J = min(TURNS, open_.shape[3])
+    j = next(j for j in range(SPREAD, 0, -1) if n % j == 0 and J % j == 0)
+    step = open_.shape[3] // J
+    some = slice(step // 2, step // 2 + step * J, step)
+
+    def dealt(y: Tensor) -> Tensor:
+        """(L or 1, n or 1, 1, J, ...) -> (L or 1, n / j or 1, j, J / j, ...)."""
+        y = torch.unflatten(y, 3, (J // j, j)).transpose(3, 4)  # axis 3 is that of the sequence now
+        if y.shape[1] == 1:
+            return y.squeeze(2)
+        each = torch.unflatten(y.squeeze(2), 1, (n // j, j))
+        return each.diagonal(dim1=2, dim2=3).movedim(-1, 2)
+
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x = torch.unflatten(x, 1, (n // j, j))
+    weight = dealt(open_[..., some, :]).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, J / j, X)
+    heavy = x.unsqueeze(5) * weight.mT.unsqueeze(-1)  # (L, n / j, j, H, X, J / j, D)
+    sums = _exact(heavy.flatten(5).mT.flatten(0, 3), x.flatten(0, 3))
+    sums = sums.view(L, n // j, j, H, J // j, D, D)
+    cos, sin = (dealt(part[..., some, :])[:, :, :, None, :, None].to(wide) for part in turn)
+    back = Angles(cos, -sin)
+    sums = rotate(rotate(sums, back, layout=layout).mT, back, layout=layout)
+    count = weight.sum(dim=(1, 2, 4, 5), dtype=wide) * (n // j // weight.shape[1])
+    mean = sums.sum(dim=(1, 2, 4)) / count.clamp(min=1)[..., None, None]
+    return mean_over_processes(mean)
+
+
+def _exact(A: Tensor, B: Tensor) -> Tensor:
+    """A batch of products, in float32 or better: the roots of a rounded Gram may not exist."""
+    if A.is_cuda and A.dtype == torch.bfloat16:  # whose sums are float32 anyway
+        return torch.bmm(A, B, out_dtype=torch.float32)
+    wide = torch.promote_types(A.dtype, torch.float32)
+    return torch.bmm(A.to(wide), B.to(wide))
 
 
 def over_groups(x: Tensor, groups: int) -> Tensor:
@@ -86,19 +105,41 @@ def damped(A: Tensor, damping: float) -> Tensor:
     return A + torch.diag_embed(more.expand_as(diagonal))
 
 
-def inverse_root(A: Tensor, iterations: int = 20) -> Tensor:
-    """A^-1/2 of positive definite A (..., D, D) by the coupled Newton-Schulz iteration.
+def inverse_root(A: Tensor, least: float = 1e-4) -> Tensor:
+    """A^-1/2 of positive definite A (..., D, D) by a coupled Newton-Schulz iteration.
 
-        Y <- Y T,  Z <- T Z,  T = (3 - Z Y) / 2        from Y = A / |A|, Z = 1
+        Y <- Y T,  Z <- T Z,  T = a - b Z Y        from Y = A / |A|, Z = 1
 
-    Only products of small matrices, so that all heads of all layers go at once; an eigenvalue at
-    the share e of |A| is reached after log(1/e) / log(9/4) steps and a few more.
+    Only products of small matrices, so that all heads of all layers go at once. ``least`` is the
+    share of |A|, the Frobenius norm, below which no eigenvalue lies; see ``_schedule``.
     """
     size = torch.linalg.matrix_norm(A)[..., None, None].clamp(min=1e-12)
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    Y, Z = A / size, eye.expand_as(A)
-    for _ in range(iterations):
-        T = 1.5 * eye - 0.5 * Z @ Y
-        Y, Z = Y @ T, T @ Z
-    root: Tensor = Z * size.rsqrt()
+    Y = (A / size).flatten(0, -3)
+    Z = eye.expand_as(Y)
+    for a, b in _schedule(least, 8.0 * torch.finfo(A.dtype).eps):
+        T = torch.baddbmm(eye, Z, Y, beta=a, alpha=-b)
+        Y, Z = torch.bmm(Y, T), torch.bmm(T, Z)
+    root: Tensor = Z.view_as(A) * size.rsqrt()
     return root
+
+
+@lru_cache
+def _schedule(least: float, near: float) -> list[tuple[float, float]]:
+    """The factors (a, b) of T, one round after another, until all is within ``near`` of 1.
+
+    A round takes the square root x in [l, 1] of an eigenvalue of Z Y to x (a - b x^2). Of the
+    cubics whose largest value on [l, 1] is 1 the one with equal ends brings l furthest up:
+
+        b = a / (1 + l + l^2),   a = 3 / (2 x),   x^2 = (1 + l + l^2) / 3        its maximum at x
+
+    at first 2.6 times a round, and 3/2, 1/2, which is Newton-Schulz, in the limit l = 1.
+    """
+    low, rounds = math.sqrt(least), list[tuple[float, float]]()
+    while 1.0 - low > near and len(rounds) < 60:
+        ends = 1.0 + low + low * low
+        a = 1.5 / math.sqrt(ends / 3.0)
+        b = a / ends
+        rounds.append((a, b))
+        low *= a - b * low * low
+    return [*rounds, (1.5, 0.5)]

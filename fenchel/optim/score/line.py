@@ -7,14 +7,14 @@
 These are the scores that the softmax sees, scale included. Without a norm they are a sum of four
 parts, <q, k>, <q, dk>, <dq, k> and <dq, dk> with products of t and shrink before them, so the
 sixteen inner products of these parts give the change anywhere on the line; with one, a point
-costs a product of queries and keys. Queries are sampled evenly over the positions, keys are all
-there. "closed" sizes need no pairs at all: were queries and keys of different positions
-independent, the mean square of <q, k> would be
+costs a product of queries and keys. "closed" sizes need no pairs at all: were queries and keys of
+different positions independent, the mean square of <q, k> would be
 
     E <q, k>^2 = <E q q^T, E k k^T>,
 
-and S(t) - S(0) = <(q(t), -q(0)), (k(t), k(0))> is such a product too. Without any sample the
-inputs are taken as white: the rows of the identity.
+and S(t) - S(0) = <(q(t), -q(0)), (k(t), k(0))> is such a product too.
+
+On a GPU the inputs are read in bfloat16, as the model's own pass reads them; sums are float32.
 
 Shapes: L layers, n sequences, T positions, m sampled queries, H heads, G heads of keys, D their
 width, M inputs (one more with a bias); t and change (L, H).
@@ -28,11 +28,8 @@ from torch import Tensor, nn
 
 from fenchel.attention import Angles, rotate
 from fenchel.optim.score.pairs import Pair
-from fenchel.optim.score.probe import Seen
 from fenchel.optim.score.processes import mean_over_processes
-
-QUERIES = 64
-"""Sampled queries of a sequence."""
+from fenchel.optim.score.sample import Sample
 
 
 class Heads(NamedTuple):
@@ -53,63 +50,6 @@ class Factors(NamedTuple):
     """(L, G)."""
 
 
-class Sample(NamedTuple):
-    """The inputs of the layers of a stack, and which pairs of positions are looked at."""
-
-    x: Tensor
-    """(L, n, T, M)."""
-    turn: Angles | None
-    """(L, 1 or n, 1, T, W) each."""
-    queries: Tensor
-    """Positions of the sampled queries, (m,)."""
-    open: Tensor
-    """(L, n, 1, m, T), True where a sampled query may see a key."""
-    real: bool = True
-    """False for the identity that stands in for a sample."""
-
-
-def sample(pairs: Sequence[Pair], seen: Sequence[Seen | None], like: Tensor) -> Sample:
-    """The probes of equal layers side by side, in the dtype and on the device of ``like``."""
-    present = [s for s in seen if s is not None]
-    if len(present) < len(pairs):
-        M = like.shape[-1]
-        x = torch.eye(M, dtype=like.dtype, device=like.device).expand(len(pairs), 1, M, M)
-        queries = torch.arange(M, device=like.device)
-        everything = torch.ones(len(pairs), 1, 1, M, M, dtype=torch.bool, device=like.device)
-        return Sample(x, None, queries, everything, real=False)
-    x = torch.stack([s.x for s in present]).to(like.dtype)
-    if pairs[0].query.bias is not None:
-        x = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
-    T = x.shape[2]
-    m = min(T, QUERIES)
-    queries = ((torch.arange(m, device=x.device) + 0.5) * (T / m)).long()
-    open_ = torch.stack([_open(p, s, queries) for p, s in zip(pairs, present, strict=True)])
-    return Sample(x, _turns(present, like), queries, open_.unsqueeze(2))
-
-
-def _open(pair: Pair, seen: Seen, queries: Tensor) -> Tensor:
-    """(n, m, T): causal, within the window, and not masked."""
-    n, T, _ = seen.x.shape
-    distance = queries.unsqueeze(1) - torch.arange(T, device=queries.device)
-    open_ = distance >= 0 if pair.causal else torch.ones_like(distance, dtype=torch.bool)
-    if pair.window is not None:
-        open_ = open_ & (distance.abs() < pair.window)
-    if seen.mask is not None:
-        return open_ & seen.mask[:, queries]
-    return open_.expand(n, -1, -1)
-
-
-def _turns(seen: Sequence[Seen], like: Tensor) -> Angles | None:
-    turns = [s.turn for s in seen if s.turn is not None]
-    if not turns:
-        return None
-    cos, sin = (
-        torch.stack([part if part.ndim == 4 else part[None, None] for part in parts])
-        for parts in zip(*turns, strict=True)
-    )
-    return Angles(cos.to(like.dtype), sin.to(like.dtype))
-
-
 class Line:
     """Scores along W + t U for the layers of a stack; a point until ``toward`` says where."""
 
@@ -117,59 +57,94 @@ class Line:
         self, pairs: Sequence[Pair], at: Sample, W: Heads, *, closed: bool = False
     ) -> None:
         self.pairs, self.at, self.closed = pairs, at, closed or not at.real
-        self.q, self.k = _project(at.x[:, :, at.queries], W.Q), _project(at.x, W.K)
-        self.dq, self.dk = self.q.new_zeros(()), self.k.new_zeros(())
         self.normed = pairs[0].q_norm is not None or pairs[0].k_norm is not None
-        self.parts: Tensor | None = None
         self.group = W.Q.shape[1] // W.K.shape[1]
+        self.x_q, self.turn_q = at.x, at.turn
+        m, T = len(at.grid.queries), at.x.shape[2]
+        if m < T:
+            self.x_q = at.x[:, :, at.grid.queries]
+            if at.turn is not None:
+                self.turn_q = Angles(*(part[..., at.grid.queries, :] for part in at.turn))
+        self.q, self.k = _project(self.x_q, W.Q), _project(at.x, W.K)
+        self.dq: Tensor | None = None
+        self.dk: Tensor | None = None
         self.start_q, self.start_k = self.queries(self.q), self.keys(self.k)
-        self.pairs_open = at.open.sum(dim=(1, 3, 4)).clamp(min=1)
-        self.start = None if self.closed else self.scores(self.start_q, self.start_k)
-        self.start_rms = (
-            self.independent(self.start_q, self.start_k)
-            if self.start is None
-            else self.rms(self.start)
-        )
+        self.parts: Tensor | None = None
+        self._start: Tensor | None = None
 
     def toward(self, U: Heads) -> None:
         """Run along U from here on."""
-        self.dq = _project(self.at.x[:, :, self.at.queries], U.Q)
-        self.dk = _project(self.at.x, U.K)
-        if self.start is not None and not self.normed:
-            dq, dk = self.queries(self.dq), self.keys(self.dk)
-            S = self.start, self.scores(self.start_q, dk), self.scores(dq, self.start_k)
-            flat = torch.stack((*S, self.scores(dq, dk)), 3).flatten(4)
-            products = (flat @ flat.mT).sum(1) / self.pairs_open[..., None, None]
-            self.parts = mean_over_processes(products)
+        self.dq, self.dk = _project(self.x_q, U.Q), _project(self.at.x, U.K)
+        if not self.closed and not self.normed:
+            q, k = (self.start_q, self.queries(self.dq)), (self.start_k, self.keys(self.dk))
+            sums = part_products(q, k, self.at.grid.open)
+            mean = sums * (self.pairs[0].scale ** 2 * self.at.grid.share)[..., None, None]
+            self.parts = mean_over_processes(mean)
 
-    def move(self, t: Factors, shrink: Factors) -> tuple[Tensor, Tensor]:
+    @property
+    def start(self) -> Tensor:
+        """The scores where the line begins, (L, n, H, m, T)."""
+        if self._start is None:
+            self._start = self.scores(self.start_q, self.start_k)
+        return self._start
+
+    @property
+    def start_rms(self) -> Tensor:
+        """Their root mean square, (L, H)."""
+        if self.parts is not None:
+            return self.parts[..., 0, 0].sqrt()
+        if self.closed:
+            return self.independent(self.start_q, self.start_k)
+        return self.rms(self.start)
+
+    def move(self, t: Factors, shrink: Factors | None) -> tuple[Tensor, Tensor]:
         """(RMS of the change, RMS of the scores) at a point of the line, (L, H) each."""
         if self.parts is not None:
-            return self._by_parts(t, shrink)
+            return self._by_parts(t, shrink, 1.0), self._by_parts(t, shrink, 0.0)
         q, k = self.point(t, shrink)
-        if self.start is None:
+        if self.closed:
             both_q, both_k = torch.cat((q, -self.start_q), -1), torch.cat((k, self.start_k), -1)
             return self.independent(both_q, both_k), self.independent(q, k)
         S = self.scores(q, k)
         return self.rms(S - self.start), self.rms(S)
 
-    def _by_parts(self, t: Factors, shrink: Factors) -> tuple[Tensor, Tensor]:
-        a, b = t.Q, t.K.repeat_interleave(self.group, dim=1)
-        c, d = shrink.Q, shrink.K.repeat_interleave(self.group, dim=1)
-        there = torch.stack((c * d, c * b, a * d, a * b), dim=-1)
-        moved = torch.stack((c * d - 1.0, c * b, a * d, a * b), dim=-1)
-        squares = [torch.einsum("lha,lhab,lhb->lh", x, self.parts, x) for x in (moved, there)]
-        return squares[0].clamp(min=0.0).sqrt(), squares[1].clamp(min=0.0).sqrt()
+    def there(self, t: Factors, shrink: Factors | None) -> Tensor:
+        """The second of ``move``, by parts."""
+        return self._by_parts(t, shrink, 0.0)
 
-    def point(self, t: Factors, shrink: Factors) -> tuple[Tensor, Tensor]:
+    def _by_parts(self, t: Factors, shrink: Factors | None, less: float) -> Tensor:
+        """RMS of the scores at a point, less so many times those at the start."""
+        a, b = t.Q, self._each(t.K)
+        if shrink is None:
+            one = torch.ones_like(a)
+            v = torch.stack((one if less == 0.0 else one - less, b, a, a * b), dim=-1)
+        else:
+            c, d = shrink.Q, self._each(shrink.K)
+            v = torch.stack((c * d - less, c * b, a * d, a * b), dim=-1)
+        assert self.parts is not None
+        square = ((self.parts @ v.unsqueeze(-1)).squeeze(-1) * v).sum(-1)
+        return square.clamp(min=0.0).sqrt()
+
+    def _each(self, x: Tensor) -> Tensor:
+        return x if self.group == 1 else x.repeat_interleave(self.group, dim=1)
+
+    def point(self, t: Factors, shrink: Factors | None) -> tuple[Tensor, Tensor]:
         """Queries (L, n, H, m, D) and keys (L, n, G, T, D) there, as they enter the product."""
+        assert self.dq is not None
+        assert self.dk is not None
         q, k = (
-            along[:, None, :, None, None] * move + by[:, None, :, None, None] * at
-            for along, by, move, at in zip(
-                t, shrink, (self.dq, self.dk), (self.q, self.k), strict=True
+            along[:, None, :, None, None] * move
+            + (at if shrink is None else shrink[n][:, None, :, None, None] * at)
+            for n, (along, move, at) in enumerate(
+                zip(t, (self.dq, self.dk), (self.q, self.k), strict=True)
             )
         )
         return self.queries(q), self.keys(k)
+
+    def forget(self) -> None:
+        """Drop what only a step needs."""
+        del self.q, self.k
+        self.dq = self.dk = self._start = None
 
     def alike(self, t: Tensor) -> Factors:
         """The same (L, H) for queries, and for the keys of each group that of its first head."""
@@ -178,28 +153,25 @@ class Line:
     def queries(self, q: Tensor) -> Tensor:
         """From W_Q x to what enters the product."""
         q = _normed(q, [pair.q_norm for pair in self.pairs])
-        if self.at.turn is None:
-            return q
-        turn = Angles(*(part[..., self.at.queries, :] for part in self.at.turn))
-        return rotate(q, turn, layout=self.pairs[0].layout)
+        return q if self.turn_q is None else rotate(q, self.turn_q, layout=self.pairs[0].layout)
 
     def keys(self, k: Tensor) -> Tensor:
         """From W_K x to what enters the product."""
         k = _normed(k, [pair.k_norm for pair in self.pairs])
-        if self.at.turn is None:
-            return k
-        return rotate(k, self.at.turn, layout=self.pairs[0].layout)
+        turn = self.at.turn
+        return k if turn is None else rotate(k, turn, layout=self.pairs[0].layout)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """(L, n, H, m, T), zero where closed."""
         L, n, H, m, D = q.shape
-        grouped = q.reshape(L, n, H // self.group, self.group * m, D)
-        S = (grouped * self.pairs[0].scale @ k.mT).view(L, n, H, m, -1)
-        return S.masked_fill_(~self.at.open, 0.0)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grouped = q.to(wide).reshape(L, n, H // self.group, self.group * m, D)
+        S = (grouped * self.pairs[0].scale @ k.to(wide).mT).view(L, n, H, m, -1)
+        return S.masked_fill_(~self.at.grid.open, 0.0)
 
     def rms(self, S: Tensor) -> Tensor:
         """Over the open pairs of every head: (L, n, H, m, T) -> (L, H)."""
-        squares = S.square().sum(dim=(1, 3, 4)) / self.pairs_open
+        squares = S.square().sum(dim=(1, 3, 4)) * self.at.grid.share
         return mean_over_processes(squares).sqrt()
 
     def independent(self, q: Tensor, k: Tensor) -> Tensor:
@@ -208,6 +180,23 @@ class Line:
         if not self.at.real:  # rows of the identity: a sum over inputs, not a mean
             A, B = A * q.shape[3], B * k.shape[3]
         return self.pairs[0].scale * (A * B).sum(dim=(-2, -1)).clamp(min=0.0).sqrt()
+
+
+def part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor) -> Tensor:
+    """Sums over open pairs of products of <q, k>, <q, dk>, <dq, k>, <dq, dk>: (L, H, 4, 4).
+
+    ``q`` holds q and dq, (L, n, H, m, D) each, ``k`` holds k and dk, (L, n, G, T, D) each.
+    """
+    L, n, H, m, D = q[0].shape
+    G, T = k[0].shape[2:4]
+    wide = torch.promote_types(q[0].dtype, torch.float32)
+    rows = [x.to(wide).reshape(L * n * G, H // G * m, D) for x in q]
+    columns = [x.to(wide).reshape(L * n * G, T, D).mT for x in k]
+    S = q[0].new_empty(4, L * n * G, H // G * m, T, dtype=wide)
+    for part, (x, y) in zip(S, [(x, y) for x in rows for y in columns], strict=True):
+        torch.bmm(x, y, out=part)
+    flat = S.view(4, L, n, H, m, T).mul_(open_.to(wide)).view(4, L * n * H, m * T).transpose(0, 1)
+    return (flat @ flat.mT).view(L, n, H, 4, 4).sum(1)
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:
@@ -220,6 +209,7 @@ def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
     ``weight`` (L, n, 1, T) counts positions more than once.
     """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if weight is None:
         weight = x.new_ones(x.shape[0], x.shape[1], 1, x.shape[3])
     heads = x.transpose(1, 2).flatten(2, 3)
@@ -231,10 +221,13 @@ def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
 def _project(x: Tensor, W: Tensor) -> Tensor:
     """(L, n, T, M), (L, H, D, M) -> (L, n, H, T, D)."""
     L, n, T, _ = x.shape
-    flat = x.flatten(1, 2) @ W.flatten(1, 2).mT
+    flat = torch.bmm(x.flatten(1, 2), W.flatten(1, 2).to(x.dtype).mT)
     return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3).contiguous()
 
 
 def _normed(x: Tensor, norms: Sequence[nn.Module | None]) -> Tensor:
+    if all(norm is None for norm in norms):
+        return x
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     layers = [row if norm is None else norm(row) for row, norm in zip(x, norms, strict=True)]
-    return x if all(norm is None for norm in norms) else torch.stack(layers).to(x.dtype)
+    return torch.stack(layers).to(x.dtype)

@@ -16,6 +16,7 @@ are taken before a soft cap or a bias of positions.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -44,34 +45,42 @@ class Rows:
     def values(self) -> Tensor:
         """A copy, (heads, D, M), or (heads, D, M + 1) with a bias; float32 or better."""
         exact = torch.promote_types(self.weight.dtype, torch.float32)
-        return self._cut(self.weight, self.bias).to(exact, copy=True)
+        bias = None if self.bias is None else self.bias.detach()
+        return self.cut(self.weight.detach(), bias).to(exact, copy=True)
 
     def gradient(self) -> Tensor | None:
         """The gradient, shaped as ``values``; None where a parameter has none."""
-        if any(p.grad is None for p in self.parameters):
+        if self.weight.grad is None or (self.bias is not None and self.bias.grad is None):
             return None
         exact = torch.promote_types(self.weight.dtype, torch.float32)
-        return self._cut(self.weight.grad, None if self.bias is None else self.bias.grad).to(exact)
+        return self.cut(self.weight.grad, None if self.bias is None else self.bias.grad).to(exact)
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Put values of that shape in the place of the rows."""
-        flat = values.flatten(0, 1)
-        weight = flat if self.bias is None else flat[:, :-1]
-        if self.columns:
-            self.weight[:, self.start : self.stop] = weight.mT
-        else:
-            self.weight[self.start : self.stop] = weight
-        if self.bias is not None:
-            self.bias[self.start : self.stop] = flat[:, -1]
+        self.put(values, self.weight, self.bias)
 
-    def _cut(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        assert weight is not None
-        cut = slice(self.start, self.stop)
-        rows = weight.detach()[:, cut].mT if self.columns else weight.detach()[cut]
+    def cut(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Ours of a weight and bias like these, (..., heads, D, M); a view without a bias.
+
+        Axes before those of the parameters are kept: layers, in a stack of them.
+        """
+        at = slice(self.start, self.stop)
+        rows = weight[..., at].mT if self.columns else weight[..., at, :]
         if bias is not None:
-            rows = torch.cat((rows, bias.detach()[cut, None]), dim=1)
-        return rows.reshape(self.heads, -1, rows.shape[-1])
+            rows = torch.cat((rows, bias[..., at, None]), dim=-1)
+        return torch.unflatten(rows, -2, (self.heads, -1))
+
+    def put(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Values shaped as ``cut`` gives them, into the weight and bias."""
+        flat, at = values.flatten(-3, -2), slice(self.start, self.stop)
+        if bias is not None:
+            bias[..., at] = flat[..., -1]
+            flat = flat[..., :-1]
+        if self.columns:
+            weight[..., at] = flat.mT
+        else:
+            weight[..., at, :] = flat
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +116,7 @@ class Pair:
                 "freeze all of them or none."
             )
 
-    @property
+    @cached_property
     def parameters(self) -> list[Tensor]:
         """Weights and biases, each once; a fused one holds the values too."""
         found = (*self.query.parameters, *self.key.parameters)

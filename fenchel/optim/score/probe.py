@@ -1,11 +1,16 @@
 """A sample of what an attention layer reads, taken from the training pass itself.
 
-A forward-pre-hook keeps, of every forward pass that builds a gradient, the first few sequences of
-the layer's input and the rotation and mask that came with them. Nothing of it outlives a step:
-each step's probe is that of its own last forward pass, so a resumed run sees what an
-uninterrupted one saw. With activation checkpointing the hook runs twice on the same input, with
-gradient accumulation the last part stays, and passes without gradients (evaluation, generation)
-are not looked at. Under torch.compile the copy is one more output of the graph.
+A forward-pre-hook copies, of every forward pass that builds a gradient, the first few sequences of
+the layer's input into room that was taken once, and remembers the rotation and mask that came with
+them. Nothing of it outlives a step: each step's probe is that of its own last forward pass, so a
+resumed run sees what an uninterrupted one saw. With activation checkpointing the hook runs twice on
+the same input, with gradient accumulation the last part stays, and passes without gradients
+(evaluation, generation) are not looked at.
+
+Under torch.compile the hook is a part of the one graph. A fresh copy would be one more output of
+it, which a compiler may make a view of the whole input, so that the input of every layer stayed in
+memory until the step; a copy into room of our own cannot be one. All that is not needed to make
+the copy waits until the sample is taken, outside of the graph.
 """
 
 from typing import Any, NamedTuple
@@ -28,62 +33,82 @@ class Seen(NamedTuple):
     """(n, T, T), True where a query may see a key; None where only the layer's own rule holds."""
 
 
+class Glance(NamedTuple):
+    """What the hook keeps beside the copy; cut to size when the sample is taken."""
+
+    n: int
+    T: int
+    turn: Any
+    """Angles, or (cos, sin) of (B, T, W) as in transformers."""
+    mask: Tensor | None
+
+
 class Probe:
     """The hook of one layer; ``take`` hands its sample over and forgets it."""
 
     def __init__(self, pair: Pair, tokens: int) -> None:
-        self.tokens, self.width = tokens, pair.query.weight.shape[0 if pair.query.columns else 1]
-        self.seen: Seen | None = None
+        weight = pair.query.weight
+        self.tokens, self.width = tokens, weight.shape[0 if pair.query.columns else 1]
+        dtype = _read_in(weight)
+        self.room = torch.empty(tokens, self.width, dtype=dtype, device=weight.device)
+        self.sample: Tensor | None = None
+        self.seen: Glance | None = None
         self.handle = pair.module.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Keep a sample of the arguments of a forward pass."""
         if not torch.is_grad_enabled():
             return
-        values = (*args, *kwargs.values())
-        shared = [v for v in values if hasattr(v, "turns")]  # our layers get all they share in one
-        values += tuple(v.turns[getattr(module, "local", False)] for v in shared)
-        x = next((v for v in values if _stream(v, self.width)), None)
-        if x is None or x.numel() == 0:
+        values = [*args, *kwargs.values()]
+        for value in values:
+            if _stream(value, self.width):
+                self._keep(value, _turn(module, values), kwargs.get("attention_mask"))
+                return
+
+    def _keep(self, x: Tensor, turn: Any, mask: Any) -> None:
+        B, T, M = x.shape
+        if B * T == 0:
             return
-        B, T, _M = x.shape
         T = min(T, self.tokens)
         n = min(B, max(1, self.tokens // T))
-        self.seen = Seen(
-            x[:n, :T].detach().clone(),
-            _turn(values, n, T),
-            _mask(kwargs.get("attention_mask"), n, T),
-        )
+        if self.room.device != x.device:
+            self.room, self.sample = self.room.to(x.device), None
+        self.room[: n * T].view(n, T, M).copy_(x[:n, :T].detach())
+        self.seen = Glance(n, T, turn, _few(mask, n, T))
 
     def take(self) -> Seen | None:
-        """The sample of the last pass, once."""
-        seen, self.seen = self.seen, None
-        return seen
+        """The sample of the last pass, once; it lies in the room that the next pass writes to."""
+        if self.seen is None:
+            return None
+        n, T, turn, mask = self.seen
+        self.seen = None
+        if self.sample is None or self.sample.shape[:2] != (n, T):
+            self.sample = self.room[: n * T].view(n, T, self.width)
+        return Seen(self.sample, _angles(turn, n, T), _open(mask, n, T))
 
     def remove(self) -> None:
         """Watch no longer."""
         self.handle.remove()
 
 
+def _read_in(weight: Tensor) -> torch.dtype:
+    """bfloat16 on a GPU, whose products of float32 are many times slower; else exact."""
+    if weight.is_cuda and weight.dtype != torch.float64:
+        return torch.bfloat16
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
 def _stream(value: object, width: int) -> bool:
     return isinstance(value, Tensor) and value.ndim == 3 and value.shape[-1] == width
 
 
-def _turn(values: tuple[Any, ...], n: int, T: int) -> Angles | None:
-    """The rotation among the arguments: ours, or (cos, sin) of (B, T, W) as in transformers."""
+def _turn(module: torch.nn.Module, values: list[Any]) -> Any:
+    """The rotation among the arguments: ours, or (cos, sin) as in transformers."""
     for value in values:
-        if isinstance(value, Angles):
-            cos, sin = value
-        elif _cos_and_sin(value):
-            cos, sin = (part.unsqueeze(1) for part in value)
-            half = sin.shape[-1] // 2  # ours carry the sign of the first half in the sine
-            sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        else:
-            continue
-        cos, sin = (part[..., :T, :].detach() for part in (cos, sin))
-        if cos.ndim == 4:
-            cos, sin = (part[:n] for part in (cos, sin))
-        return Angles(cos.clone(), sin.clone())
+        if isinstance(value, Angles) or _cos_and_sin(value):
+            return value
+        if hasattr(value, "turns"):  # our layers get all they share in one
+            return value.turns[1 if getattr(module, "local", False) else 0]
     return None
 
 
@@ -95,15 +120,37 @@ def _cos_and_sin(value: object) -> bool:
     )
 
 
-def _mask(mask: object, n: int, T: int) -> Tensor | None:
-    """True where open: from a mask of keys (B, T), or one of pairs (B, 1, T, T)."""
-    if not isinstance(mask, Tensor):
+def _angles(turn: Any, n: int, T: int) -> Angles | None:
+    """Of n sequences and T positions, as ours."""
+    if turn is None:
         return None
-    if mask.ndim == 2:
-        real = mask[:n, :T].to(torch.bool)
-        return (real.unsqueeze(1) & real.unsqueeze(2)).expand(n, T, T)
-    if mask.ndim != 4:
+    cos, sin = turn
+    if not isinstance(turn, Angles):
+        cos, sin = (part[:n, :T].unsqueeze(1) for part in (cos, sin))
+        half = sin.shape[-1] // 2  # ours carry the sign of the first half in the sine
+        return Angles(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
+    if cos.ndim == 4:
+        cos, sin = (part[:n] for part in (cos, sin))
+    if cos.shape[-2] > T:
+        cos, sin = (part[..., :T, :] for part in (cos, sin))
+    return Angles(cos, sin)
+
+
+def _few(mask: object, n: int, T: int) -> Tensor | None:
+    """Of a mask of keys (B, T) or of pairs (B, 1, T, T) the part that is needed, as a copy."""
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
         return None
+    return mask[:n, ..., :T].detach().clone() if mask.ndim == 2 else _square(mask, n, T)
+
+
+def _square(mask: Tensor, n: int, T: int) -> Tensor:
     cut = mask[:n, 0, :T, :T].detach()
-    open_ = cut if cut.dtype == torch.bool else cut > -1e4  # added to the scores: 0 or very low
-    return open_.expand(n, T, T).clone()
+    return cut.clone() if cut.dtype == torch.bool else cut > -1e4  # added to scores: 0 or very low
+
+
+def _open(mask: Tensor | None, n: int, T: int) -> Tensor | None:
+    """True where open, (n, T, T)."""
+    if mask is None or mask.ndim == 3:
+        return None if mask is None else mask.expand(n, T, T)
+    real = mask.to(torch.bool)
+    return (real.unsqueeze(1) & real.unsqueeze(2)).expand(n, T, T)

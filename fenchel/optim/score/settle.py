@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fenchel.optim.score.ball import ball, projection, scaling
 from fenchel.optim.score.line import Factors, Heads, Line
-from fenchel.optim.score.size import sizes
-from fenchel.optim.score.stats import HeadStats, estimated, measured
+from fenchel.optim.score.size import crossing, sizes
+from fenchel.optim.score.stats import Moved
 
 PROBING = 1e-3
 """Share of the weights at which the change per unit of t is first measured."""
@@ -41,48 +41,38 @@ class Settled(NamedTuple):
     W: Heads
     reach: Tensor | None
     """The ball's bound on every head, (L, H); None as long as there was no ball."""
-    whole: Factors
-    """Where W is just W + U, nothing cut or scaled: True or False for every head."""
-    stats: HeadStats
+    moved: Moved
 
 
 def settle(line: Line, W: Heads, U: Heads, before: Tensor | None, rule: Rule) -> Settled:
     """Move from W along U; ``line`` runs along the same two, ``before`` is the ball's bound."""
     groups = W.K.shape[1]
-    bounded = line.at.real and not line.normed
-    radius = rule.radius if bounded else torch.inf
-    held = ball(line.start_rms, before, rule.gamma, radius, soft=rule.exactly and bounded)
-    shrink = scaling(held.shrink, groups)
-    t = _sizes(line, W, U, held.budget, shrink, exactly=rule.exactly)
-
-    change, after = line.move(t, shrink)
+    if not line.at.real or line.normed:  # no ball
+        t = _sizes(line, W, U, torch.full_like(line.start_rms, rule.gamma), None, rule)
+        new = _new(W, U, t, None, None)
+        if line.normed and rule.exactly:
+            new = Heads(*(_same_norm(to, old) for to, old in zip(new, W, strict=True)))
+        moved = Moved(line, t, None, None, None, line.move(t, None), not rule.exactly)
+        return Settled(new, before, moved)
+    held = ball(line.start_rms, before, rule.gamma, rule.radius, soft=rule.exactly)
+    shrink = None if held.shrink is None else scaling(held.shrink, groups)
+    t = _sizes(line, W, U, held.budget, shrink, rule)
+    seen = None if line.parts is not None else line.move(t, shrink)
+    after = line.there(t, shrink) if seen is None else seen[1]
     c = projection(after, held.reach)
     back = scaling(c, groups)
-    capped = (c < 1.0) if rule.exactly else (c < 1.0) | (t.Q < 1.0)
-    if line.closed:
-        stats = estimated(change, after * c, capped)
-    else:
-        S = line.scores(*line.point(t, shrink))
-        stats = measured(line, S * c[:, None, :, None, None], capped)
-
-    moved = _moved(W, U, t, shrink, back)
-    if line.normed and rule.exactly:
-        moved = Heads(*(_same_norm(new, old) for new, old in zip(moved, W, strict=True)))
-    whole = Factors(*((a == 1.0) & (b == 1.0) for a, b in zip(t, back, strict=True)))
-    return Settled(moved, held.reach if bounded else before, whole, stats)
+    moved = Moved(line, t, shrink, back, c, seen, not rule.exactly)
+    return Settled(_new(W, U, t, shrink, back), held.reach, moved)
 
 
 def _sizes(
-    line: Line,
-    W: Heads,
-    U: Heads,
-    gamma: Tensor,
-    shrink: Factors,
-    *,
-    exactly: bool,
+    line: Line, W: Heads, U: Heads, gamma: Tensor, shrink: Factors | None, rule: Rule
 ) -> Factors:
     one = torch.ones_like(gamma)
-    if not exactly:  # the whole of U, or less of it
+    if line.parts is not None:
+        limit = torch.full_like(gamma, torch.inf) if rule.exactly else one
+        return crossing(line.parts, gamma, shrink, limit, W.K.shape[1])
+    if not rule.exactly:  # the whole of U, or less of it
         return sizes(line, gamma, shrink, one, one)
     ratio = torch.minimum(
         _norm(W.Q) / _norm(U.Q).clamp(min=1e-30),
@@ -91,17 +81,21 @@ def _sizes(
     ratio = torch.where(ratio > 0, ratio, 1.0)
     limit = ratio if line.normed else torch.full_like(ratio, torch.inf)
     eps = PROBING * ratio
-    rate = line.move(line.alike(eps), line.alike(one))[0] / eps
+    rate = line.move(line.alike(eps), None)[0] / eps
     start = torch.where(rate > 0, gamma / rate.clamp(min=1e-30), 0.0)
     return sizes(line, gamma, shrink, start, limit)
 
 
-def _moved(W: Heads, U: Heads, t: Factors, shrink: Factors, back: Factors) -> Heads:
-    Q, K = (
-        _heads(b) * (_heads(s) * w + _heads(a) * u)
-        for w, u, a, s, b in zip(W, U, t, shrink, back, strict=True)
-    )
-    return Heads(Q, K)
+def _new(W: Heads, U: Heads, t: Factors, shrink: Factors | None, back: Factors | None) -> Heads:
+    """back (shrink W + t U); a head that is neither shrunk nor scaled back and has t = 1, W + U."""
+    made = []
+    for n, (w, u) in enumerate(zip(W, U, strict=True)):
+        along, by = t[n], None if shrink is None else shrink[n]
+        if back is not None:
+            along, by = along * back[n], back[n] if by is None else by * back[n]
+        start = w if by is None else w * _heads(by)
+        made.append(torch.addcmul(start, u, _heads(along)))
+    return Heads(*made)
 
 
 def _heads(x: Tensor) -> Tensor:

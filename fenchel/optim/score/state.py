@@ -23,6 +23,13 @@ def stacked_reach(state: Mapping[Any, Mapping[str, Any]], pairs: list[Pair]) -> 
     return torch.stack(known) if len(known) == len(pairs) else None
 
 
+def keep_reach(state: Any, pairs: list[Pair], reach: Tensor | None) -> None:
+    """Remember the bounds of a stack, layer by layer."""
+    if reach is not None:
+        for pair, of_layer in zip(pairs, reach.unbind(), strict=True):
+            state[pair.query.weight]["reach"] = of_layer
+
+
 def keep_dtypes(optimiser: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Put what we remember back as it was saved, on the device of its parameter."""
     indices = chain.from_iterable(group["params"] for group in saved["param_groups"])

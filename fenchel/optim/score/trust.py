@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fenchel.optim.score.line import Heads, Line
 from fenchel.optim.score.pairs import Pair
 from fenchel.optim.score.settle import Rule, Settled, settle
-from fenchel.optim.score.state import OURS, keep_dtypes, stacked_reach
+from fenchel.optim.score.state import OURS, keep_dtypes, keep_reach, stacked_reach
 from fenchel.optim.score.stats import HeadStats
-from fenchel.optim.score.watch import Stack, Watch, moving, read, write
+from fenchel.optim.score.watch import Stack, Watch, heads, stacked, write
 from fenchel.optim.together import Together
 
 
@@ -57,32 +58,30 @@ class ScoreTrust(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        before = {pair: read(pair) for pair in self.watch.probes if moving(pair)}
+        before = [(stack, stacked(stack.pairs)) for stack in self.watch.stacks()]
         for member in self.members:
             member.step()
-        for stack in self.watch.stacks(before):
-            self._cut(stack)
+        for stack, stacks in before:
+            self._cut(stack, stacks)
         return loss
 
-    def _cut(self, stack: Stack) -> None:
-        pairs, W, at = stack
-        parts = zip(*(read(pair) for pair in pairs), strict=True)
-        made = Heads(*(torch.stack(list(part)) for part in parts))
+    def _cut(self, stack: Stack, before: list[Tensor]) -> None:
+        pairs, at = stack
+        after = stacked(pairs)
+        W, made = heads(pairs, before), heads(pairs, after)
         U = Heads(made.Q - W.Q, made.K - W.K)
         group = self.param_groups[0]
         rule = Rule(float(group["lr"]), group["radius"], exactly=False)
         line = Line(pairs, at, W)
         line.toward(U)
         settled = settle(line, W, U, stacked_reach(self.state, pairs), rule)
-        write(pairs, _cut_or_made(settled, made))
-        self.watch.remember(pairs, settled.stats)
-        if settled.reach is not None:
-            for layer, pair in enumerate(pairs):
-                self.state[pair.query.weight]["reach"] = settled.reach[layer].clone()
+        write(pairs, after, _cut_or_made(settled, made))
+        self.watch.remember(pairs, settled.moved)
+        keep_reach(self.state, pairs, settled.reach)
 
     def score_stats(self) -> dict[str, HeadStats]:
         """What the last step did to each layer's scores, by the layer's name."""
-        return dict(self.watch.stats)
+        return self.watch.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's state and ours, parameter by parameter."""
@@ -113,17 +112,17 @@ class ScoreTrust(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        for probe in self.watch.probes.values():
-            probe.remove()
+        self.watch.close()
 
 
 def _cut_or_made(settled: Settled, made: Heads) -> Heads:
     """Heads that nothing was taken from keep the very bits the optimiser made."""
-    Q, K = (
-        torch.where(whole[..., None, None], as_made, cut)
-        for whole, as_made, cut in zip(settled.whole, made, settled.W, strict=True)
-    )
-    return Heads(Q, K)
+    chosen = []
+    t, back = settled.moved.t, settled.moved.back
+    for n, (as_made, cut) in enumerate(zip(made, settled.W, strict=True)):
+        whole = t[n] if back is None else torch.minimum(t[n], back[n])
+        chosen.append(torch.where((whole == 1.0)[..., None, None], as_made, cut))
+    return Heads(*chosen)
 
 
 def _without(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:

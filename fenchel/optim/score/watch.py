@@ -1,7 +1,9 @@
 """Pairs under watch: their probes, and equal ones side by side.
 
 Layers of one shape become one stack, so that a step is a chain of batched products whose length
-does not grow with the depth of the model.
+does not grow with the depth of the model. Their parameters are copied whole, one stack for each
+kind of parameter: queries and keys of a fused weight are views of it, and what belongs to neither
+goes back with them, as it was.
 """
 
 from collections import defaultdict
@@ -9,58 +11,86 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fenchel.optim.score.line import Heads, Sample, sample
+from fenchel.optim.score.line import Heads
 from fenchel.optim.score.pairs import Pair
 from fenchel.optim.score.probe import Probe, Seen
-from fenchel.optim.score.stats import HeadStats
+from fenchel.optim.score.sample import Grid, Sample, sample
+from fenchel.optim.score.stats import HeadStats, Moved
 
 
 class Stack(NamedTuple):
     """Layers of one shape."""
 
     pairs: list[Pair]
-    W: Heads
-    """Copies of their weights."""
     at: Sample
 
 
 class Watch:
-    """The probes of some pairs, and the statistics of their last step."""
+    """The probes of some pairs, and what their last step did."""
 
     def __init__(self, pairs: Iterable[Pair], tokens: int) -> None:
         self.probes = {pair: Probe(pair, tokens) for pair in pairs}
-        self.stats: dict[str, HeadStats] = {}
+        self.moved: list[tuple[list[Pair], Moved]] = []
+        self.grids: dict[Any, Grid] = {}
 
-    def stacks(self, weights: dict[Pair, Heads]) -> Iterator[Stack]:
-        """The pairs whose weights are given, by shape; each sample is handed out once."""
+    def stacks(self) -> Iterator[Stack]:
+        """The pairs that the last backward pass reached, by shape; a sample is handed out once."""
+        self.moved.clear()
         by_shape: dict[Any, list[tuple[Pair, Seen | None]]] = defaultdict(list)
-        for pair, W in weights.items():
-            seen = self.probes[pair].take()
-            by_shape[_shape(pair, W, seen)].append((pair, seen))
+        for pair, probe in self.probes.items():
+            if moving(pair):
+                seen = probe.take()
+                by_shape[_shape(pair, seen)].append((pair, seen))
         for members in by_shape.values():
             pairs = [pair for pair, _ in members]
-            W = Heads(
-                *(torch.stack(parts) for parts in zip(*(weights[p] for p in pairs), strict=True))
-            )
-            yield Stack(pairs, W, sample(pairs, [seen for _, seen in members], W.Q))
+            yield Stack(pairs, sample(pairs, [seen for _, seen in members], self.grids))
 
-    def remember(self, pairs: list[Pair], stats: HeadStats) -> None:
-        """Keep the statistics (L, H) of a stack, layer by layer."""
-        for layer, pair in enumerate(pairs):
-            self.stats[pair.name] = HeadStats(*(values[layer] for values in stats))
+    def remember(self, pairs: list[Pair], moved: Moved) -> None:
+        """Keep what a step did to a stack until somebody asks."""
+        moved.line.forget()
+        self.moved.append((pairs, moved))
+
+    def stats(self) -> dict[str, HeadStats]:
+        """Of the last step, by the layer's name."""
+        found: dict[str, HeadStats] = {}
+        for pairs, moved in self.moved:
+            numbers = moved.stats(heads(pairs, stacked(pairs)))
+            for layer, pair in enumerate(pairs):
+                found[pair.name] = HeadStats(*(values[layer] for values in numbers))
+        return {pair.name: found[pair.name] for pair in self.probes if pair.name in found}
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for probe in self.probes.values():
+            probe.remove()
 
 
-def read(pair: Pair) -> Heads:
-    """Copies of the weights of a pair, without the axis of layers."""
-    return Heads(pair.query.values(), pair.key.values())
+def stacked(pairs: list[Pair], *, gradient: bool = False) -> list[Tensor]:
+    """Copies of the parameters, or gradients, of equal layers: (L, ...) for each of a pair's."""
+    stacks = []
+    for kind in zip(*(pair.parameters for pair in pairs), strict=True):
+        tensors = [p.grad if gradient else p.detach() for p in kind]
+        exact = torch.promote_types(kind[0].dtype, torch.float32)
+        stacks.append(torch.stack(tensors).to(exact))
+    return stacks
 
 
-def write(pairs: list[Pair], W: Heads) -> None:
-    """Put the weights of a stack back where they belong."""
-    for layer, pair in enumerate(pairs):
-        pair.query.write(W.Q[layer])
-        pair.key.write(W.K[layer])
+def heads(pairs: list[Pair], stacks: list[Tensor]) -> Heads:
+    """Queries and keys in stacks of parameters or gradients."""
+    first = pairs[0]
+    Q, K = (rows.cut(*_of(first, rows.parameters, stacks)) for rows in (first.query, first.key))
+    return Heads(Q, K)
+
+
+def write(pairs: list[Pair], stacks: list[Tensor], W: Heads) -> None:
+    """Put queries and keys into the stacks of parameters, and these back where they belong."""
+    first = pairs[0]
+    for rows, values in zip((first.query, first.key), W, strict=True):
+        rows.put(values, *_of(first, rows.parameters, stacks))
+    for kind, stack in zip(zip(*(p.parameters for p in pairs), strict=True), stacks, strict=True):
+        torch._foreach_copy_(list(kind), list(stack.unbind()))
 
 
 def moving(pair: Pair) -> bool:
@@ -68,9 +98,22 @@ def moving(pair: Pair) -> bool:
     return all(p.grad is not None for p in pair.parameters)
 
 
-def _shape(pair: Pair, W: Heads, seen: Seen | None) -> Any:
+def _of(
+    pair: Pair, parameters: tuple[Tensor, ...], stacks: list[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """The stacks of a weight and its bias."""
+    places = [next(n for n, p in enumerate(pair.parameters) if p is mine) for mine in parameters]
+    return stacks[places[0]], stacks[places[1]] if len(places) > 1 else None
+
+
+def _shape(pair: Pair, seen: Seen | None) -> Any:
+    rows = [
+        (r.start, r.stop, r.heads, r.columns, r.bias is None, r.weight is pair.query.weight)
+        for r in (pair.query, pair.key)
+    ]
     kind = (pair.scale, pair.layout, pair.q_norm is None, pair.k_norm is None)
-    sizes = (W.Q.shape, W.K.shape, W.Q.dtype, W.Q.device)
+    sizes = tuple((p.shape, p.dtype, p.device) for p in pair.parameters)
     if seen is None:
-        return kind, sizes, None
-    return kind, sizes, seen.x.shape, None if seen.turn is None else seen.turn.cos.shape
+        return *rows, kind, sizes, None
+    turn = None if seen.turn is None else seen.turn.cos.shape
+    return *rows, kind, sizes, seen.x.shape, turn, seen.mask is None

@@ -66,6 +66,32 @@ def test_the_scores_of_other_sequences_move_by_lr_every_step(
         model.zero_grad()
 
 
+@every_kind
+@pytest.mark.parametrize("method", ["descent", "trust"])
+def test_inputs_read_in_bfloat16_as_on_a_gpu_are_good_enough(
+    kind: str,
+    method: str,
+    small: Any,
+    tokens: Any,
+    backward: Any,
+    held_out: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fenchel.optim.score.probe._read_in", lambda _: torch.bfloat16)
+    model = small(**KINDS[kind])
+    pairs = attention_pairs(model)
+    optimiser: Any = ScoreDescent(pairs, lr=0.05)
+    if method == "trust":
+        weights = [p for name, p in model.named_parameters() if not name.endswith("norm.weight")]
+        optimiser = ScoreTrust(torch.optim.AdamW(weights, lr=0.03), pairs, lr=0.05)
+    ids = tokens(0, 64)
+    backward(model, ids)
+    change = held_out(model, pairs, ids)
+    optimiser.step()
+    moved, _ = change()
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.05), rtol=0.01, atol=0)
+
+
 def test_sampled_queries_of_long_sequences_speak_for_all(
     small: Any, tokens: Any, backward: Any, inputs: Any, scores_of: Any
 ) -> None:
@@ -190,6 +216,29 @@ def test_scores_stay_in_the_ball_at_a_rate_ten_times_too_high(
         model.zero_grad()
     assert torch.stack(reached).max() <= 1.1 * radius
     assert torch.stack(reached).max() > 0.8 * radius  # the ball was needed
+
+
+@pytest.mark.parametrize("method", ["descent", "trust"])
+def test_the_statistics_tell_of_a_step_that_the_ball_cut(
+    method: str, small: Any, tokens: Any, backward: Any, held_out: Any
+) -> None:
+    model = small(kv_heads=2)
+    pairs, capped = attention_pairs(model), []
+    optimiser: Any = ScoreDescent(pairs, lr=0.5, radius=1.2)
+    if method == "trust":
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimiser = ScoreTrust(inner, pairs, lr=0.5, radius=1.2)
+    for step in range(4):
+        backward(model, tokens(step))
+        change = held_out(model, pairs, tokens(step))
+        optimiser.step()
+        moved, after = change()
+        stats = optimiser.score_stats().values()
+        torch.testing.assert_close(torch.stack([s.rms_change for s in stats]), moved)
+        torch.testing.assert_close(torch.stack([s.rms_score for s in stats]), after)
+        capped += [s.capped.any() for s in stats]
+        model.zero_grad()
+    assert any(capped)
 
 
 @pytest.mark.parametrize("method", ["descent", "trust"])

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd
 
-from fenchel.attention import rotary, rotate
+from fenchel.attention import Angles, angles, rotary, rotate
 from fenchel.optim import attention_pairs
 from fenchel.optim.score.direction import direction
-from fenchel.optim.score.gram import damped, inverse_root, partner_grams
+from fenchel.optim.score.gram import _averaged, damped, inverse_root, partner_grams
 from fenchel.optim.score.line import Heads, Line
-from fenchel.optim.score.watch import Watch, read
+from fenchel.optim.score.watch import Watch, heads, stacked
 
 KINDS: dict[str, dict[str, Any]] = {
     "mha": {"positions": "learned"},
@@ -30,10 +30,9 @@ class Instance:
         watch = Watch(self.pairs, 10**6)
         self.given = inputs(model, self.pairs, ids)
         backward(model, ids)
-        (stack,) = watch.stacks({pair: read(pair) for pair in self.pairs})
-        self.W, self.at = stack.W, stack.at
-        grads = [(p.query.gradient(), p.key.gradient()) for p in self.pairs]
-        self.gradient = Heads(*(torch.stack(part) for part in zip(*grads, strict=True)))  # type: ignore[arg-type]
+        (stack,) = watch.stacks()
+        self.W, self.at = heads(self.pairs, stacked(self.pairs)), stack.at
+        self.gradient = heads(self.pairs, stacked(self.pairs, gradient=True))
         self.line = Line(self.pairs, self.at, self.W)
 
     def group(self, layer: int, heads: Heads) -> Tensor:
@@ -130,6 +129,25 @@ def test_partner_grams_are_means_over_the_open_pairs(
         A_Q += (query.mT @ query).mean(0)
     torch.testing.assert_close(grams.K[1], A_K / len(pairs))
     torch.testing.assert_close(grams.Q[1], A_Q / len(pairs))
+
+
+@pytest.mark.parametrize("n", [4, 6, 7])
+def test_under_a_mask_each_sequence_counts_its_own_pairs(n: int) -> None:
+    """Turned by its own angles, at the places that it sees, one after another."""
+    generator = torch.Generator().manual_seed(n)
+    x, dtype = torch.randn(2, n, 3, 16, 4, generator=generator).double(), torch.float64
+    open_ = torch.rand(2, n, 1, 16, 16, generator=generator) < 0.5
+    positions = torch.randint(50, (n, 16), generator=generator)
+    turn = Angles(*(part[None] for part in angles(positions, 4, dtype=dtype)))
+    j = {4: 4, 6: 2, 7: 1}[n]
+    A, count = torch.zeros(2, 3, 4, 4, dtype=dtype), torch.zeros(2, dtype=dtype)
+    for place, s in enumerate(range(1, 16, 2)):
+        for i in range(place % j, n, j):
+            cos, sin = (part[0, i, 0, s] for part in turn)
+            y = rotate(x[:, i], Angles(cos, -sin)) * open_[:, i, :, s].unsqueeze(-1)
+            A += y.mT @ y
+            count += open_[:, i, 0, s].sum(-1)
+    torch.testing.assert_close(_averaged(x, turn, open_, "half"), A / count.view(2, 1, 1, 1))
 
 
 def test_the_inverse_root_is_that_of_the_eigenvalues() -> None:
