@@ -12,7 +12,7 @@ ARROWS: dict[str, set[str]] = {
     "choice": {"kernels"},
     "attention": {"choice", "kernels"},
     "sensitivity": {"choice", "attention"},
-    "optim": {"choice", "attention"},
+    "optim": {"choice", "attention", "kernels"},
     "model": {"choice", "attention", "data"},  # data for the tokenizer beside the weights
     "generate": {"attention", "model", "kernels"},
     "data": set(),

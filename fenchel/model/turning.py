@@ -40,9 +40,12 @@ class Turning:
             size = min(self.context, 2 * end)
             with torch.inference_mode(False):  # a table made while decoding serves training too
                 positions = torch.arange(size, device=like.device)
-                self._table = angles(
+                table = angles(
                     positions, self.width, base=self.base, scaling=self.scaling, dtype=exact
                 )
+            if torch.compiler.is_compiling():  # kept, it would be a new input: compiled twice
+                return table
+            self._table = table
         return self._table
 
 

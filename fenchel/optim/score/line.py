@@ -21,6 +21,7 @@ width, M inputs (one more with a bias); t and change (L, H).
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -187,6 +188,10 @@ def part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Ten
 
     ``q`` holds q and dq, (L, n, H, m, D) each, ``k`` holds k and dk, (L, n, G, T, D) each.
     """
+    if _fused(q[0]):
+        from fenchel.kernels.score_parts import part_sums
+
+        return part_sums(q, k, open_)
     L, n, H, m, D = q[0].shape
     G, T = k[0].shape[2:4]
     wide = torch.promote_types(q[0].dtype, torch.float32)
@@ -197,6 +202,11 @@ def part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Ten
         torch.bmm(x, y, out=part)
     flat = S.view(4, L, n, H, m, T).mul_(open_.to(wide)).view(4, L * n * H, m * T).transpose(0, 1)
     return (flat @ flat.mT).view(L, n, H, 4, 4).sum(1)
+
+
+def _fused(q: Tensor) -> bool:
+    """Whether the kernel sums: on a GPU, up to float32, where Triton is."""
+    return q.is_cuda and q.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:

@@ -1,12 +1,13 @@
 """fenchel/optim/score/line.py and size.py: which pairs are looked at, and where a line ends."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.optim import Pair, Rows
+from fenchel.optim import Pair, Rows, ScoreDescent, attention_pairs
 from fenchel.optim.score.ball import scaling
 from fenchel.optim.score.line import Heads, Line
 from fenchel.optim.score.probe import Seen
@@ -127,3 +128,18 @@ def test_parts_go_no_further_than_their_limit_and_exactly_there() -> None:
         assert torch.equal(crossing(parts, one, None, one, 3).Q, one)
     limit = torch.full_like(one, torch.inf)
     assert torch.equal(crossing(nothing, one, None, limit, 3).Q, torch.zeros(2, 3))
+
+
+def test_a_step_through_the_kernel_is_that_of_the_operations(
+    small: Any, tokens: Any, backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    for fused in (False, True):
+        monkeypatch.setattr("fenchel.optim.score.line._fused", lambda _, fused=fused: fused)
+        model = small(kv_heads=2)
+        score = ScoreDescent(attention_pairs(model))
+        backward(model, tokens(0, 2))
+        score.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
