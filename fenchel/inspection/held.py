@@ -25,7 +25,7 @@ from fenchel.inspection.subject import Attention
 from fenchel.sensitivity.attention import AttentionJacobian, attention_jacobian
 from fenchel.sensitivity.rows import Block, Rows
 
-ROOM = 1 << 27
+ROOM = 1 << 28
 """Weights kept at the most, over all layers of a model."""
 # Queries at a time: fewer and products are small, more and the future is computed too.
 _STRIP, _GPU_STRIP = 128, 512

@@ -53,9 +53,20 @@ def test_streams_and_logits_are_those_of_the_model(
     for passage, before in zip(reading.passages, streams, strict=False):
         torch.testing.assert_close(passage.before, before, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(passage.block(passage.before), passage.after)
-    assert reading.logits is not None
-    again = reading.logits(reading.passages[0].before)
+    assert reading.read_out is not None
+    again = reading.read_out(reading.passages[-1].after)
     torch.testing.assert_close(again, logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_read_out_depends_on_the_stream_alone(family: str, save: Callable[[str], Path]) -> None:
+    subject, reading = opened(save(family))
+    other = subject.read(IDS.flip(1))
+    assert reading.read_out is not None
+    assert other.read_out is not None
+    after = other.passages[-1].after
+    torch.testing.assert_close(reading.read_out(after), other.read_out(after))
+    assert not torch.allclose(reading.read_out(after), reading.read_out(reading.passages[-1].after))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,10 +74,6 @@ def test_a_held_block_has_the_value_of_the_block(family: str, save: Callable[[st
     _, reading = opened(save(family))
     for passage in reading.passages:
         torch.testing.assert_close(passage.near(passage.before), passage.after)
-    start = reading.passages[0].before
-    assert reading.logits is not None
-    assert reading.near_logits is not None
-    torch.testing.assert_close(reading.near_logits(start), reading.logits(start))
 
 
 def test_grouped_keys_and_windows_arrive_as_such(save: Callable[[str], Path]) -> None:

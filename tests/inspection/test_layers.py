@@ -51,7 +51,7 @@ def matrix(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def test_a_block_is_bracketed_in_both_norms(reading: Reading, matrices: list[Tensor]) -> None:
     for passage, J in zip(reading.passages, matrices, strict=True):
-        found = layer(passage, 1, METHOD, draw(), branches=True)
+        found = layer(passage, derivative(passage.near, passage.before), 1, METHOD, draw(), branches=True)
         T, M = passage.before.shape[1:]
         true = float(torch.linalg.matrix_norm(J, 2))
         assert found.block.lower <= true * (1 + 1e-4)
@@ -115,8 +115,10 @@ def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
 
 
 def test_the_network_is_the_product_of_its_blocks(reading: Reading, matrices: list[Tensor]) -> None:
-    layers = [layer(p, i, METHOD, draw()) for i, p in enumerate(reading.passages, 1)]
-    found = network(reading, layers, METHOD, draw(), lambda _: None)
+    steps = [derivative(p.near, p.before) for p in reading.passages]
+    passed = enumerate(zip(reading.passages, steps, strict=True), 1)
+    layers = [layer(p, step, i, METHOD, draw()) for i, (p, step) in passed]
+    found = network(reading, steps, layers, METHOD, draw(), lambda _: None)
     parts = matrices
     J = reduce(lambda before, one: one @ before, parts)
     true = float(torch.linalg.matrix_norm(J, 2))
@@ -126,10 +128,10 @@ def test_the_network_is_the_product_of_its_blocks(reading: Reading, matrices: li
     alone = sum(math.log(float(torch.linalg.matrix_norm(part, 2))) for part in parts)
     assert found.blocks_exponent == pytest.approx(alone / len(parts), abs=0.02)
     assert sum(found.growth) == pytest.approx(math.log(found.stream.lower), abs=1e-3)
-    assert reading.logits is not None
+    assert reading.read_out is not None
     assert found.logits is not None
-    start = reading.passages[0].before
-    to_logits = float(torch.linalg.matrix_norm(matrix(reading.logits, start), 2))
+    last = matrix(reading.read_out, reading.passages[-1].after)
+    to_logits = float(torch.linalg.matrix_norm(last @ J, 2))
     assert found.logits.lower <= to_logits * (1 + 1e-4)
     assert to_logits <= found.logits.upper * (1 + 1e-4)
 
@@ -142,7 +144,7 @@ def test_growth_follows_one_direction_through_all_blocks(
     for J in matrices:
         wanted.append(math.log(float((J @ moved).norm() / moved.norm())))
         moved = J @ moved
-    assert growth(reading.passages, v) == pytest.approx(wanted, abs=1e-3)
+    assert growth([derivative(p.near, p.before) for p in reading.passages], v) == pytest.approx(wanted, abs=1e-3)
 
 
 def test_the_influence_map_is_right_on_average() -> None:
