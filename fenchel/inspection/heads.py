@@ -98,15 +98,16 @@ def heads(
     T, S = call.q.shape[2], call.k.shape[2]
     budget = _WEIGHTS.get(call.q.device.type, 1 << 26)
     together = max(1, budget // (T * S))
-    alike = overlap(call).fill_diagonal_(-1.0)
+    alike = overlap(call).fill_diagonal_(-1.0).cpu()
     for first in range(0, len(chosen), together):
         some = chosen[first : first + together]
         part = only(call, some)
-        told = rows(part)
+        told = Rows(*(x.cpu() for x in rows(part)))  # once: what follows is small
         sigma, bound = sensitivities(part, method, generator)
+        bounds = bound.tolist()
         for place, head in enumerate(some):
             of_q = {name: bracket[place] for name, bracket in sigma.items()}
-            found = _head(told, place, layer, head + 1, of_q, float(bound[place]))
+            found = _head(told, place, layer, head + 1, of_q, bounds[place])
             yield replace(found, **_twin(alike[head]))
 
 

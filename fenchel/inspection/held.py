@@ -13,7 +13,7 @@ Weights are kept up to ``ROOM`` numbers and computed again at every pass beyond,
 O(n d) for long texts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,10 @@ class Kept(Rows):
         if self._strips is None:
             self._strips = [_eased(block) for block in super().__iter__()]
         return iter(self._strips)
+
+    def ready(self) -> Sequence[Block]:
+        """All of them."""
+        return tuple(self)
 
     def single(self) -> Rows:
         """In float32, with nothing kept yet."""

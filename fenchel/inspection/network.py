@@ -32,7 +32,7 @@ from fenchel.sensitivity.operator import Operator
 
 STEPS = 3
 """Stream, influence, logits."""
-SPANS, AGAIN = 12, 3
+SPANS, AGAIN = 10, 1
 """Rows of the influence map, and how often the last one is drawn again for its error."""
 
 
