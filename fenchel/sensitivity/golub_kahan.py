@@ -105,13 +105,14 @@ class Basis:
             for chunk in chunks:
                 if w.dim() == 1:
                     w = torch.addmv(w, chunk.mT, torch.mv(chunk, w), alpha=-1.0)
-                else:
-                    w = w - (chunk.mT @ (chunk @ w.unsqueeze(-1))).squeeze(-1)
+                else:  # as rows: columns of one number are slow to multiply by on a CPU
+                    row = w.unsqueeze(-2)
+                    w = (row - (row @ chunk.mT) @ chunk).squeeze(-2)
         return w
 
     def along(self, w: Tensor) -> Tensor:
         """The components of w: (*batch, n) -> (*batch, count)."""
-        return torch.cat([(chunk @ w.unsqueeze(-1)).squeeze(-1) for chunk in self.chunks], -1)
+        return torch.cat([(w.unsqueeze(-2) @ chunk.mT).squeeze(-2) for chunk in self.chunks], -1)
 
     def combine(self, y: Tensor) -> Tensor:
         """sum_j y_j v_j: (*batch, count) -> (*batch, n)."""
