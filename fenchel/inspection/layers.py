@@ -45,6 +45,7 @@ def layer(
         attention=_branch(passage.attending, method, generator) if branches else None,
         mlp=_branch(passage.thinking, method, generator) if branches else None,
         block=bracket(found),
+        top=found.values.tolist(),
         token=token_ends(J, found),
         update=float((after - before).norm() / before.norm()),
         moved_by=mass(found.right),

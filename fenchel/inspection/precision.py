@@ -35,7 +35,7 @@ def precision(
     fine = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double())
     to_the_end = replace(method, tolerance=1e-4, iterations=_CONVERGED)
     one, two = (
-        sensitivities(c, to_the_end, generator, which=("qkv",))[0]["qkv"][0].lower
+        sensitivities(c, to_the_end, generator, which=("qkv",)).sigma["qkv"][0].lower
         for c in (call, fine)
     )
     apart = abs(one / two - 1.0) if two > 0 else 0.0

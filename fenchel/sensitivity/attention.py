@@ -10,9 +10,11 @@ values, rows that are not near to one-hot take
 
     (J dz)_i v = (s dz_i) v - <s, dz_i> m_i,       gz_i = s (g_i v^T - <g_i, m_i>),
 
-where what is subtracted is small or rides along in the product. ``attention_jacobian`` is the derivative in (q, k, v), or in some of
-them; ``self_attention_jacobian`` puts q = X W_Q, k = X W_K, v = X W_V before it and is the
-derivative in X. With ``each`` the operator is a batch, one for every sequence and head; without,
+where what is subtracted is small or rides along in the product.
+
+``attention_jacobian`` is the derivative in (q, k, v), or in some of them;
+``self_attention_jacobian`` puts q = X W_Q, k = X W_K, v = X W_V before it and is the derivative in
+X. With ``each`` the operator is a batch, one for every sequence and head; without,
 one operator for all of them together.
 
 Forward and reverse are written from the same two lines of algebra, so the identity
