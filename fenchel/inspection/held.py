@@ -28,7 +28,7 @@ from fenchel.sensitivity.rows import Block, Rows
 ROOM = 1 << 28
 """Weights kept at the most, over all layers of a model."""
 # Queries at a time: fewer and products are small, more and the future is computed too.
-_STRIP, _GPU_STRIP = 128, 512
+_STRIP, _GPU_STRIP = 128, 1024
 _SETTLED = 1e-4  # a row whose lighter keys weigh more than this needs no shift to stay exact
 
 

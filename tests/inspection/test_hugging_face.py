@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from fenchel.attention import Causal, Dense, Window
 from fenchel.inspection import Reading, Subject, open_subject
-from fenchel.inspection.hugging_face import prior_of
+from fenchel.inspection.hugging_face import HuggingFace, prior_of
 from fenchel.inspection.rows import rows, weights
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "neox", "bert")
@@ -67,6 +68,16 @@ def test_the_read_out_depends_on_the_stream_alone(family: str, save: Callable[[s
     after = other.passages[-1].after
     torch.testing.assert_close(reading.read_out(after), other.read_out(after))
     assert not torch.allclose(reading.read_out(after), reading.read_out(reading.passages[-1].after))
+
+
+def test_the_read_out_of_one_token_is_that_of_all_of_them(save: Callable[[str], Path]) -> None:
+    subject, reading = opened(save("gpt2"))
+    assert isinstance(subject, HuggingFace)
+    assert reading.read_out is not None
+    last: Any = subject.model.get_submodule("transformer.h.1")
+    after = 1.5 * reading.passages[-1].after.flip(1)
+    whole = subject._ending(IDS, [last])(after)
+    torch.testing.assert_close(reading.read_out(after), whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
