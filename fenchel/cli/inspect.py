@@ -55,7 +55,7 @@ def run(
     rows
         With --json: the numbers of every row, not only their quantiles.
     iterations
-        Pairs of products a spectral norm takes at the most; 30 for small models, 10 for large ones.
+        Pairs of products a spectral norm takes at the most; 30 for small models, 9 for large ones.
     tolerance
         A bracket narrower than this ends earlier.
     device

@@ -13,7 +13,7 @@ Heads are measured a few at a time, so that their weights stay near the cores.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,17 @@ class OfHeads(Prior):
         return at._replace(h=torch.tensor(self.chosen, device=at.h.device)[at.h])
 
 
+class Sensitivities(NamedTuple):
+    """What some heads are exposed to; lists over heads."""
+
+    sigma: dict[str, list[Bracket]]
+    """In q, k, v and all of them."""
+    bound: list[float]
+    """The sure bound of the last."""
+    top: list[list[float]]
+    """Lower bounds of its four largest singular values."""
+
+
 class Capped(Operator):
     """A derivative of attention whose sure upper bound is the cheap one, known beforehand."""
 
@@ -98,15 +109,15 @@ def heads(
     T, S = call.q.shape[2], call.k.shape[2]
     budget = _WEIGHTS.get(call.q.device.type, 1 << 26)
     together = max(1, budget // (T * S))
-    alike = overlap(call).fill_diagonal_(-1.0)
+    alike = overlap(call).fill_diagonal_(-1.0).cpu()
     for first in range(0, len(chosen), together):
         some = chosen[first : first + together]
         part = only(call, some)
-        told = rows(part)
-        sigma, bound = sensitivities(part, method, generator)
+        told = Rows(*(x.cpu() for x in rows(part)))  # once: what follows is small
+        sigma, bound, top = sensitivities(part, method, generator)
         for place, head in enumerate(some):
             of_q = {name: bracket[place] for name, bracket in sigma.items()}
-            found = _head(told, place, layer, head + 1, of_q, float(bound[place]))
+            found = _head(told, place, layer, head + 1, of_q, bound[place], top[place])
             yield replace(found, **_twin(alike[head]))
 
 
@@ -126,11 +137,11 @@ def sensitivities(
     generator: torch.Generator,
     *,
     which: tuple[str, ...] = ("q", "k", "v", "qkv"),
-) -> tuple[dict[str, list[Bracket]], Tensor]:
-    """sigma in q, k, v and all of them, a list over heads each; the sure bound of the last."""
+) -> Sensitivities:
+    """sigma in the inputs that ``which`` names, the last of them all together."""
     whole = derivative(call, each=True)
     found = terms(whole.rows, whole.v.view(*whole.rows.lead, *whole.v.shape[1:]), cheap=True)
-    sigma = {}
+    sigma, top = {}, torch.zeros(())
     for wrt in which:
         v = whole.v[..., :1] if wrt == "v" else whole.v
         J = AttentionJacobian(
@@ -145,7 +156,8 @@ def sensitivities(
         )
         ends = zip(bracket.lower[0].tolist(), bracket.upper[0].tolist(), strict=True)
         sigma[wrt] = [Bracket(low, high, bracket.iterations) for low, high in ends]
-    return sigma, _bound(found, "qkv")[0]
+        top = bracket.values[0]
+    return Sensitivities(sigma, _bound(found, "qkv")[0].tolist(), top.tolist())
 
 
 def _bound(found: Terms, wrt: str) -> Tensor:
@@ -169,10 +181,11 @@ def _head(
     head: int,
     sigma: dict[str, Bracket],
     bound: float,
+    top: list[float],
 ) -> Head:
     numbers = {name: getattr(told, name)[place] for name in _SPREADS if name != "effective"}
     numbers["effective"] = numbers["entropy"].exp()
-    top = told.columns[place].max(0)
+    most = told.columns[place].max(0)
     ruling = max("qkv", key=lambda name: sigma[name].lower)
     return Head(
         layer=layer,
@@ -181,11 +194,12 @@ def _head(
         first=float(told.first[place].mean()),
         itself=float(told.itself[place].mean()),
         distance=float(told.distance[place].mean()),
-        column=float(top.values),
-        column_token=int(top.indices),
+        column=float(most.values),
+        column_token=int(most.indices),
         twin=None,
         overlap=0.0,
         sigma=sigma,
+        top=top,
         dominant=_CAUSES[ruling],
         bound=bound,
         rows={name: numbers[name].tolist() for name in _SPREADS},

@@ -13,7 +13,7 @@ Weights are kept up to ``ROOM`` numbers and computed again at every pass beyond,
 O(n d) for long texts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,10 +25,10 @@ from fenchel.inspection.subject import Attention
 from fenchel.sensitivity.attention import AttentionJacobian, attention_jacobian
 from fenchel.sensitivity.rows import Block, Rows
 
-ROOM = 1 << 27
+ROOM = 1 << 28
 """Weights kept at the most, over all layers of a model."""
 # Queries at a time: fewer and products are small, more and the future is computed too.
-_STRIP, _GPU_STRIP = 128, 512
+_STRIP, _GPU_STRIP = 128, 1024
 _SETTLED = 1e-4  # a row whose lighter keys weigh more than this needs no shift to stay exact
 
 
@@ -41,6 +41,10 @@ class Kept(Rows):
         if self._strips is None:
             self._strips = [_eased(block) for block in super().__iter__()]
         return iter(self._strips)
+
+    def ready(self) -> Sequence[Block]:
+        """All of them."""
+        return tuple(self)
 
     def single(self) -> Rows:
         """In float32, with nothing kept yet."""

@@ -29,7 +29,7 @@ from fenchel.choice import Softmax
 from fenchel.data import encode, load_tokenizer
 from fenchel.files import read_json
 from fenchel.inspection.held import ROOM, Held
-from fenchel.inspection.recorder import Given, Recorder, first_of
+from fenchel.inspection.recorder import Recorder, first_of
 from fenchel.inspection.subject import Attention, Branch, Map, Reading, Subject
 from fenchel.inspection.weights import Weights, look_over
 
@@ -56,20 +56,19 @@ class HuggingFace(Subject):
         recorder = Recorder(self.model)
         with _sentences(f"read this text with this {self.family!r} model", self.family):
             self._require_agreement(ids[:, :_CHECKED])
-            self._note(recorder, ids)
+            told = self._note(recorder, ids)
         found = tuple(recorder.passages)
         if not found:
             raise ValueError(_elsewhere(self.family))
         room = sum(p.attention.q.shape[1] * ids.shape[1] ** 2 for p in found)
         held = [Held(p.attention, keep=room <= ROOM) for p in found]
         passages = tuple(
-            p._replace(near=_holding([one], p.block), attending=_hold(one, p.attending))
+            p._replace(near=_holding([one], p.near), attending=_hold(one, p.attending))
             for one, p in zip(held, found, strict=True)
         )
-        if not self.reads_out:
-            return Reading(passages, None, None)
-        logits = self._logits(ids, recorder.blocks[0])
-        return Reading(passages, logits, _holding(held, logits))
+        if told is None:
+            return Reading(passages, None)
+        return Reading(passages, self._read_out(ids, recorder.blocks, found[-1].after, told))
 
     def encode(self, text: str, *, first: bool) -> list[int]:
         """As the tokenizer itself frames a text; further ones are bare."""
@@ -79,37 +78,56 @@ class HuggingFace(Subject):
         framed = self.tokenizer.encode(text, add_special_tokens=True).ids
         return list(framed)
 
-    def _note(self, recorder: Recorder, ids: Tensor) -> None:
+    def _note(self, recorder: Recorder, ids: Tensor) -> Tensor | None:
+        """Run it for the recorder; the logits of the last token, (V,), where it gives any."""
         token = _listening.set(recorder)
         try:
             with torch.no_grad(), recorder:
-                self.model(input_ids=ids, **_BARE)
+                return self._last_logits(ids)
         finally:
             _listening.reset(token)
 
-    def _logits(self, ids: Tensor, first: nn.Module) -> Map:
-        """x_0 -> logits of the last token: the whole model, its first block given x_0 instead."""
+    def _last_logits(self, ids: Tensor) -> Tensor | None:
         asks = signature(self.model.forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in asks else {}
+        out = self.model(input_ids=ids, **_BARE, **last)
+        return out.logits[0, -1] if self.reads_out else None
 
-        def logits(x: Tensor) -> Tensor:
-            entered = False
+    def _read_out(
+        self, ids: Tensor, blocks: Sequence[nn.Module], after: Tensor, told: Tensor
+    ) -> Map:
+        """x_L -> logits of the last token, as the model told them.
 
-            def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                nonlocal entered
-                if entered:  # layers may be shared
-                    return None
-                entered = True
-                return Given(args, kwargs).swapped(x)
+        A read-out looks at one token at a time, so the model is run on the last one alone; one
+        that looks further is found out by its logits, and run on all of them.
+        """
+        alone = self._ending(ids[:, -1:], blocks)
+        with torch.no_grad():
+            off = float((alone(after) - told).abs().amax())
+        return alone if off <= _AGREES * float(told.abs().amax()) else self._ending(ids, blocks)
 
-            handle = first.register_forward_pre_hook(swap, with_kwargs=True)
+    def _ending(self, ids: Tensor, blocks: Sequence[nn.Module]) -> Map:
+        """The whole model on ids, but its last block gives what it is told to."""
+        calls = sum(block is blocks[-1] for block in blocks)  # layers may be shared
+
+        def read_out(x: Tensor) -> Tensor:
+            left = calls
+
+            def swap(_: nn.Module, __: Any, out: Any) -> Any:
+                nonlocal left
+                left -= 1
+                instead = x[:, -ids.shape[1] :]
+                return out if left else (instead, *out[1:]) if isinstance(out, tuple) else instead
+
+            handle = blocks[-1].register_forward_hook(swap)
             try:
-                found: Tensor = self.model(input_ids=ids, **_BARE, **last).logits[0, -1]
+                found = self._last_logits(ids)
             finally:
                 handle.remove()
+            assert found is not None
             return found
 
-        return logits
+        return read_out
 
     def _require_known(self, ids: Tensor) -> None:
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]

@@ -28,14 +28,14 @@ _CLIMB = 2  # steps of Boyd's method, each a pair of products
 
 def layer(
     passage: Passage,
+    J: Operator,
     number: int,
     method: Method,
     generator: torch.Generator,
     *,
     branches: bool = False,
 ) -> Layer:
-    """The block numbered ``number`` (from 1)."""
-    J = derivative(passage.near, passage.before)
+    """The block numbered ``number`` (from 1), whose derivative is J."""
     found = measured(J, method, generator)
     assert isinstance(found.right, Tensor)
     before, after = passage.before.double(), passage.after.double()
@@ -45,6 +45,7 @@ def layer(
         attention=_branch(passage.attending, method, generator) if branches else None,
         mlp=_branch(passage.thinking, method, generator) if branches else None,
         block=bracket(found),
+        top=found.values.tolist(),
         token=token_ends(J, found),
         update=float((after - before).norm() / before.norm()),
         moved_by=mass(found.right),

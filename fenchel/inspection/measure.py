@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fenchel.inspection.graph import derivative
 from fenchel.inspection.heads import heads
 from fenchel.inspection.hugging_face import open_hugging_face
 from fenchel.inspection.layers import layer
@@ -100,13 +101,14 @@ def inspect(
     whole = exact = None
     if blocks:
         with clock("blocks"):
+            steps = [derivative(passage.near, passage.before) for passage in reading.passages]
             for done, at in enumerate(chosen):
                 tell("blocks", done, len(chosen))
-                measured.append(one(reading.passages[at], at + 1))
+                measured.append(one(reading.passages[at], steps[at], at + 1))
             tell("blocks", len(chosen), len(chosen))
         with clock("network"):
             so_far = partial(_part, tell)
-            whole = network(reading, measured, method, generator, so_far)
+            whole = network(reading, steps, measured, method, generator, so_far)
         with clock("precision"):
             exact = precision(reading, subject.model, found, method, generator)
     return Inspection(

@@ -1,6 +1,6 @@
 """All blocks together: how fast a change grows with depth, and from which token to which.
 
-J is the derivative of x_L in x_0.
+J is the derivative of x_L in x_0: the product of those of the blocks, whose graphs are kept.
 
     stream     |J|_2                    logits    |d logits of the last token / d x_0|_2
     exponent   log|J|_2 / L, the finite-time Lyapunov exponent of a layer; beside it the mean of
@@ -16,8 +16,9 @@ J is the derivative of x_L in x_0.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
 
 import torch
@@ -25,40 +26,41 @@ from torch import Tensor
 
 from fenchel.inspection.graph import derivative
 from fenchel.inspection.layers import bracket, measured
-from fenchel.inspection.subject import Passage, Reading
+from fenchel.inspection.subject import Reading
 from fenchel.inspection.values import Influence, Layer, Method, Network
 from fenchel.sensitivity.operator import Operator
 
 STEPS = 3
 """Stream, influence, logits."""
-SPANS, AGAIN = 12, 3
+SPANS, AGAIN = 10, 1
 """Rows of the influence map, and how often the last one is drawn again for its error."""
 
 
 def network(
     reading: Reading,
+    steps: Sequence[Operator],
     layers: list[Layer],
     method: Method,
     generator: torch.Generator,
     tell: Callable[[int], None],
 ) -> Network:
-    """The network; ``layers`` are those of its blocks that were measured.
+    """The network of blocks whose derivatives are ``steps``; ``layers`` are those measured.
 
     ``tell`` hears how many of the ``STEPS`` are done.
     """
     tell(0)
-    L, x = len(reading.passages), reading.passages[0].before
-    J = derivative(reading.near, x)
+    L = len(steps)
+    J = reduce(lambda before, one: one @ before, steps)
     found = measured(J, method, generator)
     assert isinstance(found.right, Tensor)
     tell(1)
     tokens = influence(J, generator)
     tell(2)
-    del J  # one graph of the whole network at a time
     logits = None
-    if reading.near_logits is not None:
+    if reading.read_out is not None:
+        out = derivative(reading.read_out, reading.passages[-1].after) @ J
         few = replace(method, iterations=-(-2 * method.iterations // 3))
-        logits = bracket(measured(derivative(reading.near_logits, x), few, generator))
+        logits = bracket(measured(out.T, few, generator))  # logits are fewer: a better start
     tell(STEPS)
     norms = [_log(one.block.lower) for one in layers]
     return Network(
@@ -66,16 +68,16 @@ def network(
         logits=logits,
         exponent=_log(float(found.lower)) / L,
         blocks_exponent=sum(norms) / L if len(norms) == L else None,
-        growth=growth(reading.passages, found.right),
+        growth=growth(steps, found.right),
         influence=tokens,
     )
 
 
-def growth(passages: tuple[Passage, ...], v: Tensor) -> list[float]:
+def growth(steps: Sequence[Operator], v: Tensor) -> list[float]:
     """log of the stretch of v (T, M) in each block, carried on from block to block."""
     found = []
-    for passage in passages:
-        moved: Tensor = derivative(passage.near, passage.before) @ v
+    for J in steps:
+        moved: Tensor = J @ v
         size = float(moved.norm())
         found.append(_log(size / float(v.norm())))
         v = moved / size if size > 0 else moved

@@ -35,7 +35,7 @@ def precision(
     fine = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double())
     to_the_end = replace(method, tolerance=1e-4, iterations=_CONVERGED)
     one, two = (
-        sensitivities(c, to_the_end, generator, which=("qkv",))[0]["qkv"][0].lower
+        sensitivities(c, to_the_end, generator, which=("qkv",)).sigma["qkv"][0].lower
         for c in (call, fine)
     )
     apart = abs(one / two - 1.0) if two > 0 else 0.0
@@ -62,15 +62,15 @@ def _coarse(
     reading: Reading, model: nn.Module, coarse: torch.dtype
 ) -> tuple[list[float], float | None, float | None]:
     """Relative errors of the stream block by block, and what becomes of the last logits."""
-    start = reading.passages[0].before
-    exact = None if reading.logits is None else reading.logits(start).double()
+    read_out, last = reading.read_out, reading.passages[-1].after
+    exact = None if read_out is None else read_out(last).double()
     found = []
     with rounded(model, coarse):
-        x = _round(start, coarse)
+        x = _round(reading.passages[0].before, coarse)
         for passage in reading.passages:
             x = _round(passage.block(x), coarse)
             found.append(float((x - passage.after).norm() / passage.after.norm()))
-        off = None if reading.logits is None else reading.logits(_round(start, coarse)).double()
+        off = None if read_out is None else read_out(x).double()
     if exact is None or off is None:
         return found, None, None
     p, q = exact.log_softmax(-1), off.log_softmax(-1)

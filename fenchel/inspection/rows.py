@@ -10,7 +10,7 @@ For query i, with z = scale q k^T, p = choice.weights(z, log u) and S the keys:
 
 ``overlap`` compares heads with one another: 1 for two that look alike, 0 for two that share no key.
 
-Memory is O(n d): no more than ``_BLOCK`` weights are held.
+Memory is O(n d): no more than ``_BLOCK`` weights are held, on a GPU ``_GPU_BLOCK``.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,9 @@ from torch import Tensor
 from fenchel.choice import Hard
 from fenchel.inspection.subject import Attention
 
-_BLOCK = 1 << 22  # weights held at a time
+# Weights held at a time, and queries: on a CPU few enough that most of the future is left out.
+_BLOCK, _STRIP = 1 << 22, 128
+_GPU_BLOCK = 1 << 26
 
 
 class Rows(NamedTuple):
@@ -116,7 +118,9 @@ def _blocks(call: Attention, last: int | None = None) -> Iterator[_Block]:
     (H, T, _), (G, S, _) = q.shape, k.shape
     k = k if G == H else k.repeat_interleave(H // G, 0)
     beta = 1.0 if isinstance(call.choice, Hard) else call.choice.beta
-    step, shift = max(1, _BLOCK // (H * S)), S - T
+    near = q.device.type == "cpu"
+    most = min(_STRIP, _BLOCK // (H * S)) if near else _GPU_BLOCK // (H * S)
+    step, shift = max(1, most), S - T
     for start in range(0, T if last is None else last, step):
         some = slice(start, min(start + step, T if last is None else last))
         low, high = 0, S

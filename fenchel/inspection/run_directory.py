@@ -35,14 +35,11 @@ class Run(Subject):
         with torch.no_grad(), evaluating(model), recorder:
             model(ids, observe=observe, last=True)
         listening = False
-        passages = tuple(recorder.passages)
 
-        def logits(x: Tensor) -> Tensor:
-            for passage in passages:
-                x = passage.block(x)
+        def read_out(x: Tensor) -> Tensor:
             return model.logits(model.prepared(x[:, -1:]))[0, 0]
 
-        return Reading(passages, logits, logits)
+        return Reading(tuple(recorder.passages), read_out)
 
     def encode(self, text: str, *, first: bool) -> list[int]:
         """A document begins after an end, as in training."""

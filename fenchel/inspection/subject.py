@@ -67,7 +67,7 @@ class Passage(NamedTuple):
     after: Tensor
     block: Map
     near: Map
-    """The block for derivatives at ``before``, and for nothing else: its weights may be kept."""
+    """The block for derivatives at ``before``, and for nothing else: what it needs is kept."""
     attention: Attention
     norms: tuple[Norm, ...]
     attending: Branch | None
@@ -80,16 +80,8 @@ class Reading(NamedTuple):
     """A model on some ids."""
 
     passages: tuple[Passage, ...]
-    logits: Map | None
-    """The stream before the first block to the logits of the last token, (1, T, M) -> (V,)."""
-    near_logits: Map | None
-    """The same for derivatives at the stream that was read."""
-
-    def near(self, x: Tensor) -> Tensor:
-        """All blocks, one after another, for derivatives at the stream that was read."""
-        for passage in self.passages:
-            x = passage.near(x)
-        return x
+    read_out: Map | None
+    """The stream after the last block to the logits of the last token, (1, T, M) -> (V,)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -70,6 +70,8 @@ class Head:
     """How alike: mean over rows of sum_j sqrt(p_j p'_j), 1 for the same."""
     sigma: dict[str, Bracket]
     """|d o / d (q)|, (k), (v) and (qkv) in the spectral norm."""
+    top: list[float]
+    """Lower bounds of the four largest singular values behind sigma["qkv"]."""
     dominant: str
     """Which of "query", "key" and "mixing" moves the outputs most."""
     bound: float
@@ -101,8 +103,10 @@ class Layer:
     mlp: Bracket | None
     block: Bracket
     """Spectral norm of the block's derivative, between token matrices."""
+    top: list[float]
+    """Lower bounds of its four largest singular values."""
     token: Bracket
-    """The same for the norm max_i |x_i|; its upper end, sqrt(T) times the one above, is loose."""
+    """The norm of it for max_i |x_i|; its upper end, sqrt(T) times that of ``block``, is loose."""
     update: float
     """|x_after - x_before| / |x_before|."""
     moved_by: list[float]

@@ -5,9 +5,16 @@ With z = scale q k^T, p = choice.weights(z, log_prior), o = p v and J the deriva
     forward    do = (J dz) v + p dv,      dz = scale (dq k^T + q dk^T)
     reverse    gv = p^T g,   gz = J (g v^T),   gq = scale gz k,   gk = scale gz^T q
 
-one block of rows at a time. ``attention_jacobian`` is the derivative in (q, k, v), or in some of
-them; ``self_attention_jacobian`` puts q = X W_Q, k = X W_K, v = X W_V before it and is the
-derivative in X. With ``each`` the operator is a batch, one for every sequence and head; without,
+one block of rows at a time. With J_i = diag(s) - s s^T / sum(s) and m_i the s-weighted mean of the
+values, rows that are not near to one-hot take
+
+    (J dz)_i v = (s dz_i) v - <s, dz_i> m_i,       gz_i = s (g_i v^T - <g_i, m_i>),
+
+where what is subtracted is small or rides along in the product.
+
+``attention_jacobian`` is the derivative in (q, k, v), or in some of them;
+``self_attention_jacobian`` puts q = X W_Q, k = X W_K, v = X W_V before it and is the derivative in
+X. With ``each`` the operator is a batch, one for every sequence and head; without,
 one operator for all of them together.
 
 Forward and reverse are written from the same two lines of algebra, so the identity
@@ -15,6 +22,7 @@ Forward and reverse are written from the same two lines of algebra, so the ident
 """
 
 from copy import copy
+from functools import cached_property
 from typing import final
 
 import torch
@@ -101,12 +109,41 @@ class AttentionJacobian(Operator):
         if k is not None:
             scaled_q, dk = cut(r.scaled_q, rows), cut(k[i], keys).mT
             dz = torch.bmm(scaled_q, dk) if dz is None else dz.baddbmm_(scaled_q, dk)
-        moved = None if dz is None else torch.bmm(block.turned(dz), cut(self.v, keys))
+        moved = None if dz is None else self._chosen(block, dz)
         if v is not None:
             dv = cut(v[i], keys)
             moved = torch.bmm(block.p, dv) if moved is None else moved.baddbmm_(block.p, dv)
         assert moved is not None
         return moved
+
+    def _chosen(self, block: Block, dz: Tensor) -> Tensor:
+        """(J dz) v on a block: (N, t, E); dz is overwritten."""
+        v = cut(self.v, block.keys)
+        if block.heaviest is not None:
+            return torch.bmm(block.turned(dz), v)
+        dz *= block.s
+        drop = dz.sum(-1, keepdim=True)
+        return torch.bmm(dz, v).addcmul_(drop, cut(self._mean, block.rows), value=-1.0)
+
+    def _questioned(self, block: Block, here: Tensor, beside: Tensor) -> Tensor:
+        """gz on a block, for the gradient ``here`` (N, t, E); ``beside`` has -<g, m> with it."""
+        if block.heaviest is not None:
+            return block.turned(torch.bmm(here, cut(self.v, block.keys).mT))
+        gz = torch.bmm(cut(beside, block.rows), cut(self._values_and_one, block.keys).mT)
+        return gz.mul_(block.s)
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        """m, the values weighted by s: (N, T, E)."""
+        mean = self.v.new_zeros(len(self.v), self.rows.T, self.v.shape[-1])
+        for block in self.rows:
+            mean[:, block.rows] = torch.bmm(block.s, cut(self.v, block.keys)) * block.inverse
+        return mean
+
+    @cached_property
+    def _values_and_one(self) -> Tensor:
+        """(N, S, E + 1), the last column 1."""
+        return torch.nn.functional.pad(self.v, (0, 1), value=1.0)
 
     def pull(self, g: Tensor, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """gq, gk, gv, (c, N, ...) each, for a gradient g (c, N, T, E) of the outputs.
@@ -119,6 +156,9 @@ class AttentionJacobian(Operator):
             for name, x in (("q", r.q), ("k", r.k), ("v", self.v))
             if name in self.wrt
         }
+        beside = g
+        if self.wrt != "v" and any(block.heaviest is None for block in r.ready()):
+            beside = torch.cat([g, (g * self._mean).sum(-1, keepdim=True).neg_()], -1)
         for block in r:
             rows, keys = block.rows, block.keys
             for i, one in enumerate(g):
@@ -127,7 +167,7 @@ class AttentionJacobian(Operator):
                     cut(back["v"][i], keys).baddbmm_(block.p.mT, here)
                 if self.wrt == "v":
                     continue
-                gz = block.turned(torch.bmm(here, cut(self.v, keys).mT))
+                gz = self._questioned(block, here, beside[i])
                 if "q" in self.wrt:
                     cut(back["q"][i], rows).baddbmm_(gz, cut(r.scaled_k, keys))
                 if "k" in self.wrt:
@@ -155,6 +195,8 @@ class AttentionJacobian(Operator):
     def _single(self) -> "AttentionJacobian":
         other = copy(self)
         other.rows, other.v, other.dtype = self.rows.single(), self.v.float(), torch.float32
+        for name in ("_mean", "_values_and_one"):
+            other.__dict__.pop(name, None)
         return other
 
     def parts(self) -> Terms:

@@ -13,6 +13,10 @@ Lower. The top eigenvector of the tridiagonal matrix of a and b gives v, and u =
 number reported is |J^T u|, computed anew, and ``right`` = J^T u / |J^T u| attains it:
 |J right| >= lower.
 
+Below the first. Since the v_j are orthonormal, the i-th largest eigenvalue of the tridiagonal
+matrix is at most the i-th largest of J^T J (Cauchy), so the roots of its largest few, ``values``,
+are lower bounds of as many singular values, at no further product.
+
 Upper. Let sigma be the norm and gamma the component of v_1 along a right singular vector of it. The
 v_{j+1} are orthonormal, and gamma^2 p(sigma^2)^2 <= |p(J^T J) v_1|^2 for every polynomial p; the
 best p of degree k turns this into
@@ -52,6 +56,7 @@ Array = npt.NDArray[np.float64]
 # Places at which the polynomials are evaluated at once, and how often: a root to three digits.
 _GRID, _FINE_GRID = (48, 3), (400, 2)
 _EVERY = 3  # a look at the bracket costs about as much as a product of a small operator
+_VALUES = 4  # singular values told from below
 _WIDEST = 40.0  # log of the largest ratio of upper to lower that is still looked at
 
 
@@ -68,6 +73,8 @@ class Bracket(NamedTuple):
     """Unit vector of the shape of the output; left . J right = lower."""
     right: Tensor | tuple[Tensor, ...]
     """Unit vector of the shape of the input (a tuple of tensors when the input is one)."""
+    values: Tensor
+    """Lower bounds of the largest singular values, at most 4, up to rounding: (*batch, values)."""
 
     @property
     def ratio(self) -> Tensor:
@@ -105,13 +112,14 @@ class Basis:
             for chunk in chunks:
                 if w.dim() == 1:
                     w = torch.addmv(w, chunk.mT, torch.mv(chunk, w), alpha=-1.0)
-                else:
-                    w = w - (chunk.mT @ (chunk @ w.unsqueeze(-1))).squeeze(-1)
+                else:  # as rows: columns of one number are slow to multiply by on a CPU
+                    row = w.unsqueeze(-2)
+                    w = (row - (row @ chunk.mT) @ chunk).squeeze(-2)
         return w
 
     def along(self, w: Tensor) -> Tensor:
         """The components of w: (*batch, n) -> (*batch, count)."""
-        return torch.cat([(chunk @ w.unsqueeze(-1)).squeeze(-1) for chunk in self.chunks], -1)
+        return torch.cat([(w.unsqueeze(-2) @ chunk.mT).squeeze(-2) for chunk in self.chunks], -1)
 
     def combine(self, y: Tensor) -> Tensor:
         """sum_j y_j v_j: (*batch, count) -> (*batch, n)."""
@@ -165,6 +173,7 @@ def spectral_norm(
         k,
         J.codomain.write(left[None], "shaped"),  # type: ignore[arg-type]
         J.domain.write(right[None], "shaped"),
+        torch.as_tensor(run.ritz(_VALUES), device=lower.device),
     )
 
 
@@ -248,9 +257,12 @@ class _Run:
         random = self.basis.without(gaussian(self.J, self.generator))
         return scaled(random, length(random))
 
-    def ritz(self) -> Array:
-        """theta, the root of the largest eigenvalue of the tridiagonal matrix."""
-        top = np.linalg.eigvalsh(self._tridiagonal())[..., -1]
+    def ritz(self, count: int = 1) -> Array:
+        """Roots of the largest eigenvalues of the tridiagonal matrix, downwards: (*batch, count).
+
+        There are no more than steps were taken.
+        """
+        top = np.linalg.eigvalsh(self._tridiagonal())[..., : -count - 1 : -1]
         return np.asarray(np.sqrt(np.maximum(top, 0.0)), dtype=np.float64)
 
     def attained(self, J: Operator) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,13 +277,13 @@ class _Run:
 
     def closed(self, tol: float, failure: float) -> bool:
         """Whether every upper end is within 1 + tol of its Ritz value."""
-        theta = self.ritz()
+        theta = self.ritz()[..., 0]
         near = self._growth((1.0 + tol) * theta) >= self._wanted(failure)
         return bool((near | (theta == 0.0)).all())  # no random vector is sent to 0 but by 0
 
     def christoffel(self, failure: float) -> Array:
         """The root above theta of sum_j p_j(sigma^2)^2 = 1 / c^2, approached from above."""
-        theta = self.ritz()
+        theta = self.ritz()[..., 0]
         if len(self.a) == self.J.domain.size:
             return theta  # nothing is left outside the basis
         wanted = self._wanted(failure)

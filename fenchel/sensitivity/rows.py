@@ -112,6 +112,10 @@ class Rows:
                     self._kept = block = _eased(block)
                 yield block
 
+    def ready(self) -> Sequence[Block]:
+        """The blocks if all are kept; others come with every key of theirs to be shifted by."""
+        return tuple(self) if self.whole else ()
+
     def _reach(self, rows: slice) -> slice:
         if self.prior is None:
             return slice(0, self.S)

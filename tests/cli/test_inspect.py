@@ -29,8 +29,8 @@ def test_a_run_is_read_as_its_model_reads(run_directory: Path) -> None:
     torch.testing.assert_close(rows(reading.passages[0].attention).entropy, entropy[0])
     with torch.no_grad():
         logits = model(ids, last=True)[0, -1]
-    assert reading.logits is not None
-    torch.testing.assert_close(reading.logits(reading.passages[0].before), logits)
+    assert reading.read_out is not None
+    torch.testing.assert_close(reading.read_out(reading.passages[-1].after), logits)
 
 
 def test_a_table_and_a_page_come_out(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from fenchel.attention import Causal, Dense, Window
 from fenchel.inspection import Reading, Subject, open_subject
-from fenchel.inspection.hugging_face import prior_of
+from fenchel.inspection.hugging_face import HuggingFace, prior_of
 from fenchel.inspection.rows import rows, weights
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "neox", "bert")
@@ -53,9 +54,30 @@ def test_streams_and_logits_are_those_of_the_model(
     for passage, before in zip(reading.passages, streams, strict=False):
         torch.testing.assert_close(passage.before, before, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(passage.block(passage.before), passage.after)
-    assert reading.logits is not None
-    again = reading.logits(reading.passages[0].before)
+    assert reading.read_out is not None
+    again = reading.read_out(reading.passages[-1].after)
     torch.testing.assert_close(again, logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_read_out_depends_on_the_stream_alone(family: str, save: Callable[[str], Path]) -> None:
+    subject, reading = opened(save(family))
+    other = subject.read(IDS.flip(1))
+    assert reading.read_out is not None
+    assert other.read_out is not None
+    after = other.passages[-1].after
+    torch.testing.assert_close(reading.read_out(after), other.read_out(after))
+    assert not torch.allclose(reading.read_out(after), reading.read_out(reading.passages[-1].after))
+
+
+def test_the_read_out_of_one_token_is_that_of_all_of_them(save: Callable[[str], Path]) -> None:
+    subject, reading = opened(save("gpt2"))
+    assert isinstance(subject, HuggingFace)
+    assert reading.read_out is not None
+    last: Any = subject.model.get_submodule("transformer.h.1")
+    after = 1.5 * reading.passages[-1].after.flip(1)
+    whole = subject._ending(IDS, [last])(after)
+    torch.testing.assert_close(reading.read_out(after), whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,10 +85,6 @@ def test_a_held_block_has_the_value_of_the_block(family: str, save: Callable[[st
     _, reading = opened(save(family))
     for passage in reading.passages:
         torch.testing.assert_close(passage.near(passage.before), passage.after)
-    start = reading.passages[0].before
-    assert reading.logits is not None
-    assert reading.near_logits is not None
-    torch.testing.assert_close(reading.near_logits(start), reading.logits(start))
 
 
 def test_grouped_keys_and_windows_arrive_as_such(save: Callable[[str], Path]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from fenchel.inspection import Method, Reading, open_subject
-from fenchel.inspection.graph import derivative
+from fenchel.inspection.graph import Graph, derivative
 from fenchel.inspection.layers import climb, gain, layer
 from fenchel.inspection.network import growth, influence, network
 from fenchel.inspection.subject import Norm
@@ -49,14 +49,20 @@ def matrix(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return y.reshape(-1, x.numel()).double()
 
 
+def steps(reading: Reading) -> list[Graph]:
+    """The derivative of every block, as an inspection keeps it."""
+    return [derivative(passage.near, passage.before) for passage in reading.passages]
+
+
 def test_a_block_is_bracketed_in_both_norms(reading: Reading, matrices: list[Tensor]) -> None:
-    for passage, J in zip(reading.passages, matrices, strict=True):
-        found = layer(passage, 1, METHOD, draw(), branches=True)
+    for passage, step, J in zip(reading.passages, steps(reading), matrices, strict=True):
+        found = layer(passage, step, 1, METHOD, draw(), branches=True)
         T, M = passage.before.shape[1:]
         true = float(torch.linalg.matrix_norm(J, 2))
         assert found.block.lower <= true * (1 + 1e-4)
         assert true <= found.block.upper * (1 + 1e-4)
         assert found.block.upper <= 1.02 * found.block.lower
+        assert found.top == pytest.approx(torch.linalg.svdvals(J)[:4].tolist(), rel=0.05)
         blocks = torch.linalg.matrix_norm(J.view(T, M, T, M).transpose(1, 2), 2)
         sums = float(blocks.sum(-1).amax())  # the least sure upper bound token by token
         assert true / math.sqrt(T) <= found.token.lower <= sums * (1 + 1e-4)
@@ -115,8 +121,10 @@ def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
 
 
 def test_the_network_is_the_product_of_its_blocks(reading: Reading, matrices: list[Tensor]) -> None:
-    layers = [layer(p, i, METHOD, draw()) for i, p in enumerate(reading.passages, 1)]
-    found = network(reading, layers, METHOD, draw(), lambda _: None)
+    blocks = steps(reading)
+    passed = enumerate(zip(reading.passages, blocks, strict=True), 1)
+    layers = [layer(p, step, i, METHOD, draw()) for i, (p, step) in passed]
+    found = network(reading, blocks, layers, METHOD, draw(), lambda _: None)
     parts = matrices
     J = reduce(lambda before, one: one @ before, parts)
     true = float(torch.linalg.matrix_norm(J, 2))
@@ -126,10 +134,10 @@ def test_the_network_is_the_product_of_its_blocks(reading: Reading, matrices: li
     alone = sum(math.log(float(torch.linalg.matrix_norm(part, 2))) for part in parts)
     assert found.blocks_exponent == pytest.approx(alone / len(parts), abs=0.02)
     assert sum(found.growth) == pytest.approx(math.log(found.stream.lower), abs=1e-3)
-    assert reading.logits is not None
+    assert reading.read_out is not None
     assert found.logits is not None
-    start = reading.passages[0].before
-    to_logits = float(torch.linalg.matrix_norm(matrix(reading.logits, start), 2))
+    last = matrix(reading.read_out, reading.passages[-1].after)
+    to_logits = float(torch.linalg.matrix_norm(last @ J, 2))
     assert found.logits.lower <= to_logits * (1 + 1e-4)
     assert to_logits <= found.logits.upper * (1 + 1e-4)
 
@@ -142,7 +150,7 @@ def test_growth_follows_one_direction_through_all_blocks(
     for J in matrices:
         wanted.append(math.log(float((J @ moved).norm() / moved.norm())))
         moved = J @ moved
-    assert growth(reading.passages, v) == pytest.approx(wanted, abs=1e-3)
+    assert growth(steps(reading), v) == pytest.approx(wanted, abs=1e-3)
 
 
 def test_the_influence_map_is_right_on_average() -> None:

@@ -36,9 +36,12 @@ PRIORS: list[Prior | None] = [
 
 @pytest.mark.parametrize("choice", CHOICES, ids=repr)
 @pytest.mark.parametrize("prior", PRIORS, ids=lambda prior: type(prior).__name__)
-def test_it_is_the_derivative_of_attend(choice: Choice, prior: Prior | None, draw: Draw) -> None:
+@pytest.mark.parametrize("budget", [1, None], ids=["row by row", "whole"])
+def test_it_is_the_derivative_of_attend(
+    choice: Choice, prior: Prior | None, budget: int | None, draw: Draw
+) -> None:
     q, k, v = draw(2, 4, 5, 3), draw(2, 2, 7, 3), draw(2, 2, 7, 6)
-    J = attention_jacobian(q, k, v, choice=choice, prior=prior, budget=1)
+    J = attention_jacobian(q, k, v, choice=choice, prior=prior, budget=budget)
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, choice=choice, prior=prior, backend="reference")

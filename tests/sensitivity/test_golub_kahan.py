@@ -147,6 +147,19 @@ def test_the_upper_end_is_below_that_of_kuczynski_and_wozniakowski(
             assert found.upper <= found.lower / math.sqrt(1 - share**2)
 
 
+def test_further_values_are_never_above_the_singular_values_of_their_rank(
+    instance: Instance, generator: torch.Generator
+) -> None:
+    X, *W = instance(12, 4, (3,))
+    J = self_attention_jacobian(X, *W, each=True)
+    true = torch.linalg.svdvals(J.dense())
+    for steps, wanted in ((1, 1), (3, 3), (6, 4), (48, 4)):
+        found = spectral_norm(J, tol=1e-12, iterations=steps, generator=generator).values
+        assert found.shape == (*J.batch, wanted)
+        assert (found <= true[..., :wanted] * (1 + 1e-10)).all()
+    torch.testing.assert_close(found, true[..., :4], rtol=1e-3, atol=0.0)
+
+
 def test_the_ceiling_closes_a_bracket_that_ran_out_of_steps(
     instance: Instance, generator: torch.Generator
 ) -> None:
