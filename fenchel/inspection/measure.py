@@ -142,7 +142,7 @@ def maps(calls: Sequence[Attention], layers: Sequence[int], heads: Sequence[int]
 def affordable(reading: Reading) -> int:
     """Pairs of products for every norm: many where they are cheap, since each narrows a bracket.
 
-    Nine let a model of GPT-2's size on 1024 tokens end within five minutes on two cores.
+    Nine let a model of GPT-2's size on 1024 tokens end in about three minutes on two cores.
     """
     numbers = sum(passage.before.numel() for passage in reading.passages)
     return 30 if numbers <= _SMALL else 9
