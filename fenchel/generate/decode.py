@@ -6,8 +6,8 @@
 
 With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
 the tokens are the same (fenchel/generate/lookup.py). A greedy step that is recorded chooses its
-token on the device and goes on with it: the loop asks for ``AHEAD`` tokens at a time, and forgets
-those behind a stop.
+token on the device and goes on with it: the loop asks for some at a time, and forgets those behind a
+stop.
 
 B sequences, T positions of the prompt, N new tokens.
 """
@@ -29,8 +29,9 @@ from fenchel.generate.sample import NOT_FINITE, Sampling, sample
 from fenchel.generate.stopping import Stops, Telling
 from fenchel.model import Transformer, evaluating
 
-AHEAD = 16
-"""Tokens between two questions to the device, where it decodes by itself; stops are seen then."""
+AHEAD, FAR_AHEAD = 16, 64
+"""Tokens between two questions to the device, where it decodes by itself: stops are seen then, and
+without stops a question is only whether all went well."""
 
 
 @overload
@@ -250,7 +251,7 @@ def _start(
         return token_B
 
     plainly_greedy = sampling.temperature == 0.0 and seen_BV is None
-    ahead = AHEAD if plainly_greedy else 0
+    ahead = (AHEAD if stops.any else FAR_AHEAD) if plainly_greedy else 0
     return _Run(prompts, stops, _decode(reader, prompts.ids, count, choose, stops, draft, ahead))
 
 

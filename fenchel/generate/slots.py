@@ -55,15 +55,16 @@ class FixedCache:
 
     def take(self, cache: KeyValueCache, fill_B: Tensor | None) -> None:
         """Hold what another cache has read; ``fill_B`` slots at its left are absent."""
-        n = cache.length
+        n, device = cache.length, self.token.device
+        tokens = torch.arange(n, device=device)
+        places = {room: room - 1 - tokens[-room:] % room for room in set(self.rooms)}
         for layer, (room, held) in enumerate(zip(self.rooms, cache.layers, strict=True)):
             end = n - held.gone
             last = min(room, end)
-            tokens = torch.arange(n - last, n, device=self.token.device)
-            places = room - 1 - tokens % room
-            self.keys[layer].index_copy_(2, places, held.keys.read(end - last, end))
-            self.values[layer].index_copy_(2, places, held.values.read(end - last, end))
-        tokens_S = self.length - torch.arange(self.positions, device=self.token.device)
+            at = places[room][-last:]
+            self.keys[layer].index_copy_(2, at, held.keys.read(end - last, end))
+            self.values[layer].index_copy_(2, at, held.values.read(end - last, end))
+        tokens_S = self.length - torch.arange(self.positions, device=device)
         present_BS = (tokens_S < n).expand_as(self.present_BS)
         if fill_B is not None:
             present_BS = present_BS & (tokens_S >= fill_B.unsqueeze(-1))

@@ -138,8 +138,14 @@ def test_the_device_is_asked_once_for_many_words(
 
     monkeypatch.setattr(FixedStep, "follow", counted)
     monkeypatch.setattr(FixedStep, "step", None)  # what a call for one word would use
-    generate(lively(context=64), prompts(1, 5), max_new_tokens=40, temperature=0.0, record="graph")
-    assert asked == [16, 16, 7]  # the first word comes from reading the prompt
+    model, ids = lively(context=64), prompts(1, 5)
+    greedy = {"max_new_tokens": 40, "temperature": 0.0, "record": "graph"}
+    said = generate(model, ids, **greedy)[0].tolist()
+    assert asked == [39]  # the first word comes from reading the prompt
+    asked.clear()
+    never = next(word for word in range(model.config.vocabulary) if word not in said)
+    generate(model, ids, stop=[never], **greedy)
+    assert asked == [16, 16, 7]
 
 
 def test_a_logit_that_is_not_finite_is_told_behind_the_words_before_it(
