@@ -6,8 +6,8 @@
 
 With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
 the tokens are the same (fenchel/generate/lookup.py). A greedy step that is recorded chooses its
-token on the device and goes on with it: the loop asks for some at a time, and forgets those behind a
-stop.
+token on the device and goes on with it: the loop asks for some at a time, and forgets those behind
+a stop.
 
 B sequences, T positions of the prompt, N new tokens.
 """
