@@ -108,11 +108,11 @@ def bytes_read(model: Transformer) -> int:
 
 def rows(place: Place, batch: int) -> list[dict[str, Any]]:
     """All contenders on one batch."""
-    config, kind = place.model, {"device": place.device, "dtype": place.dtype}
-    ours = Transformer(config).to(**kind).eval()
+    config = place.model
+    ours = Transformer(config).to(place.device, place.dtype).eval()
     prompts = draw(config.vocabulary, batch, PROMPT).to(place.device)
     contenders = ways(place, ours, prompts)
-    contenders |= theirs(place, llama(config).to(**kind).eval(), prompts)
+    contenders |= theirs(place, llama(config).to(place.device, place.dtype).eval(), prompts)
     found, begun = (
         race({name: partial(way, new) for name, way in contenders.items()}, rounds=place.rounds)
         for new in (NEW, 1)
