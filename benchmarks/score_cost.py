@@ -1,0 +1,101 @@
+"""What ScoreTrust and ScoreDescent cost beside Muon: 124M parameters, 65,536 tokens a step, a GPU.
+
+One process, in turn, round by round: the same rotary model of GPT-2's size under bfloat16 autocast,
+compiled, moved by each optimiser. The forward pass counts, since it carries the probe.
+
+    step_ms         forward, loss, backward and optimiser
+    optimiser_ms    of that the optimiser
+    over_muon       how much longer a step is, median of the rounds
+    optimiser_share how much longer the optimiser is, as a share of Muon's step
+    memory_GB       the most that training took beside what was there before
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import record
+from benchmarks.models_gpu import BATCH, GPT2
+from fenchel.model import Transformer
+from fenchel.optim import OptimConfig, build_optimiser
+from fenchel.train.readout import readout_loss
+
+MODEL = replace(GPT2, positions="rotary", norm="rms", bias=False)
+KINDS = ("muon", "trust", "score")
+ROUNDS, WARMUP = 12, 3
+
+Step = Callable[[], tuple[float, float]]
+"""Milliseconds of a whole step, and of its optimiser."""
+
+
+def step(kind: str, inputs: Tensor, targets: Tensor) -> Step:
+    """A training step of a fresh model."""
+    model = Transformer(MODEL, generator=torch.Generator().manual_seed(0)).cuda().train()
+    optimiser = build_optimiser(model, OptimConfig(optimiser=kind))
+    forward = torch.compile(model)
+
+    def take() -> tuple[float, float]:
+        begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda.synchronize()
+        begin.record()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = readout_loss(forward(inputs, read=False), model.read_weight, targets)
+        (loss / targets.numel()).backward()  # type: ignore[no-untyped-call]
+        middle.record()
+        optimiser.step()
+        optimiser.zero_grad()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end), middle.elapsed_time(end)
+
+    return take
+
+
+def main() -> None:
+    """Race the three, print the table, write results/score_cost.json."""
+    if not torch.cuda.is_available():
+        print("there is no GPU here; score_cost measures on one.")
+        return
+    torch.set_float32_matmul_precision("high")
+    ids = torch.randint(MODEL.vocabulary, (BATCH, MODEL.context + 1), device="cuda")
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    steps: dict[str, Step] = {}
+    memory = {}
+    for kind in KINDS:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        steps[kind] = step(kind, inputs, targets)
+        for _ in range(WARMUP):
+            steps[kind]()
+        memory[kind] = (torch.cuda.max_memory_allocated() - before) / 1e9
+    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for n in range(ROUNDS):
+        for kind in KINDS if n % 2 else reversed(KINDS):
+            taken[kind].append(steps[kind]())
+    lines = [line(kind, taken[kind], taken["muon"], memory[kind]) for kind in KINDS]
+    print(record("score_cost", lines))
+
+
+def line(
+    kind: str, times: list[tuple[float, float]], muon: list[tuple[float, float]], memory: float
+) -> dict[str, Any]:
+    """The medians of one optimiser."""
+    pairs = list(zip(times, muon, strict=True))
+    found = {
+        "optimiser": kind,
+        "step_ms": round(statistics.median(whole for whole, _ in times), 2),
+        "optimiser_ms": round(statistics.median(own for _, own in times), 2),
+        "over_muon": round(statistics.median(a[0] / b[0] - 1.0 for a, b in pairs), 4),
+        "optimiser_share": round(statistics.median((a[1] - b[1]) / b[0] for a, b in pairs), 4),
+        "memory_GB": round(memory, 3),
+    }
+    print("  ".join(f"{key} {value}" for key, value in found.items()), flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
