@@ -33,7 +33,6 @@ from fenchel.data import Batch
 from fenchel.model import Transformer
 
 RATIO = 1.5
-RADII = (4.0, 6.0, 12.0)
 TIMES = (10**-0.5, 1.0, 10**0.5, 10.0)
 FURTHER = (1.0, 3.0, 10.0, 30.0)
 NOTHING = math.log(256.0)
@@ -92,7 +91,11 @@ def tune(ledger: Ledger, size: str, name: str) -> Job:
         low, high = (low - 1, high) if best == job(low) else (low, high + 1)
     best = best_of([job(n) for n in range(low, high + 1)])
     best = best_of([replace(best, decay=decay) for decay in SIZES[size].decays])
-    return best_of([replace(best, radius=radius) for radius in RADII]) if rule.balled else best
+    return (
+        best_of([replace(best, radius=radius) for radius in SIZES[size].radii])
+        if rule.balled
+        else best
+    )
 
 
 def switches(ledger: Ledger, size: str, name: str) -> Row:
