@@ -7,6 +7,7 @@ round. A slow minute then slows everybody, and one interrupted round moves nothi
 
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from fenchel.train.environment import commit, device_name
 
@@ -62,6 +64,60 @@ def race(contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup:
         if collected:
             gc.enable()
     return Race(seconds)
+
+
+Maker = Callable[[], Callable[[], object]]
+"""Builds a contender; it must travel to another process, as a partial of a function does."""
+
+
+def race_apart(
+    makers: Mapping[str, Maker], *, rounds: int, warmup: int = 2
+) -> tuple[Race, dict[str, str]]:
+    """As ``race``, but each contender in a process of its own, as its users have it.
+
+    Nobody's memory or caches are in another's way. Second come those that could not run here, with
+    their reason.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    lanes: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    for name, make in makers.items():
+        ours, theirs = spawn.Pipe()
+        spawn.Process(target=_lane, args=(theirs, make), daemon=True).start()
+        reason = ours.recv()
+        if reason is None:
+            lanes[name] = ours
+        else:
+            refused[name] = reason
+
+    def lap(lane: Any) -> float:
+        lane.send(True)
+        return float(lane.recv())
+
+    seconds: dict[str, list[float]] = {name: [] for name in lanes}
+    for r in range(warmup + rounds):
+        for name in list(lanes) if r % 2 else reversed(lanes):
+            taken = lap(lanes[name])
+            if r >= warmup:
+                seconds[name].append(taken)
+    for lane in lanes.values():
+        lane.send(False)
+    return Race(seconds), refused
+
+
+def _lane(pipe: Any, make: Maker) -> None:
+    """Build, say whether it runs, and then run whenever asked to, telling the time it took."""
+    try:
+        way = make()
+        way()
+    except TorchDynamoException as error:  # torch.compile wants a compiler
+        pipe.send(str(error).strip().splitlines()[0][:200])
+        return
+    pipe.send(None)
+    while pipe.recv():
+        started = _clock()
+        way()
+        pipe.send(_clock() - started)
 
 
 def record(

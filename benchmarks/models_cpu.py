@@ -1,9 +1,10 @@
 """Models of two known shapes on a CPU against transformers' models of the same shape.
 
-All in one process, in turn (harness.py): float32, two threads, random weights, equally many
-parameters, one sequence. Theirs with each of its ways to attend and, in decoding, its static
-cache with the step compiled. A way that cannot run here (torch.compile wants a C++ compiler) has
-its reason in its row.
+Each contender in a process of its own, in turn (harness.py): float32, two threads, random weights,
+equally many parameters, one sequence. Theirs with each of its ways to attend and, in decoding, its
+static cache with the step compiled. Ours trains as ``fenchel train`` does, which keeps freed memory
+(fenchel/train/memory.py). A way that cannot run here (torch.compile wants a C++ compiler) has its
+reason in its row.
 
     forward   tokens a second from ids to logits, without derivatives
     train     tokens a second of forward, loss, backward and fused AdamW
@@ -13,14 +14,14 @@ its reason in its row.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch import nn
 from transformers import CompileConfig
 
-from benchmarks.harness import Race, race, record
+from benchmarks.harness import Maker, Race, race_apart, record
 from benchmarks.models_gpu import GPT2
 from benchmarks.train_cpu import (
     NEW,
@@ -31,12 +32,12 @@ from benchmarks.train_cpu import (
     llama,
     our_loss,
     our_text,
-    pair,
     step,
     their_loss,
     their_text,
 )
 from fenchel.model import ModelConfig, Transformer
+from fenchel.train import keep_memory
 
 Way = Callable[[], object]
 
@@ -49,71 +50,106 @@ class Shape:
     model: ModelConfig
     peer: Callable[[ModelConfig], nn.Module]
     tokens: int = 256
-    rounds: int = 5
+    rounds: int = 9
 
 
 LLAMA = ModelConfig(
     vocabulary=32000, context=1024, width=384, layers=8, heads=6, kv_heads=2, hidden=1536
 )
-SHAPES = [Shape("gpt2-124M", GPT2, gpt2), Shape("llama-30M", LLAMA, llama, rounds=9)]
+SHAPES = [Shape("gpt2-124M", GPT2, gpt2), Shape("llama-30M", LLAMA, llama, rounds=15)]
 
 
-def peers(shape: Shape) -> tuple[Transformer, dict[str, Any]]:
-    """Ours, and theirs with each way to attend."""
-    ours, sdpa = pair(shape.model, shape.peer, {})
-    eager: Any = shape.peer(shape.model)
-    eager.set_attn_implementation("eager")
-    return ours, {"transformers eager": eager, "transformers sdpa": sdpa}
+def their_model(shape: Shape, attention: str) -> Any:
+    """Theirs with one way to attend, as large as ours."""
+    model: Any = shape.peer(shape.model)
+    model.set_attn_implementation(attention)
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (model, Transformer(shape.model))]
+    assert sizes[0] == sizes[1], sizes
+    return model
 
 
-def forward(shape: Shape) -> Iterator[dict[str, Any]]:
-    """Ids to logits."""
-    ours, theirs = peers(shape)
+# --- what a contender's process runs
+
+
+def our_forward(shape: Shape) -> Way:
+    """Ids to logits by ours."""
+    return _logits(Transformer(shape.model), shape)
+
+
+def their_forward(shape: Shape, attention: str) -> Way:
+    """Ids to logits by theirs."""
+    return _logits(their_model(shape, attention), shape, use_cache=False)
+
+
+def _logits(model: nn.Module, shape: Shape, **settings: Any) -> Way:
+    torch.set_num_threads(THREADS)
+    model.eval()
     inputs = draw(shape.model.vocabulary, 1, shape.tokens)
-
-    def logits(model: nn.Module, **settings: Any) -> Way:
-        model.eval()
-        return torch.inference_mode()(lambda: model(inputs, **settings))
-
-    ways = {"ours": logits(ours)}
-    ways |= {name: logits(model, use_cache=False) for name, model in theirs.items()}
-    yield from rows("forward", shape, ways, inputs.numel())
+    return torch.inference_mode()(lambda: model(inputs, **settings))
 
 
-def train(shape: Shape) -> Iterator[dict[str, Any]]:
-    """A training step."""
-    ours, theirs = peers(shape)
-    ids = draw(shape.model.vocabulary, 1, shape.tokens + 1)
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    ways: dict[str, Way] = {"ours": step(ours, our_loss(ours, inputs, targets))}
-    for name, model in theirs.items():
-        ways[name] = step(model, their_loss(model, inputs, targets))
-    yield from rows("train", shape, ways, targets.numel())
+def our_training(shape: Shape) -> Way:
+    """A step of ours."""
+    torch.set_num_threads(THREADS)
+    keep_memory()
+    model, ids = Transformer(shape.model), draw(shape.model.vocabulary, 1, shape.tokens + 1)
+    return step(model, our_loss(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
 
 
-def decode(shape: Shape) -> Iterator[dict[str, Any]]:
-    """Greedy decoding."""
-    ours, theirs = peers(shape)
+def their_training(shape: Shape, attention: str) -> Way:
+    """A step of theirs."""
+    torch.set_num_threads(THREADS)
+    model, ids = (
+        their_model(shape, attention),
+        draw(shape.model.vocabulary, 1, shape.tokens + 1),
+    )
+    return step(model, their_loss(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+
+
+def our_decoding(shape: Shape) -> Way:
+    """A text by ours."""
+    torch.set_num_threads(THREADS)
     prompts = draw(shape.model.vocabulary, 1, PROMPT)
-    for model in (ours, *theirs.values()):
-        model.eval()
-    compiled = CompileConfig()
-    compiled._compile_all_devices = True  # else it compiles on a GPU only
-    static = {"cache_implementation": "static", "compile_config": compiled}
-    ways: dict[str, Callable[[], Tensor]] = {
-        "ours": our_text(ours, prompts),
-        **{name: their_text(model, prompts) for name, model in theirs.items()},
-        "transformers static": their_text(theirs["transformers sdpa"], prompts, **static),
-    }
-    yield from rows("decode", shape, ways, NEW)
+    return our_text(Transformer(shape.model).eval(), prompts)
 
 
-def rows(what: str, shape: Shape, ways: dict[str, Way], tokens: int) -> Iterator[dict[str, Any]]:
+def their_decoding(shape: Shape, attention: str, *, static: bool = False) -> Way:
+    """A text by theirs."""
+    torch.set_num_threads(THREADS)
+    settings: dict[str, Any] = {}
+    if static:
+        compiled = CompileConfig()
+        setattr(compiled, "_compile_all_devices", True)  # noqa: B010 - else on a GPU only
+        settings = {"cache_implementation": "static", "compile_config": compiled}
+    prompts = draw(shape.model.vocabulary, 1, PROMPT)
+    return their_text(their_model(shape, attention).eval(), prompts, **settings)
+
+
+# --- the table
+
+
+def ways(what: str, shape: Shape) -> dict[str, Maker]:
+    """The contenders."""
+    ours, theirs = {
+        "forward": (our_forward, their_forward),
+        "train": (our_training, their_training),
+        "decode": (our_decoding, their_decoding),
+    }[what]
+    found: dict[str, Maker] = {"ours": partial(ours, shape)}
+    for attention in ("eager", "sdpa"):
+        found[f"transformers {attention}"] = partial(theirs, shape, attention)
+    if what == "decode":
+        found["transformers static"] = partial(their_decoding, shape, "sdpa", static=True)
+    return found
+
+
+def rows(what: str, shape: Shape) -> Iterator[dict[str, Any]]:
     """Race those that can run here, and tell why the others cannot."""
-    refused = {name: reason for name, way in ways.items() if (reason := why_not(way))}
-    found = race({n: w for n, w in ways.items() if n not in refused}, rounds=shape.rounds, warmup=1)
+    contenders = ways(what, shape)
+    found, refused = race_apart(contenders, rounds=shape.rounds)
     best = min((n for n in found.seconds if n.startswith("transformers")), key=found.median)
-    for name in ways:
+    tokens = NEW if what == "decode" else shape.tokens
+    for name in contenders:
         line = {"what": what, "shape": shape.name, "way": name}
         if name in refused:
             line["missing"] = refused[name]
@@ -132,19 +168,11 @@ def measured(found: Race, name: str, best: str, tokens: int) -> dict[str, Any]:
     }
 
 
-def why_not(way: Way) -> str | None:
-    """Call it once, which also compiles what is compiled; the reason if it cannot run here."""
-    try:
-        way()
-    except TorchDynamoException as error:
-        return str(error).strip().splitlines()[0][:200]
-    return None
-
-
 def main() -> None:
     """Race both shapes, print the table, write results/models_cpu.json."""
     torch.set_num_threads(THREADS)
-    lines = [line for shape in SHAPES for kind in (forward, train, decode) for line in kind(shape)]
+    kinds = ("forward", "train", "decode")
+    lines = [line for shape in SHAPES for what in kinds for line in rows(what, shape)]
     record("models_cpu", lines, ("transformers",))
 
 

@@ -61,7 +61,9 @@ def run(
     mapping = settings_from(config, set, short)
 
     from fenchel import flow
+    from fenchel.train import keep_memory
 
+    keep_memory()
     console = Console(quiet=json)
     if resume is not None:
         path = resume

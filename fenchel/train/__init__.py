@@ -5,7 +5,7 @@ from fenchel.train.config import TrainConfig, seconds
 from fenchel.train.environment import environment
 from fenchel.train.logger import Several, TensorBoard, require_loggers
 from fenchel.train.loop import Listener, Loop, Outcome
-from fenchel.train.memory import enough_memory
+from fenchel.train.memory import enough_memory, keep_memory
 from fenchel.train.pace import Pace, measure
 from fenchel.train.rundir import RunDir
 from fenchel.train.step import Stepper
@@ -23,6 +23,7 @@ __all__ = [
     "TrainConfig",
     "enough_memory",
     "environment",
+    "keep_memory",
     "measure",
     "require_loggers",
     "seconds",

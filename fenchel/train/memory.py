@@ -1,5 +1,15 @@
-"""Memory that ran out, told from every other error, and what would need less of it."""
+"""Memory that is kept from step to step, and memory that ran out.
 
+A step of training asks for the same tensors again and again. The C library of Linux gives large
+ones back to the system when they are freed, and the system clears every page when they are asked
+for again: a fifth of a CPU step of GPT-2's 124M. ``keep_memory`` tells it to hold on to them, which
+takes some per cent more of it. That is a matter of the whole process, so only those who own the
+process call it.
+
+Memory that ran out is told from every other error, with what would need less of it.
+"""
+
+import ctypes
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +18,19 @@ import torch
 
 _CPU = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _GPU = re.compile(r"Tried to allocate ([\d.]+ \w+)")
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""Parameters of mallopt: when the top of the heap goes back, and how many blocks are mapped."""
+
+
+def keep_memory() -> bool:
+    """Hold on to memory that was freed, from now on; False where the C library has no such way."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
+        return False
+    return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, -1))
 
 
 def ran_out(error: BaseException) -> str | None:

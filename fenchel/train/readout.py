@@ -66,7 +66,8 @@ class _ReadoutLoss(torch.autograd.Function):
         table_CM = pad(W_VM.to(dtype), (0, 0, 0, C - V)) if C > V else W_VM.to(dtype)
         room_RC = h_NM.new_empty(R, C, dtype=dtype if fused else wide)  # fresh memory is slow
         loss = h_NM.new_zeros((), dtype=wide)
-        gh_NM, gW_CM = torch.empty_like(h_NM), torch.zeros_like(table_CM, dtype=wide)
+        if learns:
+            gh_NM, gW_CM = torch.empty_like(h_NM), torch.empty_like(table_CM, dtype=wide)
         with torch.autocast(h_NM.device.type, enabled=False):
             for n in range(0, N, R):
                 h_RM, targets_R = h_NM[n : n + R].to(dtype), targets_N[n : n + R]
@@ -80,9 +81,9 @@ class _ReadoutLoss(torch.autograd.Function):
                 if learns:
                     e_RC = z_RC.to(dtype)
                     gh_NM[n : n + R] = e_RC @ table_CM
-                    _add_product(gW_CM, e_RC.T, h_RM)
+                    _add_product(gW_CM, e_RC.T, h_RM, first=n == 0)
         if learns:
-            ctx.save_for_backward(gh_NM, gW_CM[:V].to(W_VM.dtype))
+            ctx.gradients = gh_NM, gW_CM[:V].to(W_VM.dtype)
         return loss
 
     @staticmethod
@@ -91,8 +92,11 @@ class _ReadoutLoss(torch.autograd.Function):
             raise RuntimeError(
                 "readout_loss has no second derivative; take total_loss of the logits instead."
             )
-        gh_NM, gW_VM = ctx.saved_tensors
-        return gh_NM * g.to(gh_NM.dtype), gW_VM * g.to(gW_VM.dtype), None, None, None, None
+        if ctx.gradients is None:
+            raise RuntimeError("readout_loss was differentiated already; compute it again.")
+        gh_NM, gW_VM = ctx.gradients
+        ctx.gradients = None  # handed over, so that nobody has to copy them
+        return gh_NM.mul_(g.to(gh_NM.dtype)), gW_VM.mul_(g.to(gW_VM.dtype)), None, None, None, None
 
 
 def _fused(h_NM: Tensor) -> bool:
@@ -121,11 +125,14 @@ def _to_errors(z_RV: Tensor, targets_R1: Tensor, smoothing: float) -> Tensor:
     return top_R1 + total_R1.log() - reached_R1
 
 
-def _add_product(sum_VM: Tensor, a_VR: Tensor, b_RM: Tensor) -> None:
-    """sum += a b, in the precision of the sum."""
+def _add_product(sum_VM: Tensor, a_VR: Tensor, b_RM: Tensor, *, first: bool) -> None:
+    """sum += a b, in the precision of the sum; the first is put into what was empty."""
+    beta = 0.0 if first else 1.0
     if a_VR.dtype == sum_VM.dtype:
-        sum_VM.addmm_(a_VR, b_RM)
+        sum_VM.addmm_(a_VR, b_RM, beta=beta)
     elif sum_VM.is_cuda:  # its products of narrow numbers can add to a wide sum
-        torch.addmm(sum_VM, a_VR, b_RM, out_dtype=sum_VM.dtype, out=sum_VM)
+        torch.addmm(sum_VM, a_VR, b_RM, out_dtype=sum_VM.dtype, beta=beta, out=sum_VM)
+    elif first:
+        sum_VM.copy_(a_VR @ b_RM)
     else:
         sum_VM += a_VR @ b_RM

@@ -70,3 +70,10 @@ def test_a_second_derivative_is_refused_and_not_zero(parts: tuple[Tensor, Tensor
     loss = readout_loss(*parts)
     with pytest.raises(RuntimeError, match="has no second derivative; take total_loss"):
         torch.autograd.grad(loss, parts[0], create_graph=True)
+
+
+def test_its_gradient_is_handed_over_once(parts: tuple[Tensor, Tensor, Tensor]) -> None:
+    loss = readout_loss(*parts)
+    torch.autograd.grad(loss, parts[0], retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated already; compute it again"):
+        torch.autograd.grad(loss, parts[0])
