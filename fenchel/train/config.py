@@ -80,6 +80,11 @@ class TrainConfig:
         for name in ("entropy_floor", "entropy_weight", "balance_weight"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} should be 0 or above, and finite.")
+        if self.compile and (self.qk_clip is not None or self.entropy_floor):
+            raise ValueError(
+                "compile=true leaves nothing to look at in the pass, which qk_clip and "
+                "entropy_floor do; choose one of them."
+            )
         if not 0.0 <= self.smoothing < 1.0:
             raise ValueError(f"smoothing={self.smoothing} should be in [0, 1).")
         if self.precision not in PRECISIONS:

@@ -57,6 +57,8 @@ def test_counts_are_at_least_one(name: str) -> None:
         ({"qk_clip": 0.0}, "qk_clip=0.0"),
         ({"entropy_floor": -1.0}, "entropy_floor=-1.0"),
         ({"entropy_weight": float("inf")}, "entropy_weight=inf"),
+        ({"compile": True, "qk_clip": 30.0}, "compile=true leaves nothing"),
+        ({"compile": True, "entropy_floor": 1.0}, "compile=true leaves nothing"),
         ({"log": ("papyrus",)}, "log='papyrus'"),
     ],
 )

@@ -71,6 +71,23 @@ def test_every_part_of_every_step_has_noise_of_its_own(small: Callable[..., Any]
     assert not torch.equal(first, next(other.take._read(batch, 0)))
 
 
+def test_a_compiled_step_has_the_same_gradient_and_is_compiled(
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def compiled(model: nn.Module) -> Any:
+        given.append(model)
+        return torch._dynamo.optimize("aot_eager")(model)  # needs no compiler of C++
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    plain, fast = small("1", model=CALM), small("2", model=CALM, compile=True)
+    assert given == [fast.model]
+    expected = gradient(plain, 3)
+    for name, found in gradient(fast, 3).items():
+        torch.testing.assert_close(found, expected[name], msg=name)
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_step_in_parts_is_the_step_of_one_large_batch(
     small: Callable[..., Any], parts: int
