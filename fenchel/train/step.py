@@ -72,7 +72,7 @@ class Stepper:
         self.scaling = Scaling(self.device, model.parameters()) if half else None
         watched = config.qk_clip is not None or config.entropy_floor > 0.0
         self.stability = Stability(model, config) if watched else None
-        self.forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
+        self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
         self._shown: dict[str, Any] = {"observe": self.stability.observe} if self.stability else {}
         for group in optimiser.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -157,6 +157,25 @@ class Stepper:
                 torch.manual_seed(mix(self.seed, step, part))
                 stream = self.forward(inputs, read=False, **self._shown)
             yield stream
+
+
+def compiled(model: nn.Module) -> Callable[..., Tensor]:
+    """The model's pass by torch.compile; what it cannot do becomes one sentence."""
+    from torch._dynamo.exc import TorchDynamoException  # costs a second, so only who compiles pays
+
+    forward = torch.compile(model)
+
+    def call(*args: Any, **settings: Any) -> Tensor:
+        try:
+            stream: Tensor = forward(*args, **settings)
+        except TorchDynamoException as error:
+            reason = str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
+            raise ValueError(
+                f"the model's pass cannot be compiled here ({reason}); set train.compile=false."
+            ) from error
+        return stream
+
+    return call
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -88,6 +88,20 @@ def test_a_compiled_step_has_the_same_gradient_and_is_compiled(
         torch.testing.assert_close(found, expected[name], msg=name)
 
 
+def test_a_pass_that_cannot_be_compiled_is_one_sentence(
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(model: nn.Module) -> Any:
+        def no_compiler(*_: Any) -> Any:
+            raise RuntimeError("there is no compiler")
+
+        return torch._dynamo.optimize(no_compiler)(model)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    with pytest.raises(ValueError, match=r"compiled here \(.*no compiler.*train.compile=false"):
+        small(model=CALM, compile=True).take(0)
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_step_in_parts_is_the_step_of_one_large_batch(
     small: Callable[..., Any], parts: int
