@@ -84,7 +84,8 @@ def complete(ledger: Ledger, ask: Sequence[Callable[[], object]], *, workers: in
     """Run all that ``ask`` wants of the ledger, until nobody misses anything."""
     while jobs := _missing(ledger, ask):
         if workers == 1:
-            _require_time(ledger)
+            if time.monotonic() > ledger.ends:
+                raise OutOfTime
             job, run = next(iter(jobs.items()))
             ledger.keep(job, _timed(run, job))
         else:
@@ -127,11 +128,6 @@ def _done(running: dict[Job, Future[Result]]) -> Iterator[Job]:
 def _timed(run: Run, job: Job) -> Result:
     started = time.monotonic()
     return {**run(job), "seconds": round(time.monotonic() - started, 1)}
-
-
-def _require_time(ledger: Ledger) -> None:
-    if time.monotonic() > ledger.ends:
-        raise OutOfTime
 
 
 def _key(job: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ that of R rows, and forward and backward take 165 ms instead of 340 ms (4096 pos
 V = 4096) or 345 ms instead of 500 ms (2048, 384, 8192), one thread; the three products alone
 take 150 ms of the first. On a GPU kernels/readout.py does the part between the products.
 
-The gradient is computed with the loss and cannot be differentiated again.
+The gradient is computed with the loss, handed over once, and cannot be differentiated again.
 """
 
 from importlib.util import find_spec

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from fenchel.model import ModelConfig, Transformer
 
@@ -25,3 +26,13 @@ def test_the_whole_pass_is_one_graph(kind: dict[str, Any]) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     got.square().sum().backward()
     assert all(p.grad is not None for p in model.blocks.parameters())
+
+
+def test_a_model_with_rotary_positions_is_compiled_once() -> None:
+    model = Transformer(ModelConfig(vocabulary=64, context=12, width=16, layers=2, heads=2))
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(3):
+        compiled(torch.arange(24).view(2, 12), read=False)
+    assert counter.frame_count == 1
