@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fenchel.kernels.normed import Norm
 
-HELD = 64
+HELD = 128
 """Numbers of W that a thread holds at once: eight loads of 16 bytes in bfloat16."""
 SPAN = 512
 """Numbers of a row for one warp: two loads of 16 bytes a thread."""

@@ -50,6 +50,19 @@ def test_a_probed_pass_is_one_graph(kind: str, when: str, small: Any, tokens: An
         torch.testing.assert_close(sample.x, inputs[pair.module].detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("which", ["itself", "its twin"])
+def test_what_was_compiled_before_is_probed_too(which: str, small: Any, tokens: Any) -> None:
+    """A pass that the compiler knows from before the hooks, or from a model like it."""
+    torch._dynamo.reset()
+    model, twin = small(), small()
+    compiled = torch.compile(model, backend="eager")
+    earlier = compiled if which == "itself" else torch.compile(twin, backend="eager")
+    earlier(tokens(0), read=False).square().mean().backward()
+    score = ScoreDescent(attention_pairs(model))
+    compiled(tokens(0), read=False).square().mean().backward()
+    assert all(probe.take() is not None for probe in score.watches[0].probes.values())
+
+
 def test_a_probe_breaks_no_graph_of_transformers(tokens: Any) -> None:
     config = LlamaConfig(
         vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
