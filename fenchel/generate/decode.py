@@ -6,8 +6,8 @@
 
 With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
 the tokens are the same (fenchel/generate/lookup.py). A greedy step that is recorded chooses its
-token on the device and goes on with it: the loop asks for some at a time, and forgets those behind
-a stop.
+token on the device and goes on with it: the loop asks for some at a time, and for the next before
+it looks at these, so that the device never waits; those behind a stop are forgotten.
 
 B sequences, T positions of the prompt, N new tokens.
 """
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.generate.cache import Kind
-from fenchel.generate.fixed import Record, require
+from fenchel.generate.fixed import Coming, Record, require
 from fenchel.generate.lookup import PromptLookup
 from fenchel.generate.prompts import Prompts, seen, side_by_side
 from fenchel.generate.reader import Reader
@@ -30,8 +30,8 @@ from fenchel.generate.stopping import Stops, Telling
 from fenchel.model import Transformer, evaluating
 
 AHEAD, FAR_AHEAD = 16, 64
-"""Tokens between two questions to the device, where it decodes by itself: stops are seen then, and
-without stops a question is only whether all went well."""
+"""Tokens that the device is asked for at once, where it decodes by itself: stops are seen then, and
+without stops only whether all went well."""
 
 
 @overload
@@ -279,7 +279,7 @@ def _decode(
             if guess:
                 unread = torch.cat([unread, unread.new_tensor([guess])], dim=-1)
             if ahead and reader.replays(unread):
-                drawn = _followed(reader, unread, min(ahead, count, reader.left), stops)
+                drawn = _followed(reader, unread, min(count, reader.left), ahead, stops)
             else:
                 logits_BTV = reader.read(unread, last=not guess)
                 drawn = (choose(logits_BV) for logits_BV in logits_BTV.unbind(1))
@@ -298,13 +298,19 @@ def _decode(
             unread = said[-1]
 
 
-def _followed(reader: Reader, unread_B1: Tensor, count: int, stops: Stops) -> Iterator[Tensor]:
-    """The next ``count`` tokens, chosen on the device without a question in between."""
-    like, tokens_BN = unread_B1, reader.follow(unread_B1, count)
-    if stops.any:
-        tokens_BN = tokens_BN.cpu()
-    lost = bool((tokens_BN < 0).any())
-    for token_B in tokens_BN.unbind(1):
-        if lost and bool((token_B < 0).any()):
-            raise ValueError(NOT_FINITE)
-        yield stops.take(token_B.to(like.dtype)).to(like.device)
+def _followed(
+    reader: Reader, unread_B1: Tensor, count: int, ahead: int, stops: Stops
+) -> Iterator[Tensor]:
+    """The next ``count`` tokens, chosen on the device, which goes on while these are told."""
+    like = unread_B1
+    coming: Coming | None = reader.follow(unread_B1, min(ahead, count))
+    while coming is not None:
+        count -= coming.there.shape[1]
+        later = reader.follow(None, min(ahead, count)) if count else None
+        told_BN = coming.told()
+        lost = bool((told_BN < 0).any())
+        for token_B in (told_BN if stops.any else coming.there).unbind(1):
+            if lost and bool((token_B < 0).any()):
+                raise ValueError(NOT_FINITE)
+            yield stops.take(token_B.to(like.dtype)).to(like.device)
+        coming = later

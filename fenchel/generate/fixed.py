@@ -11,7 +11,7 @@ for a plain decoder a few kernels made for one token (fenchel/generate/fused.py)
 """
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -67,6 +67,34 @@ def choose(logits_BV: Tensor, n_1: Tensor, token_B: Tensor, said_BP: Tensor) -> 
     said_BP.index_copy_(1, n_1, marked_B.unsqueeze(-1))
 
 
+class Coming(NamedTuple):
+    """Tokens that the device has been asked for, (B, N); -1 where the largest logit is not finite.
+
+    The copy that ``told`` waits for is on its way too, so that waiting for these does not wait for
+    what the device is asked for next.
+    """
+
+    there: Tensor
+    here: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, there_BN: Tensor) -> "Coming":
+        """With a copy for the CPU behind it."""
+        here_BN = there_BN.to("cpu", non_blocking=True)
+        arrived = None
+        if there_BN.is_cuda:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return cls(there_BN, here_BN, arrived)
+
+    def told(self) -> Tensor:
+        """The tokens, on the CPU."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.here
+
+
 class FixedStep:
     """Reads one token of each sequence by a step that was recorded, and chooses the next.
 
@@ -97,15 +125,16 @@ class FixedStep:
         self.token_B.copy_(token_B)
         return self._step()
 
-    def follow(self, token_B: Tensor, number: int, count: int) -> Tensor:
-        """The ``count`` likeliest tokens behind token ``number``, each read in turn: -> (B, count).
+    def follow(self, token_B: Tensor | None, number: int, count: int) -> Coming:
+        """The ``count`` likeliest tokens behind token ``number``, each read in turn.
 
-        -1 stands where the largest logit is no finite number.
+        None for the token that the last step chose.
         """
-        self.token_B.copy_(token_B)
+        if token_B is not None:
+            self.token_B.copy_(token_B)
         for _ in range(count):
             self._step()
-        return self.said_BP[:, number + 1 : number + 1 + count].clone()
+        return Coming.of(self.said_BP[:, number + 1 : number + 1 + count].clone())
 
     def _once(self) -> Tensor:
         cache = self.cache

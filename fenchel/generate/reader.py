@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fenchel.generate import fused, kept
 from fenchel.generate.cache import KeyValueCache, Kind
-from fenchel.generate.fixed import RECORDERS, FixedStep, Record
+from fenchel.generate.fixed import RECORDERS, Coming, FixedStep, Record
 from fenchel.generate.lean import Lean, why_not
 from fenchel.generate.prompts import Prompts
 from fenchel.model import Transformer
@@ -107,14 +107,14 @@ class Reader:
         """Whether these ids are read by a recorded step, which reads one token behind others."""
         return self._record is not None and ids_BT.shape[1] == 1 and self.cache.length > 0
 
-    def follow(self, ids_B1: Tensor, count: int) -> Tensor:
-        """The likeliest tokens behind ``ids_B1``, each read in turn but the last: -> (B, count).
+    def follow(self, ids_B1: Tensor | None, count: int) -> Coming:
+        """The likeliest tokens behind ``ids_B1``, each read in turn but the last, (B, count).
 
-        -1 stands where the largest logit is no finite number.
+        None for the last that was asked for, which nobody here has seen yet.
         """
         step, number = self._recorded(), self.cache.length
         self.cache.advance(count)
-        return step.follow(ids_B1[:, 0], number, count)
+        return step.follow(None if ids_B1 is None else ids_B1[:, 0], number, count)
 
     def _recorded(self) -> FixedStep:
         """The recorded step, which has a cache of its own, with all that was read so far."""

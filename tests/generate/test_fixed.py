@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fenchel.generate import KeyValueCache, Sampling, generate, stream
-from fenchel.generate.fixed import RECORDERS, FixedStep, Step, why_not
+from fenchel.generate.fixed import RECORDERS, Coming, FixedStep, Step, why_not
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]
@@ -132,7 +132,7 @@ def test_the_device_is_asked_once_for_many_words(
     asked = []
     follow = FixedStep.follow
 
-    def counted(self: FixedStep, token_B: Tensor, number: int, count: int) -> Tensor:
+    def counted(self: FixedStep, token_B: Tensor | None, number: int, count: int) -> Coming:
         asked.append(count)
         return follow(self, token_B, number, count)
 
@@ -146,6 +146,13 @@ def test_the_device_is_asked_once_for_many_words(
     never = next(word for word in range(model.config.vocabulary) if word not in said)
     generate(model, ids, stop=[never], **greedy)
     assert asked == [16, 16, 7]
+    asked.clear()
+    words = stream(
+        model, ids, max_new_tokens=40, sampling=Sampling(temperature=0.0), record="graph",
+        stop=[never],
+    )  # fmt: skip
+    assert [int(next(words)) for _ in range(2)] == said[5:7]
+    assert asked == [16, 16]  # the next before the first of these is told
 
 
 def test_a_logit_that_is_not_finite_is_told_behind_the_words_before_it(
