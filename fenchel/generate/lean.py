@@ -47,7 +47,6 @@ class Lean:
     """Reads one token of each of ``batch`` sequences at a time, into a cache."""
 
     def __init__(self, model: Transformer, cache: KeyValueCache, *, batch: int) -> None:
-        assert why_not(model) is None
         config, table = model.config, model.read_weight
         self.config, self.cache, self.embed = config, cache, model.embed.weight
         self.place = None if model.place is None else model.place.weight
