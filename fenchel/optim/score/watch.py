@@ -6,7 +6,6 @@ kind of parameter: queries and keys of a fused weight are views of it, and what 
 goes back with them, as it was.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -33,9 +32,10 @@ class Watch:
 
     def __init__(self, pairs: Iterable[Pair], tokens: int) -> None:
         self.probes = {pair: Probe(pair, tokens) for pair in pairs}
-        if "torch._dynamo" in sys.modules:
-            # what was compiled is not checked for hooks, and would run without them
-            torch.compiler.reset()
+        # By default a compiled pass is not checked for hooks: it would run for a model that has
+        # some, if it was compiled for one that had none, and the probes would see nothing.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch.compiler.reset()
         self.moved: list[tuple[list[Pair], Moved]] = []
         self.grids: dict[Any, Grid] = {}
 

@@ -51,15 +51,23 @@ def test_a_probed_pass_is_one_graph(kind: str, when: str, small: Any, tokens: An
 
 
 @pytest.mark.parametrize("which", ["itself", "its twin"])
-def test_what_was_compiled_before_is_probed_too(which: str, small: Any, tokens: Any) -> None:
-    """A pass that the compiler knows from before the hooks, or from a model like it."""
+@pytest.mark.parametrize("when", ["before the hooks", "after"])
+def test_a_pass_the_compiler_knows_without_hooks_is_probed_too(
+    which: str, when: str, small: Any, tokens: Any
+) -> None:
     torch._dynamo.reset()
     model, twin = small(), small()
     compiled = torch.compile(model, backend="eager")
-    earlier = compiled if which == "itself" else torch.compile(twin, backend="eager")
-    earlier(tokens(0), read=False).square().mean().backward()
+    other = compiled if which == "itself" else torch.compile(twin, backend="eager")
+
+    def run(a_pass: Any) -> None:
+        a_pass(tokens(0), read=False).square().mean().backward()
+
+    if when == "before the hooks":
+        run(other)
     score = ScoreDescent(attention_pairs(model))
-    compiled(tokens(0), read=False).square().mean().backward()
+    run(other)
+    run(compiled)
     assert all(probe.take() is not None for probe in score.watches[0].probes.values())
 
 
