@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import Angles, rotate
-from fenchel.optim.score.line import Line, by_group, second_moment
+from fenchel.optim.score.line import Line, by_group, fused, second_moment
 from fenchel.optim.score.processes import mean_over_processes
 
 TURNS = 8
@@ -51,38 +51,63 @@ def partner_grams(line: Line) -> Grams:
     )
 
 
+class Places(NamedTuple):
+    """Which places s are looked at: sequence i sees first + step (i mod apart + k apart), k < each.
+
+    Of all apart * each of them every sequence thus sees some, and all are seen equally often.
+    """
+
+    first: int
+    step: int
+    apart: int
+    each: int
+
+
 def _averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
     """Mean of (R_s^T x)(R_s^T x)^T over pairs (s, x), x (L, n, H, X, D).
 
-    ``turn`` (L or 1, n or 1, 1, S, W) at the s, ``open_`` (L or 1, n or 1, 1, S, X). Of J places s
-    each is seen by every j-th sequence: sequence (i, j) sees the places (j, k), k < J / j.
+    ``turn`` (L or 1, n or 1, 1, S, W) at the s, ``open_`` (L or 1, n or 1, 1, S, X).
     """
+    n, S = x.shape[1], open_.shape[3]
+    J = min(TURNS, S)
+    apart = next(j for j in range(SPREAD, 0, -1) if n % j == 0 and J % j == 0)
+    places = Places(S // J // 2, S // J, apart, J // apart)
+    if fused(x):
+        from fenchel.kernels.turned import moments
+
+        sums = moments(x, *turn, open_, places, layout=layout)
+    else:
+        sums = turned_back(x, *turn, open_, places, layout=layout)
+    seen = _dealt(open_, n, places)
+    count = seen.sum(dim=(1, 2, 3, 4), dtype=sums.dtype) * (n // apart // seen.shape[1])
+    return mean_over_processes(sums / count.clamp(min=1).view(-1, 1, 1, 1))
+
+
+def turned_back(
+    x: Tensor, cos: Tensor, sin: Tensor, open_: Tensor, places: Places, *, layout: str
+) -> Tensor:
+    """The sums of fenchel/kernels/turned.py, in float32 or better: (L, H, D, D)."""
     L, n, H, _, D = x.shape
-    J = min(TURNS, open_.shape[3])
-    j = next(j for j in range(SPREAD, 0, -1) if n % j == 0 and J % j == 0)
-    step = open_.shape[3] // J
-    some = slice(step // 2, step // 2 + step * J, step)
-
-    def dealt(y: Tensor) -> Tensor:
-        """(L or 1, n or 1, 1, J, ...) -> (L or 1, n / j or 1, j, J / j, ...)."""
-        y = torch.unflatten(y, 3, (J // j, j)).transpose(3, 4)  # axis 3 is that of the sequence now
-        if y.shape[1] == 1:
-            return y.squeeze(2)
-        each = torch.unflatten(y.squeeze(2), 1, (n // j, j))
-        return each.diagonal(dim1=2, dim2=3).movedim(-1, 2)
-
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x = torch.unflatten(x, 1, (n // j, j))
-    weight = dealt(open_[..., some, :]).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, J / j, X)
-    heavy = x.unsqueeze(5) * weight.mT.unsqueeze(-1)  # (L, n / j, j, H, X, J / j, D)
+    apart, each = places.apart, places.each
+    x = torch.unflatten(x, 1, (n // apart, apart))
+    weight = _dealt(open_, n, places).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, each, X)
+    heavy = x.unsqueeze(5) * weight.mT.unsqueeze(-1)  # (L, n / j, j, H, X, each, D)
     sums = _exact(heavy.flatten(5).mT.flatten(0, 3), x.flatten(0, 3))
-    sums = sums.view(L, n // j, j, H, J // j, D, D)
-    cos, sin = (dealt(part[..., some, :])[:, :, :, None, :, None].to(wide) for part in turn)
-    back = Angles(cos, -sin)
-    sums = rotate(rotate(sums, back, layout=layout).mT, back, layout=layout)
-    count = weight.sum(dim=(1, 2, 4, 5), dtype=wide) * (n // j // weight.shape[1])
-    mean = sums.sum(dim=(1, 2, 4)) / count.clamp(min=1)[..., None, None]
-    return mean_over_processes(mean)
+    sums = sums.view(L, n // apart, apart, H, each, D, D)
+    c, s = (_dealt(part, n, places)[:, :, :, None, :, None].to(sums.dtype) for part in (cos, sin))
+    back = Angles(c, -s)
+    return rotate(rotate(sums, back, layout=layout).mT, back, layout=layout).sum(dim=(1, 2, 4))
+
+
+def _dealt(y: Tensor, n: int, places: Places) -> Tensor:
+    """What sequence (i, j) sees: (L or 1, n or 1, 1, S, X) -> (L or 1, n / apart or 1, j, k, X)."""
+    first, step, apart, each = places
+    y = y[..., first : first + step * apart * each : step, :]
+    y = torch.unflatten(y, 3, (each, apart)).transpose(3, 4)  # axis 3 is that of the sequence now
+    if y.shape[1] == 1:
+        return y.squeeze(2)
+    own = torch.unflatten(y.squeeze(2), 1, (n // apart, apart))
+    return own.diagonal(dim1=2, dim2=3).movedim(-1, 2)
 
 
 def _exact(A: Tensor, B: Tensor) -> Tensor:

@@ -153,14 +153,21 @@ class Line:
 
     def queries(self, q: Tensor) -> Tensor:
         """From W_Q x to what enters the product."""
-        q = _normed(q, [pair.q_norm for pair in self.pairs])
-        return q if self.turn_q is None else rotate(q, self.turn_q, layout=self.pairs[0].layout)
+        return self._turned(_normed(q, [pair.q_norm for pair in self.pairs]), self.turn_q)
 
     def keys(self, k: Tensor) -> Tensor:
         """From W_K x to what enters the product."""
-        k = _normed(k, [pair.k_norm for pair in self.pairs])
-        turn = self.at.turn
-        return k if turn is None else rotate(k, turn, layout=self.pairs[0].layout)
+        return self._turned(_normed(k, [pair.k_norm for pair in self.pairs]), self.at.turn)
+
+    def _turned(self, x: Tensor, turn: Angles | None) -> Tensor:
+        """Turned where there are rotary positions, and in one piece."""
+        if turn is None:
+            return x.contiguous()
+        if fused(x):
+            from fenchel.kernels.turned import turned
+
+            return turned(x, *turn, layout=self.pairs[0].layout)
+        return rotate(x.contiguous(), turn, layout=self.pairs[0].layout)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """(L, n, H, m, T), zero where closed."""
@@ -188,7 +195,7 @@ def part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Ten
 
     ``q`` holds q and dq, (L, n, H, m, D) each, ``k`` holds k and dk, (L, n, G, T, D) each.
     """
-    if _fused(q[0]):
+    if fused(q[0]):
         from fenchel.kernels.score_parts import part_sums
 
         return part_sums(q, k, open_)
@@ -204,9 +211,9 @@ def part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Ten
     return (flat @ flat.mT).view(L, n, H, 4, 4).sum(1)
 
 
-def _fused(q: Tensor) -> bool:
-    """Whether the kernel sums: on a GPU, up to float32, where Triton is."""
-    return q.is_cuda and q.dtype != torch.float64 and find_spec("triton") is not None
+def fused(x: Tensor) -> bool:
+    """Whether kernels serve: on a GPU, up to float32, where Triton is."""
+    return x.is_cuda and x.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:
@@ -229,10 +236,10 @@ def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def _project(x: Tensor, W: Tensor) -> Tensor:
-    """(L, n, T, M), (L, H, D, M) -> (L, n, H, T, D)."""
+    """(L, n, T, M), (L, H, D, M) -> (L, n, H, T, D), heads behind each other as the product is."""
     L, n, T, _ = x.shape
     flat = torch.bmm(x.flatten(1, 2), W.flatten(1, 2).to(x.dtype).mT)
-    return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3).contiguous()
+    return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3)
 
 
 def _normed(x: Tensor, norms: Sequence[nn.Module | None]) -> Tensor:

@@ -130,12 +130,14 @@ def test_parts_go_no_further_than_their_limit_and_exactly_there() -> None:
     assert torch.equal(crossing(nothing, one, None, limit, 3).Q, torch.zeros(2, 3))
 
 
-def test_a_step_through_the_kernel_is_that_of_the_operations(
+def test_a_step_through_the_kernels_is_that_of_the_operations(
     small: Any, tokens: Any, backward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = []
     for fused in (False, True):
-        monkeypatch.setattr("fenchel.optim.score.line._fused", lambda _, fused=fused: fused)
+        for page in ("line", "gram"):
+            place = f"fenchel.optim.score.{page}.fused"
+            monkeypatch.setattr(place, lambda _, fused=fused: fused)
         model = small(kv_heads=2)
         score = ScoreDescent(attention_pairs(model))
         backward(model, tokens(0, 2))

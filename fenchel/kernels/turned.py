@@ -1,0 +1,213 @@
+"""Heads turned by rotary positions on the way, for the score optimisers (optim/score).
+
+    turned     y_t = R_t x_t
+    moments    A   = sum over open (s, t) of (R_s^T x_t)(R_s^T x_t)^T        s some of the places
+
+R turns pairs of entries by an angle that grows with the place (attention/rotary.py). Entry d is
+x_d c + x_e s with e the other entry of its pair; the sine carries the sign. Done by separate
+operations a turn reads and writes x three times, and before that once more to put the heads of a
+product beside each other; here it is read where the product left it, and written once. The moments
+would write x once for every s, weighted, before they multiply; here a block of x is turned in the
+registers and multiplied with itself there: 2 T D bytes of a head for every s, out of the chip's own
+cache for all s but one. Sums are float32. Programs write to places of their own, so the result does
+not depend on their order.
+
+Shapes: L layers, n sequences, H heads, T positions, D their width, W <= D that of the angles,
+S places in turn and open.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64
+"""Positions at a time."""
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> Tensor:
+    """x (L, n, H, T, D), however it lies, turned by (L or 1, n or 1, 1, T, W); in one piece."""
+    L, n, H, T, D = x.shape
+    out = torch.empty(L, n, H, T, D, dtype=x.dtype, device=x.device)
+    cos, sin, strides = _tables(cos, sin)
+    _turned[(L * n * H, triton.cdiv(T, BLOCK))](
+        x,
+        cos,
+        sin,
+        out,
+        n,
+        H,
+        T,
+        *x.stride(),
+        *strides,
+        D=D,
+        W=cos.shape[-1],
+        PAIRS=_pairs(layout),
+        BLOCK=BLOCK,
+        WIDTH=max(16, triton.next_power_of_2(D)),
+    )
+    return out
+
+
+def moments(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    open_: Tensor,
+    places: tuple[int, int, int, int],
+    *,
+    layout: str,
+) -> Tensor:
+    """Sums over sequences and open pairs, (L, H, D, D) in float32.
+
+    ``x`` (L, n, H, T, D), cos and sin (L or 1, n or 1, 1, S, W), ``open_``
+    (L or 1, n or 1, 1, S, T). ``places`` are (first, step, apart, each): sequence i sees the s at
+    first + step (i mod apart + k apart), k < each.
+    """
+    L, n, H, T, D = x.shape
+    *some, each = places
+    out = torch.empty(L, n, H, each, D, D, dtype=torch.float32, device=x.device)
+    cos, sin, strides = _tables(cos, sin)
+    _moments[(L * n * H, each)](
+        x.contiguous(),
+        cos,
+        sin,
+        open_,
+        out,
+        n,
+        H,
+        T,
+        *strides,
+        *_spread(open_),
+        open_.stride(3),
+        open_.stride(4),
+        *some,
+        D=D,
+        W=cos.shape[-1],
+        PAIRS=_pairs(layout),
+        BLOCK=BLOCK,
+        WIDTH=max(16, triton.next_power_of_2(D)),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+    )
+    return out.sum(dim=(1, 3))
+
+
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Both in one piece, and how far from layer to layer and from sequence to sequence."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, _spread(cos)
+
+
+def _spread(x: Tensor) -> Any:
+    """Strides of the first two axes, 0 where one serves all."""
+    return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in (0, 1))
+
+
+def _pairs(layout: str) -> bool:
+    return {"half": False, "pairs": True}[layout]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair(d, W: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The other entry of the pair of d, and where its angle stands."""
+    if PAIRS:
+        other = d ^ 1
+        at = d // 2 + d % 2 * (W // 2)
+    else:
+        other = (d + W // 2) % W
+        at = d
+    return tl.where(d < W, other, d), tl.where(d < W, at, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(  # type: ignore[no-untyped-def]
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    n,
+    H,
+    T,
+    stride_L,
+    stride_n,
+    stride_H,
+    stride_T,
+    stride_D,
+    turn_L,
+    turn_n,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)  # (layer, sequence, head)
+    layer, sequence = head // H // n, head // H % n
+    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDTH)
+    other, angle = _pair(d, W, PAIRS)
+    there = (t[:, None] < T) & (d[None, :] < D)
+    turns = (t[:, None] < T) & (d[None, :] < W)
+
+    x_ptr += layer * stride_L + sequence * stride_n + head % H * stride_H
+    x = tl.load(x_ptr + t[:, None] * stride_T + d[None, :] * stride_D, mask=there, other=0.0)
+    y = tl.load(x_ptr + t[:, None] * stride_T + other[None, :] * stride_D, mask=turns, other=0.0)
+    at = layer * turn_L + sequence * turn_n + t[:, None] * W + angle[None, :]
+    cos = tl.load(cos_ptr + at, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=turns, other=0.0).to(tl.float32)
+    z = x.to(tl.float32) * cos + y.to(tl.float32) * sin
+    tl.store(out_ptr + (head * T + t[:, None]) * D + d[None, :], z.to(x.dtype), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _moments(  # type: ignore[no-untyped-def]
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    open_ptr,
+    out_ptr,
+    n,
+    H,
+    T,
+    turn_L,
+    turn_n,
+    open_L,
+    open_n,
+    open_S,
+    open_T,
+    first,
+    step,
+    apart,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    layer, sequence = head // H // n, head // H % n
+    s = first + step * (sequence % apart + tl.program_id(1) * apart)
+    d = tl.arange(0, WIDTH)
+    other, angle = _pair(d, W, PAIRS)
+    at = layer * turn_L + sequence * turn_n + s * W + angle
+    cos = tl.load(cos_ptr + at, mask=d < W, other=1.0).to(tl.float32)
+    sin = -tl.load(sin_ptr + at, mask=d < W, other=0.0).to(tl.float32)  # back: R_s^T
+    open_ptr += layer * open_L + sequence * open_n + s * open_S
+    x_ptr += head * T * D
+
+    total = tl.zeros((WIDTH, WIDTH), tl.float32)
+    for start in range(0, T, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        seen = tl.load(open_ptr + t * open_T, mask=t < T, other=0) != 0
+        x = tl.load(x_ptr + t[:, None] * D + d[None, :], mask=seen[:, None] & (d < D), other=0.0)
+        y = tl.load(
+            x_ptr + t[:, None] * D + other[None, :], mask=seen[:, None] & (d < W), other=0.0
+        )
+        z = (x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]).to(x.dtype)
+        total = tl.dot(tl.trans(z), z, total, input_precision=PRECISION)
+    out_ptr += (head * tl.num_programs(1) + tl.program_id(1)) * D * D
+    at = d[:, None] * D + d[None, :]
+    tl.store(out_ptr + at, total, mask=(d[:, None] < D) & (d[None, :] < D))
