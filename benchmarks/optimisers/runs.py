@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.optimisers.ledger import Job, Result
-from benchmarks.optimisers.rules import RULES, SWITCHES, Rule
+from benchmarks.optimisers.rules import HASTENED, RULES, SWITCHES, Rule
 from benchmarks.optimisers.sizes import SIZES, Size, text
 from fenchel.data import Batches
 from fenchel.evaluate import attention_health, score
@@ -29,7 +29,7 @@ PATIENCE = 3
 
 def rule_of(job: Job) -> Rule:
     """What the job's rule stands for in its study."""
-    return (SWITCHES if job.study == "switches" else RULES)[job.rule]
+    return {"switches": SWITCHES, "haste": HASTENED}.get(job.study, RULES)[job.rule]
 
 
 def model_of(job: Job, config: ModelConfig) -> Transformer:

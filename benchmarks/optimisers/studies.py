@@ -1,4 +1,4 @@
-"""The four studies: a row of plain numbers for every rule, one a line of its table.
+"""The five studies: a row of plain numbers for every rule, one a line of its table.
 
     tuned      every rule at its own best rate, on a grid of ratio 1.5, its own best decay and, if
                it has a score ball, its own best radius, all found on seed 0; then on fresh seeds,
@@ -8,6 +8,8 @@
                2023)
     finetune   a checkpoint trained by Muon without QK-norm, continued on another text at 1 to 30
                times each rule's best rate, bare and within ScoreTrust
+    haste      the same with only queries and keys at 1 to 30 times the rate, the rest at the best:
+               what ScoreTrust can answer for
     copy       steps until the second half of "abc abc" is predicted at 0.5 nats
 
 A loss counts at most log 256, that of knowing nothing.
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.optimisers.ledger import Job, Ledger, Result
-from benchmarks.optimisers.rules import COPIERS, FINETUNED, RULES, SWITCHES
+from benchmarks.optimisers.rules import COPIERS, FINETUNED, FURTHER, RULES, SWITCHES
 from benchmarks.optimisers.runs import fresh, measured, model_of, steps_of, train_on
 from benchmarks.optimisers.sizes import SIZES, text
 from fenchel.data import Batch
@@ -34,7 +36,6 @@ from fenchel.model import Transformer
 
 RATIO = 1.5
 TIMES = (10**-0.5, 1.0, 10**0.5, 10.0)
-FURTHER = (1.0, 3.0, 10.0, 30.0)
 NOTHING = math.log(256.0)
 TARGET = 0.5
 
@@ -118,16 +119,34 @@ def switches(ledger: Ledger, size: str, name: str) -> Row:
 
 def finetune(ledger: Ledger, size: str, name: str) -> Row:
     """Losses on the other text over rates, and what the checkpoint had there."""
+    base = _continued(ledger, size, name, "finetune")
+    jobs = [replace(base, rule=name, rate=_rounded(base.rate * times)) for times in FURTHER]
+    return _over_rates(ledger, name, base, jobs)
+
+
+def haste(ledger: Ledger, size: str, name: str) -> Row:
+    """The same over rates of queries and keys alone."""
+    base = _continued(ledger, size, name, "haste")
+    jobs = [replace(base, rule=f"{name} x{times:g}") for times in FURTHER]
+    return _over_rates(ledger, name, base, jobs)
+
+
+def _continued(ledger: Ledger, size: str, name: str, study: str) -> Job:
+    """A job that continues Muon's checkpoint at the best rate of the rule, without its ball."""
     origin = tune(ledger, size, "muon")
     bare = tune(ledger, size, name.removeprefix("trust(").removesuffix(")"))
-    base = replace(bare, study="finetune", start=(origin.rate, origin.decay), seed=1)
-    (before,) = ledger([replace(base, rule="muon", rate=0.0, decay=0.0)], started)
-    jobs = [replace(base, rule=name, rate=_rounded(base.rate * times)) for times in FURTHER]
+    return replace(bare, study=study, start=(origin.rate, origin.decay), seed=1)
+
+
+def _over_rates(ledger: Ledger, name: str, base: Job, jobs: list[Job]) -> Row:
+    (before,) = ledger([replace(base, study="finetune", rule="muon", rate=0.0, decay=0.0)], started)
     found = ledger(jobs, continued)
     losses = _losses(found)
     return {
         "rule": name,
-        "rates": [job.rate for job in jobs],
+        "times" if base.study == "haste" else "rates": (
+            list(FURTHER) if base.study == "haste" else [job.rate for job in jobs]
+        ),
         "before": before["loss"],
         "losses": losses,
         "excess": round(max(losses) - min(losses), 4),
@@ -154,6 +173,7 @@ STUDIES = {
     "tuned": Study(tuned, RULES),
     "switches": Study(switches, SWITCHES),
     "finetune": Study(finetune, FINETUNED),
+    "haste": Study(haste, FINETUNED),
     "copy": Study(copy, COPIERS),
 }
 
@@ -172,7 +192,7 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-# --- runs of the two last studies
+# --- runs of the last studies
 
 
 @cache

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from benchmarks.__main__ import main
 from benchmarks.optimisers.compositional import CompositionalMuon, inverse_root
+from benchmarks.optimisers.rules import bare
 from fenchel.model import ModelConfig, Transformer
-from fenchel.optim import Muon
+from fenchel.optim import Muon, OptimConfig
 from fenchel.optim.build import split
 from fenchel.optim.muon import orthogonal
 
@@ -50,6 +51,7 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
         "tuned": 9,
         "switches": 8,
         "finetune": 4,
+        "haste": 4,
         "copy": 4,
     }
     assert (tmp_path / "optim_quick.svg").read_text().startswith("<?xml")
@@ -70,6 +72,26 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
 def test_options_are_refused_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["entmax_rows", "--quick"]) == 2
     assert "takes no options" in capsys.readouterr().err
+
+
+# --- queries and keys in haste
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_in_haste_only_queries_and_keys_go_further(optimiser: str) -> None:
+    config = ModelConfig(vocabulary=11, width=24, heads=4, kv_heads=2, layers=2)
+    ends = {}
+    for times in (1.0, 3.0):
+        model = Transformer(config, generator=torch.Generator().manual_seed(0))
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        draw(model)
+        bare(model, OptimConfig(optimiser=optimiser), times=times).step()
+        ends[times] = {name: p.detach() - start[name] for name, p in model.named_parameters()}
+    for name, move in ends[1.0].items():
+        factor = torch.ones(len(move), *[1] * (move.ndim - 1))
+        if name.endswith("qkv.weight"):
+            factor[: 6 * 6] = 3.0  # four heads of queries and two of keys
+        torch.testing.assert_close(ends[3.0][name], factor * move, rtol=1e-5, atol=1e-6)
 
 
 # --- the baseline
