@@ -21,7 +21,7 @@ class Turning:
         self.base, self.scaling = config.rotary_base, scaling(config)
         if local and config.rotary_local_base is not None:
             self.base, self.scaling = config.rotary_local_base, None
-        self._table = Angles(torch.empty(0), torch.empty(0))
+        self._table = torch.empty(2, 0, 0)
 
     def between(self, start: int, end: int, like: Tensor) -> Angles:
         """Those of positions ``start`` to ``end``, (T, W)."""
@@ -35,17 +35,22 @@ class Turning:
 
     def _upto(self, end: int, like: Tensor) -> Angles:
         exact = torch.promote_types(like.dtype, torch.float32)
-        cos, _ = self._table
-        if len(cos) < end or cos.device != like.device or cos.dtype != exact:
-            size = min(self.context, 2 * end)
+        cos, sin = self._kept(end, like.device, exact).unbind()
+        return Angles(cos, sin)
+
+    # A constant of what is compiled: made inside of it, the angles would be computed anew for every
+    # entry that they turn, forward and backward.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _kept(self, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The table, cos above sin, (2, positions, W), with at least ``end`` positions."""
+        kept = self._table
+        if kept.shape[1] < end or kept.device != device or kept.dtype != dtype:
             with torch.inference_mode(False):  # a table made while decoding serves training too
-                positions = torch.arange(size, device=like.device)
+                positions = torch.arange(min(self.context, 2 * end), device=device)
                 table = angles(
-                    positions, self.width, base=self.base, scaling=self.scaling, dtype=exact
+                    positions, self.width, base=self.base, scaling=self.scaling, dtype=dtype
                 )
-            if torch.compiler.is_compiling():  # kept, it would be a new input: compiled twice
-                return table
-            self._table = table
+                self._table = torch.stack(table)
         return self._table
 
 

@@ -36,3 +36,18 @@ def test_a_model_with_rotary_positions_is_compiled_once() -> None:
     for _ in range(3):
         compiled(torch.arange(24).view(2, 12), read=False)
     assert counter.frame_count == 1
+
+
+def test_a_compiled_pass_computes_no_angles() -> None:
+    """They are a table that it is given; else a kernel would have a cosine for every entry."""
+    model = Transformer(ModelConfig(vocabulary=64, context=12, width=16, layers=2, heads=2))
+    torch._dynamo.reset()
+    done: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        done.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compile(model, backend=note)(torch.arange(24).view(2, 12), read=False)
+    assert any("scaled_dot_product" in name for name in done)
+    assert not any(word in name for name in done for word in ("cos", "sin", "arange"))
