@@ -3,14 +3,14 @@
     turned     y_t = R_t x_t
     moments    A   = sum over open (s, t) of (R_s^T x_t)(R_s^T x_t)^T        s some of the places
 
-R turns pairs of entries by an angle that grows with the place (attention/rotary.py). Entry d is
-x_d c + x_e s with e the other entry of its pair; the sine carries the sign. Done by separate
-operations a turn reads and writes x three times, and before that once more to put the heads of a
-product beside each other; here it is read where the product left it, and written once. The moments
-would write x once for every s, weighted, before they multiply; here a block of x is turned in the
-registers and multiplied with itself there: 2 T D bytes of a head for every s, out of the chip's own
-cache for all s but one. Sums are float32. Programs write to places of their own, so the result does
-not depend on their order.
+R turns pairs of entries by an angle that grows with the place, (a, b) -> (a c - b s, b c + a s)
+(attention/rotary.py). Done by separate operations a turn reads and writes x three times, and
+before that once more to put the heads of a product beside each other; here it is read where the
+product left it, and written once, and a program keeps the angles of its positions for all heads.
+The moments would write x once for every s, weighted, before they multiply; here a block of x is
+turned in the registers and multiplied with itself there: 2 T D bytes of a head for every s, out of
+the chip's own cache for all s but one. Sums are float32. Programs write to places of their own, so
+the result does not depend on their order.
 
 Shapes: L layers, n sequences, H heads, T positions, D their width, W <= D that of the angles,
 S places in turn and open.
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64
+TURNED, SUMMED = 32, 64
 """Positions at a time."""
 
 
@@ -32,7 +32,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> Tensor:
     L, n, H, T, D = x.shape
     out = torch.empty(L, n, H, T, D, dtype=x.dtype, device=x.device)
     cos, sin, strides = _tables(cos, sin)
-    _turned[(L * n * H, triton.cdiv(T, BLOCK))](
+    W = cos.shape[-1]
+    _turned[(L * n, triton.cdiv(T, TURNED))](
         x,
         cos,
         sin,
@@ -43,10 +44,11 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> Tensor:
         *x.stride(),
         *strides,
         D=D,
-        W=cos.shape[-1],
+        W=W,
         PAIRS=_pairs(layout),
-        BLOCK=BLOCK,
-        WIDTH=max(16, triton.next_power_of_2(D)),
+        BLOCK=TURNED,
+        HALF=triton.next_power_of_2(W // 2),
+        REST=triton.next_power_of_2(max(1, D - W)),
     )
     return out
 
@@ -87,7 +89,7 @@ def moments(
         D=D,
         W=cos.shape[-1],
         PAIRS=_pairs(layout),
-        BLOCK=BLOCK,
+        BLOCK=SUMMED,
         WIDTH=max(16, triton.next_power_of_2(D)),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
     )
@@ -110,18 +112,6 @@ def _pairs(layout: str) -> bool:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pair(d, W: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The other entry of the pair of d, and where its angle stands."""
-    if PAIRS:
-        other = d ^ 1
-        at = d // 2 + d % 2 * (W // 2)
-    else:
-        other = (d + W // 2) % W
-        at = d
-    return tl.where(d < W, other, d), tl.where(d < W, at, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _turned(  # type: ignore[no-untyped-def]
     x_ptr,
     cos_ptr,
@@ -141,24 +131,49 @@ def _turned(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64)  # (layer, sequence, head)
-    layer, sequence = head // H // n, head // H % n
-    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, WIDTH)
-    other, angle = _pair(d, W, PAIRS)
-    there = (t[:, None] < T) & (d[None, :] < D)
-    turns = (t[:, None] < T) & (d[None, :] < W)
+    layer = (tl.program_id(0) // n).to(tl.int64)
+    sequence = tl.program_id(0) % n
+    t = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    there = (t < T) & (i < W // 2)
+    at = layer * turn_L + sequence * turn_n + t * W + i
+    c = tl.load(cos_ptr + at, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin_ptr + at + W // 2, mask=there, other=0.0).to(tl.float32)  # the half with +
+    a_at = i
+    b_at = i + W // 2
+    if PAIRS:
+        a_at = 2 * i
+        b_at = 2 * i + 1
+    r = W + tl.arange(0, REST)[None, :]
 
-    x_ptr += layer * stride_L + sequence * stride_n + head % H * stride_H
-    x = tl.load(x_ptr + t[:, None] * stride_T + d[None, :] * stride_D, mask=there, other=0.0)
-    y = tl.load(x_ptr + t[:, None] * stride_T + other[None, :] * stride_D, mask=turns, other=0.0)
-    at = layer * turn_L + sequence * turn_n + t[:, None] * W + angle[None, :]
-    cos = tl.load(cos_ptr + at, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + at, mask=turns, other=0.0).to(tl.float32)
-    z = x.to(tl.float32) * cos + y.to(tl.float32) * sin
-    tl.store(out_ptr + (head * T + t[:, None]) * D + d[None, :], z.to(x.dtype), mask=there)
+    x_ptr += layer * stride_L + sequence * stride_n + t * stride_T
+    out_ptr += ((layer * n + sequence) * H * T + t) * D
+    for _ in range(H):
+        a = tl.load(x_ptr + a_at * stride_D, mask=there, other=0.0)
+        b = tl.load(x_ptr + b_at * stride_D, mask=there, other=0.0)
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        tl.store(out_ptr + a_at, (x * c - y * s).to(a.dtype), mask=there)
+        tl.store(out_ptr + b_at, (y * c + x * s).to(a.dtype), mask=there)
+        if W < D:
+            rest = tl.load(x_ptr + r * stride_D, mask=(t < T) & (r < D), other=0.0)
+            tl.store(out_ptr + r, rest, mask=(t < T) & (r < D))
+        x_ptr += stride_H
+        out_ptr += T * D
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair(d, W: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The other entry of the pair of d, and where its angle stands; the sine carries the sign."""
+    if PAIRS:
+        other = d ^ 1
+        at = d // 2 + d % 2 * (W // 2)
+    else:
+        other = (d + W // 2) % W
+        at = d
+    return tl.where(d < W, other, d), tl.where(d < W, at, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
