@@ -73,7 +73,7 @@ def gpt2(c: ModelConfig) -> nn.Module:
         n_layer=c.layers,
         n_head=c.heads,
         n_inner=c.mlp_width,
-        activation_function="gelu",
+        activation_function={"gelu": "gelu", "gelu_tanh": "gelu_new"}[c.mlp],
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

@@ -75,7 +75,7 @@ SIZES = {
         scale=2 / 9,
         most=3,
         decays=(0.1, 0.3),
-        radii=(6.0, 12.0),
+        radii=(4.0, 6.0, 12.0),
         copy_steps=600,
         validation=2**18,
     ),

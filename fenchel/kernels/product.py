@@ -11,8 +11,8 @@ Each number of W is used B times and then never again, so all that counts is how
 bytes 2 N K in bfloat16 for 2 B N K operations, one operation a byte at B = 1 where the device could
 do two hundred. 4.3 TB/s times a latency of 0.7 us is 3 MB that have to be on their way at any
 moment, 23 kB a multiprocessor. So a program takes ``rows`` of W whole, with no loop over K: every
-thread asks for all of its numbers (``HELD``, eight loads of 16 bytes) before it uses the first,
-which is 16 kB a program, and several programs live on a multiprocessor. The row x and its norm are
+thread asks for all of its numbers (``HELD``, sixteen loads of 16 bytes) before it uses the first,
+which is 32 kB a program of four warps, and several programs live on a multiprocessor. The row x and its norm are
 computed in every program anew while W is on its way: 4 kB out of the nearest cache, against a pass
 and a kernel of its own. W goes past that cache (".cg"), so that x stays in it.
 
@@ -35,7 +35,8 @@ from torch import Tensor
 from fenchel.kernels.normed import Norm
 
 HELD = 128
-"""Numbers of W that a thread holds at once: eight loads of 16 bytes in bfloat16."""
+"""Numbers of W that a thread holds at once: sixteen loads of 16 bytes in bfloat16. By trial on an
+H200 with 1.1 thousand million weights: 32, 64, 128 give 1,172, 1,285, 1,296 steps a second."""
 SPAN = 512
 """Numbers of a row for one warp: two loads of 16 bytes a thread."""
 WARPS = 8

@@ -105,10 +105,10 @@ def test_how_it_is_cut_changes_nothing(
     torch.testing.assert_close(found, x @ W.t(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_thread_asks_for_eight_loads_whatever_the_shape() -> None:
-    assert launch(2048) == Launch(rows=4, block=2048, warps=4)
-    assert launch(2048, matrices=2) == Launch(rows=2, block=2048, warps=4)
-    assert launch(5632) == Launch(rows=2, block=8192, warps=8)
+def test_a_thread_asks_for_sixteen_loads_whatever_the_shape() -> None:
+    assert launch(2048) == Launch(rows=8, block=2048, warps=4)
+    assert launch(2048, matrices=2) == Launch(rows=4, block=2048, warps=4)
+    assert launch(5632) == Launch(rows=4, block=8192, warps=8)
     for K in (64, 300, 1024, 4096, 14336, 28672):
         cut = launch(K)
         assert cut.block >= K
