@@ -12,9 +12,9 @@ bytes 2 N K in bfloat16 for 2 B N K operations, one operation a byte at B = 1 wh
 do two hundred. 4.3 TB/s times a latency of 0.7 us is 3 MB that have to be on their way at any
 moment, 23 kB a multiprocessor. So a program takes ``rows`` of W whole, with no loop over K: every
 thread asks for all of its numbers (``HELD``, sixteen loads of 16 bytes) before it uses the first,
-which is 32 kB a program of four warps, and several programs live on a multiprocessor. The row x and its norm are
-computed in every program anew while W is on its way: 4 kB out of the nearest cache, against a pass
-and a kernel of its own. W goes past that cache (".cg"), so that x stays in it.
+which is 32 kB a program of four warps, and several live on a multiprocessor. The row x and its norm
+are computed in every program anew while W is on its way: 4 kB out of the nearest cache, against a
+pass and a kernel of its own. W goes past that cache (".cg"), so that x stays in it.
 
 With ``overlap`` the next kernel asks for its weights before this one has ended, so they must not be
 what this one writes. ``gdc_wait`` stands between the weights and all that an earlier kernel wrote;
