@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from benchmarks.harness import Race, race, record
 from fenchel.generate import generate
 from fenchel.model import ModelConfig, Transformer
-from fenchel.train.readout import readout_loss
+from fenchel.train.readout import readout_loss, rows_alone
 
 THREADS = 2
 PROMPT, NEW = 32, 128
@@ -130,9 +130,15 @@ def pair(
 
 
 def our_loss(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
-    """Mean loss of ours, the readout in parts."""
+    """Mean loss of ours, as a step of ``fenchel train`` computes it."""
     weight, count = model.read_weight, targets.numel()
-    return lambda: readout_loss(model(inputs, read=False), weight, targets) / count
+
+    def loss() -> Tensor:
+        with rows_alone(model):
+            stream = model(inputs, read=False)
+        return readout_loss(stream, weight, targets) / count
+
+    return loss
 
 
 def their_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:

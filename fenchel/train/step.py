@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from fenchel.train.config import TrainConfig
 from fenchel.train.exact import fixed_order
 from fenchel.train.guard import first_broken
 from fenchel.train.loss import total_loss
-from fenchel.train.readout import readout_loss
+from fenchel.train.readout import readout_loss, rows_alone
 from fenchel.train.scaling import Scaling
 from fenchel.train.stability import Stability
 
@@ -152,8 +153,9 @@ class Stepper:
     def _read(self, batch: Batch, step: int) -> Iterator[Tensor]:
         """The stream of each part of a step, under the noise that is that part's own."""
         cuda = [self.device] if self.device.type == "cuda" else []
+        by_rows = nullcontext if self.config.compile else partial(rows_alone, self.model)
         for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
-            with torch.random.fork_rng(devices=cuda), self.autocast():
+            with torch.random.fork_rng(devices=cuda), self.autocast(), by_rows():
                 torch.manual_seed(mix(self.seed, step, part))
                 stream = self.forward(inputs, read=False, **self._shown)
             yield stream

@@ -1,12 +1,15 @@
 """fenchel/train/readout.py against the definition in loss.py, differentiated by autograd."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
 
+from fenchel.model import ModelConfig, Transformer
 from fenchel.train import readout
 from fenchel.train.loss import total_loss
-from fenchel.train.readout import readout_loss
+from fenchel.train.readout import readout_loss, rows_alone
 
 
 def draw(*shape: int) -> Tensor:
@@ -77,3 +80,33 @@ def test_its_gradient_is_handed_over_once(parts: tuple[Tensor, Tensor, Tensor]) 
     torch.autograd.grad(loss, parts[0], retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated already; compute it again"):
         torch.autograd.grad(loss, parts[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_gradient_by_rows_is_the_whole_gradient(tied: bool, dtype: torch.dtype) -> None:
+    config = ModelConfig(vocabulary=40, width=8, heads=2, layers=1, tied=tied)
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.randint(9, (2, 3, 13), generator=torch.Generator().manual_seed(1))  # often the same
+    found = {}
+    for alone in (False, True):
+        model.zero_grad()
+        for part in ids:
+            with rows_alone(model) if alone else contextlib.nullcontext():
+                stream = model(part[:, :-1], read=False)
+            readout_loss(stream, model.read_weight, part[:, 1:]).backward()
+        found[alone] = {name: p.grad for name, p in model.named_parameters()}
+    with rows_alone(model):
+        rows = torch.autograd.grad(model.embed(ids).sum(), model.embed.weight)[0].is_sparse
+    assert rows == (tied and dtype == torch.float64)
+    assert not model.embed.sparse
+    for name, wanted in found[False].items():
+        assert found[True][name].layout == torch.strided
+        torch.testing.assert_close(found[True][name], wanted)
+
+
+def test_rows_are_alone_only_inside() -> None:
+    model = Transformer(ModelConfig(vocabulary=40, width=8, heads=2, layers=1))
+    with pytest.raises(ValueError, match="40"), rows_alone(model):
+        model(torch.tensor([[40]]))
+    assert not model.embed.sparse
