@@ -7,7 +7,7 @@ For head h with query rows W_Q and key rows W_K, both (D, M), and G a row block 
 and likewise for the keys, whose partner is the sum of the Grams of all query heads they serve. A
 step so whitened moves the product by equally much in all directions. U is then given the root
 mean square of Muon's own step, 0.2, so that one rate means the same in both. Value rows, and all
-other matrices, move as Muon moves them. lambda is a hundredth of the Gram's mean eigenvalue.
+other matrices, move as Muon moves them. lambda is ``damping`` times the Gram's mean eigenvalue.
 """
 
 from typing import Any
@@ -18,15 +18,17 @@ from torch import Tensor, nn
 from fenchel.optim import Muon
 from fenchel.optim.muon import orthogonal
 
-DAMPING = 1e-2
 RMS = 0.2
 
 
 class CompositionalMuon(Muon):
     """Muon whose query and key rows are whitened by their partner's weights."""
 
-    def __init__(self, params: list[nn.Parameter], attentions: list[Any], **settings: Any) -> None:
+    def __init__(
+        self, params: list[nn.Parameter], attentions: list[Any], *, damping: float, **settings: Any
+    ) -> None:
         super().__init__(params, **settings)
+        self.damping = damping
         self.attentions = {attention.qkv.weight: attention for attention in attentions}
 
     def _move(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -44,16 +46,16 @@ class CompositionalMuon(Muon):
         grams = W_HDM @ W_HDM.mT
         of_keys = grams[H:].repeat_interleave(H // G, 0)
         of_queries = grams[:H].unflatten(0, (G, -1)).sum(1)
-        root = inverse_root(torch.cat((of_keys, of_queries)))
+        root = inverse_root(torch.cat((of_keys, of_queries)), self.damping)
         U = root @ orthogonal(root @ g_HDM)
         U = U * (RMS / U.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-12))
         moved = (1.0 - group["lr"] * group["weight_decay"]) * W_HDM - group["lr"] * U
         weight[: (H + G) * D] = moved.flatten(0, 1)
 
 
-def inverse_root(grams: Tensor) -> Tensor:
+def inverse_root(grams: Tensor, damping: float) -> Tensor:
     """(A + lambda)^(-1/2) of each symmetric A: (N, D, D) -> (N, D, D)."""
     values, vectors = torch.linalg.eigh(grams.float())
     values = values.clamp(min=0.0)
-    damped = values + DAMPING * values.mean(-1, keepdim=True).clamp(min=1e-12)
+    damped = values + damping * values.mean(-1, keepdim=True).clamp(min=1e-12)
     return ((vectors * damped.rsqrt().unsqueeze(-2)) @ vectors.mT).to(grams.dtype)

@@ -36,6 +36,8 @@ class Job:
     decay: float = 0.1
     radius: float = 6.0
     """Of the score ball; only rules that have one read it."""
+    damping: float = 1.0
+    """Of the whitening; only rules that whiten read it."""
     start: tuple[float, float] | None = None
     """Muon's rate and decay for the checkpoint that is fine-tuned."""
 

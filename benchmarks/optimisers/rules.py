@@ -3,8 +3,8 @@
 A rule is what ``fenchel train --set`` could ask for, but for those that are built here: AdamW
 within ScoreTrust, the baseline after Compositional Muon, and rules whose queries and keys alone go
 faster. Tuned for each are one rate, AdamW's for everything or Muon's and that of the AdamW beside
-it alike, the decay, and the radius of the score ball where there is one; the largest change of the
-scores in a step stays at 0.2.
+it alike, the decay, and where a rule has them the radius of its score ball and the damping of its
+whitening; the largest change of the scores in a step stays at 0.2.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,6 +66,7 @@ def compositional(model: Any, config: OptimConfig) -> Together:
         lr=config.matrix_learning_rate,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
+        damping=config.score_damping,
     )
     betas = (config.beta1, config.beta2)
     return Together(muon, adamw(others, lr=config.learning_rate, betas=betas))
@@ -83,6 +84,8 @@ class Rule:
     build: Build = build_optimiser
     balled: bool = False
     """Whether it has a score ball."""
+    whitens: bool = False
+    """Whether it whitens the steps of queries and keys by their partners."""
 
 
 MUON, ADAM = 0.02, 0.0067
@@ -95,9 +98,9 @@ RULES: dict[str, Rule] = {
     "muon": Rule("muon", MUON),
     "muon + qk-norm": Rule("muon", MUON, NORMED),
     "muon + qk-clip": Rule("muon", MUON, train=CLIPPED),
-    "compositional": Rule("muon", MUON, build=compositional),
+    "compositional": Rule("muon", MUON, build=compositional, whitens=True),
     "trust(muon)": Rule("trust", MUON, balled=True),
-    "score": Rule("score", MUON, balled=True),
+    "score": Rule("score", MUON, balled=True, whitens=True),
 }
 """The tuned study."""
 

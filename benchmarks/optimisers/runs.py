@@ -48,6 +48,7 @@ def optimiser_of(job: Job, model: nn.Module) -> tuple[Together, OptimConfig]:
         matrix_learning_rate=job.rate,
         weight_decay=job.decay,
         score_radius=job.radius,
+        score_damping=job.damping,
         schedule="linear",
         warmup=0.1,
     )

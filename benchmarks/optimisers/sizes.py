@@ -43,6 +43,8 @@ class Size:
     """Decays that it may try at its best rate."""
     radii: tuple[float, ...] = (4.0, 6.0, 12.0)
     """Radii that a rule with a score ball may try then."""
+    dampings: tuple[float, ...] = (0.01, 0.1, 1.0, 3.0)
+    """Dampings that a rule that whitens may try then."""
     validation: int = 2**16
     """Validation bytes that are read."""
     bytes: int | None = None

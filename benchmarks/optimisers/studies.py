@@ -1,8 +1,8 @@
 """The five studies: a row of plain numbers for every rule, one a line of its table.
 
     tuned      every rule at its own best rate, on a grid of ratio 1.5, its own best decay and, if
-               it has a score ball, its own best radius, all found on seed 0; then on fresh seeds,
-               beside Muon on the same seeds
+               it has a score ball or whitens, its own best radius and damping, all found on seed
+               0; then on fresh seeds, beside Muon on the same seeds
     switches   what keeps Muon stable, over one and a half decades around Muon's best rate;
                sensitivity is the mean loss over the rates less the best of them (Wortsman et al.,
                2023)
@@ -61,6 +61,7 @@ def tuned(ledger: Ledger, size: str, name: str) -> Row:
         "rate": best.rate,
         "decay": best.decay,
         "radius": best.radius if RULES[name].balled else None,
+        "damping": best.damping if RULES[name].whitens else None,
         "losses": losses,
         "loss": round(fmean(losses), 4),
         "gain_over_muon": round(fmean(gains), 4),
@@ -71,7 +72,7 @@ def tuned(ledger: Ledger, size: str, name: str) -> Row:
 
 
 def tune(ledger: Ledger, size: str, name: str) -> Job:
-    """The best rate on the grid, walking from a first guess; then the best decay, and radius."""
+    """The best rate on the grid, walking from a first guess; then decay, radius and damping."""
     rule, most = RULES[name], SIZES[size].most
 
     def job(n: int) -> Job:
@@ -92,11 +93,11 @@ def tune(ledger: Ledger, size: str, name: str) -> Job:
         low, high = (low - 1, high) if best == job(low) else (low, high + 1)
     best = best_of([job(n) for n in range(low, high + 1)])
     best = best_of([replace(best, decay=decay) for decay in SIZES[size].decays])
-    return (
-        best_of([replace(best, radius=radius) for radius in SIZES[size].radii])
-        if rule.balled
-        else best
-    )
+    if rule.balled:
+        best = best_of([replace(best, radius=radius) for radius in SIZES[size].radii])
+    if rule.whitens:
+        best = best_of([replace(best, damping=damping) for damping in SIZES[size].dampings])
+    return best
 
 
 def switches(ledger: Ledger, size: str, name: str) -> Row:

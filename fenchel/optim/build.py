@@ -46,6 +46,9 @@ class OptimConfig:
     """Peak RMS change of a head's scores in a step, for "score" and "trust"."""
     score_radius: float = 6.0
     """Largest RMS of a head's scores, for "score" and "trust"."""
+    score_damping: float = 1.0
+    """How little "score" whitens a step by its partner: the share of the mean eigenvalue of the
+    partner's Gram that is added to it first."""
     weight_decay: float = 0.1
     """Share of a matrix, times the rate, that is taken away each step."""
     beta1: float = 0.9
@@ -68,7 +71,8 @@ class OptimConfig:
             raise ValueError(f"optimiser={self.optimiser!r} should be one of {OPTIMISERS}.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} should be one of {SCHEDULES}.")
-        for name in ("learning_rate", "matrix_learning_rate", "score_rate", "score_radius"):
+        rates = ("learning_rate", "matrix_learning_rate", "score_rate")
+        for name in (*rates, "score_radius", "score_damping"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} should be above 0 and finite.")
         for name in ("warmup", "final", "beta1", "beta2", "momentum"):
@@ -91,7 +95,7 @@ def build_optimiser(model: nn.Module, config: OptimConfig) -> Together:
             return Together(*_muon(model, config))
         case "score":
             pairs = attention_pairs(model)
-            score = ScoreDescent(pairs, lr=rate, momentum=config.momentum, radius=radius)
+            score = ScoreDescent(pairs, rate, config.momentum, radius, damping=config.score_damping)
             return Together(score, *_muon(model, config, leftover(pairs, model.parameters())))
         case "trust":
             inner = Together(*_muon(model, config))

@@ -110,7 +110,9 @@ def test_compositional_muon_whitens_queries_and_keys_and_moves_the_rest_as_muon(
     ours, plain = (Transformer(config, generator=torch.Generator().manual_seed(0)) for _ in "ab")
     attention = ours.blocks[0].attention
     before = attention.qkv.weight.detach().clone()
-    a = CompositionalMuon(split(ours)[0], [attention], lr=0.1, momentum=0.0, weight_decay=0.5)
+    a = CompositionalMuon(
+        split(ours)[0], [attention], damping=1e-2, lr=0.1, momentum=0.0, weight_decay=0.5
+    )
     b = Muon(split(plain)[0], lr=0.1, momentum=0.0, weight_decay=0.5)
     for model, optimiser in ((ours, a), (plain, b)):
         draw(model)
@@ -142,7 +144,7 @@ def test_the_inverse_root_squares_to_the_inverse() -> None:
     A = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(0)).double()
     A = A @ A.mT
     damped = A + 1e-2 * A.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(5).double()
-    root = inverse_root(A)
+    root = inverse_root(A, 1e-2)
     torch.testing.assert_close(
         root @ root @ damped, torch.eye(5).double().expand(3, 5, 5), atol=1e-4, rtol=0
     )

@@ -45,7 +45,7 @@ class ScoreDescent(torch.optim.Optimizer):
         radius: float = 6.0,
         norm: str = "spectral",
         *,
-        damping: float = 1e-2,
+        damping: float = 1.0,
         size: str = "measured",
         probe: int = 2048,
     ) -> None:
