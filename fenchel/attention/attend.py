@@ -94,8 +94,10 @@ def attend(
             direct, causal = prior is None, False
             if type(prior) is Causal and not prior.strict:
                 T = axes[2]
-                causal = T != 1 and k.shape[2] == T
-                direct = causal or T == 1
+                if T == 1:
+                    direct = True
+                elif k.shape[2] == T:  # by branches: compiled, a comparison may stay a symbol
+                    direct = causal = True
             if direct:
                 if beta != 1.0:
                     scale = beta * (axes[3] ** -0.5 if scale is None else scale)

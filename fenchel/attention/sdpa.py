@@ -30,10 +30,10 @@ def attend(
     beta: float | Tensor = choice.beta
     if isinstance(beta, Tensor):  # a learned temperature must stay in the graph
         q, beta = q * beta.to(q.dtype), 1.0
-    square = T == S and prior == Causal()
-    open_ = prior is None or square or (T == 1 and prior == Causal())
-    mask = None
-    if prior is not None and not open_:
+    mask, square = None, False
+    if prior == Causal() and T == S:
+        square = True
+    elif prior is not None and not (prior == Causal() and T == 1):
         mask = prior.log(T, S, B=B, H=H, device=q.device, dtype=q.dtype)
     return scaled_dot_product_attention(
         q,

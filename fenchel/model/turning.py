@@ -12,6 +12,9 @@ from fenchel.attention import NTK, Angles, Linear, Llama3, Yarn, angles
 from fenchel.attention.rotary import Scaling
 from fenchel.model.config import ModelConfig
 
+WHOLE = 8192
+"""Positions up to which a compiled pass is given the table of the whole context."""
+
 
 class Turning:
     """One base and scaling, for heads of which ``config.turned`` entries are turned."""
@@ -35,6 +38,8 @@ class Turning:
 
     def _upto(self, end: int, like: Tensor) -> Angles:
         exact = torch.promote_types(like.dtype, torch.float32)
+        if torch.compiler.is_compiling() and self.context <= WHOLE:
+            end = self.context  # any length may come: of one table they are all parts
         cos, sin = self._kept(end, like.device, exact).unbind()
         return Angles(cos, sin)
 

@@ -38,6 +38,20 @@ def test_a_model_with_rotary_positions_is_compiled_once() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_any_length_need_two_graphs(kind: dict[str, Any]) -> None:
+    """One for the first length, one for all others."""
+    config = ModelConfig(vocabulary=64, context=24, width=16, layers=2, heads=2, **kind)
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for T in (12, 10, 24, 9, 7):
+        ids = torch.arange(2 * T).view(2, T)
+        torch.testing.assert_close(compiled(ids), model(ids), atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 2
+
+
 def test_a_compiled_pass_computes_no_angles() -> None:
     """They are a table that it is given; else a kernel would have a cosine for every entry."""
     model = Transformer(ModelConfig(vocabulary=64, context=12, width=16, layers=2, heads=2))
