@@ -74,7 +74,14 @@ class Held:
         c = self.call
         with torch.no_grad():
             return attend(
-                c.q, c.k, c.v, choice=c.choice, prior=c.prior, scale=c.scale, backend="blocked"
+                c.q,
+                c.k,
+                c.v,
+                choice=c.choice,
+                prior=c.prior,
+                scale=c.scale,
+                softcap=c.softcap,
+                backend="blocked",
             )
 
     @cached_property
@@ -128,13 +135,14 @@ def derivative(call: Attention, *, keep: bool = True, each: bool = False) -> Att
         choice=call.choice,
         prior=call.prior,
         scale=call.scale,
+        softcap=call.softcap,
         each=each,
         budget=strip * call.q.shape[1] * call.k.shape[2],
     )
     if keep:
         r = J.rows
         q, k = (x.view(*r.lead, *x.shape[1:]) for x in (r.q, r.k))
-        J.rows = Kept(q, k, r.choice, r.prior, r.scale, strip * r.H * r.S)
+        J.rows = Kept(q, k, r.choice, r.prior, r.scale, strip * r.H * r.S, r.softcap)
     return J
 
 

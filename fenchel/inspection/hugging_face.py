@@ -5,8 +5,8 @@ and a model that is told this name hands it the queries, keys and values of ever
 the mask into a prior, reports the call to the recorder that is listening, and answers with
 ``fenchel.attention.attend``, which has derivatives in both directions and keeps no n by n weights.
 A family that does not ask the registry is refused, and so is one whose attention is not a plain
-choice (a cap on the scores, a sink that is no key): on the first tokens the model must agree with
-its own eager attention before anything is reported.
+choice (a sink that is no key): on the first tokens the model must agree with its own eager
+attention before anything is reported.
 
 The directory is data: it was looked over (``fenchel.inspection.checkpoint``) before a model is
 built, and nothing in it is run.
@@ -34,7 +34,6 @@ from fenchel.inspection.text import framed
 NAME = "fenchel"
 """What our attention is called in the registry."""
 _SOFTMAX = Softmax()
-_ALTERS = {"softcap": "a cap on its scores", "s_aux": "a sink that is not a key"}
 _CHECKED = 64  # tokens on which the model must agree with its own eager attention
 _AGREES = 1e-3  # of the largest output; two orders of float32 sums differ by far less
 _listening: ContextVar[Recorder | None] = ContextVar("listening", default=None)
@@ -211,15 +210,17 @@ def _attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What a module of transformers calls: (1, H, T, D) and so on -> (1, T, H, E)."""
     held = answer(query, key, value)
     if held is not None:
         return held.transpose(1, 2).contiguous(), None
-    for name, word in _ALTERS.items():
-        if rest.get(name) is not None:
-            raise ValueError(f"this family's attention has {word}, which cannot be inspected.")
+    if rest.get("s_aux") is not None:
+        raise ValueError(
+            "this family's attention has a sink that is not a key, which cannot be inspected."
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     prior = prior_of(attention_mask, causal=bool(causal), window=sliding_window)
     if position_bias is not None:
@@ -227,8 +228,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     recorder = _listening.get()
     if recorder is not None:
-        recorder.attended(Attention(query, key, value, _SOFTMAX, prior, scale))
-    out = attend(query, key, value, prior=prior, scale=scale, backend="blocked")
+        recorder.attended(Attention(query, key, value, _SOFTMAX, prior, scale, softcap))
+    out = attend(query, key, value, prior=prior, scale=scale, softcap=softcap, backend="blocked")
     return out.transpose(1, 2).contiguous(), None
 
 

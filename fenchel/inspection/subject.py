@@ -38,6 +38,8 @@ class Attention(NamedTuple):
     choice: Choice
     prior: Prior | None
     scale: float
+    softcap: float | None = None
+    """c where the scores are c tanh(z / c)."""
 
 
 class Norm(NamedTuple):

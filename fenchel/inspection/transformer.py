@@ -1,9 +1,9 @@
 """A Transformer of fenchel.model as a subject: one of our runs, or a checkpoint of a known family.
 
 Every layer reports its queries, keys and values to an observer as it reads, and what it asks of
-``attend`` with them (``Transformer.question``) is what is measured: its map, prior, scale. When a
-derivative is taken the same observer answers in ``attend``'s place with what is held of the call
-(``fenchel.inspection.held``), whatever the map.
+``attend`` with them (``Transformer.question``) is what is measured: its map, prior, scale and cap.
+When a derivative is taken the same observer answers in ``attend``'s place with what is held of the
+call (``fenchel.inspection.held``), whatever the map.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,9 +56,7 @@ class Ours(Subject):
             asked = model.question(layer, q, k, v)
             if reading:  # blocks keep their arguments, this one too, and are called again
                 scale = q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
-                recorder.attended(
-                    Attention(asked.q, asked.k, asked.v, asked.choice, asked.prior, scale)
-                )
+                recorder.attended(Attention(**asked._asdict() | {"scale": scale}))
             return answer(asked.q, asked.k, asked.v)
 
         with torch.no_grad(), evaluating(model), recorder:
@@ -170,8 +168,6 @@ def require_choice(config: ModelConfig, name: str) -> None:
         raise ValueError(
             f"{name} is an encoder and a decoder; only one or the other can be inspected."
         )
-    if config.softcap:
-        raise ValueError(f"{name} has a cap on its scores, which cannot be inspected.")
     if config.sinks:
         raise ValueError(f"{name} has sinks that are no keys, which cannot be inspected.")
 

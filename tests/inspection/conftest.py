@@ -29,6 +29,10 @@ FAMILIES = {
     "mistral": ("MistralForCausalLM", GROUPED | {"sliding_window": 7}),
     "qwen3": ("Qwen3ForCausalLM", SIZES | {"num_key_value_heads": 1, "head_dim": 10}),
     "gemma": ("GemmaForCausalLM", SIZES | {"num_key_value_heads": 1, "head_dim": 6}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        GROUPED | {"head_dim": 6, "sliding_window": 7, "attn_logit_softcapping": 1.5},
+    ),
     "neox": ("GPTNeoXForCausalLM", SIZES | {"hidden_size": 32}),
     "bloom": ("BloomForCausalLM", {"hidden_size": 24, "n_layer": 2, "n_head": 3}),
     "bert": ("BertForMaskedLM", SIZES),

@@ -16,7 +16,7 @@ from fenchel.inspection.rows import rows, weights
 
 FOREIGN = ("opt", "phi", "distilbert")
 """Families that our own loader does not read."""
-FAMILIES = (*FOREIGN, "gpt2", "mistral", "bert")
+FAMILIES = (*FOREIGN, "gpt2", "mistral", "gemma2", "bert")
 
 Save = Callable[[str], Path]
 Eager = Callable[[str], Any]

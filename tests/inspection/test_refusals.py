@@ -11,17 +11,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GptOssConfig,
+    GptOssForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from fenchel.inspection import hugging_face, inspect, open_subject, opening
 from fenchel.inspection.hugging_face import HuggingFace
+from fenchel.inspection.transformer import require_choice
 from fenchel.inspection.weights import look_over
+from fenchel.model import ModelConfig
 
 Save = Callable[[str], Path]
 
@@ -112,12 +114,15 @@ def test_an_index_that_names_files_elsewhere(folder: Path) -> None:
         look_over(folder)
 
 
-def test_scores_under_a_cap(save: Save, tmp_path: Path, text: Path) -> None:
+def test_a_sink_that_is_no_key(save: Save, tmp_path: Path, text: Path) -> None:
+    with pytest.raises(ValueError, match="this run has sinks that are no keys"):
+        require_choice(ModelConfig(vocabulary=300, sinks=True), "this run")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, vocab_size=300)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    config = GptOssConfig(**sizes, **heads, vocab_size=300)
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
-    with pytest.raises(ValueError, match="a cap on its scores"):
+    with pytest.raises(ValueError, match="a sink that is not a key"):
         inspect(open_subject(tmp_path), str(text), max_tokens=8)
 
 

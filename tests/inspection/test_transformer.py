@@ -24,7 +24,10 @@ from fenchel.model import ModelConfig, Transformer
 from fenchel.model import attention as model_attention
 from fenchel.sensitivity import spectral_norm
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "gemma", "neox", "bloom", "bert", "albert")
+FAMILIES = (
+    *("gpt2", "llama", "mistral", "qwen3", "gemma", "gemma2", "neox", "bloom"),
+    *("bert", "albert"),
+)
 
 Save = Callable[[str], Path]
 Eager = Callable[[str], Any]
@@ -172,6 +175,8 @@ MAPS: dict[str, dict[str, Any]] = {
     "distance, entmax": {"scores": "l2", "choice": "entmax"},
     "grouped": {"kv_heads": 1, "windows": (3, 0), "qk_norm": True},
     "alibi": {"positions": "alibi", "mlp": "gelu", "norm": "layer"},
+    "capped": {"softcap": 0.7, "kv_heads": 1},
+    "capped, entmax": {"softcap": 0.7, "choice": "entmax"},
     "buckets": {"positions": "buckets", "kind": "encoder", "mlp": "relu"},
     "shared": {"distinct_layers": 1, "norm_place": "post", "kind": "encoder"},
 }
