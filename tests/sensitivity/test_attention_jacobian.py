@@ -102,6 +102,19 @@ def test_under_a_cap_no_head_exceeds_its_bound(softcap: float, offset: float, dr
                 assert bool((J.ceiling().double() >= true * (1 - 1e-12)).all())
 
 
+def test_under_a_cap_the_bound_allows_for_keys_far_from_the_origin(draw: Draw) -> None:
+    for offset in (10.0, 37.0, 100.0, 333.0, 1000.0):
+        apart = draw(1, 8, 6, 1)
+        k = (offset + 0.05 * apart).float()
+        q, v = (0.2 / offset) * draw(1, 8, 6, 1).float(), apart.float()  # values go with keys
+        wide = attention_jacobian(
+            *(x.double() for x in (q, k, v)), softcap=50.0, wrt="q", each=True
+        )
+        true = torch.linalg.matrix_norm(wide.dense(), 2)
+        J = attention_jacobian(q, k, v, softcap=50.0, wrt="q", each=True)
+        assert bool((terms(J.rows, v, cheap=True).query.double() >= true).all())
+
+
 def test_it_agrees_with_the_derivative_written_out(draw: Draw) -> None:
     qkv, moves = [tuple(draw(2, 3, 5, 4) for _ in range(3)) for _ in range(2)]
     J = attention_jacobian(*qkv, choice=Entmax(1.5), prior=Causal())
