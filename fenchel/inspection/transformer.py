@@ -6,15 +6,11 @@ When a derivative is taken the same observer answers in ``attend``'s place with 
 call (``fenchel.inspection.held``), whatever the map.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import init
-from torch.overrides import TorchFunctionMode
 
 from fenchel.files import Damaged
 from fenchel.inspection.checkpoint import Checkpoint
@@ -22,15 +18,11 @@ from fenchel.inspection.held import answer, hold
 from fenchel.inspection.recorder import Recorder
 from fenchel.inspection.subject import Attention, Reading, Subject
 from fenchel.inspection.text import after_an_end, framed
+from fenchel.inspection.undrawn import Undrawn
 from fenchel.model import ModelConfig, Transformer, evaluating, load
 from fenchel.model.directory import CONFIG, Directory, open_directory
 from fenchel.model.families import Family, family_of
 from fenchel.model.weights import read_weights
-
-_DRAWS = (
-    *(Tensor.normal_, Tensor.uniform_),
-    *(init.normal_, init.uniform_, init.kaiming_uniform_),
-)
 
 
 class Unread(ValueError):
@@ -140,26 +132,6 @@ def _weights(
         if found.architecture in (None, family.architecture):
             raise  # it is of this family, and wrong; another head would be another matter
         raise Unread(str(error)) from None
-
-
-class Undrawn(TorchFunctionMode):
-    """Inside, nothing is drawn for weights that will be read.
-
-    To draw on the meta device, where a model is laid out, torch loads its compiler: over a second.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in _DRAWS:
-            into = args[0] if args else (kwargs or {})["tensor"]
-            if into.is_meta:
-                return into
-        return func(*args, **kwargs or {})
 
 
 def require_choice(config: ModelConfig, name: str) -> None:

@@ -143,30 +143,6 @@ def test_a_checkpoints_text_is_framed_by_its_tokenizer_and_a_runs_by_an_end(save
     assert replace(subject, begin=after_an_end).encode("peace", first=True) == [end, *bare]
 
 
-def test_nothing_is_drawn_on_the_meta_device_and_everything_elsewhere() -> None:
-    def asked(device: str) -> bool:
-        """Whether numbers were drawn for a layer made there."""
-        before = torch.get_rng_state()
-        with torch.device(device):
-            torch.nn.Embedding(3, 4)
-            torch.nn.Linear(3, 4).weight.data.normal_()
-        return not torch.equal(before, torch.get_rng_state())
-
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(3, 4)
-    torch.manual_seed(0)
-    with transformer.Undrawn():
-        same = torch.nn.Linear(3, 4)
-        assert asked("cpu")
-        with torch.device("meta"):
-            there = torch.nn.Linear(3, 4)
-    torch.random.set_rng_state(state)
-    assert torch.equal(plain.weight, same.weight)
-    assert there.weight.is_meta
-    assert there.weight.shape == (4, 3)
-
-
 MAPS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "entmax": {"choice": "entmax", "alpha": 1.5},
