@@ -2,7 +2,8 @@
 
 The directory is data: nothing in it is run. What is refused here is refused whoever would read it
 (``fenchel.inspection.opening``): code of its own, weights that are damaged or not finite, a folder
-without a tokenizer, more layers than there are weights for. Cheap questions come first.
+without a tokenizer, sizes that are none, more layers than there are weights for. Cheap questions
+come first.
 """
 
 from pathlib import Path
@@ -13,8 +14,11 @@ from tokenizers import Tokenizer
 from fenchel.data import load_tokenizer
 from fenchel.files import read_json
 from fenchel.inspection.weights import Weights, look_over
+from fenchel.model.config import LARGEST
+from fenchel.model.header import shown
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_SIZES = ("vocab_size", "hidden_size", "n_embd", "num_attention_heads", "n_head")
 
 
 class Checkpoint(NamedTuple):
@@ -52,7 +56,10 @@ def look_at(folder: Path) -> Checkpoint | None:
     if not isinstance(family, str) or not family:
         raise ValueError(f"{folder / 'config.json'} does not say its model_type.")
     if config.get("is_encoder_decoder"):
-        raise ValueError(_both(family))
+        raise ValueError(
+            f"{family!r} is an encoder and a decoder; only one or the other can be inspected."
+        )
+    _require_sizes(config, folder)
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
             f"{folder} holds no tokenizer.json; save the model's fast tokenizer there."
@@ -62,16 +69,25 @@ def look_at(folder: Path) -> Checkpoint | None:
     return Checkpoint(folder, config, family, weights, load_tokenizer(folder / "tokenizer.json"))
 
 
-def _both(family: str) -> str:
-    return f"{family!r} is an encoder and a decoder; only one or the other can be inspected."
+def _require_sizes(config: dict[str, Any], folder: Path) -> None:
+    """Refuse a size that no model has; some families give a list, one for each layer."""
+    for key in _SIZES:
+        size = config.get(key)
+        if size is None or isinstance(size, list):
+            continue
+        if type(size) is not int or not 0 < size <= LARGEST:
+            raise ValueError(
+                f"{folder / 'config.json'}: {key}={shown(repr(size), 40)} should be a whole "
+                f"number, 1 to {LARGEST}."
+            )
 
 
 def _require_depth(config: dict[str, Any], weights: Weights, folder: Path) -> None:
     """Refuse a config of more layers than there are tensors, before as many are built."""
     for key in _DEPTHS:
         depth = config.get(key, 1)
-        if not isinstance(depth, int) or not 0 < depth <= 4 * len(weights.shapes):
+        if type(depth) is not int or not 0 < depth <= 4 * len(weights.shapes):
             raise ValueError(
-                f"{folder / 'config.json'} asks for {key}={str(depth)[:40]} and the weights hold "
+                f"{folder / 'config.json'} asks for {key}={shown(depth, 40)} and the weights hold "
                 f"{len(weights.shapes)} tensors."
             )

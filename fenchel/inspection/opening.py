@@ -38,18 +38,25 @@ def open_subject(folder: str | Path) -> Subject:
 
 def open_checkpoint(found: Checkpoint) -> Subject:
     """By our own loader where it can, else by transformers."""
-    there = find_spec("transformers") is not None
-    if found.family in KNOWN:
-        try:
-            return open_known(found)
-        except Unread as reason:
-            if not there:
-                told = str(reason).rstrip(".")
-                raise ValueError(
-                    f"{told}; transformers may have it: pip install 'fenchel[hf]'."
-                ) from None
-    if not there:
-        raise ValueError(
-            f"the family {found.family!r} is read through transformers: pip install 'fenchel[hf]'."
-        )
-    return open_foreign(found)
+    if found.family not in KNOWN:
+        if not _installed():
+            raise ValueError(
+                f"the family {found.family!r} is read through transformers: "
+                "pip install 'fenchel[hf]'."
+            )
+        return open_foreign(found)
+    try:
+        return open_known(found)
+    except Unread as why:
+        reason = str(why)
+    if not _installed():
+        told = reason.rstrip(".")
+        raise ValueError(f"{told}; transformers may have it: pip install 'fenchel[hf]'.")
+    try:
+        return open_foreign(found)
+    except ValueError:
+        raise ValueError(reason) from None  # neither can, and ours says what is wrong by its name
+
+
+def _installed() -> bool:
+    return find_spec("transformers") is not None

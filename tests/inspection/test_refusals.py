@@ -99,6 +99,37 @@ def test_settings_that_ask_for_more_than_the_weights_hold(folder: Path) -> None:
         open_subject(folder)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"n_embd": "wide"}, "n_embd='wide' should be a whole number"),
+        ({"n_embd": -5}, "n_embd=-5 should be"),
+        ({"n_head": 0}, "n_head=0 should be"),
+        ({"vocab_size": 10**15}, "vocab_size=1000000000000000 should be"),
+        ({"vocab_size": True}, "vocab_size=True should be"),
+        ({"n_layer": True}, "n_layer=True"),
+        ({"n_layer": [2]}, r"n_layer=\[2\]"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_before_anybody_reads(
+    folder: Path, wrong: dict[str, object], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for reader in ("open_known", "open_foreign"):
+        monkeypatch.setattr(opening, reader, None)
+    settings(folder, **wrong)
+    with pytest.raises(ValueError, match=sentence):
+        open_subject(folder)
+
+
+def test_where_neither_can_read_it_ours_says_why(folder: Path) -> None:
+    settings(folder, activation_function="nobody's")
+    with pytest.raises(ValueError, match=r'activation_function="nobody.s" should be one of'):
+        open_subject(folder)
+    settings(folder, activation_function="gelu_new", n_positions=10**12)
+    with pytest.raises(ValueError, match="n_positions=1000000000000 should be"):
+        open_subject(folder)
+
+
 def test_settings_of_another_width(folder: Path) -> None:
     settings(folder, n_embd=48)
     with pytest.raises(ValueError, match="its settings ask for"):
