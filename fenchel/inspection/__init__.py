@@ -1,6 +1,7 @@
 """What a checkpoint's attention does on a text, measured."""
 
-from fenchel.inspection.measure import inspect, open_subject
+from fenchel.inspection.measure import inspect
+from fenchel.inspection.opening import open_subject
 from fenchel.inspection.subject import Attention, Passage, Reading, Subject
 from fenchel.inspection.values import (
     Bracket,

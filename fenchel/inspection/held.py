@@ -11,9 +11,13 @@ made. It is right wherever derivatives at that place are asked for, and nowhere 
 
 Weights are kept up to ``ROOM`` numbers and computed again at every pass beyond, so memory stays
 O(n d) for long texts.
+
+How it gets inside: ``hold`` makes the parts of a passage that are there for derivatives name what
+is held while they run, and whoever calls attention in them asks ``answer`` first.
 """
 
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import attend
-from fenchel.inspection.subject import Attention
+from fenchel.inspection.subject import Attention, Branch, Map, Passage
 from fenchel.sensitivity.attention import AttentionJacobian, attention_jacobian
 from fenchel.sensitivity.rows import Block, Rows
 
@@ -70,13 +74,55 @@ class Held:
         c = self.call
         with torch.no_grad():
             return attend(
-                c.q, c.k, c.v, choice=c.choice, prior=c.prior, scale=c.scale, backend="blocked"
+                c.q,
+                c.k,
+                c.v,
+                choice=c.choice,
+                prior=c.prior,
+                scale=c.scale,
+                softcap=c.softcap,
+                backend="blocked",
             )
 
     @cached_property
     def derivative(self) -> AttentionJacobian:
         """All heads together, in (q, k, v)."""
         return derivative(self.call, keep=self.keep)
+
+
+_answering: ContextVar[Held | None] = ContextVar("answering", default=None)
+
+
+def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """What is held for the call of attention under way, (1, H, T, E); None where nothing is."""
+    held = _answering.get()
+    return None if held is None else held(q, k, v)
+
+
+def hold(passages: Sequence[Passage]) -> tuple[Passage, ...]:
+    """The passages, with the attention of each held for its derivatives."""
+    calls = [passage.attention for passage in passages]
+    keep = sum(c.q.shape[1] * c.q.shape[2] * c.k.shape[2] for c in calls) <= ROOM
+    return tuple(_with(passage, Held(passage.attention, keep=keep)) for passage in passages)
+
+
+def _with(passage: Passage, held: Held) -> Passage:
+    near, branch = _answered(passage.near, held), passage.attending
+    attending = None if branch is None else Branch(_answered(branch.f, held), branch.x)
+    return passage._replace(near=near, attending=attending)
+
+
+def _answered(f: Map, held: Held) -> Map:
+    """``f`` with its call of attention answered by what is held."""
+
+    def near(x: Tensor) -> Tensor:
+        token = _answering.set(held)
+        try:
+            return f(x)
+        finally:
+            _answering.reset(token)
+
+    return near
 
 
 def derivative(call: Attention, *, keep: bool = True, each: bool = False) -> AttentionJacobian:
@@ -89,13 +135,14 @@ def derivative(call: Attention, *, keep: bool = True, each: bool = False) -> Att
         choice=call.choice,
         prior=call.prior,
         scale=call.scale,
+        softcap=call.softcap,
         each=each,
         budget=strip * call.q.shape[1] * call.k.shape[2],
     )
     if keep:
         r = J.rows
         q, k = (x.view(*r.lead, *x.shape[1:]) for x in (r.q, r.k))
-        J.rows = Kept(q, k, r.choice, r.prior, r.scale, strip * r.H * r.S)
+        J.rows = Kept(q, k, r.choice, r.prior, r.scale, strip * r.H * r.S, r.softcap)
     return J
 
 

@@ -1,15 +1,15 @@
-"""Any decoder or encoder that ``transformers`` can build, as a subject.
+"""Any decoder or encoder that ``transformers`` can build and we cannot, as a subject.
 
 One mechanism for every family: ``transformers`` lets an attention function be registered by name,
 and a model that is told this name hands it the queries, keys and values of every layer. Ours turns
 the mask into a prior, reports the call to the recorder that is listening, and answers with
 ``fenchel.attention.attend``, which has derivatives in both directions and keeps no n by n weights.
 A family that does not ask the registry is refused, and so is one whose attention is not a plain
-choice (a cap on the scores, a sink that is no key): on the first tokens the model must agree with
-its own eager attention before anything is reported.
+choice (a sink that is no key): on the first tokens the model must agree with its own eager
+attention before anything is reported.
 
-The directory is data. Nothing in it is run, nothing outside of it is read, and it is looked over
-(``fenchel.inspection.weights``) before a model is built.
+The directory is data: it was looked over (``fenchel.inspection.checkpoint``) before a model is
+built, and nothing in it is run.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,21 +25,18 @@ from torch import Tensor, nn
 
 from fenchel.attention import Causal, Dense, Prior, Window, attend
 from fenchel.choice import Softmax
-from fenchel.data import encode, load_tokenizer
-from fenchel.files import read_json
-from fenchel.inspection.held import ROOM, Held
+from fenchel.inspection.checkpoint import Checkpoint
+from fenchel.inspection.held import answer, hold
 from fenchel.inspection.recorder import Recorder, first_of
-from fenchel.inspection.subject import Attention, Branch, Map, Reading, Subject
-from fenchel.inspection.weights import Weights, look_over
+from fenchel.inspection.subject import Attention, Map, Reading, Subject
+from fenchel.inspection.text import framed
 
 NAME = "fenchel"
 """What our attention is called in the registry."""
 _SOFTMAX = Softmax()
-_ALTERS = {"softcap": "a cap on its scores", "s_aux": "a sink that is not a key"}
 _CHECKED = 64  # tokens on which the model must agree with its own eager attention
 _AGREES = 1e-3  # of the largest output; two orders of float32 sums differ by far less
 _listening: ContextVar[Recorder | None] = ContextVar("listening", default=None)
-_held: ContextVar[Iterator[Held] | None] = ContextVar("held", default=None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,23 +56,10 @@ class HuggingFace(Subject):
         found = tuple(recorder.passages)
         if not found:
             raise ValueError(_elsewhere(self.family))
-        room = sum(p.attention.q.shape[1] * ids.shape[1] ** 2 for p in found)
-        held = [Held(p.attention, keep=room <= ROOM) for p in found]
-        passages = tuple(
-            p._replace(near=_holding([one], p.near), attending=_hold(one, p.attending))
-            for one, p in zip(held, found, strict=True)
-        )
+        passages = hold(found)
         if told is None:
             return Reading(passages, None)
         return Reading(passages, self._read_out(ids, recorder.blocks, found[-1].after, told))
-
-    def encode(self, text: str, *, first: bool) -> list[int]:
-        """As the tokenizer itself frames a text; further ones are bare."""
-        ids = encode(self.tokenizer, text)
-        if not first:
-            return ids
-        framed = self.tokenizer.encode(text, add_special_tokens=True).ids
-        return list(framed)
 
     def _note(self, recorder: Recorder, ids: Tensor) -> Tensor | None:
         """Run it for the recorder; the logits of the last token, (V,), where it gives any."""
@@ -158,82 +141,41 @@ class HuggingFace(Subject):
             )
 
 
-def _holding(held: Sequence[Held], f: Map) -> Map:
-    """``f`` with its calls of attention answered by what is held, in their order."""
-
-    def near(x: Tensor) -> Tensor:
-        token = _held.set(iter(held))
-        try:
-            return f(x)
-        finally:
-            _held.reset(token)
-
-    return near
-
-
-def _hold(held: Held, branch: Branch | None) -> Branch | None:
-    return None if branch is None else branch._replace(f=_holding([held], branch.f))
-
-
 _BARE = {"use_cache": False, "return_dict": True}
 
 
-def open_hugging_face(folder: Path) -> HuggingFace | None:
-    """The model of a Hugging Face directory in float32; None where there is no config.json."""
-    if not (folder / "config.json").is_file():
-        return None
-    raw = read_json(folder / "config.json")
-    family = raw.get("model_type")
-    if "auto_map" in raw:
-        raise ValueError(f"{folder} brings code of its own (auto_map), which is not run.")
-    if not isinstance(family, str) or not family:
-        raise ValueError(f"{folder / 'config.json'} does not say its model_type.")
-    if raw.get("is_encoder_decoder"):
-        raise ValueError(
-            f"{family!r} is an encoder and a decoder; only one or the other can be inspected."
-        )
-    weights = look_over(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"{folder} holds no tokenizer.json; save the model's fast tokenizer there."
-        )
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    model, reads_out = _build(folder, raw, family, weights)
+def open_foreign(found: Checkpoint) -> HuggingFace:
+    """The model of a Hugging Face directory in float32, by transformers."""
+    model, reads_out = _build(found)
     return HuggingFace(
-        name=folder.resolve().name,
-        family=family,
+        name=found.name,
+        family=found.family,
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=found.tokenizer,
         context=_context(model),
-        stored=weights.kind,
+        stored=found.weights.kind,
+        begin=framed,
         reads_out=reads_out,
     )
 
 
-def _build(
-    folder: Path, raw: dict[str, Any], family: str, weights: Weights
-) -> tuple[nn.Module, bool]:
-    try:
-        import transformers
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-        from transformers.models.auto import modeling_auto
-    except ImportError:
-        raise ValueError(
-            "a Hugging Face directory is read through transformers: pip install 'fenchel[hf]'."
-        ) from None
+def _build(found: Checkpoint) -> tuple[nn.Module, bool]:
+    import transformers
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.auto import modeling_auto
+
+    folder, family = found.folder, found.family
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     if family not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers {transformers.__version__} knows no family {family!r}.")
-    _require_depth(raw, weights, folder)
     kinds = {
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family): "AutoModelForCausalLM",
         modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(family): "AutoModelForMaskedLM",
     }
-    named = raw.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else None
-    kind = kinds.get(architecture, "AutoModel") if isinstance(architecture, str) else "AutoModel"
+    named = found.architecture
+    kind = "AutoModel" if named is None else kinds.get(named, "AutoModel")
     with _quiet(), _sentences(f"build this {family!r} model", family):
         model, told = getattr(transformers, kind).from_pretrained(
             folder,
@@ -252,17 +194,6 @@ def _build(
     return model.eval().requires_grad_(False), kind != "AutoModel"
 
 
-def _require_depth(raw: dict[str, Any], weights: Weights, folder: Path) -> None:
-    """Refuse a config of more layers than there are tensors, before as many are built."""
-    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        depth = raw.get(key, 1)
-        if not isinstance(depth, int) or not 0 < depth <= 4 * len(weights.shapes):
-            raise ValueError(
-                f"{folder / 'config.json'} asks for {key}={str(depth)[:40]} and the weights hold "
-                f"{len(weights.shapes)} tensors."
-            )
-
-
 def _context(model: Any) -> int | None:
     text = model.config.get_text_config()
     found = getattr(text, "max_position_embeddings", None)
@@ -279,15 +210,17 @@ def _attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What a module of transformers calls: (1, H, T, D) and so on -> (1, T, H, E)."""
-    held = _held.get()
+    held = answer(query, key, value)
     if held is not None:
-        return next(held)(query, key, value).transpose(1, 2).contiguous(), None
-    for name, word in _ALTERS.items():
-        if rest.get(name) is not None:
-            raise ValueError(f"this family's attention has {word}, which cannot be inspected.")
+        return held.transpose(1, 2).contiguous(), None
+    if rest.get("s_aux") is not None:
+        raise ValueError(
+            "this family's attention has a sink that is not a key, which cannot be inspected."
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     prior = prior_of(attention_mask, causal=bool(causal), window=sliding_window)
     if position_bias is not None:
@@ -295,8 +228,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     recorder = _listening.get()
     if recorder is not None:
-        recorder.attended(Attention(query, key, value, _SOFTMAX, prior, scale))
-    out = attend(query, key, value, prior=prior, scale=scale, backend="blocked")
+        recorder.attended(Attention(query, key, value, _SOFTMAX, prior, scale, softcap))
+    out = attend(query, key, value, prior=prior, scale=scale, softcap=softcap, backend="blocked")
     return out.transpose(1, 2).contiguous(), None
 
 

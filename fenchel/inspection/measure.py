@@ -1,6 +1,6 @@
 """A subject and a text to an inspection: read once, then heads, blocks, network, precision.
 
-    open_subject(folder) -> Subject;   inspect(subject, source) -> Inspection
+    inspect(subject, source) -> Inspection;   for a subject see fenchel.inspection.opening
 
 The order is that of cost and of use: what is known of the heads is known before a block is
 differentiated, and ``watch`` hears of every step. Everything random is drawn from one seed.
@@ -11,19 +11,16 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fenchel.inspection.graph import derivative
 from fenchel.inspection.heads import heads
-from fenchel.inspection.hugging_face import open_hugging_face
 from fenchel.inspection.layers import layer
 from fenchel.inspection.network import STEPS, network
 from fenchel.inspection.precision import precision
 from fenchel.inspection.rows import weights
-from fenchel.inspection.run_directory import open_run
 from fenchel.inspection.subject import Attention, Passage, Reading, Subject
 from fenchel.inspection.text import words
 from fenchel.inspection.values import Head, Inspection, Layer, Maps, Method
@@ -31,27 +28,9 @@ from fenchel.inspection.values import Head, Inspection, Layer, Maps, Method
 Watch = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and of how much."""
 
-OPENERS: tuple[Callable[[Path], Subject | None], ...] = (open_run, open_hugging_face)
-"""Who can make a subject of a folder, in the order they are asked; each says None to pass."""
-
 _MAP_BYTES = 4 << 20
 _MAP_SIZE = 128
 _SMALL = 1 << 20  # numbers in the streams before all blocks
-
-
-def open_subject(folder: str | Path) -> Subject:
-    """The model in a run directory or a Hugging Face directory."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ValueError(f"there is no directory {path}.")
-    for opener in OPENERS:
-        subject = opener(path)
-        if subject is not None:
-            return subject
-    raise ValueError(
-        f"{path} is neither a run directory (checkpoints/) nor a Hugging Face directory "
-        "(config.json)."
-    )
 
 
 def inspect(

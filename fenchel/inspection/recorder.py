@@ -120,8 +120,8 @@ class Recorder:
         if x is None or stream is None or x.shape != stream.shape:
             return
         y = out[0] if isinstance(out, tuple) else out
-        if is_norm(module):
-            block.norms.append(self._norm(module, x))
+        if is_norm(module) and isinstance(y, Tensor):
+            block.norms.append(self._norm(module, x, y))
         elif isinstance(y, Tensor) and y.shape == x.shape and _is_part(module, block.module):
             branch = Branch(settled(module, _function(module, given)), x.detach())
             if block.calls and block.attending is None:
@@ -149,19 +149,12 @@ class Recorder:
             block.thinking,
         )
 
-    def _norm(self, module: nn.Module, x: Tensor) -> Norm:
-        weight = getattr(module, "weight", None)
+    def _norm(self, module: nn.Module, x: Tensor, y: Tensor) -> Norm:
         found = [getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
         epsilon = next((one for one in found if isinstance(one, float)), 0.0)
         kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
         name = self._names[id(module)].rpartition(".")[2]
-        return Norm(
-            name,
-            x.detach(),
-            weight.detach() if isinstance(weight, Tensor) else None,
-            epsilon,
-            kind,
-        )
+        return Norm(name, x.detach(), _gain(module, x, y, kind), epsilon, kind)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -174,6 +167,21 @@ def first_of(out: Any) -> Tensor:
     first = out[0] if isinstance(out, tuple) else out
     assert isinstance(first, Tensor), type(out)
     return first
+
+
+def _gain(module: nn.Module, x: Tensor, y: Tensor, kind: str) -> Tensor | None:
+    """What a norm layer multiplies by: its weight, or 1 + weight where that is what gave y.
+
+    Models differ in it (Gemma's is the second) and not in their names, so the output decides.
+    """
+    weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
+    if not isinstance(weight, Tensor):
+        return None
+    x = x.detach() - x.mean(-1, keepdim=True) if kind == "layer" else x.detach()
+    size = x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
+    there = y.detach() - bias if isinstance(bias, Tensor) else y.detach()
+    off = [(size * gain - there).square().sum() for gain in (weight, 1.0 + weight)]
+    return (weight if bool(off[0] <= off[1]) else 1.0 + weight).detach()
 
 
 def _function(module: nn.Module, given: Given) -> Map:

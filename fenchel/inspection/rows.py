@@ -1,6 +1,6 @@
 """Every row of every head's weights, told in a few numbers; a block of rows at a time.
 
-For query i, with z = scale q k^T, p = choice.weights(z, log u) and S the keys:
+For query i, with z = scale q k^T under its cap, p = choice.weights(z, log u) and S the keys:
 
     entropy      -sum_j p_ij log p_ij              sensitivity   lambda_max of dp_i/dz_i, exact
     support      how many p_ij > 0                 max_logit     max over open j of |beta z_ij|
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fenchel.attention.reference import cap
 from fenchel.choice import Hard
 from fenchel.inspection.subject import Attention
 
@@ -127,7 +128,7 @@ def _blocks(call: Attention, last: int | None = None) -> Iterator[_Block]:
         if prior is not None:
             low, high = prior.reach(some.start + shift, some.stop - 1 + shift, S)
         keys = slice(low, max(high, low + 1))
-        z = call.scale * (q[:, some] @ k[:, keys].mT)
+        z = cap(call.scale * (q[:, some] @ k[:, keys].mT), call.softcap)
         log_u = None
         if prior is not None:
             log_u = prior.log(T, S, B=1, H=H, device=z.device, dtype=z.dtype, rows=some, keys=keys)[

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fenchel.attention import Prior
 from fenchel.choice import Choice
+from fenchel.data import encode
 
 Map = Callable[[Tensor], Tensor]
 """Stream to stream, both (1, T, M), differentiable forward and in reverse."""
@@ -37,6 +38,8 @@ class Attention(NamedTuple):
     choice: Choice
     prior: Prior | None
     scale: float
+    softcap: float | None = None
+    """c where the scores are c tanh(z / c)."""
 
 
 class Norm(NamedTuple):
@@ -98,14 +101,16 @@ class Subject(ABC):
     """The most tokens it reads; None where it does not say."""
     stored: str
     """What numbers its weights are on disk."""
+    begin: Callable[[Tokenizer, str], list[int]]
+    """Ids of a text that begins the way the model's own texts begin."""
 
     @abstractmethod
     def read(self, ids: Tensor) -> Reading:
         """Run it once on (1, T) and take notes."""
 
-    @abstractmethod
     def encode(self, text: str, *, first: bool) -> list[int]:
-        """Ids of a text; the ``first`` one begins the way the model's own texts begin."""
+        """Ids of a text; the ``first`` one has a beginning, further ones are bare."""
+        return self.begin(self.tokenizer, text) if first else encode(self.tokenizer, text)
 
     def facts(self) -> dict[str, Any]:
         """What a reader wants to know of it, as plain values."""

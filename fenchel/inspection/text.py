@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from fenchel.data import decode, open_text
+from fenchel.data import decode, encode, end_id, open_text
 from fenchel.inspection.subject import Subject
 
 
@@ -46,6 +46,17 @@ def words(subject: Subject, source: str, max_tokens: int | None = None) -> Words
     if len(ids) < 2:
         raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
     return Words(text.name, tuple(ids), tuple(_spelt(subject.tokenizer, i) for i in ids))
+
+
+def framed(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text between the control tokens that the tokenizer itself puts around one."""
+    encode(tokenizer, text)  # what is no text, or spells a control token, is refused there
+    return list(tokenizer.encode(text, add_special_tokens=True).ids)
+
+
+def after_an_end(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text after an end, as documents follow one another in training."""
+    return [end_id(tokenizer), *encode(tokenizer, text)]
 
 
 def _spelt(tokenizer: Tokenizer, token: int) -> str:

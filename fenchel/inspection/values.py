@@ -6,7 +6,8 @@ by its ``Spread``. Layers and heads count from 1, tokens from 0.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 
@@ -208,22 +209,31 @@ class Inspection:
 
     def plain(self, *, maps: bool = False, rows: bool = False) -> dict[str, Any]:
         """For JSON: what is not finite becomes None; maps and every row only if asked for."""
-        found = asdict(self)
-        if not maps:
-            del found["maps"]
-        if not rows:
-            for head in found["heads"]:
-                del head["rows"]
-        plain = _finite(found)
+        without = set() if maps else {"maps"}
+        without |= set() if rows else {"rows"}
+        plain = _plain(self, without)
         assert isinstance(plain, dict)
         return plain
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any, without: Collection[str]) -> Any:
+    """A value as JSON has it, less the fields of these names."""
+    if is_dataclass(value):
+        named = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {name: _plain(one, without) for name, one in named if name not in without}
+    if isinstance(value, dict):
+        return {key: _plain(one, without) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return _numbers(value) or [_plain(one, without) for one in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
     return value
+
+
+def _numbers(values: Sequence[Any]) -> list[float | None] | None:
+    """Floats as JSON has them; None for a list of anything else. Rows are many: one pass a list."""
+    if set(map(type, values)) != {float}:
+        return None
+    if all(map(math.isfinite, values)):
+        return list(values)
+    return [value if math.isfinite(value) else None for value in values]

@@ -8,10 +8,10 @@ memory while this is done: one tensor at a time.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from fenchel.files import Damaged, read_json
+from fenchel.model.weights import is_finite
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _KINDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -54,6 +54,8 @@ def look_over(folder: Path) -> Weights:
 
 
 def _files(folder: Path) -> list[Path]:
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]  # an index beside it is not read by anybody
     if (folder / INDEX).is_file():
         table = read_json(folder / INDEX).get("weight_map")
         names = sorted({str(n) for n in table.values()}) if isinstance(table, dict) else []
@@ -64,8 +66,6 @@ def _files(folder: Path) -> list[Path]:
         if missing:
             raise Damaged(f"{folder / INDEX} names {missing[:80]!r}, which is not there.")
         return [folder / name for name in names]
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise ValueError(
             f"{folder} holds its weights as a pickle, which runs code when it is read; save the "
@@ -77,7 +77,7 @@ def _files(folder: Path) -> list[Path]:
 def _require_finite(part: Any, shape: tuple[int, ...], name: str) -> None:
     rows = max(1, _PIECE // max(1, _count(shape[1:])))
     pieces = [part[()]] if not shape else [part[i : i + rows] for i in range(0, shape[0], rows)]
-    bad = sum(int((~torch.isfinite(piece)).sum()) for piece in pieces)
+    bad = sum(0 if is_finite(piece) else int((~piece.isfinite()).sum()) for piece in pieces)
     if bad:
         raise ValueError(f"{name} holds {bad} values that are not finite.")
 

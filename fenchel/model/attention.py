@@ -73,15 +73,16 @@ class Attention(nn.Module):
         q_BHTD, k_BGTD, v_BGTD = self._made(x_BTM, sight)
         if sight.cache is not None:
             k_BGTD, v_BGTD = sight.cache.append(layer, k_BGTD, v_BGTD)
-        if sight.observe is not None:
-            sight.observe(layer, q_BHTD, k_BGTD, v_BGTD)
-        q, k, v, choice, prior, scale, softcap = self.question(q_BHTD, k_BGTD, v_BGTD, sight)
-        p = self.dropout if self.training else 0.0
-        mixed_BHTD = attend(
-            q, k, v, choice=choice, prior=prior, scale=scale, softcap=softcap, dropout=p
-        )
+        told = None if sight.observe is None else sight.observe(layer, q_BHTD, k_BGTD, v_BGTD)
+        mixed_BHTD = self._mixed(q_BHTD, k_BGTD, v_BGTD, sight) if told is None else told
         mixed: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
         return mixed
+
+    def _mixed(self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sight: Sight) -> Tensor:
+        """What every query makes of what it sees, (B, H, T, D)."""
+        q, k, v, choice, prior, scale, softcap = self.question(q_BHTD, k_BGSD, v_BGSD, sight)
+        p = self.dropout if self.training else 0.0
+        return attend(q, k, v, choice=choice, prior=prior, scale=scale, softcap=softcap, dropout=p)
 
     def question(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Question:
         """What the layer asks of ``attend`` with its q (B, H, T, D) and k, v (B, G, S, D)."""

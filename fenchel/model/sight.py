@@ -17,8 +17,11 @@ from fenchel.attention import Angles, Dense, Prior
 
 SMALL = 1 << 22
 """Scores for which a prior is written out once for all layers, rather than by each as it goes."""
-Observer = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Called in each layer with its number and the q (B, H, T, D), k and v (B, G, S, D) it uses."""
+Observer = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
+"""Called in each layer with its number and the q (B, H, T, D), k and v (B, G, S, D) it uses.
+
+One that gives something, (B, H, T, D), is taken at its word, and ``attend`` is not asked.
+"""
 
 
 class Cache(Protocol):

@@ -1,10 +1,10 @@
 """Every row of every head: one number a token that looks, head by head."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fenchel.report.document import Part, picture
 from fenchel.report.inspection_blocks import spans, titles
@@ -40,7 +40,9 @@ def rows(found: Data) -> Part:
                 "about": about,
                 "bend": bend,
                 "own": False,
-                "values": [plain(means(head["rows"][key], edges)) for head in heads],
+                "values": [
+                    plain(line) for line in means([h["rows"][key] for h in heads], edges).tolist()
+                ],
             }
             for key, name, about, bend in MEASURES
         ],
@@ -51,17 +53,17 @@ def rows(found: Data) -> Part:
     return Part(anchor="rows", title="Rows", body=body, pictures={"rows": data})
 
 
-def means(values: Sequence[float | None], edges: Sequence[int]) -> list[float]:
-    """The mean in every span of what is there, nan where nothing is.
+def means(rows: Sequence[Sequence[float | None]], edges: Sequence[int]) -> NDArray[np.float64]:
+    """For every row, the mean in every span of what is there, nan where nothing is.
 
-    >>> means([1.0, 3.0, None, None], [0, 2, 3, 4])
-    [2.0, nan, nan]
+    >>> means([[1.0, 3.0, None, None]], [0, 2, 3, 4])
+    array([[ 2., nan, nan]])
     """
-    numbers = np.array([np.nan if value is None else value for value in values], dtype=float)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing is nan, as wanted
-        parts = np.split(numbers, list(edges[1:-1]))
-        return [float(np.nanmean(part)) for part in parts]
+    numbers, starts = np.array(rows, dtype=float), list(edges[:-1])
+    there = ~np.isnan(numbers)
+    count = np.add.reduceat(there.astype(float), starts, axis=1)
+    total = np.add.reduceat(np.where(there, numbers, 0.0), starts, axis=1)
+    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
 def _table(heads: Sequence[Data]) -> Html:

@@ -10,7 +10,8 @@ values, rows that are not near to one-hot take
 
     (J dz)_i v = (s dz_i) v - <s, dz_i> m_i,       gz_i = s (g_i v^T - <g_i, m_i>),
 
-where what is subtracted is small or rides along in the product.
+where what is subtracted is small or rides along in the product. Under a cap on the scores, z =
+c tanh(scale q k^T / c), dz before J and gz after it take the factor 1 - (z / c)^2, entry by entry.
 
 ``attention_jacobian`` is the derivative in (q, k, v), or in some of them;
 ``self_attention_jacobian`` puts q = X W_Q, k = X W_K, v = X W_V before it and is the derivative in
@@ -109,6 +110,8 @@ class AttentionJacobian(Operator):
         if k is not None:
             scaled_q, dk = cut(r.scaled_q, rows), cut(k[i], keys).mT
             dz = torch.bmm(scaled_q, dk) if dz is None else dz.baddbmm_(scaled_q, dk)
+        if dz is not None and block.slope is not None:
+            dz *= block.slope
         moved = None if dz is None else self._chosen(block, dz)
         if v is not None:
             dv = cut(v[i], keys)
@@ -128,9 +131,11 @@ class AttentionJacobian(Operator):
     def _questioned(self, block: Block, here: Tensor, beside: Tensor) -> Tensor:
         """gz on a block, for the gradient ``here`` (N, t, E); ``beside`` has -<g, m> with it."""
         if block.heaviest is not None:
-            return block.turned(torch.bmm(here, cut(self.v, block.keys).mT))
-        gz = torch.bmm(cut(beside, block.rows), cut(self._values_and_one, block.keys).mT)
-        return gz.mul_(block.s)
+            gz = block.turned(torch.bmm(here, cut(self.v, block.keys).mT))
+        else:
+            gz = torch.bmm(cut(beside, block.rows), cut(self._values_and_one, block.keys).mT)
+            gz *= block.s
+        return gz if block.slope is None else gz.mul_(block.slope)
 
     @cached_property
     def _mean(self) -> Tensor:
@@ -290,6 +295,7 @@ def attention_jacobian(
     choice: Choice = _SOFTMAX,
     prior: Prior | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     wrt: str = "qkv",
     each: bool = False,
     budget: int | None = None,
@@ -301,7 +307,7 @@ def attention_jacobian(
     """
     if not wrt or any(name not in "qkv" for name in wrt) or len(set(wrt)) < len(wrt):
         raise ValueError(f'wrt names some of "q", "k", "v", each once; got {wrt!r}.')
-    check(q, k, v)
+    check(q, k, v, softcap=softcap)
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(
             f"q and k must hold the same batch; got {tuple(q.shape)}, {tuple(k.shape)}."
@@ -310,7 +316,7 @@ def attention_jacobian(
     q, k, v = (four(x) for x in wide(q, k, v))
     H, G = q.shape[1], k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rows = Rows(q, heads(k, H), choice, prior, scale, budget)
+    rows = Rows(q, heads(k, H), choice, prior, scale, budget, softcap)
     return AttentionJacobian(rows, heads(v, H), wrt, each, G, axes)
 
 

@@ -1,6 +1,9 @@
 """Attention weights a block of rows at a time, so that no n by n matrix is ever held.
 
-    p = choice.weights(scale q k^T, log_prior)          one block: (N, t, s) with N = B H
+    p = choice.weights(z, log_prior),  z = scale q k^T        one block: (N, t, s) with N = B H
+
+Under a cap c the scores are c tanh(z / c), and of a move dz of what is capped 1 - tanh(z / c)^2 is
+left, entry by entry: the ``slope`` of a block.
 
 A block has some queries (rows) and the keys any of them can see, as the prior's ``reach`` tells:
 under a causal prior half of the work is never done. Its size is chosen for a fixed budget of
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import Prior
+from fenchel.attention.reference import cap, cap_slope
 from fenchel.attention.shapes import four
 from fenchel.choice import Choice, Hard
 
@@ -40,6 +44,8 @@ class Block(NamedTuple):
     """1 / sum(s), and 0 for a row without any: (N, t, 1)."""
     heaviest: Tensor | None
     """The key of largest s, (N, t, 1); None where no row is near to one-hot."""
+    slope: Tensor | None = None
+    """What a cap leaves of a move of the scores, (N, t, s); None without one."""
 
     def turned(self, dz: Tensor) -> Tensor:
         """The move of the weights when the scores move by dz (N, t, s), which is overwritten.
@@ -65,8 +71,9 @@ class Rows:
         prior: Prior | None,
         scale: float,
         budget: int | None = None,
+        softcap: float | None = None,
     ) -> None:
-        self.choice, self.prior, self.scale = choice, prior, scale
+        self.choice, self.prior, self.scale, self.softcap = choice, prior, scale, softcap
         self.B, self.H, self.T, _ = q.shape
         self.S = k.shape[2]
         if prior is not None:
@@ -91,7 +98,8 @@ class Rows:
         if self.whole:
             for block in self:
                 p, s, inverse = (x.float() for x in (block.p, block.s, block.inverse))
-                other._kept = block._replace(p=p, s=s, inverse=inverse)
+                slope = None if block.slope is None else block.slope.float()
+                other._kept = block._replace(p=p, s=s, inverse=inverse, slope=slope)
         return other
 
     @property
@@ -123,16 +131,20 @@ class Rows:
         return slice(*self.prior.reach(rows.start + shift, rows.stop - 1 + shift, self.S))
 
     def _block(self, rows: slice, keys: slice) -> Block:
-        weights = self._weights(rows, keys)
+        weights, slope = self._weights(rows, keys)
         p, s = flat(weights), flat(spread(self.choice, weights))
         total = s.sum(-1, keepdim=True)
         inverse = torch.where(total > 0, 1.0 / total, 0.0)
-        return Block(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True))
+        return Block(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True), slope)
 
-    def _weights(self, rows: slice, keys: slice) -> Tensor:
-        """(B, H, t, s)."""
-        z = torch.bmm(self.scaled_q[:, rows], self.k[:, keys].mT)
-        z = z.view(self.B, self.H, *z.shape[1:])
+    def _weights(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
+        """The weights (B, H, t, s), and the slope of the cap (N, t, s) where there is one."""
+        z = cap(torch.bmm(self.scaled_q[:, rows], self.k[:, keys].mT), self.softcap)
+        slope = cap_slope(z, self.softcap)  # before the prior joins the scores
+        return self._chosen(z.view(self.B, self.H, *z.shape[1:]), rows, keys), slope
+
+    def _chosen(self, z: Tensor, rows: slice, keys: slice) -> Tensor:
+        """The weights for scores z (B, H, t, s), which may be overwritten."""
         if self.prior is None:
             return self.choice.weights(z)
         beta = self.choice.beta

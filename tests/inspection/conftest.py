@@ -2,10 +2,13 @@
 
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from fenchel.data import train_tokenizer
 
@@ -25,10 +28,36 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", GROUPED),
     "mistral": ("MistralForCausalLM", GROUPED | {"sliding_window": 7}),
     "qwen3": ("Qwen3ForCausalLM", SIZES | {"num_key_value_heads": 1, "head_dim": 10}),
-    "neox": ("GPTNeoXForCausalLM", SIZES),
+    "gemma": ("GemmaForCausalLM", SIZES | {"num_key_value_heads": 1, "head_dim": 6}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        GROUPED | {"head_dim": 6, "sliding_window": 7, "attn_logit_softcapping": 1.5},
+    ),
+    "neox": ("GPTNeoXForCausalLM", SIZES | {"hidden_size": 32}),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 24, "n_layer": 2, "n_head": 3}),
     "bert": ("BertForMaskedLM", SIZES),
+    "bert_body": ("BertModel", SIZES),
+    "albert": ("AlbertForMaskedLM", SIZES | {"embedding_size": 10}),
+    "opt": ("OPTForCausalLM", SIZES | {"ffn_dim": 40, "word_embed_proj_dim": 24, "init_std": 0.3}),
+    "phi": ("PhiForCausalLM", SIZES | {"hidden_size": 32}),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {"dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 4},
+    ),
 }
 """A model class of transformers and the settings of a small one."""
+
+
+class Eager(NamedTuple):
+    """What a model of transformers does by itself on some ids."""
+
+    weights: Tensor
+    """(L, H, T, T)."""
+    streams: tuple[Tensor, ...]
+    """(1, T, M) before each block."""
+    logits: Tensor | None
+    """(V,) of the last token."""
+    parameters: int
 
 
 @pytest.fixture(scope="session")
@@ -60,5 +89,35 @@ def save(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
             kind(kind.config_class(**sizes | common)).save_pretrained(path)
             tokenizer.save(str(path / "tokenizer.json"))
         return path
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def ids() -> Tensor:
+    return torch.arange(3, 33)[None] * 7 % VOCABULARY
+
+
+@pytest.fixture(scope="session")
+def eager(save: Callable[[str], Path], ids: Tensor) -> Callable[[str], Eager]:
+    """A function that runs a saved family by transformers alone, its attention written out."""
+
+    @cache
+    def once(family: str) -> Eager:
+        import transformers
+
+        kind = getattr(transformers, FAMILIES[family][0])
+        model = kind.from_pretrained(
+            save(family), attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        with torch.no_grad():
+            out = model(input_ids=ids, output_attentions=True, output_hidden_states=True)
+        logits = out.logits[0, -1] if "logits" in out else None
+        return Eager(
+            torch.stack(out.attentions)[:, 0],
+            out.hidden_states,
+            logits,
+            sum(p.numel() for p in model.parameters()),
+        )
 
     return once

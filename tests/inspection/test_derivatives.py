@@ -15,17 +15,20 @@ from fenchel.inspection.subject import Attention
 H, G, T, D, E = 4, 2, 7, 3, 5
 
 
-def call(prior: Prior | None, choice: Choice, size: float = 1.0) -> Attention:
+def call(
+    prior: Prior | None, choice: Choice, size: float = 1.0, softcap: float | None = None
+) -> Attention:
     draw = torch.Generator().manual_seed(0)
     shapes = ((1, H, T, D), (1, G, T, D), (1, G, T, E))
     q, k, v = (size * torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes)
-    return Attention(q, k, v, choice, prior, 0.5)
+    return Attention(q, k, v, choice, prior, 0.5, softcap)
 
 
 def exact(c: Attention, x: Tensor) -> Tensor:
     """Attention of q, k, v that follow from x (7,)."""
     q, k, v = followed(c, x)
-    return attend(q, k, v, choice=c.choice, prior=c.prior, scale=c.scale, backend="reference")
+    how = {"choice": c.choice, "prior": c.prior, "scale": c.scale, "softcap": c.softcap}
+    return attend(q, k, v, **how, backend="reference")
 
 
 def followed(c: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,12 +39,17 @@ def followed(c: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("prior", [None, Causal(), Window(2, 0)])
 @pytest.mark.parametrize("choice", [Softmax(), Entmax(1.5)])
-@pytest.mark.parametrize("size", [1.0, 12.0])
+@pytest.mark.parametrize(("size", "softcap"), [(1.0, None), (12.0, None), (1.0, 0.6), (4.0, 9.0)])
 def test_what_is_held_moves_as_attention_does(
-    keep: bool, prior: Prior | None, choice: Choice, size: float, monkeypatch: pytest.MonkeyPatch
+    keep: bool,
+    prior: Prior | None,
+    choice: Choice,
+    size: float,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(held_file, "_STRIP", 3)
-    c = call(prior, choice, size)
+    c = call(prior, choice, size, softcap)
     held = Held(c, keep=keep)
     x = torch.zeros(T, dtype=torch.float64)
     J = Graph(lambda y: held(*followed(c, y)), x)

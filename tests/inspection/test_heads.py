@@ -26,12 +26,17 @@ METHOD = Method(
 )
 
 
-def call(size: float = 1.5, choice: Choice | None = None, prior: Prior | None = None) -> Attention:
+def call(
+    size: float = 1.5,
+    choice: Choice | None = None,
+    prior: Prior | None = None,
+    softcap: float | None = None,
+) -> Attention:
     draw = torch.Generator().manual_seed(1)
     q = size * torch.randn(1, H, T, D, generator=draw)
     k = size * torch.randn(1, G, T, D, generator=draw)
     v = torch.randn(1, G, T, E, generator=draw)
-    return Attention(q, k, v, choice or Softmax(), prior, 0.6)
+    return Attention(q, k, v, choice or Softmax(), prior, 0.6, softcap)
 
 
 def dense(c: Attention, head: int) -> dict[str, Tensor]:
@@ -40,7 +45,8 @@ def dense(c: Attention, head: int) -> dict[str, Tensor]:
     at = tuple(x.double() for x in (c.q[0, head], c.k[0, g], c.v[0, g]))
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, choice=c.choice, prior=c.prior, scale=c.scale, backend="reference")
+        how = {"choice": c.choice, "prior": c.prior, "scale": c.scale, "softcap": c.softcap}
+        return attend(q, k, v, **how, backend="reference")
 
     parts = [J.reshape(T * E, -1) for J in jacobian(f, at)]
     matrices = dict(zip("qkv", parts, strict=True)) | {"qkv": torch.cat(parts, 1)}
@@ -49,8 +55,11 @@ def dense(c: Attention, head: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("prior", [None, Causal()])
 @pytest.mark.parametrize("choice", [Softmax(), Entmax(1.5)])
-def test_every_bracket_holds_the_singular_value(prior: Prior | None, choice: Choice) -> None:
-    c = call(choice=choice, prior=prior)
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_every_bracket_holds_the_singular_value(
+    prior: Prior | None, choice: Choice, softcap: float | None
+) -> None:
+    c = call(choice=choice, prior=prior, softcap=softcap)
     draw = torch.Generator().manual_seed(0)
     sigma, bound, _ = sensitivities(only(c, [0, 1, 2, 3]), METHOD, draw)
     for head in range(H):

@@ -7,38 +7,44 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from fenchel.attention import Causal, Dense, Window
-from fenchel.inspection import Reading, Subject, open_subject
-from fenchel.inspection.hugging_face import HuggingFace, prior_of
+from fenchel.inspection import Reading, open_subject
+from fenchel.inspection.checkpoint import look_at
+from fenchel.inspection.hugging_face import HuggingFace, open_foreign, prior_of
 from fenchel.inspection.rows import rows, weights
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen3", "neox", "bert")
-IDS = torch.arange(3, 33)[None] * 7 % 300
+FOREIGN = ("opt", "phi", "distilbert")
+"""Families that our own loader does not read."""
+FAMILIES = (*FOREIGN, "gpt2", "mistral", "gemma2", "bert")
+
+Save = Callable[[str], Path]
+Eager = Callable[[str], Any]
 
 
-def eager(folder: Path) -> tuple[Tensor, ...]:
-    """(L, H, T, T) of transformers itself, with its streams and logits."""
-    kind = AutoModelForMaskedLM if folder.name == "bert" else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    with torch.no_grad():
-        out = model(input_ids=IDS, output_attentions=True, output_hidden_states=True)
-    return torch.stack(out.attentions)[:, 0], out.hidden_states, out.logits[0, -1]
+def opened(folder: Path) -> HuggingFace:
+    """By transformers, whatever the family."""
+    found = look_at(folder)
+    assert found is not None
+    return open_foreign(found)
 
 
-def opened(folder: Path) -> tuple[Subject, Reading]:
-    subject = open_subject(folder)
-    return subject, subject.read(IDS)
+def read(folder: Path, ids: Tensor) -> Reading:
+    return opened(folder).read(ids)
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+def test_transformers_reads_what_we_do_not(family: str, save: Save) -> None:
+    assert isinstance(open_subject(save(family)), HuggingFace)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_maps_and_entropies_are_those_of_eager_attention(
-    family: str, save: Callable[[str], Path]
+    family: str, save: Save, eager: Eager, ids: Tensor
 ) -> None:
-    theirs, *_ = eager(save(family))
-    _, reading = opened(save(family))
-    ours = torch.stack([weights(p.attention, IDS.shape[1]) for p in reading.passages])
+    theirs = eager(family).weights
+    reading = read(save(family), ids)
+    ours = torch.stack([weights(p.attention, ids.shape[1]) for p in reading.passages])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     entropy = torch.stack([rows(p.attention).entropy for p in reading.passages])
     wanted = torch.special.entr(theirs.double()).sum(-1)
@@ -47,10 +53,10 @@ def test_maps_and_entropies_are_those_of_eager_attention(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streams_and_logits_are_those_of_the_model(
-    family: str, save: Callable[[str], Path]
+    family: str, save: Save, eager: Eager, ids: Tensor
 ) -> None:
-    _, streams, logits = eager(save(family))
-    _, reading = opened(save(family))
+    _, streams, logits, _ = eager(family)
+    reading = read(save(family), ids)
     for passage, before in zip(reading.passages, streams, strict=False):
         torch.testing.assert_close(passage.before, before, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(passage.block(passage.before), passage.after)
@@ -60,9 +66,9 @@ def test_streams_and_logits_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_read_out_depends_on_the_stream_alone(family: str, save: Callable[[str], Path]) -> None:
-    subject, reading = opened(save(family))
-    other = subject.read(IDS.flip(1))
+def test_the_read_out_depends_on_the_stream_alone(family: str, save: Save, ids: Tensor) -> None:
+    subject = opened(save(family))
+    reading, other = subject.read(ids), subject.read(ids.flip(1))
     assert reading.read_out is not None
     assert other.read_out is not None
     after = other.passages[-1].after
@@ -70,35 +76,34 @@ def test_the_read_out_depends_on_the_stream_alone(family: str, save: Callable[[s
     assert not torch.allclose(reading.read_out(after), reading.read_out(reading.passages[-1].after))
 
 
-def test_the_read_out_of_one_token_is_that_of_all_of_them(save: Callable[[str], Path]) -> None:
-    subject, reading = opened(save("gpt2"))
-    assert isinstance(subject, HuggingFace)
+def test_the_read_out_of_one_token_is_that_of_all_of_them(save: Save, ids: Tensor) -> None:
+    subject = opened(save("gpt2"))
+    reading = subject.read(ids)
     assert reading.read_out is not None
     last: Any = subject.model.get_submodule("transformer.h.1")
     after = 1.5 * reading.passages[-1].after.flip(1)
-    whole = subject._ending(IDS, [last])(after)
+    whole = subject._ending(ids, [last])(after)
     torch.testing.assert_close(reading.read_out(after), whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_held_block_has_the_value_of_the_block(family: str, save: Callable[[str], Path]) -> None:
-    _, reading = opened(save(family))
-    for passage in reading.passages:
+def test_a_held_block_has_the_value_of_the_block(family: str, save: Save, ids: Tensor) -> None:
+    for passage in read(save(family), ids).passages:
         torch.testing.assert_close(passage.near(passage.before), passage.after)
 
 
-def test_grouped_keys_and_windows_arrive_as_such(save: Callable[[str], Path]) -> None:
-    call = opened(save("mistral"))[1].passages[0].attention
+def test_grouped_keys_and_windows_arrive_as_such(save: Save, ids: Tensor) -> None:
+    call = read(save("mistral"), ids).passages[0].attention
     assert call.k.shape[1] == 2
     assert call.q.shape[1] == 4
     assert isinstance(call.prior, Window)
-    assert isinstance(opened(save("gpt2"))[1].passages[0].attention.prior, Causal)
-    assert opened(save("bert"))[1].passages[0].attention.prior is None
+    assert isinstance(read(save("gpt2"), ids).passages[0].attention.prior, Causal)
+    assert read(save("bert"), ids).passages[0].attention.prior is None
 
 
-def test_norms_and_branches_are_found_inside_the_blocks(save: Callable[[str], Path]) -> None:
+def test_norms_and_branches_are_found_inside_the_blocks(save: Save, ids: Tensor) -> None:
     for family, norms in (("gpt2", ("ln_1", "ln_2")), ("llama", 2), ("neox", 2), ("bert", 2)):
-        passage = opened(save(family))[1].passages[0]
+        passage = read(save(family), ids).passages[0]
         names = tuple(norm.name for norm in passage.norms)
         assert names == norms if isinstance(norms, tuple) else len(names) == norms
         assert passage.attending is not None

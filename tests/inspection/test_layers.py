@@ -32,7 +32,7 @@ def draw() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@pytest.fixture(scope="module", params=["llama", "bert"])
+@pytest.fixture(scope="module", params=["llama", "bert", "opt"])
 def reading(request: pytest.FixtureRequest, save: Callable[[str], Path]) -> Reading:
     return open_subject(save(request.param)).read(IDS)
 

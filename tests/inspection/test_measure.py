@@ -2,8 +2,11 @@
 
 import base64
 import json
+import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +39,29 @@ def test_an_inspection_is_plain_and_complete(save: Save, text: Path) -> None:
     assert "rows" not in told["heads"][0]
     assert len(found.plain(rows=True)["heads"][0]["rows"]["margin"]) == 14
     assert set(told["heads"][0]["sigma"]) == {"q", "k", "v", "qkv"}
+
+
+def test_what_is_plain_is_every_field_with_none_for_what_is_not_finite(
+    save: Save, text: Path
+) -> None:
+    def finite(value: Any) -> Any:
+        """The law, a number at a time."""
+        if isinstance(value, dict):
+            return {key: finite(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(one) for one in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    found = inspected(save, text)
+    whole = found.plain(maps=True, rows=True)
+    assert whole == finite(asdict(found))
+    assert whole["heads"][0]["rows"]["margin"][0] is None  # the first token has one key
+    assert found.precision is not None
+    assert whole["precision"]["again_head"] == list(found.precision.again_head)
+    for head in whole["heads"]:
+        del head["rows"]
+    del whole["maps"]
+    assert found.plain() == whole
 
 
 def test_the_same_seed_gives_the_same_numbers(save: Save, text: Path) -> None:

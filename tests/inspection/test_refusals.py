@@ -11,14 +11,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GptOssConfig,
+    GptOssForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from fenchel.inspection import inspect, open_subject
+from fenchel.inspection import hugging_face, inspect, open_subject, opening
+from fenchel.inspection.hugging_face import HuggingFace
+from fenchel.inspection.transformer import require_choice
 from fenchel.inspection.weights import look_over
+from fenchel.model import ModelConfig
 
 Save = Callable[[str], Path]
 
@@ -94,32 +99,71 @@ def test_settings_that_ask_for_more_than_the_weights_hold(folder: Path) -> None:
         open_subject(folder)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"n_embd": "wide"}, "n_embd='wide' should be a whole number"),
+        ({"n_embd": -5}, "n_embd=-5 should be"),
+        ({"n_head": 0}, "n_head=0 should be"),
+        ({"vocab_size": 10**15}, "vocab_size=1000000000000000 should be"),
+        ({"vocab_size": True}, "vocab_size=True should be"),
+        ({"n_layer": True}, "n_layer=True"),
+        ({"n_layer": [2]}, r"n_layer=\[2\]"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_before_anybody_reads(
+    folder: Path, wrong: dict[str, object], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for reader in ("open_known", "open_foreign"):
+        monkeypatch.setattr(opening, reader, None)
+    settings(folder, **wrong)
+    with pytest.raises(ValueError, match=sentence):
+        open_subject(folder)
+
+
+def test_where_neither_can_read_it_ours_says_why(folder: Path) -> None:
+    settings(folder, activation_function="nobody's")
+    with pytest.raises(ValueError, match=r'activation_function="nobody.s" should be one of'):
+        open_subject(folder)
+    settings(folder, activation_function="gelu_new", n_positions=10**12)
+    with pytest.raises(ValueError, match="n_positions=1000000000000 should be"):
+        open_subject(folder)
+
+
 def test_settings_of_another_width(folder: Path) -> None:
     settings(folder, n_embd=48)
-    with pytest.raises(ValueError, match="cannot build this"):
+    with pytest.raises(ValueError, match="its settings ask for"):
         open_subject(folder)
 
 
 def test_an_index_that_names_files_elsewhere(folder: Path) -> None:
     index = {"weight_map": {"a": "../../secret.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    look_over(folder)  # nobody reads an index beside the whole
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="files of its own folder"):
         look_over(folder)
 
 
-def test_scores_under_a_cap(save: Save, tmp_path: Path, text: Path) -> None:
+def test_a_sink_that_is_no_key(save: Save, tmp_path: Path, text: Path) -> None:
+    with pytest.raises(ValueError, match="this run has sinks that are no keys"):
+        require_choice(ModelConfig(vocabulary=300, sinks=True), "this run")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, vocab_size=300)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    config = GptOssConfig(**sizes, **heads, vocab_size=300)
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
-    with pytest.raises(ValueError, match="a cap on its scores"):
+    with pytest.raises(ValueError, match="a sink that is not a key"):
         inspect(open_subject(tmp_path), str(text), max_tokens=8)
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 2}),
+        (
+            "FalconForCausalLM",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        ),
         ("GPTJForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
     ],
 )
@@ -133,14 +177,18 @@ def test_a_family_with_an_attention_of_its_own(
         inspect(open_subject(tmp_path), str(text), max_tokens=8)
 
 
-def test_ids_that_the_model_does_not_know(save: Save) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_ids_that_the_model_does_not_know(save: Save, family: str) -> None:
     with pytest.raises(ValueError, match="gives the id 300 and the model knows 300"):
-        open_subject(save("gpt2")).read(torch.tensor([[1, 300]]))
+        open_subject(save(family)).read(torch.tensor([[1, 300]]))
 
 
-def test_positions_that_the_model_does_not_have(save: Save) -> None:
-    with pytest.raises(ValueError, match="cannot read this text"):
-        open_subject(save("gpt2")).read(torch.ones(1, 49, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("family", "sentence"), [("gpt2", "the model reads 48"), ("opt", "cannot read this text")]
+)
+def test_positions_that_the_model_does_not_have(save: Save, family: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        open_subject(save(family)).read(torch.ones(1, 60, dtype=torch.int64))
 
 
 def test_an_encoder_with_a_decoder(save: Save, tmp_path: Path) -> None:
@@ -151,21 +199,78 @@ def test_an_encoder_with_a_decoder(save: Save, tmp_path: Path) -> None:
         open_subject(tmp_path)
 
 
-def test_no_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_of_transformers_without_transformers(
+    save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save("opt")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"pip install 'fenchel\[hf\]'"):
+    with pytest.raises(ValueError, match=r"'opt' is read through .* pip install 'fenchel\[hf\]'"):
+        open_subject(folder)
+
+
+def test_a_setting_that_ours_does_not_have_is_left_to_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings(folder, scale_attn_by_inverse_layer_idx=True)
+    assert isinstance(open_subject(folder), HuggingFace)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"scale_attn_by_inverse_layer_idx=True.*fenchel\[hf\]"):
+        open_subject(folder)
+
+
+def test_a_head_that_ours_does_not_have_is_left_to_transformers(
+    save: Save, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 48, "vocab_size": 300}
+    GPT2ForSequenceClassification(GPT2Config(**sizes)).save_pretrained(tmp_path)
+    shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
+    subject = open_subject(tmp_path)
+    assert isinstance(subject, HuggingFace)
+    assert subject.read(ids).read_out is None
+
+
+def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("h.1.ln_2", "h.1.ln_3"): x for name, x in weights.items()}
+
+
+def cut(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return weights | {"transformer.wpe.weight": weights["transformer.wpe.weight"][:40].clone()}
+
+
+def strange(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return weights | {"extra": torch.ones(3)}
+
+
+@pytest.mark.parametrize("spoilt", [renamed, cut, strange])
+def test_weights_that_ours_found_wrong_are_handed_on_to_nobody(
+    folder: Path,
+    spoilt: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def asked(found: object) -> None:
+        raise AssertionError(found)
+
+    monkeypatch.setattr(opening, "open_foreign", asked)
+    weights = load_file(folder / "model.safetensors")
+    save_file(spoilt(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="its settings"):
+        open_subject(folder)
+
+
+def test_links_out_of_the_directory_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(ValueError, match=r"symbolic link.*\(cp -rL\)"):
         open_subject(folder)
 
 
 def test_attention_that_is_not_what_the_model_does_itself(
     save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fenchel.inspection import hugging_face
-
     real = hugging_face.attend
     monkeypatch.setattr(hugging_face, "attend", lambda *a, **k: 1.01 * real(*a, **k))
     with pytest.raises(ValueError, match="does more in its attention"):
-        open_subject(save("llama")).read(torch.arange(3, 20)[None])
+        open_subject(save("opt")).read(torch.arange(3, 20)[None])
 
 
 def test_a_folder_of_neither_kind(tmp_path: Path) -> None:

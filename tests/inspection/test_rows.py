@@ -13,17 +13,21 @@ from fenchel.inspection.subject import Attention
 H, G, T, D = 4, 2, 9, 5
 
 
-def call(prior: Prior | None, choice: Choice, size: float = 2.0) -> Attention:
+def call(
+    prior: Prior | None, choice: Choice, size: float = 2.0, softcap: float | None = None
+) -> Attention:
     draw = torch.Generator().manual_seed(0)
     q = size * torch.randn(1, H, T, D, generator=draw)
     k, v = (size * torch.randn(1, G, T, D, generator=draw) for _ in range(2))
-    return Attention(q, k, v, choice, prior, 0.3)
+    return Attention(q, k, v, choice, prior, 0.3, softcap)
 
 
 def dense(c: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """(beta z, log u, p), each (H, T, T), in float64."""
     k = c.k.repeat_interleave(H // G, 1).double()
     z = c.scale * (c.q.double() @ k.mT)[0]
+    if c.softcap is not None:
+        z = c.softcap * torch.tanh(z / c.softcap)
     log_u = torch.zeros_like(z)
     if c.prior is not None:
         log_u = c.prior.log(T, T, B=1, H=H, dtype=torch.float64)[0].expand_as(z)
@@ -42,11 +46,12 @@ CHOICES = {"softmax": Softmax(1.7), "entmax": Entmax(1.5), "sparsemax": Sparsema
 
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("softcap", [None, 1.5])
 def test_rows_are_what_their_definitions_say(
-    prior: str, choice: str, monkeypatch: pytest.MonkeyPatch
+    prior: str, choice: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspected, "_BLOCK", 4 * H * T)  # four queries at a time
-    c = call(PRIORS[prior], CHOICES[choice])
+    c = call(PRIORS[prior], CHOICES[choice], softcap=softcap)
     z, log_u, p = dense(c)
     found = rows(c)
     i, j = torch.arange(T)[:, None], torch.arange(T)

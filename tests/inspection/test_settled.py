@@ -1,9 +1,13 @@
 """fenchel/inspection/settled.py: a tangent has the value and the derivative, and only where due."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
+from torch.nn import functional
 from transformers.activations import NewGELUActivation
 
 from fenchel.inspection.graph import derivative
@@ -17,6 +21,29 @@ class Reversed(nn.Module):
         return x.flip(-1).sin()
 
 
+class Bare(nn.Module):
+    """A function of torch's, inside something that has weights and so is no activation itself."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f, self.weight = f, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(x)
+
+
+class Called(nn.Module):
+    """An activation that is a function of torch's, as in our own MLP."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.f = nn.Linear(6, 6), f
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.f(self.up(x))
+        return out
+
+
 def net(bare: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), bare, nn.LayerNorm(6), nn.Linear(6, 4)).double()
@@ -25,9 +52,14 @@ def net(bare: nn.Module) -> nn.Module:
 X = torch.randn(1, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(
-    "bare", [NewGELUActivation(), nn.SiLU(), nn.ReLU(), nn.Softmax(-1), Reversed(), nn.Dropout(0.0)]
-)
+FUNCTIONS = [
+    *(functional.gelu, functional.silu, functional.relu, functional.softplus),
+    partial(functional.gelu, approximate="tanh"),
+]
+MODULES = [NewGELUActivation(), nn.SiLU(), nn.ReLU(), nn.Softmax(-1), Reversed(), nn.Dropout(0.0)]
+
+
+@pytest.mark.parametrize("bare", [*MODULES, *(Called(f) for f in FUNCTIONS)])
 def test_derivatives_are_those_of_the_map(bare: nn.Module) -> None:
     f = net(bare)
     near = settled(f, f)
@@ -49,6 +81,8 @@ def test_only_what_acts_number_by_number_becomes_straight() -> None:
 
     assert bend(nn.SiLU()) < 1e-12
     assert bend(Reversed()) > 0.1
+    assert bend(Bare(functional.silu)) < 1e-12
+    assert bend(Bare(functional.gelu)) < 1e-12
 
 
 def test_the_module_is_left_as_it_was() -> None:

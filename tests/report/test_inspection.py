@@ -7,10 +7,12 @@ import re
 from importlib import resources
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fenchel.report.document import document
 from fenchel.report.inspection import render
+from fenchel.report.inspection_rows import means
 from fenchel.report.markup import Html
 
 HOSTILE = "</script><img src=https://evil.example/x onerror=alert(1)>"
@@ -178,6 +180,21 @@ def test_a_row_stands_at_its_token_and_its_head() -> None:
     assert measures["margin"][5][3] is None
     longer = data_of(render(inspection(tokens=300)))["pictures"]["rows"]
     assert len(longer["columns"]) == len(longer["measures"][0]["values"][0]) == 128
+
+
+def test_a_span_of_rows_is_told_by_the_mean_of_what_is_there() -> None:
+    draw = np.random.default_rng(0)
+    values = draw.normal(size=(3, 41))
+    values[draw.random(values.shape) < 0.4] = np.nan
+    values[1, 5:12] = np.nan
+    edges = [0, 1, 5, 8, 12, 41]
+    rows = [[None if np.isnan(x) else float(x) for x in row] for row in values]
+    found = means(rows, edges)
+    for row, line in zip(values, found, strict=True):
+        for part, mean in zip(np.split(row, edges[1:-1]), line, strict=True):
+            there = part[~np.isnan(part)]
+            assert mean == pytest.approx(there.mean() if len(there) else np.nan, nan_ok=True)
+    assert np.isnan(found[1, 2])
 
 
 def test_long_texts_are_gathered_into_spans_that_lose_nothing() -> None:

@@ -20,6 +20,7 @@ from fenchel.attention import (
 )
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
 from fenchel.sensitivity import attention_jacobian, jacobian, self_attention_jacobian
+from fenchel.sensitivity.bounds.covariance import terms
 from fenchel.sensitivity.rows import Rows
 
 Draw = Callable[..., Tensor]
@@ -52,6 +53,66 @@ def test_it_is_the_derivative_of_attend(
     u = draw(2, 4, 5, 6)
     _, pull = torch.func.vjp(f, q, k, v)
     torch.testing.assert_close(J.T @ u, pull(u))
+
+
+@pytest.mark.parametrize("choice", [Softmax(), Softmax(2.5), Entmax(1.5), Sparsemax()], ids=repr)
+@pytest.mark.parametrize("prior", PRIORS[:4], ids=lambda prior: type(prior).__name__)
+@pytest.mark.parametrize("budget", [1, None], ids=["row by row", "whole"])
+@pytest.mark.parametrize("softcap", [0.4, 2.0, 50.0])
+def test_under_a_cap_it_is_the_derivative_of_capped_attention(
+    choice: Choice, prior: Prior | None, budget: int | None, softcap: float, draw: Draw
+) -> None:
+    q, k, v = 3.0 * draw(2, 4, 5, 3), draw(2, 2, 7, 3), draw(2, 2, 7, 6)
+    how = {"choice": choice, "prior": prior, "softcap": softcap}
+    J = attention_jacobian(q, k, v, **how, budget=budget)
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, **how, backend="reference")
+
+    moves, u = (draw(2, 4, 5, 3), draw(2, 2, 7, 3), draw(2, 2, 7, 6)), draw(2, 4, 5, 6)
+    _, moved = torch.func.jvp(f, (q, k, v), moves)
+    torch.testing.assert_close(J @ moves, moved)
+    _, pull = torch.func.vjp(f, q, k, v)
+    torch.testing.assert_close(J.T @ u, pull(u))
+    single = J.single()
+    assert single.dtype == torch.float32
+    few = tuple(move.float() for move in moves)
+    torch.testing.assert_close(single @ few, moved.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [0.3, 1.0, 5.0, 50.0])
+@pytest.mark.parametrize("offset", [0.0, 40.0])
+def test_under_a_cap_no_head_exceeds_its_bound(softcap: float, offset: float, draw: Draw) -> None:
+    for size in (0.3, 2.0, 8.0):
+        q, k, v = size * draw(1, 3, 6, 3), draw(1, 3, 6, 3) + offset, draw(1, 3, 6, 4)
+        for dtype in (torch.float64, torch.float32):
+            at = [x.to(dtype) for x in (q, k, v)]
+            for wrt in ("q", "k", "v", "qkv"):
+                J = attention_jacobian(*at, softcap=softcap, prior=Causal(), wrt=wrt, each=True)
+                wide = [x.double() for x in at]
+                exact = attention_jacobian(
+                    *wide, softcap=softcap, prior=Causal(), wrt=wrt, each=True
+                )
+                true = torch.linalg.matrix_norm(exact.dense(), 2)
+                parts = {cheap: terms(J.rows, at[2], cheap=cheap) for cheap in (True, False)}
+                for found in parts.values():
+                    named = {"q": found.query, "k": found.key, "v": found.mixing}
+                    squares = sum(named[name].double().square() for name in wrt)
+                    assert bool((squares.sqrt() >= true * (1 - 1e-12)).all())  # type: ignore[union-attr]
+                assert bool((J.ceiling().double() >= true * (1 - 1e-12)).all())
+
+
+def test_under_a_cap_the_bound_allows_for_keys_far_from_the_origin(draw: Draw) -> None:
+    for offset in (10.0, 37.0, 100.0, 333.0, 1000.0):
+        apart = draw(1, 8, 6, 1)
+        k = (offset + 0.05 * apart).float()
+        q, v = (0.2 / offset) * draw(1, 8, 6, 1).float(), apart.float()  # values go with keys
+        wide = attention_jacobian(
+            *(x.double() for x in (q, k, v)), softcap=50.0, wrt="q", each=True
+        )
+        true = torch.linalg.matrix_norm(wide.dense(), 2)
+        J = attention_jacobian(q, k, v, softcap=50.0, wrt="q", each=True)
+        assert bool((terms(J.rows, v, cheap=True).query.double() >= true).all())
 
 
 def test_it_agrees_with_the_derivative_written_out(draw: Draw) -> None:

@@ -18,6 +18,9 @@ For the key term, Cauchy and Schwarz in the weights s_i give |sum_j s_ij (v_j - 
 dq = dX W_Q and so on: the three numbers carry the weights' factors, and add up. In (q, k, v) moves
 are separate coordinates, and the root of the sum of squares bounds all together.
 
+Under a cap on the scores with slopes t_ij, row i sees t_ij k_j for k_j, and c_ij = t_ij q_i . dk_j:
+s_ij t_ij^2 takes the place of s_ij in the key term.
+
 At a point; sure; within 3 of the truth on random inputs, exact on the known worst family. Full:
 O(n^2 d^2) time, O(n d^2) memory. Cheap: traces instead of matrices and |P|_2^2 <= the largest
 column sum: O(n^2 d) time, O(n d) memory.
@@ -110,7 +113,9 @@ def terms(rows: Rows, v: Tensor, factors: Factors = _NONE, *, cheap: bool = Fals
     """The three numbers for the weights in ``rows`` on the values v (B, H, S, E)."""
     B, H = rows.lead
     F = Factors(*(None if f is None else flat(f.expand(B, H, *f.shape[2:])) for f in factors))
-    k, v = (x - x.mean(-2, keepdim=True) for x in (rows.k, flat(v)))  # moments forget origins
+    k, v = rows.k, flat(v)
+    v = v - v.mean(-2, keepdim=True)  # moments forget origins, unless slopes multiply
+    k = k - k.mean(-2, keepdim=True) if rows.softcap is None else k
     found = _cheap(rows, k, v, F) if cheap else _full(rows, k, v, F)
     gain = 1.0 if F.v is None else spectral(F.v)
     # Moments are differences of sums: allow for their rounding before calling this a bound.
@@ -127,12 +132,12 @@ def _full(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
     query = k.new_zeros(N)
     seen = k.new_zeros(N, S, D, D)
     for block in rows:
-        keys, s, q = block.keys, block.s, rows.q[:, block.rows]
-        C = moment(s, v[:, keys], k[:, keys])
+        keys, s, t, q = block.keys, block.s, block.slope, rows.q[:, block.rows]
+        C = moment(s, v[:, keys], k[:, keys], t)
         C = C if F.q is None else C @ F.q.unsqueeze(1)
         query = torch.maximum(query, spectral(C).amax(-1))
         own = largest(moment(s, v[:, keys], v[:, keys]))
-        w = s * own.unsqueeze(-1)
+        w = _sloped(s, t, 2) * own.unsqueeze(-1)
         for a in range(D):
             seen[:, keys, a] += w.mT @ (q[..., a : a + 1] * q)
     seen = seen if F.k is None else F.k.unsqueeze(1).mT @ seen @ F.k.unsqueeze(1)
@@ -144,11 +149,11 @@ def _cheap(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
     N, S, _ = k.shape
     query, columns, sums = k.new_zeros(N), k.new_zeros(N, S), k.new_zeros(N, S)
     for block in rows:
-        keys, s, q = block.keys, block.s, rows.q[:, block.rows]
+        keys, s, t, q = block.keys, block.s, block.slope, rows.q[:, block.rows]
         q = q if F.k is None else q @ F.k
-        own, other = (variance(s, x[:, keys]) for x in (v, k))
+        own, other = variance(s, v[:, keys]), variance(s, k[:, keys], t)
         query = torch.maximum(query, (own * other).sqrt().amax(-1))
-        w = s * (own * q.square().sum(-1)).unsqueeze(-1)
+        w = _sloped(s, t, 2) * (own * q.square().sum(-1)).unsqueeze(-1)
         columns[:, keys] += w.sum(-2)
         sums[:, keys] += block.p.sum(-2)
     query = query if F.q is None else query * spectral(F.q)
@@ -157,27 +162,36 @@ def _cheap(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
     return Terms(sums.amax(-1).sqrt(), scale * query, scale * columns.amax(-1).sqrt())
 
 
-def moment(s: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """sum_j s_ij (x_j - mean) (y_j - mean)^T, the means weighted by s_i.
+def moment(s: Tensor, x: Tensor, y: Tensor, t: Tensor | None = None) -> Tensor:
+    """sum_j s_ij (x_j - mean) (y_j - mean)^T, the means weighted by s_i; t_ij y_j for y_j with t.
 
     (..., t, n), (..., n, E), (..., n, D) -> (..., t, E, D). One column of x at a time, so that no
     (t, n, E) tensor is made.
     """
+    sloped = _sloped(s, t, 1)
     total = s.sum(-1, keepdim=True)
     inverse = torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)
-    mean_x, sum_y = s @ x * inverse, s @ y
+    mean_x, sum_y = s @ x * inverse, sloped @ y
     rows = [
-        (s * x[..., None, :, e]) @ y - mean_x[..., e : e + 1] * sum_y for e in range(x.shape[-1])
+        (sloped * x[..., None, :, e]) @ y - mean_x[..., e : e + 1] * sum_y
+        for e in range(x.shape[-1])
     ]
     return torch.stack(rows, -2)
 
 
-def variance(s: Tensor, x: Tensor) -> Tensor:
-    """The trace of ``moment(s, x, x)``: (..., t, n), (..., n, E) -> (..., t)."""
+def variance(s: Tensor, x: Tensor, t: Tensor | None = None) -> Tensor:
+    """The trace of the moment of x, or of t_ij x_j: (..., t, n), (..., n, E) -> (..., t)."""
     total = s.sum(-1)
-    mean = s @ x
-    square = (s @ x.square().sum(-1, keepdim=True)).squeeze(-1)
-    return (square - mean.square().sum(-1) / torch.where(total > 0, total, 1.0)).clamp(min=0.0)
+    mean = _sloped(s, t, 1) @ x
+    square = (_sloped(s, t, 2) @ x.square().sum(-1, keepdim=True)).squeeze(-1)
+    rest = square - mean.square().sum(-1) / torch.where(total > 0, total, 1.0)
+    if t is not None:  # no origin was taken away, so what is left may be no more than rounding
+        rest = rest + 64 * torch.finfo(x.dtype).eps * square
+    return rest.clamp(min=0.0)
+
+
+def _sloped(s: Tensor, t: Tensor | None, power: int) -> Tensor:
+    return s if t is None else s * t**power
 
 
 def mixing(rows: Rows) -> Tensor:
