@@ -18,10 +18,10 @@ from fenchel.inspection.held import answer, hold
 from fenchel.inspection.recorder import Recorder
 from fenchel.inspection.subject import Attention, Reading, Subject
 from fenchel.inspection.text import after_an_end, framed
-from fenchel.inspection.undrawn import Undrawn
 from fenchel.model import ModelConfig, Transformer, evaluating, load
 from fenchel.model.directory import CONFIG, Directory, open_directory
 from fenchel.model.families import Family, family_of
+from fenchel.model.outline import outline
 from fenchel.model.weights import read_weights
 
 
@@ -72,8 +72,7 @@ def open_run(path: Path) -> Ours | None:
     """The best checkpoint of a run directory; None where there is no run."""
     if not (path / "checkpoints").is_dir():
         return None
-    with Undrawn():
-        model, tokenizer, config = load(path)
+    model, tokenizer, config = load(path)
     require_choice(config, str(path))
     stored = str(model.read_weight.dtype).removeprefix("torch.")
     return Ours(
@@ -93,10 +92,8 @@ def open_known(found: Checkpoint) -> Ours:
     directory = open_directory(found.folder)
     family, config = _said(found, directory)
     require_choice(config, str(found.folder))
-    with Undrawn():
-        weights = _weights(found, directory, family, config)
-        with torch.device("meta"):
-            model = Transformer(config)
+    weights = _weights(found, directory, family, config)
+    model = outline(config)
     model.load_state_dict(weights, strict=True, assign=True)
     return Ours(
         name=found.name,

@@ -28,6 +28,7 @@ from fenchel.model.config import ModelConfig
 from fenchel.model.directory import CONFIG, TOKENIZER, WEIGHTS, holds, modest_file, open_directory
 from fenchel.model.families import family_of
 from fenchel.model.header import read_header, shown
+from fenchel.model.outline import outline
 from fenchel.model.transformer import Transformer
 from fenchel.model.weights import KINDS, read_weights, skeleton
 
@@ -84,8 +85,7 @@ def load_model(
         family = family_of(directory.config["model_type"], directory.tensors, path / CONFIG)
         config = family.read(directory.config, directory.tensors, path / CONFIG)
         weights = read_weights(directory, family, config, dtype)
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = outline(config)
     model.load_state_dict(weights, strict=True, assign=True)
     return model.to(dtype=dtype).eval()
 

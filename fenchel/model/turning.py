@@ -43,9 +43,6 @@ class Turning:
         cos, sin = self._kept(end, like.device, exact).unbind()
         return Angles(cos, sin)
 
-    # A constant of what is compiled: made inside of it, the angles would be computed anew for every
-    # entry that they turn, forward and backward.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _kept(self, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The table, cos above sin, (2, positions, W), with at least ``end`` positions."""
         kept = self._table
@@ -57,6 +54,11 @@ class Turning:
                 )
                 self._table = torch.stack(table)
         return self._table
+
+    # A constant of what is compiled: made inside of it, the angles would be computed anew for every
+    # entry that they turn, forward and backward. torch.compiler.assume_constant_result does this,
+    # and loads the compiler for everybody who imports this page.
+    _kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def scaling(config: ModelConfig) -> Scaling | None:

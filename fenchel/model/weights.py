@@ -21,7 +21,7 @@ from fenchel.model.config import ModelConfig
 from fenchel.model.directory import Directory, Tensors, mapped
 from fenchel.model.families import Family, Match
 from fenchel.model.header import shown
-from fenchel.model.transformer import Transformer
+from fenchel.model.outline import outline
 
 KINDS = {
     "F64": torch.float64,
@@ -77,8 +77,7 @@ def is_finite(tensor: Tensor) -> bool:
 def skeleton(config: ModelConfig) -> dict[str, Tensor]:
     """Names and shapes of a model's weights, without their numbers."""
     try:
-        with torch.device("meta"):
-            return dict(Transformer(config).state_dict())
+        return dict(outline(config).state_dict())
     except (RuntimeError, OverflowError) as error:
         raise ValueError(
             f"the settings ask for what no tensor can hold ({shown(error)})."

@@ -1,15 +1,20 @@
-"""Models laid out without drawing numbers for weights that will be read.
+"""A model laid out without numbers, for weights that will be read.
 
-A model is laid out on the meta device, where tensors have shapes and no numbers. Its layers ask for
-random numbers all the same, and torch answers by loading its compiler, which takes over a second.
+On the meta device tensors have shapes and no numbers. A model's layers ask for random numbers there
+all the same, and torch answers by loading its compiler, which takes over a second; so nothing is
+drawn.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
+
+from fenchel.model.config import ModelConfig
+from fenchel.model.transformer import Transformer
 
 _DRAWS = (
     *(Tensor.normal_, Tensor.uniform_),
@@ -17,7 +22,13 @@ _DRAWS = (
 )
 
 
-class Undrawn(TorchFunctionMode):
+def outline(config: ModelConfig) -> Transformer:
+    """A model on the meta device."""
+    with _Undrawn(), torch.device("meta"):
+        return Transformer(config)
+
+
+class _Undrawn(TorchFunctionMode):
     """Inside, nothing is drawn on the meta device; everywhere else as ever."""
 
     def __torch_function__(
