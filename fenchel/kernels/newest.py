@@ -14,8 +14,9 @@ group writes them, and none of its neighbours reads that slot, so nobody waits f
 slot of a block keeps its own running maximum, sum and mix, as in online softmax, and they are
 put together at the end; the loop begins at the oldest token there is. Bytes: 4 n D in bfloat16 for
 the keys and values of a head, out of the cache of the chip for all heads of a group but one; for
-300 tokens that is less than a hundredth of the weights of a layer, and what counts is the latency
-of one to three rounds. For n of many thousands one program a head is too few.
+300 tokens that is less than a hundredth of the weights of a layer, and what counts is latency: a
+block is asked for before the one in front is used. For n of many thousands one program a head is
+too few.
 
 Turned entries are rounded where fenchel/attention/rotary.py rounds; the softmax is in float32.
 
@@ -94,6 +95,20 @@ def _turned(x_ptr, d, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _slots(  # type: ignore[no-untyped-def]
+    keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS: tl.constexpr, D: tl.constexpr
+):
+    """Keys and values of the slots from ``start`` on, and which of them are present."""
+    slot = start + tl.arange(0, SLOTS)
+    there = (slot >= oldest) & (slot < R) & (slot != place) & (R - 1 - slot >= fill)
+    at = slot[:, None] * D + d[None, :]
+    mask = there[:, None] & (d < D)[None, :]
+    keys = tl.load(keys_ptr + at, mask=mask, other=0.0)
+    values = tl.load(values_ptr + at, mask=mask, other=0.0)
+    return keys, values, there
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _newest(  # type: ignore[no-untyped-def]
     qkv_ptr,
     cos_ptr,
@@ -143,13 +158,14 @@ def _newest(  # type: ignore[no-untyped-def]
     top = tl.full((SLOTS,), FLOOR, tl.float32)
     total = tl.zeros((SLOTS,), tl.float32)
     mix = tl.zeros((SLOTS, BLOCK), tl.float32)
-    for start in range(oldest // SLOTS * SLOTS, R, SLOTS):
-        slot = start + tl.arange(0, SLOTS)
-        there = (slot >= oldest) & (slot < R) & (slot != place) & (R - 1 - slot >= fill)
-        at = slot[:, None] * D + d[None, :]
-        mask = there[:, None] & (d < D)[None, :]
-        keys = tl.load(keys_ptr + at, mask=mask, other=0.0)
-        values = tl.load(values_ptr + at, mask=mask, other=0.0)
+    start = oldest // SLOTS * SLOTS
+    keys, values, there = _slots(keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS, D)
+    while start < R:
+        start += SLOTS
+        # asked for before the last are used, so that only the first are waited for
+        next_keys, next_values, next_there = _slots(
+            keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS, D
+        )
         z = tl.sum(keys.to(tl.float32) * q[None, :], 1)
         z = tl.where(there, z, -float("inf"))
         higher = tl.maximum(top, z)
@@ -157,6 +173,7 @@ def _newest(  # type: ignore[no-untyped-def]
         total = total * fade + p
         mix = mix * fade[:, None] + p[:, None] * values.to(tl.float32)
         top = higher
+        keys, values, there = next_keys, next_values, next_there
 
     highest = tl.maximum(tl.max(top, 0), own)
     fade, p = tl.exp(top - highest), tl.exp(own - highest)

@@ -7,11 +7,10 @@ With a the smoothing and V the vocabulary, for every row z of logits and its tar
 
 One program a row: a pass for the largest entry and the sum, kept running in every thread as in
 online softmax and put together at its end, and a pass that writes. Bytes: two reads and one write
-of z, 3 * 2 V a row in bfloat16, of which the second read should come from the chip's cache: so a
-program is as wide as there are threads, and only some two hundred rows of 100 kB are under way.
-Done by separate operations in float32 it is twelve passes of twice the width. Exponentials: two an
-entry, and one a thread and block for the running sum. Programs share nothing, so the result does
-not depend on their order.
+of z, 3 * 2 V a row in bfloat16, of which the second read may come from the chip's cache; done by
+separate operations in float32 it is twelve passes of twice the width. Exponentials: two an entry,
+and one a thread and block for the running sum. Programs share nothing, so the result does not
+depend on their order.
 
 Only the last block of a row is masked: with a mask that may end anywhere the compiler loads entry
 by entry.
@@ -22,8 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-EACH, WARPS = 8, 32
-"""Entries of a thread at a time, one load of 16 bytes in bfloat16, and warps of a program."""
+EACH, WARPS = 8, 16
+"""Entries of a thread at a time, one load of 16 bytes in bfloat16, and warps of a program. By trial
+on an H200, 65,536 rows of 50,257: 4, 8, 16, 32 warps take 6.3, 6.5, 5.4, 6.1 ms; with 16 entries
+all take 8."""
 FLOOR = tl.constexpr(-1e30)
 
 

@@ -9,28 +9,16 @@ form by tanh differs from it by at most 4.73e-4. Dropout stands after f, before 
 M width of the stream, F width inside.
 """
 
-import math
 from collections.abc import Callable
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, relu, silu
 
 from fenchel.model.config import ModelConfig
 from fenchel.model.sigma import linear_map
 
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    if not torch.compiler.is_compiling():
-        return gelu(x, approximate="tanh")
-    # (1 + tanh u) / 2 is the logistic function of 2 u: one exponential, where a compiler's tanh is
-    # exact near 0 at the price of a second branch, and bends more slowly than memory gives numbers
-    z = x.to(torch.promote_types(x.dtype, torch.float32))
-    u = math.sqrt(2.0 / math.pi) * (z + 0.044715 * z * z * z)
-    return (z * torch.sigmoid(2.0 * u)).to(x.dtype)
-
-
+gelu_tanh = partial(gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": silu,
     "geglu": gelu,
