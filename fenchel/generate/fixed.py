@@ -85,7 +85,7 @@ class Coming(NamedTuple):
         arrived = None
         if there_BN.is_cuda:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(there_BN.device))
         return cls(there_BN, here_BN, arrived)
 
     def told(self) -> Tensor:
