@@ -17,7 +17,6 @@ from fenchel.attention import Causal, Window
 from fenchel.data import end_id, train_tokenizer
 from fenchel.inspection import Reading, open_subject, transformer
 from fenchel.inspection.graph import derivative
-from fenchel.inspection.rows import rows, weights
 from fenchel.inspection.text import after_an_end
 from fenchel.inspection.transformer import Ours
 from fenchel.model import ModelConfig, Transformer
@@ -40,34 +39,11 @@ def read(folder: Path, ids: Tensor) -> Reading:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_maps_and_entropies_are_those_of_transformers(
-    family: str, save: Save, eager: Eager, ids: Tensor
-) -> None:
-    theirs = eager(family).weights
-    reading = read(save(family), ids)
-    ours = torch.stack([weights(p.attention, ids.shape[1]) for p in reading.passages])
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    entropy = torch.stack([rows(p.attention).entropy for p in reading.passages])
-    wanted = torch.special.entr(theirs.double()).sum(-1)
-    torch.testing.assert_close(entropy.double(), wanted, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_streams_logits_and_facts_are_those_of_transformers(
-    family: str, save: Save, eager: Eager, ids: Tensor
-) -> None:
-    _, streams, logits, parameters = eager(family)
+def test_facts_are_those_of_the_checkpoint(family: str, save: Save, eager: Eager) -> None:
     subject = open_subject(save(family))
-    reading = subject.read(ids)
-    for passage, before in zip(reading.passages, streams, strict=False):
-        size = float(before.abs().amax())
-        torch.testing.assert_close(passage.before, before, rtol=1e-5, atol=1e-5 * size)
-        torch.testing.assert_close(passage.block(passage.before), passage.after)
-    assert reading.read_out is not None
-    again = reading.read_out(reading.passages[-1].after)
-    torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5 * float(logits.abs().amax()))
+    assert isinstance(subject, Ours)
     facts = subject.facts()
-    assert facts["parameters"] == parameters
+    assert facts["parameters"] == eager(family).parameters
     assert facts["family"] == ("gpt_neox" if family == "neox" else family)
     assert facts["stored"] == "float32"
     assert facts["context"] == (2048 if family == "bloom" else 48)

@@ -1,0 +1,57 @@
+"""Who reads a checkpoint, ours or transformers, does not matter: eager attention is the law."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.inspection import Reading
+from fenchel.inspection.checkpoint import look_at
+from fenchel.inspection.hugging_face import open_foreign
+from fenchel.inspection.rows import rows, weights
+from fenchel.inspection.transformer import open_known
+
+BOTH = ("gpt2", "mistral", "gemma2", "bert")
+OURS = (*BOTH, "llama", "qwen3", "gemma", "neox", "bloom", "albert")
+THEIRS = (*BOTH, "opt", "phi", "distilbert")
+READERS = [*((open_known, family) for family in OURS), *((open_foreign, f) for f in THEIRS)]
+
+
+@pytest.fixture(params=READERS, ids=lambda one: f"{one[0].__name__}-{one[1]}")
+def reading(
+    request: pytest.FixtureRequest, save: Callable[[str], Path], ids: Tensor
+) -> tuple[str, Reading]:
+    """A family, and what a reader made of it."""
+    reader, family = request.param
+    found = look_at(save(family))
+    assert found is not None
+    return family, reader(found).read(ids)
+
+
+def test_maps_and_entropies_are_those_of_eager_attention(
+    reading: tuple[str, Reading], eager: Callable[[str], Any], ids: Tensor
+) -> None:
+    family, found = reading
+    theirs = eager(family).weights
+    ours = torch.stack([weights(p.attention, ids.shape[1]) for p in found.passages])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    entropy = torch.stack([rows(p.attention).entropy for p in found.passages])
+    wanted = torch.special.entr(theirs.double()).sum(-1)
+    torch.testing.assert_close(entropy.double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_streams_and_logits_are_those_of_the_model(
+    reading: tuple[str, Reading], eager: Callable[[str], Any]
+) -> None:
+    family, found = reading
+    _, streams, logits, _ = eager(family)
+    for passage, before in zip(found.passages, streams, strict=False):
+        size = float(before.abs().amax())
+        torch.testing.assert_close(passage.before, before, rtol=1e-5, atol=1e-5 * size)
+        torch.testing.assert_close(passage.block(passage.before), passage.after)
+    assert found.read_out is not None
+    again = found.read_out(found.passages[-1].after)
+    torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5 * float(logits.abs().amax()))
