@@ -100,11 +100,11 @@ def _load(directory: Path) -> Any:
         raise ValueError("attach needs transformers; pip install 'fenchel[hf]'.") from None
     import torch
 
-    from fenchel.files import read_json
+    from fenchel.model.directory import CONFIG, read_plain_json
 
     hf.logging.set_verbosity_error()
     hf.logging.disable_progress_bar()
-    names: Any = read_json(directory / "config.json").get("architectures")
+    names: Any = read_plain_json(directory, CONFIG).get("architectures")
     kind: Any = getattr(hf, names[0], None) if _is_words(names) else None
     if not isinstance(kind, type) or not issubclass(kind, hf.PreTrainedModel):
         raise ValueError(f"{directory / 'config.json'} names no architecture of transformers.")
@@ -153,8 +153,9 @@ def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None
 
 def _tokenizer(directory: Path, model: Any) -> Any:
     from fenchel.data import load_tokenizer
+    from fenchel.model.directory import TOKENIZER, modest_file
 
-    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    tokenizer = load_tokenizer(modest_file(directory, TOKENIZER))
     knows = model.config.get_text_config().vocab_size
     if tokenizer.get_vocab_size() > knows:
         raise ValueError(

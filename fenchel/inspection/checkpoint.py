@@ -15,6 +15,7 @@ from fenchel.data import load_tokenizer
 from fenchel.files import read_json
 from fenchel.inspection.weights import Weights, look_over
 from fenchel.model.config import LARGEST
+from fenchel.model.directory import CONFIG, TOKENIZER, holds, modest_file
 from fenchel.model.header import shown
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -47,9 +48,9 @@ class Checkpoint(NamedTuple):
 
 def look_at(folder: Path) -> Checkpoint | None:
     """The directory, once it was looked over; None where there is no config.json."""
-    if not (folder / "config.json").is_file():
+    if not holds(folder, CONFIG):
         return None
-    config = read_json(folder / "config.json")
+    config = read_json(modest_file(folder, CONFIG))
     family = config.get("model_type")
     if "auto_map" in config:
         raise ValueError(f"{folder} brings code of its own (auto_map), which is not run.")
@@ -60,13 +61,14 @@ def look_at(folder: Path) -> Checkpoint | None:
             f"{family!r} is an encoder and a decoder; only one or the other can be inspected."
         )
     _require_sizes(config, folder)
-    if not (folder / "tokenizer.json").is_file():
+    if not holds(folder, TOKENIZER):
         raise ValueError(
             f"{folder} holds no tokenizer.json; save the model's fast tokenizer there."
         )
+    tokenizer = load_tokenizer(modest_file(folder, TOKENIZER))
     weights = look_over(folder)
     _require_depth(config, weights, folder)
-    return Checkpoint(folder, config, family, weights, load_tokenizer(folder / "tokenizer.json"))
+    return Checkpoint(folder, config, family, weights, tokenizer)
 
 
 def _require_sizes(config: dict[str, Any], folder: Path) -> None:

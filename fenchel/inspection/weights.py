@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from fenchel.files import Damaged, read_json
+from fenchel.model.directory import INDEX, holds, modest_file, plain_file
+from fenchel.model.directory import WEIGHTS as WHOLE
 from fenchel.model.weights import is_finite
 
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _KINDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PIECE = 1 << 24
 
@@ -54,18 +55,14 @@ def look_over(folder: Path) -> Weights:
 
 
 def _files(folder: Path) -> list[Path]:
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]  # an index beside it is not read by anybody
-    if (folder / INDEX).is_file():
-        table = read_json(folder / INDEX).get("weight_map")
+    if holds(folder, WHOLE):
+        return [plain_file(folder, WHOLE)]  # an index beside it is not read by anybody
+    if holds(folder, INDEX):
+        table = read_json(modest_file(folder, INDEX)).get("weight_map")
         names = sorted({str(n) for n in table.values()}) if isinstance(table, dict) else []
-        strange = next((n for n in names if Path(n).name != n or "\\" in n), None)
-        if not names or strange:
+        if not names:
             raise Damaged(f"{folder / INDEX} does not list files of its own folder.")
-        missing = next((n for n in names if not (folder / n).is_file()), None)
-        if missing:
-            raise Damaged(f"{folder / INDEX} names {missing[:80]!r}, which is not there.")
-        return [folder / name for name in names]
+        return [plain_file(folder, name) for name in names]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise ValueError(
             f"{folder} holds its weights as a pickle, which runs code when it is read; save the "

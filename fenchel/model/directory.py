@@ -6,13 +6,16 @@
     tokenizer.json, generation_config.json, ...
 
 Nobody has vouched for any of it. Only plain files that lie in the directory itself are opened:
-no link, no path, no pipe, no pickle, and no code whatever a file asks for. Sizes are read from
+no path, no pipe, no pickle, and no code whatever a file asks for. No link either, but for those
+that a snapshot in the cache of Hugging Face consists of: from snapshots/REVISION to a file of the
+folder blobs beside snapshots, called by its checksum. Sizes are read from
 the headers (fenchel/model/header.py) and compared with what the settings imply; only then is a
 tensor mapped. A mapped tensor is the file's own pages, shared and read when touched: a second
 copy exists only of what is changed afterwards.
 """
 
 import os
+import re
 import stat
 import warnings
 from collections import Counter
@@ -34,6 +37,7 @@ TOKENIZER = "tokenizer.json"
 _LIMITS = {CONFIG: 2**20, INDEX: 8 * 2**20, TOKENIZER: 48 * 2**20}
 _SEPARATORS = 3 * 2**20  # of a JSON file: a value costs up to 150 bytes, the largest in use has 2M
 _SHARDS = 1000
+_BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -106,7 +110,7 @@ def modest_file(path: Path, name: str) -> Path:
 
 
 def plain_file(path: Path, name: str) -> Path:
-    """``path / name``, if that is a file lying in the directory itself and nothing else."""
+    """``path / name``, if that is a file lying in the directory itself, or what stands for it."""
     if not name or Path(name).name != name or name[0] in ".~" or not _is_word(name):
         raise Damaged(
             f"{path} speaks of a file {shown(repr(name))}; "
@@ -118,13 +122,26 @@ def plain_file(path: Path, name: str) -> Path:
     except OSError as error:
         raise Damaged(f"{file} cannot be read ({error.strerror}).") from None
     if stat.S_ISLNK(mode):
+        if (blob := _blob(file)) is not None:
+            return blob
         raise Damaged(
-            f"{file} is a symbolic link and none is followed; "
+            f"{file} is a symbolic link out of the directory and is not followed; "
             "copy the directory with its links resolved (cp -rL)."
         )
     if not stat.S_ISREG(mode):
         raise Damaged(f"{file} is not a plain file.")
     return file
+
+
+def _blob(link: Path) -> Path | None:
+    """The plain file that a link of a snapshot stands for; None for any other link."""
+    snapshots, target = link.parent.resolve().parent, os.readlink(link)
+    if snapshots.name != "snapshots" or not _BLOB.fullmatch(target):
+        return None
+    blobs = snapshots.parent / "blobs"
+    blob = blobs / Path(target).name
+    plain = blob.is_file() and not blob.is_symlink() and not blobs.is_symlink()
+    return blob if plain else None
 
 
 @contextmanager

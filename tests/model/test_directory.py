@@ -95,6 +95,55 @@ def test_no_symbolic_link_is_followed(folder: Path, name: str) -> None:
         open_directory(folder)
 
 
+def cached(folder: Path, tmp_path: Path) -> Path:
+    """The same as a snapshot in the cache of Hugging Face."""
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b/snapshots/0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for n, file in enumerate(folder.iterdir()):
+        name = f"{n:x}" * (64 if file.suffix == ".safetensors" else 40)
+        file.rename(blobs / name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{name}")
+    return snapshot
+
+
+def test_a_snapshot_of_the_cache_is_read_as_it_is(folder: Path, tmp_path: Path) -> None:
+    before = open_directory(folder)
+    snapshot = cached(folder, tmp_path)
+    found = open_directory(snapshot)
+    assert found.config == before.config
+    assert {name: place.entry for name, place in found.tensors.items()} == {
+        name: place.entry for name, place in before.tensors.items()
+    }
+    (tmp_path / "way").symlink_to(snapshot)  # by another way
+    assert open_directory(tmp_path / "way").config == before.config
+
+
+@pytest.mark.parametrize("spoilt", ["outside", "absolute", "chain", "folder", "elsewhere"])
+def test_a_snapshot_leads_nowhere_but_to_its_blobs(
+    folder: Path, tmp_path: Path, spoilt: str
+) -> None:
+    snapshot = cached(folder, tmp_path)
+    link, blobs = snapshot / "config.json", snapshot.parents[1] / "blobs"
+    target = blobs / link.readlink().name
+    match spoilt:
+        case "outside" | "absolute":
+            target.rename(tmp_path / "moved")
+            link.unlink()
+            link.symlink_to("../../../moved" if spoilt == "outside" else tmp_path / "moved")
+        case "chain":
+            target.rename(tmp_path / "moved")
+            target.symlink_to(tmp_path / "moved")
+        case "folder":
+            blobs.rename(tmp_path / "moved")
+            blobs.symlink_to(tmp_path / "moved")
+        case "elsewhere":
+            snapshot.parent.rename(snapshot.parents[1] / "other")
+            snapshot = snapshot.parents[1] / "other" / "0123"
+    with pytest.raises(Damaged, match="symbolic link"):
+        open_directory(snapshot)
+
+
 def test_a_dangling_link_is_a_link(folder: Path) -> None:
     (folder / "model.safetensors").symlink_to(folder / "nowhere")
     with pytest.raises(Damaged, match="symbolic link"):
