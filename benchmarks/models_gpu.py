@@ -35,7 +35,7 @@ GPT2 = ModelConfig(
     mlp="gelu_tanh",
     bias=True,
 )
-BATCH, BATCHES = 64, (32, 64)
+BATCHES = (32, 64)
 """Sequences a step."""
 
 

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import record
-from benchmarks.models_gpu import BATCH, GPT2
+from benchmarks.models_gpu import GPT2
 from fenchel.model import Transformer
 from fenchel.optim import OptimConfig, build_optimiser
 from fenchel.train.readout import readout_loss
 
 MODEL = replace(GPT2, positions="rotary", norm="rms", bias=False)
 KINDS = ("muon", "trust", "score")
+BATCH = 64
 ROUNDS, WARMUP = 12, 3
 
 Step = Callable[[], tuple[float, float]]

@@ -122,14 +122,14 @@ def finetune(ledger: Ledger, size: str, name: str) -> Row:
     """Losses on the other text over rates, and what the checkpoint had there."""
     base = _continued(ledger, size, name, "finetune")
     jobs = [replace(base, rule=name, rate=_rounded(base.rate * times)) for times in FURTHER]
-    return _over_rates(ledger, name, base, jobs)
+    return _over(ledger, name, jobs, rates=[job.rate for job in jobs])
 
 
 def haste(ledger: Ledger, size: str, name: str) -> Row:
     """The same over rates of queries and keys alone."""
     base = _continued(ledger, size, name, "haste")
     jobs = [replace(base, rule=f"{name} x{times:g}") for times in FURTHER]
-    return _over_rates(ledger, name, base, jobs)
+    return _over(ledger, name, jobs, times=list(FURTHER))
 
 
 def _continued(ledger: Ledger, size: str, name: str, study: str) -> Job:
@@ -139,15 +139,14 @@ def _continued(ledger: Ledger, size: str, name: str, study: str) -> Job:
     return replace(bare, study=study, start=(origin.rate, origin.decay), seed=1)
 
 
-def _over_rates(ledger: Ledger, name: str, base: Job, jobs: list[Job]) -> Row:
-    (before,) = ledger([replace(base, study="finetune", rule="muon", rate=0.0, decay=0.0)], started)
+def _over(ledger: Ledger, name: str, jobs: list[Job], **along: list[float]) -> Row:
+    still = replace(jobs[0], study="finetune", rule="muon", rate=0.0, decay=0.0)
+    (before,) = ledger([still], started)
     found = ledger(jobs, continued)
     losses = _losses(found)
     return {
         "rule": name,
-        "times" if base.study == "haste" else "rates": (
-            list(FURTHER) if base.study == "haste" else [job.rate for job in jobs]
-        ),
+        **along,
         "before": before["loss"],
         "losses": losses,
         "excess": round(max(losses) - min(losses), 4),

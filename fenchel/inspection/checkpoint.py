@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from fenchel.data import load_tokenizer
-from fenchel.files import read_json
 from fenchel.inspection.weights import Weights, look_over
 from fenchel.model.config import LARGEST
-from fenchel.model.directory import CONFIG, TOKENIZER, holds, modest_file
+from fenchel.model.directory import CONFIG, TOKENIZER, holds, modest_file, read_plain_json
 from fenchel.model.header import shown
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -50,12 +49,12 @@ def look_at(folder: Path) -> Checkpoint | None:
     """The directory, once it was looked over; None where there is no config.json."""
     if not holds(folder, CONFIG):
         return None
-    config = read_json(modest_file(folder, CONFIG))
+    config = read_plain_json(folder, CONFIG)
     family = config.get("model_type")
     if "auto_map" in config:
         raise ValueError(f"{folder} brings code of its own (auto_map), which is not run.")
     if not isinstance(family, str) or not family:
-        raise ValueError(f"{folder / 'config.json'} does not say its model_type.")
+        raise ValueError(f"{folder / CONFIG} does not say its model_type.")
     if config.get("is_encoder_decoder"):
         raise ValueError(
             f"{family!r} is an encoder and a decoder; only one or the other can be inspected."
@@ -79,7 +78,7 @@ def _require_sizes(config: dict[str, Any], folder: Path) -> None:
             continue
         if type(size) is not int or not 0 < size <= LARGEST:
             raise ValueError(
-                f"{folder / 'config.json'}: {key}={shown(repr(size), 40)} should be a whole "
+                f"{folder / CONFIG}: {key}={shown(repr(size), 40)} should be a whole "
                 f"number, 1 to {LARGEST}."
             )
 
@@ -90,6 +89,6 @@ def _require_depth(config: dict[str, Any], weights: Weights, folder: Path) -> No
         depth = config.get(key, 1)
         if type(depth) is not int or not 0 < depth <= 4 * len(weights.shapes):
             raise ValueError(
-                f"{folder / 'config.json'} asks for {key}={shown(depth, 40)} and the weights hold "
+                f"{folder / CONFIG} asks for {key}={shown(depth, 40)} and the weights hold "
                 f"{len(weights.shapes)} tensors."
             )

@@ -71,18 +71,9 @@ class Held:
     @cached_property
     def output(self) -> Tensor:
         """attend at the place."""
-        c = self.call
         with torch.no_grad():
-            return attend(
-                c.q,
-                c.k,
-                c.v,
-                choice=c.choice,
-                prior=c.prior,
-                scale=c.scale,
-                softcap=c.softcap,
-                backend="blocked",
-            )
+            output: Tensor = attend(**self.call._asdict(), backend="blocked")
+        return output
 
     @cached_property
     def derivative(self) -> AttentionJacobian:
@@ -128,17 +119,8 @@ def _answered(f: Map, held: Held) -> Map:
 def derivative(call: Attention, *, keep: bool = True, each: bool = False) -> AttentionJacobian:
     """The derivative of a call in (q, k, v), one operator, or one a head with ``each``."""
     strip = _STRIP if call.q.device.type == "cpu" else _GPU_STRIP
-    J = attention_jacobian(
-        call.q,
-        call.k,
-        call.v,
-        choice=call.choice,
-        prior=call.prior,
-        scale=call.scale,
-        softcap=call.softcap,
-        each=each,
-        budget=strip * call.q.shape[1] * call.k.shape[2],
-    )
+    budget = strip * call.q.shape[1] * call.k.shape[2]
+    J = attention_jacobian(**call._asdict(), each=each, budget=budget)
     if keep:
         r = J.rows
         q, k = (x.view(*r.lead, *x.shape[1:]) for x in (r.q, r.k))

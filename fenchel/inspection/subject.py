@@ -112,6 +112,14 @@ class Subject(ABC):
         """Ids of a text; the ``first`` one has a beginning, further ones are bare."""
         return self.begin(self.tokenizer, text) if first else encode(self.tokenizer, text)
 
+    def require_known(self, ids: Tensor, known: int) -> None:
+        """Refuse ids that the model's table of ``known`` tokens does not have."""
+        if (most := int(ids.max())) >= known:
+            raise ValueError(
+                f"the tokenizer of {self.name} gives the id {most} and the model knows {known}; it "
+                "is not the tokenizer of this model."
+            )
+
     def facts(self) -> dict[str, Any]:
         """What a reader wants to know of it, as plain values."""
         return {

@@ -40,7 +40,7 @@ class Ours(Subject):
     def read(self, ids: Tensor) -> Reading:
         """Run it once; its attention reports through ``observe``."""
         model = self.model
-        self._require_known(ids)
+        self.require_known(ids, model.config.vocabulary)
         recorder = Recorder(model)
         reading = True
 
@@ -58,14 +58,6 @@ class Ours(Subject):
 
     def _read_out(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.prepared(x[:, -1:]))[0, 0]
-
-    def _require_known(self, ids: Tensor) -> None:
-        known, most = self.model.config.vocabulary, int(ids.max())
-        if most >= known:
-            raise ValueError(
-                f"the tokenizer of {self.name} gives the id {most} and the model knows {known}; it "
-                "is not the tokenizer of this model."
-            )
 
 
 def open_run(path: Path) -> Ours | None:

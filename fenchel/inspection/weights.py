@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from fenchel.files import Damaged, read_json
-from fenchel.model.directory import INDEX, holds, modest_file, plain_file
+from fenchel.files import Damaged
+from fenchel.model.directory import INDEX, holds, plain_file, read_plain_json
 from fenchel.model.directory import WEIGHTS as WHOLE
 from fenchel.model.weights import is_finite
 
@@ -58,7 +58,7 @@ def _files(folder: Path) -> list[Path]:
     if holds(folder, WHOLE):
         return [plain_file(folder, WHOLE)]  # an index beside it is not read by anybody
     if holds(folder, INDEX):
-        table = read_json(modest_file(folder, INDEX)).get("weight_map")
+        table = read_plain_json(folder, INDEX).get("weight_map")
         names = sorted({str(n) for n in table.values()}) if isinstance(table, dict) else []
         if not names:
             raise Damaged(f"{folder / INDEX} does not list files of its own folder.")
