@@ -144,7 +144,7 @@ def test_the_device_is_asked_once_for_many_words(
     assert asked == [39]  # the first word comes from reading the prompt
     asked.clear()
     never = next(word for word in range(model.config.vocabulary) if word not in said)
-    generate(model, ids, stop=[never], **greedy)
+    assert generate(model, ids, stop=[never], **greedy)[0].tolist() == said
     assert asked == [16, 16, 7]
     asked.clear()
     words = stream(

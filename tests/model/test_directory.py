@@ -119,7 +119,9 @@ def test_a_snapshot_of_the_cache_is_read_as_it_is(folder: Path, tmp_path: Path) 
     assert open_directory(tmp_path / "way").config == before.config
 
 
-@pytest.mark.parametrize("spoilt", ["outside", "absolute", "chain", "folder", "elsewhere"])
+@pytest.mark.parametrize(
+    "spoilt", ["outside", "absolute", "namesake", "chain", "folder", "elsewhere"]
+)
 def test_a_snapshot_leads_nowhere_but_to_its_blobs(
     folder: Path, tmp_path: Path, spoilt: str
 ) -> None:
@@ -131,6 +133,10 @@ def test_a_snapshot_leads_nowhere_but_to_its_blobs(
             target.rename(tmp_path / "moved")
             link.unlink()
             link.symlink_to("../../../moved" if spoilt == "outside" else tmp_path / "moved")
+        case "namesake":
+            (tmp_path / target.name).write_bytes(b"{}")
+            link.unlink()
+            link.symlink_to(f"../../../{target.name}")
         case "chain":
             target.rename(tmp_path / "moved")
             target.symlink_to(tmp_path / "moved")

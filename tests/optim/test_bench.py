@@ -1,6 +1,7 @@
 """benchmarks/optim.py in its quick form: two steps a run, every rule, every study."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from benchmarks.__main__ import main
 from benchmarks.optimisers.compositional import CompositionalMuon, inverse_root
+from benchmarks.optimisers.ledger import Job
 from benchmarks.optimisers.rules import bare
+from benchmarks.optimisers.studies import tune
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import Muon, OptimConfig
 from fenchel.optim.build import split
@@ -72,6 +75,31 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
 def test_options_are_refused_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["entmax_rows", "--quick"]) == 2
     assert "takes no options" in capsys.readouterr().err
+
+
+# --- tuning
+
+
+@pytest.mark.parametrize(
+    ("rule", "radius", "damping"),
+    [("score", 12.0, 0.1), ("compositional", 6.0, 0.1), ("muon", 6.0, 1.0)],
+)
+def test_a_rule_is_tuned_in_all_that_it_has(rule: str, radius: float, damping: float) -> None:
+    """Given a loss that is least at a rate of 0.03, decay 0.3, radius 12 and damping 0.1."""
+
+    def ledger(jobs: list[Job], _: Any) -> list[dict[str, float]]:
+        return [
+            {
+                "loss": abs(math.log(j.rate / 0.03))
+                + abs(j.decay - 0.3)
+                + abs(j.radius - 12.0) / 12.0
+                + abs(j.damping - 0.1)
+            }
+            for j in jobs
+        ]
+
+    best = tune(ledger, "full", rule)  # type: ignore[arg-type]
+    assert (best.rate, best.decay, best.radius, best.damping) == (0.03, 0.3, radius, damping)
 
 
 # --- queries and keys in haste

@@ -153,9 +153,10 @@ def test_every_row_is_moved_once_under_score() -> None:
 
 @pytest.mark.parametrize("name", ["score", "trust"])
 def test_the_settings_reach_the_score_optimisers(name: str) -> None:
-    config = OptimConfig(optimiser=name, score_rate=0.07, score_radius=3.0)
+    config = OptimConfig(optimiser=name, score_rate=0.07, score_radius=3.0, score_damping=0.5)
     first = build_optimiser(small(), config).param_groups[0]
     assert (first["lr"], first["radius"]) == (0.07, 3.0)
+    assert first.get("damping", 0.5) == 0.5  # ScoreTrust has none
 
 
 def test_a_state_of_other_optimisers_is_refused() -> None:
