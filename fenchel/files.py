@@ -49,6 +49,10 @@ class StorageFailed(OSError):
     """A run that was under way could not keep what it did."""
 
 
+class Notice(UserWarning):
+    """Something in a file that its owner should know of, and that stops nothing."""
+
+
 def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file, read in blocks."""
     with path.open("rb") as file:

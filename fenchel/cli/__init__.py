@@ -2,18 +2,22 @@
 
 A command's file states its words and loads the library when it is called, so that help and
 mistakes are answered at once. Results go to standard output; a trouble is one sentence on
-standard error. Exit codes: 0 done, 1 doctor found damage, 2 wrong input, 3 the run diverged,
-4 storage failed, 128 + n stopped by signal n.
+standard error, and so is a notice. Exit codes: 0 done, 1 doctor found damage, 2 wrong input, 3 the
+run diverged, 4 storage failed, 128 + n stopped by signal n.
 """
 
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from signal import SIGINT
+from typing import Any
 
 from cyclopts import App, CycloptsError
 
 from fenchel import __version__
 from fenchel.cli.terminal import may_close
-from fenchel.files import StorageFailed
+from fenchel.files import Notice, StorageFailed
 
 COMMANDS = {
     "train": "Train a model on a text and leave a run directory with a report.",
@@ -41,7 +45,7 @@ app.register_install_completion_command(add_to_startup=False)
 
 def main(argv: list[str] | None = None) -> int:
     """Hand the line to its command; a trouble becomes one sentence and an exit code."""
-    with may_close():
+    with may_close(), _plain_notices():
         return _answer(argv)
 
 
@@ -69,3 +73,19 @@ def _answer(argv: list[str] | None) -> int:
 def _trouble(sentence: str, code: int) -> int:
     print(f"fenchel: {' '.join(sentence.split())}", file=sys.stderr)
     return code
+
+
+@contextmanager
+def _plain_notices() -> Iterator[None]:
+    """Within, a notice is one sentence too, without the line of the source that it came from."""
+    with warnings.catch_warnings():
+        otherwise = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, Notice):
+                _trouble(str(message), 0)
+            else:
+                otherwise(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield

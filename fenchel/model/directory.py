@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fenchel.files import Damaged, read_json
+from fenchel.files import Damaged, Notice, read_json
 from fenchel.model.header import Entry, read_header, shown
 
 CONFIG = "config.json"
@@ -82,6 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if "auto_map" in config:
         warnings.warn(
             f"{path / CONFIG} asks for code of its own (auto_map); fenchel never runs it.",
+            Notice,
             stacklevel=2,
         )
     return config

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from fenchel.config import from_mapping
 from fenchel.data import load_tokenizer
-from fenchel.files import Damaged, read_json, verify
+from fenchel.files import Damaged, Notice, read_json, verify
 from fenchel.model.config import ModelConfig
 from fenchel.model.directory import CONFIG, TOKENIZER, WEIGHTS, holds, modest_file, open_directory
 from fenchel.model.families import family_of
@@ -124,7 +124,7 @@ def _is_intact(folder: Path) -> bool:
     try:
         verify(folder)
     except Damaged as error:
-        warnings.warn(f"{folder.name} is passed over: {error}", stacklevel=5)
+        warnings.warn(f"{folder.name} is passed over: {error}", Notice, stacklevel=5)
         return False
     return True
 

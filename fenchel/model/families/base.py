@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fenchel.files import Notice
 from fenchel.model.config import ModelConfig
 from fenchel.model.directory import CONFIG
 from fenchel.model.families.said import Said
@@ -62,6 +63,7 @@ class Family:
         if unasked := said.unasked():
             warnings.warn(
                 f"{where}: {shown(unasked[0])} is no setting of {self.name} known here; not used.",
+                Notice,
                 stacklevel=3,
             )
         try:
