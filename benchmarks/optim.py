@@ -10,7 +10,8 @@
 models   fenchel/model, rotary; sizes and texts in optimisers/sizes.py
 rules    AdamW, Muon, QK-norm, QK-clip, Compositional Muon, ScoreTrust, ScoreDescent, and the
          switches of the trainer: optimisers/rules.py
-grid     rates of ratio 1.5 around a first guess, then decays, then radii: optimisers/studies.py
+grid     rates of ratio 1.5 around a first guess, then decays and what else a rule tunes:
+         optimisers/studies.py, sizes.py
 runs     kept line by line in results/optim_SIZE.jsonl (optimisers/ledger.py); on a CPU they repeat
          bit for bit by seed
 table    printed, with results/optim_SIZE.json and results/optim_SIZE.svg

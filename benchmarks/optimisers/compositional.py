@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fenchel.optim import Muon
 from fenchel.optim.muon import orthogonal
+from fenchel.optim.score.gram import damped, inverse_root
 
 RMS = 0.2
 
@@ -46,16 +47,9 @@ class CompositionalMuon(Muon):
         grams = W_HDM @ W_HDM.mT
         of_keys = grams[H:].repeat_interleave(H // G, 0)
         of_queries = grams[:H].unflatten(0, (G, -1)).sum(1)
-        root = inverse_root(torch.cat((of_keys, of_queries)), self.damping)
+        A = damped(torch.cat((of_keys, of_queries)).float(), self.damping)
+        root = inverse_root(A, least=self.damping / (D * (1.0 + self.damping))).to(W.dtype)
         U = root @ orthogonal(root @ g_HDM)
         U = U * (RMS / U.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-12))
         moved = (1.0 - group["lr"] * group["weight_decay"]) * W_HDM - group["lr"] * U
         weight[: (H + G) * D] = moved.flatten(0, 1)
-
-
-def inverse_root(grams: Tensor, damping: float) -> Tensor:
-    """(A + lambda)^(-1/2) of each symmetric A: (N, D, D) -> (N, D, D)."""
-    values, vectors = torch.linalg.eigh(grams.float())
-    values = values.clamp(min=0.0)
-    damped = values + damping * values.mean(-1, keepdim=True).clamp(min=1e-12)
-    return ((vectors * damped.rsqrt().unsqueeze(-2)) @ vectors.mT).to(grams.dtype)

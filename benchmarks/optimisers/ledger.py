@@ -38,8 +38,12 @@ class Job:
     """Of the score ball; only rules that have one read it."""
     damping: float = 1.0
     """Of the whitening; only rules that whiten read it."""
-    start: tuple[float, float] | None = None
-    """Muon's rate and decay for the checkpoint that is fine-tuned."""
+    change: float = 0.2
+    """Of a head's scores in a step; only rules with a score ball read it."""
+    momentum: float = 0.95
+    """Of Muon and of ScoreDescent."""
+    start: tuple[float, float, float] | None = None
+    """Muon's rate, decay and momentum for the checkpoint that is fine-tuned."""
 
 
 Run = Callable[[Job], Result]
@@ -79,7 +83,8 @@ class Ledger:
             file.write(json.dumps({"job": asdict(job), "result": result}) + "\n")
         told = ", ".join(f"{name} {value}" for name, value in result.items())
         what = f"{job.study:9s} {job.rule:16s} rate {job.rate:<8.4g} decay {job.decay:<4g}"
-        print(f"  {what} radius {job.radius:<3g} seed {job.seed}: {told}", flush=True)
+        how = f"radius {job.radius:<3g} damping {job.damping:<4g} change {job.change:<3g}"
+        print(f"  {what} {how} momentum {job.momentum:<4g} seed {job.seed}: {told}", flush=True)
 
 
 def complete(ledger: Ledger, ask: Sequence[Callable[[], object]], *, workers: int) -> None:

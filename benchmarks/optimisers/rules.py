@@ -3,8 +3,7 @@
 A rule is what ``fenchel train --set`` could ask for, but for those that are built here: AdamW
 within ScoreTrust, the baseline after Compositional Muon, and rules whose queries and keys alone go
 faster. Tuned for each are one rate, AdamW's for everything or Muon's and that of the AdamW beside
-it alike, the decay, and where a rule has them the radius of its score ball and the damping of its
-whitening; the largest change of the scores in a step stays at 0.2.
+it alike, and what else the rule has of ``Rule.tunes``.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,25 +81,26 @@ class Rule:
     model: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     build: Build = build_optimiser
-    balled: bool = False
-    """Whether it has a score ball."""
-    whitens: bool = False
-    """Whether it whitens the steps of queries and keys by their partners."""
+    tunes: tuple[str, ...] = ("decay",)
+    """Fields of a ``Job`` that are tuned after the rate, one after the other."""
 
 
 MUON, ADAM = 0.02, 0.0067
 NORMED, CLIPPED = {"qk_norm": True}, {"qk_clip": 30.0}
+MOVING = ("decay", "momentum")
 
 RULES: dict[str, Rule] = {
     "adamw": Rule("adamw", ADAM),
     "adamw + qk-norm": Rule("adamw", ADAM, NORMED),
-    "trust(adamw)": Rule("adamw", ADAM, build=trusted, balled=True),
-    "muon": Rule("muon", MUON),
-    "muon + qk-norm": Rule("muon", MUON, NORMED),
-    "muon + qk-clip": Rule("muon", MUON, train=CLIPPED),
-    "compositional": Rule("muon", MUON, build=compositional, whitens=True),
-    "trust(muon)": Rule("trust", MUON, balled=True),
-    "score": Rule("score", MUON, balled=True, whitens=True),
+    "trust(adamw)": Rule("adamw", ADAM, build=trusted, tunes=("decay", "radius", "change")),
+    "muon": Rule("muon", MUON, tunes=MOVING),
+    "muon + qk-norm": Rule("muon", MUON, NORMED, tunes=MOVING),
+    "muon + qk-clip": Rule("muon", MUON, train=CLIPPED, tunes=MOVING),
+    "compositional": Rule(
+        "muon", MUON, build=compositional, tunes=("decay", "damping", "momentum")
+    ),
+    "trust(muon)": Rule("trust", MUON, tunes=("decay", "radius", "change", "momentum")),
+    "score": Rule("score", MUON, tunes=("decay", "radius", "damping", "change", "momentum")),
 }
 """The tuned study."""
 

@@ -47,6 +47,8 @@ def optimiser_of(job: Job, model: nn.Module) -> tuple[Together, OptimConfig]:
         learning_rate=job.rate,
         matrix_learning_rate=job.rate,
         weight_decay=job.decay,
+        momentum=job.momentum,
+        score_rate=job.change,
         score_radius=job.radius,
         score_damping=job.damping,
         schedule="linear",

@@ -11,7 +11,8 @@ other text of the fine-tuning study. Its bytes are the tokens, so no tokenizer s
 rules, and losses are in nats a byte. The last 2 % of a text are its validation.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -39,17 +40,20 @@ class Size:
     copy_steps: int = 300
     most: int = 7
     """Rates a rule may try while it is tuned."""
-    decays: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0)
-    """Decays that it may try at its best rate."""
-    radii: tuple[float, ...] = (4.0, 6.0, 12.0)
-    """Radii that a rule with a score ball may try then."""
-    dampings: tuple[float, ...] = (0.01, 0.1, 1.0, 3.0)
-    """Dampings that a rule that whitens may try then."""
+    tries: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """What it may try then of the fields of a ``Job`` that it tunes."""
     validation: int = 2**16
     """Validation bytes that are read."""
     bytes: int | None = None
     """Bytes of a text that are used; None is all."""
 
+
+FEW = {
+    "decay": (0.0, 0.1, 0.3, 1.0),
+    "radius": (2.5, 4.0, 6.0, 12.0),
+    "damping": (0.01, 0.1, 1.0, 3.0, 10.0),
+}
+MORE = {**FEW, "change": (0.1, 0.2, 0.4), "momentum": (0.9, 0.95)}
 
 SMALL = ModelConfig(vocabulary=256, context=64, width=64, layers=3, heads=4)
 
@@ -65,8 +69,21 @@ SIZES = {
         validation=256,
         bytes=20_000,
     ),
-    "cpu": Size(model=SMALL, batch=16, steps=160, seeds=(1, 2), most=4),
-    "full": Size(model=SMALL, batch=16, steps=300, seeds=(1, 2, 3, 4, 5)),
+    "cpu": Size(
+        model=SMALL,
+        batch=16,
+        steps=160,
+        seeds=(1, 2),
+        most=4,
+        tries=FEW,
+    ),
+    "full": Size(
+        model=SMALL,
+        batch=16,
+        steps=300,
+        seeds=(1, 2, 3, 4, 5),
+        tries=MORE,
+    ),
     "cuda": Size(
         model=ModelConfig(vocabulary=256, context=512, width=512, layers=8, heads=8),
         batch=32,
@@ -75,9 +92,8 @@ SIZES = {
         device="cuda",
         precision="bfloat16",
         scale=2 / 9,
-        most=3,
-        decays=(0.1, 0.3),
-        radii=(4.0, 6.0, 12.0),
+        most=5,
+        tries={**MORE, "decay": (0.1, 0.3)},
         copy_steps=600,
         validation=2**18,
     ),

@@ -1,8 +1,7 @@
 """The five studies: a row of plain numbers for every rule, one a line of its table.
 
-    tuned      every rule at its own best rate, on a grid of ratio 1.5, its own best decay and, if
-               it has a score ball or whitens, its own best radius and damping, all found on seed
-               0; then on fresh seeds, beside Muon on the same seeds
+    tuned      every rule at its own best rate, on a grid of ratio 1.5, its own best decay and what
+               else it tunes, all found on seed 0; then on fresh seeds, beside Muon on the same
     switches   what keeps Muon stable, over one and a half decades around Muon's best rate;
                sensitivity is the mean loss over the rates less the best of them (Wortsman et al.,
                2023)
@@ -37,6 +36,7 @@ from fenchel.model import Transformer
 RATIO = 1.5
 TIMES = (10**-0.5, 1.0, 10**0.5, 10.0)
 NOTHING = math.log(256.0)
+TUNED = ("decay", "radius", "damping", "change", "momentum")
 TARGET = 0.5
 
 Row = dict[str, Any]
@@ -59,9 +59,7 @@ def tuned(ledger: Ledger, size: str, name: str) -> Row:
     return {
         "rule": name,
         "rate": best.rate,
-        "decay": best.decay,
-        "radius": best.radius if RULES[name].balled else None,
-        "damping": best.damping if RULES[name].whitens else None,
+        **{key: getattr(best, key) if key in RULES[name].tunes else None for key in TUNED},
         "losses": losses,
         "loss": round(fmean(losses), 4),
         "gain_over_muon": round(fmean(gains), 4),
@@ -72,7 +70,7 @@ def tuned(ledger: Ledger, size: str, name: str) -> Row:
 
 
 def tune(ledger: Ledger, size: str, name: str) -> Job:
-    """The best rate on the grid, walking from a first guess; then decay, radius and damping."""
+    """The best rate on the grid, walking from a first guess; then what else the rule tunes."""
     rule, most = RULES[name], SIZES[size].most
 
     def job(n: int) -> Job:
@@ -92,11 +90,10 @@ def tune(ledger: Ledger, size: str, name: str) -> Job:
             break
         low, high = (low - 1, high) if best == job(low) else (low, high + 1)
     best = best_of([job(n) for n in range(low, high + 1)])
-    best = best_of([replace(best, decay=decay) for decay in SIZES[size].decays])
-    if rule.balled:
-        best = best_of([replace(best, radius=radius) for radius in SIZES[size].radii])
-    if rule.whitens:
-        best = best_of([replace(best, damping=damping) for damping in SIZES[size].dampings])
+    for key in rule.tunes:
+        best = best_of(
+            [replace(best, **{key: to}) for to in SIZES[size].tries.get(key, ())] or [best]
+        )
     return best
 
 
@@ -135,8 +132,9 @@ def haste(ledger: Ledger, size: str, name: str) -> Row:
 def _continued(ledger: Ledger, size: str, name: str, study: str) -> Job:
     """A job that continues Muon's checkpoint at the best rate of the rule, without its ball."""
     origin = tune(ledger, size, "muon")
+    start = (origin.rate, origin.decay, origin.momentum)
     bare = tune(ledger, size, name.removeprefix("trust(").removesuffix(")"))
-    return replace(bare, study=study, start=(origin.rate, origin.decay), seed=1)
+    return replace(bare, study=study, start=start, seed=1)
 
 
 def _over(ledger: Ledger, name: str, jobs: list[Job], **along: list[float]) -> Row:
@@ -196,9 +194,11 @@ def _rounded(rate: float) -> float:
 
 
 @cache
-def checkpoint(size: str, rate: float, decay: float) -> Transformer:
+def checkpoint(size: str, rate: float, decay: float, momentum: float) -> Transformer:
     """A model trained by Muon without QK-norm, in this process."""
-    job = Job(study="tuned", size=size, rule="muon", rate=rate, decay=decay, seed=0)
+    job = Job(
+        study="tuned", size=size, rule="muon", rate=rate, decay=decay, momentum=momentum, seed=0
+    )
     model = model_of(job, SIZES[size].model)
     train_on(job, model, "sotu", SIZES[size].steps)
     return model
