@@ -50,11 +50,11 @@ class Block(NamedTuple):
     H: int
     T: int
     S: int
-    device: torch.device | str | None = None
-    batch: slice = slice(None)
-    heads: slice = slice(None)
-    rows: slice = slice(None)
-    keys: slice = slice(None)
+    device: torch.device | str | None
+    batch: slice
+    heads: slice
+    rows: slice
+    keys: slice
 
     def place(self) -> Place:
         """Indices (b, 1, 1, 1), (1, h, 1, 1), (1, 1, t, 1), (1, 1, 1, s)."""
@@ -141,7 +141,8 @@ class Prior(ABC):
         -> four axes that broadcast to (B, H, T, S)
         """
         self.check(B, H, T, S)
-        return self.dense(Block(B, H, T, S, device, rows=rows, keys=keys), dtype)
+        whole = slice(None)
+        return self.dense(Block(B, H, T, S, device, whole, whole, rows, keys), dtype)
 
     def __add__(self, other: "Prior") -> "Prior":
         """Both at once: measures multiply, logarithms add."""

@@ -120,8 +120,8 @@ def test_numbers_taken_out_can_be_put_back(prior: Prior) -> None:
 @every_prior
 def test_a_block_is_cut_along_every_axis(prior: Prior) -> None:
     whole = prior.log(4, 7, B=2, H=6).expand(2, 6, 4, 7)
-    parts = {"batch": slice(1, 2), "heads": slice(2, 5), "rows": slice(1, 3), "keys": slice(2, 6)}
-    block = prior.dense(Block(2, 6, 4, 7, **parts), torch.float32).expand(1, 3, 2, 4)
+    parts = (slice(1, 2), slice(2, 5), slice(1, 3), slice(2, 6))
+    block = prior.dense(Block(2, 6, 4, 7, None, *parts), torch.float32).expand(1, 3, 2, 4)
     assert torch.equal(block, whole[1:2, 2:5, 1:3, 2:6])
 
 
