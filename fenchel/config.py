@@ -52,12 +52,15 @@ def to_toml(mapping: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def assign(mapping: Mapping[str, Any], dotted: str, value: str) -> dict[str, Any]:
-    """A copy of ``mapping`` with ``section.key`` set to a value written as TOML or as a word."""
+def assign(mapping: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    """A copy of ``mapping`` with ``section.key``, or ``key``, set to a value."""
     head, _, rest = dotted.partition(".")
-    changed = dict(mapping)
-    changed[head] = assign(mapping.get(head, {}), rest, value) if rest else parse_value(value)
-    return changed
+    if not rest:
+        return {**mapping, head: value}
+    section = mapping.get(head, {})
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{head} is a value and not a section; there is no setting {dotted!r}.")
+    return {**mapping, head: assign(section, rest, value)}
 
 
 def parse_value(text: str) -> Any:

@@ -68,9 +68,10 @@ def test_a_whole_number_serves_as_a_float() -> None:
 
 def test_assigning_leaves_the_rest_and_the_original_alone() -> None:
     before = {"seed": 1, "inner": {"width": 2, "name": "a"}}
-    after = assign(before, "inner.width", "7")
+    after = assign(before, "inner.width", 7)
     assert after == {"seed": 1, "inner": {"width": 7, "name": "a"}}
     assert before["inner"] == {"width": 2, "name": "a"}
+    assert assign(before, "seed", 3) == {**before, "seed": 3}
 
 
 @pytest.mark.parametrize(

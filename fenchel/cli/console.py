@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fenchel.config import assign
+from fenchel.config import assign, parse_value
 
 PLAIN_EVERY = 5.0
 """Seconds between lines when there is no terminal."""
@@ -41,11 +41,10 @@ def settings_from(
         name, equals, value = assignment.partition("=")
         if not equals or not name:
             raise ValueError(f"--set takes name=value, got {assignment!r}.")
-        mapping = assign(mapping, name.strip(), value.strip())
+        mapping = assign(mapping, name.strip(), parse_value(value.strip()))
     for name, given in short.items():
         if given is not None:
-            section, _, key = name.partition(".")
-            mapping[section] = {**mapping.get(section, {}), key: given}
+            mapping = assign(mapping, name, given)
     return mapping
 
 

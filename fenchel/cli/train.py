@@ -18,6 +18,7 @@ def run(
     text: str | None = None,
     budget: str | None = None,
     steps: int | None = None,
+    seed: int | None = None,
     out: Path | None = None,
     resume: Path | None = None,
     accept_new_text: Annotated[bool, Parameter(negative="")] = False,
@@ -40,6 +41,8 @@ def run(
         Time for training, such as 90s, 3m or 1h. Short for train.budget.
     steps
         Steps instead of a time. Short for train.steps.
+    seed
+        Another number gives other first weights and another order of the batches.
     out
         The run directory; runs/DATE_TIME_TEXT when left out. One that holds a run is refused.
     resume
@@ -51,7 +54,12 @@ def run(
     json
         Print the summary as JSON.
     """
-    short: dict[str, Any] = {"text.source": text, "train.budget": budget, "train.steps": steps}
+    short: dict[str, Any] = {
+        "text.source": text,
+        "train.budget": budget,
+        "train.steps": steps,
+        "seed": seed,
+    }
     if log:
         short["train.log"] = list(log)
     if budget is not None and steps is not None:

@@ -53,9 +53,10 @@ def test_a_config_file_is_read_and_flags_win(
     config = tmp_path / "mine.toml"
     config.write_text(f'seed = 5\n[text]\nsource = "{text_file}"\n[train]\nsteps = 7\nbatch = 2\n')
     out = tmp_path / "run"
-    assert main(["train", str(config), "--steps", "3", "--out", str(out), *flags]) == 0
+    short = ["--steps", "3", "--seed", "6"]
+    assert main(["train", str(config), *short, "--out", str(out), *flags]) == 0
     kept = tomllib.loads((out / "config.toml").read_text())
-    assert (kept["seed"], kept["train"]["steps"], kept["train"]["batch"]) == (5, 3, 4)
+    assert (kept["seed"], kept["train"]["steps"], kept["train"]["batch"]) == (6, 3, 4)
 
 
 def test_a_program_gets_the_summary_as_json(
@@ -78,6 +79,9 @@ def test_a_program_gets_the_summary_as_json(
         (["--set", "model.kind=encoder"], 'trains model.kind="decoder"'),
         (["--set", "model.width=wide"], "should be int"),
         (["--set", "model.width"], "name=value"),
+        (["--set", "seed=3", "--set", "seed.first=1"], "no setting 'seed.first'"),
+        (["--set", "train=3", "--steps", "5"], "no setting 'train.steps'"),
+        (["--seed", "much"], "--seed"),
         (["--set", "train.device=abacus"], "abacus"),
         (["--budget", "soon"], "90s, 3m or 1h"),
         (["--budget", "1m", "--steps", "3"], "not both"),
