@@ -100,11 +100,7 @@ def run(
     taken = chosen.taken if ends == (end,) else {**chosen.taken, "ends": list(ends)}
     if taken and not json:
         print(sentence(chosen.source, taken), file=sys.stderr)
-    pieces = []
-    show = stream and not json
-    if show:
-        print(prompt, end="", flush=True)
-    for piece in stream_text(
+    coming = stream_text(
         model,
         tokenizer,
         torch.tensor(ids),
@@ -115,7 +111,12 @@ def run(
         stop=[*ends, *(stop or ())],
         source=source,
         generator=torch.Generator().manual_seed(seed),
-    ):
+    )
+    pieces = []
+    show = stream and not json
+    if show:
+        print(prompt, end="", flush=True)
+    for piece in coming:
         pieces.append(piece)
         if show:
             print(piece, end="", flush=True)

@@ -178,8 +178,7 @@ def stream_text(
     A piece never holds part of a stop string or of a character; together the pieces are the
     text of all new tokens, cut where the stop string begins.
     """
-    telling = Telling(tokenizer, [one for one in stop if isinstance(one, str)])
-    for token in stream(
+    tokens = stream(
         model,
         ids.unsqueeze(0),
         max_new_tokens=max_new_tokens,
@@ -190,7 +189,12 @@ def stream_text(
         stop=[one for one in stop if not isinstance(one, str)],
         source=None if source is None else source.unsqueeze(0),
         generator=generator,
-    ):
+    )
+    return _told(tokens, Telling(tokenizer, [one for one in stop if isinstance(one, str)]))
+
+
+def _told(tokens: Iterator[Tensor], telling: Telling) -> Iterator[str]:
+    for token in tokens:
         yield telling.add(int(token))
         if telling.stopped:
             return

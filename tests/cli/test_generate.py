@@ -118,12 +118,19 @@ def test_a_damaged_file_beside_a_checkpoint_gets_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--draft", "-1"], ["--stop", ""], ["--repetition-penalty", "0"]]
+    "wrong",
+    [
+        ["--draft", "-1"],
+        ["--stop", ""],
+        ["--repetition-penalty", "0"],
+        ["--max-new-tokens", "-3"],
+    ],
 )
 def test_a_wrong_flag_gets_one_sentence(
     wrong: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words, *wrong]) == 2
-    told = capsys.readouterr().err
+    shown, told = capsys.readouterr()
+    assert shown == ""
     assert told.startswith("fenchel: ")
     assert told.count("\n") == 1
