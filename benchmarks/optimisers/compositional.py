@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fenchel.optim import Muon
 from fenchel.optim.muon import orthogonal
-from fenchel.optim.score.gram import damped, inverse_root
+from fenchel.optim.score.gram import damped_inverse_root
 
 RMS = 0.2
 
@@ -47,8 +47,8 @@ class CompositionalMuon(Muon):
         grams = W_HDM @ W_HDM.mT
         of_keys = grams[H:].repeat_interleave(H // G, 0)
         of_queries = grams[:H].unflatten(0, (G, -1)).sum(1)
-        A = damped(torch.cat((of_keys, of_queries)).float(), self.damping)
-        root = inverse_root(A, least=self.damping / (D * (1.0 + self.damping))).to(W.dtype)
+        both = torch.cat((of_keys, of_queries)).float()
+        root = damped_inverse_root(both, self.damping).to(W.dtype)
         U = root @ orthogonal(root @ g_HDM)
         U = U * (RMS / U.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-12))
         moved = (1.0 - group["lr"] * group["weight_decay"]) * W_HDM - group["lr"] * U

@@ -48,12 +48,13 @@ class Size:
     """Bytes of a text that are used; None is all."""
 
 
-FEW = {
+TRIES = {
     "decay": (0.0, 0.1, 0.3, 1.0),
     "radius": (2.5, 4.0, 6.0, 12.0),
     "damping": (0.01, 0.1, 1.0, 3.0, 10.0),
+    "change": (0.1, 0.2, 0.4),
+    "momentum": (0.9, 0.95),
 }
-MORE = {**FEW, "change": (0.1, 0.2, 0.4), "momentum": (0.9, 0.95)}
 
 SMALL = ModelConfig(vocabulary=256, context=64, width=64, layers=3, heads=4)
 
@@ -69,21 +70,8 @@ SIZES = {
         validation=256,
         bytes=20_000,
     ),
-    "cpu": Size(
-        model=SMALL,
-        batch=16,
-        steps=160,
-        seeds=(1, 2),
-        most=4,
-        tries=FEW,
-    ),
-    "full": Size(
-        model=SMALL,
-        batch=16,
-        steps=300,
-        seeds=(1, 2, 3, 4, 5),
-        tries=MORE,
-    ),
+    "cpu": Size(model=SMALL, batch=16, steps=160, seeds=(1, 2), most=4, tries=TRIES),
+    "full": Size(model=SMALL, batch=16, steps=300, seeds=(1, 2, 3, 4, 5), tries=TRIES),
     "cuda": Size(
         model=ModelConfig(vocabulary=256, context=512, width=512, layers=8, heads=8),
         batch=32,
@@ -93,7 +81,7 @@ SIZES = {
         precision="bfloat16",
         scale=2 / 9,
         most=5,
-        tries={**MORE, "decay": (0.1, 0.3)},
+        tries={**TRIES, "decay": (0.1, 0.3)},
         copy_steps=600,
         validation=2**18,
     ),

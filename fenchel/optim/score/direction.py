@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from fenchel.optim.muon import orthogonal
-from fenchel.optim.score.gram import Grams, damped, inverse_root, over_groups, partner_grams
+from fenchel.optim.score.gram import (
+    Grams,
+    damped,
+    damped_inverse_root,
+    over_groups,
+    partner_grams,
+)
 from fenchel.optim.score.line import Heads, Line
 from fenchel.optim.score.processes import mean_over_processes
 
@@ -38,9 +44,9 @@ def direction(line: Line, W: Heads, gradient: Heads, norm: str, damping: float) 
 
 def _spectral(line: Line, g: Heads, grams: Grams, damping: float) -> Heads:
     """Queries and keys side by side, since both are matrices of one shape."""
-    H, (G, D) = g.Q.shape[1], g.K.shape[1:3]
-    A = damped(torch.cat((grams.K, over_groups(grams.Q, G)), dim=1), damping)
-    root = inverse_root(A, least=damping / (D * (1.0 + damping)))
+    H, G = g.Q.shape[1], g.K.shape[1]
+    both = torch.cat((grams.K, over_groups(grams.Q, G)), dim=1)
+    root = damped_inverse_root(both, damping)
     if line.group > 1:
         of_keys, of_queries = torch.split(root, G, dim=1)
         root = torch.cat((of_keys.repeat_interleave(line.group, dim=1), of_queries), dim=1)

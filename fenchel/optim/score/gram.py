@@ -149,6 +149,15 @@ def inverse_root(A: Tensor, least: float = 1e-4) -> Tensor:
     return root
 
 
+def damped_inverse_root(A: Tensor, damping: float) -> Tensor:
+    """A^-1/2 of positive semidefinite A (..., D, D) that is damped first, A + lambda.
+
+    No eigenvalue is then below lambda = damping tr A / D, and |A + lambda| <= (1 + damping) tr A.
+    """
+    least = damping / (A.shape[-1] * (1.0 + damping))
+    return inverse_root(damped(A, damping), least)
+
+
 @lru_cache
 def _schedule(least: float, near: float) -> list[tuple[float, float]]:
     """The factors (a, b) of T, one round after another, until all is within ``near`` of 1.
