@@ -70,7 +70,15 @@ SIZES = {
         validation=256,
         bytes=20_000,
     ),
-    "cpu": Size(model=SMALL, batch=16, steps=160, seeds=(1, 2), most=4, tries=TRIES),
+    "cpu": Size(
+        model=SMALL,
+        batch=16,
+        steps=160,
+        seeds=(1, 2),
+        most=4,
+        tries={**TRIES, "decay": (0.1, 0.3, 1.0)},
+        copy_seeds=(0, 1, 2),
+    ),
     "full": Size(model=SMALL, batch=16, steps=300, seeds=(1, 2, 3, 4, 5), tries=TRIES),
     "cuda": Size(
         model=ModelConfig(vocabulary=256, context=512, width=512, layers=8, heads=8),
