@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.__main__ import main
+from benchmarks.optimisers import studies
 from benchmarks.optimisers.compositional import CompositionalMuon
 from benchmarks.optimisers.ledger import Job
 from benchmarks.optimisers.rules import RULES, bare
+from benchmarks.optimisers.runs import model_of, optimiser_of
+from benchmarks.optimisers.sizes import SIZES
 from benchmarks.optimisers.studies import tune
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import Muon, OptimConfig
@@ -109,6 +112,34 @@ def test_a_rule_is_tuned_in_all_that_it_has(
     assert (best.rate, best.decay) == (float(f"{1.5 * first:.4g}"), 0.3)
     assert (best.radius, best.damping) == (radius, damping)
     assert (best.change, best.momentum) == (change, momentum)
+
+
+def test_a_run_is_moved_as_its_job_says() -> None:
+    job = Job(
+        study="tuned",
+        size="quick",
+        rule="score",
+        rate=0.01,
+        seed=0,
+        decay=0.2,
+        radius=3.0,
+        damping=2.0,
+        change=0.3,
+        momentum=0.7,
+    )
+    optimiser, _ = optimiser_of(job, model_of(job, SIZES["quick"].model))
+    groups = {type(m).__name__: m.param_groups[0] for m in optimiser.members}
+    score, muon = groups["ScoreDescent"], groups["Muon"]
+    assert (score["lr"], score["radius"], score["damping"], score["momentum"]) == (0.3, 3, 2, 0.7)
+    assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.01, 0.2, 0.7)
+
+
+def test_a_checkpoint_is_trained_by_the_muon_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    monkeypatch.setattr(studies, "train_on", lambda job, *_: jobs.append(job))
+    studies.checkpoint("quick", 0.03, 0.4, 0.6)
+    (job,) = jobs
+    assert (job.rule, job.rate, job.decay, job.momentum) == ("muon", 0.03, 0.4, 0.6)
 
 
 # --- queries and keys in haste
