@@ -71,8 +71,12 @@ def _answer(argv: list[str] | None) -> int:
 
 
 def _trouble(sentence: str, code: int) -> int:
-    print(f"fenchel: {' '.join(sentence.split())}", file=sys.stderr)
+    _say(sentence)
     return code
+
+
+def _say(sentence: str) -> None:
+    print(f"fenchel: {' '.join(sentence.split())}", file=sys.stderr)
 
 
 @contextmanager
@@ -83,7 +87,7 @@ def _plain_notices() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, Notice):
-                _trouble(str(message), 0)
+                _say(str(message))
             else:
                 otherwise(message, category, *where, **more)
 

@@ -59,7 +59,7 @@ class OptimConfig:
     """Steps in which AdamW's or Adam's window grows from 100 steps to that of ``beta2``."""
     momentum: float = 0.9
     """Decay of the momentum of Muon, ScoreDescent, SGD and Nesterov's rule. 0.95 is customary for
-    long runs; in all that were tried here, of 250 to 900 steps, it was worse (docs/log.md)."""
+    long runs; in nearly all that were tried here, 250 to 900 steps, it was worse (docs/log.md)."""
     schedule: str = "hold"
     """"hold" (plateau, then linear), "cosine", "linear", "inverse_sqrt" or "constant"."""
     warmup: float = 0.02

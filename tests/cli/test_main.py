@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 from fenchel.cli import COMMANDS, main
+from fenchel.files import Notice
 
 
 def test_help_and_mistakes_load_neither_torch_nor_numpy() -> None:
@@ -51,6 +53,21 @@ def test_an_unknown_flag_gets_the_nearest(capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_benchmark_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "atention"]) == 2
     assert "did you mean attention_cpu?" in capsys.readouterr().err
+
+
+def test_a_notice_is_a_sentence_and_other_warnings_stay_what_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warn(*_: object, **__: object) -> int:
+        warnings.warn("a file says\nsomething odd", Notice, stacklevel=1)
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr("fenchel.cli.app", warn)
+    with pytest.warns(DeprecationWarning, match="old") as others:
+        assert main([]) == 0
+    assert [one.category for one in others] == [DeprecationWarning]
+    assert capsys.readouterr().err == "fenchel: a file says something odd\n"
 
 
 def test_completion_can_be_installed_for_every_shell() -> None:
