@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.harness import race, record
 from benchmarks.train_cpu import draw, llama
-from fenchel.generate import KeyValueCache, generate
+from fenchel.generate import KVCache, generate
 from fenchel.model import ModelConfig, Transformer
 
 THREADS = 2
@@ -134,7 +134,7 @@ def rows(place: Place, batch: int) -> list[dict[str, Any]]:
         if name == "plain" or name.startswith("cache"):
             cache_kind: Any = "model" if name == "plain" else name.split()[-1]
             sizes: dict[str, Any] = {"batch": batch, "positions": PROMPT + NEW, "device": "meta"}
-            cache = KeyValueCache(config, kind=cache_kind, dtype=place.dtype, **sizes)
+            cache = KVCache(config, kind=cache_kind, dtype=place.dtype, **sizes)
             line["cache_bytes"] = cache.bytes
         print("  ".join(f"{key} {value}" for key, value in line.items()))
         lines.append(line)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.harness import race, record
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
-from fenchel.choice.threshold import bisect, powers
+from fenchel.choice.entmax_solver import bisect, powers
 
 THREADS = 2
 ROWS, K, ROUNDS = 1024, 4096, 9

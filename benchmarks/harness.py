@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from fenchel.train.environment import commit, device_name
+from fenchel.train.machine import commit, device_name
 
 RESULTS = Path(__file__).parent / "results"
 

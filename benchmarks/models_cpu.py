@@ -3,7 +3,7 @@
 Each contender in a process of its own, in turn (harness.py): float32, two threads, random weights,
 equally many parameters, one sequence. Theirs with each of its ways to attend and, in decoding, its
 static cache with the step compiled. Ours trains as ``fenchel train`` does, which keeps freed memory
-(fenchel/train/memory.py). A way that cannot run here (torch.compile wants a C++ compiler) has its
+(fenchel/train/machine.py). A way that cannot run here (torch.compile wants a C++ compiler) has its
 reason in its row.
 
     forward   tokens a second from ids to logits, without derivatives

@@ -2,7 +2,7 @@
 
 Both sides: one process, in turn (harness.py), weights in float32 under bfloat16 autocast, fused
 AdamW, torch.compile with its default mode. Theirs: sdpa attention, logits of the whole batch.
-Ours: the readout in parts (train/readout.py).
+Ours: the readout in parts (train/loss.py).
 
     train     tokens a second of forward, loss, backward and optimiser; share of the peak rate
 
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.harness import race, record
 from benchmarks.train_cpu import gpt2
 from fenchel.model import ModelConfig, Transformer
-from fenchel.train.readout import readout_loss
+from fenchel.train.loss import readout_loss
 
 PEAK = 989e12
 """bfloat16 FLOP/s of an H200 without sparsity, by its maker."""

@@ -22,7 +22,7 @@ from benchmarks.harness import record
 from benchmarks.models_gpu import GPT2
 from fenchel.model import Transformer
 from fenchel.optim import OptimConfig, build_optimiser
-from fenchel.train.readout import readout_loss
+from fenchel.train.loss import readout_loss
 
 MODEL = replace(GPT2, positions="rotary", norm="rms", bias=False)
 KINDS = ("muon", "trust", "score")

@@ -23,13 +23,7 @@ from torch.func import jacrev
 from benchmarks.harness import race, record
 from fenchel.attention import Causal, Prior
 from fenchel.choice import Entmax, Softmax
-from fenchel.sensitivity import (
-    bounds,
-    certify,
-    self_attention_jacobian,
-    spectral_norm,
-    witness,
-)
+from fenchel.sensitivity import bounds, certify, self_attention_jacobian, spectral_norm, witness
 from fenchel.sensitivity.layers import SelfAttention
 
 THREADS = 2

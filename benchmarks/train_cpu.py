@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from benchmarks.harness import Race, race, record
 from fenchel.generate import generate
 from fenchel.model import ModelConfig, Transformer
-from fenchel.train.readout import readout_loss, rows_alone
+from fenchel.train.loss import readout_loss, rows_alone
 
 THREADS = 2
 PROMPT, NEW = 32, 128

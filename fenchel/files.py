@@ -303,3 +303,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice!r} stands twice")
     return value
+
+
+def shown(said: object, limit: int = 80) -> str:
+    """Words of a stranger inside a sentence of ours: short, and nothing a terminal obeys."""
+    text = "".join(c if c.isprintable() else "?" for c in str(said))
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -9,19 +9,21 @@ import fenchel
 ROOT = Path(fenchel.__file__).parent
 ARROWS: dict[str, set[str]] = {
     "kernels": set(),
-    "choice": {"kernels"},
-    "attention": {"choice", "kernels"},
+    "choice": set(),
+    "attention": {"choice"},
     "sensitivity": {"choice", "attention"},
     "optim": {"choice", "attention", "kernels"},
-    "model": {"choice", "attention", "data"},  # data for the tokenizer beside the weights
+    "model": {"choice", "attention"},
+    "checkpoints": {"model", "data"},  # data for the tokenizer beside the weights
     "generate": {"attention", "model", "kernels"},
     "data": set(),
-    "train": {"choice", "optim", "data", "kernels"},
-    "evaluate": {"attention", "choice", "data", "generate", "model"},
-    "inspection": {"attention", "choice", "sensitivity", "model", "data"},
+    "train": {"attention", "checkpoints", "choice", "optim", "data", "kernels"},
+    "evaluate": {"attention", "choice", "checkpoints", "data", "generate", "model"},
+    "hf": {"attention", "choice"},
+    "inspection": {"attention", "checkpoints", "choice", "sensitivity", "model", "data"},
     "report": set(),
 }
-ARROWS["flow"] = set(ARROWS) - {"kernels"}
+ARROWS["pipeline"] = set(ARROWS) - {"kernels"}
 ARROWS["lessons"] = set(ARROWS) - {"kernels"}
 ARROWS["cli"] = set(ARROWS)
 GROUND = {"config", "files"}  # single files that anybody may use and that use nobody

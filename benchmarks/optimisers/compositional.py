@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fenchel.optim import Muon
 from fenchel.optim.muon import orthogonal
-from fenchel.optim.score.gram import damped_inverse_root
+from fenchel.optim.score.direction import damped_inverse_root
 
 RMS = 0.2
 

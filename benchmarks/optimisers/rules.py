@@ -15,25 +15,27 @@ from torch import Tensor, nn
 
 from benchmarks.optimisers.compositional import CompositionalMuon
 from fenchel.optim import (
+    CombinedOptimiser,
     OptimConfig,
     ScoreTrust,
-    Together,
     adamw,
     attention_pairs,
     build_optimiser,
 )
-from fenchel.optim.build import split
+from fenchel.optim.config import split
 
-Build = Callable[[nn.Module, OptimConfig], Together]
+Build = Callable[[nn.Module, OptimConfig], CombinedOptimiser]
 
 
-def trusted(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> Together:
+def trusted(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
     """What ``bare`` builds, its query and key steps cut to size by ScoreTrust."""
     inner, pairs = bare(model, config, times=times), attention_pairs(model)
-    return Together(ScoreTrust(inner, pairs, lr=config.score_rate, radius=config.score_radius))
+    return CombinedOptimiser(
+        ScoreTrust(inner, pairs, lr=config.score_rate, radius=config.score_radius)
+    )
 
 
-def bare(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> Together:
+def bare(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
     """The optimiser of the settings; queries and keys move ``times`` as far as it moves them."""
     optimiser = build_optimiser(model, config)
     rows = [
@@ -56,7 +58,7 @@ def bare(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> Togeth
     return optimiser
 
 
-def compositional(model: Any, config: OptimConfig) -> Together:
+def compositional(model: Any, config: OptimConfig) -> CombinedOptimiser:
     """Compositional Muon for matrices, AdamW for the others."""
     matrices, others = split(model)
     muon = CompositionalMuon(
@@ -68,7 +70,7 @@ def compositional(model: Any, config: OptimConfig) -> Together:
         damping=config.score_damping,
     )
     betas = (config.beta1, config.beta2)
-    return Together(muon, adamw(others, lr=config.learning_rate, betas=betas))
+    return CombinedOptimiser(muon, adamw(others, lr=config.learning_rate, betas=betas))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from benchmarks.optimisers.sizes import SIZES, Size, text
 from fenchel.data import Batches
 from fenchel.evaluate import attention_health, score
 from fenchel.model import ModelConfig, Transformer
-from fenchel.optim import OptimConfig, Together, build_schedule
+from fenchel.optim import CombinedOptimiser, OptimConfig, build_schedule
 from fenchel.train import Stepper, TrainConfig
 
 PATIENCE = 3
@@ -39,7 +39,7 @@ def model_of(job: Job, config: ModelConfig) -> Transformer:
     return Transformer(config, generator=torch.Generator().manual_seed(job.seed)).to(device)
 
 
-def optimiser_of(job: Job, model: nn.Module) -> tuple[Together, OptimConfig]:
+def optimiser_of(job: Job, model: nn.Module) -> tuple[CombinedOptimiser, OptimConfig]:
     """The rule at the job's rate and decay."""
     rule = rule_of(job)
     config = OptimConfig(

@@ -1,11 +1,15 @@
 """Queries, keys, values and a prior to outputs, with the derivative written out."""
 
-from fenchel.attention.attached import Attached, attach
 from fenchel.attention.attend import attend, serves
-from fenchel.attention.derivative import Gradients, Move, attend_jvp, attend_vjp
-from fenchel.attention.distance import by_distance
-from fenchel.attention.habits import Habits, habits
-from fenchel.attention.health import HeadHealth, Health, health, healths
+from fenchel.attention.bias import ALiBi, RelativeBias, Sink, with_sink
+from fenchel.attention.derivative import (
+    Gradients,
+    Move,
+    attend_jvp,
+    attend_vjp,
+    self_attention,
+    self_attention_vjp,
+)
 from fenchel.attention.linear import (
     LinearState,
     RandomFeatures,
@@ -13,23 +17,41 @@ from fenchel.attention.linear import (
     linear_step,
     random_features,
 )
-from fenchel.attention.pattern import Global, Strided
-from fenchel.attention.position import ALiBi, RelativeBias
-from fenchel.attention.prior import Causal, Dense, Padding, Prior, Window
-from fenchel.attention.proof import Proof, prove
-from fenchel.attention.register import register, unregister
-from fenchel.attention.rotary import NTK, Angles, Linear, Llama3, Yarn, angles, rotary, rotate
-from fenchel.attention.scale_check import scale_trouble
-from fenchel.attention.self_attention import self_attention, self_attention_vjp
-from fenchel.attention.sink import Sink, with_sink
-from fenchel.attention.trace import Trace, trace
-from fenchel.attention.weights import attention_weights
+from fenchel.attention.measure import (
+    Habits,
+    HeadHealth,
+    Health,
+    Trace,
+    attention_weights,
+    habits,
+    health,
+    healths,
+    scale_trouble,
+    trace,
+)
+from fenchel.attention.prior import (
+    Causal,
+    Dense,
+    Global,
+    Padding,
+    Prior,
+    Strided,
+    Window,
+)
+from fenchel.attention.rotary import (
+    Angles,
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    YarnScaling,
+    angles,
+    rotary,
+    rotate,
+)
 
 __all__ = [
-    "NTK",
     "ALiBi",
     "Angles",
-    "Attached",
     "Causal",
     "Dense",
     "Global",
@@ -37,35 +59,31 @@ __all__ = [
     "Habits",
     "HeadHealth",
     "Health",
-    "Linear",
+    "LinearScaling",
     "LinearState",
-    "Llama3",
+    "Llama3Scaling",
     "Move",
+    "NTKScaling",
     "Padding",
     "Prior",
-    "Proof",
     "RandomFeatures",
     "RelativeBias",
     "Sink",
     "Strided",
     "Trace",
     "Window",
-    "Yarn",
+    "YarnScaling",
     "angles",
-    "attach",
     "attend",
     "attend_jvp",
     "attend_vjp",
     "attention_weights",
-    "by_distance",
     "habits",
     "health",
     "healths",
     "linear_attend",
     "linear_step",
-    "prove",
     "random_features",
-    "register",
     "rotary",
     "rotate",
     "scale_trouble",
@@ -73,6 +91,5 @@ __all__ = [
     "self_attention_vjp",
     "serves",
     "trace",
-    "unregister",
     "with_sink",
 ]

@@ -27,11 +27,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
-from fenchel.attention import blocked, flex, reference, sdpa
+from fenchel.attention import backends, blocked, flex, reference, sdpa
 from fenchel.attention.prior import Causal, Prior
 from fenchel.attention.shapes import check, leading, together
 from fenchel.choice import Choice, Softmax
-from fenchel.kernels import support
 
 _SOFTMAX = Softmax()
 _ONE_PIECE = 1 << 16  # scores: below this the bookkeeping of tiles costs more than it saves
@@ -125,7 +124,7 @@ def serves(
     """For each back end, why it cannot take this call, or None: arguments as in ``attend``."""
     check(q, k, v, dropout, softcap)
     call = _describe(*together(q, k, v), choice, prior, softcap, dropout, return_weights)
-    return {name: support.why_not(name, call) for name in support.BACKENDS}
+    return {name: backends.why_not(name, call) for name in backends.BACKENDS}
 
 
 def _attend(
@@ -149,7 +148,7 @@ def _attend(
     call = _describe(q, k, v, choice, prior, softcap, dropout, return_weights)
     if backend == "auto":
         backend = _pick(call, q.shape[0])
-    elif reason := support.why_not(backend, call):
+    elif reason := backends.why_not(backend, call):
         raise ValueError(f'backend "{backend}" cannot serve this call: {reason}.')
     if backend == "reference":
         out, p = reference.attend(q, k, v, choice, prior, scale, dropout, softcap)
@@ -163,12 +162,12 @@ def _attend(
     return (out, p.to(q.dtype).reshape(*axes, *p.shape[-2:])) if return_weights else out
 
 
-def _pick(call: support.Call, B: int) -> str:
+def _pick(call: backends.Call, B: int) -> str:
     """The quickest that serves: fused, else in one piece if that is small, else in tiles."""
-    if support.why_not("sdpa", call) is None:
+    if backends.why_not("sdpa", call) is None:
         return "sdpa"
     small = B * call.H * call.T * call.S <= _ONE_PIECE
-    return "reference" if small or support.why_not("blocked", call) else "blocked"
+    return "reference" if small or backends.why_not("blocked", call) else "blocked"
 
 
 def _describe(
@@ -180,13 +179,13 @@ def _describe(
     softcap: float | None,
     dropout: float,
     weights: bool,
-) -> support.Call:
+) -> backends.Call:
     beta = getattr(choice, "beta", 1.0)
     settings = [x for x in (beta, getattr(choice, "alpha", None)) if isinstance(x, Tensor)]
     carried = [*settings, *(prior.tensors() if prior is not None else ())]
     grad = torch.is_grad_enabled()
     learns = grad and any(x.requires_grad for x in carried)
-    return support.Call(
+    return backends.Call(
         choice=type(choice).__name__,
         device=q.device.type,
         dtype=q.dtype,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 
-class Scaling(Protocol):
+class RotaryScaling(Protocol):
     """Speeds for a longer context, and the factor by which cos and sin grow with it."""
 
     def speeds(self, t: Tensor, base: float, width: int) -> Tensor:
@@ -41,7 +41,7 @@ class Scaling(Protocol):
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     """Positions interpolated: every speed divided by ``factor``."""
 
     factor: float
@@ -53,7 +53,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class NTK:
+class NTKScaling:
     """A larger base: the slowest speed is divided by ``factor``, the fastest stays."""
 
     factor: float
@@ -67,7 +67,7 @@ class NTK:
 
 
 @dataclass(frozen=True)
-class Yarn:
+class YarnScaling:
     """Fast pairs kept, slow ones interpolated, those between blended linearly in their index.
 
     ``fast`` and ``slow`` are the turns within ``trained`` positions at which the blend begins and
@@ -102,7 +102,7 @@ class Yarn:
 
 
 @dataclass(frozen=True)
-class Llama3:
+class Llama3Scaling:
     """Speeds kept above ``high`` turns within ``trained`` positions, divided below ``low``."""
 
     factor: float
@@ -133,7 +133,7 @@ def angles(
     width: int,
     *,
     base: float = 10000.0,
-    scaling: Scaling | None = None,
+    scaling: RotaryScaling | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Angles:
     """Once a forward pass: positions (T,) or (B, T) -> Angles for heads of ``width``.
@@ -181,7 +181,7 @@ def rotary(
     positions: Tensor,
     *,
     base: float = 10000.0,
-    scaling: Scaling | None = None,
+    scaling: RotaryScaling | None = None,
     layout: str = "half",
 ) -> Tensor:
     """Both at once: x (B, H, T, D) at positions (T,) or (B, T)."""

@@ -2,13 +2,12 @@
 
 from fenchel.choice.base import Choice
 from fenchel.choice.budget import beta_for_budget
+from fenchel.choice.by_name import by_name
 from fenchel.choice.capped import Capped
-from fenchel.choice.certificate import Multipliers, Residuals, kkt, multipliers
-from fenchel.choice.entmax import Entmax
+from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
-from fenchel.choice.named import named
+from fenchel.choice.kkt import Multipliers, Residuals, kkt, multipliers
 from fenchel.choice.softmax import Softmax
-from fenchel.choice.sparsemax import Sparsemax
 
 __all__ = [
     "Capped",
@@ -20,7 +19,7 @@ __all__ = [
     "Softmax",
     "Sparsemax",
     "beta_for_budget",
+    "by_name",
     "kkt",
     "multipliers",
-    "named",
 ]

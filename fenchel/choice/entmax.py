@@ -1,4 +1,20 @@
-"""Entmax: choice under Tsallis entropy, sparse for every alpha > 1.
+"""The Tsallis choice as a differentiable function: the derivatives of entmax and sparsemax.
+
+    dp = J (dx - m dalpha),    J = diag(s) - s s^T / sum(s),    s = p^(2 - alpha) on the support.
+
+alpha may be a tensor and learn: omega'(p_i) = x_i - nu on the support holds while alpha moves, so
+dalpha acts like the move of scores -m dalpha, where m is omega' differentiated by alpha,
+
+    m_i = p_i^(alpha - 1) (log p_i - 1 / (alpha - 1)) / (alpha - 1)        up to a constant.
+
+Two forms of one function. For plain tensors it is an ``autograd.Function`` that saves the weights
+alone and is differentiable again and again, in reverse and with dual numbers. A compiler drops the
+jvp of such a function, and torch.func.jvp of torch.func.jvp takes it for 0, both without a word; so
+they get plain operations instead, with the derivative put back by Newton steps.
+
+Correia, Niculae and Martins (2019), Adaptively sparse transformers.
+
+Entmax: choice under Tsallis entropy, sparse for every alpha > 1.
 
     Omega(p) = sum_i (p_i^alpha - p_i) / (alpha (alpha - 1))
     p_i      = [(alpha - 1) x_i - tau]_+ ^ (1 / (alpha - 1)),       sum_i p_i = 1
@@ -17,17 +33,168 @@ whichever is more. Above alpha = 2 two alternatives have 2 (3 - alpha <= 1: 2^(a
 have no bound: light weights are infinitely quick. Proof: docs/maths/choice.md.
 
 Peters, Niculae and Martins (2019), Sparse sequence-to-sequence models.
+
+Sparsemax: choice under half the squared length, the projection onto the simplex.
+
+    Omega(p) = sum_i (p_i^2 - p_i) / 2
+    p_i      = [x_i - tau]_+,       sum_i p_i = 1
+    s_i      = 1                    on the support, so J is beta times a projection
+
+It is entmax at alpha = 2, where weights are pieces of straight lines.
+
+Martins and Astudillo (2016), From softmax to sparsemax.
 """
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from fenchel.choice.base import Choice, float32_or_better, positive, readable
-from fenchel.choice.tsallis import spread, tsallis
+from fenchel.choice import entmax_solver
+from fenchel.choice.base import (
+    FORBIDDEN,
+    Choice,
+    centred,
+    float32_or_better,
+    plain,
+    positive,
+    readable,
+)
+from fenchel.choice.entmax_solver import origin
+
+
+def tsallis(x: Tensor, alpha: float | Tensor) -> Tensor:
+    """The Tsallis choice for the scores x, differentiable: (..., K) -> (..., K)."""
+    if x.shape[-1] == 0:
+        return x
+    if isinstance(alpha, Tensor):
+        if alpha.ndim > 0 and alpha.shape[-1] != 1:
+            raise ValueError(
+                "alpha needs one entry along the axis of the choice, got shape "
+                f"{tuple(alpha.shape)} for scores of shape {tuple(x.shape)}."
+            )
+        alpha = alpha.to(x.dtype)
+        x = x.expand(torch.broadcast_shapes(x.shape, alpha.shape))  # type: ignore[no-untyped-call]
+    if not plain(x) or (isinstance(alpha, Tensor) and not plain(alpha)):
+        return _traced(x, alpha)
+    p: Tensor = _Tsallis.apply(x, alpha)  # type: ignore[no-untyped-call]
+    return p
+
+
+def spread(p: Tensor, alpha: float | Tensor) -> Tensor:
+    """p^(2 - alpha) on the support, 0 off it."""
+    # The inner where keeps 0 ** (2 - alpha) out of the graph: its derivative is infinite, and
+    # an infinity masked afterwards still returns nan.
+    on = p > 0
+    return torch.where(on, torch.where(on, p, 1.0).pow(2.0 - alpha), 0.0)
+
+
+class _Tsallis(torch.autograd.Function):
+    """``rows.solve`` with J for its derivative."""
+
+    @staticmethod
+    def forward(x: Tensor, alpha: float | Tensor) -> Tensor:
+        return entmax_solver.solve(x, alpha)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float | Tensor], output: Tensor) -> None:
+        _, alpha = inputs
+        ctx.alpha = None if isinstance(alpha, Tensor) else alpha
+        saved = (output, alpha) if isinstance(alpha, Tensor) else (output,)
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        p, alpha = _saved(ctx)
+        if not torch.is_grad_enabled():
+            move = entmax_solver.pull(p, grad, alpha)
+        else:
+            move = centred(spread(p, alpha), grad)
+        if ctx.alpha is not None:
+            return move, None
+        return move, -(move * _slope_by_alpha(p, alpha)).sum_to_size(alpha.shape)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dalpha: Tensor | None) -> Tensor:
+        p, alpha = _saved(ctx)
+        move = torch.zeros_like(p) if dx is None else dx
+        if dalpha is not None:
+            move = move - _slope_by_alpha(p, alpha) * dalpha
+        return centred(spread(p, alpha), move)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Any]:
+    return ctx.saved_tensors if ctx.alpha is None else (*ctx.saved_tensors, ctx.alpha)
+
+
+def _slope_by_alpha(p: Tensor, alpha: Tensor) -> Tensor:
+    """m on the support, 0 off it."""
+    on = p > 0
+    q = torch.where(on, p, 1.0)
+    m = q.pow(alpha - 1.0) * (q.log() - 1.0 / (alpha - 1.0)) / (alpha - 1.0)
+    return torch.where(on, m, 0.0)
+
+
+def _traced(x: Tensor, alpha: float | Tensor) -> Tensor:
+    """``tsallis`` in operations whose derivatives everybody knows.
+
+    The threshold comes from one opaque operation, as a constant. Two Newton steps from there
+    change nothing in value and put back how it depends on x and alpha: each step squares what
+    is missing, so the first three derivatives are exact.
+    """
+    top = x.detach().amax(-1, keepdim=True)
+    empty = top == FORBIDDEN
+    y = (alpha - 1.0) * (x.masked_fill(empty, 0.0) - top.masked_fill(empty, 0.0))
+    still = torch.as_tensor(alpha, dtype=x.dtype, device=x.device).detach()
+    d = _threshold(y.detach(), still)
+    r = 1.0 / (alpha - 1.0)
+    for _ in range(2):
+        on, log_u = _log_u(y, d, alpha)
+        f = torch.where(on, (r * log_u).exp(), 0.0).sum(-1, keepdim=True)
+        g = torch.where(on, ((r - 1.0) * log_u).exp(), 0.0).sum(-1, keepdim=True)
+        d = d - (f - f.pow(2.0 - alpha)) / g
+    on, log_u = _log_u(y, d, alpha)
+    p = torch.where(on, (r * log_u).exp(), 0.0)
+    return (p / p.sum(-1, keepdim=True)).masked_fill(empty, 0.0)
+
+
+def _log_u(y: Tensor, d: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The support, and log u on it; off it 0, with no derivative."""
+    w = y + d
+    on = w > -origin(alpha)
+    w = torch.where(on, w, 1.0 - origin(alpha))
+    if not isinstance(alpha, Tensor):
+        return on, (w.log1p() if alpha < 1.5 else w.log())
+    near_one = alpha < 1.5
+    log1p, log = torch.where(near_one, w, 0.0).log1p(), torch.where(near_one, 1.0, w).log()
+    return on, torch.where(near_one, log1p, log)
+
+
+@torch.library.custom_op("fenchel::tsallis_threshold", mutates_args=())
+def _threshold(y: Tensor, alpha: Tensor) -> Tensor:
+    return entmax_solver.thresholds(y, alpha if alpha.numel() > 1 else alpha.item())
+
+
+@_threshold.register_fake
+def _(y: Tensor, alpha: Tensor) -> Tensor:
+    del alpha
+    return y.new_empty((*y.shape[:-1], 1))
+
+
+@_threshold.register_vmap
+def _(
+    info: Any, in_dims: tuple[int | None, int | None], y: Tensor, alpha: Tensor
+) -> tuple[Tensor, int]:
+    y_dim, alpha_dim = in_dims
+    ndim, size = y.ndim - (y_dim is not None), info.batch_size
+    y = y.expand(size, *y.shape) if y_dim is None else y.movedim(y_dim, 0)
+    if alpha_dim is not None:  # its own axes stay aligned with the last ones of y
+        alpha = alpha.movedim(alpha_dim, 0)
+        alpha = alpha.reshape(size, *(1,) * (ndim + 1 - alpha.ndim), *alpha.shape[1:])
+    return _threshold(y, alpha), 0
 
 
 @final
@@ -94,3 +261,43 @@ def _lipschitz(alpha: float, K: int) -> float:
     m, others = 2.0 / (3.0 - alpha), K - 1.0
     one_heavy = (1.0 + 1.0 / others) / (1.0 + others ** (1.0 - m)) ** (2.0 / m)
     return float(max(2.0 ** (alpha - 2.0), one_heavy))
+
+
+@final
+@dataclass(frozen=True)
+class Sparsemax(Choice):
+    """The distribution nearest to the scores.
+
+    >>> import torch
+    >>> Sparsemax().weights(torch.tensor([1.0, 0.8, -3.0]))
+    tensor([0.6000, 0.4000, 0.0000])
+    """
+
+    beta: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        positive("Sparsemax", self.beta)
+
+    def choose(self, x: Tensor) -> Tensor:
+        """The argmax for the scores x: (..., K) -> (..., K)."""
+        return tsallis(x, 2.0)
+
+    def omega(self, p: Tensor) -> Tensor:
+        """(p^2 - p) / 2."""
+        return 0.5 * p * (p - 1.0)
+
+    def slope(self, p: Tensor) -> Tensor:
+        """p - 1/2."""
+        return p - 0.5
+
+    def response(self, y: Tensor) -> Tensor:
+        """[y + 1/2]_+."""
+        return (y + 0.5).clamp(min=0.0)
+
+    def spread(self, p: Tensor) -> Tensor:
+        """1 on the support."""
+        return float32_or_better((p > 0).to(p.dtype))
+
+    def lipschitz(self, K: int) -> float | Tensor:
+        """beta, and 0 where there is nothing to choose: a projection moves no further."""
+        return self.beta * (1.0 if K > 1 else 0.0)

@@ -16,7 +16,7 @@ from typing import Any
 from cyclopts import App, CycloptsError
 
 from fenchel import __version__
-from fenchel.cli.terminal import may_close
+from fenchel.cli.console import may_close
 from fenchel.files import Notice, StorageFailed
 
 COMMANDS = {
@@ -59,7 +59,7 @@ def _answer(argv: list[str] | None) -> int:
     except (ValueError, OSError) as error:
         return _trouble(str(error), 2)
     except (MemoryError, RuntimeError) as error:
-        from fenchel.train.memory import ran_out  # a command that came so far has loaded torch
+        from fenchel.train.machine import ran_out  # a command that came so far has loaded torch
 
         if (wanted := ran_out(error)) is None:
             raise

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from fenchel.attention import Proof
     from fenchel.choice import Choice
     from fenchel.evaluate import Score
+    from fenchel.hf import Proof
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PROBE = 32  # tokens of the text that prove the swap
@@ -56,8 +56,8 @@ def run(
     json
         Print one JSON object instead of tables.
     """
-    from fenchel.attention import attach, prove
     from fenchel.evaluate import text_ids
+    from fenchel.hf import attach, prove
 
     if out is not None and out.exists():
         raise ValueError(f"{out} exists and is left alone; name another directory.")
@@ -100,7 +100,8 @@ def _load(directory: Path) -> Any:
         raise ValueError("attach needs transformers; pip install 'fenchel[hf]'.") from None
     import torch
 
-    from fenchel.model.directory import CONFIG, read_plain_json
+    from fenchel.checkpoints.hf_directory import read_plain_json
+    from fenchel.model.families.config_reader import CONFIG
 
     hf.logging.set_verbosity_error()
     hf.logging.disable_progress_bar()
@@ -131,8 +132,8 @@ def _is_words(names: object) -> bool:
 
 def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":
     """The map that was named, or the one the checkpoint was saved with."""
-    from fenchel.attention.attached import FIELD, recorded
-    from fenchel.choice import named
+    from fenchel.choice import by_name
+    from fenchel.hf.adapter import FIELD, recorded
 
     for setting, value, users in (
         ("alpha", alpha, ("entmax",)),
@@ -144,7 +145,7 @@ def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None
             )
     if map is not None:
         given = {"alpha": alpha, "beta": beta}
-        return named(map, **{name: value for name, value in given.items() if value is not None})
+        return by_name(map, **{name: value for name, value in given.items() if value is not None})
     stored = getattr(model.config, FIELD, None)
     if stored is None:
         raise ValueError("the checkpoint was not saved with a map of ours; name one with --map.")
@@ -152,8 +153,8 @@ def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None
 
 
 def _tokenizer(directory: Path, model: Any) -> Any:
+    from fenchel.checkpoints.hf_directory import TOKENIZER, modest_file
     from fenchel.data import load_tokenizer
-    from fenchel.model.directory import TOKENIZER, modest_file
 
     tokenizer = load_tokenizer(modest_file(directory, TOKENIZER))
     knows = model.config.get_text_config().vocab_size
@@ -199,8 +200,8 @@ def _score(
 
     from torch import Tensor, nn
 
-    from fenchel.attention import attach
     from fenchel.evaluate import score
+    from fenchel.hf import attach
 
     class Logits(nn.Module):
         def __init__(self) -> None:
@@ -219,7 +220,7 @@ def _score(
 
 
 def _plain(kind: str, proof: "Proof") -> dict[str, Any]:
-    from fenchel.attention.attached import record
+    from fenchel.hf.adapter import record
 
     return {
         "model": kind,

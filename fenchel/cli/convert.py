@@ -36,7 +36,7 @@ def run(
     """
     import torch
 
-    from fenchel.model import convert
+    from fenchel.checkpoints import convert
 
     kind = None if dtype is None else getattr(torch, dtype)
     found = convert(directory, out, dtype=kind, which=which, overwrite=force)

@@ -46,7 +46,7 @@ def machine() -> dict[str, Any]:
     """Versions, device, and the speed of one training step of the default model."""
     import torch
 
-    from fenchel.flow import speed
+    from fenchel.pipeline import speed
     from fenchel.train import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,28 +76,29 @@ def backends() -> dict[str, str]:
     import torch
 
     from fenchel.attention import Causal, serves
-    from fenchel.choice import named
+    from fenchel.choice import by_name
 
     q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
     found = {}
     for name in ("softmax", "entmax", "sparsemax", "hard"):
-        told = serves(q, q, q, choice=named(name), prior=Causal())
+        told = serves(q, q, q, choice=by_name(name), prior=Causal())
         found[name] = "; ".join(f"{end}: {reason or 'yes'}" for end, reason in told.items())
     return found
 
 
 def soundness(directory: Path) -> dict[str, str]:
     """Each sealed folder of a run directory, "intact" or what is wrong with it."""
+    from fenchel.checkpoints import run_checkpoint
     from fenchel.files import Damaged
-    from fenchel.flow import open_corpus
-    from fenchel.train import RunDir, checkpoint
+    from fenchel.pipeline import open_corpus
+    from fenchel.train import RunDir
 
     run = RunDir(directory)
     run.read_settings()
     found = {}
-    for folder in checkpoint.folders(run.checkpoints):
+    for folder in run_checkpoint.folders(run.checkpoints):
         try:
-            checkpoint.check(folder)
+            run_checkpoint.check(folder)
             found[folder.name] = "intact"
         except Damaged as error:
             found[folder.name] = str(error)

@@ -95,9 +95,9 @@ def _read(
     directory: Path, text: str | None, tokens: int | None, console: Console
 ) -> tuple[Any, Any, int, "Reading"]:
     """The model, the ids of the text, its bytes, and how well the one predicts the other."""
+    from fenchel.checkpoints import load
     from fenchel.evaluate import Reading, beginning, fingerprint, score, text_ids
-    from fenchel.flow import open_corpus
-    from fenchel.model import load
+    from fenchel.pipeline import open_corpus
 
     model, tokenizer, config = load(directory)
     if text is None:

@@ -77,9 +77,9 @@ def run(
     """
     import torch
 
+    from fenchel.checkpoints import load
     from fenchel.data import encode, end_id, pad_id
     from fenchel.generate import stream_text
-    from fenchel.model import load
 
     flags = {
         "temperature": temperature,
@@ -151,11 +151,12 @@ def choose(directory: Path, flags: dict[str, Any]) -> Chosen:
     One that does not say do_sample says nothing of drawing; a repetition penalty is another
     matter, and so are the tokens that end a text.
     """
+    from fenchel.checkpoints import Generation, read_generation
+    from fenchel.checkpoints.generation_config import GENERATION
+    from fenchel.checkpoints.hf_directory import holds
+    from fenchel.checkpoints.load import is_run
     from fenchel.generate import Sampling
-    from fenchel.model import Generation, read_generation
-    from fenchel.model.directory import CONFIG, holds
-    from fenchel.model.generation import GENERATION
-    from fenchel.model.load import is_run
+    from fenchel.model.families.config_reader import CONFIG
 
     said = Generation()
     if holds(directory, CONFIG) and not is_run(directory):

@@ -6,9 +6,18 @@ area of a point is its share of the predictions. The picture is drawn here, with
 """
 
 from fenchel.evaluate import Bin, Calibration, Confidence
-from fenchel.report.document import Part, document
-from fenchel.report.markup import Html, details, element, join, notes, shorten, table
-from fenchel.report.quantities import figure
+from fenchel.report.html import (
+    Html,
+    Part,
+    details,
+    document,
+    element,
+    figure,
+    join,
+    notes,
+    shorten,
+    table,
+)
 
 _SIDE, _LEFT, _TOP = 320, 40, 10
 _RADIUS = 14.0  # of a point that holds every prediction

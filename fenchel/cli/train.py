@@ -68,18 +68,18 @@ def run(
         raise ValueError("--resume continues a run as it is: no CONFIG, --out or --text with it.")
     mapping = settings_from(config, set, short)
 
-    from fenchel import flow
+    from fenchel import pipeline
     from fenchel.train import keep_memory
 
     keep_memory()
     console = Console(quiet=json)
     if resume is not None:
         path = resume
-        outcome = flow.resume(path, console, changes=mapping, accept_new_text=accept_new_text)
+        outcome = pipeline.resume(path, console, changes=mapping, accept_new_text=accept_new_text)
     else:
-        chosen = flow.settings(mapping)
-        path = out or flow.fresh_path(Path("runs"), chosen)
-        outcome = flow.begin(chosen, path, console)
+        chosen = pipeline.settings(mapping)
+        path = out or pipeline.fresh_path(Path("runs"), chosen)
+        outcome = pipeline.begin(chosen, path, console)
     console.end(path, outcome.status, outcome.reason, json=json)
     if outcome.status == "diverged":
         return DIVERGED

@@ -1,24 +1,27 @@
 """Perplexity, bits per byte, calibration, the look of attention, and what they are read against."""
 
-from fenchel.evaluate.attention import attention_health, attention_maps
+from fenchel.evaluate.attention import attention_health, attention_maps, sample
 from fenchel.evaluate.baseline import bzip2_bits, ngram_bits
 from fenchel.evaluate.calibration import (
     Bin,
     Calibration,
+    Confidence,
+    Fit,
     Outcomes,
+    Smoothing,
     brier_score,
     calibration_error,
+    confidence,
+    fit_temperature,
     outcomes,
     reliability,
+    smoothed,
+    smoothing,
     summarise,
 )
 from fenchel.evaluate.compare import Comparison, Reading, compare, fingerprint
-from fenchel.evaluate.confidence import Confidence, confidence
 from fenchel.evaluate.harness import Answers, harness_model
-from fenchel.evaluate.sample import sample
 from fenchel.evaluate.score import Score, beginning, score, text_ids
-from fenchel.evaluate.smoothing import Smoothing, smoothed, smoothing
-from fenchel.evaluate.temperature import Fit, fit_temperature
 
 __all__ = [
     "Answers",

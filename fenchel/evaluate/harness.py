@@ -28,9 +28,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from fenchel.checkpoints import load
 from fenchel.data import decode, encode, end_id, windows
 from fenchel.generate import Sampling, stream
-from fenchel.model import Transformer, evaluating, load
+from fenchel.model import Transformer, evaluating
 
 _SETTINGS = frozenset("until max_gen_toks do_sample temperature top_k top_p min_p".split())
 _NEW_TOKENS = 256  # where a task does not say, as the harness has it

@@ -1,19 +1,18 @@
 """Caches, sampling, decoding."""
 
-from fenchel.generate.cache import KeyValueCache
 from fenchel.generate.decode import generate, stream, stream_text
-from fenchel.generate.lookup import PromptLookup
-from fenchel.generate.sample import Sampling, sample
-from fenchel.generate.spelling import Spelling
-from fenchel.generate.stopping import StopStrings, Telling
+from fenchel.generate.kv_cache import KVCache
+from fenchel.generate.prompt_lookup import PromptLookup
+from fenchel.generate.sampling import Sampling, sample
+from fenchel.generate.text_stream import Detokenizer, StopStrings, TextStream
 
 __all__ = [
-    "KeyValueCache",
+    "Detokenizer",
+    "KVCache",
     "PromptLookup",
     "Sampling",
-    "Spelling",
     "StopStrings",
-    "Telling",
+    "TextStream",
     "generate",
     "sample",
     "stream",

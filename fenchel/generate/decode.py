@@ -1,11 +1,12 @@
 """Prompt ids to longer ids, one token after another.
 
-    logits = read(unread)      the prompt, later what was drawn last     fenchel/generate/reader.py
-    token  = sample(logits)    fenchel/generate/sample.py
+    logits = read(unread)      the prompt, later what was drawn last     fenchel/generate/session.py
+    token  = sample(logits)    fenchel/generate/sampling.py
     unread = token             until ``max_new_tokens``, or all sequences have stopped
 
 With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
-the tokens are the same (fenchel/generate/lookup.py). A greedy step that is recorded chooses its
+the tokens are the same (fenchel/generate/prompt_lookup.py). A greedy step that is recorded chooses
+its
 token on the device and goes on with it: the loop asks for some at a time, and for the next before
 it looks at these, so that the device never waits; those behind a stop are forgotten.
 
@@ -20,13 +21,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.generate.cache import Kind
-from fenchel.generate.fixed import Coming, Record, require
-from fenchel.generate.lookup import PromptLookup
-from fenchel.generate.prompts import Prompts, seen, side_by_side
-from fenchel.generate.reader import Reader
-from fenchel.generate.sample import NOT_FINITE, Sampling, sample
-from fenchel.generate.stopping import Stops, Telling
+from fenchel.generate.cuda_graph import PendingTokens, Record, require
+from fenchel.generate.kv_cache import Kind
+from fenchel.generate.prompt_lookup import PromptLookup
+from fenchel.generate.sampling import NOT_FINITE, Sampling, sample
+from fenchel.generate.session import Prompts, Session, seen, side_by_side
+from fenchel.generate.text_stream import Stops, TextStream
 from fenchel.model import Transformer, evaluating
 
 AHEAD, FAR_AHEAD = 16, 64
@@ -98,7 +98,7 @@ def generate(
     ``stop`` holds ids, and strings if the ``tokenizer`` is given; the token that completes a
     stop is kept. ``cache`` is what keys and values are held in. ``draft`` tokens are guessed
     ahead from what was said before, for a single sequence. ``record`` replays one step of fixed
-    shapes, for a GPU: fenchel/generate/fixed.py. ``source`` is what an encoder reads
+    shapes, for a GPU: fenchel/generate/cuda_graph.py. ``source`` is what an encoder reads
     before the decoder begins, in the same two forms as the prompts.
     """
     sampling = Sampling(
@@ -190,10 +190,10 @@ def stream_text(
         source=None if source is None else source.unsqueeze(0),
         generator=generator,
     )
-    return _told(tokens, Telling(tokenizer, [one for one in stop if isinstance(one, str)]))
+    return _told(tokens, TextStream(tokenizer, [one for one in stop if isinstance(one, str)]))
 
 
-def _told(tokens: Iterator[Tensor], telling: Telling) -> Iterator[str]:
+def _told(tokens: Iterator[Tensor], telling: TextStream) -> Iterator[str]:
     for token in tokens:
         yield telling.add(int(token))
         if telling.stopped:
@@ -242,7 +242,7 @@ def _start(
     heard = None if source is None else side_by_side(source)
     if record is not None:
         require(model, record, kind=cache, fill=prompts.present is not None, draft=draft)
-    reader = Reader(
+    reader = Session(
         model, prompts, count=count, source=heard, kind=cache, spare=draft, record=record
     )
     seen_BV = None if sampling.repetition_penalty == 1.0 else seen(prompts, model.config.vocabulary)
@@ -261,7 +261,7 @@ def _start(
 
 @torch.inference_mode()
 def _decode(
-    reader: Reader,
+    reader: Session,
     ids_BT: Tensor,
     count: int,
     choose: Callable[[Tensor], Tensor],
@@ -303,11 +303,11 @@ def _decode(
 
 
 def _followed(
-    reader: Reader, unread_B1: Tensor, count: int, ahead: int, stops: Stops
+    reader: Session, unread_B1: Tensor, count: int, ahead: int, stops: Stops
 ) -> Iterator[Tensor]:
     """The next ``count`` tokens, chosen on the device, which goes on while these are told."""
     like = unread_B1
-    coming: Coming | None = reader.follow(unread_B1, min(ahead, count))
+    coming: PendingTokens | None = reader.follow(unread_B1, min(ahead, count))
     while coming is not None:
         count -= coming.there.shape[1]
         later = reader.follow(None, min(ahead, count)) if count else None

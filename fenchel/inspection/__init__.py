@@ -1,9 +1,8 @@
 """What a checkpoint's attention does on a text, measured."""
 
+from fenchel.inspection.loader import open_subject
 from fenchel.inspection.measure import inspect
-from fenchel.inspection.opening import open_subject
-from fenchel.inspection.subject import Attention, Passage, Reading, Subject
-from fenchel.inspection.values import (
+from fenchel.inspection.result import (
     Bracket,
     Head,
     Influence,
@@ -13,6 +12,7 @@ from fenchel.inspection.values import (
     Network,
     Precision,
 )
+from fenchel.inspection.subject import Attention, Passage, Reading, Subject
 
 __all__ = [
     "Attention",

@@ -1,6 +1,8 @@
-"""A subject and a text to an inspection: read once, then heads, blocks, network, precision.
+"""A text to the ids of one sequence that a subject can read, and to the words for them.
 
-    inspect(subject, source) -> Inspection;   for a subject see fenchel.inspection.opening
+A subject and a text to an inspection: read once, then heads, blocks, network, precision.
+
+    inspect(subject, source) -> Inspection;   for a subject see fenchel.inspection.loader
 
 The order is that of cost and of use: what is known of the heads is known before a block is
 differentiated, and ``watch`` hears of every step. Everything random is drawn from one seed.
@@ -11,19 +13,80 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.inspection.graph import derivative
-from fenchel.inspection.heads import heads
-from fenchel.inspection.layers import layer
+from fenchel.data import decode, encode, end_id, open_text
+from fenchel.inspection.blocks import layer
+from fenchel.inspection.heads import heads, row_weights
+from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.network import STEPS, network
 from fenchel.inspection.precision import precision
-from fenchel.inspection.rows import weights
+from fenchel.inspection.result import Head, Inspection, Layer, Maps, Method
 from fenchel.inspection.subject import Attention, Passage, Reading, Subject
-from fenchel.inspection.text import words
-from fenchel.inspection.values import Head, Inspection, Layer, Maps, Method
+
+
+class Words(NamedTuple):
+    """One sequence."""
+
+    name: str
+    """What the text is called."""
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    """What each id spells, alone."""
+
+
+def words(subject: Subject, source: str, max_tokens: int | None = None) -> Words:
+    """The first tokens of a text: all of them, or ``max_tokens`` if it has more.
+
+    A text longer than the subject's context is refused unless ``max_tokens`` cuts it.
+    """
+    context = subject.context
+    if max_tokens is not None and max_tokens < 2:
+        raise ValueError(f"max_tokens={max_tokens} should be 2 or more.")
+    if max_tokens is not None and context is not None and max_tokens > context:
+        raise ValueError(
+            f"max_tokens={max_tokens} is more than the {context} tokens that {subject.name} reads."
+        )
+    limit = context if max_tokens is None else max_tokens
+    text = open_text(source)
+    ids: list[int] = []
+    for document in text.documents():
+        ids += subject.encode(document.text, first=not ids)
+        if limit is not None and len(ids) > limit:
+            break
+    if max_tokens is None and limit is not None and len(ids) > limit:
+        raise ValueError(
+            f"{source} has more tokens than the {limit} that {subject.name} reads; take the first "
+            f"ones with --max-tokens {limit}."
+        )
+    ids = ids[:limit]
+    if len(ids) < 2:
+        raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
+    return Words(text.name, tuple(ids), tuple(_spelt(subject.tokenizer, i) for i in ids))
+
+
+def framed(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text between the control tokens that the tokenizer itself puts around one."""
+    encode(tokenizer, text)  # what is no text, or spells a control token, is refused there
+    return list(tokenizer.encode(text, add_special_tokens=True).ids)
+
+
+def after_an_end(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text after an end, as documents follow one another in training."""
+    return [end_id(tokenizer), *encode(tokenizer, text)]
+
+
+def _spelt(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one token; a control token by its name, half a character by its bytes."""
+    text = decode(tokenizer, [token])
+    if text and "\ufffd" not in text:
+        return text
+    return str(tokenizer.id_to_token(token) or f"[{token}]")
+
 
 Watch = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and of how much."""
@@ -108,7 +171,7 @@ def maps(calls: Sequence[Attention], layers: Sequence[int], heads: Sequence[int]
     """The weights of every chosen head on as many first tokens as a page can hold."""
     T, count = calls[0].q.shape[2], len(calls) * len(heads)
     size = min(T, _MAP_SIZE, int((_MAP_BYTES / count) ** 0.5))
-    found = torch.stack([weights(call, size)[list(heads)] for call in calls])
+    found = torch.stack([row_weights(call, size)[list(heads)] for call in calls])
     data = (found.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu().numpy().tobytes()
     return Maps(
         layers=[at + 1 for at in layers],

@@ -24,10 +24,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fenchel.inspection.graph import derivative
-from fenchel.inspection.layers import bracket, measured
+from fenchel.inspection.blocks import bracket, measured
+from fenchel.inspection.linearisation import derivative
+from fenchel.inspection.result import Influence, Layer, Method, Network
 from fenchel.inspection.subject import Reading
-from fenchel.inspection.values import Influence, Layer, Method, Network
 from fenchel.sensitivity.operator import Operator
 
 STEPS = 3

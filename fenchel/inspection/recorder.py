@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fenchel.inspection.settled import settled
+from fenchel.inspection.linearisation import tangent_activations
 from fenchel.inspection.subject import Attention, Branch, Map, Norm, Passage
 
 
@@ -123,7 +123,7 @@ class Recorder:
         if is_norm(module) and isinstance(y, Tensor):
             block.norms.append(self._norm(module, x, y))
         elif isinstance(y, Tensor) and y.shape == x.shape and _is_part(module, block.module):
-            branch = Branch(settled(module, _function(module, given)), x.detach())
+            branch = Branch(tangent_activations(module, _function(module, given)), x.detach())
             if block.calls and block.attending is None:
                 block.attending = branch
             else:
@@ -142,7 +142,7 @@ class Recorder:
             before.detach(),
             after.detach(),
             f,
-            settled(block.module, f),
+            tangent_activations(block.module, f),
             block.calls[0],
             tuple(block.norms),
             block.attending,

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
+from fenchel.checkpoints import Progress
 from fenchel.data import Batches, TextConfig, decode, encode, prepare
 from fenchel.evaluate import attention_health, score
 from fenchel.generate import generate
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import OptimConfig, build_optimiser, build_schedule
 from fenchel.report import page
-from fenchel.train import Loop, Progress, RunDir, Stepper, TrainConfig
+from fenchel.train import Loop, RunDir, Stepper, TrainConfig
 
 folder = Path(tempfile.mkdtemp())
 (folder / "shells.txt").write_text("she sells sea shells on the sea shore;\n" * 200)

@@ -1,4 +1,18 @@
-"""Attention layers: to other positions of the same sequence, and to what an encoder read.
+"""Attention by distance: keys near a query are chosen.
+
+    z_ij = -scale |q_i - k_j|^2 = scale (2 q_i.k_j - |k_j|^2) - scale |q_i|^2
+
+The last term is the same for all keys of a query, and no choice map sees a common shift. So this
+is dot-product attention with one more coordinate,
+
+    (q_i, 1) . (k_j, -|k_j|^2 / 2)          at the scale 2 scale,
+
+and every back end serves it. When q and k come from one matrix the map is Lipschitz, which
+dot-product attention is not (fenchel/sensitivity/bounds/attention.py).
+
+Kim, Papamakarios and Mnih (2021), The Lipschitz constant of self-attention.
+
+Attention layers: to other positions of the same sequence, and to what an encoder read.
 
     q, k, v = W_q x, W_k x, W_v x              one product for all three
     q, k    = turned(normed(q)), turned(normed(k))         as the settings say
@@ -16,13 +30,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from fenchel.attention import Causal, Prior, Sink, Window, attend, by_distance, rotate, with_sink
-from fenchel.choice import Choice, named
+from fenchel.attention import Causal, Prior, Sink, Window, attend, rotate, with_sink
+from fenchel.choice import Choice, by_name
 from fenchel.model.config import ModelConfig
+from fenchel.model.forward_context import ForwardContext, Memory, among
 from fenchel.model.norm import norm
-from fenchel.model.sight import Memory, Sight, among
-from fenchel.model.sigma import linear_map, matrix_of
+from fenchel.model.sigma_linear import linear_map, matrix_of
+
+
+def by_distance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k whose product is -|q - k|^2 / 2 + |q|^2 / 2: (..., T, D) -> (..., T, D + 1)."""
+    half_square = 0.5 * k.square().sum(-1, keepdim=True)
+    return pad(q, (0, 1), value=1.0), torch.cat((k, -half_square), -1)
+
 
 CAUSAL = Causal()
 
@@ -55,7 +77,7 @@ class Attention(nn.Module):
         H, G, D = config.heads, config.groups, config.head_width
         self.heads, self.groups, self.head_width = H, G, D
         self.layer, self.dropout = layer, _dropout(config)
-        self.choice: Choice = named(config.choice_of(layer), alpha=config.alpha)
+        self.choice: Choice = by_name(config.choice_of(layer), alpha=config.alpha)
         self.shape, self.local = shape_of(config, layer), config.window(layer) is not None
         self.scale, self.softcap = config.score_scale, config.softcap
         self.layout, self.by_distance = config.rotary_layout, config.scores == "l2"
@@ -67,7 +89,7 @@ class Attention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(H)) if config.sinks else None
         self.out = linear_map(H * D, config.width, bias=config.bias, sigma=sigma)
 
-    def forward(self, x_BTM: Tensor, sight: Sight, layer: int | None = None) -> Tensor:
+    def forward(self, x_BTM: Tensor, sight: ForwardContext, layer: int | None = None) -> Tensor:
         """(B, T, M) -> (B, T, M); ``layer`` where it is not the one this was built for."""
         layer = self.layer if layer is None else layer
         q_BHTD, k_BGTD, v_BGTD = self._made(x_BTM, sight)
@@ -78,13 +100,15 @@ class Attention(nn.Module):
         mixed: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
         return mixed
 
-    def _mixed(self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sight: Sight) -> Tensor:
+    def _mixed(
+        self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sight: ForwardContext
+    ) -> Tensor:
         """What every query makes of what it sees, (B, H, T, D)."""
         q, k, v, choice, prior, scale, softcap = self.question(q_BHTD, k_BGSD, v_BGSD, sight)
         p = self.dropout if self.training else 0.0
         return attend(q, k, v, choice=choice, prior=prior, scale=scale, softcap=softcap, dropout=p)
 
-    def question(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Question:
+    def question(self, q: Tensor, k: Tensor, v: Tensor, sight: ForwardContext) -> Question:
         """What the layer asks of ``attend`` with its q (B, H, T, D) and k, v (B, G, S, D)."""
         prior, scale = sight.prior(self.shape, q, k), self.scale
         if self.by_distance:
@@ -95,7 +119,7 @@ class Attention(nn.Module):
             k, v = with_sink(k, v)
         return Question(q, k, v, self.choice, prior, scale, self.softcap)
 
-    def _made(self, x_BTM: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+    def _made(self, x_BTM: Tensor, sight: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, G, T, D)."""
         H, G, D = self.heads, self.groups, self.head_width
         turn = sight.turns[int(self.local)]
@@ -117,7 +141,7 @@ class Attention(nn.Module):
         q_BHTD, k_BGTD = torch.split(qk, [H, G], dim=1)
         return q_BHTD, k_BGTD, v_BGTD
 
-    def _near(self, x_BTM: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+    def _near(self, x_BTM: Tensor, sight: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """One z for queries and keys, and values that shrink with it."""
         H, D, turn = self.heads, self.head_width, sight.turns[int(self.local)]
         W_q, W_v = matrix_of(self.qkv).view(2, H, D, -1)
@@ -128,7 +152,7 @@ class Attention(nn.Module):
         return z_BHTD, z_BHTD, v_BHTD
 
 
-class Cross(nn.Module):
+class CrossAttention(nn.Module):
     """Every position of the decoder asks, all those of the encoder answer."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -137,13 +161,13 @@ class Cross(nn.Module):
         self.groups, self.head_width, self.layer = G, D, layer
         self.dropout = _dropout(config)
         self.scale, self.softcap = config.score_scale, config.softcap
-        self.choice: Choice = named(config.choice_of(layer), alpha=config.alpha)
+        self.choice: Choice = by_name(config.choice_of(layer), alpha=config.alpha)
         bias, sigma = config.has_qkv_bias, config.sigma_reparam
         self.q = linear_map(M, H * D, bias=bias, sigma=sigma)
         self.kv = linear_map(M, 2 * G * D, bias=bias, sigma=sigma)
         self.out = linear_map(H * D, M, bias=config.bias, sigma=sigma)
 
-    def forward(self, x_BTM: Tensor, sight: Sight, layer: int | None = None) -> Tensor:
+    def forward(self, x_BTM: Tensor, sight: ForwardContext, layer: int | None = None) -> Tensor:
         """(B, T, M) -> (B, T, M)."""
         memory_BSM, D = sight.memory, self.head_width
         assert memory_BSM is not None  # the Transformer asks for it

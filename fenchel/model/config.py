@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fenchel.choice import named
+from fenchel.choice import by_name
 
 LARGEST = 2**24
 """No size is larger: products of two stay far from what a tensor can hold."""
@@ -220,7 +220,7 @@ class ModelConfig:
         for window in self.windows:
             _require_whole("a window", window, 0)
         for name in (self.choice, self.router, *self.layer_choices):
-            named(str(name), alpha=self.alpha)  # says itself what it takes
+            by_name(str(name), alpha=self.alpha)  # says itself what it takes
         if self.distinct_layers is not None and max(len(self.windows), len(self.layer_choices)) > 1:
             raise ValueError(
                 "distinct_layers shares blocks between layers; windows and layer_choices should "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from fenchel.model.sigma import SigmaLinear
+from fenchel.model.sigma_linear import SigmaLinear
 
 
 class Adapted(nn.Linear):

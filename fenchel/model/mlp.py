@@ -7,16 +7,40 @@ GELU(x) = x Phi(x) is what is left on average of an x that survives with probabi
 form by tanh differs from it by at most 4.73e-4. Dropout stands after f, before ``down``.
 
 M width of the stream, F width inside.
+
+A mixture of experts: X MLPs, of which every token reads the k it chooses.
+
+    z = W_r x                           scores of the experts, (X,)
+    p = choice.weights(z)               as a query chooses among keys
+    y = sum over the k largest p_e of  w_e MLP_e(x),     w = those p_e over their sum
+
+A sparse map may give fewer than k experts any weight; the others are then not asked. Tokens are
+sorted by expert, so that each expert reads its tokens at once: N k rows of work, not N X. How many
+tokens an expert gets depends on them, so a compiler cuts its graph here.
+
+Left alone, a few experts take all tokens. The balance is 1 when tokens spread evenly and grows as
+they gather,
+
+    balance = X sum_e f_e P_e        f_e share of all choices that fell on e, P_e mean of p_e,
+
+with a derivative through P alone: it pushes down the scores of experts that are chosen too often.
+A trainer adds a small multiple of it to its loss (``Transformer.balance``).
+
+N tokens, M width of the stream, F width inside, X experts.
+
+Shazeer et al. (2017), Outrageously large neural networks; Fedus, Zoph and Shazeer (2022), Switch.
 """
 
 from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor, nn
-from torch.nn.functional import dropout, gelu, relu, silu
+import torch
+from torch import Tensor, nn, split
+from torch.nn.functional import dropout, gelu, linear, relu, silu
 
+from fenchel.choice import by_name
 from fenchel.model.config import ModelConfig
-from fenchel.model.sigma import linear_map
+from fenchel.model.sigma_linear import linear_map
 
 gelu_tanh = partial(gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -51,3 +75,61 @@ class Mlp(nn.Module):
             wide = dropout(wide, self.dropout, self.training)
         narrow: Tensor = self.down(wide)
         return narrow
+
+
+class Mixture(nn.Module):
+    """Experts side by side: gate, up (X, F, M) and down (X, M, F), without biases."""
+
+    balance: Tensor | None
+    """Of the last batch that was read in training."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        X, M, F = config.experts, config.width, config.mlp_width
+        self.count = config.experts_per_token
+        self.choice = by_name(config.router, alpha=config.alpha)
+        self.activation, self.dropout = ACTIVATIONS[config.mlp], config.mlp_dropout
+        self.router = nn.Linear(M, X, bias=False)
+        self.gate = nn.Parameter(torch.empty(X, F, M)) if config.gated else None
+        self.up = nn.Parameter(torch.empty(X, F, M))
+        self.down = nn.Parameter(torch.empty(X, M, F))
+        self.balance = None
+
+    def forward(self, x_BTM: Tensor) -> Tensor:
+        """(B, T, M) -> (B, T, M)."""
+        x_NM = x_BTM.flatten(0, -2)
+        z_NX = self.router(x_NM)
+        p_NX = self.choice.weights(z_NX.to(torch.promote_types(z_NX.dtype, torch.float32)))
+        p_Nk, expert_Nk = p_NX.topk(self.count, dim=-1)
+        w_Nk = (p_Nk / p_Nk.sum(-1, keepdim=True)).to(x_NM.dtype)
+        if self.training:
+            self.balance = balance(p_NX, expert_Nk)
+        return self._read(x_NM, w_Nk, expert_Nk).view_as(x_BTM)
+
+    def _read(self, x_NM: Tensor, w_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
+        """Each expert's tokens together, then back to where they came from."""
+        chosen = expert_Nk.masked_fill(w_Nk == 0.0, len(self.up)).flatten()
+        order = chosen.argsort(stable=True)
+        sizes = chosen.bincount(minlength=len(self.up) + 1).tolist()
+        tokens, y_NM = order // self.count, torch.zeros_like(x_NM)
+        for e, (rows, at) in enumerate(zip(split(tokens, sizes), split(order, sizes), strict=True)):
+            if len(rows) and e < len(self.up):
+                w = w_Nk.flatten()[at].unsqueeze(-1)
+                y_NM = y_NM.index_add(0, rows, w * self._expert(e, x_NM[rows]))
+        return y_NM
+
+    def _expert(self, e: int, x_nM: Tensor) -> Tensor:
+        wide = linear(x_nM, self.up[e])
+        f = self.activation
+        wide = f(wide) if self.gate is None else f(linear(x_nM, self.gate[e])) * wide
+        if self.dropout:
+            wide = dropout(wide, self.dropout, self.training)
+        return linear(wide, self.down[e])
+
+
+def balance(p_NX: Tensor, expert_Nk: Tensor) -> Tensor:
+    """X sum_e f_e P_e: 1 when tokens spread evenly over the experts, X when all choose one."""
+    X = p_NX.shape[-1]
+    asked = expert_Nk[p_NX.gather(-1, expert_Nk) > 0]
+    f_X = asked.bincount(minlength=X).to(p_NX.dtype) / max(1, len(asked))
+    return X * (f_X @ p_NX.mean(0))

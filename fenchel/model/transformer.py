@@ -9,23 +9,43 @@ encoder's is about token t. With an encoder beside the decoder, ``encode`` reads
 ``forward`` takes what it gave.
 
 B sequences, T positions, S positions with those read before, M width of the stream, E width of the
-embedding, V vocabulary. Fresh parameters: fenchel/model/initial.py.
+embedding, V vocabulary. Fresh parameters: fenchel/model/initialisation.py.
+
+A model laid out without numbers, for weights that will be read.
+
+On the meta device tensors have shapes and no numbers. A model's layers ask for random numbers there
+all the same, and torch answers by loading its compiler, which takes over a second; so nothing is
+drawn.
+
+A model as it reads, for a while: without dropout, and afterwards as it was.
 """
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import init
 from torch.nn.functional import dropout, linear
+from torch.overrides import TorchFunctionMode
 
 from fenchel.attention import Angles
 from fenchel.model.attention import Question
-from fenchel.model.block import Block, Cache, Observer, Sight
+from fenchel.model.block import (
+    Block,
+    Encoder,
+    distance_prior,
+    distinct,
+    relative_table,
+    through,
+)
 from fenchel.model.config import ModelConfig
-from fenchel.model.encoder import Encoder, distance_prior, distinct, relative_table, through
-from fenchel.model.initial import initialise
-from fenchel.model.mixture import Mixture
-from fenchel.model.mlp import ACTIVATIONS
+from fenchel.model.forward_context import Cache, ForwardContext, Observer
+from fenchel.model.initialisation import initialise
+from fenchel.model.mlp import ACTIVATIONS, Mixture
 from fenchel.model.norm import norm
-from fenchel.model.turning import Turning, sinusoids
+from fenchel.model.rotary_table import RotaryTable, sinusoids
 
 
 class Transformer(nn.Module):
@@ -50,7 +70,7 @@ class Transformer(nn.Module):
         self.read = None if config.tied else nn.Linear(width, V, bias=False)
         self.read_bias = nn.Parameter(torch.zeros(V)) if config.read_bias else None
         self.pool = nn.Linear(M, M) if config.pooler else None
-        self._turning = Turning(config), Turning(config, local=True)
+        self._turning = RotaryTable(config), RotaryTable(config, local=True)
         self.initialise(generator)
 
     def forward(
@@ -79,7 +99,7 @@ class Transformer(nn.Module):
         self._require_fit(ids_BT, start + T, present_BS, memory_BSM)
         positions_BT = None if present_BS is None else places(present_BS)[:, start:]
         x_BTM = self._embed(ids_BT, start, positions_BT, types_BT)
-        sight = Sight(
+        sight = ForwardContext(
             turns=self._turns(start, start + T, positions_BT, x_BTM),
             present=present_BS,
             bias=distance_prior(self.config, self.relative, T, start + T),
@@ -106,7 +126,7 @@ class Transformer(nn.Module):
         self._require_ids(ids_BS, S, present_BS)
         positions_BS = None if present_BS is None else places(present_BS)
         x_BSM = self._embed(ids_BS, 0, positions_BS, None)
-        sight = Sight(
+        sight = ForwardContext(
             turns=self._turns(0, S, positions_BS, x_BSM),
             present=present_BS,
             bias=distance_prior(self.encoder.config, self.encoder.relative, S, S),
@@ -124,7 +144,7 @@ class Transformer(nn.Module):
         block = self.blocks[layer * len(self.blocks) // self.config.layers]
         assert isinstance(block, Block)
         bias = distance_prior(self.config, self.relative, q.shape[2], k.shape[2])
-        return block.attention.question(q, k, v, Sight(bias=bias))
+        return block.attention.question(q, k, v, ForwardContext(bias=bias))
 
     def pooled(self, stream_BTM: Tensor) -> Tensor:
         """A vector for a whole sequence, from the stream at its first position: -> (B, M)."""
@@ -211,7 +231,7 @@ class Transformer(nn.Module):
         if self.config.positions != "rotary":
             return None, None
 
-        def angles(turning: Turning) -> Angles:
+        def angles(turning: RotaryTable) -> Angles:
             if positions_BT is None:
                 return turning.between(start, end, like)
             return turning.at(positions_BT, end, like)
@@ -271,3 +291,45 @@ def _looked_up(table: nn.Embedding, ids: Tensor, what: str = "ids") -> Tensor:
             f"0 to {table.num_embeddings - 1}; use the tokenizer it was trained with."
         ) from None
     return rows
+
+
+_DRAWS = (
+    *(Tensor.normal_, Tensor.uniform_),
+    *(init.normal_, init.uniform_, init.kaiming_uniform_),
+)
+
+
+def meta_model(config: ModelConfig) -> Transformer:
+    """A model on the meta device."""
+    with _Undrawn(), torch.device("meta"):
+        return Transformer(config)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Inside, nothing is drawn on the meta device; everywhere else as ever."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _DRAWS:
+            into = args[0] if args else (kwargs or {})["tensor"]
+            if into.is_meta:
+                return into
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` evaluates; an error inside changes nothing about what comes after."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

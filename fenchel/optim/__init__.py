@@ -1,9 +1,21 @@
 """Parameters and gradients to moved parameters, measured in score space; schedules."""
 
-from fenchel.optim.build import OptimConfig, build_beta2, build_optimiser, build_schedule
-from fenchel.optim.clip import clip_
+from fenchel.optim.config import (
+    OptimConfig,
+    build_beta2,
+    build_optimiser,
+    build_schedule,
+)
+from fenchel.optim.first_order import (
+    CombinedOptimiser,
+    adam_l2,
+    adamw,
+    clip_,
+    nesterov,
+    sgd,
+    sgd_average,
+)
 from fenchel.optim.muon import Muon
-from fenchel.optim.ordinary import adam_l2, adamw, nesterov, sgd, sgd_average
 from fenchel.optim.schedule import (
     Schedule,
     beta2_warmup,
@@ -13,20 +25,14 @@ from fenchel.optim.schedule import (
     warmup_hold,
     warmup_linear,
 )
-from fenchel.optim.score import (
-    HeadStats,
-    Pair,
-    Rows,
-    ScoreDescent,
-    ScoreTrust,
-    Step,
-    attention_pairs,
-    remove_gauge,
-    score_step,
-)
-from fenchel.optim.together import Together
+from fenchel.optim.score.descent import ScoreDescent
+from fenchel.optim.score.exact_step import Step, remove_gauge, score_step
+from fenchel.optim.score.pairs import Pair, Rows, attention_pairs
+from fenchel.optim.score.step_size import HeadStats
+from fenchel.optim.score.trust import ScoreTrust
 
 __all__ = [
+    "CombinedOptimiser",
     "HeadStats",
     "Muon",
     "OptimConfig",
@@ -36,7 +42,6 @@ __all__ = [
     "ScoreDescent",
     "ScoreTrust",
     "Step",
-    "Together",
     "adam_l2",
     "adamw",
     "attention_pairs",

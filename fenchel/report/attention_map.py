@@ -15,10 +15,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fenchel.report.document import Part
-from fenchel.report.markup import Html, clean, details, element, notes, shorten, table
-from fenchel.report.quantities import figure, many
-from fenchel.report.run import Run, mapping
+from fenchel.report.html import (
+    Html,
+    Part,
+    clean,
+    details,
+    element,
+    figure,
+    many,
+    notes,
+    shorten,
+    table,
+)
+from fenchel.report.run_data import Run, mapping
 
 _BYTES = 16 * 2**20  # of maps in a page; 16 heads of 256 tokens take one sixteenth of it
 _SIZE = 1024

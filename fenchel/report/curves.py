@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fenchel.report.document import Part, picture
-from fenchel.report.headline import rivals
-from fenchel.report.markup import Html, element, join, notes, table
-from fenchel.report.quantities import figure
-from fenchel.report.run import Run
-from fenchel.report.series import Series, curve, rows_of, series
+from fenchel.report.html import Html, Part, element, figure, join, notes, picture, table
+from fenchel.report.run_data import Run, Series, curve, rows_of, series
+from fenchel.report.summary import rivals
 
 _AXES = {"step": "steps", "tokens": "tokens seen", "elapsed": "time"}
 

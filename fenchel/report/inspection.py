@@ -10,13 +10,22 @@ they look, how much does each block magnify, and what does the whole network do 
 from collections.abc import Mapping
 from typing import Any
 
-from fenchel.report.document import Part, document
-from fenchel.report.inspection_blocks import blocks
-from fenchel.report.inspection_heads import heads, maps
-from fenchel.report.inspection_network import network
-from fenchel.report.inspection_rows import rows
-from fenchel.report.markup import Html, clean, element, facts, join, shorten
-from fenchel.report.quantities import amount, duration, figure, many
+from fenchel.report.html import (
+    Html,
+    Part,
+    amount,
+    clean,
+    document,
+    duration,
+    element,
+    facts,
+    figure,
+    join,
+    many,
+    shorten,
+)
+from fenchel.report.inspection_blocks import blocks, network
+from fenchel.report.inspection_heads import heads, maps, rows
 
 Data = Mapping[str, Any]
 

@@ -10,14 +10,11 @@ from pathlib import Path
 
 from fenchel.files import write_atomic
 from fenchel.report.attention_map import attention_map
+from fenchel.report.attention_over_time import heads, layers
 from fenchel.report.curves import curves
-from fenchel.report.document import document
-from fenchel.report.headline import header, headline
-from fenchel.report.heads import heads
-from fenchel.report.layers import layers
-from fenchel.report.markup import shorten
-from fenchel.report.run import Run, read
-from fenchel.report.words import environment, sample, settings
+from fenchel.report.html import document, shorten
+from fenchel.report.run_data import Run, read
+from fenchel.report.summary import environment, header, headline, sample, settings
 
 PARTS = (headline, curves, layers, heads, attention_map, sample, settings, environment)
 """The sections in the order of the page."""

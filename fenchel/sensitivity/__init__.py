@@ -1,17 +1,19 @@
 """How far an output can move: exact at a point, bounded over a ball, shown by a witness."""
 
 from fenchel.sensitivity import bounds, layers, witness
-from fenchel.sensitivity.attention import attention_jacobian, self_attention_jacobian
+from fenchel.sensitivity.attention_jacobian import (
+    attention_jacobian,
+    self_attention_jacobian,
+)
 from fenchel.sensitivity.autodiff import jacobian
 from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.certificate import Certificate, certify
 from fenchel.sensitivity.cone import Cone, cone
-from fenchel.sensitivity.expansion import Remainder, remainder
-from fenchel.sensitivity.finite_difference import difference_jacobian
+from fenchel.sensitivity.finite_difference import Remainder, difference_jacobian, remainder
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.norms import TokenBracket, influence, token_norm
 from fenchel.sensitivity.operator import Matrix, Operator, identity
-from fenchel.sensitivity.singular import Singular, singular_values
+from fenchel.sensitivity.spectrum import Singular, singular_values
 from fenchel.sensitivity.witness import Witness
 
 __all__ = [

@@ -41,7 +41,7 @@ from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.bounds.covariance import factor
 from fenchel.sensitivity.norms import largest, nonnegative, outward, spectral
-from fenchel.sensitivity.rows import Projected
+from fenchel.sensitivity.weight_blocks import Projected
 
 _BLOCK = 1 << 21  # numbers in one (H, t, n, d) tensor
 

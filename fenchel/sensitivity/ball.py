@@ -11,13 +11,31 @@ What one token may use of the whole is a small linear programme: for w >= 0,
     share(w) = max  sum_i w_i t_i     over  0 <= t_i <= token^2,  sum_i t_i <= total^2,
 
 solved by spending on the largest w first.
+
+What a layer can do everywhere in a ball, and how that is measured at its centre.
+
+With J the Jacobian at the centre X and J' that at another point of the ball,
+
+    upper       |J'|_2 <= upper
+    variation   |J' - J|_2 <= variation
+    token       the gain in the norm max_i |x_i|
+
+|J|_2 itself need not be bounded: it is measured. So |J|_2 + variation is an upper bound too, and
+the better one in small balls.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fenchel.sensitivity.autodiff import jacobian
+from fenchel.sensitivity.golub_kahan import spectral_norm
+from fenchel.sensitivity.norms import outward
+from fenchel.sensitivity.operator import Operator
 
 
 @dataclass(frozen=True)
@@ -54,3 +72,64 @@ class Ball:
         moves = moves * (self.token / length.clamp(min=self.token)) if self.token else moves * 0.0
         size = float(moves.norm())
         return moves * (self.total / size) if size > self.total else moves
+
+
+class Reach(NamedTuple):
+    """What holds everywhere in a ball."""
+
+    upper: float
+    variation: float
+    token: float
+
+    def carry(self, ball: Ball) -> Ball:
+        """Where the ball is taken."""
+        grow = 1.0 + 1e-12  # a product is rounded too
+        total = self.upper * ball.total * grow
+        return Ball(min(self.token * ball.token * grow, total), total)
+
+
+class Gauge:
+    """Norms at a centre, measured from above, and the chance that one of them was too small."""
+
+    def __init__(self, failure: float, generator: torch.Generator | None = None) -> None:
+        self.failure, self.generator = failure, generator
+        self.spent = 0.0
+        """The sum of the failure probabilities of all measurements so far."""
+
+    def above(self, J: Operator) -> float:
+        """An upper end of |J|_2: probabilistic, or by the matrix itself when failure is 0."""
+        if self.failure == 0.0:
+            m, n = J.shape
+            if m * n > 1 << 24:
+                raise ValueError(
+                    f"failure=0 takes the singular values of a {m} by {n} matrix; allow a failure "
+                    "such as 1e-9 instead."
+                )
+            return float(outward(torch.linalg.matrix_norm(J.dense(), 2)))
+        self.spent += self.failure
+        bracket = spectral_norm(J, tol=1e-3, failure=self.failure, generator=self.generator)
+        return float(bracket.upper)
+
+    def from_centre(self, J: Operator, reach: Reach) -> Reach:
+        """The same reach, with the norm at the centre plus the variation where that is less."""
+        if reach.variation >= reach.upper:
+            return reach
+        return Reach(
+            min(reach.upper, self.above(J) + reach.variation), reach.variation, reach.token
+        )
+
+
+class Layer(ABC):
+    """A map of tokens (N, M) to tokens (N, M')."""
+
+    @abstractmethod
+    def __call__(self, X: Tensor) -> Tensor:
+        """The map itself."""
+
+    @abstractmethod
+    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+        """Bounds that hold everywhere in the ball about X."""
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """Its derivative at X."""
+        return jacobian(self, X)

@@ -14,15 +14,22 @@ These products are estimates, and the operator says their error: four times the 
 that is far too much; where the rounding of f rules, its share in J v is four times that in the
 correction, and that is what the factor is for. ``spectral_norm`` widens its upper end by it; its
 lower end |J^T u| needs the reverse derivative alone and stays exact.
+
+The first-order expansion, looked at: how fast what it leaves out disappears.
+
+    f(x + h d) = f(x) + h J d + o(h),        remainder(h) = |f(x + h d) - f(x) - h J d|
+
+For a smooth f the remainder falls like h^2, a straight line of slope 2 in logarithms until rounding
+stops it. A wrong derivative leaves a slope of 1, a kink on the way something between.
 """
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from fenchel.sensitivity.autodiff import plain, point, space
+from fenchel.sensitivity.autodiff import jacobian, plain, point, space
 from fenchel.sensitivity.golub_kahan import length, scaled
 from fenchel.sensitivity.operator import Operator, Tensors
 
@@ -113,3 +120,35 @@ def difference_jacobian(
     ``step`` is relative to the length of x.
     """
     return DifferenceJacobian(f, x, batch, step)
+
+
+class Remainder(NamedTuple):
+    """What a first-order expansion leaves out."""
+
+    h: Tensor
+    error: Tensor
+    """|f(x + h d) - f(x) - h J d| for every h."""
+    slope: float
+    """Of log error over log h, over the steps where the error is clear of rounding."""
+
+
+def remainder(
+    f: Callable[..., Any], x: Tensor, d: Tensor, *, J: Operator | None = None, steps: int = 12
+) -> Remainder:
+    """The remainder along d for h = 1, 1/2, 1/4, ...; ``J`` is the derivative on trial."""
+    f, x, d = plain(f), x.detach(), d.detach()
+    first = (jacobian(f, x) if J is None else J) @ d
+    h = 0.5 ** torch.arange(steps, dtype=torch.float64)
+    with torch.no_grad():
+        y = f(x)
+        error = torch.stack(
+            [(f(x + float(t) * d) - y - float(t) * first).double().norm() for t in h]
+        )
+    clear = error > 1e3 * torch.finfo(x.dtype).eps * float(y.double().norm())
+    if int(clear.sum()) < 2:
+        return Remainder(h, error, float("nan"))  # linear, as far as the dtype can tell
+    a, b = h[clear].log(), error[clear].log()
+    # The last steps are the ones where the leading term rules.
+    a, b = a[-4:], b[-4:]
+    a, b = a - a.mean(), b - b.mean()
+    return Remainder(h, error, float((a * b).sum() / a.square().sum()))

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from fenchel.attention import Prior
 from fenchel.choice import Choice, Softmax
-from fenchel.sensitivity.attention import self_attention_jacobian
+from fenchel.sensitivity.attention_jacobian import self_attention_jacobian
 from fenchel.sensitivity.golub_kahan import spectral_norm
-from fenchel.sensitivity.rows import spread
+from fenchel.sensitivity.weight_blocks import spread
 
 _SOFTMAX = Softmax()
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from fenchel.checkpoints import run_checkpoint
+from fenchel.checkpoints.run_checkpoint import Progress
 from fenchel.data import Batch
 from fenchel.files import NoSpace, StorageFailed
-from fenchel.train import checkpoint
-from fenchel.train.checkpoint import Progress
-from fenchel.train.interrupt import Interruption
+from fenchel.train.loss_scale import LossScale
+from fenchel.train.machine import Interruption
 from fenchel.train.rundir import RunDir
-from fenchel.train.scaling import Scale
-from fenchel.train.step import Stepper, Taken
+from fenchel.train.step import Stepper, StepResult
 
 Measure = Callable[[nn.Module], Mapping[str, float]]
 """A model to metrics of the validation text; "loss" among them decides which is best."""
@@ -74,7 +74,7 @@ class Loop:
         self.validate, self.probe, self.listener = validate, probe, listener
         self.progress = progress
         if take.scaling is not None and progress.loss_scale is not None:
-            take.scaling.scale = Scale(progress.loss_scale, progress.loss_scale_age)
+            take.scaling.scale = LossScale(progress.loss_scale, progress.loss_scale_age)
         self._saved = progress.step
         self._started = time.perf_counter() - progress.seconds
         self._mark = (time.perf_counter(), progress.tokens)
@@ -113,7 +113,7 @@ class Loop:
             step -= 1
         return self.progress.step - step
 
-    def _count(self, taken: Taken) -> None:
+    def _count(self, taken: StepResult) -> None:
         p = replace(self.progress, step=self.progress.step + 1)
         if taken.broken is None:
             self.progress = replace(
@@ -127,7 +127,7 @@ class Loop:
             self.run.log({"step": p.step, "train/broken": taken.broken})
             self.listener.say(f"Step {p.step} is skipped: {taken.broken}.")
 
-    def _log(self, taken: Taken) -> None:
+    def _log(self, taken: StepResult) -> None:
         p, now = self.progress, time.perf_counter()
         since, before = self._mark
         self.model.eval()
@@ -174,7 +174,7 @@ class Loop:
         """
         if self._saved == self.progress.step:
             return None
-        if bad := checkpoint.not_finite(self.model.state_dict()):
+        if bad := run_checkpoint.not_finite(self.model.state_dict()):
             return self._diverged(f"the weights {bad[0]} hold {bad[1]} nan or inf")
         try:
             self.progress = replace(
@@ -183,7 +183,7 @@ class Loop:
                 metrics_bytes=self.run.settle(),
                 **self._scale(),
             )
-            checkpoint.save(
+            run_checkpoint.save(
                 self.run.checkpoints,
                 self.progress,
                 self.model.state_dict(),
@@ -199,7 +199,7 @@ class Loop:
             return None
         self._saved = self.progress.step
         if not self.streak():  # while steps are being skipped, older ones may be needed yet
-            checkpoint.rotate(
+            run_checkpoint.rotate(
                 self.run.checkpoints, keep=self.config.keep, best_step=self.progress.best_step
             )
         return None
@@ -211,7 +211,7 @@ class Loop:
         return {"loss_scale": factor, "loss_scale_age": age}
 
     def _kept(self) -> str:
-        kept, _ = checkpoint.newest(self.run.checkpoints)
+        kept, _ = run_checkpoint.newest(self.run.checkpoints)
         return f"the last good checkpoint is {kept.name}" if kept else "there is no checkpoint yet"
 
     def _interrupted(self, by: Signals) -> Outcome:

@@ -5,7 +5,7 @@
     text.json          which text it reads, with its hash; the token files are in tokens/
     tokenizer.json     text to ids and back
     metrics.jsonl      one line a log: {"step": 12, "train/loss": 3.41, ...}
-    checkpoints/       see fenchel/train/checkpoint.py
+    checkpoints/       see fenchel/checkpoints/run_checkpoint.py
     tensorboard/       the same metrics as events, when asked for
     summary.json       how the run stands: status, last numbers
     sample.json        a generated sample and attention maps, when training has ended

@@ -1,4 +1,17 @@
-"""One step: batch, loss, gradient, clip, move.
+"""Which layer broke first.
+
+A nan spreads: one broken layer makes every later activation and every gradient nan, so what
+matters is where it came from. That is, in this order,
+
+    weights that are not finite;
+    else the first module, in the order of the forward pass, that gives or is given something
+    not finite (what it is given was computed between modules, such as a choice of attention);
+    else the loss, which a step reads out of the last of them;
+    else the last parameter in that order whose gradient is not finite, since the backward
+    pass meets it first;
+    else the sum of squares under the gradient's norm.
+
+One step: batch, loss, gradient, clip, move.
 
 Everything in it is a function of (seed, step): the batch, the learning rate and the dropout
 noise. The gradient is that of
@@ -25,19 +38,71 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.data import Batch, Batches
-from fenchel.optim import Schedule, Together, clip_
+from fenchel.optim import CombinedOptimiser, Schedule, clip_
 from fenchel.train.config import TrainConfig
-from fenchel.train.exact import fixed_order
-from fenchel.train.guard import first_broken
-from fenchel.train.loss import total_loss
-from fenchel.train.readout import readout_loss, rows_alone
-from fenchel.train.scaling import Scaling
+from fenchel.train.loss import readout_loss, rows_alone, total_loss
+from fenchel.train.loss_scale import LossScaler
+from fenchel.train.machine import fixed_order
 from fenchel.train.stability import Stability
+
+
+def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor | float) -> str:
+    """A phrase that names the place; ``forward`` reads the offending batch again."""
+    parameters = list(model.named_parameters())
+    for name, p in parameters:
+        if not p.isfinite().all():
+            return f"the weights {name} are not finite"
+    if place := _first_place(model, forward):
+        return f"the {place} is the first that is not finite"
+    if not torch.as_tensor(loss).isfinite():
+        return "the loss is the first that is not finite"
+    for name, p in reversed(parameters):
+        if p.grad is not None and not p.grad.isfinite().all():
+            return f"the gradient of {name} is the first that is not finite"
+    return "the gradient is finite and too large for its norm to be"
+
+
+def _first_place(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    found: list[str] = []
+
+    def before(name: str) -> Callable[[nn.Module, Any], None]:
+        def look(_module: nn.Module, given: Any) -> None:
+            if not found and not _finite(given):
+                found.append(f"input of {name}")
+
+        return look
+
+    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_module: nn.Module, _given: Any, output: Any) -> None:
+            if not found and not _finite(output):
+                found.append(f"output of {name}" if name else "output of the model")
+
+        return look
+
+    handles = []
+    for name, module in model.named_modules():
+        if not list(module.children()):  # of the others, the parts tell more than the whole
+            handles.append(module.register_forward_pre_hook(before(name)))
+        handles.append(module.register_forward_hook(after(name)))
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_finite(item) for item in value)
+    return not isinstance(value, Tensor) or bool(value.isfinite().all())
+
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Taken(NamedTuple):
+class StepResult(NamedTuple):
     """What a step was."""
 
     batch: Batch
@@ -57,7 +122,7 @@ class Stepper:
         self,
         model: nn.Module,
         batches: Batches,
-        optimiser: Together,
+        optimiser: CombinedOptimiser,
         schedule: Schedule,
         *,
         config: TrainConfig,
@@ -70,7 +135,7 @@ class Stepper:
         self.device = next(model.parameters()).device
         self.autocast = autocast(config.precision, self.device)
         half = config.precision == "float16"
-        self.scaling = Scaling(self.device, model.parameters()) if half else None
+        self.scaling = LossScaler(self.device, model.parameters()) if half else None
         watched = config.qk_clip is not None or config.entropy_floor > 0.0
         self.stability = Stability(model, config) if watched else None
         self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
@@ -78,7 +143,7 @@ class Stepper:
         for group in optimiser.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
-    def __call__(self, step: int) -> Taken:
+    def __call__(self, step: int) -> StepResult:
         """Take step number ``step``."""
         batch = Batch(*(part.to(self.device) for part in self.batches.at(step)))
         self._set_rates(step)
@@ -94,7 +159,7 @@ class Stepper:
             broken = first_broken(self.model, lambda: deque(self._read(batch, step), 0), loss)
         self.optimiser.zero_grad()
         rate = self.optimiser.param_groups[-1]["lr"]
-        return Taken(batch, loss, norm, rate, broken, self._told())
+        return StepResult(batch, loss, norm, rate, broken, self._told())
 
     def _set_rates(self, step: int) -> None:
         factor = self.schedule(step)

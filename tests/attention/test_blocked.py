@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from fenchel.attention import (
-    ALiBi,
-    Causal,
-    Dense,
-    Padding,
-    RelativeBias,
-    attend,
-    tiles,
-)
+from fenchel.attention import ALiBi, Causal, Dense, Padding, RelativeBias, attend, tiles
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 
 QKV = tuple[Tensor, Tensor, Tensor]

@@ -5,15 +5,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from fenchel.attention import (
-    Causal,
-    Dense,
-    Padding,
-    Prior,
-    attend,
-    attend_jvp,
-    attend_vjp,
-)
+from fenchel.attention import Causal, Dense, Padding, Prior, attend, attend_jvp, attend_vjp
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 
 QKV = tuple[Tensor, Tensor, Tensor]

@@ -10,11 +10,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fenchel.attention.rotary import (
-    NTK,
-    Linear,
-    Llama3,
-    Scaling,
-    Yarn,
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    RotaryScaling,
+    YarnScaling,
     angles,
     rotary,
     rotate,
@@ -105,7 +105,7 @@ def their_speeds(kind: str, seq_len: int | None = None, **settings: float) -> tu
     return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=seq_len)
 
 
-def our_speeds(scaling: Scaling, width: int = 64) -> Tensor:
+def our_speeds(scaling: RotaryScaling, width: int = 64) -> Tensor:
     t = 1.0 / 10000.0 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
     return scaling.speeds(t, 10000.0, width)
 
@@ -113,11 +113,11 @@ def our_speeds(scaling: Scaling, width: int = 64) -> Tensor:
 @pytest.mark.parametrize(
     ("scaling", "kind", "settings"),
     [
-        (Linear(4.0), "linear", {"factor": 4.0}),
-        (NTK(5.0), "dynamic", {"factor": 2.0, "seq_len": 3 * 2048}),  # 2 * 3 - (2 - 1) = 5
-        (Yarn(4.0, 2048), "yarn", {"factor": 4.0, "original_max_position_embeddings": 2048}),
+        (LinearScaling(4.0), "linear", {"factor": 4.0}),
+        (NTKScaling(5.0), "dynamic", {"factor": 2.0, "seq_len": 3 * 2048}),  # 2 * 3 - (2 - 1) = 5
+        (YarnScaling(4.0, 2048), "yarn", {"factor": 4.0, "original_max_position_embeddings": 2048}),
         (
-            Yarn(16.0, 512, fast=20.0, slow=2.0, attention=1.3, truncate=False),
+            YarnScaling(16.0, 512, fast=20.0, slow=2.0, attention=1.3, truncate=False),
             "yarn",
             {
                 "factor": 16.0,
@@ -129,7 +129,7 @@ def our_speeds(scaling: Scaling, width: int = 64) -> Tensor:
             },
         ),
         (
-            Llama3(8.0, 8192),
+            Llama3Scaling(8.0, 8192),
             "llama3",
             {
                 "factor": 8.0,
@@ -139,7 +139,7 @@ def our_speeds(scaling: Scaling, width: int = 64) -> Tensor:
             },
         ),
         (
-            Llama3(32.0, 1000, low=2.0, high=7.0),
+            Llama3Scaling(32.0, 1000, low=2.0, high=7.0),
             "llama3",
             {
                 "factor": 32.0,
@@ -152,7 +152,7 @@ def our_speeds(scaling: Scaling, width: int = 64) -> Tensor:
     ids=lambda x: repr(x) if not isinstance(x, dict) else "",
 )
 def test_scaled_speeds_are_those_of_transformers(
-    scaling: Scaling, kind: str, settings: dict[str, float]
+    scaling: RotaryScaling, kind: str, settings: dict[str, float]
 ) -> None:
     theirs, magnitude = their_speeds(kind, **settings)  # type: ignore[arg-type]
     torch.testing.assert_close(our_speeds(scaling).float(), theirs, rtol=1e-5, atol=0)
@@ -160,7 +160,7 @@ def test_scaled_speeds_are_those_of_transformers(
 
 
 def test_ntk_divides_the_slowest_speed_by_exactly_its_factor() -> None:
-    plain, scaled = our_speeds(Linear(1.0)), our_speeds(NTK(8.0))
+    plain, scaled = our_speeds(LinearScaling(1.0)), our_speeds(NTKScaling(8.0))
     assert plain[-1] / scaled[-1] == pytest.approx(8.0, rel=1e-12)
     assert scaled[0] == plain[0]
     base = 10000.0 * 8.0 ** (64 / 62)
@@ -177,7 +177,7 @@ def test_a_larger_base_is_a_smaller_speed_power_by_power() -> None:
 
 
 def test_yarn_tempers_the_scores_by_the_square_of_its_magnitude(draw) -> None:
-    x, scaling = draw(1, 1, 2, 64), Yarn(4.0, 2048)
+    x, scaling = draw(1, 1, 2, 64), YarnScaling(4.0, 2048)
     grown = rotary(x, torch.arange(2), scaling=scaling)
     torch.testing.assert_close(grown[0, 0, 0], x[0, 0, 0] * (0.1 * math.log(4.0) + 1.0))
 
@@ -189,7 +189,10 @@ def test_yarn_tempers_the_scores_by_the_square_of_its_magnitude(draw) -> None:
         (lambda: angles(torch.zeros(1, 1, 1), 4), "positions"),
         (lambda: rotate(torch.zeros(1, 1, 3, 4), angles(torch.arange(3), 6)), "6 wide"),
         (lambda: rotary(torch.zeros(1, 1, 3, 4), torch.arange(3), layout="x"), "half"),
-        (lambda: rotary(torch.zeros(1, 1, 3, 2), torch.arange(3), scaling=NTK(2.0)), "4 or more"),
+        (
+            lambda: rotary(torch.zeros(1, 1, 3, 2), torch.arange(3), scaling=NTKScaling(2.0)),
+            "4 or more",
+        ),
     ],
 )
 def test_what_cannot_turn_is_refused_in_a_sentence(call: object, words: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from fenchel.choice import Softmax, beta_for_budget
-from fenchel.choice.statistics import divergence
+from fenchel.choice.hypothesis_test import divergence
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

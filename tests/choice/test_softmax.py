@@ -10,7 +10,7 @@ from torch.func import hessian, jacfwd, jacrev
 from torch.nn.functional import cross_entropy
 
 from fenchel.choice import Hard, Softmax
-from fenchel.choice.statistics import divergence, entropy
+from fenchel.choice.hypothesis_test import divergence, entropy
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

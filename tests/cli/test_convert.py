@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
+from fenchel.checkpoints import load
 from fenchel.cli import main
 from fenchel.data import encode
-from fenchel.model import load
 
 TEXT = "the people of these States, déjà vu <|end|> and peace"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fenchel.checkpoints import load
 from fenchel.cli import main
 from fenchel.evaluate import calibration_error, confidence, score, text_ids
 from fenchel.evaluate.calibration import Bin
-from fenchel.model import load
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fenchel.checkpoints import load
 from fenchel.cli import main
 from fenchel.data import encode, end_id
-from fenchel.model import load
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fenchel.checkpoints import load
 from fenchel.cli import main
 from fenchel.cli.inspect import numbers
 from fenchel.evaluate import attention_maps
 from fenchel.inspection import open_subject
-from fenchel.inspection.rows import rows, weights
-from fenchel.model import load
+from fenchel.inspection.heads import row_stats, row_weights
 
 
 def words(run: Path, text: Path, *more: str) -> list[str]:
@@ -23,10 +23,10 @@ def test_a_run_is_read_as_its_model_reads(run_directory: Path) -> None:
     ids = torch.tensor([[0, 5, 9, 200, 31, 7, 7, 80]])
     reading = open_subject(run_directory).read(ids)
     model = load(run_directory).model
-    ours = torch.stack([weights(p.attention, 8) for p in reading.passages])
+    ours = torch.stack([row_weights(p.attention, 8) for p in reading.passages])
     torch.testing.assert_close(ours, attention_maps(model, ids), rtol=0, atol=1e-6)
     entropy = torch.special.entr(ours).sum(-1)
-    torch.testing.assert_close(rows(reading.passages[0].attention).entropy, entropy[0])
+    torch.testing.assert_close(row_stats(reading.passages[0].attention).entropy, entropy[0])
     with torch.no_grad():
         logits = model(ids, last=True)[0, -1]
     assert reading.read_out is not None

@@ -13,10 +13,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from fenchel.checkpoints import Loaded
 from fenchel.data import decode, encode, end_id, train_tokenizer
 from fenchel.evaluate.harness import Answers, harness_model
 from fenchel.generate import generate
-from fenchel.model import Loaded, ModelConfig, Transformer
+from fenchel.model import ModelConfig, Transformer
 
 CONTEXT = 8
 WORDS = "the sea shells and the sea shore of the old sea"

@@ -22,10 +22,10 @@ import pytest
 import torch._dynamo  # noqa: F401  an optimiser loads it at its first step, for four seconds
 
 import fenchel.cli.train
-import fenchel.flow  # noqa: F401  loaded once, before any process is forked
+import fenchel.pipeline  # noqa: F401  loaded once, before any process is forked
+from fenchel.checkpoints import run_checkpoint
 from fenchel.cli import main
 from fenchel.files import sha256
-from fenchel.train import checkpoint
 from fenchel.train.step import Stepper
 
 STEPS, SAVE_EVERY = 40, 5
@@ -155,7 +155,7 @@ class Lab:
     @staticmethod
     def story(run: Path) -> dict[str, Any]:
         """All of a run that must be the same bits, however often it was stopped."""
-        folder, wrong = checkpoint.newest(run / "checkpoints")
+        folder, wrong = run_checkpoint.newest(run / "checkpoints")
         assert folder is not None
         assert not wrong
         state = json.loads((folder / "state.json").read_text())
@@ -164,8 +164,8 @@ class Lab:
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         return {
             "step": folder.name,
-            "weights": sha256(folder / checkpoint.MODEL),
-            "optimiser": sha256(folder / checkpoint.OPTIMISER),
+            "weights": sha256(folder / run_checkpoint.MODEL),
+            "optimiser": sha256(folder / run_checkpoint.OPTIMISER),
             "state": state,
             "metrics": [{k: v for k, v in x.items() if not k.startswith("time/")} for x in lines],
             "sample": (run / "sample.json").read_text(),
@@ -175,7 +175,7 @@ class Lab:
     @staticmethod
     def kept(run: Path) -> list[int]:
         """The steps of the checkpoints that are there."""
-        return [int(folder.name[5:]) for folder in checkpoint.folders(run / "checkpoints")]
+        return [int(folder.name[5:]) for folder in run_checkpoint.folders(run / "checkpoints")]
 
     @staticmethod
     def left_over(run: Path) -> list[str]:

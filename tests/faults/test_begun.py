@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fenchel.data.corpus
-import fenchel.flow
+import fenchel.pipeline
 from fenchel.train import Pace
 
 STOPPED = 128 + signal.SIGTERM
@@ -17,7 +17,7 @@ STOPPED = 128 + signal.SIGTERM
 
 def paced(seconds: float) -> Any:
     def prepare() -> None:
-        fenchel.flow.trial.measure = lambda *_, **__: Pace(1, seconds)
+        fenchel.pipeline.preparation.measure = lambda *_, **__: Pace(1, seconds)
 
     return prepare
 
@@ -65,7 +65,7 @@ def test_a_start_that_comes_second_does_not_write_over_the_first(
     started = tmp_path / "started"
 
     def slow() -> None:
-        locked = fenchel.flow.run.locked
+        locked = fenchel.pipeline.run.locked
 
         def late(path: Path) -> Any:
             halfway.rename(tmp_path / "gone")
@@ -74,7 +74,7 @@ def test_a_start_that_comes_second_does_not_write_over_the_first(
             started.touch()
             return locked(path)
 
-        fenchel.flow.run.locked = late
+        fenchel.pipeline.run.locked = late
 
     ended = lab.begin(run, mischief=slow)
     (tmp_path / "gone").rename(halfway)
@@ -175,7 +175,7 @@ def test_a_run_that_is_still_making_shared_token_files_is_not_disturbed(
 
 
 def test_two_runs_that_begin_in_one_second_get_two_folders(tmp_path: Path) -> None:
-    config = fenchel.flow.settings({})
-    first = fenchel.flow.fresh_path(tmp_path, config)
+    config = fenchel.pipeline.settings({})
+    first = fenchel.pipeline.fresh_path(tmp_path, config)
     first.mkdir()
-    assert fenchel.flow.fresh_path(tmp_path, config) != first
+    assert fenchel.pipeline.fresh_path(tmp_path, config) != first

@@ -64,7 +64,7 @@ def test_a_changed_text_is_refused_with_both_hashes_and_may_be_accepted(
 
 
 def test_a_kill_while_a_new_text_is_taken_in_leaves_the_old_state(lab: Any, tmp_path: Path) -> None:
-    import fenchel.flow
+    import fenchel.pipeline
 
     text, run = tmp_path / "mine.txt", tmp_path / "run"
     shutil.copy(lab.text, text)
@@ -74,7 +74,7 @@ def test_a_kill_while_a_new_text_is_taken_in_leaves_the_old_state(lab: Any, tmp_
     text.write_bytes(old + b"\nmore")
 
     def mischief() -> None:
-        fenchel.flow.run.keep_corpus = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        fenchel.pipeline.run.keep_corpus = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     assert lab.resume(run, "--accept-new-text", mischief=mischief).code == -signal.SIGKILL
     assert text_of(run) == before

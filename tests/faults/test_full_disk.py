@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from fenchel.train import checkpoint
+from fenchel.checkpoints import run_checkpoint
 
 
 def no_room(free: int = 0) -> None:
@@ -40,7 +40,7 @@ def weights_do_not_fit() -> None:
     def write(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
 
-    checkpoint.save_file = write
+    run_checkpoint.save_file = write
 
 
 def no_file_fits(name: str) -> Callable[[], None]:
@@ -70,10 +70,10 @@ FULL = {
 
 def restored() -> Callable[[], None]:
     """Undo what fills a disk."""
-    before = shutil.disk_usage, checkpoint.save_file, Path.write_text, Path.write_bytes
+    before = shutil.disk_usage, run_checkpoint.save_file, Path.write_text, Path.write_bytes
 
     def undo() -> None:
-        shutil.disk_usage, checkpoint.save_file, Path.write_text, Path.write_bytes = before
+        shutil.disk_usage, run_checkpoint.save_file, Path.write_text, Path.write_bytes = before
 
     return undo
 
@@ -157,7 +157,7 @@ def test_a_folder_that_is_lost_under_the_run_is_one_sentence_and_code_4(
         if trouble == "deleted":
             shutil.rmtree(checkpoints)
         else:
-            checkpoint.save_file = refuse
+            run_checkpoint.save_file = refuse
 
     ended = lab.resume(halfway, mischief=lab.at_step(24, lose))
     assert ended.code == 4

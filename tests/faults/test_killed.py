@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from fenchel import files
-from fenchel.flow import carry_out
-from fenchel.train import checkpoint
+from fenchel.checkpoints import run_checkpoint
+from fenchel.pipeline import run as pipeline_run
 
 INTERVAL = 5
 
@@ -46,7 +46,7 @@ def in_a_save(number: int, count: int) -> Callable[[], None]:
     """Die in the ``number``-th checkpoint to be written, after ``count`` calls in it."""
 
     def prepare() -> None:
-        save, saves = checkpoint.save, 0
+        save, saves = run_checkpoint.save, 0
 
         def watched(*args: Any) -> Path:
             nonlocal saves
@@ -58,7 +58,7 @@ def in_a_save(number: int, count: int) -> Callable[[], None]:
             finally:
                 sys.setprofile(None)
 
-        checkpoint.save = watched
+        run_checkpoint.save = watched
 
     return prepare
 
@@ -69,7 +69,7 @@ def measure_calls(lab: Any, run: Path) -> tuple[int, int]:
 
     def count() -> None:
         total = [0, 0]
-        save = checkpoint.save
+        save = run_checkpoint.save
 
         def look(*_: object) -> None:
             total[0] += 1
@@ -81,7 +81,7 @@ def measure_calls(lab: Any, run: Path) -> tuple[int, int]:
             told.write_text(f"{total[0]} {total[1]}")
             return path
 
-        checkpoint.save = watched
+        run_checkpoint.save = watched
         sys.setprofile(look)
 
     assert lab.begin(run, mischief=count).code == 0
@@ -180,7 +180,7 @@ def is_trash(_path: Path, target: Path) -> bool:
 
 def in_a_deletion() -> None:
     """Die when a rotation has deleted two files of an old checkpoint."""
-    rotate, deleted = checkpoint.rotate, 0
+    rotate, deleted = run_checkpoint.rotate, 0
 
     def second(*_: object) -> bool:
         nonlocal deleted
@@ -191,16 +191,16 @@ def in_a_deletion() -> None:
         around(os, "unlink", "after", second)()
         rotate(*args, **others)
 
-    checkpoint.rotate = armed
+    run_checkpoint.rotate = armed
 
 
 COMMITTED = "committed"
 POINTS = {
     "after the weights are written": around(
-        checkpoint, "_save_file", "after", writes("model.safetensors")
+        run_checkpoint, "_save_file", "after", writes("model.safetensors")
     ),
     "after the optimiser is written": around(
-        checkpoint, "_save_file", "after", writes("optimiser.safetensors")
+        run_checkpoint, "_save_file", "after", writes("optimiser.safetensors")
     ),
     "before a file is synced": around(files, "sync", "before", writes("config.json")),
     "after a file is synced": around(files, "sync", "after", writes("state.json")),
@@ -213,7 +213,7 @@ POINTS = {
     ),
     "before the rename": around(Path, "rename", "before", is_step),
     "after the rename": (COMMITTED, around(Path, "rename", "after", is_step)),
-    "before the rotation": (COMMITTED, around(checkpoint, "rotate", "before")),
+    "before the rotation": (COMMITTED, around(run_checkpoint, "rotate", "before")),
     "in the rotation, before a rename": (COMMITTED, around(Path, "rename", "before", is_trash)),
     "in the rotation, after a rename": (COMMITTED, around(Path, "rename", "after", is_trash)),
     "in the middle of a deletion": (COMMITTED, in_a_deletion),
@@ -233,7 +233,7 @@ def test_killed_at_every_named_point_of_a_save(
         assert ended.code == -signal.SIGKILL, (point, ended)
         assert f"Resuming from step-{before:06d}" in ended.said
         assert (max(lab.kept(run)) > before) == after, point
-        folder, wrong = checkpoint.newest(run / "checkpoints")
+        folder, wrong = run_checkpoint.newest(run / "checkpoints")
         assert folder is not None, point
         assert not wrong, point
     assert lab.resume(run).code == 0
@@ -266,7 +266,7 @@ def test_killed_after_the_last_step_the_report_is_made_by_a_resume(
     run = tmp_path / "run"
     shutil.copytree(half, run)
     (run / "report.html").unlink()
-    ended = lab.resume(run, mischief=around(carry_out, "sample", "before"))
+    ended = lab.resume(run, mischief=around(pipeline_run, "sample", "before"))
     assert ended.code == -signal.SIGKILL
     assert not (run / "report.html").exists()
     ended = lab.resume(run)

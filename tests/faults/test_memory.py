@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from fenchel import report
+from fenchel.checkpoints import run_checkpoint
 from fenchel.cli import main
 from fenchel.model import Transformer
-from fenchel.optim import Together
-from fenchel.train import checkpoint
-from fenchel.train.memory import ran_out
+from fenchel.optim import CombinedOptimiser
+from fenchel.train.machine import ran_out
 
 ON_GPU = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 16 GiB"
 PLACES: dict[str, tuple[Any, str]] = {
     "forward": (Transformer, "forward"),
     "backward": (torch.Tensor, "backward"),
-    "optimiser": (Together, "step"),
-    "save": (checkpoint, "save"),
+    "optimiser": (CombinedOptimiser, "step"),
+    "save": (run_checkpoint, "save"),
 }
 
 

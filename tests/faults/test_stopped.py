@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fenchel.train import checkpoint
+from fenchel.checkpoints import run_checkpoint
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
@@ -38,13 +38,13 @@ def twice(by: signal.Signals) -> Any:
     """A second signal while the first one's checkpoint is being written."""
 
     def prepare() -> None:
-        save = checkpoint._save_file
+        save = run_checkpoint._save_file
 
         def interrupted(*args: Any) -> None:
             save(*args)
             os.kill(os.getpid(), by)
 
-        checkpoint._save_file = interrupted
+        run_checkpoint._save_file = interrupted
 
     return prepare
 
@@ -126,13 +126,13 @@ def test_a_stop_before_training_leaves_no_half_made_folder(
     lab: Any, tmp_path: Path, by: signal.Signals
 ) -> None:
     """F24: Ctrl-C while the text is being read, or its terminal closes."""
-    import fenchel.flow
+    import fenchel.pipeline
 
     def mischief() -> None:
         def interrupted(*_: object, **__: object) -> None:
             os.kill(os.getpid(), by)
 
-        fenchel.flow.run.prepare = interrupted
+        fenchel.pipeline.run.prepare = interrupted
 
     ended = lab.begin(tmp_path / "run", mischief=mischief)
     assert ended.code == 128 + by

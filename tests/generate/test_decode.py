@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.data import decode, encode
-from fenchel.generate import KeyValueCache, Sampling, generate, stream, stream_text
+from fenchel.generate import KVCache, Sampling, generate, stream, stream_text
 from fenchel.model import Transformer
 
 CONTEXT = 16
@@ -68,7 +68,7 @@ def test_reading_in_pieces_is_reading_at_once(
 ) -> None:
     model, ids = lively(**shape), prompts(3, CONTEXT)
     whole = model(ids)
-    cache = KeyValueCache(model.config, batch=3, positions=CONTEXT)
+    cache = KVCache(model.config, batch=3, positions=CONTEXT)
     pieces = [model(part, cache=cache) for part in ids.split([1, 6, 1, 5, 3], dim=-1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-5, rtol=1e-5)
     assert cache.length == CONTEXT
@@ -82,7 +82,7 @@ def test_keys_that_left_the_window_are_not_missed(
 ) -> None:
     model = lively(positions=positions, windows=(7, 0, 2), layers=3, context=90)
     ids = prompts(2, 90)
-    cache = KeyValueCache(model.config, batch=2, positions=90)
+    cache = KVCache(model.config, batch=2, positions=90)
     pieces = [model(part, cache=cache) for part in ids.split(sizes, dim=-1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), atol=1e-5, rtol=1e-5)
     assert cache.layers[0].gone > 50  # the room was used more than once

@@ -1,4 +1,4 @@
-"""fenchel/inspection/held.py and graph.py: derivatives against torch's own, in float64."""
+"""fenchel/inspection/linearisation.py and graph.py: derivatives against torch's own, in float64."""
 
 import pytest
 import torch
@@ -7,9 +7,8 @@ from torch.autograd.functional import jacobian
 
 from fenchel.attention import Causal, Prior, Window, attend
 from fenchel.choice import Choice, Entmax, Softmax
-from fenchel.inspection import held as held_file
-from fenchel.inspection.graph import Graph, derivative
-from fenchel.inspection.held import Held
+from fenchel.inspection import linearisation as held_file
+from fenchel.inspection.linearisation import FrozenAttention, GraphJacobian, derivative
 from fenchel.inspection.subject import Attention
 
 H, G, T, D, E = 4, 2, 7, 3, 5
@@ -50,9 +49,9 @@ def test_what_is_held_moves_as_attention_does(
 ) -> None:
     monkeypatch.setattr(held_file, "_STRIP", 3)
     c = call(prior, choice, size, softcap)
-    held = Held(c, keep=keep)
+    held = FrozenAttention(c, keep=keep)
     x = torch.zeros(T, dtype=torch.float64)
-    J = Graph(lambda y: held(*followed(c, y)), x)
+    J = GraphJacobian(lambda y: held(*followed(c, y)), x)
     wanted = jacobian(lambda y: exact(c, y), x).reshape(-1, T)
     torch.testing.assert_close(J.dense(), wanted, rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(J.T.dense(), wanted.mT, rtol=1e-8, atol=1e-9)
@@ -60,7 +59,7 @@ def test_what_is_held_moves_as_attention_does(
 
 def test_what_is_held_does_not_listen_to_its_arguments() -> None:
     c = call(Causal(), Softmax())
-    held = Held(c, keep=True)
+    held = FrozenAttention(c, keep=True)
     out = exact(c, torch.zeros(T, dtype=torch.float64))
     torch.testing.assert_close(held(c.q + 1.0, c.k, c.v), out)
 

@@ -9,10 +9,9 @@ from torch.autograd.functional import jacobian
 
 from fenchel.attention import ALiBi, Causal, Prior, attend
 from fenchel.choice import Choice, Entmax, Softmax
-from fenchel.inspection.heads import heads, only, sensitivities, spread
-from fenchel.inspection.rows import rows
+from fenchel.inspection.heads import heads, only, row_stats, sensitivities, spread
+from fenchel.inspection.result import Method
 from fenchel.inspection.subject import Attention
-from fenchel.inspection.values import Method
 
 H, G, T, D, E = 4, 2, 6, 3, 5
 METHOD = Method(
@@ -97,7 +96,7 @@ def test_the_four_largest_singular_values_are_told_from_below() -> None:
 
 def test_some_heads_of_a_prior_keep_their_own_part_of_it() -> None:
     c = call(prior=Causal() + ALiBi(H))
-    whole, some = rows(c), rows(only(c, [3, 1]))
+    whole, some = row_stats(c), row_stats(only(c, [3, 1]))
     for name in ("entropy", "margin", "columns"):
         ours, theirs = getattr(some, name), getattr(whole, name)[[3, 1]]
         torch.testing.assert_close(ours, theirs, equal_nan=True)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fenchel.inspection import Inspection, inspect, open_subject
-from fenchel.inspection.rows import weights
-from fenchel.inspection.text import words
+from fenchel.inspection.heads import row_weights
+from fenchel.inspection.measure import words
 
 Save = Callable[[str], Path]
 
@@ -92,7 +92,7 @@ def test_maps_are_the_weights_to_eight_bits(save: Save, text: Path) -> None:
     raw = np.frombuffer(base64.b64decode(found.maps.data), dtype=np.uint8)
     maps = (raw.reshape(1, 2, 14, 14) / 255.0) ** 2
     ids = words(subject, str(text), 14).ids
-    exact = weights(subject.read(torch.tensor([ids])).passages[1].attention, 14)[[0, 3]]
+    exact = row_weights(subject.read(torch.tensor([ids])).passages[1].attention, 14)[[0, 3]]
     assert np.abs(maps[0] - exact.numpy()).max() < 0.005
     assert (found.maps.layers, found.maps.heads) == ([2], [1, 4])
 

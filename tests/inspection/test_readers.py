@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fenchel.checkpoints.hf_check import look_at
 from fenchel.inspection import Reading
-from fenchel.inspection.checkpoint import look_at
-from fenchel.inspection.hugging_face import open_foreign
-from fenchel.inspection.rows import rows, weights
-from fenchel.inspection.transformer import open_known
+from fenchel.inspection.foreign_model import open_foreign
+from fenchel.inspection.heads import row_stats, row_weights
+from fenchel.inspection.our_model import open_known
 
 BOTH = ("gpt2", "mistral", "gemma2", "bert")
 OURS = (*BOTH, "llama", "qwen3", "gemma", "neox", "bloom", "albert")
@@ -36,9 +36,9 @@ def test_maps_and_entropies_are_those_of_eager_attention(
 ) -> None:
     family, found = reading
     theirs = eager(family).weights
-    ours = torch.stack([weights(p.attention, ids.shape[1]) for p in found.passages])
+    ours = torch.stack([row_weights(p.attention, ids.shape[1]) for p in found.passages])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    entropy = torch.stack([rows(p.attention).entropy for p in found.passages])
+    entropy = torch.stack([row_stats(p.attention).entropy for p in found.passages])
     wanted = torch.special.entr(theirs.double()).sum(-1)
     torch.testing.assert_close(entropy.double(), wanted, rtol=0, atol=1e-5)
 

@@ -19,10 +19,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from fenchel.inspection import hugging_face, inspect, open_subject, opening
-from fenchel.inspection.hugging_face import HuggingFace
-from fenchel.inspection.transformer import require_choice
-from fenchel.inspection.weights import look_over
+from fenchel.checkpoints.hf_check import look_over
+from fenchel.inspection import foreign_model, inspect, loader, open_subject
+from fenchel.inspection.foreign_model import ForeignModel
+from fenchel.inspection.our_model import require_choice
 from fenchel.model import ModelConfig
 
 Save = Callable[[str], Path]
@@ -115,7 +115,7 @@ def test_sizes_that_are_none_are_refused_before_anybody_reads(
     folder: Path, wrong: dict[str, object], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for reader in ("open_known", "open_foreign"):
-        monkeypatch.setattr(opening, reader, None)
+        monkeypatch.setattr(loader, reader, None)
     settings(folder, **wrong)
     with pytest.raises(ValueError, match=sentence):
         open_subject(folder)
@@ -212,7 +212,7 @@ def test_a_setting_that_ours_does_not_have_is_left_to_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings(folder, scale_attn_by_inverse_layer_idx=True)
-    assert isinstance(open_subject(folder), HuggingFace)
+    assert isinstance(open_subject(folder), ForeignModel)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"scale_attn_by_inverse_layer_idx=True.*fenchel\[hf\]"):
         open_subject(folder)
@@ -225,7 +225,7 @@ def test_a_head_that_ours_does_not_have_is_left_to_transformers(
     GPT2ForSequenceClassification(GPT2Config(**sizes)).save_pretrained(tmp_path)
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
     subject = open_subject(tmp_path)
-    assert isinstance(subject, HuggingFace)
+    assert isinstance(subject, ForeignModel)
     assert subject.read(ids).read_out is None
 
 
@@ -250,7 +250,7 @@ def test_weights_that_ours_found_wrong_are_handed_on_to_nobody(
     def asked(found: object) -> None:
         raise AssertionError(found)
 
-    monkeypatch.setattr(opening, "open_foreign", asked)
+    monkeypatch.setattr(loader, "open_foreign", asked)
     weights = load_file(folder / "model.safetensors")
     save_file(spoilt(weights), folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="its settings"):
@@ -267,8 +267,8 @@ def test_links_out_of_the_directory_are_not_followed(folder: Path, tmp_path: Pat
 def test_attention_that_is_not_what_the_model_does_itself(
     save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = hugging_face.attend
-    monkeypatch.setattr(hugging_face, "attend", lambda *a, **k: 1.01 * real(*a, **k))
+    real = foreign_model.attend
+    monkeypatch.setattr(foreign_model, "attend", lambda *a, **k: 1.01 * real(*a, **k))
     with pytest.raises(ValueError, match="does more in its attention"):
         open_subject(save("opt")).read(torch.arange(3, 20)[None])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fenchel.generate.cache import KeyValueCache
+from fenchel.generate.kv_cache import KVCache
 from fenchel.model import ModelConfig, Transformer
 
 OPTIONS: dict[str, list[Any]] = {
@@ -89,7 +89,7 @@ def test_it_is_refused_in_a_sentence_or_sound(seed: int) -> None:
     torch.testing.assert_close(padded[0], whole[0])
     torch.testing.assert_close(padded[1, 2:], model(ids[1:, 2:], **own)[0])
     if config.kind != "encoder":
-        cache = KeyValueCache(config, batch=2, positions=T, dtype=torch.float64)
+        cache = KVCache(config, batch=2, positions=T, dtype=torch.float64)
         with torch.no_grad():
             parts = [model(part, cache=cache, **memory) for part in ids.split([3, 1, 1, 2], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), whole)

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from fenchel.attention import rotary
-from fenchel.choice import Choice, Entmax, Softmax, named
+from fenchel.choice import Choice, Entmax, Softmax, by_name
 from fenchel.model import Transformer
-from fenchel.model.block import Attention, Block, Sight
-from fenchel.sensitivity.bounds.l2 import distance_attention
+from fenchel.model.attention import Attention
+from fenchel.model.block import Block
+from fenchel.model.forward_context import ForwardContext
+from fenchel.sensitivity.bounds.attention import distance_attention
 
 Build = Callable[..., Transformer]
 T, H, G, D, M = 7, 4, 2, 6, 24
@@ -64,20 +66,20 @@ def one(build: Build, **settings: Any) -> tuple[Attention, Tensor]:
 def test_a_window_counts_the_keys_it_shows(build: Build) -> None:
     layer, x = one(build, windows=(3,))
     wanted = by_heads(layer, x, score=lambda z, _: masked(z / D**0.5, 3))
-    torch.testing.assert_close(layer(x, Sight()), wanted)
+    torch.testing.assert_close(layer(x, ForwardContext()), wanted)
 
 
 def test_an_encoders_window_reaches_both_ways(build: Build) -> None:
     layer, x = one(build, kind="encoder", windows=(3,))
     far = (torch.arange(T)[:, None] - torch.arange(T)).abs() >= 3
     wanted = by_heads(layer, x, score=lambda z, _: (z / D**0.5).masked_fill(far, -torch.inf))
-    torch.testing.assert_close(layer(x, Sight()), wanted)
+    torch.testing.assert_close(layer(x, ForwardContext()), wanted)
 
 
 def test_scale_and_cap_come_before_the_mask(build: Build) -> None:
     layer, x = one(build, score_scale=0.7, softcap=1.5)
     wanted = by_heads(layer, x, score=lambda z, _: masked(1.5 * torch.tanh(0.7 * z / 1.5)))
-    torch.testing.assert_close(layer(x, Sight()), wanted)
+    torch.testing.assert_close(layer(x, ForwardContext()), wanted)
 
 
 def test_queries_and_keys_are_normed_before_they_are_turned(build: Build) -> None:
@@ -90,7 +92,7 @@ def test_queries_and_keys_are_normed_before_they_are_turned(build: Build) -> Non
         return rotary(normed, torch.arange(T), layout="pairs").squeeze(1)
 
     wanted = by_heads(layer, x, change=change, score=lambda z, _: masked(z / D**0.5))
-    sight = Sight(turns=model._turns(0, T, None, x))
+    sight = ForwardContext(turns=model._turns(0, T, None, x))
     torch.testing.assert_close(layer(x, sight), wanted)
 
 
@@ -104,7 +106,7 @@ def test_only_the_share_of_a_head_that_is_asked_for_is_turned(build: Build) -> N
         return torch.cat([turned, part[..., 4:]], -1)
 
     wanted = by_heads(layer, x, change=change, score=lambda z, _: masked(z / D**0.5))
-    torch.testing.assert_close(layer(x, Sight(turns=model._turns(0, T, None, x))), wanted)
+    torch.testing.assert_close(layer(x, ForwardContext(turns=model._turns(0, T, None, x))), wanted)
 
 
 @pytest.mark.parametrize("choice", ["softmax", "entmax"])
@@ -114,8 +116,8 @@ def test_a_sink_takes_the_rest(build: Build, choice: str) -> None:
     def score(z: Tensor, h: int) -> Tensor:
         return torch.cat([layer.sink[h].expand(2, T, 1), masked(z / D**0.5)], -1)
 
-    wanted = by_heads(layer, x, score=score, choice=named(choice))
-    torch.testing.assert_close(layer(x, Sight()), wanted)
+    wanted = by_heads(layer, x, score=score, choice=by_name(choice))
+    torch.testing.assert_close(layer(x, ForwardContext()), wanted)
 
 
 def test_layers_choose_by_their_own_maps(build: Build) -> None:
@@ -129,7 +131,7 @@ def test_attention_by_distance_is_the_map_whose_bound_is_known(build: Build) -> 
     W_q, W_v = layer.qkv.weight.view(2, H, D, M)
     heads = [distance_attention(x, W_q[h].T, W_v[h].T) for h in range(H)]
     wanted = torch.cat(heads, -1) @ layer.out.weight.T
-    torch.testing.assert_close(layer(x, Sight()), wanted)
+    torch.testing.assert_close(layer(x, ForwardContext()), wanted)
 
 
 def test_cross_attention_looks_at_all_of_the_source(build: Build) -> None:
@@ -142,7 +144,7 @@ def test_cross_attention_looks_at_all_of_the_source(build: Build) -> None:
         k, v = (kv[..., start : start + D] for start in (g * D, (G + g) * D))
         heads.append((q @ k.mT / D**0.5).softmax(-1) @ v)
     wanted = torch.cat(heads, -1) @ cross.out.weight.T
-    torch.testing.assert_close(cross(x, Sight(memory=memory)), wanted)
+    torch.testing.assert_close(cross(x, ForwardContext(memory=memory)), wanted)
 
 
 def test_a_cache_with_a_memory_makes_the_sources_keys_once(build: Build, ids: Tensor) -> None:
@@ -219,7 +221,7 @@ def test_norms_stand_where_they_are_put(build: Build, norm: str, scale: float) -
 
     def branches(**place: Any) -> tuple[Block, Callable[[Tensor], Tensor], Any]:
         block = build(**settings, **place).blocks[0]
-        return block, lambda x: block.attention(x, Sight()), block.mlp
+        return block, lambda x: block.attention(x, ForwardContext()), block.mlp
 
     b, look, think = branches(norm_place="pre")
     y = x + scale * look(n(b.attention_norm, x))
@@ -252,6 +254,6 @@ def test_without_positions_shuffled_tokens_give_shuffled_outputs(
 def test_a_whole_sequence_is_its_tokens_one_by_one(build: Build) -> None:
     """Maps act on every position alone, so a matrix of tokens is only a stack of them."""
     layer, x = one(build)
-    whole = layer(x, Sight())
+    whole = layer(x, ForwardContext())
     for t in range(T):
-        torch.testing.assert_close(layer(x[:, : t + 1], Sight())[:, t], whole[:, t])
+        torch.testing.assert_close(layer(x[:, : t + 1], ForwardContext())[:, t], whole[:, t])

@@ -10,7 +10,10 @@ from torch.nn.functional import gelu, silu
 
 from fenchel.attention import rotary
 from fenchel.model import ModelConfig, Transformer
-from fenchel.model.block import Attention, Block, Mlp, Sight
+from fenchel.model.attention import Attention
+from fenchel.model.block import Block
+from fenchel.model.forward_context import ForwardContext
+from fenchel.model.mlp import Mlp
 
 Settings = Callable[..., ModelConfig]
 Build = Callable[..., Transformer]
@@ -68,7 +71,7 @@ def test_attention_equals_a_loop_over_heads_with_the_mask_written_out(build: Bui
         scores = (q @ k.mT / D**0.5).masked_fill(places[:, None] < places, -torch.inf)
         heads.append(scores.softmax(-1) @ v)
     wanted = torch.cat(heads, -1) @ attention.out.weight.T + attention.out.bias
-    sight = Sight(turns=model._turns(0, 7, None, x_BTM))
+    sight = ForwardContext(turns=model._turns(0, 7, None, x_BTM))
     torch.testing.assert_close(attention(x_BTM, sight), wanted)
 
 
@@ -85,7 +88,7 @@ def test_each_branch_reads_the_normalised_stream_and_is_added_to_it(build: Build
     block = build(layers=1, positions="none").blocks[0]
     assert isinstance(block, Block)
     x = stream(2, 5, 24)
-    middle = x + block.attention(block.attention_norm(x), Sight())
+    middle = x + block.attention(block.attention_norm(x), ForwardContext())
     torch.testing.assert_close(block(x), middle + block.mlp(block.mlp_norm(middle)))
 
 
@@ -103,7 +106,7 @@ def test_an_observer_sees_what_attention_uses(build: Build, ids: Tensor) -> None
 def test_dropout_is_for_training_alone(build: Build, where: str, monkeypatch: Any) -> None:
     model = build(dropout=0.5, layers=1)
     block, x = model.blocks[0], stream(2, 5, 24)
-    sight = Sight(turns=model._turns(0, 5, None, x))
+    sight = ForwardContext(turns=model._turns(0, 5, None, x))
     assert torch.equal(block(x, sight), block(x, sight))
     block.train()
     if where == "weights":

@@ -14,10 +14,10 @@ from torch.func import jvp, vjp
 
 from fenchel.attention import attend
 from fenchel.config import from_mapping, to_mapping, to_toml
-from fenchel.generate.cache import KeyValueCache
+from fenchel.generate.kv_cache import KVCache
 from fenchel.model import ModelConfig, Transformer
-from fenchel.model.encoder import distance_prior
-from fenchel.model.sight import Sight
+from fenchel.model.block import distance_prior
+from fenchel.model.forward_context import ForwardContext
 
 V, T = 37, 9
 SCALED = {"rotary_factor": 4.0, "rotary_trained": 4}
@@ -125,7 +125,7 @@ def test_reading_in_parts_with_a_cache_is_reading_at_once(
     build: Build, ids: Tensor, name: str, parts: list[int]
 ) -> None:
     model = build(**MODELS[name])
-    cache = KeyValueCache(model.config, batch=3, positions=T, dtype=torch.float64)
+    cache = KVCache(model.config, batch=3, positions=T, dtype=torch.float64)
     memory = source(model, ids)
     with torch.no_grad():
         pieces = [model(part, cache=cache, **memory) for part in ids.split(parts, 1)]
@@ -161,7 +161,7 @@ def test_padded_sequences_are_read_in_parts_too(build: Build, ids: Tensor, name:
     """Row b begins with b empty slots; the cache holds them, and nobody looks."""
     model = build(**MODELS[name])
     present = torch.arange(T) >= torch.arange(3)[:, None]
-    cache = KeyValueCache(model.config, batch=3, positions=T, dtype=torch.float64)
+    cache = KVCache(model.config, batch=3, positions=T, dtype=torch.float64)
     memory = source(model, ids)
     with torch.no_grad():
         first = model(ids[:, :6], cache=cache, present_BS=present[:, :6], **memory)
@@ -198,7 +198,7 @@ def test_a_block_has_its_derivative_in_both_directions(build: Build, name: str) 
     x, v, u, memory = torch.randn(4, 2, 6, 24, dtype=torch.float64, generator=generator)
     turns = model._turns(0, 6, None, x)
     bias = distance_prior(model.config, model.relative, 6, 6)
-    sight = Sight(turns=turns, bias=bias, memory=memory)
+    sight = ForwardContext(turns=turns, bias=bias, memory=memory)
 
     def f(x: Tensor) -> Tensor:
         return model.blocks[0](x, sight)

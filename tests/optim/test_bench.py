@@ -20,7 +20,7 @@ from benchmarks.optimisers.sizes import SIZES
 from benchmarks.optimisers.studies import tune
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import Muon, OptimConfig
-from fenchel.optim.build import split
+from fenchel.optim.config import split
 from fenchel.optim.muon import orthogonal
 
 

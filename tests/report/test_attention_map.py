@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fenchel.report.attention_map import attention_map, heads, maps
-from fenchel.report.run import Run
+from fenchel.report.run_data import Run
 
 CausalMaps = Callable[[int, int, int], np.ndarray]
 Packed = Callable[[np.ndarray], dict[str, Any]]

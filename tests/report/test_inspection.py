@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fenchel.report.document import document
+from fenchel.report.html import Html, document
 from fenchel.report.inspection import render
-from fenchel.report.inspection_rows import means
-from fenchel.report.markup import Html
+from fenchel.report.inspection_heads import means
 
 HOSTILE = "</script><img src=https://evil.example/x onerror=alert(1)>"
 

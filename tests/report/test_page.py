@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fenchel.report import page
-from fenchel.report.run import LOST
+from fenchel.report.run_data import LOST
 
 MakeRun = Callable[..., Path]
 MakeOutline = Callable[[str], Any]

@@ -10,7 +10,7 @@ from fenchel.attention import ALiBi, Causal, Prior
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity import Ball, self_attention_jacobian
 from fenchel.sensitivity.attention_ball import _softmax_box, _threshold_box, bounded, over_ball
-from fenchel.sensitivity.rows import project
+from fenchel.sensitivity.weight_blocks import project
 
 Draw = Callable[..., Tensor]
 CHOICES = [Softmax(), Softmax(2.5), Entmax(1.5), Entmax(1.2, 2.0), Sparsemax()]

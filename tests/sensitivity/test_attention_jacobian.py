@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/attention.py and rows.py: streamed products equal the dense derivative."""
+"""sensitivity/attention_jacobian.py and rows.py: streamed products equal the dense derivative."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from fenchel.attention import (
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
 from fenchel.sensitivity import attention_jacobian, jacobian, self_attention_jacobian
 from fenchel.sensitivity.bounds.covariance import terms
-from fenchel.sensitivity.rows import Rows
+from fenchel.sensitivity.weight_blocks import Rows
 
 Draw = Callable[..., Tensor]
 CHOICES = [Softmax(), Softmax(2.5), Entmax(1.5), Entmax(1.25, 2.0), Sparsemax(), Hard()]

@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/bounds/layers.py and l2.py: norm layers, activations, distance attention."""
+"""sensitivity/bounds/feedforward.py and l2.py: norm layers, activations, distance attention."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fenchel.sensitivity import bounds, jacobian
-from fenchel.sensitivity.bounds.layers import SLOPES
+from fenchel.sensitivity.bounds.feedforward import SLOPES
 from fenchel.sensitivity.layers import Activation
 
 Draw = Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/bounds/scores.py, and Choice.sensitivity as certificates rest on it."""
+"""fenchel/sensitivity/bounds/attention.py, and Choice.sensitivity as certificates rest on it."""
 
 import math
 from collections.abc import Callable

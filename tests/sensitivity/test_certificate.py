@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fenchel.attention import Causal, self_attention
 from fenchel.choice import Entmax
 from fenchel.sensitivity import Ball, Certificate, certify, jacobian, self_attention_jacobian
-from fenchel.sensitivity.ascent import climb, furthest, slope
+from fenchel.sensitivity.certificate import climb, furthest, slope
 from fenchel.sensitivity.layers import SelfAttention
 
 Draw = Callable[..., Tensor]

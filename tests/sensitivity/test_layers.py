@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fenchel.attention import Causal, rotary
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity import Ball, jacobian
+from fenchel.sensitivity.ball import Gauge, Layer
 from fenchel.sensitivity.layers import (
     Activation,
     Chain,
@@ -19,7 +20,6 @@ from fenchel.sensitivity.layers import (
     SelfAttention,
     layer_of,
 )
-from fenchel.sensitivity.reach import Gauge, Layer
 
 Draw = Callable[..., Tensor]
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from fenchel.checkpoints import Progress, run_checkpoint
 from fenchel.data import Batches
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import OptimConfig, build_beta2, build_optimiser, build_schedule
-from fenchel.train import Loop, Progress, RunDir, Stepper, TrainConfig, checkpoint
+from fenchel.train import Loop, RunDir, Stepper, TrainConfig
 
 MODEL = ModelConfig(vocabulary=31, context=8, width=8, layers=2, heads=2, dropout=0.1)
 
@@ -80,11 +81,11 @@ class Small:
         return self.config.steps
 
     def loop(self) -> Loop:
-        folder, wrong = checkpoint.newest(self.run.checkpoints)
+        folder, wrong = run_checkpoint.newest(self.run.checkpoints)
         assert not wrong
         progress = Progress()
         if folder is not None:
-            progress = checkpoint.restore(folder, self.model, self.optimiser, self.settings)
+            progress = run_checkpoint.restore(folder, self.model, self.optimiser, self.settings)
         self.run.rewind(progress.metrics_bytes)
         return Loop(
             self.take,
@@ -104,7 +105,7 @@ class Small:
 
     def bits(self) -> dict[str, bytes]:
         """Every tensor of the model and the optimiser, as bytes."""
-        tensors, _ = checkpoint.flatten(self.optimiser.state_dict())
+        tensors, _ = run_checkpoint.flatten(self.optimiser.state_dict())
         every = {**self.model.state_dict(), **tensors}
         return {name: tensor.numpy().tobytes() for name, tensor in every.items()}
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from fenchel.checkpoints import run_checkpoint
+from fenchel.checkpoints.run_checkpoint import folders
 from fenchel.files import NoSpace, StorageFailed
-from fenchel.train import checkpoint
 from fenchel.train import loop as loop_file
-from fenchel.train.checkpoint import folders
-from fenchel.train.interrupt import Interruption
+from fenchel.train.machine import Interruption
 
 NAN = float("nan")
 IDS = torch.zeros(1, 4, dtype=torch.long)
@@ -101,7 +101,7 @@ def test_a_checkpoint_holds_the_step_it_is_named_for(small: Callable[..., Any]) 
         other.take(step)
     third = small("third")
     folder = s.run.checkpoints / "step-000003"
-    progress = checkpoint.restore(folder, third.model, third.optimiser, third.settings)
+    progress = run_checkpoint.restore(folder, third.model, third.optimiser, third.settings)
     assert progress.step == 3
     assert third.bits() == other.bits()
 

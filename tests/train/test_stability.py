@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fenchel.attention import attend
 from fenchel.model import ModelConfig, Transformer
-from fenchel.model.sight import Sight
+from fenchel.model.forward_context import ForwardContext
 from fenchel.train.stability import Stability
 
 CALM = ModelConfig(vocabulary=31, context=8, width=16, layers=2, heads=2)  # without dropout
@@ -234,7 +234,7 @@ def test_the_penalty_follows_the_settings_of_the_model(
 
     def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
         block = s.model.blocks[layer * len(s.model.blocks) // 2]
-        asked = block.attention.question(q, k, k, Sight())
+        asked = block.attention.question(q, k, k, ForwardContext())
         _, p = attend(**asked._asdict(), return_weights=True)
         lacking.append(3.0 - torch.special.entr(p).sum(-1).mean((0, 2)))
 

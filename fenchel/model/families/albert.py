@@ -1,9 +1,9 @@
 """ALBERT: a BERT whose layers share their weights and whose embedding is narrow, then lifted."""
 
-from fenchel.model.families.base import Family
 from fenchel.model.families.bert import SETTINGS
-from fenchel.model.families.settings import PLAIN, always, only, size, unread, word
-from fenchel.model.families.tensors import SAME, STACKED, Row, both, weight
+from fenchel.model.families.family import Family
+from fenchel.model.families.setting_rows import PLAIN, always, only, size, unread, word
+from fenchel.model.families.tensor_rows import SAME, STACKED, Row, both, weight
 
 _LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"
 

@@ -3,8 +3,8 @@
 Files without the head are read as well; they end with a pooler, or with nothing.
 """
 
-from fenchel.model.families.base import Family
-from fenchel.model.families.settings import (
+from fenchel.model.families.family import Family
+from fenchel.model.families.setting_rows import (
     PLAIN,
     Setting,
     always,
@@ -16,7 +16,7 @@ from fenchel.model.families.settings import (
     unread,
     word,
 )
-from fenchel.model.families.tensors import SAME, STACKED, Row, both, weight
+from fenchel.model.families.tensor_rows import SAME, STACKED, Row, both, weight
 
 WORDS = {"gelu": "gelu", **PLAIN}
 SETTINGS = (

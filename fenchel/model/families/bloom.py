@@ -4,8 +4,8 @@ It reads texts of any length. ``seq_length``, which transformers does not use, k
 that ours was made for.
 """
 
-from fenchel.model.families.base import Family
-from fenchel.model.families.settings import (
+from fenchel.model.families.family import Family
+from fenchel.model.families.setting_rows import (
     always,
     attention_dropout,
     flag,
@@ -14,7 +14,7 @@ from fenchel.model.families.settings import (
     size,
     unread,
 )
-from fenchel.model.families.tensors import HEAD_BY_HEAD, both, weight
+from fenchel.model.families.tensor_rows import HEAD_BY_HEAD, both, weight
 
 BLOOM = Family(
     name="bloom",

@@ -6,11 +6,11 @@ gemma3_text   queries and keys normalised, five layers of six with a window and 
 """
 
 from fenchel.model.config import ModelConfig
-from fenchel.model.families.base import Family
+from fenchel.model.families.family import Family
 from fenchel.model.families.llama import NAMES, SIZES
 from fenchel.model.families.rope import rope, rope_of_two
-from fenchel.model.families.settings import Setting, Settings, always, flag, only, word
-from fenchel.model.families.tensors import Row, weight
+from fenchel.model.families.setting_rows import Setting, Settings, always, flag, only, word
+from fenchel.model.families.tensor_rows import Row, weight
 from fenchel.model.families.windows import repeated
 
 _GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release said gelu

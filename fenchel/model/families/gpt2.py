@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, maps stored inputs first."""
 
-from fenchel.model.families.base import Family
-from fenchel.model.families.settings import (
+from fenchel.model.families.family import Family
+from fenchel.model.families.setting_rows import (
     PLAIN,
     always,
     flag,
@@ -12,7 +12,7 @@ from fenchel.model.families.settings import (
     unread,
     word,
 )
-from fenchel.model.families.tensors import TURNED, both, weight
+from fenchel.model.families.tensor_rows import TURNED, both, weight
 
 GPT2 = Family(
     name="gpt2",

@@ -1,8 +1,8 @@
 """GPT-NeoX (Pythia): a quarter of each head turned, both branches reading the same stream."""
 
-from fenchel.model.families.base import Family
+from fenchel.model.families.family import Family
 from fenchel.model.families.rope import rope
-from fenchel.model.families.settings import (
+from fenchel.model.families.setting_rows import (
     PLAIN,
     always,
     attention_dropout,
@@ -13,7 +13,7 @@ from fenchel.model.families.settings import (
     unread,
     word,
 )
-from fenchel.model.families.tensors import HEAD_BY_HEAD, both, weight
+from fenchel.model.families.tensor_rows import HEAD_BY_HEAD, both, weight
 
 _WORDS = {"gelu": "gelu", **PLAIN}
 

@@ -6,10 +6,10 @@ qwen2     a bias for queries, keys and values only
 qwen3     queries and keys normalised over their head
 """
 
-from fenchel.model.families.base import Family
+from fenchel.model.families.config_reader import ConfigReader
+from fenchel.model.families.family import Family
 from fenchel.model.families.rope import rope
-from fenchel.model.families.said import Said
-from fenchel.model.families.settings import (
+from fenchel.model.families.setting_rows import (
     GATED,
     Setting,
     Settings,
@@ -22,7 +22,7 @@ from fenchel.model.families.settings import (
     size_or_none,
     word,
 )
-from fenchel.model.families.tensors import STACKED, both, weight
+from fenchel.model.families.tensor_rows import STACKED, both, weight
 from fenchel.model.families.windows import everywhere, switched
 
 SIZES = (
@@ -70,7 +70,7 @@ _IGNORED = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 def _biases() -> Setting:
     """Llama's two switches are one of ours."""
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         attention, mlp = c.flag("attention_bias", False), c.flag("mlp_bias", False)
         if attention != mlp:
             raise c.wrong("attention_bias", attention, f"as mlp_bias={mlp} is; fenchel has one")
@@ -82,7 +82,7 @@ def _biases() -> Setting:
 def _even_heads() -> Setting:
     """transformers takes no Llama whose width does not split over its heads."""
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         width, heads = c.whole("hidden_size"), c.whole("num_attention_heads")
         if width % heads:
             raise c.wrong("hidden_size", width, f"a multiple of num_attention_heads={heads}")

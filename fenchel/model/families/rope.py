@@ -10,8 +10,8 @@ The newer form is written. Speeds that depend on the length of what is read ("dy
 from typing import Any
 
 from fenchel.model.config import ModelConfig
-from fenchel.model.families.said import Said
-from fenchel.model.families.settings import Setting, Settings
+from fenchel.model.families.config_reader import ConfigReader
+from fenchel.model.families.setting_rows import Setting, Settings
 
 _TYPES = {"default": "default", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
 _TRAINED = "original_max_position_embeddings"
@@ -20,7 +20,7 @@ _TRAINED = "original_max_position_embeddings"
 def rope(base: float = 10000.0, share: float = 1.0) -> Setting:
     """The row of a family whose layers all turn alike; ``base`` and ``share`` where unsaid."""
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         said = c.part(_which(c))
         older = c.number("rotary_pct", share)
         older = c.number("partial_rotary_factor", older)
@@ -39,11 +39,11 @@ def rope(base: float = 10000.0, share: float = 1.0) -> Setting:
 def rope_of_two(base: float, local: float, windows: Setting) -> Setting:
     """The rows of a family whose layers with a window turn by a base of their own."""
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         said = c.part(_which(c))
         nested = said.has("full_attention") or said.has("sliding_attention")
         turned = _turned(c, said.part("full_attention") if nested else said, base)
-        near = said.part("sliding_attention") if nested else Said({}, (), c.where)
+        near = said.part("sliding_attention") if nested else ConfigReader({}, (), c.where)
         near.only("rope_type", ("default",))
         turned |= windows.read(c)
         older = near.number("rope_theta", c.number("rope_local_base_freq", local))
@@ -60,13 +60,13 @@ def rope_of_two(base: float, local: float, windows: Setting) -> Setting:
     return Setting(read, write)
 
 
-def _which(c: Said) -> str:
+def _which(c: ConfigReader) -> str:
     """The key under which scaling is said; ``rope_scaling`` wins, as it does in transformers."""
     c.ignore(("rope_parameters", "rope_scaling"))
     return "rope_scaling" if c.has("rope_scaling") else "rope_parameters"
 
 
-def _turned(c: Said, said: Said, base: float) -> Settings:
+def _turned(c: ConfigReader, said: ConfigReader, base: float) -> Settings:
     kind = said.word("rope_type" if said.has("rope_type") else "type", _TYPES, "default")
     older = c.number("rotary_emb_base" if c.has("rotary_emb_base") else "rope_theta", base)
     turned: dict[str, Any] = {

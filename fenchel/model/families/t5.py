@@ -8,9 +8,9 @@ before it.
 from collections.abc import Iterator
 
 from fenchel.model.config import ModelConfig
-from fenchel.model.families.base import Family
-from fenchel.model.families.said import Said
-from fenchel.model.families.settings import (
+from fenchel.model.families.config_reader import ConfigReader
+from fenchel.model.families.family import Family
+from fenchel.model.families.setting_rows import (
     Setting,
     Settings,
     always,
@@ -20,7 +20,7 @@ from fenchel.model.families.settings import (
     unread,
     word,
 )
-from fenchel.model.families.tensors import PAIRED, STACKED, Row, weight
+from fenchel.model.families.tensor_rows import PAIRED, STACKED, Row, weight
 
 _WORDS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu"}
 
@@ -28,7 +28,7 @@ _WORDS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu"}
 def _read_out() -> Setting:
     """Untied where files hold a read-out; older files say by the same key not to scale."""
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         tied = c.flag("tie_word_embeddings", True)
         scaled = c.flag("scale_decoder_outputs", tied)
         scale = c.whole("d_model") ** -0.5 if scaled else 1.0
@@ -41,7 +41,7 @@ def _read_out() -> Setting:
 
 
 def _layers() -> Setting:
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         encoder = c.whole("num_layers")
         return {
             "encoder_layers": encoder,

@@ -8,8 +8,8 @@ A window counts keys, the query's own among them, there as here.
 from collections.abc import Callable
 
 from fenchel.model.config import ModelConfig
-from fenchel.model.families.said import Said
-from fenchel.model.families.settings import Setting, Settings
+from fenchel.model.families.config_reader import ConfigReader
+from fenchel.model.families.setting_rows import Setting, Settings
 
 NEAR, ALL = "sliding_attention", "full_attention"
 _LAYERS = 4096  # more are not listed one by one
@@ -18,17 +18,17 @@ _LAYERS = 4096  # more are not listed one by one
 def everywhere() -> Setting:
     """All layers have the window, or none (Mistral)."""
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         width = c.whole_or_none("sliding_window")
         return {"windows": () if width is None else (width,)}
 
     return Setting(read, lambda m: {"sliding_window": m.window(0)})
 
 
-def listed(unsaid: Callable[[Said, int], list[str]]) -> Setting:
+def listed(unsaid: Callable[[ConfigReader, int], list[str]]) -> Setting:
     """Layers are listed; ``unsaid`` gives the list that an older file leaves out."""
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         layers = c.whole("num_hidden_layers")
         if layers > _LAYERS:
             raise c.wrong("num_hidden_layers", layers, f"at most {_LAYERS} where layers differ")
@@ -53,13 +53,13 @@ def _write(m: ModelConfig) -> Settings:
 def switched() -> Setting:
     """The list may be switched off, and older files let the first layers see all (Qwen)."""
 
-    def unsaid(c: Said, layers: int) -> list[str]:
+    def unsaid(c: ConfigReader, layers: int) -> list[str]:
         first = c.whole("max_window_layers", 28, least=0)
         return [ALL if layer < first else NEAR for layer in range(layers)]
 
     rows = listed(unsaid)
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         c.ignore(("layer_types", "sliding_window", "max_window_layers"))
         return rows.read(c) if c.flag("use_sliding_window", False) else {}
 
@@ -72,14 +72,14 @@ def switched() -> Setting:
 def repeated(default: int) -> Setting:
     """Every so many layers one sees all; the others have the window (Gemma)."""
 
-    def unsaid(c: Said, layers: int) -> list[str]:
+    def unsaid(c: ConfigReader, layers: int) -> list[str]:
         key = "sliding_window_pattern"
         every = c.whole(key if c.has(key) else f"_{key}", default)
         return [NEAR if (layer + 1) % every else ALL for layer in range(layers)]
 
     rows = listed(unsaid)
 
-    def read(c: Said) -> Settings:
+    def read(c: ConfigReader) -> Settings:
         c.ignore(("sliding_window_pattern", "_sliding_window_pattern"))
         return rows.read(c)
 

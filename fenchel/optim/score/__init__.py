@@ -1,10 +1,9 @@
 """Query and key weights moved by how far their scores go."""
 
 from fenchel.optim.score.descent import ScoreDescent
-from fenchel.optim.score.gauge import remove_gauge
+from fenchel.optim.score.exact_step import Step, remove_gauge, score_step
 from fenchel.optim.score.pairs import Pair, Rows, attention_pairs
-from fenchel.optim.score.stats import HeadStats
-from fenchel.optim.score.step import Step, score_step
+from fenchel.optim.score.step_size import HeadStats
 from fenchel.optim.score.trust import ScoreTrust
 
 __all__ = [

@@ -24,12 +24,19 @@ import torch
 from torch import Tensor
 
 from fenchel.optim.score.direction import NORMS, direction
-from fenchel.optim.score.line import Heads, Line
+from fenchel.optim.score.pair_stack import (
+    Stack,
+    Watch,
+    heads,
+    keep_dtypes,
+    keep_reach,
+    stacked,
+    stacked_reach,
+    write,
+)
 from fenchel.optim.score.pairs import Pair, Rows
-from fenchel.optim.score.settle import Rule, settle
-from fenchel.optim.score.state import keep_dtypes, keep_reach, stacked_reach
-from fenchel.optim.score.stats import HeadStats
-from fenchel.optim.score.watch import Stack, Watch, heads, stacked, write
+from fenchel.optim.score.score_line import Heads, Line
+from fenchel.optim.score.step_size import HeadStats, Rule, settle
 
 SIZES = ("measured", "closed")
 

@@ -1,4 +1,17 @@
-"""Where to go: the direction of a head's query and key weights, from their gradients.
+"""Partner Grams: how far the scores of a head go when its queries, or its keys, move.
+
+To first order, with dq = dW_Q x and R the rotation by position (1 without rotary positions),
+
+    dS_ij = scale <R_i dq_i, k_j> + scale <q_i, R_j dk_j>        q, k as they enter the product,
+
+so queries are measured by A_K = E (R_i^T k_j)(R_i^T k_j)^T and keys by A_Q = E (R_j^T q_i)(...)^T,
+both over the open pairs (i, j). Without rotation A_K is the mean of k k^T with each key counted
+once for every query that sees it. With it the mean runs over relative rotations as well; they
+mix the planes that turn at different speeds, so the unrotated Gram is a wrong measure. It is
+taken at TURNS positions of the other side, on every SPREAD-th sequence in turn. Keys shared by a
+group are measured by the mean over its heads of A_Q.
+
+Where to go: the direction of a head's query and key weights, from their gradients.
 
 With g_Q, g_K the gradients (momentum included), A_K, A_Q the partner Grams (gram.py) and C_Q, C_K
 the second moments of the inputs over the same pairs, weights written as rows (D, M):
@@ -15,19 +28,173 @@ the second moments of the inputs over the same pairs, weights written as rows (D
 polar is the orthogonal factor (Muon's quintic). Only the direction counts: size.py sets how far.
 """
 
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from fenchel.attention import Angles, rotate
 from fenchel.optim.muon import orthogonal
-from fenchel.optim.score.gram import (
-    Grams,
-    damped,
-    damped_inverse_root,
-    over_groups,
-    partner_grams,
-)
-from fenchel.optim.score.line import Heads, Line
-from fenchel.optim.score.processes import mean_over_processes
+from fenchel.optim.score.probe import mean_over_processes
+from fenchel.optim.score.score_line import Heads, Line, by_group, fused, second_moment
+
+TURNS = 8
+"""Positions at which a rotation-averaged Gram is formed."""
+SPREAD = 4
+"""Of so many sequences one serves a position."""
+
+
+class Grams(NamedTuple):
+    """Second moments of the partners, each (L, G, D, D) but for A_Q (L, H, D, D)."""
+
+    K: Tensor
+    """E k k^T, which measures queries."""
+    Q: Tensor
+    """E q q^T of every head; the mean over a group measures its keys."""
+
+
+def partner_grams(line: Line) -> Grams:
+    """The Grams at the start of a line."""
+    (L, n), open_ = line.at.x.shape[:2], line.at.grid.open
+    if line.at.turn is None or line.turn_q is None:
+        keys, queries = (open_.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
+        return Grams(second_moment(line.start_k, keys), second_moment(line.start_q, queries))
+    layout = line.pairs[0].layout
+    return Grams(
+        _averaged(line.start_k, line.turn_q, open_, layout),
+        _averaged(line.start_q, line.at.turn, open_.mT, layout),
+    )
+
+
+class Places(NamedTuple):
+    """Which places s are looked at: sequence i sees first + step (i mod apart + k apart), k < each.
+
+    Of all apart * each of them every sequence thus sees some, and all are seen equally often.
+    """
+
+    first: int
+    step: int
+    apart: int
+    each: int
+
+
+def _averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
+    """Mean of (R_s^T x)(R_s^T x)^T over pairs (s, x), x (L, n, H, X, D).
+
+    ``turn`` (L or 1, n or 1, 1, S, W) at the s, ``open_`` (L or 1, n or 1, 1, S, X).
+    """
+    n, S = x.shape[1], open_.shape[3]
+    J = min(TURNS, S)
+    apart = next(j for j in range(SPREAD, 0, -1) if n % j == 0 and J % j == 0)
+    places = Places(S // J // 2, S // J, apart, J // apart)
+    if fused(x):
+        from fenchel.kernels.rotary_moments import moments
+
+        sums = moments(x, *turn, open_, places, layout=layout)
+    else:
+        sums = turned_back(x, *turn, open_, places, layout=layout)
+    seen = _dealt(open_, n, places)
+    count = seen.sum(dim=(1, 2, 3, 4), dtype=sums.dtype) * (n // apart // seen.shape[1])
+    return mean_over_processes(sums / count.clamp(min=1).view(-1, 1, 1, 1))
+
+
+def turned_back(
+    x: Tensor, cos: Tensor, sin: Tensor, open_: Tensor, places: Places, *, layout: str
+) -> Tensor:
+    """The sums of fenchel/kernels/rotary_moments.py, in float32 or better: (L, H, D, D)."""
+    L, n, H, _, D = x.shape
+    apart, each = places.apart, places.each
+    x = torch.unflatten(x, 1, (n // apart, apart))
+    weight = _dealt(open_, n, places).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, each, X)
+    heavy = x.unsqueeze(5) * weight.mT.unsqueeze(-1)  # (L, n / j, j, H, X, each, D)
+    sums = _exact(heavy.flatten(5).mT.flatten(0, 3), x.flatten(0, 3))
+    sums = sums.view(L, n // apart, apart, H, each, D, D)
+    c, s = (_dealt(part, n, places)[:, :, :, None, :, None].to(sums.dtype) for part in (cos, sin))
+    back = Angles(c, -s)
+    return rotate(rotate(sums, back, layout=layout).mT, back, layout=layout).sum(dim=(1, 2, 4))
+
+
+def _dealt(y: Tensor, n: int, places: Places) -> Tensor:
+    """What sequence (i, j) sees: (L or 1, n or 1, 1, S, X) -> (L or 1, n / apart or 1, j, k, X)."""
+    first, step, apart, each = places
+    y = y[..., first : first + step * apart * each : step, :]
+    y = torch.unflatten(y, 3, (each, apart)).transpose(3, 4)  # axis 3 is that of the sequence now
+    if y.shape[1] == 1:
+        return y.squeeze(2)
+    own = torch.unflatten(y.squeeze(2), 1, (n // apart, apart))
+    return own.diagonal(dim1=2, dim2=3).movedim(-1, 2)
+
+
+def _exact(A: Tensor, B: Tensor) -> Tensor:
+    """A batch of products, in float32 or better: the roots of a rounded Gram may not exist."""
+    if A.is_cuda and A.dtype == torch.bfloat16:  # whose sums are float32 anyway
+        return torch.bmm(A, B, out_dtype=torch.float32)
+    wide = torch.promote_types(A.dtype, torch.float32)
+    return torch.bmm(A.to(wide), B.to(wide))
+
+
+def over_groups(x: Tensor, groups: int) -> Tensor:
+    """Mean over the heads that share a key: (L, H, ...) -> (L, G, ...)."""
+    return by_group(x, groups).mean(2)
+
+
+def damped(A: Tensor, damping: float) -> Tensor:
+    """A plus the share ``damping`` of its mean eigenvalue, times the identity."""
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    more = damping * diagonal.mean(-1, keepdim=True).clamp(min=1e-12)
+    return A + torch.diag_embed(more.expand_as(diagonal))
+
+
+def inverse_root(A: Tensor, least: float = 1e-4) -> Tensor:
+    """A^-1/2 of positive definite A (..., D, D) by a coupled Newton-Schulz iteration.
+
+        Y <- Y T,  Z <- T Z,  T = a - b Z Y        from Y = A / |A|, Z = 1
+
+    Only products of small matrices, so that all heads of all layers go at once. ``least`` is the
+    share of |A|, the Frobenius norm, below which no eigenvalue lies; see ``_schedule``.
+    """
+    size = torch.linalg.matrix_norm(A)[..., None, None].clamp(min=1e-12)
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    Y = (A / size).flatten(0, -3)
+    Z = eye.expand_as(Y)
+    for a, b in _schedule(least, 8.0 * torch.finfo(A.dtype).eps):
+        T = torch.baddbmm(eye, Z, Y, beta=a, alpha=-b)
+        Y, Z = torch.bmm(Y, T), torch.bmm(T, Z)
+    root: Tensor = Z.view_as(A) * size.rsqrt()
+    return root
+
+
+def damped_inverse_root(A: Tensor, damping: float) -> Tensor:
+    """A^-1/2 of positive semidefinite A (..., D, D) that is damped first, A + lambda.
+
+    No eigenvalue is then below lambda = damping tr A / D, and |A + lambda| <= (1 + damping) tr A.
+    """
+    least = damping / (A.shape[-1] * (1.0 + damping))
+    return inverse_root(damped(A, damping), least)
+
+
+@lru_cache
+def _schedule(least: float, near: float) -> list[tuple[float, float]]:
+    """The factors (a, b) of T, one round after another, until all is within ``near`` of 1.
+
+    A round takes the square root x in [l, 1] of an eigenvalue of Z Y to x (a - b x^2). Of the
+    cubics whose largest value on [l, 1] is 1 the one with equal ends brings l furthest up:
+
+        b = a / (1 + l + l^2),   a = 3 / (2 x),   x^2 = (1 + l + l^2) / 3        its maximum at x
+
+    at first 2.6 times a round, and 3/2, 1/2, which is Newton-Schulz, in the limit l = 1.
+    """
+    low, rounds = math.sqrt(least), list[tuple[float, float]]()
+    while 1.0 - low > near and len(rounds) < 60:
+        ends = 1.0 + low + low * low
+        a = 1.5 / math.sqrt(ends / 3.0)
+        b = a / ends
+        rounds.append((a, b))
+        low *= a - b * low * low
+    return [*rounds, (1.5, 0.5)]
+
 
 NORMS = ("spectral", "frobenius", "raw")
 

@@ -20,13 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fenchel.optim.score.line import Heads, Line
+from fenchel.optim.first_order import CombinedOptimiser
+from fenchel.optim.score.pair_stack import (
+    OURS,
+    Stack,
+    Watch,
+    heads,
+    keep_dtypes,
+    keep_reach,
+    stacked,
+    stacked_reach,
+    write,
+)
 from fenchel.optim.score.pairs import Pair
-from fenchel.optim.score.settle import Rule, Settled, settle
-from fenchel.optim.score.state import OURS, keep_dtypes, keep_reach, stacked_reach
-from fenchel.optim.score.stats import HeadStats
-from fenchel.optim.score.watch import Stack, Watch, heads, stacked, write
-from fenchel.optim.together import Together
+from fenchel.optim.score.score_line import Heads, Line
+from fenchel.optim.score.step_size import HeadStats, Rule, Settled, settle
 
 
 class ScoreTrust(torch.optim.Optimizer):
@@ -34,7 +42,7 @@ class ScoreTrust(torch.optim.Optimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | Together,
+        optimizer: torch.optim.Optimizer | CombinedOptimiser,
         pairs: Iterable[Pair],
         lr: float = 0.2,
         radius: float = 6.0,
@@ -43,7 +51,9 @@ class ScoreTrust(torch.optim.Optimizer):
     ) -> None:
         """``probe`` counts the tokens on which scores are measured."""
         pairs = list(pairs)
-        self.members = optimizer.members if isinstance(optimizer, Together) else (optimizer,)
+        self.members = (
+            optimizer.members if isinstance(optimizer, CombinedOptimiser) else (optimizer,)
+        )
         inner = [group for member in self.members for group in member.param_groups]
         _require(lr, radius, probe, pairs, inner)
         # a group of settings only: its parameters are in the optimiser's groups already

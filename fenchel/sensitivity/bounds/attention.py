@@ -1,4 +1,26 @@
-"""Bounds of self-attention at a point, by others and by us: sigma_max of the Jacobian in X.
+"""Bounds of one row: scores to weights.
+
+The derivative of a choice is J = diag(s) - s s^T / sum(s). ``Choice.sensitivity`` gives its largest
+eigenvalue lambda exactly. With s_1 >= s_2 >= ... and R = s_2 + s_3 + ... there is also
+
+    lambda <= s_1 (R + s_2) / (s_1 + R),          for softmax p_1 (1 - p_1 + p_2) times beta,
+
+smooth enough to train against. Proof: lambda in [s_2, s_1] solves s_1 / (s_1 - lambda) = sum over
+i >= 2 of s_i / (lambda - s_i), the right side is at most R / (lambda - s_2), and clearing
+denominators is the claim. Equality when the smaller weights are all equal, as they are for two.
+R is a sum and never 1 - p_1: in a saturated row that difference has no correct digit, and the
+"bound" came out below the truth.
+
+Entropy. If the scores of a row of T have length at most s, centred or not, its entropy is at least
+
+    log(1 + (T - 1) b) + s sqrt(T (T - 1)) b / (1 + (T - 1) b),       b = exp(-s sqrt(T / (T - 1))),
+
+attained by s sqrt((T-1)/T) (1, -1/(T-1), ..., -1/(T-1)).
+
+Yudin, Gaponov, Kudriashov and Rakhuba (2025), Pay attention to attention distribution (lambda).
+Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy collapse.
+
+Bounds of self-attention at a point, by others and by us: sigma_max of the Jacobian in X.
 
 With M = scale W_Q W_K^T, P the weights and lambda_i the sensitivity of row i,
 
@@ -21,7 +43,43 @@ Token by token, for |X| = max_i |x_i| and any number of tokens,
 with C_i and D_i as in fenchel.sensitivity.bounds.covariance.
 
 Yudin et al. (2025). Castin, Ablin and Peyre (2024), How smooth is attention?
+
+Bounds of softmax self-attention for all tokens of length at most R, from the weights alone.
+
+With A = scale W_Q W_K^T and n tokens, the Lipschitz constant between any two inputs whose tokens
+lie in the ball of radius R about the origin is at most
+
+    ball            |W_V| ((1 + sqrt n) |A| R^2 + sqrt n)
+    castin          sqrt(3) |W_V| sqrt(|A|^2 R^4 (4 n + 1) + n)
+    token_max_ball  |W_V| (1 + 2 |A| R^2)                           for |X| = max_i |x_i|
+
+Row i moves by W_V^T [C_i A^T dx_i + sum_j p_ij (x_j - m_i)(a_i . dx_j) + sum_j p_ij dx_j], with
+|C_i| <= R^2 and |a_i| <= |A| R; Cauchy and Schwarz in p_i, and column sums of at most n, give the
+first. The second, of Castin, Ablin and Peyre, is larger: |A| R^2 + 2 sqrt(n) |A| R^2 + sqrt(n) is
+more than the first, and at most it by Cauchy and Schwarz. The third has no n: rows sum to one.
+They hold under any prior. R^2 cannot be improved: fenchel.sensitivity.witness.blowup.
+
+A norm layer before attention gives R: ``normalised_radius``.
+
+Attention by distances, the Lipschitz relative of dot-product attention.
+
+    Z = X W_Q,   P = softmax(-|z_i - z_j|^2 tau),   f(X) = P X A W_V,   A = tau W_Q W_Q^T
+
+with tau = 1 / sqrt(D) and queries and keys made by one matrix. For n tokens and H heads side by
+side, mixed by W_O, on the whole space
+
+    Lip <= sqrt(n) tau (4 phi^-1(n - 1) + 1) sqrt(sum_h |W_Q^h|^4 |W_V^h|^2) |W_O|,
+
+phi(x) = x e^(x+1).
+
+The paper is often quoted with the first power of |W_Q|. f(X) is quadratic in W_Q at fixed weights,
+and the first power is violated as soon as W_Q is scaled up by ten; the square is what the proof
+gives (docs/maths/sensitivity.md).
+
+Kim, Papamakarios and Mnih (2021), The Lipschitz constant of self-attention, Theorem 3.2.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -29,9 +87,43 @@ from torch import Tensor
 from fenchel.attention import Prior
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import factor, mixing, moment
-from fenchel.sensitivity.bounds.scores import row
 from fenchel.sensitivity.norms import largest, outward, spectral
-from fenchel.sensitivity.rows import Projected, Rows, flat, project
+from fenchel.sensitivity.weight_blocks import Projected, Rows, flat, project, spread
+
+
+def row(choice: Choice, p: Tensor) -> Tensor:
+    """``choice.sensitivity(p)`` is at most this; differentiable: (..., K) -> (...). At a point."""
+    s = spread(choice, p)
+    if s.shape[-1] < 2:
+        return torch.zeros_like(s.sum(-1))
+    top = s.topk(2, dim=-1)
+    first, second = top.values.unbind(-1)
+    others = s * torch.ones_like(s).scatter(-1, top.indices[..., :1], 0.0)
+    rest = others.sum(-1)
+    total = first + rest
+    return outward(first * (rest + second) / torch.where(total > 0, total, 1.0))
+
+
+def penalty(choice: Choice, p: Tensor) -> Tensor:
+    """log of the largest row bound of each head, meaned over heads: (..., H, T, K) -> ().
+
+    To be added to a training loss, where it keeps every row from being sensitive. A row that is
+    one-hot to the last bit has no logarithm; it counts as the smallest number the dtype holds.
+    """
+    bound = row(choice, p).amax(-1)
+    return bound.clamp(min=torch.finfo(bound.dtype).tiny).log().mean()
+
+
+def entropy(T: int, size: float) -> float:
+    """The least entropy of softmax over T scores of length at most ``size``. Attained."""
+    if T < 1 or size < 0:
+        raise ValueError(f"entropy needs T >= 1 scores of length >= 0; got T={T}, size={size}.")
+    if T == 1:
+        return 0.0
+    b = math.exp(-size * math.sqrt(T / (T - 1)))
+    rest = (T - 1) * b
+    return math.log1p(rest) + size * math.sqrt(T * (T - 1)) * b / (1.0 + rest)
+
 
 _SOFTMAX = Softmax()
 
@@ -133,3 +225,73 @@ def _through_scores(x: Projected, rows: Rows, slope: Tensor) -> Tensor:
     P = mixing(rows).view(rows.lead)
     bound = spectral(x.W[2]) * (P + 2.0 * slope * size.square() * M)
     return outward(bound).reshape(x.axes)
+
+
+def ball(
+    W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, n: int, radius: float, scale: float | None = None
+) -> Tensor:
+    """|W_V| ((1 + sqrt n) |A| R^2 + sqrt n). On a ball of tokens; softmax."""
+    A, V = _sizes(W_Q, W_K, W_V, scale)
+    root = math.sqrt(n)
+    return outward(V * ((1.0 + root) * A * radius**2 + root))
+
+
+def castin(
+    W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, n: int, radius: float, scale: float | None = None
+) -> Tensor:
+    """sqrt(3) |W_V| sqrt(|A|^2 R^4 (4 n + 1) + n). On a ball of tokens; softmax."""
+    A, V = _sizes(W_Q, W_K, W_V, scale)
+    return outward(V * (3.0 * (A.square() * radius**4 * (4 * n + 1) + n)).sqrt())
+
+
+def token_max_ball(
+    W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, radius: float, scale: float | None = None
+) -> Tensor:
+    """|W_V| (1 + 2 |A| R^2), in the norm max_i |x_i|. On a ball of tokens; softmax; free of n."""
+    A, V = _sizes(W_Q, W_K, W_V, scale)
+    return outward(V * (1.0 + 2.0 * A * radius**2))
+
+
+def normalised_radius(d: int, weight: Tensor | None = None, bias: Tensor | None = None) -> float:
+    """The longest token a LayerNorm or RMSNorm of width d can give."""
+    longest = math.sqrt(d) * (1.0 if weight is None else float(weight.abs().amax()))
+    return longest + (0.0 if bias is None else float(bias.norm()))
+
+
+def _sizes(W_Q: Tensor, W_K: Tensor, W_V: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    scale = W_Q.shape[-1] ** -0.5 if scale is None else scale
+    A = abs(scale) * spectral(factor(W_Q).mT @ factor(W_K))
+    return A, torch.as_tensor(spectral(W_V))
+
+
+def l2_attention(W_Q: Tensor, W_V: Tensor, W_O: Tensor | None = None, *, n: int) -> Tensor:
+    """The bound for W_Q (H, M, D) or (M, D), W_V (H, M, E), W_O (H E, M) or none. Global."""
+    if n < 1:
+        raise ValueError(f"attention needs n >= 1 tokens, got n={n}.")
+    W_Q, W_V = (w if w.dim() > 2 else w[None] for w in (W_Q, W_V))
+    heads = spectral(W_Q).square() * spectral(W_V)
+    tau = W_Q.shape[-1] ** -0.5
+    total = heads.square().sum(-1).sqrt()
+    if W_O is not None:
+        total = total * spectral(W_O)
+    return outward(math.sqrt(n) * tau * (4.0 * _inverse_phi(n - 1) + 1.0) * total)
+
+
+def distance_attention(X: Tensor, W_Q: Tensor, W_V: Tensor) -> Tensor:
+    """f(X) for one head: (..., n, M), (M, D), (M, E) -> (..., n, E)."""
+    tau = W_Q.shape[-1] ** -0.5
+    Z = X @ W_Q
+    square = Z.square().sum(-1)
+    distance = square.unsqueeze(-1) + square.unsqueeze(-2) - 2.0 * Z @ Z.mT
+    out: Tensor = torch.softmax(-tau * distance, -1) @ Z @ (tau * W_Q.mT @ W_V)
+    return out
+
+
+def _inverse_phi(y: float) -> float:
+    """x >= 0 with x e^(x + 1) = y, from above: Newton on x + log x = log y - 1."""
+    if y == 0:
+        return 0.0
+    x = max(1e-3, math.log1p(y))
+    for _ in range(60):
+        x = max(x * (1.0 + math.log(y) - 1.0 - math.log(x)) / (1.0 + x), 1e-12)
+    return x * (1.0 + 1e-12)

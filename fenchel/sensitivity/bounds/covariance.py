@@ -36,7 +36,7 @@ from torch import Tensor
 from fenchel.attention import Prior
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.norms import largest, perron, spectral
-from fenchel.sensitivity.rows import Rows, flat, project
+from fenchel.sensitivity.weight_blocks import Rows, flat, project
 
 _SOFTMAX = Softmax()
 

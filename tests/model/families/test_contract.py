@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fenchel.checkpoints import load_model, save
 from fenchel.generate import generate
-from fenchel.model import Transformer, load_model, save
-from fenchel.model.families.base import resolved
+from fenchel.model import Transformer
+from fenchel.model.families.family import resolved
 
 Foreign, Written, Reload = Callable[[str], Any], Callable[..., Path], Callable[..., Any]
 IDS = torch.randint(3, 70, (3, 13), generator=torch.Generator().manual_seed(0))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from fenchel.checkpoints.hf_weights import skeleton
 from fenchel.model.families import family_of
-from fenchel.model.weights import skeleton
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt2": (

@@ -8,8 +8,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from fenchel.checkpoints import load, read_generation, save
 from fenchel.data import encode, end_id
-from fenchel.model import load, read_generation, save
 
 TEXTS = ["the people of these States have peace", "and trade with every nation"] * 5
 

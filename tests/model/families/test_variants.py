@@ -14,7 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fenchel.model import ModelConfig, Transformer, load_model, save
+from fenchel.checkpoints import load_model, save
+from fenchel.model import ModelConfig, Transformer
 
 Foreign, Written, Reload = Callable[[str], Any], Callable[..., Path], Callable[..., Any]
 WEIGHTS = "model.safetensors"
@@ -249,7 +250,7 @@ def test_what_lies_as_ours_does_is_mapped_and_not_copied(tmp_path: Path) -> None
     """Anonymous memory grows by the queries, keys and values, which are copied, and not more."""
     probe = """
 import sys
-from fenchel.model import load_model
+from fenchel.checkpoints import load_model
 def anonymous():
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024

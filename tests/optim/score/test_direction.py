@@ -9,10 +9,9 @@ from torch.func import jacfwd
 
 from fenchel.attention import Angles, angles, rotary, rotate
 from fenchel.optim import attention_pairs
-from fenchel.optim.score.direction import direction
-from fenchel.optim.score.gram import _averaged, damped, inverse_root, partner_grams
-from fenchel.optim.score.line import Heads, Line
-from fenchel.optim.score.watch import Watch, heads, stacked
+from fenchel.optim.score.direction import _averaged, damped, direction, inverse_root, partner_grams
+from fenchel.optim.score.pair_stack import Watch, heads, stacked
+from fenchel.optim.score.score_line import Heads, Line
 
 KINDS: dict[str, dict[str, Any]] = {
     "mha": {"positions": "learned"},
@@ -111,8 +110,8 @@ def test_partner_grams_are_means_over_the_open_pairs(
 ) -> None:
     """Pair by pair, with keys turned to where they stand relative to the query, and back."""
     # every position and every sequence, not a sample of them
-    monkeypatch.setattr("fenchel.optim.score.gram.TURNS", 24)
-    monkeypatch.setattr("fenchel.optim.score.gram.SPREAD", 1)
+    monkeypatch.setattr("fenchel.optim.score.direction.TURNS", 24)
+    monkeypatch.setattr("fenchel.optim.score.direction.SPREAD", 1)
     at = instance(kind, 13)
     grams = partner_grams(at.line)
     q, k = at.line.q[1], at.line.k[1]  # (n, H, T, D), before any rotation

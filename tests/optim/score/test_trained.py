@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from fenchel.checkpoints import Progress, run_checkpoint
 from fenchel.data import Batches
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import OptimConfig, build_optimiser, build_schedule
-from fenchel.train import Progress, Stepper, TrainConfig, checkpoint
+from fenchel.train import Stepper, TrainConfig
 
 MODEL = ModelConfig(
     vocabulary=31, context=8, width=16, layers=2, heads=4, kv_heads=2, bias=True, dropout=0.1
@@ -39,10 +40,10 @@ def test_a_run_resumed_from_its_checkpoint_ends_with_the_same_bits(
         assert whole(step).broken is None
     for step in range(3):
         begun(step)
-    folder = checkpoint.save(
+    folder = run_checkpoint.save(
         tmp_path, Progress(step=3), begun.model.state_dict(), begun.optimiser, {}
     )
-    checkpoint.restore(folder, resumed.model, resumed.optimiser, {})
+    run_checkpoint.restore(folder, resumed.model, resumed.optimiser, {})
     for step in range(3, 6):
         resumed(step)
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):

@@ -1,0 +1,233 @@
+"""Positions as priors: biases that depend on the distance of a query and a key.
+
+    ALiBi           log u_ij = -m_h |i - j|                 a slope m_h a head, not learned
+    RelativeBias    log u_ij = table[bucket(j - i), h]      a learned number a bucket and a head
+
+Both are log-priors over the keys: near keys are likelier before anything is compared. They are
+added after the scale, so 1/sqrt(D) does not weaken them. Under a causal mask -m |i - j|, -m (i - j)
+and +m j give the same weights, since a row may be shifted as a whole.
+
+The slopes of h heads, h a power of two, are 2^(-8k/h), k = 1..h; otherwise those of the next
+smaller power of two, then every second one of the next larger. T5's buckets: half of them for the
+distances 0, 1, 2, ... one by one, the rest spaced logarithmically up to ``distance``; both
+directions share them evenly when a query may look ahead.
+
+Press, Smith and Lewis (2022), ALiBi; Raffel et al. (2020), T5.
+
+A sink: one more key to look at, whose value is zero.
+
+Weights sum to 1, so a head that has nothing to say must still say something. A sink takes the
+rest: with a score r_h of its own in head h,
+
+    p = choice.weights((r_h, z), (0, log u)),     o = sum over the true keys of p_j v_j,
+
+so that the true weights may sum to less than 1. For softmax the outputs shrink by
+Z / (Z + e^(r_h)), Z = sum_j u_j e^(z_j).
+
+The sink is key 0: a key of zeros, whose score before the prior is 0 (and stays 0 under a soft-cap),
+and a prior that gives it log u = r_h. Queries are aligned to the end of the keys, so nothing else
+moves; ``Sink(prior)`` looks at the true keys one place further on and is open to every query. A row
+that no true key is open to still chooses the sink, and gives zeros.
+
+Xiao et al. (2023), Efficient streaming language models with attention sinks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fenchel.attention.prior import Place, Prior
+
+
+@dataclass(frozen=True)
+class ALiBi(Prior):
+    """A penalty of m_h for each step of distance; ``heads`` sets the slopes.
+
+    >>> slope(torch.arange(8), 8)
+    tensor([0.5000, 0.2500, 0.1250, 0.0625, 0.0312, 0.0156, 0.0078, 0.0039])
+    """
+
+    heads: int
+    table: Tensor | None = None
+    """The slopes written out, as ``ready`` does for kernels that look up rather than compute."""
+
+    def __post_init__(self) -> None:
+        if self.heads < 1:
+            raise ValueError(f"ALiBi needs 1 head or more, got {self.heads}.")
+
+    def admits(self, at: Place) -> None:  # noqa: ARG002
+        """Every key is open."""
+        return
+
+    def bias(self, at: Place) -> Tensor:
+        """-m_h |i - j|."""
+        m = slope(at.h, self.heads) if self.table is None else self.table[at.h]
+        return -m * (at.i - at.j).abs()
+
+    def ready(self, device: torch.device) -> Prior:
+        """The slopes written out."""
+        return ALiBi(self.heads, slope(torch.arange(self.heads, device=device), self.heads))
+
+    def varies(self) -> bool:
+        """Between heads."""
+        return True
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """A slope a head."""
+        if self.heads != H:
+            raise ValueError(f"ALiBi has slopes for {self.heads} heads, the call has {H}.")
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(Prior):
+    """T5's bias: ``table`` (buckets, H) learned, one row a bucket of distances."""
+
+    table: Tensor
+    both_sides: bool = False
+    """Whether keys after the query have buckets of their own (an encoder) or share bucket 0."""
+    distance: int = 128
+    """All distances from here on share the last bucket."""
+
+    def __post_init__(self) -> None:
+        if self.table.dim() != 2 or self.table.shape[0] < 4 or self.table.shape[0] % 4:
+            raise ValueError(
+                "a relative bias needs a table (buckets, heads) with buckets a multiple of 4, got "
+                f"{tuple(self.table.shape)}."
+            )
+
+    def admits(self, at: Place) -> None:  # noqa: ARG002
+        """Every key is open."""
+        return
+
+    def bias(self, at: Place) -> Tensor:
+        """The number of the bucket and the head."""
+        where = bucket(
+            at.j - at.i, self.table.shape[0], both_sides=self.both_sides, distance=self.distance
+        )
+        return self.table[where, at.h]
+
+    def varies(self) -> bool:
+        """Between heads."""
+        return True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The table."""
+        return (self.table,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
+        """Another table in its place."""
+        return RelativeBias(tensors[0], self.both_sides, self.distance)
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """A column a head."""
+        if self.table.shape[1] != H:
+            raise ValueError(
+                f"a relative bias has columns for {self.table.shape[1]} heads, the call has {H}."
+            )
+
+
+def slope(head: Tensor, heads: int) -> Tensor:
+    """m of head 0, 1, ... of ``heads``: an integer tensor of any shape."""
+    lower = 2 ** int(math.log2(heads))
+    plain = -8.0 / lower * (head + 1)
+    between = -4.0 / lower * (2 * (head - lower) + 1)
+    return torch.where(head < lower, plain, between).exp2()
+
+
+def bucket(
+    relative: Tensor, buckets: int = 32, *, both_sides: bool = False, distance: int = 128
+) -> Tensor:
+    """T5's bucket of a relative position j - i, an integer tensor of any shape."""
+    later = torch.zeros_like(relative)
+    if both_sides:
+        buckets //= 2
+        later = (relative > 0).long() * buckets
+        far = relative.abs()
+    else:
+        far = (-relative).clamp(min=0)
+    exact = buckets // 2
+    spread = (far.clamp(min=1).float() / exact).log() / math.log(distance / exact)
+    rough = exact + (spread * (buckets - exact)).long()
+    return later + torch.where(far < exact, far, rough.clamp(max=buckets - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Sink(Prior):
+    """``prior`` over all keys but the first, which every query of head h sees by ``scores[h]``."""
+
+    scores: Tensor
+    prior: Prior | None = None
+
+    def __post_init__(self) -> None:
+        if self.scores.dim() != 1 or not self.scores.is_floating_point():
+            raise ValueError(
+                "a sink needs one score a head, shape (H,), got "
+                f"{tuple(self.scores.shape)} of {self.scores.dtype}."
+            )
+
+    def admits(self, at: Place) -> Tensor | None:
+        """What the prior admits, and the sink."""
+        open_ = None if self.prior is None else self.prior.admits(_inner(at))
+        return None if open_ is None else open_ | (at.j == 0)
+
+    def bias(self, at: Place) -> Tensor:
+        """The score of the sink, the bias of the prior elsewhere."""
+        bias = None if self.prior is None else self.prior.bias(_inner(at))
+        sink = self.scores[at.h]
+        return torch.where(at.j == 0, sink, 0.0 if bias is None else bias.to(sink.dtype))
+
+    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """From the sink to the last key that the prior reaches."""
+        return 0, 1 + self._inside(first, last, S, "reach")[1]
+
+    def free(self, first: int, last: int, S: int) -> tuple[int, int]:
+        """What the prior leaves free."""
+        low, high = self._inside(first, last, S, "free")
+        return low + 1, high + 1
+
+    def varies(self) -> bool:
+        """Between heads."""
+        return True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The scores, then what the prior carries."""
+        return (self.scores, *(() if self.prior is None else self.prior.tensors()))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
+        """Others in their place."""
+        inner = None if self.prior is None else self.prior.with_tensors(tensors[1:])
+        return Sink(tensors[0], inner)
+
+    def ready(self, device: torch.device) -> Prior:
+        """The prior made ready."""
+        return Sink(self.scores, None if self.prior is None else self.prior.ready(device))
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:
+        """A score a head, a key to be the sink, and a prior that fits the others."""
+        if len(self.scores) != H or S < 1:
+            raise ValueError(
+                f"a sink has scores for {len(self.scores)} heads and is one key; "
+                f"the call has {H} heads and {S} keys."
+            )
+        if self.prior is not None:
+            self.prior.check(B, H, T, S - 1)
+
+    def _inside(self, first: int, last: int, S: int, what: str) -> tuple[int, int]:
+        if self.prior is None:
+            return 0, S - 1
+        low, high = getattr(self.prior, what)(first - 1, last - 1, S - 1)
+        return low, high
+
+
+def with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values behind one of zeros: (..., S, D), (..., S, E) -> the same with S + 1."""
+    return pad(k, (0, 0, 1, 0)), pad(v, (0, 0, 1, 0))
+
+
+def _inner(at: Place) -> Place:
+    # The sink itself is asked about as key 0 of the others: any answer, which is then replaced.
+    return Place(at.b, at.h, at.i - 1, (at.j - 1).clamp(min=0), at.S - 1)

@@ -1,0 +1,131 @@
+"""The head of a safetensors file, read before anything else believes it.
+
+A file is  n (8 bytes, little endian) | a JSON object of n bytes | data,  and the object says of
+each tensor
+
+    "name": {"dtype": "F32", "shape": [3, 4], "data_offsets": [begin, end]}
+
+Here it is held to more than the library beneath holds it to: no name twice, none that a terminal
+would obey, no field besides those three, at most 8 axes, and the tensors fill the data from its
+first byte to its last without gap or overlap. What a header claims is checked in whole numbers,
+so a claim of any size costs nothing; the largest that is read at all costs about 0.1 GB.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fenchel.files import Damaged, shown
+
+LONGEST = 8 * 2**20
+"""Bytes of a header; the largest in use are a tenth of it."""
+MOST = 100_000
+"""Tensors in one file."""
+BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64"), 64),
+}
+"""What a number takes, by the name that safetensors gives its kind."""
+_AXES = 8
+_SEPARATORS = 16 * MOST
+_NAME = 512
+
+
+class Entry(NamedTuple):
+    """What a header says of one tensor."""
+
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        """How much of the file it takes."""
+        return self.end - self.begin
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Every tensor of a file by name, in the order in which they lie there."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 10 or not 2 <= length <= min(LONGEST, size - 8):
+            raise Damaged(
+                f"{path} is not a safetensors file: of its {size} bytes it claims "
+                f"{length} for a header, and 2 to {LONGEST} can be."
+            )
+        text = file.read(length)
+    entries = _entries(text, path)
+    _require_filled(entries, size - 8 - length, path)
+    return entries
+
+
+def _entries(text: bytes, path: Path) -> dict[str, Entry]:
+    if not text.startswith(b"{"):
+        raise Damaged(f"{path} is not a safetensors file: its header does not begin with {{.")
+    if sum(text.count(sign) for sign in b",:[{") > _SEPARATORS:  # a list of lists is memory
+        raise Damaged(f"{path} has a header of more values than {MOST} tensors need.")
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path} has a header that is not JSON ({shown(error)}).") from None
+    about = found.pop("__metadata__", {})
+    if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
+        raise Damaged(f"{path} has a __metadata__ that is not an object of strings.")
+    if len(found) > MOST:
+        raise Damaged(f"{path} holds {len(found)} tensors; more than {MOST} are not read.")
+    entries = {name: _entry(name, said, path) for name, said in found.items()}
+    return dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+
+
+def _entry(name: str, said: Any, path: Path) -> Entry:
+    if not 0 < len(name) <= _NAME or not name.isprintable():
+        raise Damaged(f"{path} names a tensor {shown(repr(name))}, which is not a plain name.")
+    where = f"{path}: {shown(name)}"
+    if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
+        raise Damaged(f"{where} should have a dtype, a shape and data_offsets, and nothing else.")
+    kind, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    if not isinstance(kind, str) or kind not in BITS:
+        raise Damaged(f"{where} is of {shown(repr(kind))}, which is no kind of number known here.")
+    if not _are_sizes(shape) or len(shape) > _AXES:
+        raise Damaged(f"{where} should have a shape of at most {_AXES} whole numbers.")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise Damaged(f"{where} should have two data_offsets.")
+    entry = Entry(kind, tuple(shape), offsets[0], offsets[1])
+    needed = BITS[kind] // 8
+    for axis in shape:
+        needed *= axis
+    if needed != entry.bytes:
+        raise Damaged(
+            f"{where} takes bytes {entry.begin} to {entry.end}, and its shape asks for {needed}."
+        )
+    return entry
+
+
+def _require_filled(entries: dict[str, Entry], size: int, path: Path) -> None:
+    at = 0
+    for name, entry in entries.items():
+        if entry.begin != at:
+            raise Damaged(
+                f"{path}: {shown(name)} begins at byte {entry.begin} of the data and the one "
+                f"before it ends at {at}; tensors may neither overlap nor leave a gap."
+            )
+        at = entry.end
+    if at != size:
+        raise Damaged(
+            f"{path} has {size} bytes of data and its tensors take {at}; it is not whole."
+        )
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**62 for n in value)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    once = dict(pairs)
+    if len(once) < len(pairs):
+        raise ValueError("a name stands twice")
+    return once

@@ -1,0 +1,192 @@
+"""That a swap of attention happened, and that nothing else did.
+
+A model is read three times on the same inputs: with its own eager attention, with ours and
+softmax, with ours and the new map. The proof holds when
+
+    every attention layer called us                        no layer computes attention by itself
+    every causal layer was handed a mask                   the function itself refuses otherwise
+    |softmax by us - eager|  <=  tolerance * max(1, |eager|)       nothing was left out
+    |new map - eager|  >  0                                the swap had an effect
+    another last token moves no earlier output             the new map keeps a causal mask
+
+Each failure is a ValueError in one sentence. An attention layer is a module with "Attention" in
+the name of its class and no such module inside it; it counts as called when we were called by it,
+by a module around it or by one inside it. Positions that the inputs' attention mask pads are
+left out: what a model computes there nobody reads, and eager attention fills them otherwise.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fenchel.choice import Choice, Softmax
+from fenchel.hf.adapter import attach
+
+_SOFTMAX = Softmax()
+
+
+class Layer(NamedTuple):
+    """One layer that attended by us."""
+
+    name: str
+    kind: str
+    calls: int
+    masks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was seen; an object of this class exists only when everything held."""
+
+    choice: Choice
+    layers: tuple[Layer, ...]
+    softmax_difference: float
+    """Largest change of an output when softmax by us stands for eager attention."""
+    tolerance: float
+    """What that was allowed to be."""
+    change: float
+    """Largest change of an output under the new map."""
+    leak: float | None
+    """Largest change of an earlier output under another last token; None if not all is causal."""
+
+    @property
+    def calls(self) -> int:
+        """Of all layers together."""
+        return sum(layer.calls for layer in self.layers)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The kinds of mask that some layer was handed."""
+        return tuple(sorted({mask for layer in self.layers for mask in layer.masks}))
+
+
+@torch.no_grad()
+def prove(
+    model: Any, choice: Choice, inputs: Mapping[str, Tensor], *, tolerance: float | None = None
+) -> Proof:
+    """Read ``inputs``, what the model is called with, three times; it comes back as it was.
+
+    ``tolerance`` is 1e-5 unless given, and 2e-2 for a model in half precision.
+    """
+    with _reading(model):
+        with attach(model, _SOFTMAX) as attached:
+            ours = _output(model, inputs)
+            layers = _layers(model, attached.calls, attached.masks)
+            eager = _eager(model, inputs)
+        if not bool(eager.isfinite().all()):
+            raise ValueError("the model's own output on these inputs is not finite.")
+        if tolerance is None:
+            tolerance = 2e-2 if next(model.parameters()).dtype.itemsize < 4 else 1e-5
+        allowed = tolerance * max(1.0, _largest(eager))
+        difference = _largest(ours - eager)
+        if not difference <= allowed:
+            raise ValueError(
+                f"with our softmax in place of its own, the output of {type(model).__name__} moves "
+                f"by {difference:.2g} where {allowed:.2g} is allowed: it does something in its "
+                "attention that is not done here, so the swap is refused."
+            )
+        with attach(model, choice):
+            change = _largest(_output(model, inputs) - eager)
+            leak = _leak(model, inputs) if _all_causal(layers) else None
+    if choice != _SOFTMAX and not change > 0.0:
+        raise ValueError(f"{choice} changed nothing in {type(model).__name__} on these inputs.")
+    if leak is not None and not leak <= allowed:
+        raise ValueError(
+            f"under {choice} an earlier output of {type(model).__name__} moves by {leak:.2g} when "
+            "the last token changes: the mask is not kept, so the swap is refused."
+        )
+    return Proof(choice, layers, difference, allowed, change, leak)
+
+
+def attention_layers(model: nn.Module) -> dict[str, str]:
+    """Innermost modules that are attention by the name of their class: name -> class."""
+    found = {n: type(m).__name__ for n, m in model.named_modules() if _is_attention(m)}
+    return {n: kind for n, kind in found.items() if not any(m.startswith(f"{n}.") for m in found)}
+
+
+def _layers(
+    model: nn.Module, calls: Mapping[str, int], masks: Mapping[str, set[str]]
+) -> tuple[Layer, ...]:
+    """The layers that called us, once all are known to have."""
+    there = attention_layers(model)
+    if not there and not calls:
+        raise ValueError(f"{type(model).__name__} has no attention layer to swap.")
+    missed = [name for name in there if not any(_same(name, caller) for caller in calls)]
+    if missed:
+        raise ValueError(
+            f"{len(missed)} of the {len(there)} attention layers of {type(model).__name__} never "
+            f"called the attention they were given ({missed[0]}, {there[missed[0]]}, is the "
+            "first), so the swap did not happen."
+        )
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    return tuple(
+        Layer(name, kinds.get(name, name), calls[name], tuple(sorted(masks[name])))
+        for name in calls
+    )
+
+
+def _eager(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The output by the model's own plain attention; called while something else is attached."""
+    name = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return _output(model, inputs)
+    finally:
+        model.set_attn_implementation(name)
+
+
+def _output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Logits, or else the last hidden states, of the positions that are not padding: (N, V)."""
+    out = _rows(model(**inputs)).double()
+    keep = inputs.get("attention_mask")
+    if keep is not None and keep.dim() == 2 and keep.shape == out.shape[:2]:
+        return out[keep.bool()]
+    return out.flatten(0, -2)
+
+
+def _rows(found: Any) -> Tensor:
+    """Logits, or else the last hidden states: (B, T, V)."""
+    rows: Tensor = found.logits if getattr(found, "logits", None) is not None else found[0]
+    return rows
+
+
+def _all_causal(layers: tuple[Layer, ...]) -> bool:
+    return all(mask.startswith(("causal", "window")) for one in layers for mask in one.masks)
+
+
+def _leak(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
+    """How far outputs before the last move when the last id is another one."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.shape[1] < 2:
+        return None
+    other = ids.clone()
+    other[:, -1] = torch.where(ids[:, -1] > 0, ids[:, -1] - 1, 1)
+    outs = [_rows(model(**{**inputs, "input_ids": one}))[:, :-1].double() for one in (ids, other)]
+    return _largest(outs[0] - outs[1])
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _same(name: str, caller: str) -> bool:
+    return name == caller or name.startswith(f"{caller}.") or caller.startswith(f"{name}.")
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__
+
+
+@contextmanager
+def _reading(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and afterwards as it was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

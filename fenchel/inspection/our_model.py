@@ -1,0 +1,139 @@
+"""A Transformer of fenchel.model as a subject: one of our runs, or a checkpoint of a known family.
+
+Every layer reports its queries, keys and values to an observer as it reads, and what it asks of
+``attend`` with them (``Transformer.question``) is what is measured: its map, prior, scale and cap.
+When a derivative is taken the same observer answers in ``attend``'s place with what is held of the
+call (``fenchel.inspection.linearisation``), whatever the map.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fenchel.checkpoints import load
+from fenchel.checkpoints.hf_check import Checkpoint
+from fenchel.checkpoints.hf_directory import Directory, open_directory
+from fenchel.checkpoints.hf_weights import read_weights
+from fenchel.files import Damaged
+from fenchel.inspection.linearisation import answer, hold
+from fenchel.inspection.measure import after_an_end, framed
+from fenchel.inspection.recorder import Recorder
+from fenchel.inspection.subject import Attention, Reading, Subject
+from fenchel.model import ModelConfig, Transformer, evaluating
+from fenchel.model.families import Family, family_of
+from fenchel.model.families.config_reader import CONFIG
+from fenchel.model.transformer import meta_model
+
+
+class Unread(ValueError):
+    """A directory of a family of ours that asks for something ours does not have."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OurModel(Subject):
+    """A Transformer of fenchel.model."""
+
+    model: Transformer
+    reads_out: bool
+    """Whether its logits mean anything: an encoder may come without its head."""
+
+    def read(self, ids: Tensor) -> Reading:
+        """Run it once; its attention reports through ``observe``."""
+        model = self.model
+        self.require_known(ids, model.config.vocabulary)
+        recorder = Recorder(model)
+        reading = True
+
+        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+            asked = model.question(layer, q, k, v)
+            if reading:  # blocks keep their arguments, this one too, and are called again
+                scale = q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
+                recorder.attended(Attention(**asked._asdict() | {"scale": scale}))
+            return answer(asked.q, asked.k, asked.v)
+
+        with torch.no_grad(), evaluating(model), recorder:
+            model(ids, observe=observe, last=True, read=False)
+        reading = False
+        return Reading(hold(recorder.passages), self._read_out if self.reads_out else None)
+
+    def _read_out(self, x: Tensor) -> Tensor:
+        return self.model.logits(self.model.prepared(x[:, -1:]))[0, 0]
+
+
+def open_run(path: Path) -> OurModel | None:
+    """The best checkpoint of a run directory; None where there is no run."""
+    if not (path / "checkpoints").is_dir():
+        return None
+    model, tokenizer, config = load(path)
+    require_choice(config, str(path))
+    stored = str(model.read_weight.dtype).removeprefix("torch.")
+    return OurModel(
+        name=path.resolve().name,
+        family=f"fenchel, {config.choice}",
+        model=_still(model),
+        tokenizer=tokenizer,
+        context=config.context,
+        stored=stored,
+        begin=after_an_end,
+        reads_out=True,
+    )
+
+
+def open_known(found: Checkpoint) -> OurModel:
+    """A Hugging Face directory by our own loader, in float32; Unread says why it cannot be."""
+    directory = open_directory(found.folder)
+    family, config = _said(found, directory)
+    require_choice(config, str(found.folder))
+    weights = _weights(found, directory, family, config)
+    model = meta_model(config)
+    model.load_state_dict(weights, strict=True, assign=True)
+    return OurModel(
+        name=found.name,
+        family=found.family,
+        model=_still(model),
+        tokenizer=found.tokenizer,
+        context=config.context,
+        stored=found.weights.kind,
+        begin=framed,
+        reads_out=config.kind == "decoder" or config.read_transform,
+    )
+
+
+def _said(found: Checkpoint, directory: Directory) -> tuple[Family, ModelConfig]:
+    """The family and its settings, if ours has all that they ask for."""
+    where, tensors = found.folder / CONFIG, directory.tensors
+    try:
+        family = family_of(found.family, tensors, where)
+        return family, family.read(directory.config, tensors, where)
+    except ValueError as error:
+        raise Unread(str(error)) from None
+
+
+def _weights(
+    found: Checkpoint, directory: Directory, family: Family, config: ModelConfig
+) -> dict[str, Tensor]:
+    """Our weights, if the files hold what the settings ask for and nothing more."""
+    try:
+        return read_weights(directory, family, config, torch.float32)
+    except Damaged:
+        raise
+    except ValueError as error:
+        if found.architecture in (None, family.architecture):
+            raise  # it is of this family, and wrong; another head would be another matter
+        raise Unread(str(error)) from None
+
+
+def require_choice(config: ModelConfig, name: str) -> None:
+    """Refuse attention that is more than a choice among keys."""
+    if config.kind == "encoder-decoder":
+        raise ValueError(
+            f"{name} is an encoder and a decoder; only one or the other can be inspected."
+        )
+    if config.sinks:
+        raise ValueError(f"{name} has sinks that are no keys, which cannot be inspected.")
+
+
+def _still(model: Transformer) -> Transformer:
+    return model.float().eval().requires_grad_(False)

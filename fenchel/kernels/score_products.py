@@ -1,0 +1,121 @@
+"""Products of the parts of score changes, without the scores: optim/score/score_line.py in one
+kernel.
+
+For every sequence and head, with S_0 .. S_3 = <q, k>, <q, dk>, <dq, k>, <dq, dk> over the open
+pairs (i, j) of m sampled queries and T keys,
+
+    out_ab = sum over open (i, j) of S_a,ij S_b,ij          the ten different ones, both ways round
+
+A program holds the queries of one head beside one block of keys: four products of tiles, whose
+entries never leave the registers. Done by separate operations the four parts are written, masked
+and read again, 4 * 4 * 4 m T bytes a head; here q, dq, k, dk are read, 2 * 2 (m + T) D. Sums are
+float32. Programs write to places of their own, so the result does not depend on their order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64
+"""Keys at a time."""
+
+
+def part_sums(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor) -> Tensor:
+    """q and dq (L, n, H, m, D), k and dk (L, n, G, T, D) -> (L, H, 4, 4) in float32.
+
+    ``open_`` (L or 1, n or 1, 1, m, T) is True where a pair counts.
+    """
+    L, n, H, m, D = q[0].shape
+    G, T = k[0].shape[2:4]
+    blocks = triton.cdiv(T, BLOCK)
+    out = torch.empty(L, n, H, blocks, 16, dtype=torch.float32, device=q[0].device)
+    stride_L, stride_n = (open_.stride(axis) if open_.shape[axis] > 1 else 0 for axis in (0, 1))
+    rows, width = max(16, triton.next_power_of_2(m)), max(16, triton.next_power_of_2(D))
+    _part_sums[(L * n * H, blocks)](
+        *(x.contiguous() for x in (*q, *k)),
+        open_,
+        out,
+        n,
+        H,
+        H // G,
+        m,
+        T,
+        D,
+        stride_L,
+        stride_n,
+        open_.stride(3),
+        open_.stride(4),
+        ROWS=rows,
+        KEYS=BLOCK,
+        WIDTH=width,
+        num_warps=8,
+    )
+    return out.sum(dim=(1, 3)).view(L, H, 4, 4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _part_sums(  # type: ignore[no-untyped-def]
+    q_ptr,
+    dq_ptr,
+    k_ptr,
+    dk_ptr,
+    open_ptr,
+    out_ptr,
+    n,
+    H,
+    group,
+    m,
+    T,
+    D,
+    stride_L,
+    stride_n,
+    stride_m,
+    stride_T,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)  # (layer, sequence, head)
+    sequence = head // H
+    shared = sequence * (H // group) + head % H // group  # (layer, sequence, head of keys)
+    i = tl.arange(0, ROWS)
+    j = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    d = tl.arange(0, WIDTH)
+
+    at = head * m * D + i[:, None] * D + d[None, :]
+    there = (i[:, None] < m) & (d[None, :] < D)
+    q = tl.load(q_ptr + at, mask=there, other=0.0)
+    dq = tl.load(dq_ptr + at, mask=there, other=0.0)
+    at = shared * T * D + j[None, :] * D + d[:, None]
+    there = (j[None, :] < T) & (d[:, None] < D)
+    k = tl.load(k_ptr + at, mask=there, other=0.0)
+    dk = tl.load(dk_ptr + at, mask=there, other=0.0)
+
+    at = (sequence // n) * stride_L + (sequence % n) * stride_n
+    at += i[:, None] * stride_m + j[None, :] * stride_T
+    seen = tl.load(open_ptr + at, mask=(i[:, None] < m) & (j[None, :] < T), other=0) != 0
+    a = tl.where(seen, tl.dot(q, k), 0.0)
+    b = tl.where(seen, tl.dot(q, dk), 0.0)
+    c = tl.where(seen, tl.dot(dq, k), 0.0)
+    e = tl.where(seen, tl.dot(dq, dk), 0.0)
+
+    out_ptr += (head * tl.num_programs(1) + tl.program_id(1)) * 16
+    ab, ac, ae = tl.sum(a * b), tl.sum(a * c), tl.sum(a * e)
+    bc, be, ce = tl.sum(b * c), tl.sum(b * e), tl.sum(c * e)
+    tl.store(out_ptr, tl.sum(a * a))
+    tl.store(out_ptr + 5, tl.sum(b * b))
+    tl.store(out_ptr + 10, tl.sum(c * c))
+    tl.store(out_ptr + 15, tl.sum(e * e))
+    tl.store(out_ptr + 1, ab)
+    tl.store(out_ptr + 4, ab)
+    tl.store(out_ptr + 2, ac)
+    tl.store(out_ptr + 8, ac)
+    tl.store(out_ptr + 3, ae)
+    tl.store(out_ptr + 12, ae)
+    tl.store(out_ptr + 6, bc)
+    tl.store(out_ptr + 9, bc)
+    tl.store(out_ptr + 7, be)
+    tl.store(out_ptr + 13, be)
+    tl.store(out_ptr + 11, ce)
+    tl.store(out_ptr + 14, ce)

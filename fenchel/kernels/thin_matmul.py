@@ -1,0 +1,314 @@
+"""The norm of a row, as plain values and plain operations: what product.py computes on its way.
+
+    rms      r x g,              r = (mean(x^2) + epsilon)^(-1/2)
+    layer    r (x - m) g + h,    m = mean(x),  r = (mean((x - m)^2) + epsilon)^(-1/2)
+
+Here it is computed in float32 or better and rounded once, to the dtype of x. Shapes: (..., M).
+
+Products of a few rows with a large matrix, for a decoder that reads one token.
+
+    product    y = n(x) W^T + b                          n a norm of the row x, or nothing
+    onto       x <- x + y W^T + b
+    gated      f(n(x) W_gate^T + b) * (n(x) W_up^T + c)      or  f(n(x) W_up^T + c)  without a gate
+
+    rms        n(x) = r x g,              r = (mean(x^2) + epsilon)^(-1/2)
+    layer      n(x) = r (x - m) g + h,    m = mean(x), r = (mean((x - m)^2) + epsilon)^(-1/2)
+
+Each number of W is used B times and then never again, so all that counts is how fast W comes:
+bytes 2 N K in bfloat16 for 2 B N K operations, one operation a byte at B = 1 where the device could
+do two hundred. 4.3 TB/s times a latency of 0.7 us is 3 MB that have to be on their way at any
+moment, 23 kB a multiprocessor. So a program takes ``rows`` of W whole, with no loop over K: every
+thread asks for all of its numbers (``HELD``, sixteen loads of 16 bytes) before it uses the first,
+which is 32 kB a program of four warps, and several live on a multiprocessor. The row x and its norm
+are computed in every program anew while W is on its way: 4 kB out of the nearest cache, against a
+pass and a kernel of its own. W goes past that cache (".cg"), so that x stays in it.
+
+With ``overlap`` the next kernel asks for its weights before this one has ended, so they must not be
+what this one writes. ``gdc_wait`` stands between the weights and all that an earlier kernel wrote;
+every kernel here waits, so each is complete before the next but one begins to read or write.
+
+Sums are in float32; results are rounded where the model's own operations round, to the dtype of x.
+
+Shapes: x (B, K), W (N, K) with rows one behind another, gains (K,), biases (N,), y (B, N).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """g, h, epsilon, and whether m is taken off."""
+
+    gain: Tensor
+    shift: Tensor | None
+    epsilon: float
+    centred: bool
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """(..., M) -> (..., M), the dtype of x."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if norm.centred:
+        y = y - y.mean(-1, keepdim=True)
+    y = y * (y.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt() * norm.gain
+    return (y if norm.shift is None else y + norm.shift).to(x.dtype)
+
+
+HELD = 128
+"""Numbers of W that a thread holds at once: sixteen loads of 16 bytes in bfloat16. By trial on an
+H200 with 1.1 thousand million weights: 32, 64, 128 give 1,172, 1,285, 1,296 steps a second."""
+SPAN = 512
+"""Numbers of a row for one warp: two loads of 16 bytes a thread."""
+WARPS = 8
+"""The most warps of a program; of a longer row every thread takes more."""
+ROWS = 16
+"""The most rows of a program, for matrices that are narrow."""
+OVERLAP = True
+"""Whether kernels begin before the one in front has ended, where the device can (Hopper on)."""
+
+
+class Launch(NamedTuple):
+    """How a product is cut: rows of W a program, entries of a row with its padding, warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def launch(K: int, *, matrices: int = 1) -> Launch:
+    """The cut for rows of K numbers, of one matrix or of two that are read side by side."""
+    block = max(16, triton.next_power_of_2(K))
+    warps = max(1, min(WARPS, block // SPAN))
+    rows = HELD * 32 * warps // (block * matrices)
+    return Launch(max(1, min(ROWS, rows)), block, warps)
+
+
+def overlap(x: Tensor) -> dict[str, Any]:
+    """Arguments of a launch: whether it may begin early."""
+    ahead = OVERLAP and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
+
+
+def product(
+    x_BK: Tensor, W_NK: Tensor, bias_N: Tensor | None, y_BN: Tensor, *, norm: Norm | None = None
+) -> None:
+    """y = n(x) W^T + b, written into y."""
+    _start(x_BK, W_NK, bias_N, None, y_BN, norm)
+
+
+def onto(stream_BN: Tensor, x_BK: Tensor, W_NK: Tensor, bias_N: Tensor | None) -> None:
+    """stream <- stream + x W^T + b, in place."""
+    _start(x_BK, W_NK, bias_N, stream_BN, stream_BN, None)
+
+
+def _start(
+    x_BK: Tensor,
+    W_NK: Tensor,
+    bias_N: Tensor | None,
+    stream_BN: Tensor | None,
+    y_BN: Tensor,
+    norm: Norm | None,
+) -> None:
+    B, K = x_BK.shape
+    N = len(W_NK)
+    cut = launch(K)
+    _product[(triton.cdiv(N, cut.rows),)](
+        x_BK,
+        W_NK,
+        bias_N,
+        stream_BN,
+        y_BN,
+        *_gains(norm),
+        N,
+        B=B,
+        K=K,
+        BLOCK=cut.block,
+        ROWS=cut.rows,
+        num_warps=cut.warps,
+        **overlap(x_BK),
+    )
+
+
+def gated(
+    x_BM: Tensor,
+    gate: tuple[Tensor, Tensor | None] | None,
+    up: tuple[Tensor, Tensor | None],
+    y_BF: Tensor,
+    *,
+    activation: str,
+    norm: Norm,
+) -> None:
+    """f(n(x) gate) * (n(x) up), or f(n(x) up), written into y; a map is its matrix and bias."""
+    B, K = x_BM.shape
+    N = len(up[0])
+    cut = launch(K, matrices=1 if gate is None else 2)
+    _gated[(triton.cdiv(N, cut.rows),)](
+        x_BM,
+        *(gate or (None, None)),
+        *up,
+        y_BF,
+        *_gains(norm),
+        N,
+        B=B,
+        K=K,
+        BLOCK=cut.block,
+        ROWS=cut.rows,
+        F=activation,
+        num_warps=cut.warps,
+        **overlap(x_BM),
+    )
+
+
+def _gains(norm: Norm | None) -> tuple[Tensor | None, Tensor | None, float, bool]:
+    return (None, None, 0.0, False) if norm is None else norm
+
+
+# Below, an argument that may be None is a branch of the compiler: what is absent is not compiled.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows(w_ptr, rows, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    where = w_ptr + rows.to(tl.int64)[:, None] * K + at[None, :]
+    if K == BLOCK:  # no mask: one that ends anywhere would be loaded number by number
+        w = tl.load(where, cache_modifier=".cg")
+    else:
+        w = tl.load(where, mask=(at < K)[None, :], other=0.0, cache_modifier=".cg")
+    return w
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row(x_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    if K == BLOCK:  # noqa: SIM108
+        x = tl.load(x_ptr + at)
+    else:
+        x = tl.load(x_ptr + at, mask=at < K, other=0.0)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gain(gain_ptr, shift_ptr, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    gain = 1.0
+    shift = 0.0
+    if gain_ptr is not None:
+        gain = _row(gain_ptr, at, K, BLOCK).to(tl.float32)
+    if shift_ptr is not None:
+        shift = _row(shift_ptr, at, K, BLOCK).to(tl.float32)
+    return gain, shift
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normed(x, gain, shift, at, epsilon, centred: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """n(x) in float32, rounded as x is."""
+    y = x.to(tl.float32)
+    if centred:
+        y = tl.where(at < K, y - tl.sum(y, 0) / K, 0.0)
+    r = tl.rsqrt(tl.sum(y * y, 0) / K + epsilon)
+    return (y * r * gain + shift).to(x.dtype).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(  # type: ignore[no-untyped-def]
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    stream_ptr,
+    y_ptr,
+    gain_ptr,
+    shift_ptr,
+    epsilon,
+    centred: tl.constexpr,
+    N,
+    B: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < N
+    row = tl.minimum(row, N - 1)  # rows past the end read the last one and are not written
+    at = tl.arange(0, BLOCK)
+    w = _rows(w_ptr, row, at, K, BLOCK)
+    gain, shift = _gain(gain_ptr, shift_ptr, at, K, BLOCK)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for b in range(B):
+        x = _row(x_ptr + b * K, at, K, BLOCK)
+        y = x.to(tl.float32)
+        if gain_ptr is not None:
+            y = _normed(x, gain, shift, at, epsilon, centred, K)
+        total = tl.sum(w.to(tl.float32) * y[None, :], 1)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + row).to(tl.float32)
+        if stream_ptr is not None:
+            total = total.to(x.dtype).to(tl.float32)
+            total += tl.load(stream_ptr + b * N + row).to(tl.float32)
+        tl.store(y_ptr + b * N + row, total.to(y_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bent(z, F: tl.constexpr):  # type: ignore[no-untyped-def]
+    """f(z): what the names in fenchel/model/mlp.py stand for."""
+    if F == "relu":
+        y = tl.maximum(z, 0.0)
+    elif F == "swiglu":
+        y = z * tl.sigmoid(z)
+    elif F == "geglu" or F == "gelu":
+        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    else:  # by tanh, and 1 + tanh(u) is 2 sigmoid(2 u)
+        y = z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated(  # type: ignore[no-untyped-def]
+    x_ptr,
+    gate_ptr,
+    gate_bias_ptr,
+    up_ptr,
+    up_bias_ptr,
+    y_ptr,
+    gain_ptr,
+    shift_ptr,
+    epsilon,
+    centred: tl.constexpr,
+    N,
+    B: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    F: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < N
+    row = tl.minimum(row, N - 1)
+    at = tl.arange(0, BLOCK)
+    w = _rows(up_ptr, row, at, K, BLOCK)
+    if gate_ptr is not None:
+        v = _rows(gate_ptr, row, at, K, BLOCK)
+    gain, shift = _gain(gain_ptr, shift_ptr, at, K, BLOCK)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for b in range(B):
+        x = _row(x_ptr + b * K, at, K, BLOCK)
+        y = _normed(x, gain, shift, at, epsilon, centred, K)
+        wide = tl.sum(w.to(tl.float32) * y[None, :], 1)
+        if up_bias_ptr is not None:
+            wide += tl.load(up_bias_ptr + row).to(tl.float32)
+        wide = wide.to(x.dtype).to(tl.float32)
+        if gate_ptr is not None:
+            gate = tl.sum(v.to(tl.float32) * y[None, :], 1)
+            if gate_bias_ptr is not None:
+                gate += tl.load(gate_bias_ptr + row).to(tl.float32)
+            gate = gate.to(x.dtype).to(tl.float32)
+            wide *= _bent(gate, F).to(x.dtype).to(tl.float32)
+        else:
+            wide = _bent(wide, F)
+        tl.store(y_ptr + b * N + row, wide.to(y_ptr.dtype.element_ty), mask=there)

@@ -1,0 +1,123 @@
+"""What a config.json says, asked for one setting at a time and held to its type and range.
+
+A question gives a plain value, or a sentence that names the file, the key and what was wanted.
+Sizes are bounded here, before anybody multiplies two of them. What was never asked about is
+named in the end, so that nothing is accepted and then silently unused.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from fenchel.files import shown
+from fenchel.model.config import LARGEST
+
+CONFIG = "config.json"
+_MISSING = object()
+
+
+class ConfigReader:
+    """The settings of a config.json, the tensors beside it, and what was asked so far."""
+
+    def __init__(self, settings: Mapping[str, Any], tensors: Collection[str], where: Path) -> None:
+        self.settings, self.tensors, self.where = settings, tensors, where
+        self.asked: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether something other than null is said."""
+        return self._get(key, None) is not None
+
+    def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number, ``least`` to 2^24."""
+        value = self._value(key, default)
+        if type(value) is not int or not least <= value <= LARGEST:
+            raise self.wrong(key, value, f"a whole number, {least} to {LARGEST}")
+        return value
+
+    def whole_or_none(self, key: str, *, least: int = 1) -> int | None:
+        """A whole number, or None where there is none or null."""
+        return self.whole(key, least=least) if self.has(key) else None
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, value, "a number")
+        if not abs(value) < 1e30 or math.isnan(value):
+            raise self.wrong(key, value, "a finite number")
+        return float(value)
+
+    def number_or_none(self, key: str, default: float | None = None) -> float | None:
+        """A finite number, or None where null is said."""
+        if key in self.settings:
+            return self.number(key) if self.has(key) else None
+        return default
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def word(self, key: str, words: Mapping[str, str], default: str | None = None) -> str:
+        """The meaning here of one of the words that a family uses."""
+        value = self._value(key, default)
+        if not isinstance(value, str) or value not in words:
+            raise self.wrong(key, value, f"one of {', '.join(words)}")
+        return words[value]
+
+    def part(self, key: str) -> "ConfigReader":
+        """The settings of an object inside; empty where there is none or null."""
+        value = self._get(key, None)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, value, "an object")
+        return ConfigReader(value, self.tensors, self.where)
+
+    def words(self, key: str, words: Collection[str], count: int) -> list[str] | None:
+        """A list of ``count`` words out of ``words``, or None where there is none or null."""
+        value = self._get(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count:
+            raise self.wrong(key, value, f"a list of {count}, one for each layer")
+        for one in value:
+            if not isinstance(one, str) or one not in words:
+                raise self.wrong(key, one, f"a list of {' and '.join(words)}")
+        return value
+
+    def only(self, key: str, allowed: Collection[Any]) -> None:
+        """Refuse what is said, unless nothing is or it is what we do anyway."""
+        value = self._get(key, _MISSING)
+        if value is not _MISSING and not any(value is a or _same(value, a) for a in allowed):
+            raise ValueError(
+                f"{self.where}: {key}={shown(repr(value))} is a variant that fenchel does not have."
+            )
+
+    def ignore(self, keys: Collection[str]) -> None:
+        """These have no bearing on what the model computes."""
+        self.asked.update(keys)
+
+    def unasked(self) -> list[str]:
+        """Keys that say something, and that nobody asked about."""
+        return sorted(k for k, v in self.settings.items() if k not in self.asked and v is not None)
+
+    def wrong(self, key: str, value: Any, wanted: str) -> ValueError:
+        """The sentence for a value that is not what was ``wanted``."""
+        if value is _MISSING:
+            return ValueError(f"{self.where} lacks {key}, which should be {wanted}.")
+        return ValueError(f"{self.where}: {key}={shown(repr(value))} should be {wanted}.")
+
+    def _get(self, key: str, default: Any) -> Any:
+        self.asked.add(key)
+        return self.settings.get(key, default)
+
+    def _value(self, key: str, default: Any) -> Any:
+        return self._get(key, _MISSING if default is None else default)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,53 @@
+"""Which family a directory is of, and which can say what a model of ours is."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from fenchel.files import shown
+from fenchel.model.config import ModelConfig
+from fenchel.model.families.albert import ALBERT
+from fenchel.model.families.bert import BERT, BERT_BODY
+from fenchel.model.families.bloom import BLOOM
+from fenchel.model.families.config_reader import CONFIG
+from fenchel.model.families.family import Family
+from fenchel.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from fenchel.model.families.gpt2 import GPT2
+from fenchel.model.families.gpt_neox import GPT_NEOX
+from fenchel.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from fenchel.model.families.t5 import T5
+
+FAMILIES = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3),
+    *(GPT2, GPT_NEOX, BLOOM),
+    *(GEMMA, GEMMA2, GEMMA3),
+    *(BERT, BERT_BODY, ALBERT, T5),
+)
+"""In the order in which they are tried for a model of ours: the widest known first."""
+
+
+def family_of(model_type: str, tensors: Collection[str], where: Path) -> Family:
+    """The family that a config.json names; of two by the same name, the one its tensors show."""
+    for family in FAMILIES:
+        if family.name == model_type and (not family.known_by or family.known_by in tensors):
+            return family
+    names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
+    raise ValueError(
+        f"{where}: model_type={shown(repr(model_type))} is no family known here ({names}), "
+        "or its files lack the tensors of one."
+    )
+
+
+def family_for(config: ModelConfig, tensors: Collection[str]) -> Family:
+    """A family that says exactly ``config``, whose model has ``tensors``; else why none does."""
+    tried = []
+    for family in FAMILIES:
+        unsaid = family.unsaid(config, tensors)
+        if not unsaid:
+            return family
+        tried.append((unsaid[0].startswith(CONFIG), len(unsaid), family.name, unsaid))
+    *_, name, unsaid = min(tried)  # one that can at least be read back, and says the most
+    what = [one for one in unsaid if "=" in one] or unsaid  # tensors follow from settings
+    raise ValueError(
+        f"no Hugging Face family can express this model: the nearest, {name}, has no "
+        f"{shown(', '.join(what[:3]), 200)}; it stays loadable from its run directory."
+    )

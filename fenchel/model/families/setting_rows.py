@@ -1,0 +1,128 @@
+"""Rows of the table of settings: config.json to ModelConfig and back, a key or a few at a time.
+
+Words are theirs to ours. What a row writes, the same row reads; a value of ours that a row
+cannot write comes back different, which is how ``Family.unsaid`` finds it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fenchel.model.config import ModelConfig
+from fenchel.model.families.config_reader import ConfigReader
+
+Settings = dict[str, Any]
+PLAIN = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
+"""Activations of a plain MLP, from their words to ours."""
+GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "gelu": "geglu",
+}
+"""Activations of the gate of an MLP."""
+
+
+class Setting(NamedTuple):
+    """A row of the first table: what config.json says to ours, and ours to what it says."""
+
+    read: Callable[[ConfigReader], Settings]
+    write: Callable[[ModelConfig], Settings]
+
+
+def size(
+    ours: str, *theirs: str, default: int | None = None, written: str | None = None
+) -> Setting:
+    """A whole number, which must be said unless it has a default; written by its first name.
+
+    ``written`` names the property of ModelConfig that fills it in, where ours may be None.
+    """
+
+    def read(c: ConfigReader) -> Settings:
+        return {ours: c.whole(next((name for name in theirs if c.has(name)), theirs[0]), default)}
+
+    return Setting(read, lambda m: {theirs[0]: getattr(m, written or ours)})
+
+
+def size_or_none(ours: str, theirs: str, written: str) -> Setting:
+    """A whole number or null; what is written is the property that fills it in."""
+    return Setting(
+        lambda c: {ours: c.whole_or_none(theirs)}, lambda m: {theirs: getattr(m, written)}
+    )
+
+
+def number(ours: str, theirs: str, default: float) -> Setting:
+    """A finite number."""
+    return Setting(
+        lambda c: {ours: c.number(theirs, default)}, lambda m: {theirs: getattr(m, ours)}
+    )
+
+
+def flag(ours: str, theirs: str, default: bool) -> Setting:
+    """True or false."""
+    return Setting(lambda c: {ours: c.flag(theirs, default)}, lambda m: {theirs: getattr(m, ours)})
+
+
+def word(ours: str, theirs: str, words: Mapping[str, str], default: str | None = None) -> Setting:
+    """A word; ``words`` is from theirs to ours, and the first of several is the one written."""
+    back = {mine: yours for yours, mine in reversed(list(words.items()))}
+    return Setting(
+        lambda c: {ours: c.word(theirs, words, default)},
+        lambda m: {theirs: back.get(getattr(m, ours), next(iter(words)))},
+    )
+
+
+def attention_dropout(theirs: str, default: float) -> Setting:
+    """Dropout of attention weights, which is that of branches where ours does not say."""
+
+    def write(m: ModelConfig) -> Settings:
+        return {theirs: m.dropout if m.attention_dropout is None else m.attention_dropout}
+
+    return Setting(lambda c: {"attention_dropout": c.number(theirs, default)}, write)
+
+
+def always(**ours: Any) -> Setting:
+    """What is so in every model of the family, and not said."""
+    return Setting(lambda _: ours, lambda _: {})
+
+
+def only(theirs: str, *allowed: Any) -> Setting:
+    """Variants that we do not have: anything but ``allowed`` is refused."""
+
+    def read(c: ConfigReader) -> Settings:
+        c.only(theirs, allowed)
+        return {}
+
+    return Setting(read, lambda _: {})
+
+
+def unread(*theirs: str) -> Setting:
+    """Keys that have no bearing on what the model computes."""
+
+    def read(c: ConfigReader) -> Settings:
+        c.ignore(theirs)
+        return {}
+
+    return Setting(read, lambda _: {})
+
+
+HARMLESS = frozenset(
+    """
+    _name_or_path architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout cls_token_id
+    cross_attention_hidden_size decoder_start_token_id directionality dtype eos_token_id
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
+    initializer_factor initializer_range is_encoder_decoder is_llama_config
+    keys_to_ignore_at_inference label2id max_length model_type num_labels output_attentions
+    output_hidden_states output_past pad_token_id prefix pretraining_tp problem_type return_dict
+    sep_token_id task_specific_params tokenizer_class torch_dtype torchscript transformers_version
+    use_bfloat16 use_cache
+    """.split()
+)
+"""Keys of any family that say nothing about what its model computes."""

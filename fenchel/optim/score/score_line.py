@@ -1,0 +1,249 @@
+"""The scores of several layers along a line of weights, on a sample of pairs of positions.
+
+    W(t)   = shrink W + t U                              t and shrink for queries and for keys
+    S(t)   = scale <R_i n(W_Q(t) x_i), R_j n(W_K(t) x_j)>
+    change = root mean square over the sampled open pairs (i, j) of S(t) - S(0 and no shrink)
+
+These are the scores that the softmax sees, scale included. Without a norm they are a sum of four
+parts, <q, k>, <q, dk>, <dq, k> and <dq, dk> with products of t and shrink before them, so the
+sixteen inner products of these parts give the change anywhere on the line; with one, a point
+costs a product of queries and keys. "closed" sizes need no pairs at all: were queries and keys of
+different positions independent, the mean square of <q, k> would be
+
+    E <q, k>^2 = <E q q^T, E k k^T>,
+
+and S(t) - S(0) = <(q(t), -q(0)), (k(t), k(0))> is such a product too.
+
+On a GPU the inputs are read in bfloat16, as the model's own pass reads them; sums are float32.
+
+Shapes: L layers, n sequences, T positions, m sampled queries, H heads, G heads of keys, D their
+width, M inputs (one more with a bias); t and change (L, H).
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fenchel.attention import Angles, rotate
+from fenchel.optim.score.pairs import Pair
+from fenchel.optim.score.probe import Sample, mean_over_processes
+
+
+class Heads(NamedTuple):
+    """Weights, or a move of them, of the layers of a stack."""
+
+    Q: Tensor
+    """(L, H, D, M)."""
+    K: Tensor
+    """(L, G, D, M)."""
+
+
+class Factors(NamedTuple):
+    """A number for every head: how far along U, or a scaling of W."""
+
+    Q: Tensor
+    """(L, H)."""
+    K: Tensor
+    """(L, G)."""
+
+
+class Line:
+    """Scores along W + t U for the layers of a stack; a point until ``toward`` says where."""
+
+    def __init__(
+        self, pairs: Sequence[Pair], at: Sample, W: Heads, *, closed: bool = False
+    ) -> None:
+        self.pairs, self.at, self.closed = pairs, at, closed or not at.real
+        self.normed = pairs[0].q_norm is not None or pairs[0].k_norm is not None
+        self.group = W.Q.shape[1] // W.K.shape[1]
+        self.x_q, self.turn_q = at.x, at.turn
+        m, T = len(at.grid.queries), at.x.shape[2]
+        if m < T:
+            self.x_q = at.x[:, :, at.grid.queries]
+            if at.turn is not None:
+                self.turn_q = Angles(*(part[..., at.grid.queries, :] for part in at.turn))
+        self.q, self.k = _project(self.x_q, W.Q), _project(at.x, W.K)
+        self.dq: Tensor | None = None
+        self.dk: Tensor | None = None
+        self.start_q, self.start_k = self.queries(self.q), self.keys(self.k)
+        self.parts: Tensor | None = None
+        self._start: Tensor | None = None
+
+    def toward(self, U: Heads) -> None:
+        """Run along U from here on."""
+        self.dq, self.dk = _project(self.x_q, U.Q), _project(self.at.x, U.K)
+        if not self.closed and not self.normed:
+            q, k = (self.start_q, self.queries(self.dq)), (self.start_k, self.keys(self.dk))
+            sums = part_products(q, k, self.at.grid.open)
+            mean = sums * (self.pairs[0].scale ** 2 * self.at.grid.share)[..., None, None]
+            self.parts = mean_over_processes(mean)
+
+    @property
+    def start(self) -> Tensor:
+        """The scores where the line begins, (L, n, H, m, T)."""
+        if self._start is None:
+            self._start = self.scores(self.start_q, self.start_k)
+        return self._start
+
+    @property
+    def start_rms(self) -> Tensor:
+        """Their root mean square, (L, H)."""
+        if self.parts is not None:
+            return self.parts[..., 0, 0].sqrt()
+        if self.closed:
+            return self.independent(self.start_q, self.start_k)
+        return self.rms(self.start)
+
+    def move(self, t: Factors, shrink: Factors | None) -> tuple[Tensor, Tensor]:
+        """(RMS of the change, RMS of the scores) at a point of the line, (L, H) each."""
+        if self.parts is not None:
+            return self._by_parts(t, shrink, 1.0), self._by_parts(t, shrink, 0.0)
+        q, k = self.point(t, shrink)
+        if self.closed:
+            both_q, both_k = torch.cat((q, -self.start_q), -1), torch.cat((k, self.start_k), -1)
+            return self.independent(both_q, both_k), self.independent(q, k)
+        S = self.scores(q, k)
+        return self.rms(S - self.start), self.rms(S)
+
+    def there(self, t: Factors, shrink: Factors | None) -> Tensor:
+        """The second of ``move``, by parts."""
+        return self._by_parts(t, shrink, 0.0)
+
+    def _by_parts(self, t: Factors, shrink: Factors | None, less: float) -> Tensor:
+        """RMS of the scores at a point, less so many times those at the start."""
+        a, b = t.Q, self._each(t.K)
+        if shrink is None:
+            one = torch.ones_like(a)
+            v = torch.stack((one if less == 0.0 else one - less, b, a, a * b), dim=-1)
+        else:
+            c, d = shrink.Q, self._each(shrink.K)
+            v = torch.stack((c * d - less, c * b, a * d, a * b), dim=-1)
+        assert self.parts is not None
+        square = ((self.parts @ v.unsqueeze(-1)).squeeze(-1) * v).sum(-1)
+        return square.clamp(min=0.0).sqrt()
+
+    def _each(self, x: Tensor) -> Tensor:
+        return x if self.group == 1 else x.repeat_interleave(self.group, dim=1)
+
+    def point(self, t: Factors, shrink: Factors | None) -> tuple[Tensor, Tensor]:
+        """Queries (L, n, H, m, D) and keys (L, n, G, T, D) there, as they enter the product."""
+        assert self.dq is not None
+        assert self.dk is not None
+        q, k = (
+            along[:, None, :, None, None] * move
+            + (at if shrink is None else shrink[n][:, None, :, None, None] * at)
+            for n, (along, move, at) in enumerate(
+                zip(t, (self.dq, self.dk), (self.q, self.k), strict=True)
+            )
+        )
+        return self.queries(q), self.keys(k)
+
+    def forget(self) -> None:
+        """Drop what only a step needs."""
+        del self.q, self.k
+        self.dq = self.dk = self._start = None
+
+    def alike(self, t: Tensor) -> Factors:
+        """The same (L, H) for queries, and for the keys of each group that of its first head."""
+        return Factors(t, t[:, :: self.group])
+
+    def queries(self, q: Tensor) -> Tensor:
+        """From W_Q x to what enters the product."""
+        return self._turned(_normed(q, [pair.q_norm for pair in self.pairs]), self.turn_q)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """From W_K x to what enters the product."""
+        return self._turned(_normed(k, [pair.k_norm for pair in self.pairs]), self.at.turn)
+
+    def _turned(self, x: Tensor, turn: Angles | None) -> Tensor:
+        """Turned where there are rotary positions, and in one piece."""
+        if turn is None:
+            return x.contiguous()
+        if fused(x):
+            from fenchel.kernels.rotary_moments import turned
+
+            return turned(x, *turn, layout=self.pairs[0].layout)
+        return rotate(x.contiguous(), turn, layout=self.pairs[0].layout)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """(L, n, H, m, T), zero where closed."""
+        L, n, H, m, D = q.shape
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grouped = q.to(wide).reshape(L, n, H // self.group, self.group * m, D)
+        S = (grouped * self.pairs[0].scale @ k.to(wide).mT).view(L, n, H, m, -1)
+        return S.masked_fill_(~self.at.grid.open, 0.0)
+
+    def rms(self, S: Tensor) -> Tensor:
+        """Over the open pairs of every head: (L, n, H, m, T) -> (L, H)."""
+        squares = S.square().sum(dim=(1, 3, 4)) * self.at.grid.share
+        return mean_over_processes(squares).sqrt()
+
+    def independent(self, q: Tensor, k: Tensor) -> Tensor:
+        """RMS of <q, k> as if positions were independent: -> (L, H)."""
+        A, B = second_moment(q), second_moment(k).repeat_interleave(self.group, dim=1)
+        if not self.at.real:  # rows of the identity: a sum over inputs, not a mean
+            A, B = A * q.shape[3], B * k.shape[3]
+        return self.pairs[0].scale * (A * B).sum(dim=(-2, -1)).clamp(min=0.0).sqrt()
+
+
+def part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor) -> Tensor:
+    """Sums over open pairs of products of <q, k>, <q, dk>, <dq, k>, <dq, dk>: (L, H, 4, 4).
+
+    ``q`` holds q and dq, (L, n, H, m, D) each, ``k`` holds k and dk, (L, n, G, T, D) each.
+    """
+    if fused(q[0]):
+        from fenchel.kernels.score_products import part_sums
+
+        return part_sums(q, k, open_)
+    L, n, H, m, D = q[0].shape
+    G, T = k[0].shape[2:4]
+    wide = torch.promote_types(q[0].dtype, torch.float32)
+    rows = [x.to(wide).reshape(L * n * G, H // G * m, D) for x in q]
+    columns = [x.to(wide).reshape(L * n * G, T, D).mT for x in k]
+    S = q[0].new_empty(4, L * n * G, H // G * m, T, dtype=wide)
+    for part, (x, y) in zip(S, [(x, y) for x in rows for y in columns], strict=True):
+        torch.bmm(x, y, out=part)
+    flat = S.view(4, L, n, H, m, T).mul_(open_.to(wide)).view(4, L * n * H, m * T).transpose(0, 1)
+    return (flat @ flat.mT).view(L, n, H, 4, 4).sum(1)
+
+
+def fused(x: Tensor) -> bool:
+    """Whether kernels serve: on a GPU, up to float32, where Triton is."""
+    return x.is_cuda and x.dtype != torch.float64 and find_spec("triton") is not None
+
+
+def by_group(x: Tensor, groups: int) -> Tensor:
+    """Heads beside the heads they share keys with: (L, H, ...) -> (L, G, H / G, ...)."""
+    return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
+
+
+def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Mean of v v^T over sequences and positions: (L, n, H, T, D) -> (L, H, D, D).
+
+    ``weight`` (L, n, 1, T) counts positions more than once.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if weight is None:
+        weight = x.new_ones(x.shape[0], x.shape[1], 1, x.shape[3])
+    heads = x.transpose(1, 2).flatten(2, 3)
+    heavy = (x * weight.unsqueeze(-1)).transpose(1, 2).flatten(2, 3)
+    sums = heavy.mT @ heads / weight.sum(dim=(1, 3)).clamp(min=1)[..., None, None]
+    return mean_over_processes(sums)
+
+
+def _project(x: Tensor, W: Tensor) -> Tensor:
+    """(L, n, T, M), (L, H, D, M) -> (L, n, H, T, D), heads behind each other as the product is."""
+    L, n, T, _ = x.shape
+    flat = torch.bmm(x.flatten(1, 2), W.flatten(1, 2).to(x.dtype).mT)
+    return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3)
+
+
+def _normed(x: Tensor, norms: Sequence[nn.Module | None]) -> Tensor:
+    if all(norm is None for norm in norms):
+        return x
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    layers = [row if norm is None else norm(row) for row, norm in zip(x, norms, strict=True)]
+    return torch.stack(layers).to(x.dtype)

@@ -1,0 +1,334 @@
+"""HTML from values, escaped by construction.
+
+``Html`` marks text that is markup already; every other string is somebody's data and is
+escaped where it enters, in text and in attributes alike. Control characters, which a browser
+hides and a terminal obeys, become visible signs. There is no way to write a style attribute
+or an event handler: the page's policy forbids both.
+
+Numbers as a person reads them, and as JSON may hold them.
+
+One page in one file: markup, style, script and data, and a policy that admits nothing else.
+
+The data of all pictures stands in one ``<script type="application/json">``, which no browser
+runs, with every ``<`` written as ``\u003c`` so that it cannot end early. The only script and
+the only style are the files beside this one; the policy names their SHA-256, so that even if
+markup of a stranger slipped in, nothing of it would run, load or be sent anywhere.
+
+A ``Part`` is a section: its markup, and the data of its pictures under their names. The element
+with ``data-picture="name"`` is filled from ``pictures[name]`` by ``page.js``, which calls the
+function of ``viewer.js`` that the data names as its "view".
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from itertools import islice
+from string import Template
+from typing import Any
+
+_ROWS = 500  # of a table of facts
+_DEPTH = 6  # of nested facts; files from outside nest as deep as they like
+_VOID = {"meta", "br", "hr", "input"}
+_FORBIDDEN = ("style", "on")
+_SIGNS: dict[int, int] = {
+    **{code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+    **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD),  # half a character cannot be written
+}
+
+
+class Html(str):
+    """A string that is markup; nothing of it is escaped again."""
+
+    __slots__ = ()
+
+
+Child = Html | str | None
+
+
+def clean(text: str) -> str:
+    """Control characters as visible signs, lone surrogates as the replacement character.
+
+    >>> clean("a" + chr(27) + "[31m")
+    'a␛[31m'
+    """
+    return text.replace("\r\n", "\n").translate(_SIGNS)
+
+
+def element(name: str, /, *children: Child, **attributes: str | int | bool | None) -> Html:
+    """One element. Attribute names lose a last underscore and turn the others to hyphens.
+
+    >>> element("p", "1 < 2", class_="note")
+    '<p class="note">1 &lt; 2</p>'
+    """
+    assert not any(key.startswith(_FORBIDDEN) for key in attributes), attributes
+    written = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _VOID:
+        return Html(f"<{name}{written}>")
+    return Html(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def join(children: Iterable[Child], separator: str = "") -> Html:
+    """Children one after another; a plain string is escaped, None is nothing."""
+    return Html(
+        separator.join(
+            child if isinstance(child, Html) else html.escape(clean(child))
+            for child in children
+            if child
+        )
+    )
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[Any]], *, caption: str, numeric: bool = True
+) -> Html:
+    """A table whose first column names its row; ``numeric`` aligns the others to the right.
+
+    >>> table(("a", "b"), [(1, "<")], caption="c").count("&lt;")
+    1
+    """
+    kind = "numbers" if numeric else "words"
+    columns = element("tr", *(element("th", text, scope="col") for text in head))
+    body = (
+        element(
+            "tr",
+            element("th", str(row[0]), scope="row"),
+            *(element("td", cell if isinstance(cell, Html) else str(cell)) for cell in row[1:]),
+        )
+        for row in rows
+    )
+    return element(
+        "table",
+        element("caption", caption),
+        element("thead", columns),
+        element("tbody", *body),
+        class_=kind,
+    )
+
+
+def facts(values: Mapping[str, Any], *, caption: str) -> Html:
+    """A mapping as a table of two columns, nested ones under dotted names."""
+    pairs = list(islice(flatten(values), _ROWS + 1))
+    rows = [*pairs[:_ROWS], ("…", "and more")] if len(pairs) > _ROWS else pairs
+    return table(("name", "value"), rows, caption=caption, numeric=False)
+
+
+def flatten(
+    values: Mapping[str, Any], prefix: str = "", depth: int = _DEPTH
+) -> Iterator[tuple[str, str]]:
+    """Nested mappings as (dotted name, text).
+
+    >>> list(flatten({"a": {"b": 1}, "c": [2, True]}))
+    [('a.b', '1'), ('c', '2, true')]
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping) and depth:
+            yield from flatten(value, f"{prefix}{key}.", depth - 1)
+        else:
+            yield shorten(f"{prefix}{key}", 200), shorten(_word(value), 2000)
+
+
+def details(summary: str, child: Html, *, open_: bool = False) -> Html:
+    """A fold with a line that opens it, and a window that scrolls when there is much in it."""
+    window = element("div", child, class_="scroll", tabindex=0, role="region", aria_label=summary)
+    return element("details", element("summary", summary), window, open=open_)
+
+
+def notes(sentences: Iterable[str]) -> Html:
+    """What is missing or doubtful, one paragraph each."""
+    return join(element("p", sentence, class_="note") for sentence in sentences)
+
+
+def shorten(text: str, limit: int) -> str:
+    """The first ``limit`` characters, with a sign where something was left out."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _attribute(key: str, value: str | int | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.removesuffix("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{html.escape(clean(str(value)))}"'
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return ", ".join("…" if isinstance(one, list | dict) else _word(one) for one in value)
+    return "…" if isinstance(value, Mapping) else "" if value is None else str(value)
+
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+def figure(value: float | None, digits: int = 4) -> str:
+    """The digits that matter.
+
+    >>> figure(1.77489), figure(25465.3), figure(0.00012), figure(math.nan), figure(3.0)
+    ('1.775', '25,465', '0.00012', 'nan', '3')
+    """
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return str(float(value))
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) < 1e-3 or abs(value) >= 1e15:
+        return f"{value:.{digits - 1}g}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{min(max(decimals, 0), digits)}f}"
+
+
+def amount(value: float) -> str:
+    """A count, large ones with a prefix.
+
+    >>> amount(950), amount(13572), amount(4_096_000)
+    ('950', '13,572', '4.10 M')
+    """
+    for size, prefix in _PREFIXES:
+        if math.isfinite(value) and abs(value) >= size:
+            return f"{value / size:,.2f} {prefix}"
+    return figure(value)
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units.
+
+    >>> duration(8.25), duration(161), duration(7384)
+    ('8.2 s', '2 min 41 s', '2 h 3 min')
+    """
+    if not math.isfinite(seconds) or seconds < 0:
+        return figure(seconds)
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def many(count: int, word: str) -> str:
+    """A count of things.
+
+    >>> many(1, "head"), many(1200, "head")
+    ('1 head', '1,200 heads')
+    """
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def spoken(words: Sequence[str]) -> str:
+    """A list as a sentence has it.
+
+    >>> spoken(["a", "b", "c"]), spoken(["a"]), spoken([])
+    ('a, b and c', 'a', '')
+    """
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def plain(values: Iterable[float]) -> list[float | None]:
+    """Six digits each, and None for what JSON has no number for.
+
+    >>> plain([1 / 3, math.inf])
+    [0.333333, None]
+    """
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One section of a page."""
+
+    anchor: str
+    """Its name in the address, ours and never data."""
+    title: str
+    """Its heading."""
+    body: Html
+    """Its markup below the heading."""
+    pictures: Mapping[str, Any] = field(default_factory=dict)
+    """The data of its pictures, by name; each says its "view"."""
+
+
+def document(*, title: str, header: Html, parts: Sequence[Part], views: Sequence[str] = ()) -> str:
+    """The whole page as text; ``views`` are files of more views beside those of viewer.js."""
+    style = _ours("page.css")
+    script = "".join(_ours(name) for name in ("viewer.js", *views, "page.js"))
+    pictures = {name: picture for part in parts for name, picture in part.pictures.items()}
+    links = (element("a", part.title, href=f"#{part.anchor}") for part in parts)
+    return Template(_ours("page.html")).substitute(
+        policy=policy(script=script, style=style),
+        title=join([title]),
+        header=header,
+        links=join(links, "\n"),
+        parts=join((_section(part) for part in parts), "\n"),
+        style=style,
+        script=script,
+        data=data_block({"pictures": pictures}),
+    )
+
+
+def picture(name: str, title: str, caption: str, numbers: Html, *, width: str = "half") -> Html:
+    """A drawing with its heading, its explanation and the same numbers as a table."""
+    return element(
+        "figure",
+        element("figcaption", element("h3", title), element("p", caption)),
+        element("div", class_="view", data_picture=name, aria_label=title),
+        details(f"{title} as a table", numbers),
+        class_=width,
+    )
+
+
+def policy(*, script: str, style: str) -> str:
+    """The content security policy: nothing but this one script and this one style."""
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src '{_fingerprint(script)}'",
+            f"style-src '{_fingerprint(style)}'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "require-trusted-types-for 'script'",
+        )
+    )
+
+
+def data_block(value: Any) -> str:
+    """JSON that can stand inside a script element: ASCII, without a ``<``.
+
+    >>> data_block({"name": "</script>"})
+    '{"name":"\\\\u003c/script>"}'
+    """
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _section(part: Part) -> Html:
+    heading = element("h2", part.title, id=f"{part.anchor}-title")
+    return element(
+        "section", heading, part.body, id=part.anchor, aria_labelledby=f"{part.anchor}-title"
+    )
+
+
+def _fingerprint(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def _ours(name: str) -> str:
+    return resources.files("fenchel.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def between(bracket: dict[str, Any] | None) -> str:
+    """A bracket as text; one number where both ends round to it."""
+    if not bracket:
+        return ""
+    low, high = (figure(bracket[end], 3) for end in ("lower", "upper"))
+    return low if low == high else f"{low} to {high}"

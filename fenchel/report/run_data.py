@@ -1,0 +1,348 @@
+"""What a run directory holds, read by somebody who trusts none of it.
+
+A report must also come out of a run that was killed, has diverged or still goes on, so a
+file may be missing, empty, cut in the middle of a line or full of nonsense. What can be read
+is kept; what cannot be becomes a sentence in ``troubles``, under the name of its file.
+
+config.toml       all settings
+environment.json  versions, device, commit, start
+metrics.jsonl     one object a line, each with "step"
+summary.json      how it ended
+sample.json       a generated text and the attention maps of one sentence
+
+Columns of the metrics as arrays, thinned to what a screen can show.
+
+A picture has some hundred points across; a run may have a million lines. Two ways to thin:
+``extremes`` keeps the first, least, greatest and last value of every span, so that no spike of
+a curve is lost; ``evenly`` keeps rows at equal distances for a table a person would read.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fenchel.files import read_json
+from fenchel.report.html import many, plain
+
+Row = Mapping[str, float | tuple[float, ...]]
+"""One step: a number, or one a layer, under each name, or one a head of layer n under name/n;
+"step" is always there."""
+
+LOST = {
+    "config.toml": "the settings of this run are not known",
+    "environment.json": "the machine and the versions of this run are not known",
+    "metrics.jsonl": "there are no curves to draw",
+    "summary.json": "how this run ended is not known",
+    "sample.json": "there is no sample and no attention map to show",
+}
+"""The files of a run, and what a reader loses without each."""
+
+_SETTINGS_LIMIT = 2**20
+_METRICS_LIMIT = 96 * 2**20
+_LINE_LIMIT = 2**20
+_LAYERS_LIMIT = 256
+_STEP_LIMIT = 2**53  # above it a float no longer tells neighbours apart
+_HUGE = 1e100  # no measurement; its square and its neighbours must stay finite in a drawing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run directory in memory; every part may be empty."""
+
+    name: str
+    """The folder's name."""
+    config: Mapping[str, Any]
+    """Settings as nested mappings."""
+    config_text: str
+    """Settings as they stand in the file."""
+    environment: Mapping[str, Any]
+    """Versions, device, commit, start."""
+    rows: tuple[Row, ...]
+    """The metrics by increasing step; lines of one step are joined."""
+    summary: Mapping[str, Any]
+    """How it ended."""
+    sample: Mapping[str, Any]
+    """Generated text and attention maps."""
+    troubles: Mapping[str, tuple[str, ...]]
+    """File name to sentences that say what could not be read."""
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that the metrics tell of."""
+        return int(number(self.rows[-1]["step"]) or 0) if self.rows else None
+
+
+def read(path: Path) -> Run:
+    """Everything in the run directory ``path`` that can be read."""
+    if not path.is_dir():
+        raise ValueError(f"a run directory was expected, {path} is not a folder; check the name.")
+    if not any((path / name).exists() for name in LOST):
+        raise ValueError(
+            f"{path} holds none of {', '.join(LOST)}; give the folder that a training run wrote."
+        )
+    troubles: dict[str, tuple[str, ...]] = {}
+    config_text, config = _settings(path / "config.toml", troubles)
+    return Run(
+        name=path.resolve().name,
+        config=config,
+        config_text=config_text,
+        environment=_object(path / "environment.json", troubles),
+        rows=_metrics(path / "metrics.jsonl", troubles),
+        summary=_object(path / "summary.json", troubles),
+        sample=_object(path / "sample.json", troubles),
+        troubles=troubles,
+    )
+
+
+def number(value: Any) -> float | None:
+    """A number as JSON may hold it, "nan" and "inf" included; None for anything else."""
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if abs(value) >= _HUGE:
+        return math.inf if value > 0 else -math.inf
+    return float(value)
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """``value`` if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _object(path: Path, troubles: dict[str, tuple[str, ...]]) -> Mapping[str, Any]:
+    if _absent(path, troubles):
+        return {}
+    try:
+        return read_json(path)
+    except (ValueError, OSError) as error:
+        _note(troubles, path, f"{_without_folder(error, path)} So {LOST[path.name]}.")
+        return {}
+
+
+def _settings(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[str, Mapping[str, Any]]:
+    if _absent(path, troubles):
+        return "", {}
+    text = ""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_SETTINGS_LIMIT).decode("utf-8", errors="replace")
+        return text, tomllib.loads(text)
+    except (ValueError, OSError, RecursionError) as error:
+        sentence = f"{path.name} is not readable as TOML ({_without_folder(error, path)})."
+        _note(troubles, path, f"{sentence} Its text stands below as it is." if text else sentence)
+        return text, {}
+
+
+def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[Row, ...]:
+    if _absent(path, troubles):
+        return ()
+    rows: dict[int, dict[str, float | tuple[float, ...]]] = {}
+    bad: list[int] = []
+    cut = False
+    try:
+        stride = max(1, math.ceil(path.stat().st_size / _METRICS_LIMIT))
+        for position, line in enumerate(_lines(path), 1):
+            if position % stride and b'"validation/' not in line:
+                continue
+            row = _row(line)
+            if row is not None:
+                _join(rows, row)
+            elif line.endswith(b"\n"):
+                bad.append(position)
+            else:
+                cut = True
+    except OSError as error:
+        _note(troubles, path, f"{path.name} could not be read to its end ({error.strerror}).")
+        stride = 1
+    if stride > 1:
+        _note(troubles, path, f"{path.name} is large: one training line in {stride} was read.")
+    if cut:
+        _note(troubles, path, f"The last line of {path.name} was cut short and is left out.")
+    if bad:
+        told = f"{many(len(bad), 'line')} of {path.name} could not be read"
+        _note(troubles, path, f"{told}, the first is line {bad[0]:,}.")
+    if not rows:
+        _note(troubles, path, f"{path.name} holds no measurement yet: {LOST[path.name]}.")
+    return tuple(rows.values())
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines that are not blank; one without end comes in pieces that will not parse."""
+    with path.open("rb") as file:
+        while line := file.readline(_LINE_LIMIT):
+            if line.strip():
+                yield line
+
+
+def _row(line: bytes) -> dict[str, float | tuple[float, ...]] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = number(mapping(value).get("step"))
+    if step is None or not 0 <= step <= _STEP_LIMIT:
+        return None
+    row: dict[str, float | tuple[float, ...]] = {}
+    for key, entry in value.items():
+        if isinstance(entry, list):
+            row[key] = _numbers(entry)
+            # One list a layer, such as a number a head: each under the number of its layer.
+            for layer, inner in enumerate(entry[:_LAYERS_LIMIT]):
+                if isinstance(inner, list):
+                    row[f"{key}/{layer}"] = _numbers(inner)
+        elif (one := number(entry)) is not None:
+            row[key] = one
+    return row | {"step": float(int(step))}
+
+
+def _numbers(entries: list[Any]) -> tuple[float, ...]:
+    found = (number(one) for one in entries[:_LAYERS_LIMIT])
+    return tuple(math.nan if one is None else one for one in found)
+
+
+def _join(
+    rows: dict[int, dict[str, float | tuple[float, ...]]],
+    row: dict[str, float | tuple[float, ...]],
+) -> None:
+    """Add a line; one that goes back in time is a resumed run, which replaces what came after."""
+    step = int(number(row["step"]) or 0)
+    while rows and next(reversed(rows)) > step:
+        rows.popitem()
+    rows.setdefault(step, {}).update(row)
+
+
+def _absent(path: Path, troubles: dict[str, tuple[str, ...]]) -> bool:
+    if path.is_file() and not path.is_symlink() and path.stat().st_size:
+        return False
+    state = "empty" if path.is_file() else "not a plain file" if path.exists() else "missing"
+    if path.is_symlink():
+        state = "a link and not followed"
+    _note(troubles, path, f"{path.name} is {state}: {LOST[path.name]}.")
+    return True
+
+
+def _note(troubles: dict[str, tuple[str, ...]], path: Path, sentence: str) -> None:
+    troubles[path.name] = (*troubles.get(path.name, ()), sentence)
+
+
+def _without_folder(error: Exception, path: Path) -> str:
+    """The message without the folders above the run: a page is sent to other people."""
+    return str(error).replace(str(path), path.name)
+
+
+Numbers = NDArray[np.float64]
+
+_SPANS = 400
+_AXES = {"tokens": "train/tokens", "elapsed": "time/elapsed"}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One measured quantity: values (N,) at steps (N,), increasing."""
+
+    steps: Numbers
+    values: Numbers
+
+    @property
+    def finite(self) -> Numbers:
+        """The values that are numbers."""
+        return self.values[np.isfinite(self.values)]
+
+
+def series(run: Run, key: str) -> Series:
+    """The column ``key``; rows without it are left out."""
+    found = [(row["step"], row[key]) for row in run.rows if isinstance(row.get(key), float)]
+    pairs = np.array(found, dtype=np.float64).reshape(-1, 2)
+    return Series(pairs[:, 0], pairs[:, 1])
+
+
+def layered(run: Run, key: str) -> tuple[Numbers, Numbers]:
+    """A column with one number a layer: steps (N,), values (N, L); short rows end in NaN."""
+    rows: list[tuple[Row, tuple[float, ...]]] = []
+    for row in run.rows:
+        entry = row.get(key)
+        if isinstance(entry, tuple) and entry:
+            rows.append((row, entry))
+    layers = max((len(entry) for _, entry in rows), default=0)
+    values = np.full((len(rows), layers), math.nan)
+    for index, (_, entry) in enumerate(rows):
+        values[index, : len(entry)] = entry
+    return np.array([row["step"] for row, _ in rows], dtype=np.float64), values
+
+
+def places(run: Run, steps: Numbers) -> dict[str, list[float]]:
+    """Where ``steps`` lie on each axis the run knows: step, tokens seen, seconds elapsed.
+
+    Between two lines that tell, it is a straight line; before the first, one from step 0 at 0.
+    """
+    found = {"step": _exact(steps)}
+    for axis, key in _AXES.items():
+        known = series(run, key)
+        sound = np.isfinite(known.values)
+        if sound.any():
+            told = np.r_[0.0, known.steps[sound]], np.r_[0.0, known.values[sound]]
+            at = np.interp(steps, *told)
+            found[axis] = _exact(np.round(at, 3))
+    return found
+
+
+def curve(run: Run, name: str, measured: Series) -> Mapping[str, Any]:
+    """A series as ``lineChart`` of viewer.js takes it."""
+    kept = extremes(measured.values)
+    return {
+        "name": name,
+        "x": places(run, measured.steps[kept]),
+        "y": plain(measured.values[kept]),
+    }
+
+
+def extremes(values: Numbers, spans: int = _SPANS) -> NDArray[np.intp]:
+    """Indices of the first, least, greatest and last value, and of a NaN, in each of the spans.
+
+    >>> extremes(np.array([0.0, 5.0, 1.0, -2.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), spans=2)
+    array([0, 1, 3, 4, 5, 9])
+    """
+    if len(values) <= 4 * spans:
+        return np.arange(len(values))
+    kept: set[int] = set()
+    for span in np.array_split(np.arange(len(values)), spans):
+        sound = np.isfinite(values[span])
+        finite = span[sound]
+        kept.update((int(span[0]), int(span[-1])), span[~sound][:1].tolist())
+        if len(finite):
+            kept.add(int(finite[np.argmin(values[finite])]))
+            kept.add(int(finite[np.argmax(values[finite])]))
+    return np.array(sorted(kept))
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most ``most`` indices below ``count``, first and last among them.
+
+    >>> evenly(10, 4)
+    [0, 3, 6, 9]
+    """
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+
+
+def rows_of(columns: Sequence[Series], most: int = 40) -> list[list[float | None]]:
+    """Rows (step, value of each column or None) for a table, thinned but with every end."""
+    steps: set[float] = set()
+    for column in columns:
+        steps.update(column.steps[evenly(len(column.steps), most)].tolist())
+    lookups = [dict(zip(c.steps.tolist(), c.values.tolist(), strict=True)) for c in columns]
+    return [[step, *(lookup.get(step) for lookup in lookups)] for step in sorted(steps)]
+
+
+def _exact(values: Numbers) -> list[float]:
+    """Numbers for JSON with all their digits: a step is not rounded."""
+    return [int(one) if one == int(one) else one for one in values.tolist()]

@@ -1,0 +1,248 @@
+"""The first thing a reader wants: did it end well, and is it any good?
+
+Good is measured in bits per byte of text the model has not seen, because that number does not
+depend on the vocabulary, beside coders that anybody can run on the same text.
+
+The parts of a page that are words: the generated sample, the settings, the environment.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fenchel.report.html import (
+    Html,
+    Part,
+    amount,
+    clean,
+    details,
+    duration,
+    element,
+    facts,
+    figure,
+    join,
+    notes,
+    picture,
+    shorten,
+    spoken,
+    table,
+)
+from fenchel.report.run_data import Run, mapping, number
+
+STATUSES = {
+    "finished": ("✓", "Finished"),
+    "running": ("…", "Running"),
+    "interrupted": ("‖", "Interrupted"),
+    "diverged": ("✗", "Diverged"),
+}
+"""What a summary may say, with a sign for those who do not see the colour, and a word."""
+
+_UNKNOWN = ("?", "Unknown end")
+_COMPRESSORS = {"bzip2": "bzip2 -9", "gzip": "gzip -9", "xz": "xz -9"}
+_BASELINES = 12
+_BITS = 64.0  # per byte; no coder is worse
+_MEASURES = ("loss", "perplexity", "bits_per_byte")
+
+
+def header(run: Run) -> Html:
+    """The head of the page: name, status, one sentence, and the reason if one was given."""
+    status = run.summary.get("status")
+    kind = status if isinstance(status, str) and status in STATUSES else "unknown"
+    sign, word = STATUSES.get(kind, _UNKNOWN)
+    badge = element(
+        "span", element("span", sign, aria_hidden="true"), f" {word}", class_=f"status {kind}"
+    )
+    mark = element("span", "fenchel", class_="mark")
+    reason = run.summary.get("reason")
+    said = isinstance(reason, str) and reason.strip()
+    return join(
+        (
+            element("p", mark, " training report", class_="over"),
+            element("h1", shorten(run.name, 200)),
+            element("p", badge, f" {_sentence(run, kind)}", class_="lead"),
+            element("p", shorten(str(reason), 2000), class_="reason") if said else None,
+        ),
+        "\n",
+    )
+
+
+def headline(run: Run) -> Part:
+    """Validation bits per byte beside the baselines, and the run in numbers."""
+    measured, where = validation(run)
+    bits = measured.get("bits_per_byte")
+    others = rivals(run.summary)
+    body = [notes(run.troubles.get("summary.json", ()))]
+    bars: list[dict[str, Any]] = []
+    if bits is None:
+        body.append(notes(["No evaluation was written: the model's bits per byte are not known."]))
+    else:
+        bars.append({"name": "this model", "value": bits, "ours": True})
+        told = f"bits per byte of unseen text{where}"
+        body.append(element("p", element("strong", figure(bits)), told, class_="hero"))
+    bars += [{"name": name, "value": value, "ours": False} for name, value in others]
+    if bars:
+        body.append(_beside(bars, _comparison(bits, others)))
+    body.append(_numbers(run, measured))
+    return Part(
+        anchor="result",
+        title="Result",
+        body=element("div", *body, class_="result"),
+        pictures={"baselines": {"view": "bars", "bars": bars}} if bars else {},
+    )
+
+
+def validation(run: Run) -> tuple[Mapping[str, float], str]:
+    """The evaluation the summary states, else the last in the metrics, and words for which."""
+    stated = mapping(run.summary.get("validation"))
+    if found := _finite({name: stated.get(name) for name in _MEASURES}):
+        return found, ""
+    for row in reversed(run.rows):
+        if found := _finite({name: row.get(f"validation/{name}") for name in _MEASURES}):
+            return found, f", at the last evaluation, step {figure(number(row['step']))}"
+    return {}, ""
+
+
+def rivals(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(name, bits per byte) of every baseline whose number can be one."""
+    stated = _finite(mapping(summary.get("baselines")))
+    sound = [(baseline_name(key), value) for key, value in stated.items() if 0 < value < _BITS]
+    return sound[:_BASELINES]
+
+
+def baseline_name(key: str) -> str:
+    """What a baseline of the summary is called on the page.
+
+    >>> baseline_name("ngram5"), baseline_name("bzip2"), baseline_name("other")
+    ('5-gram', 'bzip2 -9', 'other')
+    """
+    if match := re.fullmatch(r"ngram([0-9]{1,2})", key):
+        return f"{match[1]}-gram"
+    return _COMPRESSORS.get(key, shorten(clean(key), 14))
+
+
+def _sentence(run: Run, kind: str) -> str:
+    stated = _finite(run.summary)
+    step = stated.get("step", run.last_step)
+    where = "before the first step" if step is None else f"at step {figure(step)}"
+    if step is not None and "steps" in stated:
+        where += f" of {figure(stated['steps'])}"
+    if kind == "running":
+        where += ", not ended when this page was written"
+    went = []
+    if "parameters" in stated:
+        went.append(f"{amount(stated['parameters'])} parameters")
+    if "tokens" in stated:
+        went.append(f"{amount(stated['tokens'])} tokens of training")
+    if "seconds" in stated:
+        went.append(duration(stated["seconds"]))
+    return f"{where}. {', '.join(went)}{'.' if went else ''}"
+
+
+def _beside(bars: list[dict[str, Any]], comparison: str) -> Html:
+    rows = [(bar["name"], figure(bar["value"])) for bar in bars]
+    return picture(
+        "baselines",
+        "Beside other coders of the same text",
+        f"Bits per byte, lower is better. {comparison}",
+        table(("coder", "bits per byte"), rows, caption="Bits per byte"),
+    )
+
+
+def _comparison(bits: float | None, others: list[tuple[str, float]]) -> str:
+    if bits is None:
+        return ""
+    below = [f"{name} ({figure(value)})" for name, value in others if bits < value]
+    above = [f"{name} ({figure(value)})" for name, value in others if bits >= value]
+    said = [f"below {spoken(below)}"] if below else []
+    said += [f"not below {spoken(above)}"] if above else []
+    return f"The model needs {figure(bits)}{': ' if said else ''}{', '.join(said)}."
+
+
+def _numbers(run: Run, measured: Mapping[str, float]) -> Html:
+    entries = (
+        ("Perplexity", measured.get("perplexity"), "of a token"),
+        ("Loss", measured.get("loss"), "nats a token"),
+        ("Best step", number(run.summary.get("best_step")), "by validation loss"),
+        ("Skipped steps", _last(run, "train/skipped"), "loss or gradient not finite"),
+        ("Speed", _last(run, "time/tokens_per_second"), "tokens a second, last"),
+    )
+    return element(
+        "dl",
+        *(
+            element(
+                "div", element("dt", name), element("dd", figure(value), element("small", unit))
+            )
+            for name, value, unit in entries
+            if value is not None
+        ),
+    )
+
+
+def _last(run: Run, key: str) -> float | None:
+    return next((v for row in reversed(run.rows) if (v := number(row.get(key))) is not None), None)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of ``values`` that are finite numbers."""
+    found = ((str(key), number(value)) for key, value in values.items())
+    return {key: one for key, one in found if one is not None and math.isfinite(one)}
+
+
+_TEXT = 20_000
+_NESTED = 40
+
+
+def sample(run: Run) -> Part:
+    """The prompt and what the model made of it, quoted."""
+    prompt, text = run.sample.get("prompt"), run.sample.get("text")
+    if not isinstance(text, str):
+        missing = run.troubles.get("sample.json", ()) or ["sample.json holds no generated text."]
+        return Part(anchor="sample", title="Sample", body=notes(missing))
+    body = join(
+        (
+            element(
+                "p", "What the model wrote after the prompt, which is in bold.", class_="about"
+            ),
+            element(
+                "blockquote",
+                element("strong", shorten(prompt, _TEXT) if isinstance(prompt, str) else ""),
+                shorten(text, _TEXT),
+                class_="sample",
+            ),
+        ),
+        "\n",
+    )
+    return Part(anchor="sample", title="Sample", body=body)
+
+
+def settings(run: Run) -> Part:
+    """Every setting by its table, the text it learned from, and the file as it stands."""
+    tables = {name: value for name, value in run.config.items() if isinstance(value, Mapping)}
+    loose = {name: value for name, value in run.config.items() if name not in tables}
+    cards = [facts(loose, caption="run")] if loose else []
+    cards += [
+        facts(mapping(value), caption=shorten(name, 80))
+        for name, value in list(tables.items())[:_NESTED]
+    ]
+    text = mapping(run.summary.get("text"))
+    if text:
+        cards.append(facts(text, caption="facts of the text"))
+    whole = element("pre", shorten(run.config_text, _TEXT))
+    body = [
+        notes(run.troubles.get("config.toml", ())),
+        element("div", *cards, class_="cards") if cards else None,
+        details("config.toml, to copy", whole, open_=not run.config) if run.config_text else None,
+    ]
+    return Part(anchor="settings", title="Settings", body=join(body, "\n"))
+
+
+def environment(run: Run) -> Part:
+    """Where it ran."""
+    body: Html = notes(run.troubles.get("environment.json", ()))
+    if run.environment:
+        values: Mapping[str, Any] = run.environment
+        body = element("div", facts(values, caption="machine and versions"), class_="cards")
+    elif not body:
+        body = notes(["environment.json is an empty object: the machine is not known."])
+    return Part(anchor="environment", title="Environment", body=body)

@@ -1,0 +1,410 @@
+"""One head whose weights fit in one block: its derivative in eight products, without bookkeeping.
+
+With A = scale W_Q k^T (M, S), B = scale q W_K^T (T, M), and J_p the derivative of the choice,
+
+    dz = dX A + B dX^T                        gz = J_p(g v^T)
+    do = J_p(dz) v + p (dX W_V)               gX = gz A^T + gz^T B + (p^T g) W_V^T
+
+A small operator spends its time on calls, not on arithmetic, so this halves what a step of
+Golub-Kahan takes (fenchel/sensitivity/golub_kahan.py). A has M S numbers where k has D S: it is for
+a width M that is not much larger than D.
+
+The Jacobian of attention, streamed: both products in O(n d) memory, for any choice.
+
+With z = scale q k^T, p = choice.weights(z, log_prior), o = p v and J the derivative of the choice,
+
+    forward    do = (J dz) v + p dv,      dz = scale (dq k^T + q dk^T)
+    reverse    gv = p^T g,   gz = J (g v^T),   gq = scale gz k,   gk = scale gz^T q
+
+one block of rows at a time. With J_i = diag(s) - s s^T / sum(s) and m_i the s-weighted mean of the
+values, rows that are not near to one-hot take
+
+    (J dz)_i v = (s dz_i) v - <s, dz_i> m_i,       gz_i = s (g_i v^T - <g_i, m_i>),
+
+where what is subtracted is small or rides along in the product. Under a cap on the scores, z =
+c tanh(scale q k^T / c), dz before J and gz after it take the factor 1 - (z / c)^2, entry by entry.
+
+``attention_jacobian`` is the derivative in (q, k, v), or in some of them;
+``self_attention_jacobian`` puts q = X W_Q, k = X W_K, v = X W_V before it and is the derivative in
+X. With ``each`` the operator is a batch, one for every sequence and head; without,
+one operator for all of them together.
+
+Forward and reverse are written from the same two lines of algebra, so the identity
+<J v, u> = <v, J^T u> tests one against the other.
+"""
+
+from copy import copy
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fenchel.attention import Prior
+from fenchel.attention.shapes import check, four
+from fenchel.choice import Choice, Softmax
+from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
+from fenchel.sensitivity.operator import Operator, Space
+from fenchel.sensitivity.weight_blocks import (
+    Block,
+    Projected,
+    Rows,
+    cut,
+    flat,
+    heads,
+    project,
+    wide,
+)
+
+
+class OneHead(Operator):
+    """d Att(X) of one head, in the dtype of what it is given."""
+
+    def __init__(
+        self,
+        block: Block,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        W: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        domain: Space,
+        codomain: Space,
+    ) -> None:
+        """q (T, D), k (S, D), v (S, E) and W_Q, W_K (M, D), W_V (M, E); one block of one head."""
+        W_Q, W_K, self.W_V = W
+        self.block = block
+        self.p, self.v = block.p[0], v
+        self.A, self.B = scale * W_Q @ k.mT, scale * q @ W_K.mT
+        self.domain, self.codomain = domain, codomain
+        self.dtype, self.device = v.dtype, v.device
+
+    def apply(self, v: Tensor) -> Tensor:
+        """J dX."""
+        return torch.stack([self._push(one) for one in v]) if len(v) > 1 else self._push(v)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """J^T g."""
+        return torch.stack([self._pull(one) for one in u]) if len(u) > 1 else self._pull(u)
+
+    def _push(self, move: Tensor) -> Tensor:
+        dX = move.view(self.B.shape)
+        dz = torch.mm(dX, self.A).addmm_(self.B, dX.mT)
+        out = torch.mm(self._turned(dz), self.v).addmm_(self.p, torch.mm(dX, self.W_V))
+        return out.view(*move.shape[:-1], -1)
+
+    def _pull(self, gradient: Tensor) -> Tensor:
+        g = gradient.view(-1, self.v.shape[1])
+        gz = self._turned(torch.mm(g, self.v.mT))
+        gX = torch.mm(gz, self.A.mT).addmm_(gz.mT, self.B)
+        return gX.addmm_(torch.mm(self.p.mT, g), self.W_V.mT).view(*gradient.shape[:-1], -1)
+
+    def _turned(self, dz: Tensor) -> Tensor:
+        return self.block.turned(dz.unsqueeze(0))[0]
+
+
+_SOFTMAX = Softmax()
+
+
+@final
+class AttentionJacobian(Operator):
+    """d attend(q, k, v), in the inputs named by ``wrt``; N is B H, c the vectors of a stack."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        v: Tensor,
+        wrt: str,
+        each: bool,
+        G: int | None = None,
+        axes: tuple[int, ...] | None = None,
+    ) -> None:
+        self.rows, self.wrt, self.each = rows, wrt, each
+        self.v = flat(v)
+        self.G = rows.H if G is None else G
+        (_, T, D), (_, S, E) = rows.q.shape, self.v.shape
+        below = {"q": (T, D), "k": (S, D), "v": (S, E)}
+        lead = rows.lead if axes is None else axes
+        if each:
+            self.domain = Space(tuple(below[name] for name in wrt), lead, len(wrt) > 1)
+            self.codomain = Space(((T, E),), lead)
+        else:
+            shared = (*lead[:-1], self.G) if lead else ()
+            shapes = tuple((*(lead if n == "q" else shared), *below[n]) for n in wrt)
+            self.domain = Space(shapes, (), len(wrt) > 1)
+            self.codomain = Space(((*lead, T, E),))
+        self.dtype, self.device = v.dtype, v.device
+
+    def apply(self, v: Tensor) -> Tensor:
+        """J v, one pass over the weights for the whole stack."""
+        moves = {
+            name: self._for_every_head(part, name)
+            for name, part in zip(self.wrt, self.domain.lift(v), strict=True)
+        }
+        return self.push(**moves).reshape(len(v), *self.codomain.batch, -1)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """J^T u, one pass over the weights for the whole stack."""
+        backs = self.pull(u.reshape(len(u), len(self.v), self.rows.T, -1))
+        lead = (len(u), *self.domain.batch)
+        found = [self._of_every_group(backs[name], name).reshape(*lead, -1) for name in self.wrt]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    def push(
+        self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """do for moves dq (c, N, T, D), dk (c, N, S, D), dv (c, N, S, E), or standing still."""
+        c = next(len(move) for move in (q, k, v) if move is not None)
+        if self.rows.whole and c == 1:  # the usual case of a small operator, with nothing to gather
+            for block in self.rows:
+                if block.keys == slice(0, self.rows.S):
+                    return self._moved(block, 0, q, k, v).unsqueeze(0)
+        out = self.v.new_zeros(c, len(self.v), self.rows.T, self.v.shape[-1])
+        for block in self.rows:
+            for i in range(c):
+                out[i, :, block.rows] = self._moved(block, i, q, k, v)
+        return out
+
+    def _moved(
+        self, block: Block, i: int, q: Tensor | None, k: Tensor | None, v: Tensor | None
+    ) -> Tensor:
+        """(J dz) v + p dv on a block, for vector i of the stack."""
+        rows, keys, r = block.rows, block.keys, self.rows
+        dz = None
+        if q is not None:
+            dz = torch.bmm(cut(q[i], rows), cut(r.scaled_k, keys).mT)
+        if k is not None:
+            scaled_q, dk = cut(r.scaled_q, rows), cut(k[i], keys).mT
+            dz = torch.bmm(scaled_q, dk) if dz is None else dz.baddbmm_(scaled_q, dk)
+        if dz is not None and block.slope is not None:
+            dz *= block.slope
+        moved = None if dz is None else self._chosen(block, dz)
+        if v is not None:
+            dv = cut(v[i], keys)
+            moved = torch.bmm(block.p, dv) if moved is None else moved.baddbmm_(block.p, dv)
+        assert moved is not None
+        return moved
+
+    def _chosen(self, block: Block, dz: Tensor) -> Tensor:
+        """(J dz) v on a block: (N, t, E); dz is overwritten."""
+        v = cut(self.v, block.keys)
+        if block.heaviest is not None:
+            return torch.bmm(block.turned(dz), v)
+        dz *= block.s
+        drop = dz.sum(-1, keepdim=True)
+        return torch.bmm(dz, v).addcmul_(drop, cut(self._mean, block.rows), value=-1.0)
+
+    def _questioned(self, block: Block, here: Tensor, beside: Tensor) -> Tensor:
+        """gz on a block, for the gradient ``here`` (N, t, E); ``beside`` has -<g, m> with it."""
+        if block.heaviest is not None:
+            gz = block.turned(torch.bmm(here, cut(self.v, block.keys).mT))
+        else:
+            gz = torch.bmm(cut(beside, block.rows), cut(self._values_and_one, block.keys).mT)
+            gz *= block.s
+        return gz if block.slope is None else gz.mul_(block.slope)
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        """m, the values weighted by s: (N, T, E)."""
+        mean = self.v.new_zeros(len(self.v), self.rows.T, self.v.shape[-1])
+        for block in self.rows:
+            mean[:, block.rows] = torch.bmm(block.s, cut(self.v, block.keys)) * block.inverse
+        return mean
+
+    @cached_property
+    def _values_and_one(self) -> Tensor:
+        """(N, S, E + 1), the last column 1."""
+        return torch.nn.functional.pad(self.v, (0, 1), value=1.0)
+
+    def pull(self, g: Tensor, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """gq, gk, gv, (c, N, ...) each, for a gradient g (c, N, T, E) of the outputs.
+
+        ``into`` are zeros to write to, where the caller wants them in a place of its own.
+        """
+        r = self.rows
+        back = into or {
+            name: x.new_zeros(len(g), *x.shape)
+            for name, x in (("q", r.q), ("k", r.k), ("v", self.v))
+            if name in self.wrt
+        }
+        beside = g
+        if self.wrt != "v" and any(block.heaviest is None for block in r.ready()):
+            beside = torch.cat([g, (g * self._mean).sum(-1, keepdim=True).neg_()], -1)
+        for block in r:
+            rows, keys = block.rows, block.keys
+            for i, one in enumerate(g):
+                here = cut(one, rows)
+                if "v" in self.wrt:
+                    cut(back["v"][i], keys).baddbmm_(block.p.mT, here)
+                if self.wrt == "v":
+                    continue
+                gz = self._questioned(block, here, beside[i])
+                if "q" in self.wrt:
+                    cut(back["q"][i], rows).baddbmm_(gz, cut(r.scaled_k, keys))
+                if "k" in self.wrt:
+                    cut(back["k"][i], keys).baddbmm_(gz.mT, cut(r.scaled_q, rows))
+        return back
+
+    def _for_every_head(self, move: Tensor, name: str) -> Tensor:
+        """A move as (c, N, n, w), shared ones repeated."""
+        B, H = self.rows.lead
+        own = H if name == "q" or self.each else self.G
+        move = move.reshape(len(move), B, own, *move.shape[-2:])
+        return heads(move, H, 2).reshape(len(move), B * H, *move.shape[-2:])
+
+    def _of_every_group(self, back: Tensor, name: str) -> Tensor:
+        """A gradient (c, N, n, w), summed over the heads that share what it belongs to."""
+        B, H = self.rows.lead
+        if name == "q" or self.each or self.G == H:
+            return back
+        return back.reshape(len(back), B, self.G, H // self.G, *back.shape[-2:]).sum(3)
+
+    def single(self) -> Operator:
+        """The same in float32; weights that are kept are rounded, not computed again."""
+        return self._single()
+
+    def _single(self) -> "AttentionJacobian":
+        other = copy(self)
+        other.rows, other.v, other.dtype = self.rows.single(), self.v.float(), torch.float32
+        for name in ("_mean", "_values_and_one"):
+            other.__dict__.pop(name, None)
+        return other
+
+    def parts(self) -> Terms:
+        """The covariance bound's three numbers for every sequence and head: (B, H)."""
+        return terms(self.rows, self.v.view(*self.rows.lead, *self.v.shape[1:]))
+
+    def ceiling(self) -> Tensor:
+        """The covariance bound: (B, H) with ``each``, else one number."""
+        t = self.parts()
+        chosen = {"q": t.query, "k": t.key, "v": t.mixing}
+        # The moves of q, k and v are separate coordinates: |a x + b y| <= sqrt(a^2 + b^2).
+        square = sum((chosen[name].square() for name in self.wrt), torch.zeros_like(t.key))
+        if self.each:
+            return square.sqrt().reshape(self.domain.batch)
+        if self.G == self.rows.H:
+            return square.amax().sqrt()
+        groups = square.reshape(len(square), self.G, -1)  # they share their keys
+        return groups.sum(2).amax().sqrt()
+
+
+@final
+class SelfAttentionJacobian(Operator):
+    """d Att(X) for Att(X) = attend(X W_Q, X W_K, X W_V)."""
+
+    def __init__(self, inner: AttentionJacobian, x: Projected) -> None:
+        self.inner, self.W = inner, x.W
+        self.widths = [w.shape[-1] for w in x.W]
+        # Side by side, (B or 1, H, M, 2 D + E): one product instead of three.
+        self.beside = torch.cat(x.W, -1)
+        N, M = x.X.shape[-2:]
+        out = (inner.rows.T, inner.v.shape[-1])
+        if inner.each:
+            self.domain, self.codomain = Space(((N, M),), x.axes), Space((out,), x.axes)
+        else:
+            self.domain, self.codomain = Space((tuple(x.X.shape),)), Space(((*x.axes, *out),))
+        self.dtype, self.device = inner.dtype, inner.device
+
+    def apply(self, v: Tensor) -> Tensor:
+        """J dX."""
+        rows, c = self.inner.rows, len(v)
+        own = rows.H if self.inner.each else 1
+        moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.beside
+        moves = moved.view(c, -1, rows.T, moved.shape[-1]).split_with_sizes(self.widths, -1)
+        return self.inner.push(*moves).reshape(c, *self.codomain.batch, -1)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """J^T G."""
+        rows, c = self.inner.rows, len(u)
+        g = u.reshape(c, rows.B * rows.H, rows.T, -1)
+        back = u.new_zeros(c, g.shape[1], rows.T, self.beside.shape[-1])
+        parts = back.split_with_sizes(self.widths, -1)
+        self.inner.pull(g, {"q": parts[0], "k": parts[1], "v": parts[2]})
+        total = back.view(c, rows.B, rows.H, rows.T, -1) @ self.beside.mT
+        if not self.inner.each:
+            total = total.sum(2)  # one X feeds every head
+        return total.reshape(c, *self.domain.batch, -1)
+
+    def single(self) -> Operator:
+        """The same in float32; without bookkeeping for one head that is small."""
+        inner = self.inner._single()
+        rows, M = inner.rows, self.beside.shape[-2]
+        one = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
+        block = next(iter(rows), None) if one else None
+        if block is not None and block.keys == slice(0, rows.S):
+            W_Q, W_K, W_V = (w[0, 0].float() for w in self.W)
+            q, k, v = rows.q[0], rows.k[0], inner.v[0]
+            return OneHead(block, q, k, v, (W_Q, W_K, W_V), rows.scale, self.domain, self.codomain)
+        other = copy(self)
+        other.inner, other.dtype, other.beside = inner, torch.float32, self.beside.float()
+        return other
+
+    def parts(self) -> Terms:
+        """The covariance bound's three numbers for every sequence and head: (B, H)."""
+        rows, v = self.inner.rows, self.inner.v
+        factors = Factors(*(factor(w) for w in self.W))
+        return terms(rows, v.view(*rows.lead, *v.shape[1:]), factors)
+
+    def ceiling(self) -> Tensor:
+        """The covariance bound; heads taken together stand on one another, so squares add."""
+        total = self.parts().total
+        if self.inner.each:
+            return total.reshape(self.domain.batch)
+        return total.square().sum(1).amax().sqrt()
+
+
+def attention_jacobian(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    choice: Choice = _SOFTMAX,
+    prior: Prior | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    wrt: str = "qkv",
+    each: bool = False,
+    budget: int | None = None,
+) -> AttentionJacobian:
+    """The Jacobian of ``attend`` at q (B, H, T, D), k (B, G, S, D), v (B, G, S, E).
+
+    ``wrt`` names the inputs that move; vectors are a tuple when there are several. ``each`` gives
+    one operator a sequence and head, batch (B, H), where grouped keys count for each head anew.
+    """
+    if not wrt or any(name not in "qkv" for name in wrt) or len(set(wrt)) < len(wrt):
+        raise ValueError(f'wrt names some of "q", "k", "v", each once; got {wrt!r}.')
+    check(q, k, v, softcap=softcap)
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(
+            f"q and k must hold the same batch; got {tuple(q.shape)}, {tuple(k.shape)}."
+        )
+    axes = tuple(q.shape[:-2])
+    q, k, v = (four(x) for x in wide(q, k, v))
+    H, G = q.shape[1], k.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rows = Rows(q, heads(k, H), choice, prior, scale, budget, softcap)
+    return AttentionJacobian(rows, heads(v, H), wrt, each, G, axes)
+
+
+def self_attention_jacobian(
+    X: Tensor,
+    W_Q: Tensor,
+    W_K: Tensor,
+    W_V: Tensor,
+    *,
+    choice: Choice = _SOFTMAX,
+    prior: Prior | None = None,
+    scale: float | None = None,
+    each: bool = False,
+    budget: int | None = None,
+) -> SelfAttentionJacobian:
+    """The Jacobian of Att in X (..., N, M), by W_Q, W_K (M, D) and W_V (M, E).
+
+    Weights with more axes bring heads: W_Q (H, M, D), W_K (G, M, D), W_V (G, M, E), and outputs
+    (..., H, N, E); axes before the heads go along with those of X. ``each`` gives one operator a
+    sequence and head.
+    """
+    x = project(X, W_Q, W_K, W_V)
+    scale = x.q.shape[-1] ** -0.5 if scale is None else scale
+    rows = Rows(x.q, x.k, choice, prior, scale, budget)
+    return SelfAttentionJacobian(AttentionJacobian(rows, x.v, "qkv", each), x)

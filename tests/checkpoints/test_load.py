@@ -1,0 +1,167 @@
+"""fenchel/checkpoints/load.py: weights and settings belong together, or nothing is read."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fenchel.checkpoints import load
+from fenchel.config import to_mapping
+from fenchel.data import train_tokenizer
+from fenchel.files import committed
+from fenchel.model import ModelConfig, Transformer
+
+CONFIG = ModelConfig(vocabulary=300, context=8, width=16, layers=2)
+
+
+def write_checkpoint(run: Path, step: int, *, best: int, seed: int) -> None:
+    model = Transformer(CONFIG, generator=torch.Generator().manual_seed(seed))
+    path = run / "checkpoints" / f"step-{step:06d}"
+    with committed(path, {"format": 1, "step": step}) as folder:
+        save_file(model.state_dict(), folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(to_mapping(CONFIG)))
+        (folder / "state.json").write_text(json.dumps({"step": step, "best_step": best}))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoints").mkdir()
+    train_tokenizer(["some words"], 300).save(str(tmp_path / "tokenizer.json"))
+    write_checkpoint(tmp_path, 10, best=10, seed=1)
+    write_checkpoint(tmp_path, 20, best=10, seed=2)
+    return tmp_path
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    return Transformer(CONFIG, generator=torch.Generator().manual_seed(seed)).state_dict()
+
+
+def reseal(run: Path, change: Callable[[Path], None]) -> None:
+    """Change a copy of the newest checkpoint and seal it again, as a hostile writer would."""
+    for folder in sorted((run / "checkpoints").iterdir())[:-1]:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    old = run / "checkpoints" / "step-000020"
+    with committed(run / "checkpoints" / "step-000030", {"format": 1, "step": 30}) as folder:
+        for name in ("model.safetensors", "config.json", "state.json"):
+            (folder / name).write_bytes((old / name).read_bytes())
+        change(folder)
+
+
+@pytest.mark.parametrize(("which", "seed"), [("best", 1), ("newest", 2)])
+def test_the_checkpoint_that_was_asked_for_is_read(run: Path, which: str, seed: int) -> None:
+    model, tokenizer, config = load(run, which=which)
+    assert config == CONFIG
+    assert tokenizer.get_vocab_size() <= 300
+    assert not model.training
+    for name, tensor in weights_of(seed).items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_a_damaged_checkpoint_is_passed_over(run: Path) -> None:
+    path = run / "checkpoints" / "step-000020" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match="step-000020 is passed over"):
+        model, _, _ = load(run, which="newest")
+    assert torch.equal(model.embed.weight, weights_of(1)["embed.weight"])
+
+
+def test_without_an_intact_checkpoint_it_says_so(run: Path) -> None:
+    for path in run.glob("checkpoints/*/model.safetensors"):
+        path.write_bytes(b"")
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(ValueError, match="no intact checkpoint"),
+    ):
+        load(run)
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_the_newest(run: Path) -> None:
+    (run / "checkpoints" / "step-000010" / "config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="step-000010 is passed over"):
+        model, _, _ = load(run)
+    assert torch.equal(model.embed.weight, weights_of(2)["embed.weight"])
+
+
+def test_the_newest_has_the_largest_number_and_leftovers_are_no_checkpoints(run: Path) -> None:
+    write_checkpoint(run, 1_000_000, best=10, seed=3)
+    write_checkpoint(run, 999_999, best=10, seed=4)
+    (run / "checkpoints" / "step-999999").rename(run / "checkpoints" / "step-999999.tmp-trash")
+    model, _, _ = load(run, which="newest")
+    assert torch.equal(model.embed.weight, weights_of(3)["embed.weight"])
+
+
+def test_neither_best_nor_newest_is_refused(run: Path) -> None:
+    with pytest.raises(ValueError, match='"best" or "newest"'):
+        load(run, which="latest")
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run directory"):
+        load(tmp_path / "nowhere")
+
+
+def test_a_directory_of_neither_kind_is_told_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither the checkpoints of a run nor the config\.json"):
+        load(tmp_path)
+
+
+def test_weights_of_a_run_may_be_asked_for_in_another_dtype(run: Path) -> None:
+    model, _, _ = load(run, dtype=torch.bfloat16)
+    exact = weights_of(1)
+    assert all(torch.equal(w, exact[name].bfloat16()) for name, w in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("layers", 3, "too few for 3 layers"),
+        ("layers", 1, "no place for"),
+        ("layers", 20_000, "too few for 20000 layers"),
+        ("layers", -1, "whole number"),
+        ("layers", "5", "should be int"),
+        ("width", 32, "shape"),
+        ("vocabulary", 10**12, "whole number"),
+        ("vocabulary", 299, "shape"),
+        ("tied", False, "lacks read.weight"),
+        ("bias", True, "lacks"),
+        ("epsilon", float("nan"), "epsilon"),
+        ("unheard_of", 1, "no setting"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    run: Path, setting: str, value: Any, says: str
+) -> None:
+    def change(folder: Path) -> None:
+        settings = {**to_mapping(CONFIG), setting: value}
+        (folder / "config.json").write_text(json.dumps(settings))
+
+    reseal(run, change)
+    with pytest.raises(ValueError, match=says):
+        load(run, which="newest")
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name(run: Path) -> None:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["blocks.1.mlp.down.weight"][0, 3] = float("nan")
+        save_file(weights, folder / "model.safetensors")
+
+    reseal(run, change)
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.down\.weight holds 1 values"):
+        load(run, which="newest")
+
+
+def test_a_file_that_is_no_safetensors_is_refused(run: Path) -> None:
+    reseal(
+        run, lambda folder: (folder / "model.safetensors").write_bytes(b"\x80\x04K\x01.") and None
+    )
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load(run, which="newest")

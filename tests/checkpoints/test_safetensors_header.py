@@ -1,0 +1,114 @@
+"""checkpoints/safetensors_header.py: a file is what its header says, to the last byte, or it
+is refused.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fenchel.checkpoints.safetensors_header import Entry, read_header, shown
+from fenchel.files import Damaged
+
+A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+B = {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]}
+
+
+def write(path: Path, header: Any, data: int = 34) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+def test_what_safetensors_writes_is_read_as_it_reads_it(file: Path) -> None:
+    save_file({"b": torch.zeros(5, dtype=torch.bfloat16), "a": torch.zeros(2, 3)}, file)
+    entries = read_header(file)
+    assert {name: (e.kind, e.shape) for name, e in entries.items()} == {
+        "a": ("F32", (2, 3)),
+        "b": ("BF16", (5,)),
+    }
+    assert sum(entry.bytes for entry in entries.values()) == 34
+
+
+def test_entries_come_in_the_order_in_which_they_lie(file: Path) -> None:
+    entries = read_header(write(file, {"b": B, "a": A}))
+    assert list(entries) == ["a", "b"]
+    assert entries["b"] == Entry("BF16", (5,), 24, 34)
+
+
+def test_empty_tensors_and_scalars_take_their_place(file: Path) -> None:
+    empty = {"dtype": "I64", "shape": [0, 7], "data_offsets": [34, 34]}
+    scalar = {"dtype": "F64", "shape": [], "data_offsets": [34, 42]}
+    entries = read_header(write(file, {"a": A, "b": B, "e": empty, "s": scalar}, 42))
+    assert entries["e"].bytes == 0
+    assert entries["s"].bytes == 8
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "says"),
+    [
+        ({"a": A, "b": {**B, "data_offsets": [20, 30]}}, 30, "overlap"),
+        ({"a": A, "b": {**B, "data_offsets": [26, 36]}}, 36, "gap"),
+        ({"a": A, "b": {**B, "data_offsets": [24, 35]}}, 35, "shape asks for 10"),
+        ({"a": A, "b": B}, 33, "not whole"),
+        ({"a": A, "b": B}, 35, "not whole"),
+        ({"a": {**A, "data_offsets": [24, 0]}}, 0, "shape asks for 24"),
+        ({"a": {**A, "data_offsets": [0, 24, 24]}}, 24, "two data_offsets"),
+        ({"a": {**A, "data_offsets": [0, 2**63]}}, 24, "two data_offsets"),
+        ({"a": {**A, "data_offsets": [False, 24]}}, 24, "two data_offsets"),
+        ({"a": {**A, "shape": [2, -3]}}, 24, "whole numbers"),
+        ({"a": {**A, "shape": [2.0, 3]}}, 24, "whole numbers"),
+        ({"a": {**A, "shape": [1] * 9 + [6]}}, 24, "at most 8"),
+        ({"a": {**A, "shape": [2**40, 2**40]}}, 24, "shape asks for"),
+        ({"a": {**A, "shape": "23"}}, 24, "whole numbers"),
+        ({"a": {**A, "dtype": "F33"}}, 24, "no kind of number"),
+        ({"a": {**A, "dtype": ["F32"]}}, 24, "no kind of number"),
+        ({"a": {**A, "extra": 1}}, 24, "nothing else"),
+        ({"a": {"dtype": "F32", "shape": [2, 3]}}, 24, "nothing else"),
+        ({"a": [0, 24]}, 24, "nothing else"),
+        ({"": A}, 24, "not a plain name"),
+        ({"a\x1b[2J": A}, 24, "not a plain name"),
+        ({"a" * 513: A}, 24, "not a plain name"),
+        ({"__metadata__": {"format": 1}, "a": A}, 24, "__metadata__"),
+        ({"__metadata__": [], "a": A}, 24, "__metadata__"),
+        (b' {"a": 1}', 24, "begin with"),
+        (b"[1, 2]", 24, "begin with"),
+        (b'{"a": 1, "a": 1}', 0, "twice"),
+        (b'{"a": 1', 0, "not JSON"),
+        (b'{"\xff": 1}', 0, "not JSON"),
+        (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "not JSON"),
+        (b'{"a":' + b"9" * 10_000 + b"}", 0, "not JSON"),
+    ],
+)
+def test_a_header_that_lies_is_refused(file: Path, header: Any, data: int, says: str) -> None:
+    with pytest.raises(Damaged, match=says) as refusal:
+        read_header(write(file, header, data))
+    assert len(str(refusal.value)) < 400
+    assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize("claim", [0, 1, 3, 2**20, 2**40, 2**63, 2**64 - 1])
+def test_a_length_that_the_file_does_not_have_is_refused(file: Path, claim: int) -> None:
+    file.write_bytes(claim.to_bytes(8, "little") + b"{}")
+    with pytest.raises(Damaged, match=r"not a safetensors file|header"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("size", range(10))
+def test_a_file_too_short_for_any_header_is_refused(file: Path, size: int) -> None:
+    file.write_bytes(bytes([2, 0, 0, 0, 0, 0, 0, 0, 123, 125])[:size])
+    with pytest.raises(Damaged, match="not a safetensors file"):
+        read_header(file)
+
+
+def test_words_of_strangers_are_cut_and_cannot_steer_a_terminal() -> None:
+    assert shown("a\nb\x1b[31m") == "a?b?[31m"
+    assert shown("x" * 200) == "x" * 80 + "..."

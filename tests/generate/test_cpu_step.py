@@ -1,0 +1,110 @@
+"""fenchel/generate/cpu_step.py: the model's own numbers, in fewer operations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fenchel.generate import KVCache, generate
+from fenchel.generate.cpu_step import CpuStep, why_not
+from fenchel.model import Transformer
+
+Build = Callable[..., Transformer]
+Draw = Callable[..., Tensor]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"kv_heads": 2, "head_size": 6, "qkv_bias": True},
+    {"kv_heads": 1, "windows": (5, 0), "score_scale": 0.7},
+    {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
+    {"positions": "none", "mlp": "geglu_tanh", "tied": False},
+    {"positions": "none", "head_size": 1, "mlp": "relu"},
+    {"rotary_scaling": "llama3", "rotary_factor": 4.0, "rotary_trained": 4, "epsilon": 0.1},
+]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(s) or "usual")
+
+
+@every_shape
+@pytest.mark.parametrize("B", [3, 5])
+@pytest.mark.parametrize("filled", [False, True], ids=["full", "filled"])
+@torch.inference_mode()
+def test_a_step_gives_the_logits_of_the_model(
+    shape: dict[str, Any], filled: bool, B: int, lively: Build, prompts: Draw
+) -> None:
+    T = 40
+    model, ids = lively(**shape, context=T).double(), prompts(B, T)
+    present = torch.ones(B, T, dtype=torch.bool)
+    if filled:
+        present[0, :4] = present[2, :2] = False
+    whole = model(ids, present_BS=present)
+    cache = KVCache(model.config, batch=B, positions=T, dtype=torch.float64)
+    lean = CpuStep(model, cache, batch=B)
+    model(ids[:, :6], present_BS=present[:, :6], cache=cache)
+    for t in range(6, T):
+        logits = lean.step(ids[:, t], present[:, : t + 1] if filled else None)
+        torch.testing.assert_close(logits, whole[:, t], atol=1e-10, rtol=1e-10)
+
+
+class Count(TorchDispatchMode):
+    """How many operations torch is asked for."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def test_a_layer_takes_about_thirty_operations(lively: Build, prompts: Draw) -> None:
+    counts = []
+    for layers in (2, 3):
+        model = lively(layers=layers)
+        cache = KVCache(model.config, batch=1, positions=8)
+        lean = CpuStep(model, cache, batch=1)
+        model(prompts(1, 4), cache=cache)
+        token = prompts(1)
+        with Count() as lean_count:
+            lean.step(token)
+        with Count() as model_count:
+            model(token[None], cache=cache)
+        counts.append((lean_count.operations, model_count.operations))
+    (less, more), (less_3, more_3) = counts
+    assert less_3 - less <= 30
+    assert less_3 - less < 0.75 * (more_3 - more)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"softcap": 3.0}, "softcap is 3.0"),
+        ({"choice": "entmax"}, "choice is 'entmax'"),
+        ({"positions": "alibi"}, "positions are 'alibi'"),
+        ({"qk_norm": True}, "qk_norm is True"),
+        ({"experts": 2}, "experts is 2"),
+        ({"parallel": True}, "parallel is True"),
+    ],
+)
+def test_what_it_does_not_know_it_names(
+    settings: dict[str, Any], reason: str, lively: Build
+) -> None:
+    assert why_not(lively()) is None
+    assert why_not(lively(**settings)) == reason
+
+
+def test_a_changed_model_is_read_by_itself(lively: Build, prompts: Draw) -> None:
+    model, calls = lively(), list[int]()
+    assert why_not(lively().bfloat16()) == "it is in torch.bfloat16 on cpu"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in str(why_not(lively()))
+        assert generate(lively(), prompts(1, 3), max_new_tokens=4).shape == (1, 7)
+    model.blocks[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    assert why_not(model) == "somebody watches its Mlp"
+    generate(model, prompts(1, 3), max_new_tokens=4, temperature=0.0)
+    assert len(calls) == 4  # nobody who watches is passed over
+    other = lively(choice="entmax")
+    mixed = lively()
+    mixed.blocks[0].attention.choice = other.blocks[0].attention.choice
+    assert "chooses by Entmax" in str(why_not(mixed))

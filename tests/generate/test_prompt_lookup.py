@@ -1,0 +1,116 @@
+"""fenchel/generate/prompt_lookup.py and its use: guessing ahead changes nothing but the time."""
+
+from collections.abc import Callable
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fenchel.generate import PromptLookup, Sampling, generate
+from fenchel.generate.prompt_lookup import LONGEST
+from fenchel.generate.sampling import kept
+from fenchel.generate.session import Session
+from fenchel.model import Transformer
+
+Build = Callable[..., Transformer]
+SAMPLING = import_module("fenchel.generate.sampling")  # whose name the package gives to a function
+
+
+def slowly(ids: list[int], most: int) -> list[int]:
+    """What followed the longest, then the latest earlier copy of the end."""
+    for size in range(min(LONGEST, len(ids)), 0, -1):
+        for start in range(len(ids) - size - 1, -1, -1):
+            if ids[start : start + size] == ids[-size:]:
+                return ids[start + size :][:most]
+    return []
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 3), min_size=1, max_size=20), most=st.integers(0, 5))
+def test_the_guess_follows_the_longest_then_the_latest_match(ids: list[int], most: int) -> None:
+    lookup = PromptLookup(ids[:3])
+    lookup.add(ids[3:])
+    assert lookup.guess(most) == slowly(ids, most)
+
+
+@pytest.mark.parametrize("cache", ["model", "float16"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("draft", [1, 4, 9])
+def test_the_text_is_that_of_decoding_one_by_one(
+    temperature: float, draft: int, cache: Any, lively: Build, prompts: Callable[..., Tensor]
+) -> None:
+    model, ids = lively(vocabulary=5), prompts(1, 6, vocabulary=5)
+    settings: dict[str, Any] = {
+        "max_new_tokens": 50,  # three times the context
+        "temperature": temperature,
+        "repetition_penalty": 1.1,
+        "cache": cache,
+    }
+    one, ahead = (
+        generate(model, ids, draft=n, generator=torch.Generator().manual_seed(3), **settings)
+        for n in (0, draft)
+    )
+    assert torch.equal(one, ahead)
+
+
+def test_guesses_save_calls_of_the_model(lively: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read, sizes = lively(vocabulary=5, context=64), Session.read, list[int]()
+
+    def count(reader: Session, ids_BT: Tensor, **settings: Any) -> Tensor:
+        sizes.append(ids_BT.shape[1])
+        return read(reader, ids_BT, **settings)
+
+    monkeypatch.setattr(Session, "read", count)
+    drawn = generate(model, torch.tensor([[1, 2]]), max_new_tokens=40, temperature=0.0, draft=6)
+    assert drawn.shape == (1, 42)
+    assert len(sizes) < 30  # a greedy model of few words soon repeats itself
+    assert max(sizes) <= 7
+
+
+class Script:
+    """Draws that take every branch in turn, and multiply the probabilities taken."""
+
+    def __init__(self, tokens: tuple[int, ...]) -> None:
+        self.tokens, self.at, self.probability = tokens, 0, 1.0
+
+    def __call__(self, p_BV: Tensor, _: torch.Generator | None) -> Tensor:
+        token = self.tokens[self.at]
+        self.at += 1
+        self.probability *= float(p_BV[0, token])
+        return torch.tensor([token])
+
+
+@torch.no_grad()
+def chain(model: Transformer, ids: Tensor, tokens: tuple[int, ...]) -> float:
+    """The probability of the tokens by the chain rule, everything read again at each."""
+    probability, said = 1.0, ids
+    for token in tokens:
+        p = kept(torch.softmax(model(said)[:, -1] / 0.8, -1), Sampling(top_p=0.97))
+        probability *= float(p[0, token])
+        said = torch.cat([said, torch.tensor([[token]])], dim=-1)
+    return probability
+
+
+def test_over_all_branches_the_distribution_is_the_models(
+    lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    V, N = 3, 4
+    model, ids = (
+        lively(vocabulary=V, layers=1),
+        torch.tensor([[0, 1, 0, 1]]),
+    )  # every end was there before
+    total = 0.0
+    for tokens in product(range(V), repeat=N):
+        script = Script(tokens)
+        monkeypatch.setattr(SAMPLING, "draw", script)
+        drawn = generate(model, ids, max_new_tokens=N, temperature=0.8, top_p=0.97, draft=3)
+        assert drawn[0, 4:].tolist() == list(tokens)
+        expected = chain(model, ids, tokens)
+        assert script.probability == pytest.approx(expected, abs=1e-6)
+        total += script.probability
+    assert total == pytest.approx(1.0, abs=1e-5)

@@ -1,0 +1,90 @@
+"""fenchel/generate/text_stream.py: nothing of a stop string is ever handed out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from fenchel.data import encode
+from fenchel.generate import StopStrings, TextStream
+from fenchel.generate.text_stream import Stops
+
+letters = st.text(alphabet="abc", max_size=30)
+
+
+def one_by_one(text: str, stops: list[str]) -> str:
+    """The text before the stop string that is complete first, letter by letter."""
+    for end in range(len(text) + 1):
+        ends = [stop for stop in stops if text[:end].endswith(stop)]
+        if ends:
+            return text[: end - max(map(len, ends))]
+    return text
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(letters, max_size=6),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+)
+def test_pieces_give_the_text_before_the_first_stop(pieces: list[str], stops: list[str]) -> None:
+    strings = StopStrings(stops)
+    out = [strings.add(piece) for piece in pieces]
+    found = strings.found
+    expected = one_by_one("".join(pieces), stops)
+    assert "".join(out) + strings.rest() == expected
+    assert found == any(stop in "".join(pieces) for stop in stops)
+
+
+def test_no_more_is_held_back_than_may_be_a_stop() -> None:
+    strings = StopStrings(["\nUser:", "###"])
+    assert [strings.add(piece) for piece in ("a #", "#", "b\n", "Us", "e #")] == [
+        "a ",
+        "",
+        "##b",
+        "",
+        "\nUse ",
+    ]
+    assert strings.rest() == "#"
+
+
+def test_a_stop_split_over_tokens_is_found_and_not_told(tokenizer: Tokenizer) -> None:
+    telling = TextStream(tokenizer, ["shells, the"])
+    pieces = []
+    for token in encode(tokenizer, "größer sea shells, the shore"):
+        pieces.append(telling.add(token))
+        if telling.stopped:
+            break
+    assert "".join(pieces) == "größer sea "
+    assert telling.rest() == ""
+
+
+def test_a_sequence_stops_at_its_own_token_or_string_and_repeats_it(tokenizer: Tokenizer) -> None:
+    ids = [encode(tokenizer, text) for text in (" the sea", " sea 東京 the", " the the the")]
+    sea, the = encode(tokenizer, " sea")[0], encode(tokenizer, " the")[0]
+    T = max(map(len, ids))
+    rows = torch.tensor([row + [the] * (T - len(row)) for row in ids])
+    stops = Stops([sea, "東京"], tokenizer, rows[:, :1])
+    taken = torch.stack([stops.take(rows[:, t]) for t in range(T)], dim=-1)
+    assert taken[0].tolist() == [the, *[sea] * (T - 1)]
+    assert taken[1].tolist() == [sea] * T
+    assert torch.equal(taken[2], rows[2])
+    assert stops.counts_B.tolist() == [2, 1, T]
+    assert not stops.all_stopped()
+
+
+def test_a_string_stops_a_sequence_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
+    row = encode(tokenizer, "a京b")
+    stops = Stops(["京"], tokenizer, torch.zeros(1, 1, dtype=torch.long))
+    for token in row:
+        stops.take(torch.tensor([token]))
+        if stops.all_stopped():
+            break
+    assert stops.counts_B.tolist() == [len(row) - 1]
+
+
+def test_a_stop_string_needs_a_tokenizer_and_letters(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="give the tokenizer"):
+        Stops(["end"], None, torch.zeros(1, 1, dtype=torch.long))
+    with pytest.raises(ValueError, match="empty"):
+        TextStream(tokenizer, [""])

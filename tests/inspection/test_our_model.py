@@ -1,0 +1,213 @@
+"""fenchel/inspection/our_model.py and opening.py: families we read, without transformers."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from torch.autograd.functional import jacobian
+
+from fenchel.attention import Causal, Window
+from fenchel.data import end_id, train_tokenizer
+from fenchel.inspection import Reading, open_subject, our_model
+from fenchel.inspection.linearisation import derivative
+from fenchel.inspection.measure import after_an_end
+from fenchel.inspection.our_model import OurModel
+from fenchel.model import ModelConfig, Transformer
+from fenchel.model import attention as model_attention
+from fenchel.sensitivity import spectral_norm
+
+FAMILIES = (
+    *("gpt2", "llama", "mistral", "qwen3", "gemma", "gemma2", "neox", "bloom"),
+    *("bert", "albert"),
+)
+
+Save = Callable[[str], Path]
+Eager = Callable[[str], Any]
+
+
+def read(folder: Path, ids: Tensor) -> Reading:
+    subject = open_subject(folder)
+    assert isinstance(subject, OurModel)
+    return subject.read(ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts_are_those_of_the_checkpoint(family: str, save: Save, eager: Eager) -> None:
+    subject = open_subject(save(family))
+    assert isinstance(subject, OurModel)
+    facts = subject.facts()
+    assert facts["parameters"] == eager(family).parameters
+    assert facts["family"] == ("gpt_neox" if family == "neox" else family)
+    assert facts["stored"] == "float32"
+    assert facts["context"] == (2048 if family == "bloom" else 48)
+
+
+def test_a_model_without_its_head_reads_nothing_out(save: Save, eager: Eager, ids: Tensor) -> None:
+    reading = read(save("bert_body"), ids)
+    torch.testing.assert_close(
+        reading.passages[-1].after, eager("bert_body").streams[-1], rtol=1e-5, atol=1e-5
+    )
+    assert reading.read_out is None
+
+
+def test_a_gpt2_is_inspected_where_there_is_no_transformers(
+    save: Save, text: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from fenchel.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["inspect", str(save("gpt2")), "--text", str(text), "--max-tokens", "9"]
+    out = ["--out", str(tmp_path / "page.html")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, *out], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "most sensitive of" in done.stdout
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_priors_are_those_of_the_family(save: Save, ids: Tensor) -> None:
+    call = read(save("mistral"), ids).passages[0].attention
+    assert (call.q.shape[1], call.k.shape[1]) == (4, 2)
+    assert call.prior == Window(6, 0)
+    assert isinstance(read(save("gpt2"), ids).passages[0].attention.prior, Causal)
+    assert read(save("bert"), ids).passages[0].attention.prior is None
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma", "neox", "bert", "albert"])
+def test_norms_and_branches_are_found_inside_the_blocks(
+    family: str, save: Save, ids: Tensor
+) -> None:
+    passage = read(save(family), ids).passages[0]
+    assert [norm.name for norm in passage.norms] == ["attention_norm", "mlp_norm"]
+    assert passage.attending is not None
+    assert passage.thinking is not None
+    assert not torch.equal(passage.thinking.f(passage.thinking.x), passage.thinking.x)
+
+
+def test_the_gain_of_a_norm_is_what_it_multiplies_by(save: Save, ids: Tensor) -> None:
+    subject = open_subject(save("gemma"))
+    block: Any = subject.model.get_submodule("blocks.0")
+    with torch.no_grad():
+        block.attention_norm.weight.normal_(generator=torch.Generator().manual_seed(0))
+    norm = subject.read(ids).passages[0].norms[0]
+    assert norm.weight is not None
+    torch.testing.assert_close(norm.weight, 1.0 + block.attention_norm.weight)
+    llama = open_subject(save("llama"))
+    plain = llama.read(ids).passages[0].norms[0].weight
+    torch.testing.assert_close(plain, torch.ones(24))
+
+
+def test_a_checkpoints_text_is_framed_by_its_tokenizer_and_a_runs_by_an_end(save: Save) -> None:
+    subject = open_subject(save("gpt2"))
+    assert subject.encode("peace", first=True) == subject.encode("peace", first=False)
+    end = end_id(subject.tokenizer)
+    subject.tokenizer.post_processor = TemplateProcessing(
+        single="<|end|> $A <|end|>", special_tokens=[("<|end|>", end)]
+    )
+    bare = subject.encode("peace", first=False)
+    assert subject.encode("peace", first=True) == [end, *bare, end]
+    assert replace(subject, begin=after_an_end).encode("peace", first=True) == [end, *bare]
+
+
+MAPS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "entmax": {"choice": "entmax", "alpha": 1.5},
+    "sparsemax": {"choice": "sparsemax"},
+    "distance": {"scores": "l2"},
+    "distance, entmax": {"scores": "l2", "choice": "entmax"},
+    "grouped": {"kv_heads": 1, "windows": (3, 0), "qk_norm": True},
+    "alibi": {"positions": "alibi", "mlp": "gelu", "norm": "layer"},
+    "capped": {"softcap": 0.7, "kv_heads": 1},
+    "capped, entmax": {"softcap": 0.7, "choice": "entmax"},
+    "buckets": {"positions": "buckets", "kind": "encoder", "mlp": "relu"},
+    "shared": {"distinct_layers": 1, "norm_place": "post", "kind": "encoder"},
+}
+
+
+@pytest.fixture(params=MAPS)
+def run(request: pytest.FixtureRequest) -> OurModel:
+    """A fresh model of ours in float64."""
+    config = ModelConfig(
+        vocabulary=280, context=12, width=8, layers=2, heads=2, initial="normal", initial_std=0.5
+    )
+    model = Transformer(
+        replace(config, **MAPS[request.param]), generator=torch.Generator().manual_seed(0)
+    )
+    return OurModel(
+        name="run",
+        family="fenchel",
+        model=model.double().eval().requires_grad_(False),
+        tokenizer=train_tokenizer(["peace and trade"], 280),
+        context=12,
+        stored="float64",
+        begin=after_an_end,
+        reads_out=True,
+    )
+
+
+def test_what_is_held_has_the_derivatives_of_the_block_and_its_attention(
+    run: OurModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.tensor([[3, 99, 7, 250, 8]])
+    held = run.read(ids).passages
+    monkeypatch.setattr(our_model, "hold", tuple)  # as it would be without
+    for passage, plain in zip(held, run.read(ids).passages, strict=True):
+        assert passage.attending is not None
+        assert plain.attending is not None
+        pairs = (
+            (passage.near, plain.block, passage.before),
+            (passage.attending.f, plain.attending.f, passage.attending.x),
+        )
+        for near, f, x in pairs:
+            wanted = jacobian(f, x).reshape(x.numel(), x.numel())
+            J = derivative(near, x)
+            torch.testing.assert_close(J.dense(), wanted, rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(J.T.dense(), wanted.mT, rtol=1e-8, atol=1e-10)
+            true = float(torch.linalg.matrix_norm(wanted, 2))
+            draw = torch.Generator().manual_seed(0)
+            found = spectral_norm(J, tol=1e-9, iterations=x.numel(), generator=draw)
+            assert float(found.lower) == pytest.approx(true, rel=1e-6)
+
+
+def test_attention_is_not_asked_again_for_a_derivative(
+    run: OurModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passages = run.read(torch.tensor([[3, 99, 7, 250]])).passages
+
+    def asked(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr(model_attention, "attend", asked)
+    for passage in passages:
+        torch.testing.assert_close(passage.near(passage.before), passage.after)
+        assert passage.attending is not None
+        passage.attending.f(passage.attending.x)
+        with pytest.raises(AssertionError):
+            passage.block(passage.before)
+
+
+def test_an_observer_that_gives_something_is_taken_at_its_word() -> None:
+    model = Transformer(ModelConfig(vocabulary=30, context=8, width=12, layers=2, heads=2))
+    ids = torch.arange(6)[None]
+
+    def zero(_layer: int, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
+        return torch.zeros_like(q)
+
+    def own(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return model_attention.attend(**model.question(layer, q, k, v)._asdict())
+
+    for p in model.parameters():  # fresh branches end in zeros, where nothing would show
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
+    plain = model(ids)
+    torch.testing.assert_close(model(ids, observe=own), plain)
+    assert not torch.allclose(model(ids, observe=zero), plain)

@@ -1,0 +1,56 @@
+"""fenchel/kernels/argmax_token.py against torch's own choice."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.generate import cuda_graph
+from fenchel.kernels import argmax_token
+from fenchel.kernels.argmax_token import choose
+
+
+def chosen(z: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """(token, said) of the kernel, after making sure that torch's operations say the same."""
+    found = []
+    for way in (choose, cuda_graph.choose):
+        token = torch.full((len(z),), 99, device=device)
+        said = torch.full((len(z), 6), 7, device=device)
+        way(z.to(device), torch.tensor([4], device=device), token, said)
+        found.append((token.cpu(), said.cpu()))
+    assert torch.equal(found[0][1], found[1][1])
+    return found[0]
+
+
+@pytest.mark.parametrize("V", [1, 5, 64, 100, 193])
+def test_the_likeliest_is_written_at_its_number(
+    V: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(argmax_token, "BLOCK", 64)
+    z = torch.randn(7, V, generator=torch.Generator().manual_seed(V))
+    for b in range(7):
+        z[b, b * V // 7] = 50.0  # in every block once
+    token, said = chosen(z, device)
+    assert torch.equal(token, z.argmax(-1))
+    assert torch.equal(said[:, 4], token)
+    assert (said[:, [0, 1, 2, 3, 5]] == 7).all()
+
+
+def test_of_equals_the_first_is_taken(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argmax_token, "BLOCK", 16)
+    z = torch.zeros(3, 40)
+    z[1, [9, 20, 25, 39]] = z[2, [36, 39]] = 1.0
+    assert chosen(z, device)[0].tolist() == [0, 9, 36]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("at", [3, 37])
+def test_a_row_without_a_finite_largest_is_marked(
+    bad: float, at: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(argmax_token, "BLOCK", 16)
+    z = torch.zeros(3, 40)
+    z[1, at] = bad
+    z[2] = -torch.inf
+    token, said = chosen(z, device)
+    assert said[:, 4].tolist() == [0, -1, -1]
+    assert ((token >= 0) & (token < 40)).all()  # the next step looks it up whatever it is

@@ -1,0 +1,145 @@
+"""optim/score/score_line.py and size.py: which pairs are looked at, and where a line ends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fenchel.optim import Pair, Rows, ScoreDescent, attention_pairs
+from fenchel.optim.score.probe import Seen, sample
+from fenchel.optim.score.score_line import Heads, Line
+from fenchel.optim.score.step_size import crossing, reach, scaling
+
+
+def pair(**settings: object) -> Pair:
+    weight = nn.Parameter(torch.zeros(12, 6))
+    rows = Rows(weight, 0, 4, 2), Rows(weight, 4, 8, 2)
+    return Pair("layer", nn.Identity(), *rows, scale=0.5, **settings)  # type: ignore[arg-type]
+
+
+def opened(seen: Seen, **settings: object) -> Tensor:
+    n = len(seen.x)
+    return sample([pair(**settings)], [seen]).grid.open.expand(1, n, 1, -1, -1)[0, :, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "distances"),
+    [
+        ({}, range(9)),
+        ({"window": 3}, range(3)),
+        ({"causal": False}, range(-8, 9)),
+        ({"causal": False, "window": 3}, range(-2, 3)),
+    ],
+)
+def test_a_query_sees_what_the_layer_lets_it(settings: dict[str, object], distances: range) -> None:
+    open_ = opened(Seen(torch.zeros(2, 9, 6), None, None), **settings)
+    for i in range(9):
+        for j in range(9):
+            assert bool(open_[1, i, j]) == (i - j in distances)
+
+
+def test_a_mask_closes_pairs_for_its_own_sequence() -> None:
+    mask = torch.ones(2, 9, 9, dtype=torch.bool)
+    mask[1, :, 4] = False
+    open_ = opened(Seen(torch.zeros(2, 9, 6), None, mask))
+    assert open_[0, 8, 4]
+    assert not open_[1, :, 4].any()
+
+
+def test_queries_are_sampled_evenly() -> None:
+    at = sample([pair()], [Seen(torch.zeros(1, 640, 6), None, None)])
+    assert at.grid.queries.tolist() == list(range(5, 640, 10))
+
+
+def test_independent_positions_give_the_closed_form() -> None:
+    """Over all pairs of two long independent samples the mean square is <E qq^T, E kk^T>."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 64, 6, generator=generator, dtype=torch.float64)
+    W = Heads(*(torch.randn(1, 2, 2, 6, generator=generator, dtype=torch.float64) for _ in "QK"))
+    layer = pair(causal=False)
+    at = sample([layer], [Seen(x, None, None)])
+    exact, closed = (Line([layer], at, W, closed=c).start_rms for c in (False, True))
+    torch.testing.assert_close(exact, closed)  # every pair is open, so it is no approximation
+
+
+CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "straight": lambda t: 3.0 * t,
+    "from the side": lambda t: (0.04 + t.square()).sqrt(),
+    "first away": lambda t: (0.09 - 0.3 * t + t.square()).sqrt(),
+    "bending up": lambda t: t + 2.0 * t.square(),
+    "saturating": lambda t: t / (0.1 + t),
+    "steep": lambda t: 1e6 * t,
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("begin", [0.02, 0.4, 3.0])
+def test_a_line_ends_where_the_change_is_gamma(name: str, begin: float) -> None:
+    curve, gamma = CURVES[name], torch.full((2, 3), 0.4)
+    start = torch.full((2, 3), 1e-6 if name == "steep" else begin)
+    t = reach(curve, gamma, start, torch.full((2, 3), torch.inf))
+    torch.testing.assert_close(curve(t), gamma, rtol=0.01, atol=0)
+
+
+def test_a_line_that_never_gets_there_ends_at_its_limit() -> None:
+    one = torch.ones(1, 1)
+    assert float(reach(lambda t: 0.1 * t, one, one, one)) == 1.0
+    assert float(reach(torch.zeros_like, one, one, one)) == 1.0
+
+
+@pytest.mark.parametrize("groups", [6, 2])
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_parts_end_where_the_change_is_first_gamma(groups: int, shrinks: bool) -> None:
+    """Against the scores themselves at ten thousand points, in float64, easy and hard heads."""
+    H, g = 6, torch.Generator().manual_seed(groups)
+    S, J_K, J_Q, R = torch.randn(4, 1, H, 40, generator=g, dtype=torch.float64)
+    R[:, 1] *= 1e4  # all but bilinear
+    J_K[:, 2], R[:, 2] = -J_Q[:, 2], 0.01 * R[:, 2]  # a move that leaves the scores, or nearly
+    J = (J_K + J_Q)[:, 3]
+    R[:, 3] = -J * (J.square().mean().sqrt() / 1.32)  # reaches 0.33, comes back, and goes on
+    flat = torch.stack((S, J_K, J_Q, R), dim=2)
+    gamma = torch.full((1, H), 0.3, dtype=torch.float64)
+    c = torch.linspace(0.97, 1.0, H, dtype=torch.float64).view(1, H) if shrinks else gamma / gamma
+    shrink = scaling(c, groups)
+    limit = torch.full_like(gamma, torch.inf)
+    t = crossing(flat @ flat.mT / 40, gamma, shrink if shrinks else None, limit, groups)
+
+    def change(t_Q: Tensor, t_K: Tensor) -> Tensor:
+        c, d = (x.repeat_interleave(H // x.shape[1], dim=1).unsqueeze(-1) for x in shrink)
+        a, b = t_Q.unsqueeze(-1), t_K.unsqueeze(-1)
+        return ((c * d - 1) * S + c * b * J_K + d * a * J_Q + a * b * R).square().mean(-1).sqrt()
+
+    t_K = t.K.repeat_interleave(H // groups, dim=1)
+    torch.testing.assert_close(change(t.Q, t_K), gamma, rtol=1e-4, atol=0)
+    before = [change(t_K * x, t_K * x) for x in torch.linspace(0, 0.9999, 10000)]
+    assert (torch.stack(before) <= gamma).all()
+    nearest = change(t_K, t_K).view(1, groups, -1).amax(2)  # the head that stopped its group
+    torch.testing.assert_close(nearest, gamma[:, :groups], rtol=1e-4, atol=0)
+
+
+def test_parts_go_no_further_than_their_limit_and_exactly_there() -> None:
+    one = torch.ones(2, 3)
+    small, nothing = 0.01 * torch.eye(4).expand(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)
+    for parts in (small, nothing):
+        assert torch.equal(crossing(parts, one, None, one, 3).Q, one)
+    limit = torch.full_like(one, torch.inf)
+    assert torch.equal(crossing(nothing, one, None, limit, 3).Q, torch.zeros(2, 3))
+
+
+def test_a_step_through_the_kernels_is_that_of_the_operations(
+    small: Any, tokens: Any, backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    for fused in (False, True):
+        for page in ("score_line", "direction"):
+            place = f"fenchel.optim.score.{page}.fused"
+            monkeypatch.setattr(place, lambda _, fused=fused: fused)
+        model = small(kv_heads=2)
+        score = ScoreDescent(attention_pairs(model))
+        backward(model, tokens(0, 2))
+        score.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

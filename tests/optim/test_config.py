@@ -1,0 +1,221 @@
+"""fenchel/optim/config.py and together.py: who moves what, and what decays."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fenchel.model import ModelConfig, Transformer
+from fenchel.optim import (
+    CombinedOptimiser,
+    OptimConfig,
+    build_beta2,
+    build_optimiser,
+    build_schedule,
+)
+from fenchel.optim.config import split
+
+PLAIN = ["muon", "adamw", "adam_l2", "sgd", "sgd_average", "nesterov"]
+plain_rule = pytest.mark.parametrize("name", PLAIN)
+every_rule = pytest.mark.parametrize("name", [*PLAIN, "score", "trust"])
+
+
+def small(**settings: object) -> Transformer:
+    return Transformer(ModelConfig(vocabulary=11, context=4, width=8, **settings))  # type: ignore[arg-type]
+
+
+@plain_rule
+def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
+    model = small(tied=False, bias=True)
+    groups = build_optimiser(model, OptimConfig(optimiser=name)).param_groups
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+
+
+@plain_rule
+def test_matrices_decay_and_nothing_else_does(name: str) -> None:
+    model = small(tied=False, bias=True, norm="layer", positions="learned")
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in build_optimiser(model, OptimConfig(optimiser=name)).param_groups:
+        for p in group["params"]:
+            inside = names[id(p)].startswith("blocks.") and p.ndim == 2
+            assert (group["weight_decay"] > 0) == inside, names[id(p)]
+
+
+@every_rule
+def test_experts_decay_as_matrices_and_muon_moves_each(name: str) -> None:
+    model = small(experts=3, experts_per_token=2)
+    optimiser = build_optimiser(model, OptimConfig(optimiser=name))
+    experts = {n: p for n, p in model.named_parameters() if p.ndim == 3}
+    assert {n.rpartition(".")[2] for n in experts} == {"gate", "up", "down"}
+    groups = {id(p): group for group in optimiser.param_groups for p in group["params"]}
+    for p in experts.values():
+        assert groups[id(p)]["weight_decay"] > 0
+        assert ("iterations" in groups[id(p)]) == (name in ("muon", "score", "trust"))
+    before = {n: p.detach().clone() for n, p in experts.items()}
+    model(torch.tensor([[1, 5, 2, 9]]))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.1)
+    optimiser.step()
+    for n, p in experts.items():
+        assert (p.detach() != before[n]).flatten(1).any(1).all(), n
+
+
+def test_a_tied_table_is_not_a_matrix_inside_a_block() -> None:
+    model = small()
+    matrices, others = split(model)
+    assert any(p is model.embed.weight for p in others)
+    assert all(p.ndim == 2 for p in matrices)
+
+
+def test_adamw_is_the_published_formula() -> None:
+    weight = nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 1, bias=False)])})
+    model["blocks"][0].weight = weight  # type: ignore[index]
+    config = OptimConfig(
+        optimiser="adamw", learning_rate=0.1, weight_decay=0.3, beta1=0.9, beta2=0.99
+    )
+    optimiser = build_optimiser(model, config)
+    theta, m, v = weight.detach().clone(), 0.0, 0.0
+    for t, g in enumerate((torch.tensor([[0.5, -1.0]]), torch.tensor([[0.1, 3.0]])), start=1):
+        weight.grad = g.double()
+        optimiser.step()
+        m = 0.9 * m + 0.1 * g.double()
+        v = 0.99 * v + 0.01 * g.double() ** 2
+        step = (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+        theta = (1 - 0.1 * 0.3) * theta - 0.1 * step
+    torch.testing.assert_close(weight.detach(), theta)
+
+
+@every_rule
+def test_state_goes_round(name: str) -> None:
+    def taken(steps: int, optimiser: CombinedOptimiser, model: nn.Module) -> None:
+        for step in range(steps):
+            model(torch.tensor([[1, 5, 2, 9]]))  # what the score optimisers look at
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1 * (step + 1))
+            optimiser.step()
+
+    one, two = small(bias=True), small(bias=True)
+    two.load_state_dict(one.state_dict())
+    a, b = (build_optimiser(m, OptimConfig(optimiser=name)) for m in (one, two))
+    taken(3, a, one)
+    two.load_state_dict(one.state_dict())
+    b.load_state_dict(copy.deepcopy(a.state_dict()))  # torch would share the tensors
+    taken(2, a, one)
+    taken(2, b, two)
+    for name, p in one.state_dict().items():
+        assert torch.equal(p, two.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_score_moves_queries_and_keys_and_muon_the_values_of_one_weight(bias: bool) -> None:
+    """The values' rows move as they do under Muon alone; the others by their scores."""
+    ids = torch.tensor([[1, 5, 2, 9], [3, 3, 7, 0]])
+    ends, start = {}, {}
+    for name in ("score", "muon"):
+        model = small(bias=bias)
+        optimiser = build_optimiser(model, OptimConfig(optimiser=name))
+        generator = torch.Generator().manual_seed(1)
+        model(ids)
+        for p in model.parameters():
+            with torch.no_grad():
+                p.normal_(generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator)
+            if name == "muon" and p.shape == (24, 8):
+                p.grad[:16] = 0.0  # so that Muon turns the rows of the values by themselves
+        start = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimiser.step()
+        ends[name] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for n, p in ends["score"].items():
+        theirs = ends["muon"][n]
+        if n.endswith("qkv.weight"):
+            decayed = (1 - 1e-2 * 0.1) * start[n][16:]
+            # Muon's factor is sqrt of the longer side: 24 rows with the others, 8 without
+            step, whole = p[16:] - decayed, theirs[16:] - decayed
+            torch.testing.assert_close(step * 3**0.5, whole, rtol=1e-4, atol=1e-6)
+            assert not torch.equal(p[:16], start[n][:16])
+        elif n.endswith("qkv.bias"):
+            assert torch.equal(p[16:], theirs[16:])
+            assert not torch.equal(p[:16], theirs[:16])
+        else:
+            assert torch.equal(p, theirs), n
+
+
+def test_every_row_is_moved_once_under_score() -> None:
+    model = small(tied=False, bias=True, kv_heads=1)
+    optimiser = build_optimiser(model, OptimConfig(optimiser="score"))
+    score, *others = optimiser.members
+    rows = sum(p.numel() for member in others for g in member.param_groups for p in g["params"])
+    pairs = sum(
+        rows_.values().numel()
+        for watch in score.watches  # type: ignore[attr-defined]
+        for pair in watch.probes
+        for rows_ in (pair.query, pair.key)
+    )
+    assert rows + pairs == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["score", "trust"])
+def test_the_settings_reach_the_score_optimisers(name: str) -> None:
+    config = OptimConfig(optimiser=name, score_rate=0.07, score_radius=3.0, score_damping=0.5)
+    first = build_optimiser(small(), config).param_groups[0]
+    assert (first["lr"], first["radius"]) == (0.07, 3.0)
+    assert first.get("damping", 0.5) == 0.5  # ScoreTrust has none
+
+
+def test_a_state_of_other_optimisers_is_refused() -> None:
+    adamw = build_optimiser(small(), OptimConfig(optimiser="adamw"))
+    with pytest.raises(ValueError, match="of 1 optimisers, here are 2"):
+        build_optimiser(small(), OptimConfig()).load_state_dict(adamw.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("sgd", 1.0, 1.5), ("sgd_average", 0.5, 0.75), ("nesterov", 1.5, 1.75)],
+)
+def test_each_momentum_is_the_one_its_name_says(name: str, first: float, second: float) -> None:
+    """Two gradients of 1 with momentum 1/2: what the two steps are, in rates."""
+    model = nn.Linear(1, 1, bias=False)
+    optimiser = build_optimiser(model, OptimConfig(optimiser=name, learning_rate=1.0, momentum=0.5))
+    moves = []
+    for _ in range(2):
+        before = model.weight.item()
+        model.weight.grad = torch.ones_like(model.weight)
+        optimiser.step()
+        moves.append(before - model.weight.item())
+    assert moves == pytest.approx([first, second], rel=1e-5)
+
+
+def test_beta2_warms_up_to_the_setting_and_only_when_asked() -> None:
+    assert build_beta2(OptimConfig()) is None
+    beta2 = build_beta2(OptimConfig(beta2=0.998, beta2_warmup=50))
+    assert beta2 is not None
+    assert (beta2(0), beta2(50), beta2(9999)) == pytest.approx((0.99, 0.998, 0.998))
+
+
+@pytest.mark.parametrize("name", ["hold", "cosine", "linear", "inverse_sqrt", "constant"])
+def test_every_named_schedule_peaks_at_1(name: str) -> None:
+    schedule = build_schedule(OptimConfig(schedule=name, warmup=0.1), 100)
+    assert max(schedule(t) for t in range(100)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"optimiser": "descent"},
+        {"schedule": "up"},
+        {"learning_rate": 0.0},
+        {"score_rate": 0.0},
+        {"score_radius": -1.0},
+        {"warmup": 1.0},
+        {"beta2": -0.1},
+        {"beta2_warmup": -1},
+        {"beta2_warmup": 10, "beta2": 0.95},
+        {"weight_decay": -1.0},
+    ],
+)
+def test_a_wrong_setting_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        OptimConfig(**wrong)  # type: ignore[arg-type]

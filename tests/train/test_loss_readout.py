@@ -1,0 +1,111 @@
+"""fenchel/train/loss.py against the definition in loss.py, differentiated by autograd."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.model import ModelConfig, Transformer
+from fenchel.train import loss
+from fenchel.train.loss import readout_loss, rows_alone, total_loss
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def parts() -> tuple[Tensor, Tensor, Tensor]:
+    """B=3, T=7, M=5, V=11."""
+    targets = torch.randint(11, (3, 7), generator=torch.Generator().manual_seed(1))
+    return draw(3, 7, 5).requires_grad_(), draw(11, 5).requires_grad_(), targets
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("rows", [1, 4, 21, 100])
+def test_loss_and_gradients_are_those_of_the_logits_whatever_the_parts(
+    parts: tuple[Tensor, Tensor, Tensor],
+    smoothing: float,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss, "ROWS", rows)
+    monkeypatch.setattr(loss, "LOGITS", {})
+    stream, table, targets = parts
+    ours = readout_loss(stream, table, targets, smoothing=smoothing)
+    plain = total_loss(stream @ table.T, targets, smoothing=smoothing)
+    torch.testing.assert_close(ours, plain, check_dtype=False)
+    torch.testing.assert_close(
+        torch.autograd.grad(3.0 * ours, (stream, table)),
+        torch.autograd.grad(3.0 * plain, (stream, table)),
+        rtol=1e-6,
+        atol=1e-6,  # the definition sums float64 logits in float32
+    )
+
+
+def test_under_autocast_it_reads_in_bfloat16_and_sums_in_float32(
+    parts: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    stream, table = (part.detach().float().requires_grad_() for part in parts[:2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = readout_loss(stream, table, parts[2])
+        logits = torch.nn.functional.linear(stream, table)
+    assert logits.dtype == torch.bfloat16
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, total_loss(logits, parts[2]), rtol=1e-3, atol=1e-3)
+    gradients = torch.autograd.grad(ours, (stream, table))
+    exact = torch.autograd.grad(total_loss(stream @ table.T, parts[2]), (stream, table))
+    for found, wanted in zip(gradients, exact, strict=True):
+        assert found.dtype == torch.float32
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_without_gradients_it_is_the_loss_alone(parts: tuple[Tensor, Tensor, Tensor]) -> None:
+    with torch.no_grad():
+        loss = readout_loss(*parts)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, readout_loss(*parts).detach())
+
+
+def test_a_second_derivative_is_refused_and_not_zero(parts: tuple[Tensor, Tensor, Tensor]) -> None:
+    loss = readout_loss(*parts)
+    with pytest.raises(RuntimeError, match="has no second derivative; take total_loss"):
+        torch.autograd.grad(loss, parts[0], create_graph=True)
+
+
+def test_its_gradient_is_handed_over_once(parts: tuple[Tensor, Tensor, Tensor]) -> None:
+    loss = readout_loss(*parts)
+    torch.autograd.grad(loss, parts[0], retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated already; compute it again"):
+        torch.autograd.grad(loss, parts[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_gradient_by_rows_is_the_whole_gradient(tied: bool, dtype: torch.dtype) -> None:
+    config = ModelConfig(vocabulary=40, width=8, heads=2, layers=1, tied=tied)
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.randint(9, (2, 3, 13), generator=torch.Generator().manual_seed(1))  # often the same
+    found = {}
+    for alone in (False, True):
+        model.zero_grad()
+        for part in ids:
+            with rows_alone(model) if alone else contextlib.nullcontext():
+                stream = model(part[:, :-1], read=False)
+            readout_loss(stream, model.read_weight, part[:, 1:]).backward()
+        found[alone] = {name: p.grad for name, p in model.named_parameters()}
+    with rows_alone(model):
+        rows = torch.autograd.grad(model.embed(ids).sum(), model.embed.weight)[0].is_sparse
+    assert rows == (tied and dtype == torch.float64)
+    assert not model.embed.sparse
+    for name, wanted in found[False].items():
+        assert found[True][name].layout == torch.strided
+        torch.testing.assert_close(found[True][name], wanted)
+
+
+def test_rows_are_alone_only_inside() -> None:
+    model = Transformer(ModelConfig(vocabulary=40, width=8, heads=2, layers=1))
+    with pytest.raises(ValueError, match="40"), rows_alone(model):
+        model(torch.tensor([[40]]))
+    assert not model.embed.sparse

@@ -1,0 +1,45 @@
+"""fenchel/train/machine.py: what the numbers of a run depend on."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import fenchel
+from fenchel.train.machine import commit, device_name, environment
+
+
+def test_it_is_plain_and_complete() -> None:
+    found = environment(torch.device("cpu"))
+    assert json.loads(json.dumps(found)) == found
+    assert found["torch"] == torch.__version__
+    assert found["fenchel"] == fenchel.__version__
+    assert found["threads"] == torch.get_num_threads()
+    assert found["device"]
+
+
+def test_without_a_repository_or_git_the_commit_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fenchel, "__file__", str(tmp_path / "fenchel" / "__init__.py"))
+    assert commit() == "unknown"
+    (tmp_path / ".git").mkdir()
+    assert commit() == "unknown"  # git finds nothing there
+
+    def absent(*_: object, **__: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    assert commit() == "unknown"
+
+
+def test_a_system_without_cpuinfo_still_names_its_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(*_: object, **__: object) -> str:
+        raise FileNotFoundError("/proc/cpuinfo")
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert device_name(torch.device("cpu"))
