@@ -48,10 +48,13 @@ from fenchel.attention.rotary import (
     rotary,
     rotate,
 )
+from fenchel.attention.spec import AttentionCall, AttentionSpec
 
 __all__ = [
     "ALiBi",
     "Angles",
+    "AttentionCall",
+    "AttentionSpec",
     "Causal",
     "Dense",
     "Global",

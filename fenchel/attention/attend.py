@@ -30,9 +30,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from fenchel.attention import backends, blocked, flex, reference, sdpa
 from fenchel.attention.prior import Causal, Prior
 from fenchel.attention.shapes import check, leading, together
+from fenchel.attention.spec import SOFTMAX
 from fenchel.choice import Choice, Softmax
 
-_SOFTMAX = Softmax()
 _ONE_PIECE = 1 << 16  # scores: below this the bookkeeping of tiles costs more than it saves
 
 
@@ -69,7 +69,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    choice: Choice = _SOFTMAX,
+    choice: Choice = SOFTMAX,
     prior: Prior | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -115,7 +115,7 @@ def serves(
     k: Tensor,
     v: Tensor,
     *,
-    choice: Choice = _SOFTMAX,
+    choice: Choice = SOFTMAX,
     prior: Prior | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
