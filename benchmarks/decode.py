@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.harness import race, record
 from benchmarks.train_cpu import draw, llama
-from fenchel.generate import KVCache, generate
+from fenchel.generation import KVCache, generate
 from fenchel.model import ModelConfig, Transformer
 
 THREADS = 2

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Race, race, record
-from fenchel.generate import generate
+from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
 from fenchel.train.loss import readout_loss, rows_alone
 

@@ -15,10 +15,10 @@ ARROWS: dict[str, set[str]] = {
     "optim": {"choice", "attention", "kernels"},
     "model": {"choice", "attention"},
     "checkpoints": {"model", "data"},  # data for the tokenizer beside the weights
-    "generate": {"attention", "model", "kernels"},
+    "generation": {"attention", "model", "kernels"},
     "data": set(),
     "train": {"attention", "checkpoints", "choice", "optim", "data", "kernels"},
-    "evaluate": {"attention", "choice", "checkpoints", "data", "generate", "model"},
+    "evaluate": {"attention", "choice", "checkpoints", "data", "generation", "model"},
     "hf": {"attention", "choice"},
     "inspection": {"attention", "checkpoints", "choice", "sensitivity", "model", "data"},
     "report": set(),

@@ -2,7 +2,7 @@
 
 generation_config.json, or config.json where a file is older, in the words of Hugging Face. A
 value outside its range is refused; what is not here (beams, other penalties, processors) is not
-used by fenchel.generate and so not read.
+used by fenchel.generation and so not read.
 """
 
 from dataclasses import dataclass

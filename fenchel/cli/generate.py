@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from fenchel.generate import Sampling
+    from fenchel.generation import Sampling
 
 OURS = {
     "temperature": 0.8,
@@ -79,7 +79,7 @@ def run(
 
     from fenchel.checkpoints import load
     from fenchel.data import encode, end_id, pad_id
-    from fenchel.generate import stream_text
+    from fenchel.generation import stream_text
 
     flags = {
         "temperature": temperature,
@@ -155,7 +155,7 @@ def choose(directory: Path, flags: dict[str, Any]) -> Chosen:
     from fenchel.checkpoints.generation_config import GENERATION
     from fenchel.checkpoints.hf_directory import holds
     from fenchel.checkpoints.load import is_run
-    from fenchel.generate import Sampling
+    from fenchel.generation import Sampling
     from fenchel.model.families.config_reader import CONFIG
 
     said = Generation()

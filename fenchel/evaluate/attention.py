@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fenchel.attention import HeadHealth, Health, attend, healths
 from fenchel.data import Ids, decode, end_id
-from fenchel.generate import generate
+from fenchel.generation import generate
 from fenchel.model import Transformer, evaluating
 from fenchel.model.attention import Question
 

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 
 from fenchel.checkpoints import load
 from fenchel.data import decode, encode, end_id, windows
-from fenchel.generate import Sampling, stream
+from fenchel.generation import Sampling, stream
 from fenchel.model import Transformer, evaluating
 
 _SETTINGS = frozenset("until max_gen_toks do_sample temperature top_k top_p min_p".split())

@@ -6,7 +6,7 @@
 
 n, the number of the token, and ``fill``, how many slots before a sequence begins, are read from
 device memory, so that the same launch serves every token: token t stands in slot R - 1 - t mod R
-(fenchel/generate/cuda_graph.py), so the present slots are the last min(n + 1, R) of the R, but for
+(generation/cuda_graph.py), so the present slots are the last min(n + 1, R) of the R, but for
 the
 fill. The token's position is n - fill.
 

@@ -15,7 +15,7 @@ import torch
 from fenchel.checkpoints import Progress
 from fenchel.data import Batches, TextConfig, decode, encode, prepare
 from fenchel.evaluate import attention_health, score
-from fenchel.generate import generate
+from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import OptimConfig, build_optimiser, build_schedule
 from fenchel.report import page

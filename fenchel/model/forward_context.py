@@ -25,7 +25,7 @@ One that gives something, (B, H, T, D), is taken at its word, and ``attend`` is 
 
 
 class Cache(Protocol):
-    """Keys and values of the slots already read; see fenchel.generate.kv_cache."""
+    """Keys and values of the slots already read; see fenchel.generation.kv_cache."""
 
     @property
     def length(self) -> int:

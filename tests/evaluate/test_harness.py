@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from fenchel.checkpoints import Loaded
 from fenchel.data import decode, encode, end_id, train_tokenizer
 from fenchel.evaluate.harness import Answers, harness_model
-from fenchel.generate import generate
+from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
 
 CONTEXT = 8

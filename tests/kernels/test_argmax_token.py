@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.generate import cuda_graph
+from fenchel.generation import cuda_graph
 from fenchel.kernels import argmax_token
 from fenchel.kernels.argmax_token import choose
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fenchel.generate.kv_cache import KVCache
+from fenchel.generation.kv_cache import KVCache
 from fenchel.model import ModelConfig, Transformer
 
 OPTIONS: dict[str, list[Any]] = {

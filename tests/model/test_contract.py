@@ -14,7 +14,7 @@ from torch.func import jvp, vjp
 
 from fenchel.attention import attend
 from fenchel.config import from_mapping, to_mapping, to_toml
-from fenchel.generate.kv_cache import KVCache
+from fenchel.generation.kv_cache import KVCache
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.block import distance_prior
 from fenchel.model.forward_context import ForwardContext

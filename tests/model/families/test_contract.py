@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fenchel.checkpoints import load_model, save
-from fenchel.generate import generate
+from fenchel.generation import generate
 from fenchel.model import Transformer
 from fenchel.model.families.family import resolved
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fenchel.checkpoints import load_model
-from fenchel.generate import generate
+from fenchel.generation import generate
 
 ROWS = [torch.randint(3, 70, (n,), generator=torch.Generator().manual_seed(n)) for n in (4, 9, 6)]
 HOW: list[dict[str, Any]] = [{}, {"cache": "float16"}, {"draft": 5}]

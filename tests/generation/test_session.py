@@ -1,8 +1,8 @@
-"""fenchel/generate/session.py: the fill stands on the left and counts for nothing."""
+"""fenchel/generation/session.py: the fill stands on the left and counts for nothing."""
 
 import torch
 
-from fenchel.generate.session import seen, side_by_side
+from fenchel.generation.session import seen, side_by_side
 
 ROWS = [torch.tensor(row) for row in ([7, 8, 9], [5], [3, 3])]
 

@@ -1,4 +1,4 @@
-"""fenchel/generate/cuda_graph.py: a recording serves the next call, and only one that it fits."""
+"""fenchel/generation/cuda_graph.py: a recording serves the next call, and only one that it fits."""
 
 import gc
 import weakref
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.generate import Sampling, cuda_graph, generate, stream
-from fenchel.generate.cuda_graph import RECORDERS, Step, as_graph
+from fenchel.generation import Sampling, cuda_graph, generate, stream
+from fenchel.generation.cuda_graph import RECORDERS, Step, as_graph
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]
@@ -81,7 +81,7 @@ def test_weights_may_change_their_values_but_not_their_place(
 def test_two_streams_at_once_do_not_share_a_step(
     model: Transformer, ids: Tensor, recorded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fenchel.generate.decode.FAR_AHEAD", 1)
+    monkeypatch.setattr("fenchel.generation.decode.FAR_AHEAD", 1)
     prompts = [ids, ids.flip(1)]
     wanted = [generate(model, one, **GREEDY)[0, 4:].tolist() for one in prompts]
     assert same(model, ids)  # there is one to be had, for the first who comes

@@ -1,10 +1,10 @@
-"""fenchel/generate/text_stream.py: streaming spells what decoding at once would."""
+"""fenchel/generation/text_stream.py: streaming spells what decoding at once would."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fenchel.data import decode, encode, train_tokenizer
-from fenchel.generate import Detokenizer
+from fenchel.generation import Detokenizer
 
 TOKENIZER = train_tokenizer(["the sea shells, the shore; größer 東京 🐚\n" * 9], 300)
 

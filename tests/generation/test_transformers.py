@@ -18,7 +18,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from fenchel.generate import generate
+from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
 
 V, CONTEXT, M, LAYERS, H = 67, 96, 32, 3, 4

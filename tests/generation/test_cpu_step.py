@@ -1,4 +1,4 @@
-"""fenchel/generate/cpu_step.py: the model's own numbers, in fewer operations."""
+"""fenchel/generation/cpu_step.py: the model's own numbers, in fewer operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fenchel.generate import KVCache, generate
-from fenchel.generate.cpu_step import CpuStep, why_not
+from fenchel.generation import KVCache, generate
+from fenchel.generation.cpu_step import CpuStep, why_not
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]

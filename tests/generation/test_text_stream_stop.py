@@ -1,4 +1,4 @@
-"""fenchel/generate/text_stream.py: nothing of a stop string is ever handed out."""
+"""fenchel/generation/text_stream.py: nothing of a stop string is ever handed out."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fenchel.data import encode
-from fenchel.generate import StopStrings, TextStream
-from fenchel.generate.text_stream import Stops
+from fenchel.generation import StopStrings, TextStream
+from fenchel.generation.text_stream import Stops
 
 letters = st.text(alphabet="abc", max_size=30)
 

@@ -1,4 +1,4 @@
-"""fenchel/generate/prompt_lookup.py and its use: guessing ahead changes nothing but the time."""
+"""fenchel/generation/prompt_lookup.py and its use: guessing ahead changes nothing but the time."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fenchel.generate import PromptLookup, Sampling, generate
-from fenchel.generate.prompt_lookup import LONGEST
-from fenchel.generate.sampling import kept
-from fenchel.generate.session import Session
+from fenchel.generation import PromptLookup, Sampling, generate
+from fenchel.generation.prompt_lookup import LONGEST
+from fenchel.generation.sampling import kept
+from fenchel.generation.session import Session
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]
-SAMPLING = import_module("fenchel.generate.sampling")  # whose name the package gives to a function
+SAMPLING = import_module(
+    "fenchel.generation.sampling"
+)  # whose name the package gives to a function
 
 
 def slowly(ids: list[int], most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""fenchel/generate/decode.py: a cache changes the work, not the words."""
+"""fenchel/generation/decode.py: a cache changes the work, not the words."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.data import decode, encode
-from fenchel.generate import KVCache, Sampling, generate, stream, stream_text
+from fenchel.generation import KVCache, Sampling, generate, stream, stream_text
 from fenchel.model import Transformer
 
 CONTEXT = 16

@@ -1,4 +1,4 @@
-"""fenchel/generate/kv_cache.py: reading in pieces is reading at once, in less memory."""
+"""fenchel/generation/kv_cache.py: reading in pieces is reading at once, in less memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.generate import KVCache
+from fenchel.generation import KVCache
 from fenchel.model import ModelConfig, Transformer
 
 MIB = 2**20

@@ -13,7 +13,7 @@ of unequal prompts is a mask. The R = H / G query heads that share keys stand un
 as R queries of one head, so no key is repeated.
 
 It is the forward pass of fenchel/model for T = 1 and a plain decoder
-(fenchel/generate/plain_decoder.py);
+(fenchel/generation/plain_decoder.py);
 ``why_not`` says what else a model has, and then the model reads by itself.
 
 B sequences, M width of the stream, H heads, G heads of keys, D width of a head, F width of the MLP.
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
-from fenchel.generate.kv_cache import KVCache
-from fenchel.generate.plain_decoder import Norm, layer_of, norm_of, why_not_plain
+from fenchel.generation.kv_cache import KVCache
+from fenchel.generation.plain_decoder import Norm, layer_of, norm_of, why_not_plain
 from fenchel.model import Transformer
 from fenchel.model.mlp import ACTIVATIONS
 from fenchel.model.rotary_table import RotaryTable

@@ -23,7 +23,7 @@ One token of a few sequences through a plain decoder on a GPU, in five kernels a
 With one token a step lasts as long as it takes to read the weights once, if nothing else is in the
 way: each kernel reads one or two matrices whole and makes what it needs of the stream by itself.
 Where we are in the text lies in device memory, so that the step can be recorded once for all tokens
-(fenchel/generate/cuda_graph.py). 22 layers of width 2048 with 32,000 words are 2.07 GB in bfloat16.
+(generation/cuda_graph.py). 22 layers of width 2048 with 32,000 words are 2.07 GB in bfloat16.
 
 B sequences, M width of the stream, H heads, G heads of keys, D width of a head, F width of the MLP.
 
@@ -32,12 +32,12 @@ A step whose shapes never change, so that it can be recorded once and replayed.
 On a GPU a step of decoding is hundreds of small kernels, and asking for each takes longer than
 running it. A CUDA graph asks once for all of them, and wants the same memory and the same shapes at
 every step, which a cache that grows does not give. Here the cache always has all its slots, and
-those not yet written are absent (fenchel/generate/cuda_graph.py). Distances between slots mean
+those not yet written are absent (fenchel/generation/cuda_graph.py). Distances between slots mean
 nothing
 there, so ALiBi and buckets cannot be recorded (``why_not``).
 
 The prompt is read by the ordinary cache and taken over. A step is the model's own forward pass, or
-for a plain decoder a few kernels made for one token (fenchel/generate/cuda_graph.py).
+for a plain decoder a few kernels made for one token (fenchel/generation/cuda_graph.py).
 
 Recorded steps that are kept from one call to the next, one a model.
 
@@ -55,9 +55,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fenchel.generate.kv_cache import Kind, KVCache
-from fenchel.generate.plain_decoder import Norm as NormModule
-from fenchel.generate.plain_decoder import layer_of, norm_of, why_not_plain
+from fenchel.generation.kv_cache import Kind, KVCache
+from fenchel.generation.plain_decoder import Norm as NormModule
+from fenchel.generation.plain_decoder import layer_of, norm_of, why_not_plain
 from fenchel.kernels.thin_matmul import Norm
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.rotary_table import RotaryTable

@@ -1,4 +1,4 @@
-"""fenchel/generate/cuda_graph.py: the model's own numbers, from kernels made for one token."""
+"""fenchel/generation/cuda_graph.py: the model's own numbers, from kernels made for one token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.generate import KVCache, cuda_graph, generate
-from fenchel.generate.cuda_graph import RECORDERS, RecordedStep, Step, as_graph
+from fenchel.generation import KVCache, cuda_graph, generate
+from fenchel.generation.cuda_graph import RECORDERS, RecordedStep, Step, as_graph
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.generate import cuda_graph
-from fenchel.generate.cpu_step import CpuStep, why_not
-from fenchel.generate.cuda_graph import RECORDERS, PendingTokens, Record, RecordedStep
-from fenchel.generate.kv_cache import Kind, KVCache
+from fenchel.generation import cuda_graph
+from fenchel.generation.cpu_step import CpuStep, why_not
+from fenchel.generation.cuda_graph import RECORDERS, PendingTokens, Record, RecordedStep
+from fenchel.generation.kv_cache import Kind, KVCache
 from fenchel.model import Transformer
 
 FILL = 0

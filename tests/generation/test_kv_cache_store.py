@@ -1,9 +1,9 @@
-"""fenchel/generate/kv_cache.py: what is written comes back, as nearly as it was promised."""
+"""fenchel/generation/kv_cache.py: what is written comes back, as nearly as it was promised."""
 
 import pytest
 import torch
 
-from fenchel.generate.kv_cache import LARGEST, DenseStore, Int8Store, Room, Store, quantised
+from fenchel.generation.kv_cache import LARGEST, DenseStore, Int8Store, Room, Store, quantised
 
 ROOM = Room(2, 3, 7, 5)
 

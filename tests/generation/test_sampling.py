@@ -1,4 +1,4 @@
-"""fenchel/generate/sampling.py: exactly the right tokens stay."""
+"""fenchel/generation/sampling.py: exactly the right tokens stay."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from fenchel.generate import Sampling, sample
-from fenchel.generate.sampling import kept, penalised
+from fenchel.generation import Sampling, sample
+from fenchel.generation.sampling import kept, penalised
 
 
 def slowly(p: list[float], sampling: Sampling) -> set[int]:

@@ -1,4 +1,4 @@
-"""fenchel/generate/cuda_graph.py: fixed shapes change neither the logits nor the words."""
+"""fenchel/generation/cuda_graph.py: fixed shapes change neither the logits nor the words."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.generate import KVCache, Sampling, generate, stream
-from fenchel.generate.cuda_graph import (
+from fenchel.generation import KVCache, Sampling, generate, stream
+from fenchel.generation.cuda_graph import (
     RECORDERS,
     PendingTokens,
     RecordedStep,

@@ -1,11 +1,11 @@
 """Prompt ids to longer ids, one token after another.
 
-    logits = read(unread)      the prompt, later what was drawn last     fenchel/generate/session.py
-    token  = sample(logits)    fenchel/generate/sampling.py
+    logits = read(unread)      the prompt, later what was drawn last     generation/session.py
+    token  = sample(logits)    fenchel/generation/sampling.py
     unread = token             until ``max_new_tokens``, or all sequences have stopped
 
 With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
-the tokens are the same (fenchel/generate/prompt_lookup.py). A greedy step that is recorded chooses
+the tokens are the same (generation/prompt_lookup.py). A greedy step that is recorded chooses
 its
 token on the device and goes on with it: the loop asks for some at a time, and for the next before
 it looks at these, so that the device never waits; those behind a stop are forgotten.
@@ -21,12 +21,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.generate.cuda_graph import PendingTokens, Record, require
-from fenchel.generate.kv_cache import Kind
-from fenchel.generate.prompt_lookup import PromptLookup
-from fenchel.generate.sampling import NOT_FINITE, Sampling, sample
-from fenchel.generate.session import Prompts, Session, seen, side_by_side
-from fenchel.generate.text_stream import Stops, TextStream
+from fenchel.generation.cuda_graph import PendingTokens, Record, require
+from fenchel.generation.kv_cache import Kind
+from fenchel.generation.prompt_lookup import PromptLookup
+from fenchel.generation.sampling import NOT_FINITE, Sampling, sample
+from fenchel.generation.session import Prompts, Session, seen, side_by_side
+from fenchel.generation.text_stream import Stops, TextStream
 from fenchel.model import Transformer, evaluating
 
 AHEAD, FAR_AHEAD = 16, 64
@@ -98,7 +98,7 @@ def generate(
     ``stop`` holds ids, and strings if the ``tokenizer`` is given; the token that completes a
     stop is kept. ``cache`` is what keys and values are held in. ``draft`` tokens are guessed
     ahead from what was said before, for a single sequence. ``record`` replays one step of fixed
-    shapes, for a GPU: fenchel/generate/cuda_graph.py. ``source`` is what an encoder reads
+    shapes, for a GPU: fenchel/generation/cuda_graph.py. ``source`` is what an encoder reads
     before the decoder begins, in the same two forms as the prompts.
     """
     sampling = Sampling(

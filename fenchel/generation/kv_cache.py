@@ -25,7 +25,7 @@ and when the room is full the last W - 1 move to the front. The room is a quarte
 the window, so that each key moves four times at the most.
 
 Keys are held as they are used, rotated where positions are; how they lie in memory is in
-fenchel/generate/kv_cache.py.
+fenchel/generation/kv_cache.py.
 
 Shapes: a layer's keys and values are (B, G, S, D).
 """

@@ -1,0 +1,20 @@
+"""Caches, sampling, decoding."""
+
+from fenchel.generation.decode import generate, stream, stream_text
+from fenchel.generation.kv_cache import KVCache
+from fenchel.generation.prompt_lookup import PromptLookup
+from fenchel.generation.sampling import Sampling, sample
+from fenchel.generation.text_stream import Detokenizer, StopStrings, TextStream
+
+__all__ = [
+    "Detokenizer",
+    "KVCache",
+    "PromptLookup",
+    "Sampling",
+    "StopStrings",
+    "TextStream",
+    "generate",
+    "sample",
+    "stream",
+    "stream_text",
+]
