@@ -1,3 +1,128 @@
-"""Transformers whose attention can be derived, measured and steered."""
+"""Transformers whose attention can be derived, measured and steered.
+
+The most used names of the packages are attributes of ``fenchel`` itself, and so are the packages.
+Each is imported at its first use, so that ``import fenchel`` takes no time and loads no torch:
+
+    >>> import torch, fenchel
+    >>> fenchel.Sparsemax().weights(torch.tensor([1.0, 0.8, -3.0]))
+    tensor([0.6000, 0.4000, 0.0000])
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
+    >>> fenchel.attend(q, k, v, choice=fenchel.Entmax(1.5), prior=fenchel.Causal()).shape
+    torch.Size([1, 2, 5, 8])
+    >>> fenchel.sensitivity.bounds.norm_layer  # doctest: +ELLIPSIS
+    <function norm_layer at ...>
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Type checkers and editors read the imports; at run time __getattr__ reads the table below them.
+# tests/test_public_names.py compares the two.
+if TYPE_CHECKING:
+    from fenchel import attention as attention
+    from fenchel import checkpoints as checkpoints
+    from fenchel import choice as choice
+    from fenchel import data as data
+    from fenchel import evaluate as evaluate
+    from fenchel import generation as generation
+    from fenchel import hf as hf
+    from fenchel import inspection as inspection
+    from fenchel import model as model
+    from fenchel import optim as optim
+    from fenchel import pipeline as pipeline
+    from fenchel import report as report
+    from fenchel import sensitivity as sensitivity
+    from fenchel import train as train
+    from fenchel.attention import ALiBi as ALiBi
+    from fenchel.attention import AttentionSpec as AttentionSpec
+    from fenchel.attention import Causal as Causal
+    from fenchel.attention import Dense as Dense
+    from fenchel.attention import Padding as Padding
+    from fenchel.attention import RelativeBias as RelativeBias
+    from fenchel.attention import Window as Window
+    from fenchel.attention import attend as attend
+    from fenchel.attention import attend_jvp as attend_jvp
+    from fenchel.attention import rotary as rotary
+    from fenchel.checkpoints import load as load
+    from fenchel.checkpoints import save as save
+    from fenchel.choice import Capped as Capped
+    from fenchel.choice import Entmax as Entmax
+    from fenchel.choice import Hard as Hard
+    from fenchel.choice import Softmax as Softmax
+    from fenchel.choice import Sparsemax as Sparsemax
+    from fenchel.choice import kkt as kkt
+    from fenchel.generation import generate as generate
+    from fenchel.hf import attach as attach
+    from fenchel.inspection import inspect as inspect
+    from fenchel.model import ModelConfig as ModelConfig
+    from fenchel.model import Transformer as Transformer
+    from fenchel.optim import Muon as Muon
+    from fenchel.optim import ScoreDescent as ScoreDescent
+    from fenchel.optim import ScoreTrust as ScoreTrust
+    from fenchel.optim import attention_pairs as attention_pairs
+    from fenchel.sensitivity import attention_jacobian as attention_jacobian
+    from fenchel.sensitivity import certify as certify
+    from fenchel.sensitivity import jacobian as jacobian
+    from fenchel.sensitivity import self_attention_jacobian as self_attention_jacobian
+    from fenchel.sensitivity import singular_values as singular_values
+    from fenchel.sensitivity import spectral_norm as spectral_norm
+
+_PACKAGE_OF = {
+    "ALiBi": "attention",
+    "AttentionSpec": "attention",
+    "Causal": "attention",
+    "Dense": "attention",
+    "Padding": "attention",
+    "RelativeBias": "attention",
+    "Window": "attention",
+    "attend": "attention",
+    "attend_jvp": "attention",
+    "rotary": "attention",
+    "load": "checkpoints",
+    "save": "checkpoints",
+    "Capped": "choice",
+    "Entmax": "choice",
+    "Hard": "choice",
+    "Softmax": "choice",
+    "Sparsemax": "choice",
+    "kkt": "choice",
+    "generate": "generation",
+    "attach": "hf",
+    "inspect": "inspection",
+    "ModelConfig": "model",
+    "Transformer": "model",
+    "Muon": "optim",
+    "ScoreDescent": "optim",
+    "ScoreTrust": "optim",
+    "attention_pairs": "optim",
+    "attention_jacobian": "sensitivity",
+    "certify": "sensitivity",
+    "jacobian": "sensitivity",
+    "self_attention_jacobian": "sensitivity",
+    "singular_values": "sensitivity",
+    "spectral_norm": "sensitivity",
+}
+_PACKAGES = frozenset(
+    "attention checkpoints choice data evaluate generation hf inspection model optim pipeline "
+    "report sensitivity train".split()
+)
+
+__all__ = ["__version__", *_PACKAGE_OF]
+
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, or a package, at its first use."""
+        if name in _PACKAGES:
+            return import_module(f"fenchel.{name}")
+        if name not in _PACKAGE_OF:
+            raise AttributeError(f"module 'fenchel' has no attribute {name!r}")
+        value = getattr(import_module(f"fenchel.{_PACKAGE_OF[name]}"), name)
+        globals()[name] = value  # the next use is an ordinary attribute
+        return value
+
+    def __dir__() -> list[str]:
+        """The public names, the packages, and the module's own attributes."""
+        return sorted({*globals(), *__all__, *_PACKAGES})
