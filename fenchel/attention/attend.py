@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fenchel.attention import backends, blocked, flex, reference, sdpa
 from fenchel.attention.prior import Causal, Prior
-from fenchel.attention.shapes import check, leading, together
+from fenchel.attention.shapes import broadcast_batch, check, output_axes
 from fenchel.attention.spec import SOFTMAX
 from fenchel.choice import Choice, Softmax
 
@@ -123,7 +123,7 @@ def serves(
 ) -> dict[str, str | None]:
     """For each back end, why it cannot take this call, or None: arguments as in ``attend``."""
     check(q, k, v, dropout, softcap)
-    call = _describe(*together(q, k, v), choice, prior, softcap, dropout, return_weights)
+    call = _describe(*broadcast_batch(q, k, v), choice, prior, softcap, dropout, return_weights)
     return {name: backends.why_not(name, call) for name in backends.BACKENDS}
 
 
@@ -140,8 +140,8 @@ def _attend(
     return_weights: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     check(q, k, v, dropout, softcap)
-    axes = leading(q, k)
-    q, k, v = together(q, k, v)
+    axes = output_axes(q, k)
+    q, k, v = broadcast_batch(q, k, v)
     if prior is not None:
         prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fenchel.attention.prior import Place, Prior
+from fenchel.attention.prior import Prior, ScoreIndex
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,22 @@ class ALiBi(Prior):
 
     heads: int
     table: Tensor | None = None
-    """The slopes written out, as ``ready`` does for kernels that look up rather than compute."""
+    """The slopes as a tensor, made by ``with_tables`` for kernels that look them up."""
 
     def __post_init__(self) -> None:
         if self.heads < 1:
             raise ValueError(f"ALiBi needs 1 head or more, got {self.heads}.")
 
-    def admits(self, at: Place) -> None:  # noqa: ARG002
+    def admits(self, at: ScoreIndex) -> None:  # noqa: ARG002
         """Every key is open."""
         return
 
-    def bias(self, at: Place) -> Tensor:
+    def bias(self, at: ScoreIndex) -> Tensor:
         """-m_h |i - j|."""
         m = slope(at.h, self.heads) if self.table is None else self.table[at.h]
         return -m * (at.i - at.j).abs()
 
-    def ready(self, device: torch.device) -> Prior:
+    def with_tables(self, device: torch.device) -> Prior:
         """The slopes written out."""
         return ALiBi(self.heads, slope(torch.arange(self.heads, device=device), self.heads))
 
@@ -99,11 +99,11 @@ class RelativeBias(Prior):
                 f"{tuple(self.table.shape)}."
             )
 
-    def admits(self, at: Place) -> None:  # noqa: ARG002
+    def admits(self, at: ScoreIndex) -> None:  # noqa: ARG002
         """Every key is open."""
         return
 
-    def bias(self, at: Place) -> Tensor:
+    def bias(self, at: ScoreIndex) -> Tensor:
         """The number of the bucket and the head."""
         where = bucket(
             at.j - at.i, self.table.shape[0], both_sides=self.both_sides, distance=self.distance
@@ -169,24 +169,24 @@ class Sink(Prior):
                 f"{tuple(self.scores.shape)} of {self.scores.dtype}."
             )
 
-    def admits(self, at: Place) -> Tensor | None:
+    def admits(self, at: ScoreIndex) -> Tensor | None:
         """What the prior admits, and the sink."""
         open_ = None if self.prior is None else self.prior.admits(_inner(at))
         return None if open_ is None else open_ | (at.j == 0)
 
-    def bias(self, at: Place) -> Tensor:
+    def bias(self, at: ScoreIndex) -> Tensor:
         """The score of the sink, the bias of the prior elsewhere."""
         bias = None if self.prior is None else self.prior.bias(_inner(at))
         sink = self.scores[at.h]
         return torch.where(at.j == 0, sink, 0.0 if bias is None else bias.to(sink.dtype))
 
-    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """From the sink to the last key that the prior reaches."""
-        return 0, 1 + self._inside(first, last, S, "reach")[1]
+        return 0, 1 + self._inside(first, last, S, "key_range")[1]
 
-    def free(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """What the prior leaves free."""
-        low, high = self._inside(first, last, S, "free")
+        low, high = self._inside(first, last, S, "zero_range")
         return low + 1, high + 1
 
     def varies(self) -> bool:
@@ -202,9 +202,9 @@ class Sink(Prior):
         inner = None if self.prior is None else self.prior.with_tensors(tensors[1:])
         return Sink(tensors[0], inner)
 
-    def ready(self, device: torch.device) -> Prior:
+    def with_tables(self, device: torch.device) -> Prior:
         """The prior made ready."""
-        return Sink(self.scores, None if self.prior is None else self.prior.ready(device))
+        return Sink(self.scores, None if self.prior is None else self.prior.with_tables(device))
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         """A score a head, a key to be the sink, and a prior that fits the others."""
@@ -228,6 +228,6 @@ def with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return pad(k, (0, 0, 1, 0)), pad(v, (0, 0, 1, 0))
 
 
-def _inner(at: Place) -> Place:
+def _inner(at: ScoreIndex) -> ScoreIndex:
     # The sink itself is asked about as key 0 of the others: any answer, which is then replaced.
-    return Place(at.b, at.h, at.i - 1, (at.j - 1).clamp(min=0), at.S - 1)
+    return ScoreIndex(at.b, at.h, at.i - 1, (at.j - 1).clamp(min=0), at.S - 1)

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_map
 
 from fenchel.attention.prior import Block, Prior
 from fenchel.attention.reference import cap, cap_slope, mix, score
-from fenchel.attention.tiles import Tile, gather, lay, tiles
+from fenchel.attention.tiles import Tile, join_gradients, join_rows, tiles
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 
 
@@ -61,7 +61,7 @@ def exponent(choice: Choice) -> float | None:
     return None
 
 
-def choose_(x: Tensor, choice: Choice, alpha: float) -> tuple[Tensor, Tensor]:
+def solve_rows_(x: Tensor, choice: Choice, alpha: float) -> tuple[Tensor, Tensor]:
     """(p, nu) for the scores x = beta z + log u, which may be overwritten: (..., K), (..., 1)."""
     if x.shape[-1] == 0:
         return x, x.new_full((*x.shape[:-1], 1), torch.inf)
@@ -79,7 +79,7 @@ def choose_(x: Tensor, choice: Choice, alpha: float) -> tuple[Tensor, Tensor]:
     return p, nu.masked_fill(empty, torch.inf)
 
 
-def again_(y: Tensor, nu: Tensor, alpha: float, work: Tensor) -> tuple[Tensor, Tensor]:
+def recompute_rows_(y: Tensor, nu: Tensor, alpha: float, work: Tensor) -> tuple[Tensor, Tensor]:
     """(p, s) from y and the saved nu, in the memory of y and ``work``."""
     y.sub_(nu)
     if alpha == 1.0:
@@ -121,7 +121,7 @@ def attend(
     if torch.compiler.is_compiling():
         call = Call(choice, prior, dropout, None, softcap)
         cut = tiles(q, k, prior)
-        out = lay(cut, (call.one(t, q, k)(t.queries(q), t.items(k), t.items(v)) for t in cut))
+        out = join_rows(cut, (call.one(t, q, k)(t.queries(q), t.items(k), t.items(v)) for t in cut))
         return out.to(dtype)
     seed = int(torch.randint(2**62, ())) if dropout else None
     call = Call(choice, prior, dropout, seed, softcap)
@@ -227,7 +227,7 @@ class _Attend(torch.autograd.Function):
                 tile.queries(out).copy_(call.one(tile, q, k)(q_t, k_t, v_t, *tensors))
                 continue
             x = log_prior.add_(cap(score(q_t, k_t, 1.0), call.softcap), tile)
-            p, found = choose_(x, call.choice, alpha)
+            p, found = solve_rows_(x, call.choice, alpha)
             tile.queries(out).copy_(mix(p, v_t))
             tile.queries(nu).copy_(found)
         return out, nu
@@ -259,7 +259,7 @@ class _Attend(torch.autograd.Function):
                 else:
                     yield ctx.call.moved(tile, q, k, at, move)
 
-        return lay(cut, pieces()), None
+        return join_rows(cut, pieces()), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
@@ -280,7 +280,7 @@ class _Reverse(torch.autograd.Function):
             call.pulled(tile, q, k, count)(tile.queries(g), *_apart(tile, at[:3]), *tensors)
             for tile in cut
         )
-        return gather(cut, found, k.shape[2])
+        return join_gradients(cut, found, k.shape[2])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -303,8 +303,8 @@ class _Reverse(torch.autograd.Function):
                 of_g.append(one)
                 yield rest
 
-        second = gather(cut, found(), k.shape[2])
-        return None, None, lay(cut, of_g), None, None, *second
+        second = join_gradients(cut, found(), k.shape[2])
+        return None, None, join_rows(cut, of_g), None, None, *second
 
     @staticmethod
     def jvp(ctx: Any, _call: None, _learns: None, *moves: Tensor | None) -> Any:
@@ -319,7 +319,7 @@ class _Reverse(torch.autograd.Function):
                 move = (first, *_apart(tile, (dq, dk, dv)), *rest)
                 yield _tangent(ctx.call.pulled(tile, q, k, ctx.count), at, move)
 
-        return gather(cut, found(), k.shape[2])
+        return join_gradients(cut, found(), k.shape[2])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
@@ -342,7 +342,7 @@ def _quick_reverse(
             z = cap(z, rise * call.softcap)
             slope = cap_slope(z, rise * call.softcap)
         y = log_prior.add_(z, tile, rise)
-        p, s = again_(y, tile.queries(nu), alpha, torch.empty_like(y))
+        p, s = recompute_rows_(y, tile.queries(nu), alpha, torch.empty_like(y))
         _add_pulled_(tile.items(gv), p, g_t)
         gx = mix(g_t, v_t.mT)  # the gradient of the weights, about to become that of the scores
         if alpha == 1.0:  # sum_j p_j <g, v_j> = <g, o>
@@ -371,7 +371,7 @@ class _LogPrior:
             return x
         T, S = self.q.shape[2], self.k.shape[2]
         rows, keys = tile.rows, tile.keys
-        low, high = self.prior.free(rows.start + S - T, rows.stop - 1 + S - T, S)
+        low, high = self.prior.zero_range(rows.start + S - T, rows.stop - 1 + S - T, S)
         low, high = max(low, keys.start), min(high, keys.stop)
         sides = [keys] if low >= high else [slice(keys.start, low), slice(high, keys.stop)]
         for side in sides:

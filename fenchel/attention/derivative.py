@@ -36,8 +36,8 @@ from torch import Tensor
 
 from fenchel.attention.attend import attend
 from fenchel.attention.prior import Prior
-from fenchel.attention.reference import cap, cap_slope, log_prior, mix, pull, score
-from fenchel.attention.shapes import check, four
+from fenchel.attention.reference import cap, cap_slope, log_prior, mix, mix_transposed, score
+from fenchel.attention.shapes import check, four_axes
 from fenchel.choice import Choice, Softmax
 
 
@@ -81,7 +81,7 @@ def attend_jvp(
                 f"a move has the shape of what moves; got {tuple(dx.shape)} for {tuple(x.shape)}."
             )
     q, k, v, scale, axes = _ready(qkv, scale)
-    dq, dk, dv = (None if dx is None else four(dx) for dx in moves)
+    dq, dk, dv = (None if dx is None else four_axes(dx) for dx in moves)
     z = cap(score(q, k, scale), softcap)
     p = choice.weights(z, log_prior(prior, z))
     dz = z.new_zeros(()).expand_as(z)
@@ -112,12 +112,16 @@ def attend_vjp(
     G = k.shape[1]
     z = cap(score(q, k, scale), softcap)
     p = choice.weights(z, log_prior(prior, z))
-    wide = four(g).to(p.dtype)
+    wide = four_axes(g).to(p.dtype)
     gp = mix(wide, v.to(p.dtype).transpose(-1, -2))
     gz = choice.jacobian_product(p, gp)
     slope = cap_slope(z, softcap)
     gs = gz if slope is None else gz * slope  # of the scores before they were capped
-    found = (scale * mix(gs, k.to(p.dtype)), scale * pull(gs, q.to(p.dtype), G), pull(p, wide, G))
+    found = (
+        scale * mix(gs, k.to(p.dtype)),
+        scale * mix_transposed(gs, q.to(p.dtype), G),
+        mix_transposed(p, wide, G),
+    )
     gq, gk, gv = (x.to(y.dtype).reshape(y.shape) for x, y in zip(found, qkv, strict=True))
     weights, scores = (x.reshape(*axes, *x.shape[-2:]) for x in (gp, gz))
     return Gradients(gq, gk, gv, weights, scores)
@@ -133,7 +137,7 @@ def _ready(
             f"q and k must hold the same batch; got {tuple(q.shape)}, {tuple(k.shape)}."
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return four(q), four(k), four(v), scale, tuple(q.shape[:-2])
+    return four_axes(q), four_axes(k), four_axes(v), scale, tuple(q.shape[:-2])
 
 
 _SOFTMAX = Softmax()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fenchel.attention.prior import Combined, Place, Prior, Sum
+from fenchel.attention.prior import Combined, Prior, ScoreIndex, Sum
 from fenchel.choice import Choice
 
 _KINDS = 64
@@ -47,7 +47,7 @@ def attend(
         q, beta = q * beta.to(q.dtype), 1.0
     mask, biased = None, False
     if prior is not None:
-        prior = prior.with_tensors([x.float() for x in prior.tensors()]).ready(q.device)
+        prior = prior.with_tensors([x.float() for x in prior.tensors()]).with_tables(q.device)
         biased = prior.bias(_probe(q, S)) is not None
         mask = _mask(prior, B, H, T, S, q)
     score = _score(prior if biased else None, capped, T, S)
@@ -92,7 +92,7 @@ def _score(
 
     def score(z: Tensor, b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
         z = z if capped is None else capped(z)
-        bias = None if prior is None else prior.bias(Place(b, h, t + (S - T), j, S))
+        bias = None if prior is None else prior.bias(ScoreIndex(b, h, t + (S - T), j, S))
         return z if bias is None else z + bias
 
     return score
@@ -110,7 +110,7 @@ def _mask(prior: Prior, B: int, H: int, T: int, S: int, q: Tensor) -> BlockMask 
 
 def _fresh_mask(prior: Prior, B: int, H: int, T: int, S: int, device: torch.device) -> BlockMask:
     def open_(b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
-        seen = prior.admits(Place(b, h, t + (S - T), j, S))
+        seen = prior.admits(ScoreIndex(b, h, t + (S - T), j, S))
         assert seen is not None
         return seen
 
@@ -128,6 +128,6 @@ def _by_value(prior: Prior) -> bool:
     return type(prior).__eq__ is not object.__eq__
 
 
-def _probe(q: Tensor, S: int) -> Place:
+def _probe(q: Tensor, S: int) -> ScoreIndex:
     zero = torch.zeros((), dtype=torch.int64, device=q.device)
-    return Place(zero, zero, zero, zero, S)
+    return ScoreIndex(zero, zero, zero, zero, S)

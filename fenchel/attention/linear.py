@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fenchel.attention.reference import mix, score
-from fenchel.attention.shapes import check, leading, together
+from fenchel.attention.shapes import broadcast_batch, check, output_axes
 
 _CHUNK = 64
 
@@ -74,8 +74,8 @@ def linear_attend(
 ) -> Tensor:
     """Outputs: q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E)."""
     check(q, k, v)
-    axes = leading(q, k)
-    q, k, v = together(q, k, v)
+    axes = output_axes(q, k)
+    q, k, v = broadcast_batch(q, k, v)
     phi_q, phi_k, wide = _features(q, features, query=True), _features(k, features), _wide(v)
     if causal:
         top, bottom = _causal(phi_q, phi_k, wide)
@@ -99,7 +99,7 @@ def linear_step(
         raise ValueError(
             f"a step brings a key for each query; got {q.shape[-2]} and {k.shape[-2]}."
         )
-    q, k, v = together(q, k, v)
+    q, k, v = broadcast_batch(q, k, v)
     phi_q, phi_k, wide = _features(q, features, query=True), _features(k, features), _wide(v)
     top, bottom = _inside(phi_q, phi_k, wide)
     new = _sums(phi_k, wide)

@@ -7,14 +7,14 @@
     support      mean over rows of the number of keys with p_j > 0: S for softmax (until a weight
                  underflows), the true support for sparse maps
 
-``health`` averages each over batch, heads and queries; ``healths`` also gives, from the same
-scores and weights, the largest logit and the mean entropy of every head by itself, and
+``health`` averages each over batch, heads and queries; ``health_per_head`` also gives, from the
+same scores and weights, the largest logit and the mean entropy of every head by itself, and
 
     rms          root mean square of beta z over the pairs a head may see
 
 A row that no key is open to has no weights and is left out. Nothing here is differentiable.
 
-The habits of heads: how evenly each one looks, how far back, and how alike two of them are.
+The head_patterns of heads: how evenly each one looks, how far back, and how alike two of them are.
 
 From the weights p (B, H, T, S) of a layer, query t standing at position i = t + S - T,
 
@@ -69,10 +69,10 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
-from fenchel.attention.prior import Place, Prior
+from fenchel.attention.prior import Prior, ScoreIndex
 from fenchel.attention.reference import cap, log_prior, mix, score
 from fenchel.attention.reference import log_prior as log_of
-from fenchel.attention.shapes import check, four, leading, together
+from fenchel.attention.shapes import broadcast_batch, check, four_axes, output_axes
 from fenchel.choice import Choice, Hard, Softmax
 
 _SOFTMAX = Softmax()
@@ -106,11 +106,11 @@ def health(
     softcap: float | None = None,
 ) -> Health:
     """How q (B, H, T, D) attends to k (B, G, S, D), in O(T S) memory: give it a small sample."""
-    return healths(q, k, choice=choice, prior=prior, scale=scale, softcap=softcap)[0]
+    return health_per_head(q, k, choice=choice, prior=prior, scale=scale, softcap=softcap)[0]
 
 
 @torch.no_grad()
-def healths(
+def health_per_head(
     q: Tensor,
     k: Tensor,
     *,
@@ -121,7 +121,7 @@ def healths(
 ) -> tuple[Health, HeadHealth]:
     """``health``, and the same by head."""
     check(q, k, k, softcap=softcap)
-    q, k = four(q), four(k)
+    q, k = four_axes(q), four_axes(k)
     z = cap(score(q, k, q.shape[-1] ** -0.5 if scale is None else scale), softcap)
     log_u = log_prior(prior, z)
     p = choice.weights(z, log_u)
@@ -143,7 +143,7 @@ def healths(
     return Health(*torch.stack([top, *means]).tolist()), HeadHealth(*heads)
 
 
-class Habits(NamedTuple):
+class HeadPatterns(NamedTuple):
     """One number a head, (H,), and one a pair of heads, (H, H)."""
 
     entropy: Tensor
@@ -154,7 +154,7 @@ class Habits(NamedTuple):
 
 
 @torch.no_grad()
-def habits(p: Tensor) -> Habits:
+def head_patterns(p: Tensor) -> HeadPatterns:
     """What the heads of a layer do with their weights p (B, H, T, S)."""
     if p.dim() != 4 or 0 in p.shape:
         raise ValueError(f"weights should be (B, H, T, S) and not empty, got {tuple(p.shape)}.")
@@ -169,7 +169,7 @@ def habits(p: Tensor) -> Habits:
         return x_BHT.sum((0, 2)) / rows
 
     entropy_BHT = entr(p).sum(-1)
-    return Habits(
+    return HeadPatterns(
         entropy=mean(entropy_BHT),
         distance=mean((p * (i - j).abs()).sum(-1)),
         first=mean(p[..., 0]),
@@ -208,7 +208,7 @@ def attention_weights(
     q (B, H, T, D), k (B, G, S, D) -> (B, len(heads), len(rows), S)
     """
     check(q, k, k, softcap=softcap)
-    q, k = four(q), four(k)
+    q, k = four_axes(q), four_axes(k)
     (B, H, T, D), (_, G, S, _) = q.shape, k.shape
     if prior is not None:
         prior.check(B, H, T, S)
@@ -239,14 +239,14 @@ def _chosen(
     return index % max(size, 1)
 
 
-def _place(B: int, h: Tensor, i: Tensor, S: int) -> Place:
+def _place(B: int, h: Tensor, i: Tensor, S: int) -> ScoreIndex:
     b, j = torch.arange(B, device=h.device), torch.arange(S, device=h.device)
-    return Place(
+    return ScoreIndex(
         b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), i.view(1, 1, -1, 1), j.view(1, 1, 1, -1), S
     )
 
 
-def _log(prior: Prior, at: Place, z: Tensor) -> Tensor:
+def _log(prior: Prior, at: ScoreIndex, z: Tensor) -> Tensor:
     open_, bias = prior.admits(at), prior.bias(at)
     log_u = z.new_zeros(()) if bias is None else bias.to(z.dtype)
     return log_u if open_ is None else torch.where(open_, log_u, -torch.inf)
@@ -286,8 +286,8 @@ def trace(
 ) -> Trace:
     """All steps of ``attend`` with the same arguments; the last is what it returns."""
     check(q, k, v, softcap=softcap)
-    axes = leading(q, k)
-    q, k, v = together(q, k, v)
+    axes = output_axes(q, k)
+    q, k, v = broadcast_batch(q, k, v)
     compatibility = score(q, k, 1.0)
     z = cap(compatibility * (q.shape[-1] ** -0.5 if scale is None else scale), softcap)
     found = log_of(prior, z)
@@ -302,7 +302,7 @@ WIDE = 2.0
 
 
 @torch.no_grad()
-def scale_trouble(
+def scale_warning(
     q: Tensor,
     k: Tensor,
     *,
@@ -315,7 +315,7 @@ def scale_trouble(
     ``width`` is d_model, H D unless given. O(T S) memory: a small sample says as much.
     """
     check(q, k, k)
-    q, k = four(q), four(k)
+    q, k = four_axes(q), four_axes(k)
     H, D = q.shape[1], q.shape[3]
     width = H * D if width is None else width
     if not math.isfinite(scale) or scale == 0.0:

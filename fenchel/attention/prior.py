@@ -16,10 +16,10 @@ Each prior is written once, point by point, and that one definition serves dense
 FlexAttention and kernels. At a place (b, h, i, j, S), that is sequence b, head h, position i,
 key j of S,
 
-    admits(at)                may i see j: bool, or None for always
-    bias(at)                  the finite part of log u, or None for 0
-    reach(first, last, S)     keys outside [low, high) are forbidden to all positions first..last
-    free(first, last, S)      keys inside [low, high) have log u = 0 for all of them
+    admits(at)                    whether position i may attend to key j; None for always
+    bias(at)                      the finite part of log u; None for 0
+    key_range(first, last, S)     [low, high): every other key is forbidden to positions first..last
+    zero_range(first, last, S)    [low, high): log u = 0 there for all positions first..last
 
 b, h, i, j are integer tensors that broadcast against one another. log u broadcasts to (B, H, T, S).
 
@@ -29,7 +29,7 @@ Sparse patterns: masks under which a query sees a few keys of many.
     Window(w, w) | Global(n)            local and a few global tokens (Beltagy et al. 2020)
     (Window(w) | Strided(m)) + Causal() the same, without the future
 
-Fewer open keys save time only where a back end can skip whole blocks of them (``reach``, or the
+Fewer open keys save time only where a back end can skip whole blocks of them (``key_range``, or the
 block mask of FlexAttention); elsewhere they are scored and then weigh nothing.
 """
 
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 
-class Place(NamedTuple):
+class ScoreIndex(NamedTuple):
     """Where log u is asked for: integer tensors that broadcast, and the number of keys."""
 
     b: Tensor
@@ -65,13 +65,13 @@ class Block(NamedTuple):
     rows: slice
     keys: slice
 
-    def place(self) -> Place:
+    def score_index(self) -> ScoreIndex:
         """Indices (b, 1, 1, 1), (1, h, 1, 1), (1, 1, t, 1), (1, 1, 1, s)."""
         sizes, parts = self[:4], self[5:]
         along = zip(sizes, parts, strict=True)
         b, h, t, j = (torch.arange(size, device=self.device)[part] for size, part in along)
         i = t + (self.S - self.T)
-        return Place(
+        return ScoreIndex(
             b.view(-1, 1, 1, 1),
             h.view(1, -1, 1, 1),
             i.view(1, 1, -1, 1),
@@ -89,18 +89,18 @@ class Prior(ABC):
     """log u over the keys, for every sequence, head and query."""
 
     @abstractmethod
-    def admits(self, at: Place) -> Tensor | None:
+    def admits(self, at: ScoreIndex) -> Tensor | None:
         """Whether the key is open to the position; None when every key is."""
 
-    def bias(self, at: Place) -> Tensor | None:  # noqa: ARG002
+    def bias(self, at: ScoreIndex) -> Tensor | None:  # noqa: ARG002
         """The finite part of log u; None when it is 0 everywhere."""
         return None
 
-    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
+    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
         """Half-open range of the keys that positions first..last can see at all."""
         return 0, S
 
-    def free(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
+    def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
         """Half-open range of keys at which log u is 0 for all positions first..last."""
         return 0, 0
 
@@ -116,7 +116,7 @@ class Prior(ABC):
         """The same prior with other numbers in place of ``tensors()``."""
         return self
 
-    def ready(self, device: torch.device) -> "Prior":  # noqa: ARG002
+    def with_tables(self, device: torch.device) -> "Prior":  # noqa: ARG002
         """The same prior with what it would compute at every point looked up instead."""
         return self
 
@@ -125,7 +125,7 @@ class Prior(ABC):
 
     def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
         """log u on a block, four axes that broadcast to (b, h, t, s)."""
-        at = block.place()
+        at = block.score_index()
         open_, bias = self.admits(at), self.bias(at)
         if bias is None:
             if open_ is None:
@@ -173,15 +173,15 @@ class Causal(Prior):
 
     strict: bool = False
 
-    def admits(self, at: Place) -> Tensor:
+    def admits(self, at: ScoreIndex) -> Tensor:
         """The past, and the present unless strict."""
         return at.j < at.i if self.strict else at.j <= at.i
 
-    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
+    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
         """Up to the last position."""
         return 0, min(S, max(0, last + (not self.strict)))
 
-    def free(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
+    def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
         """Up to the first position."""
         return 0, min(S, max(0, first + (not self.strict)))
 
@@ -198,19 +198,19 @@ class Window(Prior):
             if size is not None and size < 0:
                 raise ValueError(f"a window reaches {side}={size} keys; give 0 or more, or None.")
 
-    def admits(self, at: Place) -> Tensor | None:
+    def admits(self, at: ScoreIndex) -> Tensor | None:
         """A band around the diagonal."""
         near = None if self.left is None else at.j >= at.i - self.left
         ahead = None if self.right is None else at.j <= at.i + self.right
         return _both(near, ahead)
 
-    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """From the first position's left edge to the last one's right edge."""
         low = 0 if self.left is None else min(S, max(0, first - self.left))
         high = S if self.right is None else min(S, max(0, last + self.right + 1))
         return low, max(low, high)
 
-    def free(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """From the last position's left edge to the first one's right edge."""
         low = 0 if self.left is None else min(S, max(0, last - self.left))
         high = S if self.right is None else min(S, max(0, first + self.right + 1))
@@ -233,7 +233,7 @@ class Padding(Prior):
                 f"{tuple(self.lengths.shape)} of {self.lengths.dtype}."
             )
 
-    def admits(self, at: Place) -> Tensor:
+    def admits(self, at: ScoreIndex) -> Tensor:
         """The real keys."""
         real = self.lengths.to(at.b.device)[at.b]
         return at.j < real if self.side == "right" else at.j >= at.S - real
@@ -265,11 +265,11 @@ class Dense(Prior):
                 f"{tuple(self.log_prior.shape)} of {kind}."
             )
 
-    def admits(self, at: Place) -> Tensor | None:
+    def admits(self, at: ScoreIndex) -> Tensor | None:
         """The entry, if entries are bool."""
         return self._at(at) if self.log_prior.dtype == torch.bool else None
 
-    def bias(self, at: Place) -> Tensor | None:
+    def bias(self, at: ScoreIndex) -> Tensor | None:
         """The entry, if entries are numbers."""
         return None if self.log_prior.dtype == torch.bool else self._at(at)
 
@@ -304,7 +304,7 @@ class Dense(Prior):
         x = self.log_prior
         return x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
 
-    def _at(self, at: Place) -> Tensor:
+    def _at(self, at: ScoreIndex) -> Tensor:
         x = self._four()
         t = at.i - (at.S - x.shape[2])  # from a position among the keys to the number of a query
         places = zip((at.b, at.h, t, at.j), x.shape, strict=True)
@@ -334,9 +334,9 @@ class Combined(Prior):
             left = left[count:]
         return type(self)(tuple(parts))  # type: ignore[call-arg]
 
-    def ready(self, device: torch.device) -> Prior:
+    def with_tables(self, device: torch.device) -> Prior:
         """Every part made ready."""
-        return type(self)(tuple(part.ready(device) for part in self.parts))  # type: ignore[call-arg]
+        return type(self)(tuple(part.with_tables(device) for part in self.parts))  # type: ignore[call-arg]
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         """Every part fits."""
@@ -350,14 +350,14 @@ class Sum(Combined):
 
     parts: tuple[Prior, ...]
 
-    def admits(self, at: Place) -> Tensor | None:
+    def admits(self, at: ScoreIndex) -> Tensor | None:
         """What all parts admit."""
         found = None
         for part in self.parts:
             found = _both(found, part.admits(at))
         return found
 
-    def bias(self, at: Place) -> Tensor | None:
+    def bias(self, at: ScoreIndex) -> Tensor | None:
         """The sum of the parts' biases."""
         total = None
         for part in self.parts:
@@ -365,13 +365,13 @@ class Sum(Combined):
             total = one if total is None else (total if one is None else total + one)
         return total
 
-    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """What all parts reach."""
-        return _common([part.reach(first, last, S) for part in self.parts])
+        return _common([part.key_range(first, last, S) for part in self.parts])
 
-    def free(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """What all parts leave free."""
-        return _common([part.free(first, last, S) for part in self.parts])
+        return _common([part.zero_range(first, last, S) for part in self.parts])
 
     def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Part by part, so that a part with a quicker dense form uses it."""
@@ -387,7 +387,7 @@ class Either(Combined):
 
     parts: tuple[Prior, ...]
 
-    def admits(self, at: Place) -> Tensor | None:
+    def admits(self, at: ScoreIndex) -> Tensor | None:
         """What some part admits."""
         found = None
         for part in self.parts:
@@ -399,14 +399,14 @@ class Either(Combined):
             found = one if found is None else found | one
         return found
 
-    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """From the first key that some part reaches to the last."""
-        ranges = [part.reach(first, last, S) for part in self.parts]
+        ranges = [part.key_range(first, last, S) for part in self.parts]
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
-    def free(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """The longest stretch that some part leaves free."""
-        ranges = [part.free(first, last, S) for part in self.parts]
+        ranges = [part.zero_range(first, last, S) for part in self.parts]
         return max(ranges, key=lambda ends: ends[1] - ends[0])
 
 
@@ -437,7 +437,7 @@ class Strided(Prior):
         if self.stride < 1:
             raise ValueError(f"a stride is 1 or more, got {self.stride}.")
 
-    def admits(self, at: Place) -> Tensor:
+    def admits(self, at: ScoreIndex) -> Tensor:
         """Distances that the stride divides."""
         return (at.i - at.j) % self.stride == 0
 
@@ -452,6 +452,6 @@ class Global(Prior):
         if self.tokens < 0:
             raise ValueError(f"a number of global tokens is 0 or more, got {self.tokens}.")
 
-    def admits(self, at: Place) -> Tensor:
+    def admits(self, at: ScoreIndex) -> Tensor:
         """Rows and columns of the global tokens."""
         return (at.i < self.tokens) | (at.j < self.tokens)

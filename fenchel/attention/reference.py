@@ -41,7 +41,7 @@ def mix(p: Tensor, v: Tensor) -> Tensor:
     return _grouped(p, v.to(p.dtype)).to(v.dtype)
 
 
-def pull(p: Tensor, g: Tensor, G: int) -> Tensor:
+def mix_transposed(p: Tensor, g: Tensor, G: int) -> Tensor:
     """p^T g summed over the heads of a group: (B, H, T, S), (B, H, T, E) -> (B, G, S, E)."""
     B, H, T, S = p.shape
     R = H // G
@@ -56,7 +56,7 @@ def log_prior(prior: Prior | None, z: Tensor) -> Tensor | None:
     return prior.log(T, S, B=B, H=H, device=z.device, dtype=z.dtype)
 
 
-def weigh(
+def weights(
     q: Tensor,
     k: Tensor,
     choice: Choice,
@@ -80,7 +80,7 @@ def attend(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(outputs (B, H, T, E), weights (B, H, T, S)); dropped weights are those that were used."""
-    p = weigh(q, k, choice, prior, scale, softcap)
+    p = weights(q, k, choice, prior, scale, softcap)
     if dropout:
         p = drop(p, dropout)
     return mix(p, v), p

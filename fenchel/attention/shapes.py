@@ -10,23 +10,23 @@ import math
 from torch import Tensor
 
 
-def leading(q: Tensor, k: Tensor) -> tuple[int, ...]:
+def output_axes(q: Tensor, k: Tensor) -> tuple[int, ...]:
     """The axes of the outputs before T: the common batch, then the heads of q."""
     return (*_batch(q, k), *q.shape[-3:-2])
 
 
-def together(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def broadcast_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with four axes and one batch."""
     if q.dim() > 3 and q.shape[:-3] != k.shape[:-3]:
         q, k, v = (x.expand(*_batch(q, k), *x.shape[-3:]) for x in (q, k, v))
-    return four(q), four(k), four(v)
+    return four_axes(q), four_axes(k), four_axes(v)
 
 
 def _batch(q: Tensor, k: Tensor) -> tuple[int, ...]:
     return tuple(max(n, m) for n, m in zip(q.shape[:-3], k.shape[:-3], strict=True))
 
 
-def four(x: Tensor) -> Tensor:
+def four_axes(x: Tensor) -> Tensor:
     """(batch and heads, in any number of axes, N, M) -> (B, H, N, M)."""
     if x.dim() == 4:
         return x

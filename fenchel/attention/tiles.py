@@ -60,7 +60,7 @@ def tiles(q: Tensor, k: Tensor, prior: Prior | None) -> list[Tile]:
     ]
 
 
-def lay(cut: Sequence[Tile], pieces: Iterable[Tensor]) -> Tensor:
+def join_rows(cut: Sequence[Tile], pieces: Iterable[Tensor]) -> Tensor:
     """Pieces (b, h, t, .) of all tiles side by side: -> (B, H, T, .)."""
     columns: dict[tuple[int, int], list[Tensor]] = {}
     for tile, piece in zip(cut, pieces, strict=True):
@@ -68,7 +68,9 @@ def lay(cut: Sequence[Tile], pieces: Iterable[Tensor]) -> Tensor:
     return _join({corner: torch.cat(rows, 2) for corner, rows in columns.items()})
 
 
-def gather(cut: Sequence[Tile], found: Iterable[Sequence[Tensor]], S: int) -> tuple[Tensor, ...]:
+def join_gradients(
+    cut: Sequence[Tile], found: Iterable[Sequence[Tensor]], S: int
+) -> tuple[Tensor, ...]:
     """What each tile found for q, for k, for v and for tensors that all share, put together.
 
     For q side by side, for the others summed, as they come and out of place: derivatives and vmap
@@ -85,7 +87,7 @@ def gather(cut: Sequence[Tile], found: Iterable[Sequence[Tensor]], S: int) -> tu
             corner = _corner(tile)
             total[corner] = total[corner] + whole if corner in total else whole
         shared = [x + y for x, y in zip(shared, rest, strict=True)] if shared else rest
-    return lay(cut, of_q), _join(of_k), _join(of_v), *shared
+    return join_rows(cut, of_q), _join(of_k), _join(of_v), *shared
 
 
 def _join(columns: dict[tuple[int, int], Tensor]) -> Tensor:
@@ -107,4 +109,4 @@ def _parts(length: int, size: int) -> list[slice]:
 def _reach(prior: Prior | None, rows: slice, T: int, S: int) -> slice:
     if prior is None or rows.start == rows.stop:
         return slice(0, S)
-    return slice(*prior.reach(rows.start + S - T, rows.stop - 1 + S - T, S))
+    return slice(*prior.key_range(rows.start + S - T, rows.stop - 1 + S - T, S))

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.attention import HeadHealth, Health, attend, healths
+from fenchel.attention import HeadHealth, Health, attend, health_per_head
 from fenchel.data import Ids, decode, end_id
 from fenchel.generation import generate
 from fenchel.model import Transformer, evaluating
@@ -30,7 +30,7 @@ from fenchel.model.attention import Question
 def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[Any]]:
     """The numbers of fenchel/attention/measure.py: one a layer, and under head_ a list a layer."""
     found = [
-        healths(
+        health_per_head(
             asked.q,
             asked.k,
             choice=asked.choice,

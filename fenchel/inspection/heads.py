@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import Prior
-from fenchel.attention.prior import Place
+from fenchel.attention.prior import ScoreIndex
 from fenchel.attention.reference import cap
 from fenchel.choice import Hard
 from fenchel.inspection.linearisation import frozen_derivative
@@ -147,7 +147,7 @@ def _row_blocks(call: Attention, last: int | None = None) -> Iterator[_RowBlock]
         some = slice(start, min(start + step, T if last is None else last))
         low, high = 0, S
         if prior is not None:
-            low, high = prior.reach(some.start + shift, some.stop - 1 + shift, S)
+            low, high = prior.key_range(some.start + shift, some.stop - 1 + shift, S)
         keys = slice(low, max(high, low + 1))
         z = cap(call.scale * (q[:, some] @ k[:, keys].mT), call.softcap)
         log_u = None
@@ -171,17 +171,17 @@ class OfHeads(Prior):
     chosen: tuple[int, ...]
     H: int
 
-    def admits(self, at: Place) -> Tensor | None:
+    def admits(self, at: ScoreIndex) -> Tensor | None:
         """As the head it was."""
         return self.whole.admits(self._there(at))
 
-    def bias(self, at: Place) -> Tensor | None:
+    def bias(self, at: ScoreIndex) -> Tensor | None:
         """As the head it was."""
         return self.whole.bias(self._there(at))
 
-    def reach(self, first: int, last: int, S: int) -> tuple[int, int]:
+    def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """The same for every head."""
-        return self.whole.reach(first, last, S)
+        return self.whole.key_range(first, last, S)
 
     def varies(self) -> bool:
         """Between heads."""
@@ -191,7 +191,7 @@ class OfHeads(Prior):
         """The whole prior fits all heads."""
         self.whole.check(B, self.H, T, S)
 
-    def _there(self, at: Place) -> Place:
+    def _there(self, at: ScoreIndex) -> ScoreIndex:
         return at._replace(h=torch.tensor(self.chosen, device=at.h.device)[at.h])
 
 

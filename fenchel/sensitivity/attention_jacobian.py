@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import Prior
-from fenchel.attention.shapes import check, four
+from fenchel.attention.shapes import check, four_axes
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
 from fenchel.sensitivity.operator import Operator, Space
@@ -379,7 +379,7 @@ def attention_jacobian(
             f"q and k must hold the same batch; got {tuple(q.shape)}, {tuple(k.shape)}."
         )
     axes = tuple(q.shape[:-2])
-    q, k, v = (four(x) for x in wide(q, k, v))
+    q, k, v = (four_axes(x) for x in wide(q, k, v))
     H, G = q.shape[1], k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rows = Rows(q, heads(k, H), choice, prior, scale, budget, softcap)

@@ -5,7 +5,7 @@
 Under a cap c the scores are c tanh(z / c), and of a move dz of what is capped 1 - tanh(z / c)^2 is
 left, entry by entry: the ``slope`` of a block.
 
-A block has some queries (rows) and the keys any of them can see, as the prior's ``reach`` tells:
+A block has some queries (rows) and the keys that the prior's ``key_range`` gives for them:
 under a causal prior half of the work is never done. Its size is chosen for a fixed budget of
 numbers, so memory is O(n d) and the multiplications stay large. Weights that fit in one block are
 kept; otherwise every pass computes them again.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fenchel.attention import Prior
 from fenchel.attention.reference import cap, cap_slope
-from fenchel.attention.shapes import four
+from fenchel.attention.shapes import four_axes
 from fenchel.choice import Choice, Hard
 
 # Numbers in a block: on a CPU what stays near the cores, on a GPU what keeps all of it busy.
@@ -128,7 +128,7 @@ class Rows:
         if self.prior is None:
             return slice(0, self.S)
         shift = self.S - self.T  # the last query stands at the last key
-        return slice(*self.prior.reach(rows.start + shift, rows.stop - 1 + shift, self.S))
+        return slice(*self.prior.key_range(rows.start + shift, rows.stop - 1 + shift, self.S))
 
     def _block(self, rows: slice, keys: slice) -> Block:
         weights, slope = self._weights(rows, keys)
@@ -153,7 +153,7 @@ class Rows:
         # beta z + log u = beta (z + log u / beta): the prior is added where it is not 0 alone,
         # which under a causal mask is a strip along the diagonal.
         shift = self.S - self.T
-        low, high = self.prior.free(rows.start + shift, rows.stop - 1 + shift, self.S)
+        low, high = self.prior.zero_range(rows.start + shift, rows.stop - 1 + shift, self.S)
         low, high = max(low, keys.start), min(high, keys.stop)
         if low >= high:
             low = high = keys.start
@@ -226,7 +226,7 @@ def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projected:
     W = [heads(w, H, -3) for w in W]
     lead = _broadcast(X.shape[:-2], *(w.shape[:-3] for w in W))
     X = X.expand(*lead, *X.shape[-2:])
-    q, k, v = (four(X.unsqueeze(-3) @ w) for w in W)
+    q, k, v = (four_axes(X.unsqueeze(-3) @ w) for w in W)
     flat = [w[None] if w.dim() == 3 else w.expand(*lead, *w.shape[-3:]).flatten(0, -4) for w in W]
     return Projected(X, q, k, v, (flat[0], flat[1], flat[2]), (*lead, H) if headed else lead)
 

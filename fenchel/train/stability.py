@@ -63,7 +63,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.attention.prior import Prior
-from fenchel.attention.reference import cap, cap_slope, mix, pull, score
+from fenchel.attention.reference import cap, cap_slope, mix, mix_transposed, score
 from fenchel.attention.shapes import check
 from fenchel.attention.tiles import tiles
 from fenchel.choice import Choice, Softmax
@@ -186,7 +186,7 @@ class _HeadEntropy(torch.autograd.Function):
                     dz *= slope
                 tile.queries(gq_BHTD).copy_(mix(dz, k_t.to(wide)))
                 mine = gk_BHSD[tile.batch, tile.heads, tile.keys]
-                mine += pull(dz, q_t.to(wide), q_t.shape[1])
+                mine += mix_transposed(dz, q_t.to(wide), q_t.shape[1])
         ctx.save_for_backward(gq_BHTD, gk_BHSD, rows_H)
         ctx.dtype, ctx.groups = q.dtype, k.shape[1]
         return total_H / rows_H.clamp(min=1.0)

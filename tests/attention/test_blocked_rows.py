@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fenchel.attention.blocked import again_, choose_, exponent
+from fenchel.attention.blocked import exponent, recompute_rows_, solve_rows_
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
 
 MAPS = [Softmax(), Entmax(1.1), Entmax(1.5), Entmax(1.7), Sparsemax(), Entmax(3.0)]
@@ -18,10 +18,10 @@ def test_one_number_a_row_gives_back_weights_and_their_spread(choice: Choice, si
     x[2] = -torch.inf
     alpha = exponent(choice)
     assert alpha is not None
-    p, nu = choose_(x.clone(), choice, alpha)
+    p, nu = solve_rows_(x.clone(), choice, alpha)
     torch.testing.assert_close(p, choice.weights(x))
     rise = 1.0 if alpha == 1.0 else alpha - 1.0
-    same, s = again_(rise * x, nu, alpha, torch.empty_like(x))
+    same, s = recompute_rows_(rise * x, nu, alpha, torch.empty_like(x))
     near = {"atol": 1e-9 * max(size, 1.0), "rtol": 1e-7}
     torch.testing.assert_close(same, p, **near)
     if alpha <= 2.0:  # beyond, s jumps from infinity to 0 where a weight vanishes

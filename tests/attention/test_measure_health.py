@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fenchel.attention import Causal, Dense, Padding, attend, health, healths
+from fenchel.attention import Causal, Dense, Padding, attend, health, health_per_head
 from fenchel.choice import Entmax, Softmax, Sparsemax
 
 
@@ -61,7 +61,7 @@ def test_by_head_it_is_the_health_of_that_head_alone(qkv) -> None:
     q, k, _ = qkv
     R = q.shape[1] // k.shape[1]
     for prior in (None, Causal(), Padding(torch.tensor([0, 5]))):
-        _, heads = healths(q, k, prior=prior)
+        _, heads = health_per_head(q, k, prior=prior)
         for h in range(q.shape[1]):
             one = q[:, h : h + 1], k[:, h // R : h // R + 1]
             alone = health(*one, prior=prior)

@@ -1,4 +1,4 @@
-"""fenchel/attention/measure.py: heads whose habits are known."""
+"""fenchel/attention/measure.py: heads whose head_patterns are known."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.attention import Causal, attend, habits
+from fenchel.attention import Causal, attend, head_patterns
 
 T = 6
 
@@ -23,7 +23,7 @@ def heads() -> Tensor:
 
 
 def test_each_head_is_known_by_its_habit() -> None:
-    found = habits(heads())
+    found = head_patterns(heads())
     rows = torch.arange(T)
     evenly = torch.log(rows + 1.0).mean()
     torch.testing.assert_close(found.entropy, torch.tensor([0.0, 0, 0, evenly]))
@@ -37,7 +37,7 @@ def test_similarity_is_one_for_the_same_weights_and_zero_for_none_shared() -> No
     p = torch.zeros(2, 3, T, T)
     p[:, 0, :, 0] = p[:, 1, :, 0] = p[:, 2, :, 1] = 1.0
     wanted = torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 1]])
-    torch.testing.assert_close(habits(p).similarity, wanted)
+    torch.testing.assert_close(head_patterns(p).similarity, wanted)
 
 
 def test_similarity_is_by_the_divergence_of_jensen_and_shannon(
@@ -51,7 +51,7 @@ def test_similarity_is_by_the_divergence_of_jensen_and_shannon(
         return torch.where(x > 0, x * (x / m).log(), 0.0).sum(-1)
 
     js = (kl(a) + kl(b)) / 2
-    found = habits(p).similarity
+    found = head_patterns(p).similarity
     torch.testing.assert_close(found[1, 4], 1 - js.mean() / math.log(2))
     torch.testing.assert_close(found, found.T)
     torch.testing.assert_close(found.diagonal(), torch.ones(6, dtype=p.dtype))
@@ -60,8 +60,8 @@ def test_similarity_is_by_the_divergence_of_jensen_and_shannon(
 def test_positions_count_from_the_end_and_empty_rows_are_left_out() -> None:
     p = torch.zeros(1, 1, 2, 5)
     p[..., 1, 2] = 1.0  # the last query, at position 4
-    found = habits(p)
+    found = head_patterns(p)
     assert found.distance.item() == 2.0
     assert found.similarity.item() == 1.0
     with pytest.raises(ValueError, match=r"weights should be \(B, H, T, S\)"):
-        habits(p[0])
+        head_patterns(p[0])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fenchel.attention import Causal, scale_trouble
+from fenchel.attention import Causal, scale_warning
 
 H, D = 8, 64
 
@@ -40,7 +40,7 @@ def by_hand(q: Tensor, k: Tensor, scale: float) -> tuple[float, float]:
 def test_each_slip_is_told_with_what_it_does(
     scale: float, says: str, qk: tuple[Tensor, Tensor]
 ) -> None:
-    told = scale_trouble(*qk, scale=scale)
+    told = scale_warning(*qk, scale=scale)
     assert told is not None
     assert says in told
     assert "use 1/sqrt(64) = 0.125" in told
@@ -64,32 +64,32 @@ def test_the_symptoms_go_the_way_the_theory_says(qk: tuple[Tensor, Tensor]) -> N
 
 @pytest.mark.parametrize("scale", [D**-0.5, 0.2, 0.09])
 def test_a_right_or_a_chosen_scale_is_left_alone(scale: float, qk: tuple[Tensor, Tensor]) -> None:
-    assert scale_trouble(*qk, scale=scale) is None
+    assert scale_warning(*qk, scale=scale) is None
 
 
 def test_one_is_no_slip_where_scores_are_small_by_themselves(qk: tuple[Tensor, Tensor]) -> None:
     q, k = (normalize(x, dim=-1) for x in qk)
-    assert scale_trouble(q, k, scale=1.0) is None  # cosines
-    assert scale_trouble(qk[0] * D**-0.5, qk[1], scale=1.0) is None  # as T5 starts
-    assert scale_trouble(qk[0], qk[1], scale=1.0, prior=Causal()) is not None
+    assert scale_warning(q, k, scale=1.0) is None  # cosines
+    assert scale_warning(qk[0] * D**-0.5, qk[1], scale=1.0) is None  # as T5 starts
+    assert scale_warning(qk[0], qk[1], scale=1.0, prior=Causal()) is not None
 
 
 def test_one_wide_head_is_the_whole_stream() -> None:
     x = torch.randn(1, 1, 9, 16, generator=torch.Generator().manual_seed(1))
-    assert scale_trouble(x, x, scale=16**-0.5) is None  # 1/sqrt(d_model) and right
-    told = scale_trouble(x, x, scale=32**-0.5, width=32)
+    assert scale_warning(x, x, scale=16**-0.5) is None  # 1/sqrt(d_model) and right
+    told = scale_warning(x, x, scale=32**-0.5, width=32)
     assert told is not None
     assert "d_model 32" in told
 
 
 def test_forbidden_keys_do_not_count(qk: tuple[Tensor, Tensor]) -> None:
     q, k = qk[0][:, :, :12], qk[1][:, :, :12].clone()
-    before = scale_trouble(q, k, scale=1.0, prior=Causal(strict=True))
+    before = scale_warning(q, k, scale=1.0, prior=Causal(strict=True))
     k[:, :, 11] *= 1e6  # which no query sees before itself
     assert before is not None
-    assert scale_trouble(q, k, scale=1.0, prior=Causal(strict=True)) == before
+    assert scale_warning(q, k, scale=1.0, prior=Causal(strict=True)) == before
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
 def test_no_scale_at_all_is_told(scale: float, qk: tuple[Tensor, Tensor]) -> None:
-    assert "use 1/sqrt(64)" in (scale_trouble(*qk, scale=scale) or "")
+    assert "use 1/sqrt(64)" in (scale_warning(*qk, scale=scale) or "")

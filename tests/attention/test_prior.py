@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fenchel.attention import Causal, Dense, Padding, Prior, Window
-from fenchel.attention.prior import Block, Place
+from fenchel.attention.prior import Block, ScoreIndex
 
 INF = torch.inf
 
@@ -73,7 +73,7 @@ def points(prior: Prior) -> torch.Tensor:
     """log u asked one point at a time, as a kernel or FlexAttention would."""
     out = torch.zeros(2, 6, 4, 7)
     for b, h, t, j in torch.cartesian_prod(*map(torch.arange, out.shape)):
-        place = Place(b, h, t + 7 - 4, j, 7)
+        place = ScoreIndex(b, h, t + 7 - 4, j, 7)
         admitted, bias = prior.admits(place), prior.bias(place)
         value = torch.zeros(()) if bias is None else bias
         out[b, h, t, j] = value if admitted is None or admitted else -INF
@@ -93,7 +93,7 @@ def test_nothing_outside_its_reach_is_open(prior: Prior) -> None:
     seen = allowed(prior, 4, 7, 2, 6)
     for first in range(4):
         for last in range(first, 4):
-            low, high = prior.reach(first + 3, last + 3, 7)
+            low, high = prior.key_range(first + 3, last + 3, 7)
             assert not seen[:, :, first : last + 1, :low].any()
             assert not seen[:, :, first : last + 1, high:].any()
 
@@ -103,7 +103,7 @@ def test_what_is_free_has_logarithm_0(prior: Prior) -> None:
     log_u = prior.log(4, 7, B=2, H=6).expand(2, 6, 4, 7)
     for first in range(4):
         for last in range(first, 4):
-            low, high = prior.free(first + 3, last + 3, 7)
+            low, high = prior.zero_range(first + 3, last + 3, 7)
             assert (log_u[:, :, first : last + 1, low:high] == 0).all()
 
 
@@ -134,11 +134,11 @@ def test_logarithms_add_and_the_order_does_not_matter() -> None:
 
 
 def test_causal_and_window_reach_as_little_as_they_can() -> None:
-    assert Causal().reach(3, 5, 100) == (0, 6)
-    assert Causal(strict=True).reach(3, 5, 100) == (0, 5)
-    assert (Causal() + Window(2, 9)).reach(10, 12, 100) == (8, 13)
-    assert Causal().free(3, 5, 100) == (0, 4)
-    assert (Causal() + Window(4, 9)).free(10, 12, 100) == (8, 11)
+    assert Causal().key_range(3, 5, 100) == (0, 6)
+    assert Causal(strict=True).key_range(3, 5, 100) == (0, 5)
+    assert (Causal() + Window(2, 9)).key_range(10, 12, 100) == (8, 13)
+    assert Causal().zero_range(3, 5, 100) == (0, 4)
+    assert (Causal() + Window(4, 9)).zero_range(10, 12, 100) == (8, 11)
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,11 @@ def test_open_keys_are_those_of_the_pattern(prior: Prior, open_: torch.Tensor) -
     assert torch.equal(prior.log(n, n)[0, 0] > -torch.inf, open_)
     for first in range(n):
         for last in range(first, n):
-            low, high = prior.reach(first, last, n)
+            low, high = prior.key_range(first, last, n)
             rows = open_[first : last + 1]
             assert not rows[:, :low].any()
             assert not rows[:, high:].any()
-            low, high = prior.free(first, last, n)
+            low, high = prior.zero_range(first, last, n)
             assert rows[:, low:high].all()
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import Causal, Prior, Window, tiles
-from fenchel.attention.tiles import gather, lay
+from fenchel.attention.tiles import join_gradients, join_rows
 
 
 @pytest.mark.parametrize("room", [1, 20, 50, 100, 300, 10_000])
@@ -40,12 +40,12 @@ def test_what_was_cut_comes_together_again(monkeypatch: pytest.MonkeyPatch) -> N
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(s, generator=generator) for s in ((2, 6, 5, 4), (2, 3, 9, 4)))
     cut = tiles.tiles(q, k, Causal())
-    assert torch.equal(lay(cut, [tile.queries(q) for tile in cut]), q)
+    assert torch.equal(join_rows(cut, [tile.queries(q) for tile in cut]), q)
 
     def found() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         return [(t.queries(q), t.items(k), 2 * t.items(k), torch.ones(())) for t in cut]
 
-    of_q, of_k, of_v, shared = gather(cut, found(), 9)
+    of_q, of_k, of_v, shared = join_gradients(cut, found(), 9)
     visits = torch.zeros_like(k)
     for tile in cut:
         tile.items(visits).add_(1)
