@@ -2,7 +2,6 @@
 
 import json as json_format
 import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ from cyclopts import Parameter
 from fenchel.cli.console import Console
 
 if TYPE_CHECKING:
-    from fenchel.evaluate import Confidence, Reading
+    from fenchel.evaluate import Confidence, Evaluation
 
 Switch = Annotated[bool, Parameter(negative="")]
 
@@ -65,8 +64,7 @@ def run(
         told: dict[str, Any] = {"text": reading.text, "bytes": size, **reading.score._asdict()}
         lines = _lines(size, reading, part=tokens is not None)
         if calibration or page is not None:
-            watch = partial(console.stage, "calibration")
-            sure = confidence(model, ids, context=model.config.context, watch=watch)
+            sure = confidence(model, ids, context=model.config.context, progress=console.stage)
             told["calibration"] = _plain(sure)
             lines += _calibration_lines(sure)
             if page is not None:
@@ -93,10 +91,10 @@ def _require_one_tokenizer(first: Path, second: Path) -> None:
 
 def _read(
     directory: Path, text: str | None, tokens: int | None, console: Console
-) -> tuple[Any, Any, int, "Reading"]:
+) -> tuple[Any, Any, int, "Evaluation"]:
     """The model, the ids of the text, its bytes, and how well the one predicts the other."""
     from fenchel.checkpoints import load
-    from fenchel.evaluate import Reading, beginning, fingerprint, score, text_ids
+    from fenchel.evaluate import Evaluation, fingerprint, score, text_ids, truncate_ids
     from fenchel.pipeline import open_corpus
 
     model, tokenizer, config = load(directory)
@@ -104,18 +102,16 @@ def _read(
         if not (directory / "text.json").is_file():
             raise ValueError(f"{directory} has no text of its own; name one with --text.")
         corpus = open_corpus(directory)
-        ids, size = beginning(corpus.validation, corpus.facts.validation_bytes, tokens)
+        ids, size = truncate_ids(corpus.validation, corpus.facts.validation_bytes, tokens)
         name = "validation text"
     else:
-        encoding = partial(console.stage, "encoding")
-        ids, size = text_ids(tokenizer, text, limit=tokens, watch=encoding)
+        ids, size = text_ids(tokenizer, text, limit=tokens, progress=console.stage)
         name = text
-    reading = partial(console.stage, "reading")
-    found = score(model, ids, bytes=size, context=config.context, watch=reading)
-    return model, ids, size, Reading(str(directory), found, fingerprint(tokenizer), name)
+    found = score(model, ids, bytes=size, context=config.context, progress=console.stage)
+    return model, ids, size, Evaluation(str(directory), found, fingerprint(tokenizer), name)
 
 
-def _lines(size: int, reading: "Reading", *, part: bool) -> list[str]:
+def _lines(size: int, reading: "Evaluation", *, part: bool) -> list[str]:
     found = reading.score
     whole = f"{size:,} bytes, {found.tokens:,} tokens"
     return [
@@ -159,7 +155,7 @@ def _plain(sure: "Confidence") -> dict[str, Any]:
     }
 
 
-def _beside(first: "Reading", second: "Reading") -> tuple[dict[str, Any], list[str]]:
+def _beside(first: "Evaluation", second: "Evaluation") -> tuple[dict[str, Any], list[str]]:
     """Two models, measure by measure; what may not be compared is said and not computed."""
     from fenchel.evaluate import compare
 

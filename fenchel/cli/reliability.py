@@ -8,11 +8,11 @@ area of a point is its share of the predictions. The picture is drawn here, with
 from fenchel.evaluate import Bin, Calibration, Confidence
 from fenchel.report.html import (
     Html,
-    Part,
+    Section,
     details,
     document,
     element,
-    figure,
+    format_number,
     join,
     notes,
     shorten,
@@ -41,7 +41,7 @@ def page(name: str, text: str, found: Confidence) -> str:
     )
     beside = element("div", _sentences(found), _measures(kinds), class_="half")
     charts = element("div", figure_, beside, class_="charts")
-    part = Part(anchor="reliability", title="Reliability", body=charts)
+    part = Section(anchor="reliability", title="Reliability", body=charts)
     header = join(
         (
             element("p", element("span", "fenchel", class_="mark"), " calibration", class_="over"),
@@ -109,7 +109,12 @@ def _y(value: float) -> int:
 
 def _bins(kind: str, one: Calibration) -> Html:
     rows = [
-        (f"{b.low:.3f} to {b.high:.3f}", f"{b.size:,}", figure(b.confidence), figure(b.accuracy))
+        (
+            f"{b.low:.3f} to {b.high:.3f}",
+            f"{b.size:,}",
+            format_number(b.confidence),
+            format_number(b.accuracy),
+        )
         for b in one.bins
     ]
     head = ("confidence", "predictions", "mean confidence", "accuracy")
@@ -126,7 +131,7 @@ def _measures(kinds: dict[str, Calibration]) -> Html:
         "ece_mass": "ECE, bins of equal mass",
     }
     rows = [
-        (told, *(figure(getattr(one, name)) for one in kinds.values()))
+        (told, *(format_number(getattr(one, name)) for one in kinds.values()))
         for name, told in names.items()
     ]
     return table(("", *kinds), rows, caption="Measured on the second half of the text")

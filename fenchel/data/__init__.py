@@ -1,8 +1,8 @@
 """Text to tokens to batches; knows no model."""
 
-from fenchel.data.batches import Batch, Batches, Scored, windows
+from fenchel.data.batches import Batch, Batches, EvalBatch, windows
 from fenchel.data.config import TextConfig
-from fenchel.data.corpus import Corpus, CorpusFacts, prepare
+from fenchel.data.corpus import Corpus, CorpusFacts, ProgressCallback, prepare
 from fenchel.data.split import Split
 from fenchel.data.text import Document, Text, open_text
 from fenchel.data.tokens import (
@@ -26,8 +26,9 @@ __all__ = [
     "Corpus",
     "CorpusFacts",
     "Document",
+    "EvalBatch",
     "Ids",
-    "Scored",
+    "ProgressCallback",
     "Split",
     "Text",
     "TextConfig",

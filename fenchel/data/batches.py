@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
-class Scored(NamedTuple):
+class EvalBatch(NamedTuple):
     """Windows for evaluation, and which of their targets to count; all (B, T)."""
 
     inputs: Tensor
@@ -112,7 +112,7 @@ class Batches:
 
 def windows(
     ids: Ids, *, context: int, stride: int | None = None, batch: int = 1
-) -> Iterator[Scored]:
+) -> Iterator[EvalBatch]:
     """Windows in which every id but the very first is a target that counts exactly once.
 
     The first window counts all its targets, each later one the next ``stride`` (``context``
@@ -129,7 +129,7 @@ def windows(
     return _windows(ids, context, stride, batch)
 
 
-def _windows(ids: Ids, context: int, stride: int, batch: int) -> Iterator[Scored]:
+def _windows(ids: Ids, context: int, stride: int, batch: int) -> Iterator[EvalBatch]:
     count = len(ids) - 1  # target t is ids[t + 1]
     width = min(context, count)
     # The window whose last target is end - 1 counts from the end of the window before.
@@ -140,7 +140,7 @@ def _windows(ids: Ids, context: int, stride: int, batch: int) -> Iterator[Scored
         starts = ends[first : first + batch] - width
         block = _batch(ids[starts[:, None] + position])
         begin = counted[first : first + batch] - starts
-        yield Scored(*block, torch.from_numpy(position[:-1] >= begin[:, None]))
+        yield EvalBatch(*block, torch.from_numpy(position[:-1] >= begin[:, None]))
 
 
 def _batch(block: Ids) -> Batch:

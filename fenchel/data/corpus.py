@@ -42,8 +42,8 @@ from fenchel.files import (
 )
 from fenchel.files import sha256 as file_sha256
 
-Report = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, and how much there is: for a progress bar."""
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with (stage, done, total) while a long job runs, for a progress bar."""
 
 _KIND, _VERSION = "tokens", 1
 _TOKENIZER, _FACTS = "tokenizer.json", "facts.json"
@@ -136,17 +136,19 @@ class Corpus:
         return _BETWEEN.join(found)
 
 
-def prepare(config: TextConfig, folder: Path, *, report: Report | None = None) -> Corpus:
+def prepare(
+    config: TextConfig, folder: Path, *, progress: ProgressCallback | None = None
+) -> Corpus:
     """Make the token files of a text in ``folder``, or use those that are there.
 
     The caller says where: inside the run, or in ``config.prepared``. Files that are damaged
     are made again; a folder that holds another text, or anything else, is left alone and
     refused. What a killed call left beside it is removed.
     """
-    report = report or _silence
+    progress = progress or _silence
     sweep_beside(folder, _OURS)
     text = open_text(config.source)
-    tally = _measure(text, report)
+    tally = _measure(text, progress)
     given = None if config.tokenizer is None else _read_tokenizer(Path(config.tokenizer))
     recipe = {
         "text": tally.sha256(),
@@ -157,21 +159,21 @@ def prepare(config: TextConfig, folder: Path, *, report: Report | None = None) -
         split = Split(config.validation, tally.documents, tally.bytes)
         with _made(folder, text, tally, recipe) as fresh:
             if given is None:
-                given = _train(text, split, config.vocabulary, report)
+                given = _train(text, split, config.vocabulary, progress)
             (fresh / _TOKENIZER).write_bytes(given)
-            facts = _encode(fresh, text, split, tally.sha256(), report)
+            facts = _encode(fresh, text, split, tally.sha256(), progress)
             (fresh / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
         corpus = Corpus.open(folder)
         _require_recipe(corpus, recipe)
     return replace(corpus, source=text.source)
 
 
-def _measure(text: Text, report: Report) -> Tally:
+def _measure(text: Text, progress: ProgressCallback) -> Tally:
     tally = Tally()
     size = text.size
     for _ in tally.watch(text.documents()):
-        report("reading the text", min(tally.bytes, size), size)
-    report("reading the text", size, size)
+        progress("reading the text", min(tally.bytes, size), size)
+    progress("reading the text", size, size)
     return tally
 
 
@@ -221,7 +223,7 @@ def _made(folder: Path, text: Text, tally: Tally, recipe: Mapping[str, Any]) -> 
             raise
 
 
-def _train(text: Text, split: Split, vocabulary: int, report: Report) -> bytes:
+def _train(text: Text, split: Split, vocabulary: int, progress: ProgressCallback) -> bytes:
     """A tokenizer of the training stream, or of documents spread evenly over a large one."""
     stride = math.ceil(split.bytes / tokens.TRAINED_ON)
     total = split.bytes // stride
@@ -232,15 +234,17 @@ def _train(text: Text, split: Split, vocabulary: int, report: Report) -> bytes:
         for part in islice(parts, 0, None, stride):
             yield part.document.text
             done += len(part.document.text.encode())
-            report("training the tokenizer", min(done, total), total)
+            progress("training the tokenizer", min(done, total), total)
 
-    report("training the tokenizer", 0, total)
+    progress("training the tokenizer", 0, total)
     tokenizer = tokens.train_tokenizer(sample(), vocabulary)
-    report("training the tokenizer", total, total)
+    progress("training the tokenizer", total, total)
     return str(tokenizer.to_str(pretty=True)).encode()
 
 
-def _encode(folder: Path, text: Text, split: Split, sha256: str, report: Report) -> CorpusFacts:
+def _encode(
+    folder: Path, text: Text, split: Split, sha256: str, progress: ProgressCallback
+) -> CorpusFacts:
     """Write both streams by the tokenizer in ``folder``, and give the facts."""
     tokenizer = tokens.load_tokenizer(folder / _TOKENIZER)
     end = tokens.end_id(tokenizer)
@@ -262,7 +266,7 @@ def _encode(folder: Path, text: Text, split: Split, sha256: str, report: Report)
                 files[part.validation].write(np.array([*row, end], dtype).tobytes())
                 bytes_of[part.validation] += len(part.document.text.encode())
                 tokens_of[part.validation] += len(row) + 1
-            report("encoding the text", min(sum(bytes_of), split.bytes), split.bytes)
+            progress("encoding the text", min(sum(bytes_of), split.bytes), split.bytes)
     _require_same(sha256, tally.sha256(), text.source)
     for size, use in zip(bytes_of, ("train on", "judge by"), strict=True):
         if not size:

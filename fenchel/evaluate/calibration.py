@@ -65,8 +65,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fenchel.data import Ids
-from fenchel.evaluate.score import Watch, predictions
+from fenchel.data import Ids, ProgressCallback
+from fenchel.evaluate.score import predictions
 
 BINS = 15
 
@@ -202,7 +202,7 @@ def _edges(c: Tensor, bins: int, by: str) -> Tensor:
 _NUMBERS = 1 << 20  # scores widened to float64 at a time
 
 
-class Fit(NamedTuple):
+class TemperatureFit(NamedTuple):
     """The best temperature, the loss at it, and how many steps it took."""
 
     temperature: float
@@ -211,7 +211,9 @@ class Fit(NamedTuple):
 
 
 @torch.no_grad()
-def fit_temperature(logits_NV: Tensor, targets_N: Tensor, *, tolerance: float = 1e-10) -> Fit:
+def fit_temperature(
+    logits_NV: Tensor, targets_N: Tensor, *, tolerance: float = 1e-10
+) -> TemperatureFit:
     """T > 0 with the least loss, its relative error below ``tolerance``; or a limit, 0 or inf."""
     check(logits_NV, targets_N)
     truth_N = logits_NV.gather(-1, targets_N[:, None])[:, 0]
@@ -223,10 +225,10 @@ def fit_temperature(logits_NV: Tensor, targets_N: Tensor, *, tolerance: float = 
     ahead = (logits_NV.double().amax(-1) - truth_N.double()).sum()
     if ahead == 0.0:  # f'(inf): nothing is ever ahead of the truth
         ties = (logits_NV == truth_N[:, None]).sum(-1).double()
-        return Fit(0.0, float(ties.log().mean()), 0)
+        return TemperatureFit(0.0, float(ties.log().mean()), 0)
     loss, slope, curvature = _loss(logits_NV, targets_N, 0.0)
     if slope >= 0.0:
-        return Fit(math.inf, loss, 0)
+        return TemperatureFit(math.inf, loss, 0)
     low, high, b = 0.0, math.inf, curvature**-0.5  # scores of variance 1, whatever their scale
     for steps in range(1, 1001):
         loss, slope, curvature = _loss(logits_NV, targets_N, b)
@@ -235,7 +237,7 @@ def fit_temperature(logits_NV: Tensor, targets_N: Tensor, *, tolerance: float = 
         if not low <= step <= high:  # also where step is nan
             step = 2.0 * b if high == math.inf else (low + high) / 2.0
         if min(abs(step - b), high - low) <= tolerance * b:
-            return Fit(1.0 / b, loss, steps)
+            return TemperatureFit(1.0 / b, loss, steps)
         b = min(step, 4.0 * b)  # far out, f' is flat and a step could leave the numbers
     raise AssertionError("a bracket that halves ends after a thousand steps")
 
@@ -284,27 +286,36 @@ def confidence(
     context: int,
     bins: int = BINS,
     batch: int = 8,
-    watch: Watch | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Confidence:
     """Calibration on the second half of ``ids``, before and after the first half's temperature."""
     if len(ids) < 4:
         raise ValueError(f"the text has {len(ids)} tokens; calibration needs at least 4.")
     middle = len(ids) // 2
-    first, second = _halves(watch, middle, len(ids) - 1)
+    first, second = _halves(progress, middle, len(ids) - 1)
     reading: dict[str, Any] = {"context": context, "batch": batch}
-    logits_NV, targets_N = _kept(model, ids[: middle + 1], watch=first, **reading)
+    logits_NV, targets_N = _kept(model, ids[: middle + 1], progress=first, **reading)
     T = fit_temperature(logits_NV, targets_N).temperature
     temperatures = (1.0, T) if 0.0 < T < float("inf") else (1.0,)
-    found = _measured(model, ids[middle:], temperatures, watch=second, **reading)
+    found = _measured(model, ids[middle:], temperatures, progress=second, **reading)
     plain, *scaled = (summarise(one, bins=bins) for one in found)
     return Confidence(T, len(targets_N), plain, scaled[0] if scaled else None)
 
 
-def _halves(watch: Watch | None, middle: int, whole: int) -> tuple[Watch | None, Watch | None]:
-    """What watches the whole text, for each half of it."""
-    if watch is None:
+def _halves(
+    progress: ProgressCallback | None, middle: int, total: int
+) -> tuple[ProgressCallback | None, ProgressCallback | None]:
+    """Callbacks for the two halves of a text that report progress through the whole of it."""
+    if progress is None:
         return None, None
-    return lambda done, _: watch(done, whole), lambda done, _: watch(middle + done, whole)
+
+    def first(_: str, done: int, __: int) -> None:
+        progress("calibration", done, total)
+
+    def second(_: str, done: int, __: int) -> None:
+        progress("calibration", middle + done, total)
+
+    return first, second
 
 
 def _kept(model: nn.Module, ids: Ids, **reading: Any) -> tuple[Tensor, Tensor]:
@@ -330,7 +341,7 @@ def _measured(
     return [Outcomes(*(torch.cat(x) for x in zip(*part, strict=True))) for part in found]
 
 
-class Smoothing(NamedTuple):
+class LabelSmoothing(NamedTuple):
     """The best a model can do under label smoothing."""
 
     confidence: float
@@ -343,22 +354,22 @@ class Smoothing(NamedTuple):
     """The loss there, in nats."""
 
 
-def smoothing(V: int, a: float) -> Smoothing:
+def label_smoothing(V: int, a: float) -> LabelSmoothing:
     """The optimum of cross-entropy over V classes smoothed by a.
 
-    >>> best = smoothing(10, 0.1)
+    >>> best = label_smoothing(10, 0.1)
     >>> f"{best.confidence:.2f} {best.gap:.3f} {best.minimum:.4f}"
     '0.91 4.511 0.5003'
     """
     _check(V, a)
     truth, other = 1.0 - a + a / V, a / V
     if a == 0.0 or V == 1:
-        return Smoothing(1.0, 0.0, math.inf, 0.0)
+        return LabelSmoothing(1.0, 0.0, math.inf, 0.0)
     minimum = -truth * math.log(truth) - (V - 1) * other * math.log(other)
-    return Smoothing(truth, other, math.log(truth / other), minimum)
+    return LabelSmoothing(truth, other, math.log(truth / other), minimum)
 
 
-def smoothed(targets_N: Tensor, V: int, a: float) -> Tensor:
+def smoothed_targets(targets_N: Tensor, V: int, a: float) -> Tensor:
     """q for every target: (N,) -> (N, V) in float32."""
     _check(V, a)
     q = torch.full((len(targets_N), V), a / V, device=targets_N.device)

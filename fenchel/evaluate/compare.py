@@ -18,7 +18,7 @@ MEASURES = ("bits_per_byte", "loss", "perplexity")
 
 
 @dataclass(frozen=True)
-class Reading:
+class Evaluation:
     """A model on a text, with what the numbers depend on."""
 
     name: str
@@ -38,7 +38,7 @@ class Comparison(NamedTuple):
     difference: float
 
 
-def compare(first: Reading, second: Reading, *, by: str = "bits_per_byte") -> Comparison:
+def compare(first: Evaluation, second: Evaluation, *, by: str = "bits_per_byte") -> Comparison:
     """The two side by side, or a ValueError that says why they may not be."""
     if by not in MEASURES:
         raise ValueError(f"models are compared by {', '.join(MEASURES)}; got {by!r}.")

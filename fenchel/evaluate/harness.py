@@ -15,7 +15,8 @@ moved back to end with the text.
     lm = harness_model("runs/one")
     lm_eval.simple_evaluate(model=lm, tasks=[...])
 
-``Answers`` does the work and needs no harness; ``harness_model`` gives it the harness's base class.
+``HarnessAdapter`` does the work without the harness; ``harness_model`` wraps it in the harness's
+base class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ _NEW_TOKENS = 256  # where a task does not say, as the harness has it
 
 
 @dataclass(frozen=True)
-class Answers:
+class HarnessAdapter:
     """A model and its tokenizer, asked as the harness asks."""
 
     model: Transformer
@@ -52,7 +53,7 @@ class Answers:
         """log p(continuation | context), and whether every token of it was the likeliest."""
         return self._scores([self._row(*pair) for pair in pairs])
 
-    def rolling(self, texts: Sequence[str]) -> list[float]:
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """log p of each whole text, after the end of a document."""
         context = self.model.config.context
         rows: list[tuple[list[int], int]] = []
@@ -70,7 +71,7 @@ class Answers:
             totals[owner] += value
         return totals
 
-    def until(self, context: str, settings: Mapping[str, Any]) -> str:
+    def generate_until(self, context: str, settings: Mapping[str, Any]) -> str:
         """The continuation of a context, greedy unless asked to sample, cut before a stop."""
         if unknown := sorted(settings.keys() - _SETTINGS):
             raise ValueError(
@@ -154,7 +155,7 @@ def harness_model(directory: str | Path, *, batch: int = 16, seed: int = 0) -> A
     class FenchelLM(LM):  # type: ignore[misc]
         """Requests in, answers out; each answer is also offered to the harness's cache."""
 
-        def __init__(self, answers: Answers) -> None:
+        def __init__(self, answers: HarnessAdapter) -> None:
             super().__init__()
             self.answers = answers
 
@@ -167,11 +168,11 @@ def harness_model(directory: str | Path, *, batch: int = 16, seed: int = 0) -> A
             return self._kept("loglikelihood", requests, found)
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            found = self.answers.rolling([request.args[0] for request in requests])
+            found = self.answers.loglikelihood_rolling([request.args[0] for request in requests])
             return self._kept("loglikelihood_rolling", requests, found)
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            found = [self.answers.until(*request.args) for request in requests]
+            found = [self.answers.generate_until(*request.args) for request in requests]
             return self._kept("generate_until", requests, found)
 
         def _kept(self, kind: str, requests: list[Any], found: list[Any]) -> list[Any]:
@@ -180,7 +181,7 @@ def harness_model(directory: str | Path, *, batch: int = 16, seed: int = 0) -> A
             return found
 
     model, tokenizer, _ = load(directory)
-    return FenchelLM(Answers(model, tokenizer, batch, seed))
+    return FenchelLM(HarnessAdapter(model, tokenizer, batch, seed))
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:

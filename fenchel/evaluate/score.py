@@ -9,7 +9,7 @@ context before it, except near the start of the text.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fenchel.data import Ids, encode, end_id, open_text, windows
+from fenchel.data import Ids, ProgressCallback, encode, end_id, open_text, windows
 from fenchel.model import evaluating
-
-Watch = Callable[[int, int], None]
-"""How much is done, and how much there is: for a progress bar."""
 
 
 class Score(NamedTuple):
@@ -43,7 +40,7 @@ def score(
     context: int,
     limit: int | None = None,
     batch: int = 32,
-    watch: Watch | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Score:
     """Read ``ids``, the tokens of ``bytes`` bytes; at most the first ``limit`` of them.
 
@@ -53,7 +50,9 @@ def score(
         raise ValueError(f"bytes={bytes} should be the size of the text, at least 1.")
     part = ids if limit is None else ids[: limit + 1]
     total, count = 0.0, 0
-    for logits_NV, targets_N in predictions(model, part, context=context, batch=batch, watch=watch):
+    for logits_NV, targets_N in predictions(
+        model, part, context=context, batch=batch, progress=progress
+    ):
         losses_N = cross_entropy(logits_NV.float(), targets_N, reduction="none")
         total += float(losses_N.sum(dtype=torch.float64))
         count += len(losses_N)
@@ -69,7 +68,7 @@ def predictions(
     *,
     context: int,
     batch: int = 32,
-    watch: Watch | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits (N, V) and targets (N,), some at a time; every id but the first is a target once."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -79,9 +78,9 @@ def predictions(
             scored_BT = window.scored.to(device)
             logits_BTV = model(window.inputs.to(device))
             yield logits_BTV[scored_BT], window.targets.to(device)[scored_BT]
-            if watch is not None:
+            if progress is not None:
                 done += int(window.scored.sum())
-                watch(done, len(ids) - 1)
+                progress("reading", done, len(ids) - 1)
 
 
 def _exp(loss: float) -> float:
@@ -89,7 +88,11 @@ def _exp(loss: float) -> float:
 
 
 def text_ids(
-    tokenizer: Tokenizer, source: str, *, limit: int | None = None, watch: Watch | None = None
+    tokenizer: Tokenizer,
+    source: str,
+    *,
+    limit: int | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[Ids, int]:
     """The ids of a text, each document after an end, and its bytes; or those of its beginning."""
     text, end, size = open_text(source), end_id(tokenizer), 0
@@ -97,16 +100,16 @@ def text_ids(
     for document in text.documents():
         found += [*encode(tokenizer, document.text), end]
         size += len(document.text.encode())
-        if watch is not None:
-            watch(min(size, whole), whole)
+        if progress is not None:
+            progress("encoding", min(size, whole), whole)
         if limit is not None and len(found) > limit:
             break
-    if watch is not None:
-        watch(whole, whole)
-    return beginning(np.array(found, dtype=np.uint32), size, limit)
+    if progress is not None:
+        progress("encoding", whole, whole)
+    return truncate_ids(np.array(found, dtype=np.uint32), size, limit)
 
 
-def beginning(ids: Ids, bytes: int, limit: int | None) -> tuple[Ids, int]:
+def truncate_ids(ids: Ids, bytes: int, limit: int | None) -> tuple[Ids, int]:
     """The ids up to target number ``limit``, and their share of the bytes; all if it is None."""
     if limit is not None and limit < 1:
         raise ValueError(f"{limit} tokens of a text are nothing to predict; give at least 1.")

@@ -62,7 +62,7 @@ def reopen(config: RunConfig, path: Path, watch: Watch) -> Corpus:
         _require_text(kept["source"], open_text(kept["source"]).sha256(), kept["text_sha256"])
         watch.say(f"{error} The token files are made again.")
         same_ids = replace(config.text, source=kept["source"], tokenizer=str(own))
-        prepare(same_ids, path / kept["folder"], report=watch.stage)
+        prepare(same_ids, path / kept["folder"], progress=watch.stage)
         return open_corpus(path)
 
 

@@ -217,7 +217,7 @@ def begin(config: RunConfig, path: Path, watch: Watch) -> Outcome:
             require_loggers(config.train.log)
             shared = config.text.prepared
             folder = path / TOKENS if shared is None else Path(shared).expanduser()
-            corpus = prepare(config.text, folder, report=watch.stage)
+            corpus = prepare(config.text, folder, progress=watch.stage)
             config = _fit_vocabulary(config, corpus)
             batches = batches_of(config, corpus.train)
             with enough_memory("nothing was begun"):
@@ -250,7 +250,7 @@ def resume(
             same_ids = replace(
                 config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
             )
-            corpus = prepare(same_ids, path / f"{TOKENS}-{now[:12]}", report=watch.stage)
+            corpus = prepare(same_ids, path / f"{TOKENS}-{now[:12]}", progress=watch.stage)
             keep_corpus(run, corpus)
         if config != settings(before):
             run.write_settings(to_mapping(config))

@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 
 from fenchel.report.html import (
     Html,
-    Part,
+    Section,
     clean,
     details,
     element,
-    figure,
-    many,
+    format_number,
     notes,
+    pluralise,
     shorten,
     table,
 )
-from fenchel.report.run_data import Run, mapping
+from fenchel.report.run_data import RunData, mapping
 
 _BYTES = 16 * 2**20  # of maps in a page; 16 heads of 256 tokens take one sixteenth of it
 _SIZE = 1024
@@ -35,7 +35,7 @@ _TOKEN = 40
 
 
 @dataclass(frozen=True)
-class Maps:
+class AttentionMaps:
     """The maps of one sentence: bytes (L, H, T, T) and the T tokens."""
 
     data: NDArray[np.uint8]
@@ -49,7 +49,7 @@ class Maps:
         return p
 
 
-def maps(sample: Mapping[str, Any]) -> Maps:
+def maps(sample: Mapping[str, Any]) -> AttentionMaps:
     """The maps of ``sample.json``; a ValueError says what is wrong with them."""
     stated = mapping(sample.get("attention"))
     tokens = sample.get("tokens")
@@ -78,10 +78,10 @@ def maps(sample: Mapping[str, Any]) -> Maps:
             f"not {L * H * T * T:,}."
         )
     data = np.frombuffer(raw, dtype=np.uint8).reshape(L, H, T, T)
-    return Maps(data, tuple(shorten(clean(str(token)), _TOKEN) for token in tokens))
+    return AttentionMaps(data, tuple(shorten(clean(str(token)), _TOKEN) for token in tokens))
 
 
-def attention_map(run: Run) -> Part:
+def attention_map(run: RunData) -> Section:
     """The section with the overview, the enlarged map and the table of heads."""
     found = None
     try:
@@ -89,7 +89,7 @@ def attention_map(run: Run) -> Part:
         body = _figure(found)
     except ValueError as error:
         body = notes(run.troubles.get("sample.json", ()) or [_sentence(error)])
-    return Part(
+    return Section(
         anchor="maps",
         title="Attention in one sentence",
         body=body,
@@ -97,7 +97,7 @@ def attention_map(run: Run) -> Part:
     )
 
 
-def heads(found: Maps) -> list[tuple[str, ...]]:
+def heads(found: AttentionMaps) -> list[tuple[str, ...]]:
     """One row a head: entropy, effective tokens, weight on the first token and itself, distance."""
     p = found.weights
     L, H, T, _ = p.shape
@@ -111,20 +111,20 @@ def heads(found: Maps) -> list[tuple[str, ...]]:
     return [
         (
             f"layer {layer + 1}, head {head + 1}",
-            *(figure(float(m[layer, head]), 3) for m in measures),
+            *(format_number(float(m[layer, head]), 3) for m in measures),
         )
         for layer in range(L)
         for head in range(H)
     ]
 
 
-def _figure(found: Maps) -> Html:
+def _figure(found: AttentionMaps) -> Html:
     L, H, T, _ = found.data.shape
     about = (
-        f"{many(L, 'layer')} of {many(H, 'head')} on {many(T, 'token')}. A row is the token that "
-        "looks, a column a token it looks at. The colours run from 0 to 1 on a square-root scale, "
-        "the same for every head. Choose a head, then point at the map or move through it with "
-        "the arrow keys. A weight says where a head reads, not what it does with what it finds."
+        f"{pluralise(L, 'layer')} of {pluralise(H, 'head')} on {pluralise(T, 'token')}. Rows are "
+        "queries, columns are keys. Colours run from 0 to 1 on a square-root scale, the same for "
+        "every head. Choose a head, then point at the map or move through it with the arrow keys. "
+        "A weight shows which tokens a head reads, not what it does with them."
     )
     head = ("head", "entropy", "effective tokens", "on the first", "on itself", "distance")
     told = (
@@ -139,7 +139,7 @@ def _figure(found: Maps) -> Html:
     )
 
 
-def _data(found: Maps) -> dict[str, Any]:
+def _data(found: AttentionMaps) -> dict[str, Any]:
     L, H, T, _ = found.data.shape
     return {
         "view": "attention",

@@ -26,15 +26,25 @@ from typing import Any
 
 import numpy as np
 
-from fenchel.report.html import Html, Part, element, figure, join, notes, picture, plain, table
-from fenchel.report.run_data import Numbers, Run, evenly, layered, places
+from fenchel.report.html import (
+    Html,
+    Section,
+    element,
+    format_number,
+    join,
+    json_numbers,
+    notes,
+    picture,
+    table,
+)
+from fenchel.report.run_data import Numbers, RunData, axis_values, even_indices, layer_series
 
 _LAYER_COLUMNS = 240
 _LAYER_ROWS = 30
 
 
 @dataclass(frozen=True)
-class Strip:
+class LayerChart:
     """A picture of one number a layer over time."""
 
     name: str
@@ -45,27 +55,27 @@ class Strip:
     """Whether a span too narrow to draw is shown by its largest value, not by its mean."""
 
 
-STRIPS = (
-    Strip(
+LAYER_CHARTS = (
+    LayerChart(
         "entropy",
         "Entropy",
         "In nats: 0 when every query looks at one token only.",
         "attention/entropy",
     ),
-    Strip(
+    LayerChart(
         "effective",
         "Effective tokens",
         "How many tokens a query looks at, counted through its entropy.",
         "attention/effective",
     ),
-    Strip(
+    LayerChart(
         "max-logit",
         "Largest logit",
         "The greatest score, by size, that enters the choice; growth without end is a warning.",
         "attention/max_logit",
         peak=True,
     ),
-    Strip(
+    LayerChart(
         "support",
         "Support",
         "How many keys get any weight: all in sight under softmax, few under a sparse map.",
@@ -74,12 +84,12 @@ STRIPS = (
 )
 
 
-def layers(run: Run) -> Part:
+def layers(run: RunData) -> Section:
     """The section of all strips for which there is at least one number."""
     pictures: dict[str, Any] = {}
     figures, missing = [], []
-    for strip in STRIPS:
-        steps, values = layered(run, strip.column)
+    for strip in LAYER_CHARTS:
+        steps, values = layer_series(run, strip.column)
         if not np.isfinite(values).any():
             missing.append(strip.title.lower())
             continue
@@ -91,15 +101,15 @@ def layers(run: Run) -> Part:
         body += [element("p", told, class_="about"), element("div", *figures, class_="charts")]
     if missing:
         body.append(notes([f"The metrics hold no number by layer for: {', '.join(missing)}."]))
-    return Part(
+    return Section(
         anchor="health", title="Attention over training", body=join(body, "\n"), pictures=pictures
     )
 
 
-def spans(values: Numbers, count: int, *, peak: bool) -> tuple[list[int], Numbers]:
+def reduce_spans(values: Numbers, count: int, *, peak: bool) -> tuple[list[int], Numbers]:
     """At most ``count`` spans of rows (N, L): where each ends, and its mean or peak (count, L).
 
-    >>> spans(np.array([[1.0], [3.0], [5.0], [9.0]]), 2, peak=True)
+    >>> reduce_spans(np.array([[1.0], [3.0], [5.0], [9.0]]), 2, peak=True)
     ([1, 3], array([[3.],
            [9.]]))
     """
@@ -110,26 +120,26 @@ def spans(values: Numbers, count: int, *, peak: bool) -> tuple[list[int], Number
         return ends, np.stack([gather(values[part], axis=0) for part in parts])
 
 
-def _layer_data(run: Run, strip: Strip, steps: Numbers, values: Numbers) -> dict[str, Any]:
-    ends, columns = spans(values, _LAYER_COLUMNS, peak=strip.peak)
+def _layer_data(run: RunData, strip: LayerChart, steps: Numbers, values: Numbers) -> dict[str, Any]:
+    ends, columns = reduce_spans(values, _LAYER_COLUMNS, peak=strip.peak)
     finite = columns[np.isfinite(columns)]
     least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
     return {
         "view": "strips",
-        "x": places(run, steps[ends]),
-        "layers": [plain(layer) for layer in columns.T],
+        "x": axis_values(run, steps[ends]),
+        "layers": [json_numbers(layer) for layer in columns.T],
         "names": [f"layer {layer + 1}" for layer in range(values.shape[1])],
-        "last": plain(values[-1]),
-        "least": plain([least])[0],
-        "most": plain([most])[0],
+        "last": json_numbers(values[-1]),
+        "least": json_numbers([least])[0],
+        "most": json_numbers([most])[0],
     }
 
 
-def _layer_figure(strip: Strip, steps: Numbers, values: Numbers) -> Html:
+def _layer_figure(strip: LayerChart, steps: Numbers, values: Numbers) -> Html:
     head = ("step", *(f"layer {layer}" for layer in range(1, values.shape[1] + 1)))
     rows = [
-        [figure(steps[index]), *(figure(one) for one in values[index].tolist())]
-        for index in evenly(len(steps), _LAYER_ROWS)
+        [format_number(steps[index]), *(format_number(one) for one in values[index].tolist())]
+        for index in even_indices(len(steps), _LAYER_ROWS)
     ]
     told = f"{strip.title}, some of the steps; all are in metrics.jsonl"
     return picture(strip.name, strip.title, strip.caption, table(head, rows, caption=told))
@@ -141,7 +151,7 @@ _HEADS = 12
 
 
 @dataclass(frozen=True)
-class Column:
+class HeadChart:
     """A picture of one number a head over time."""
 
     name: str
@@ -149,42 +159,42 @@ class Column:
     caption: str
     column: str
     lowest: bool = False
-    """Whether the heads to show are those that fell furthest, not those that rose."""
+    """Whether the heads to show are those that fell most_extreme, not those that rose."""
 
 
-COLUMNS = (
-    Column(
+HEAD_CHARTS = (
+    HeadChart(
         "head-max-logit",
         "Largest logit of a head",
         "The heads with the greatest score, by size; one that grows alone will diverge first.",
         "attention/head_max_logit",
     ),
-    Column(
+    HeadChart(
         "head-rms",
         "RMS score of a head",
         "How large its scores are on the whole, over all pairs that it may see.",
         "attention/head_rms",
     ),
-    Column(
+    HeadChart(
         "head-entropy",
         "Entropy of a head",
-        "The heads that closed furthest, in nats; at 0 a head looks at one key only.",
+        "The heads that closed most_extreme, in nats; at 0 a head looks at one key only.",
         "attention/head_entropy",
         lowest=True,
     ),
 )
 
 
-def heads(run: Run) -> Part:
+def heads(run: RunData) -> Section:
     """The section of all pictures for which there is at least one number."""
     pictures: dict[str, Any] = {}
     figures, missing = [], []
-    for column in COLUMNS:
+    for column in HEAD_CHARTS:
         steps, names, values = by_head(run, column.column)
         if not np.isfinite(values).any():
             missing.append(column.title.lower())
             continue
-        shown = furthest(values, _HEADS, lowest=column.lowest)
+        shown = most_extreme(values, _HEADS, lowest=column.lowest)
         names, values = [names[i] for i in shown], values[:, shown]
         pictures[column.name] = _head_data(run, column, steps, names, values)
         figures.append(_head_figure(column, steps, names, values))
@@ -194,16 +204,16 @@ def heads(run: Run) -> Part:
         body += [element("p", told, class_="about"), element("div", *figures, class_="charts")]
     if missing:
         body.append(notes([f"The metrics hold no number by head for: {', '.join(missing)}."]))
-    return Part(anchor="heads", title="Scores by head", body=join(body, "\n"), pictures=pictures)
+    return Section(anchor="heads", title="Scores by head", body=join(body, "\n"), pictures=pictures)
 
 
-def by_head(run: Run, key: str) -> tuple[Numbers, list[str], Numbers]:
+def by_head(run: RunData, key: str) -> tuple[Numbers, list[str], Numbers]:
     """A column with a list a layer: steps (N,), names of heads, values (N, heads)."""
-    steps, whole = layered(run, key)
+    steps, whole = layer_series(run, key)
     names: list[str] = []
     parts: list[Numbers] = [np.empty((len(steps), 0))]
     for layer in range(whole.shape[1]):
-        at, values = layered(run, f"{key}/{layer}")
+        at, values = layer_series(run, f"{key}/{layer}")
         filled = np.full((len(steps), values.shape[1]), np.nan)
         filled[np.isin(steps, at)] = values[np.isin(at, steps)]
         names += [f"{layer + 1}.{head + 1}" for head in range(values.shape[1])]
@@ -211,10 +221,10 @@ def by_head(run: Run, key: str) -> tuple[Numbers, list[str], Numbers]:
     return steps, names, np.concatenate(parts, axis=1)
 
 
-def furthest(values: Numbers, count: int, *, lowest: bool) -> list[int]:
+def most_extreme(values: Numbers, count: int, *, lowest: bool) -> list[int]:
     """At most ``count`` columns of (N, heads), the most extreme first; NaN is most extreme.
 
-    >>> furthest(np.array([[1.0, 5.0, 2.0], [4.0, 3.0, 2.0]]), 2, lowest=False)
+    >>> most_extreme(np.array([[1.0, 5.0, 2.0], [4.0, 3.0, 2.0]]), 2, lowest=False)
     [1, 0]
     """
     peaks = np.min(values, axis=0) if lowest else -np.max(values, axis=0)
@@ -223,26 +233,26 @@ def furthest(values: Numbers, count: int, *, lowest: bool) -> list[int]:
 
 
 def _head_data(
-    run: Run, column: Column, steps: Numbers, names: list[str], values: Numbers
+    run: RunData, column: HeadChart, steps: Numbers, names: list[str], values: Numbers
 ) -> dict[str, Any]:
-    ends, drawn = spans(values, _HEAD_COLUMNS, peak=not column.lowest)
+    ends, drawn = reduce_spans(values, _HEAD_COLUMNS, peak=not column.lowest)
     finite = drawn[np.isfinite(drawn)]
     least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
     return {
         "view": "strips",
-        "x": places(run, steps[ends]),
-        "layers": [plain(head) for head in drawn.T],
+        "x": axis_values(run, steps[ends]),
+        "layers": [json_numbers(head) for head in drawn.T],
         "names": names,
-        "last": plain(values[-1]),
-        "least": plain([least])[0],
-        "most": plain([most])[0],
+        "last": json_numbers(values[-1]),
+        "least": json_numbers([least])[0],
+        "most": json_numbers([most])[0],
     }
 
 
-def _head_figure(column: Column, steps: Numbers, names: list[str], values: Numbers) -> Html:
+def _head_figure(column: HeadChart, steps: Numbers, names: list[str], values: Numbers) -> Html:
     rows = [
-        [figure(steps[index]), *(figure(one) for one in values[index].tolist())]
-        for index in evenly(len(steps), _HEAD_ROWS)
+        [format_number(steps[index]), *(format_number(one) for one in values[index].tolist())]
+        for index in even_indices(len(steps), _HEAD_ROWS)
     ]
     told = f"{column.title}, some of the steps; all are in metrics.jsonl"
     numbers = table(("step", *names), rows, caption=told)

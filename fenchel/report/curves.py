@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fenchel.report.html import Html, Part, element, figure, join, notes, picture, table
-from fenchel.report.run_data import Run, Series, curve, rows_of, series
-from fenchel.report.summary import rivals
+from fenchel.report.html import Html, Section, element, format_number, join, notes, picture, table
+from fenchel.report.run_data import RunData, Series, chart_series, series, table_rows
+from fenchel.report.summary import baselines
 
 _AXES = {"step": "steps", "tokens": "tokens seen", "elapsed": "time"}
 
@@ -26,7 +26,7 @@ class Chart:
     title: str
     caption: str
     columns: Mapping[str, str]
-    """Column of the metrics to its name in the legend."""
+    """HeadChart of the metrics to its name in the legend."""
     spread: float = 1000.0
     """From what factor between its extremes on a logarithmic scale is used."""
     zero: bool = False
@@ -84,7 +84,7 @@ CHARTS = (
 )
 
 
-def curves(run: Run) -> Part:
+def curves(run: RunData) -> Section:
     """The section of all charts for which there is at least one number."""
     body: list[Html] = [notes(run.troubles.get("metrics.jsonl", ()))]
     pictures: dict[str, Any] = {}
@@ -101,19 +101,19 @@ def curves(run: Run) -> Part:
         body += [_axis_choice(pictures), element("div", *figures, class_="charts")]
     if missing and run.rows:
         body.append(notes([f"The metrics hold no number yet for: {', '.join(missing)}."]))
-    return Part(anchor="learning", title="Learning", body=join(body, "\n"), pictures=pictures)
+    return Section(anchor="learning", title="Learning", body=join(body, "\n"), pictures=pictures)
 
 
-def _data(run: Run, chart: Chart, columns: Mapping[str, Series]) -> dict[str, Any]:
+def _data(run: RunData, chart: Chart, columns: Mapping[str, Series]) -> dict[str, Any]:
     values = np.concatenate([column.finite for column in columns.values()])
     spread = values.min() > 0 and values.max() > chart.spread * values.min()
-    references = rivals(run.summary) if chart.name == "bits" else []
+    references = baselines(run.summary) if chart.name == "bits" else []
     return {
         "view": "lineChart",
         "log": bool(spread),
         "zero": chart.zero,
         "series": [
-            {**curve(run, label, column), "tone": int(label == "validation")}
+            {**chart_series(run, label, column), "tone": int(label == "validation")}
             for label, column in columns.items()
             if len(column.steps)
         ],
@@ -125,7 +125,7 @@ def _figure(chart: Chart, columns: Mapping[str, Series], *, log: bool) -> Html:
     said = [chart.caption, "Logarithmic scale." if log else ""]
     said += [_gap(label, column) for label, column in columns.items()]
     head = ("step", *columns)
-    rows = [[figure(cell) for cell in row] for row in rows_of(list(columns.values()))]
+    rows = [[format_number(cell) for cell in row] for row in table_rows(list(columns.values()))]
     caption = " ".join(sentence for sentence in said if sentence)
     told = f"{chart.title}, some of the steps; all are in metrics.jsonl"
     numbers = table(head, rows, caption=told)
@@ -136,7 +136,7 @@ def _gap(label: str, column: Series) -> str:
     holes = column.steps[~np.isfinite(column.values)]
     if not len(holes):
         return ""
-    first, last = figure(holes[0]), figure(holes[-1])
+    first, last = format_number(holes[0]), format_number(holes[-1])
     where = f"at step {first}" if len(holes) == 1 else f"between steps {first} and {last}"
     many = "1 value is" if len(holes) == 1 else f"{len(holes):,} values are"
     return f"{many} not finite ({label}, {where}) and left out of the curve."

@@ -14,7 +14,7 @@ runs, with every ``<`` written as ``\u003c`` so that it cannot end early. The on
 the only style are the files beside this one; the policy names their SHA-256, so that even if
 markup of a stranger slipped in, nothing of it would run, load or be sent anywhere.
 
-A ``Part`` is a section: its markup, and the data of its pictures under their names. The element
+A ``Section`` is a section: its markup, and the data of its pictures under their names. The element
 with ``data-picture="name"`` is filled from ``pictures[name]`` by ``page.js``, which calls the
 function of ``viewer.js`` that the data names as its "view".
 """
@@ -131,7 +131,7 @@ def flatten(
         if isinstance(value, Mapping) and depth:
             yield from flatten(value, f"{prefix}{key}.", depth - 1)
         else:
-            yield shorten(f"{prefix}{key}", 200), shorten(_word(value), 2000)
+            yield shorten(f"{prefix}{key}", 200), shorten(_scalar_text(value), 2000)
 
 
 def details(summary: str, child: Html, *, open_: bool = False) -> Html:
@@ -157,22 +157,24 @@ def _attribute(key: str, value: str | int | bool | None) -> str:
     return f" {name}" if value is True else f' {name}="{html.escape(clean(str(value)))}"'
 
 
-def _word(value: Any) -> str:
+def _scalar_text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
-        return ", ".join("…" if isinstance(one, list | dict) else _word(one) for one in value)
+        return ", ".join(
+            "…" if isinstance(one, list | dict) else _scalar_text(one) for one in value
+        )
     return "…" if isinstance(value, Mapping) else "" if value is None else str(value)
 
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
-def figure(value: float | None, digits: int = 4) -> str:
+def format_number(value: float | None, digits: int = 4) -> str:
     """The digits that matter.
 
-    >>> figure(1.77489), figure(25465.3), figure(0.00012), figure(math.nan), figure(3.0)
-    ('1.775', '25,465', '0.00012', 'nan', '3')
+    >>> [format_number(x) for x in (1.77489, 25465.3, 0.00012, math.nan, 3.0)]
+    ['1.775', '25,465', '0.00012', 'nan', '3']
     """
     if value is None:
         return ""
@@ -195,7 +197,7 @@ def amount(value: float) -> str:
     for size, prefix in _PREFIXES:
         if math.isfinite(value) and abs(value) >= size:
             return f"{value / size:,.2f} {prefix}"
-    return figure(value)
+    return format_number(value)
 
 
 def duration(seconds: float) -> str:
@@ -205,7 +207,7 @@ def duration(seconds: float) -> str:
     ('8.2 s', '2 min 41 s', '2 h 3 min')
     """
     if not math.isfinite(seconds) or seconds < 0:
-        return figure(seconds)
+        return format_number(seconds)
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -215,19 +217,19 @@ def duration(seconds: float) -> str:
     return f"{hours:,} h {minutes} min"
 
 
-def many(count: int, word: str) -> str:
+def pluralise(count: int, word: str) -> str:
     """A count of things.
 
-    >>> many(1, "head"), many(1200, "head")
+    >>> pluralise(1, "head"), pluralise(1200, "head")
     ('1 head', '1,200 heads')
     """
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
-def spoken(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """A list as a sentence has it.
 
-    >>> spoken(["a", "b", "c"]), spoken(["a"]), spoken([])
+    >>> join_words(["a", "b", "c"]), join_words(["a"]), join_words([])
     ('a, b and c', 'a', '')
     """
     if len(words) < 2:
@@ -235,17 +237,17 @@ def spoken(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def plain(values: Iterable[float]) -> list[float | None]:
+def json_numbers(values: Iterable[float]) -> list[float | None]:
     """Six digits each, and None for what JSON has no number for.
 
-    >>> plain([1 / 3, math.inf])
+    >>> json_numbers([1 / 3, math.inf])
     [0.333333, None]
     """
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Section:
     """One section of a page."""
 
     anchor: str
@@ -258,13 +260,15 @@ class Part:
     """The data of its pictures, by name; each says its "view"."""
 
 
-def document(*, title: str, header: Html, parts: Sequence[Part], views: Sequence[str] = ()) -> str:
+def document(
+    *, title: str, header: Html, parts: Sequence[Section], views: Sequence[str] = ()
+) -> str:
     """The whole page as text; ``views`` are files of more views beside those of viewer.js."""
-    style = _ours("page.css")
-    script = "".join(_ours(name) for name in ("viewer.js", *views, "page.js"))
+    style = _asset("page.css")
+    script = "".join(_asset(name) for name in ("viewer.js", *views, "page.js"))
     pictures = {name: picture for part in parts for name, picture in part.pictures.items()}
     links = (element("a", part.title, href=f"#{part.anchor}") for part in parts)
-    return Template(_ours("page.html")).substitute(
+    return Template(_asset("page.html")).substitute(
         policy=policy(script=script, style=style),
         title=join([title]),
         header=header,
@@ -292,8 +296,8 @@ def policy(*, script: str, style: str) -> str:
     return "; ".join(
         (
             "default-src 'none'",
-            f"script-src '{_fingerprint(script)}'",
-            f"style-src '{_fingerprint(style)}'",
+            f"script-src '{_sha256(script)}'",
+            f"style-src '{_sha256(style)}'",
             "base-uri 'none'",
             "form-action 'none'",
             "require-trusted-types-for 'script'",
@@ -311,24 +315,24 @@ def data_block(value: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-def _section(part: Part) -> Html:
+def _section(part: Section) -> Html:
     heading = element("h2", part.title, id=f"{part.anchor}-title")
     return element(
         "section", heading, part.body, id=part.anchor, aria_labelledby=f"{part.anchor}-title"
     )
 
 
-def _fingerprint(content: str) -> str:
+def _sha256(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _ours(name: str) -> str:
+def _asset(name: str) -> str:
     return resources.files("fenchel.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def between(bracket: dict[str, Any] | None) -> str:
+def format_bracket(bracket: dict[str, Any] | None) -> str:
     """A bracket as text; one number where both ends round to it."""
     if not bracket:
         return ""
-    low, high = (figure(bracket[end], 3) for end in ("lower", "upper"))
+    low, high = (format_number(bracket[end], 3) for end in ("lower", "upper"))
     return low if low == high else f"{low} to {high}"

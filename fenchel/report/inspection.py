@@ -12,16 +12,16 @@ from typing import Any
 
 from fenchel.report.html import (
     Html,
-    Part,
+    Section,
     amount,
     clean,
     document,
     duration,
     element,
     facts,
-    figure,
+    format_number,
     join,
-    many,
+    pluralise,
     shorten,
 )
 from fenchel.report.inspection_blocks import blocks, network
@@ -50,9 +50,10 @@ def render(found: Data) -> str:
 def _header(found: Data, name: str) -> Html:
     subject = found["subject"]
     sentence = (
-        f"{subject['family']}: {many(subject['layers'], 'layer')} of "
-        f"{many(subject['heads'], 'head')}, {amount(subject['parameters'])} parameters, on the "
-        f"first {many(len(found['tokens']), 'token')} of {shorten(clean(found['text']), 80)}."
+        f"{subject['family']}: {pluralise(subject['layers'], 'layer')} of "
+        f"{pluralise(subject['heads'], 'head')}, {amount(subject['parameters'])} parameters, on "
+        f"the first {pluralise(len(found['tokens']), 'token')} "
+        f"of {shorten(clean(found['text']), 80)}."
     )
     return join(
         (
@@ -64,24 +65,24 @@ def _header(found: Data, name: str) -> Html:
     )
 
 
-def _summary(found: Data) -> Part:
+def _summary(found: Data) -> Section:
     heads = found["heads"]
     top = max(heads, key=lambda head: head["sigma"]["qkv"]["lower"])
     sharp = min(heads, key=lambda head: head["entropy"]["mean"])
     loud = max(heads, key=lambda head: head["max_logit"]["most"])
     sink = max(heads, key=lambda head: head["first"])
     entries = [
-        ("Most sensitive head", figure(top["sigma"]["qkv"]["lower"], 3), _name(top)),
-        ("Sharpest head", f"{figure(sharp['entropy']['mean'], 3)} nats", _name(sharp)),
-        ("Largest logit", figure(loud["max_logit"]["most"], 3), _name(loud)),
-        ("Most on the first token", figure(sink["first"], 2), _name(sink)),
+        ("Most sensitive head", format_number(top["sigma"]["qkv"]["lower"], 3), _name(top)),
+        ("Sharpest head", f"{format_number(sharp['entropy']['mean'], 3)} nats", _name(sharp)),
+        ("Largest logit", format_number(loud["max_logit"]["most"], 3), _name(loud)),
+        ("Most on the first token", format_number(sink["first"], 2), _name(sink)),
     ]
     network = found["network"]
     if network:
         ends = network["stream"]
-        told = f"at most {figure(ends['upper'], 3)}"
-        entries.append(("Network, stream to stream", figure(ends["lower"], 3), told))
-        entries.append(("Lyapunov exponent", figure(network["exponent"], 3), "a layer"))
+        told = f"at most {format_number(ends['upper'], 3)}"
+        entries.append(("Network, stream to stream", format_number(ends["lower"], 3), told))
+        entries.append(("Lyapunov exponent", format_number(network["exponent"], 3), "a layer"))
     cards = (
         element("div", element("dt", name), element("dd", value, element("small", unit)))
         for name, value, unit in entries
@@ -89,14 +90,14 @@ def _summary(found: Data) -> Part:
     body = [element("dl", *cards)]
     if found["precision"]:
         body.append(element("p", found["precision"]["statement"], class_="note"))
-    return Part(anchor="summary", title="At a glance", body=join(body, "\n"))
+    return Section(anchor="summary", title="At a glance", body=join(body, "\n"))
 
 
 def _name(head: Data) -> str:
     return f"layer {head['layer']}, head {head['head']}"
 
 
-def _method(found: Data) -> Part:
+def _method(found: Data) -> Section:
     method, seconds = found["method"], found["seconds"]
     told = (
         "Every spectral norm is a bracket: the lower end is attained by a direction that was "
@@ -112,4 +113,4 @@ def _method(found: Data) -> Part:
         facts(spent, caption="time"),
     )
     body = (element("p", told, class_="about"), element("div", *cards, class_="cards"))
-    return Part(anchor="method", title="How it was measured", body=join(body, "\n"))
+    return Section(anchor="method", title="How it was measured", body=join(body, "\n"))

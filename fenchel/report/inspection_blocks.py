@@ -11,14 +11,14 @@ import numpy as np
 
 from fenchel.report.html import (
     Html,
-    Part,
-    between,
+    Section,
     clean,
     element,
-    figure,
+    format_bracket,
+    format_number,
     join,
+    json_numbers,
     picture,
-    plain,
     shorten,
     table,
 )
@@ -28,7 +28,7 @@ _COLUMNS = 256  # tokens, or spans of them, across a picture
 _TOP = 5
 
 
-def blocks(found: Data) -> Part:
+def blocks(found: Data) -> Section:
     """The section with every block's numbers and its singular vectors' tokens."""
     layers = found["layers"]
     names = [f"layer {layer['layer']}" for layer in layers]
@@ -45,16 +45,16 @@ def blocks(found: Data) -> Part:
                 "about": "Every row is a measure with a scale of its own, every column a layer.",
                 "bend": "log",
                 "own": True,
-                "values": [plain(values) for _, values in rows],
+                "values": [json_numbers(values) for _, values in rows],
             }
         ],
     }
-    tokens, edges = found["tokens"], spans(len(found["tokens"]), _COLUMNS)
+    tokens, edges = found["tokens"], span_edges(len(found["tokens"]), _COLUMNS)
     mass = {
         "view": "heat",
         "rows": names,
         "columns": [str(first) for first in edges[:-1]],
-        "titles": titles(tokens, edges),
+        "titles": span_titles(tokens, edges),
         "down": "",
         "across": "token",
         "measures": [
@@ -63,7 +63,7 @@ def blocks(found: Data) -> Part:
                 "about": about,
                 "bend": "",
                 "own": False,
-                "values": [summed(layer[key], edges) for layer in layers],
+                "values": [span_sums(layer[key], edges) for layer in layers],
             }
             for name, key, about in (
                 (
@@ -92,7 +92,7 @@ def blocks(found: Data) -> Part:
         picture("gains", "Gain of every block", told, _table(layers), width="whole"),
         picture("mass", "Through which tokens", where, _top(layers, tokens), width="whole"),
     )
-    return Part(
+    return Section(
         anchor="blocks",
         title="Blocks",
         body=element("div", *body, class_="charts"),
@@ -100,20 +100,20 @@ def blocks(found: Data) -> Part:
     )
 
 
-def spans(count: int, most: int) -> list[int]:
+def span_edges(count: int, most: int) -> list[int]:
     """Edges of at most ``most`` equal spans of ``count`` things.
 
-    >>> spans(5, 8), spans(10, 4)
+    >>> span_edges(5, 8), span_edges(10, 4)
     ([0, 1, 2, 3, 4, 5], [0, 2, 5, 8, 10])
     """
     parts = min(count, most)
     return [round(i * count / parts) for i in range(parts + 1)]
 
 
-def titles(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
+def span_titles(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
     """What to call every span of tokens: its place, and the first of its words.
 
-    >>> titles(["a", " b", "c"], [0, 1, 3])
+    >>> span_titles(["a", " b", "c"], [0, 1, 3])
     ['0 “a”', '1 “ b …”']
     """
     return [
@@ -122,10 +122,10 @@ def titles(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
     ]
 
 
-def summed(shares: Sequence[float], edges: Sequence[int]) -> list[float | None]:
+def span_sums(shares: Sequence[float], edges: Sequence[int]) -> list[float | None]:
     """The sum of the shares in every span."""
     total = np.concatenate([[0.0], np.cumsum(np.asarray(shares, dtype=float))])
-    return plain((total[list(edges[1:])] - total[list(edges[:-1])]).tolist())
+    return json_numbers((total[list(edges[1:])] - total[list(edges[:-1])]).tolist())
 
 
 def _measures(layers: Sequence[Data]) -> list[tuple[str, list[float]]]:
@@ -157,13 +157,16 @@ def _table(layers: Sequence[Data]) -> Html:
     rows = [
         (
             str(layer["layer"]),
-            between(layer["block"]),
-            between(layer["token"]),
-            between(layer["attention"]),
-            between(layer["mlp"]),
-            figure(layer["update"], 3),
-            "; ".join(f"{figure(n['least'], 3)} to {figure(n['most'], 3)}" for n in layer["norms"]),
-            "; ".join(figure(norm["upper"], 3) for norm in layer["norms"]),
+            format_bracket(layer["block"]),
+            format_bracket(layer["token"]),
+            format_bracket(layer["attention"]),
+            format_bracket(layer["mlp"]),
+            format_number(layer["update"], 3),
+            "; ".join(
+                f"{format_number(n['least'], 3)} to {format_number(n['most'], 3)}"
+                for n in layer["norms"]
+            ),
+            "; ".join(format_number(norm["upper"], 3) for norm in layer["norms"]),
         )
         for layer in layers
     ]
@@ -185,28 +188,30 @@ def _top(layers: Sequence[Data], tokens: Sequence[str]) -> Html:
 
 
 def _token(tokens: Sequence[str], place: int, share: float) -> str:
-    return f"{place}: {shorten(clean(tokens[place]), 20)} ({figure(share, 2)})"
+    return f"{place}: {shorten(clean(tokens[place]), 20)} ({format_number(share, 2)})"
 
 
 _NETWORK_COLUMNS = 256
 _NETWORK_TOP = 5
 
 
-def network(found: Data) -> Part:
+def network(found: Data) -> Section:
     """The section with the network's numbers, its growth and its influence map."""
     net = found["network"]
     pictures = {"growth": _growth(found), "influence": _influence(found)}
     told = (
         "A small change of the stream before the first block grows by sigma at the most until "
-        f"after the last: {between(net['stream'])}"
+        f"after the last: {format_bracket(net['stream'])}"
     )
     if net["logits"]:
-        told += f", and moves the last token's logits by {between(net['logits'])} times its size"
-    told += f". That is exp({figure(net['exponent'], 3)}) a layer"
+        told += (
+            f", and moves the last token's logits by {format_bracket(net['logits'])} times its size"
+        )
+    told += f". That is exp({format_number(net['exponent'], 3)}) a layer"
     if net["blocks_exponent"] is not None:
         told += (
             f"; had every block's worst direction been the next one's too, it would have been "
-            f"exp({figure(net['blocks_exponent'], 3)})"
+            f"exp({format_number(net['blocks_exponent'], 3)})"
         )
     growth = picture(
         "growth",
@@ -222,7 +227,7 @@ def network(found: Data) -> Part:
         "Influence of tokens on tokens",
         "A row is a span of output tokens, a column an input token: how far a change there moves "
         "the span through all blocks, in Frobenius norm, estimated by one random probe a row, "
-        f"relative standard error {figure(error, 2)}.",
+        f"relative standard error {format_number(error, 2)}.",
         _strongest(found),
         width="whole",
     )
@@ -230,7 +235,7 @@ def network(found: Data) -> Part:
         element("p", f"{told}.", class_="about"),
         element("div", growth, influence, class_="charts"),
     )
-    return Part(anchor="network", title="Network", body=join(body, "\n"), pictures=pictures)
+    return Section(anchor="network", title="Network", body=join(body, "\n"), pictures=pictures)
 
 
 def _growth(found: Data) -> dict[str, Any]:
@@ -250,7 +255,7 @@ def _growth(found: Data) -> dict[str, Any]:
                 "about": "Every row has a scale of its own.",
                 "bend": "",
                 "own": True,
-                "values": [plain(_numbers(values)) for _, values in rows],
+                "values": [json_numbers(_numbers(values)) for _, values in rows],
             }
         ],
     }
@@ -258,13 +263,13 @@ def _growth(found: Data) -> dict[str, Any]:
 
 def _influence(found: Data) -> dict[str, Any]:
     values = found["network"]["influence"]["values"]
-    edges = spans(len(found["tokens"]), _NETWORK_COLUMNS)
+    edges = span_edges(len(found["tokens"]), _NETWORK_COLUMNS)
     squares = [[x * x for x in _numbers(row)] for row in values]
     return {
         "view": "heat",
         "rows": [f"{first} to {end - 1}" for first, end in found["network"]["influence"]["spans"]],
         "columns": [str(first) for first in edges[:-1]],
-        "titles": titles(found["tokens"], edges),
+        "titles": span_titles(found["tokens"], edges),
         "down": "tokens",
         "across": "token",
         "measures": [
@@ -273,7 +278,10 @@ def _influence(found: Data) -> dict[str, Any]:
                 "about": "",
                 "bend": "root",
                 "own": False,
-                "values": [plain((x or 0.0) ** 0.5 for x in summed(row, edges)) for row in squares],
+                "values": [
+                    json_numbers((x or 0.0) ** 0.5 for x in span_sums(row, edges))
+                    for row in squares
+                ],
             }
         ],
     }
@@ -283,7 +291,11 @@ def _depth(found: Data) -> Any:
     net, coarse = found["network"], found["precision"]
     head = ("layer", "log stretch", "stream off by")
     rows = [
-        (str(i + 1), figure(grown, 3), figure(coarse["stream"][i], 3) if coarse else "")
+        (
+            str(i + 1),
+            format_number(grown, 3),
+            format_number(coarse["stream"][i], 3) if coarse else "",
+        )
         for i, grown in enumerate(net["growth"])
     ]
     return table(head, rows, caption="Block by block; the stretches sum to the log of sigma")
@@ -297,7 +309,7 @@ def _strongest(found: Data) -> Any:
         numbers = _numbers(values)
         order = sorted(range(len(numbers)), key=lambda i: -numbers[i])[:_NETWORK_TOP]
         said = [
-            f"{i}: {shorten(clean(found['tokens'][i]), 20)} ({figure(numbers[i], 2)})"
+            f"{i}: {shorten(clean(found['tokens'][i]), 20)} ({format_number(numbers[i], 2)})"
             for i in order
         ]
         rows.append((f"{first} to {end - 1}", *said, *[""] * (_NETWORK_TOP - len(said))))

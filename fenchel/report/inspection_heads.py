@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 
 from fenchel.report.html import (
     Html,
-    Part,
-    between,
+    Section,
     clean,
     details,
     element,
-    figure,
+    format_bracket,
+    format_number,
     join,
-    many,
+    json_numbers,
     picture,
-    plain,
+    pluralise,
     shorten,
     table,
 )
-from fenchel.report.inspection_blocks import spans, titles
+from fenchel.report.inspection_blocks import span_edges, span_titles
 
 Data = Mapping[str, Any]
 _COLUMNS = 128  # tokens, or spans of them
@@ -39,15 +39,15 @@ ROW_MEASURES = (
 """Name in the data, name on the page, what it is, and how its colours bend."""
 
 
-def rows(found: Data) -> Part:
+def rows(found: Data) -> Section:
     """The section with one line a head and one column a token."""
     heads, tokens = found["heads"], found["tokens"]
-    edges = spans(len(tokens), _COLUMNS)
+    edges = span_edges(len(tokens), _COLUMNS)
     data = {
         "view": "heat",
         "rows": [f"{head['layer']}.{head['head']}" for head in heads],
         "columns": [str(first) for first in edges[:-1]],
-        "titles": titles(tokens, edges),
+        "titles": span_titles(tokens, edges),
         "down": "head",
         "across": "token",
         "measures": [
@@ -57,7 +57,8 @@ def rows(found: Data) -> Part:
                 "bend": bend,
                 "own": False,
                 "values": [
-                    plain(line) for line in means([h["rows"][key] for h in heads], edges).tolist()
+                    json_numbers(line)
+                    for line in span_means([h["rows"][key] for h in heads], edges).tolist()
                 ],
             }
             for key, name, about, bend in ROW_MEASURES
@@ -66,13 +67,13 @@ def rows(found: Data) -> Part:
     gathered = "" if len(edges) > len(tokens) else " Long texts are shown by means over spans."
     told = f"A line is a head, layer by layer, a column the token that looks.{gathered}"
     body = picture("rows", "Every row of every head", told, _row_table(heads), width="whole")
-    return Part(anchor="rows", title="Rows", body=body, pictures={"rows": data})
+    return Section(anchor="rows", title="Rows", body=body, pictures={"rows": data})
 
 
-def means(rows: Sequence[Sequence[float | None]], edges: Sequence[int]) -> NDArray[np.float64]:
+def span_means(rows: Sequence[Sequence[float | None]], edges: Sequence[int]) -> NDArray[np.float64]:
     """For every row, the mean in every span of what is there, nan where nothing is.
 
-    >>> means([[1.0, 3.0, None, None]], [0, 2, 3, 4])
+    >>> span_means([[1.0, 3.0, None, None]], [0, 2, 3, 4])
     array([[ 2., nan, nan]])
     """
     numbers, starts = np.array(rows, dtype=float), list(edges[:-1])
@@ -91,7 +92,7 @@ def _row_table(heads: Sequence[Data]) -> Html:
     rows = [
         (
             f"{one['layer']}.{one['head']}",
-            *(figure(one[key][end], 3) for key, *_ in ROW_MEASURES for end in ends),
+            *(format_number(one[key][end], 3) for key, *_ in ROW_MEASURES for end in ends),
         )
         for one in heads
     ]
@@ -168,7 +169,7 @@ MEASURES = (
 )
 
 
-def heads(found: Data) -> Part:
+def heads(found: Data) -> Section:
     """The section with the grid and the table of all heads."""
     all_ = found["heads"]
     layers = sorted({head["layer"] for head in all_})
@@ -187,7 +188,7 @@ def heads(found: Data) -> Part:
                 "bend": measure.bend,
                 "own": False,
                 "values": [
-                    plain(_number(measure.of(at[layer, number])) for number in numbers)
+                    json_numbers(_number(measure.of(at[layer, number])) for number in numbers)
                     for layer in layers
                 ],
             }
@@ -200,7 +201,7 @@ def heads(found: Data) -> Part:
         "table has both."
     )
     figure_ = picture("heads", "Every head", told, _table(all_), width="whole")
-    return Part(anchor="heads", title="Heads", body=figure_, pictures={"heads": data})
+    return Section(anchor="heads", title="Heads", body=figure_, pictures={"heads": data})
 
 
 def _table(heads: Sequence[Data]) -> Any:
@@ -231,21 +232,21 @@ def _table(heads: Sequence[Data]) -> Any:
     rows = [
         (
             f"{h['layer']}.{h['head']}",
-            *(figure(h["entropy"][name], 3) for name in ("mean", "low", "high")),
-            figure(h["effective"]["mean"], 3),
-            figure(h["support"]["mean"], 3),
-            figure(h["sensitivity"]["most"], 3),
-            figure(h["max_logit"]["most"], 3),
-            figure(h["margin"]["median"], 3),
-            figure(h["first"], 3),
-            figure(h["itself"], 3),
-            figure(h["distance"], 3),
-            figure(h["column"], 3),
+            *(format_number(h["entropy"][name], 3) for name in ("mean", "low", "high")),
+            format_number(h["effective"]["mean"], 3),
+            format_number(h["support"]["mean"], 3),
+            format_number(h["sensitivity"]["most"], 3),
+            format_number(h["max_logit"]["most"], 3),
+            format_number(h["margin"]["median"], 3),
+            format_number(h["first"], 3),
+            format_number(h["itself"], 3),
+            format_number(h["distance"], 3),
+            format_number(h["column"], 3),
             str(h["column_token"]),
             "" if h["twin"] is None else str(h["twin"]),
-            figure(h["overlap"], 3),
-            *(between(h["sigma"][name]) for name in ("q", "k", "v", "qkv")),
-            figure(h["bound"], 3),
+            format_number(h["overlap"], 3),
+            *(format_bracket(h["sigma"][name]) for name in ("q", "k", "v", "qkv")),
+            format_number(h["bound"], 3),
             h["dominant"],
         )
         for h in heads
@@ -257,17 +258,17 @@ def _table(heads: Sequence[Data]) -> Any:
     return table(head, rows, caption=told)
 
 
-def maps(found: Data) -> Part:
+def maps(found: Data) -> Section:
     """The section with every chosen head's map on the first tokens."""
     stated = found["maps"]
     size, layers, heads = stated["size"], stated["layers"], stated["heads"]
     tokens = [shorten(clean(str(token)), _TOKEN) for token in found["tokens"][:size]]
     part = "" if size == len(found["tokens"]) else f"the first {size} of "
     about = (
-        f"{many(len(layers), 'layer')} of {many(len(heads), 'head')} on {part}"
-        f"{many(len(found['tokens']), 'token')}. A row is the token that looks, a column a token "
-        "it looks at; colours run from 0 to 1 on a square-root scale. A weight says where a head "
-        "reads, not what it does with what it finds."
+        f"{pluralise(len(layers), 'layer')} of {pluralise(len(heads), 'head')} on {part}"
+        f"{pluralise(len(found['tokens']), 'token')}. Rows are queries, columns are keys; "
+        "colours run from 0 to 1 on a square-root scale. A weight shows which tokens a head "
+        "reads, not what it does with them."
     )
     if layers != list(range(1, len(layers) + 1)) or heads != list(range(1, len(heads) + 1)):
         about += (
@@ -292,7 +293,7 @@ def maps(found: Data) -> Part:
             table(("place", "token"), rows, caption="Places count from 0", numeric=False),
         ),
     )
-    return Part(
+    return Section(
         anchor="maps", title="Where they look", body=join([body]), pictures={"attention": data}
     )
 

@@ -1,6 +1,6 @@
 """A run directory to a page: the end of the flow.
 
-    run directory -> Run (what can be read) -> parts -> one document -> report.html
+    run directory -> RunData (what can be read) -> parts -> one document -> report.html
 
 The page is a function of the files alone: the same run gives the same bytes, whenever and
 wherever the page is written.
@@ -13,24 +13,24 @@ from fenchel.report.attention_map import attention_map
 from fenchel.report.attention_over_time import heads, layers
 from fenchel.report.curves import curves
 from fenchel.report.html import document, shorten
-from fenchel.report.run_data import Run, read
+from fenchel.report.run_data import RunData, read_run
 from fenchel.report.summary import environment, header, headline, sample, settings
 
-PARTS = (headline, curves, layers, heads, attention_map, sample, settings, environment)
+SECTIONS = (headline, curves, layers, heads, attention_map, sample, settings, environment)
 """The sections in the order of the page."""
 
 
 def page(run: Path) -> Path:
     """Write ``report.html`` in the run directory and say where it is."""
     target = run / "report.html"
-    write_atomic(target, render(read(run)))
+    write_atomic(target, render(read_run(run)))
     return target
 
 
-def render(run: Run) -> str:
+def render(run: RunData) -> str:
     """The whole page as text."""
     return document(
         title=f"{shorten(run.name, 200)} · fenchel",
         header=header(run),
-        parts=[part(run) for part in PARTS],
+        parts=[part(run) for part in SECTIONS],
     )

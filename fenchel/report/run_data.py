@@ -14,7 +14,7 @@ Columns of the metrics as arrays, thinned to what a screen can show.
 
 A picture has some hundred points across; a run may have a million lines. Two ways to thin:
 ``extremes`` keeps the first, least, greatest and last value of every span, so that no spike of
-a curve is lost; ``evenly`` keeps rows at equal distances for a table a person would read.
+a curve is lost; ``even_indices`` keeps rows at equal distances for a table a person would read.
 """
 
 import json
@@ -29,13 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fenchel.files import read_json
-from fenchel.report.html import many, plain
+from fenchel.report.html import json_numbers, pluralise
 
 Row = Mapping[str, float | tuple[float, ...]]
 """One step: a number, or one a layer, under each name, or one a head of layer n under name/n;
 "step" is always there."""
 
-LOST = {
+CONSEQUENCES = {
     "config.toml": "the settings of this run are not known",
     "environment.json": "the machine and the versions of this run are not known",
     "metrics.jsonl": "there are no curves to draw",
@@ -53,7 +53,7 @@ _HUGE = 1e100  # no measurement; its square and its neighbours must stay finite 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunData:
     """A run directory in memory; every part may be empty."""
 
     name: str
@@ -79,17 +79,18 @@ class Run:
         return int(number(self.rows[-1]["step"]) or 0) if self.rows else None
 
 
-def read(path: Path) -> Run:
+def read_run(path: Path) -> RunData:
     """Everything in the run directory ``path`` that can be read."""
     if not path.is_dir():
         raise ValueError(f"a run directory was expected, {path} is not a folder; check the name.")
-    if not any((path / name).exists() for name in LOST):
+    if not any((path / name).exists() for name in CONSEQUENCES):
         raise ValueError(
-            f"{path} holds none of {', '.join(LOST)}; give the folder that a training run wrote."
+            f"{path} holds none of {', '.join(CONSEQUENCES)}; "
+            "give the folder that a training run wrote."
         )
     troubles: dict[str, tuple[str, ...]] = {}
     config_text, config = _settings(path / "config.toml", troubles)
-    return Run(
+    return RunData(
         name=path.resolve().name,
         config=config,
         config_text=config_text,
@@ -123,7 +124,7 @@ def _object(path: Path, troubles: dict[str, tuple[str, ...]]) -> Mapping[str, An
     try:
         return read_json(path)
     except (ValueError, OSError) as error:
-        _note(troubles, path, f"{_without_folder(error, path)} So {LOST[path.name]}.")
+        _note(troubles, path, f"{_without_folder(error, path)} So {CONSEQUENCES[path.name]}.")
         return {}
 
 
@@ -167,10 +168,10 @@ def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[Row, ...
     if cut:
         _note(troubles, path, f"The last line of {path.name} was cut short and is left out.")
     if bad:
-        told = f"{many(len(bad), 'line')} of {path.name} could not be read"
+        told = f"{pluralise(len(bad), 'line')} of {path.name} could not be read"
         _note(troubles, path, f"{told}, the first is line {bad[0]:,}.")
     if not rows:
-        _note(troubles, path, f"{path.name} holds no measurement yet: {LOST[path.name]}.")
+        _note(troubles, path, f"{path.name} holds no measurement yet: {CONSEQUENCES[path.name]}.")
     return tuple(rows.values())
 
 
@@ -225,7 +226,7 @@ def _absent(path: Path, troubles: dict[str, tuple[str, ...]]) -> bool:
     state = "empty" if path.is_file() else "not a plain file" if path.exists() else "missing"
     if path.is_symlink():
         state = "a link and not followed"
-    _note(troubles, path, f"{path.name} is {state}: {LOST[path.name]}.")
+    _note(troubles, path, f"{path.name} is {state}: {CONSEQUENCES[path.name]}.")
     return True
 
 
@@ -257,14 +258,14 @@ class Series:
         return self.values[np.isfinite(self.values)]
 
 
-def series(run: Run, key: str) -> Series:
+def series(run: RunData, key: str) -> Series:
     """The column ``key``; rows without it are left out."""
     found = [(row["step"], row[key]) for row in run.rows if isinstance(row.get(key), float)]
     pairs = np.array(found, dtype=np.float64).reshape(-1, 2)
     return Series(pairs[:, 0], pairs[:, 1])
 
 
-def layered(run: Run, key: str) -> tuple[Numbers, Numbers]:
+def layer_series(run: RunData, key: str) -> tuple[Numbers, Numbers]:
     """A column with one number a layer: steps (N,), values (N, L); short rows end in NaN."""
     rows: list[tuple[Row, tuple[float, ...]]] = []
     for row in run.rows:
@@ -278,7 +279,7 @@ def layered(run: Run, key: str) -> tuple[Numbers, Numbers]:
     return np.array([row["step"] for row, _ in rows], dtype=np.float64), values
 
 
-def places(run: Run, steps: Numbers) -> dict[str, list[float]]:
+def axis_values(run: RunData, steps: Numbers) -> dict[str, list[float]]:
     """Where ``steps`` lie on each axis the run knows: step, tokens seen, seconds elapsed.
 
     Between two lines that tell, it is a straight line; before the first, one from step 0 at 0.
@@ -294,13 +295,13 @@ def places(run: Run, steps: Numbers) -> dict[str, list[float]]:
     return found
 
 
-def curve(run: Run, name: str, measured: Series) -> Mapping[str, Any]:
+def chart_series(run: RunData, name: str, measured: Series) -> Mapping[str, Any]:
     """A series as ``lineChart`` of viewer.js takes it."""
     kept = extremes(measured.values)
     return {
         "name": name,
-        "x": places(run, measured.steps[kept]),
-        "y": plain(measured.values[kept]),
+        "x": axis_values(run, measured.steps[kept]),
+        "y": json_numbers(measured.values[kept]),
     }
 
 
@@ -323,10 +324,10 @@ def extremes(values: Numbers, spans: int = _SPANS) -> NDArray[np.intp]:
     return np.array(sorted(kept))
 
 
-def evenly(count: int, most: int) -> list[int]:
+def even_indices(count: int, most: int) -> list[int]:
     """At most ``most`` indices below ``count``, first and last among them.
 
-    >>> evenly(10, 4)
+    >>> even_indices(10, 4)
     [0, 3, 6, 9]
     """
     if count <= most:
@@ -334,11 +335,11 @@ def evenly(count: int, most: int) -> list[int]:
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
-def rows_of(columns: Sequence[Series], most: int = 40) -> list[list[float | None]]:
+def table_rows(columns: Sequence[Series], most: int = 40) -> list[list[float | None]]:
     """Rows (step, value of each column or None) for a table, thinned but with every end."""
     steps: set[float] = set()
     for column in columns:
-        steps.update(column.steps[evenly(len(column.steps), most)].tolist())
+        steps.update(column.steps[even_indices(len(column.steps), most)].tolist())
     lookups = [dict(zip(c.steps.tolist(), c.values.tolist(), strict=True)) for c in columns]
     return [[step, *(lookup.get(step) for lookup in lookups)] for step in sorted(steps)]
 

@@ -13,22 +13,22 @@ from typing import Any
 
 from fenchel.report.html import (
     Html,
-    Part,
+    Section,
     amount,
     clean,
     details,
     duration,
     element,
     facts,
-    figure,
+    format_number,
     join,
+    join_words,
     notes,
     picture,
     shorten,
-    spoken,
     table,
 )
-from fenchel.report.run_data import Run, mapping, number
+from fenchel.report.run_data import RunData, mapping, number
 
 STATUSES = {
     "finished": ("✓", "Finished"),
@@ -45,7 +45,7 @@ _BITS = 64.0  # per byte; no coder is worse
 _MEASURES = ("loss", "perplexity", "bits_per_byte")
 
 
-def header(run: Run) -> Html:
+def header(run: RunData) -> Html:
     """The head of the page: name, status, one sentence, and the reason if one was given."""
     status = run.summary.get("status")
     kind = status if isinstance(status, str) and status in STATUSES else "unknown"
@@ -67,11 +67,11 @@ def header(run: Run) -> Html:
     )
 
 
-def headline(run: Run) -> Part:
+def headline(run: RunData) -> Section:
     """Validation bits per byte beside the baselines, and the run in numbers."""
     measured, where = validation(run)
     bits = measured.get("bits_per_byte")
-    others = rivals(run.summary)
+    others = baselines(run.summary)
     body = [notes(run.troubles.get("summary.json", ()))]
     bars: list[dict[str, Any]] = []
     if bits is None:
@@ -79,12 +79,12 @@ def headline(run: Run) -> Part:
     else:
         bars.append({"name": "this model", "value": bits, "ours": True})
         told = f"bits per byte of unseen text{where}"
-        body.append(element("p", element("strong", figure(bits)), told, class_="hero"))
+        body.append(element("p", element("strong", format_number(bits)), told, class_="hero"))
     bars += [{"name": name, "value": value, "ours": False} for name, value in others]
     if bars:
         body.append(_beside(bars, _comparison(bits, others)))
     body.append(_numbers(run, measured))
-    return Part(
+    return Section(
         anchor="result",
         title="Result",
         body=element("div", *body, class_="result"),
@@ -92,18 +92,18 @@ def headline(run: Run) -> Part:
     )
 
 
-def validation(run: Run) -> tuple[Mapping[str, float], str]:
+def validation(run: RunData) -> tuple[Mapping[str, float], str]:
     """The evaluation the summary states, else the last in the metrics, and words for which."""
     stated = mapping(run.summary.get("validation"))
     if found := _finite({name: stated.get(name) for name in _MEASURES}):
         return found, ""
     for row in reversed(run.rows):
         if found := _finite({name: row.get(f"validation/{name}") for name in _MEASURES}):
-            return found, f", at the last evaluation, step {figure(number(row['step']))}"
+            return found, f", at the last evaluation, step {format_number(number(row['step']))}"
     return {}, ""
 
 
-def rivals(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+def baselines(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     """(name, bits per byte) of every baseline whose number can be one."""
     stated = _finite(mapping(summary.get("baselines")))
     sound = [(baseline_name(key), value) for key, value in stated.items() if 0 < value < _BITS]
@@ -121,12 +121,12 @@ def baseline_name(key: str) -> str:
     return _COMPRESSORS.get(key, shorten(clean(key), 14))
 
 
-def _sentence(run: Run, kind: str) -> str:
+def _sentence(run: RunData, kind: str) -> str:
     stated = _finite(run.summary)
     step = stated.get("step", run.last_step)
-    where = "before the first step" if step is None else f"at step {figure(step)}"
+    where = "before the first step" if step is None else f"at step {format_number(step)}"
     if step is not None and "steps" in stated:
-        where += f" of {figure(stated['steps'])}"
+        where += f" of {format_number(stated['steps'])}"
     if kind == "running":
         where += ", not ended when this page was written"
     went = []
@@ -140,7 +140,7 @@ def _sentence(run: Run, kind: str) -> str:
 
 
 def _beside(bars: list[dict[str, Any]], comparison: str) -> Html:
-    rows = [(bar["name"], figure(bar["value"])) for bar in bars]
+    rows = [(bar["name"], format_number(bar["value"])) for bar in bars]
     return picture(
         "baselines",
         "Beside other coders of the same text",
@@ -152,14 +152,14 @@ def _beside(bars: list[dict[str, Any]], comparison: str) -> Html:
 def _comparison(bits: float | None, others: list[tuple[str, float]]) -> str:
     if bits is None:
         return ""
-    below = [f"{name} ({figure(value)})" for name, value in others if bits < value]
-    above = [f"{name} ({figure(value)})" for name, value in others if bits >= value]
-    said = [f"below {spoken(below)}"] if below else []
-    said += [f"not below {spoken(above)}"] if above else []
-    return f"The model needs {figure(bits)}{': ' if said else ''}{', '.join(said)}."
+    below = [f"{name} ({format_number(value)})" for name, value in others if bits < value]
+    above = [f"{name} ({format_number(value)})" for name, value in others if bits >= value]
+    said = [f"below {join_words(below)}"] if below else []
+    said += [f"not below {join_words(above)}"] if above else []
+    return f"The model needs {format_number(bits)}{': ' if said else ''}{', '.join(said)}."
 
 
-def _numbers(run: Run, measured: Mapping[str, float]) -> Html:
+def _numbers(run: RunData, measured: Mapping[str, float]) -> Html:
     entries = (
         ("Perplexity", measured.get("perplexity"), "of a token"),
         ("Loss", measured.get("loss"), "nats a token"),
@@ -171,7 +171,9 @@ def _numbers(run: Run, measured: Mapping[str, float]) -> Html:
         "dl",
         *(
             element(
-                "div", element("dt", name), element("dd", figure(value), element("small", unit))
+                "div",
+                element("dt", name),
+                element("dd", format_number(value), element("small", unit)),
             )
             for name, value, unit in entries
             if value is not None
@@ -179,7 +181,7 @@ def _numbers(run: Run, measured: Mapping[str, float]) -> Html:
     )
 
 
-def _last(run: Run, key: str) -> float | None:
+def _last(run: RunData, key: str) -> float | None:
     return next((v for row in reversed(run.rows) if (v := number(row.get(key))) is not None), None)
 
 
@@ -193,12 +195,12 @@ _TEXT = 20_000
 _NESTED = 40
 
 
-def sample(run: Run) -> Part:
+def sample(run: RunData) -> Section:
     """The prompt and what the model made of it, quoted."""
     prompt, text = run.sample.get("prompt"), run.sample.get("text")
     if not isinstance(text, str):
         missing = run.troubles.get("sample.json", ()) or ["sample.json holds no generated text."]
-        return Part(anchor="sample", title="Sample", body=notes(missing))
+        return Section(anchor="sample", title="Sample", body=notes(missing))
     body = join(
         (
             element(
@@ -213,10 +215,10 @@ def sample(run: Run) -> Part:
         ),
         "\n",
     )
-    return Part(anchor="sample", title="Sample", body=body)
+    return Section(anchor="sample", title="Sample", body=body)
 
 
-def settings(run: Run) -> Part:
+def settings(run: RunData) -> Section:
     """Every setting by its table, the text it learned from, and the file as it stands."""
     tables = {name: value for name, value in run.config.items() if isinstance(value, Mapping)}
     loose = {name: value for name, value in run.config.items() if name not in tables}
@@ -234,10 +236,10 @@ def settings(run: Run) -> Part:
         element("div", *cards, class_="cards") if cards else None,
         details("config.toml, to copy", whole, open_=not run.config) if run.config_text else None,
     ]
-    return Part(anchor="settings", title="Settings", body=join(body, "\n"))
+    return Section(anchor="settings", title="Settings", body=join(body, "\n"))
 
 
-def environment(run: Run) -> Part:
+def environment(run: RunData) -> Section:
     """Where it ran."""
     body: Html = notes(run.troubles.get("environment.json", ()))
     if run.environment:
@@ -245,4 +247,4 @@ def environment(run: Run) -> Part:
         body = element("div", facts(values, caption="machine and versions"), class_="cards")
     elif not body:
         body = notes(["environment.json is an empty object: the machine is not known."])
-    return Part(anchor="environment", title="Environment", body=body)
+    return Section(anchor="environment", title="Environment", body=body)

@@ -120,7 +120,7 @@ def test_progress_runs_from_the_reading_to_the_end_of_each_stage(
     config: TextConfig, there: Path
 ) -> None:
     told: list[tuple[str, int, int]] = []
-    prepare(config, there, report=lambda *all: told.append(all))
+    prepare(config, there, progress=lambda *all: told.append(all))
     stages = ["reading the text", "training the tokenizer", "encoding the text"]
     assert list(dict.fromkeys(what for what, _, _ in told)) == stages
     for stage in stages:
@@ -128,7 +128,7 @@ def test_progress_runs_from_the_reading_to_the_end_of_each_stage(
         assert done == sorted(done)
         assert done[-1][0] == done[-1][1]
     told.clear()
-    prepare(config, there, report=lambda *all: told.append(all))
+    prepare(config, there, progress=lambda *all: told.append(all))
     assert {what for what, _, _ in told} == {"reading the text"}
 
 
@@ -163,7 +163,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(
             (folder / "03.txt").write_text("changed in the middle")
 
     with pytest.raises(ValueError, match="has changed"):
-        prepare(config, there, report=meddle)
+        prepare(config, there, progress=meddle)
     assert list(there.parent.iterdir()) == []
 
 
@@ -241,7 +241,7 @@ def test_the_second_of_two_that_finish_together_uses_the_files_of_the_first(
             rival = prepare(config, there.with_name("rival"))
             rival.folder.rename(there)
 
-    assert prepare(config, there, report=overtake).facts == Corpus.open(there).facts
+    assert prepare(config, there, progress=overtake).facts == Corpus.open(there).facts
     assert list(there.parent.iterdir()) == [there]
 
 
@@ -256,7 +256,7 @@ def test_the_files_of_a_rival_that_read_another_text_are_not_taken_for_ours(
             prepare(other, there.with_name("rival")).folder.rename(there)
 
     with pytest.raises(ValueError, match="another text"):
-        prepare(config, there, report=overtake)
+        prepare(config, there, progress=overtake)
 
 
 # damage

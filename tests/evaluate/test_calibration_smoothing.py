@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fenchel.evaluate import outcomes, smoothed, smoothing, summarise
+from fenchel.evaluate import label_smoothing, outcomes, smoothed_targets, summarise
 
 
 def test_the_worked_numbers() -> None:
-    best = smoothing(10, 0.1)
+    best = label_smoothing(10, 0.1)
     assert best.confidence == pytest.approx(0.91)
     assert best.gap == pytest.approx(4.511, abs=5e-4)
     assert best.minimum == pytest.approx(0.5003, abs=5e-5)
@@ -19,7 +19,7 @@ def test_the_worked_numbers() -> None:
 
 @pytest.mark.parametrize(("V", "a"), [(10, 0.1), (2, 0.3), (50, 0.01), (3, 1.0)])
 def test_the_loss_is_least_at_the_gap(V: int, a: float) -> None:
-    best = smoothing(V, a)
+    best = label_smoothing(V, a)
     z = torch.zeros(1, V, dtype=torch.float64)
     z[0, 1] = best.gap
     z.requires_grad_()
@@ -36,13 +36,13 @@ def test_the_gradient_is_the_prediction_less_the_smoothed_truth() -> None:
     y = torch.tensor([0, 5, 2, 2])
     loss = cross_entropy(z, y, label_smoothing=0.2, reduction="sum")
     (slope,) = torch.autograd.grad(loss, z)
-    q = smoothed(y, 6, 0.2).double()
+    q = smoothed_targets(y, 6, 0.2).double()
     torch.testing.assert_close(slope, z.detach().softmax(-1) - q, atol=1e-7, rtol=0)
     torch.testing.assert_close(q.sum(-1), torch.ones(4, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 def test_without_smoothing_certainty_is_best() -> None:
-    assert smoothing(7, 0.0) == (1.0, 0.0, math.inf, 0.0)
+    assert label_smoothing(7, 0.0) == (1.0, 0.0, math.inf, 0.0)
 
 
 def fitted(x: Tensor, y: Tensor, V: int, a: float) -> Tensor:
@@ -77,4 +77,4 @@ def test_an_overfitted_classifier_is_better_calibrated_with_smoothing() -> None:
 @pytest.mark.parametrize(("V", "a"), [(0, 0.1), (3, -0.1), (3, 1.1)])
 def test_wrong_settings_get_a_sentence(V: int, a: float) -> None:
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        smoothing(V, a)
+        label_smoothing(V, a)

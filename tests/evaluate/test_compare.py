@@ -5,14 +5,14 @@ import math
 import pytest
 
 from fenchel.data import train_tokenizer
-from fenchel.evaluate import Reading, Score, compare, fingerprint
+from fenchel.evaluate import Evaluation, Score, compare, fingerprint
 
 
-def reading(name: str, pieces: int, *, tokenizer: str, text: str = "hello world") -> Reading:
+def reading(name: str, pieces: int, *, tokenizer: str, text: str = "hello world") -> Evaluation:
     """ "hello world" at 11 nats, cut into so many pieces."""
     loss = 11.0 / pieces
     score = Score(loss, math.exp(loss), 11.0 / (11 * math.log(2.0)), pieces)
-    return Reading(name, score, tokenizer, text)
+    return Evaluation(name, score, tokenizer, text)
 
 
 FOUR = reading("four", 4, tokenizer="pieces")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from fenchel.checkpoints import Loaded
 from fenchel.data import decode, encode, end_id, train_tokenizer
-from fenchel.evaluate.harness import Answers, harness_model
+from fenchel.evaluate.harness import HarnessAdapter, harness_model
 from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
 
@@ -40,8 +40,8 @@ def model(tokenizer: Tokenizer) -> Transformer:
 
 
 @pytest.fixture
-def answers(model: Transformer, tokenizer: Tokenizer) -> Answers:
-    return Answers(model, tokenizer, batch=3)
+def answers(model: Transformer, tokenizer: Tokenizer) -> HarnessAdapter:
+    return HarnessAdapter(model, tokenizer, batch=3)
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def log_p(model: Transformer, before: list[int], token: int) -> float:
 
 
 def test_a_continuation_is_scored_token_by_token(
-    answers: Answers, model: Transformer, tokenizer: Tokenizer
+    answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
 ) -> None:
     pairs = [("the sea", " shore"), ("the", " sea shells"), ("", "old"), ("of the ", "old sea")]
     found = answers.loglikelihood(pairs)
@@ -67,7 +67,7 @@ def test_a_continuation_is_scored_token_by_token(
 
 
 def test_a_long_context_loses_its_oldest_tokens(
-    answers: Answers, model: Transformer, tokenizer: Tokenizer
+    answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
 ) -> None:
     context, continuation = WORDS, " shore"
     whole = encode(tokenizer, context + continuation)
@@ -84,7 +84,7 @@ def test_a_long_context_loses_its_oldest_tokens(
 
 
 def test_greedy_is_said_of_what_greedy_decoding_writes(
-    answers: Answers, model: Transformer, tokenizer: Tokenizer
+    answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
 ) -> None:
     prompt = encode(tokenizer, "the sea")
     best = generate(model, torch.tensor([prompt]), max_new_tokens=2, temperature=0.0)[0].tolist()
@@ -92,7 +92,7 @@ def test_greedy_is_said_of_what_greedy_decoding_writes(
     assert [greedy for _, greedy in answer] == [True, False]
 
 
-def test_nothing_is_certain_and_order_is_kept(answers: Answers) -> None:
+def test_nothing_is_certain_and_order_is_kept(answers: HarnessAdapter) -> None:
     assert answers.loglikelihood([("the", "")]) == [(0.0, True)]
     pairs = [("the", " sea"), ("the old sea", " shore"), ("", "shells"), ("of", " the")]
     together = answers.loglikelihood(pairs)
@@ -114,7 +114,7 @@ def rolled(tokens: list[int], prefix: int) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("repeats", [1, 2, 3])
 def test_a_long_text_is_read_in_the_harness_s_windows(
-    repeats: int, answers: Answers, model: Transformer, tokenizer: Tokenizer
+    repeats: int, answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
 ) -> None:
     texts = [WORDS * repeats, "sea", ""]
     by_hand = []
@@ -126,11 +126,11 @@ def test_a_long_text_is_read_in_the_harness_s_windows(
             total += sum(float(rows[i, t]) for i, t in enumerate(predicted))
         by_hand.append(total)
     assert len(encode(tokenizer, texts[0])) > CONTEXT
-    assert answers.rolling(texts) == pytest.approx([*by_hand, 0.0], rel=1e-4)
+    assert answers.loglikelihood_rolling(texts) == pytest.approx([*by_hand, 0.0], rel=1e-4)
 
 
 def test_text_is_continued_up_to_the_first_stop(
-    answers: Answers, model: Transformer, tokenizer: Tokenizer
+    answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
 ) -> None:
     ids = torch.tensor([encode(tokenizer, "the sea")])
     drawn = generate(model, ids, max_new_tokens=30, temperature=0.0, stop=[end_id(tokenizer)])[
@@ -139,36 +139,38 @@ def test_text_is_continued_up_to_the_first_stop(
     if end_id(tokenizer) in drawn:
         drawn = drawn[: drawn.index(end_id(tokenizer))]
     whole = decode(tokenizer, drawn)
-    assert answers.until("the sea", {"max_gen_toks": 30}) == whole
+    assert answers.generate_until("the sea", {"max_gen_toks": 30}) == whole
     assert len(whole) > 4
     stop = whole[3:5]
-    cut = answers.until("the sea", {"until": [stop, "never"], "max_gen_toks": 30})
+    cut = answers.generate_until("the sea", {"until": [stop, "never"], "max_gen_toks": 30})
     assert cut == whole[: whole.find(stop)]
-    assert answers.until("the sea", {"until": stop, "max_gen_toks": 30}) == cut
-    assert answers.until("the sea", {"max_gen_toks": 30, "temperature": 9.0}) == whole  # greedy
+    assert answers.generate_until("the sea", {"until": stop, "max_gen_toks": 30}) == cut
+    assert (
+        answers.generate_until("the sea", {"max_gen_toks": 30, "temperature": 9.0}) == whole
+    )  # greedy
 
 
 def test_of_two_stops_in_one_token_the_first_cuts(
-    answers: Answers, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    answers: HarnessAdapter, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = encode(tokenizer, " the old sea")
     assert len(words) == 3  # a token each
     drawn = lambda *_, **__: (torch.tensor([i]) for i in words)  # noqa: E731
     monkeypatch.setattr("fenchel.evaluate.harness.stream", drawn)
-    assert answers.until("on", {"until": ["d", "l"]}) == " the o"
-    assert answers.until("on", {"until": ["he o", "xx"]}) == " t"  # across tokens
-    assert answers.until("on", {"until": ["xx"]}) == " the old sea"
+    assert answers.generate_until("on", {"until": ["d", "l"]}) == " the o"
+    assert answers.generate_until("on", {"until": ["he o", "xx"]}) == " t"  # across tokens
+    assert answers.generate_until("on", {"until": ["xx"]}) == " the old sea"
 
 
 def test_sampling_repeats_by_its_seed(model: Transformer, tokenizer: Tokenizer) -> None:
     ask = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 20}
-    texts = [Answers(model, tokenizer, seed=s).until("the", ask) for s in (0, 0, 1)]
+    texts = [HarnessAdapter(model, tokenizer, seed=s).generate_until("the", ask) for s in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_what_cannot_be_done_is_refused(answers: Answers) -> None:
+def test_what_cannot_be_done_is_refused(answers: HarnessAdapter) -> None:
     with pytest.raises(ValueError, match="num_beams"):
-        answers.until("the", {"num_beams": 4})
+        answers.generate_until("the", {"num_beams": 4})
     with pytest.raises(ValueError, match="tokens and the model reads 8"):
         answers.loglikelihood([("the", WORDS)])
 
@@ -182,7 +184,7 @@ class Base:
 
 
 def test_the_harness_gets_an_instance_of_its_own_class(
-    answers: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    answers: HarnessAdapter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -197,9 +199,9 @@ def test_the_harness_gets_an_instance_of_its_own_class(
 
     pair = ("the sea", " shore")
     assert lm.loglikelihood(requests(pair)) == answers.loglikelihood([pair])
-    assert lm.loglikelihood_rolling(requests((WORDS,))) == answers.rolling([WORDS])
+    assert lm.loglikelihood_rolling(requests((WORDS,))) == answers.loglikelihood_rolling([WORDS])
     ask = {"until": ["\n"], "max_gen_toks": 4}
-    assert lm.generate_until(requests(("the", ask))) == [answers.until("the", ask)]
+    assert lm.generate_until(requests(("the", ask))) == [answers.generate_until("the", ask)]
     assert [kind for kind, _, _ in lm.kept] == [
         "loglikelihood",
         "loglikelihood_rolling",

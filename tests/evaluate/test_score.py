@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.data import train_tokenizer
-from fenchel.evaluate import beginning, score, text_ids
+from fenchel.evaluate import score, text_ids, truncate_ids
 from fenchel.model import ModelConfig, Transformer
 
 V = 23
@@ -72,22 +72,22 @@ def test_reading_a_part_takes_its_share_of_the_bytes() -> None:
 
 def test_the_beginning_of_a_text_has_its_targets_and_its_share_of_the_bytes() -> None:
     ids = some_ids(101)
-    part, size = beginning(ids, 400, 50)
+    part, size = truncate_ids(ids, 400, 50)
     assert (part == ids[:51]).all()
     assert size == 200
     for limit in (None, 100, 1000):
-        whole, size = beginning(ids, 400, limit)
+        whole, size = truncate_ids(ids, 400, limit)
         assert (len(whole), size) == (101, 400)
     with pytest.raises(ValueError, match="give at least 1"):
-        beginning(ids, 400, 0)
+        truncate_ids(ids, 400, 0)
 
 
 @pytest.mark.parametrize("n", [2, 8, 17, 100])
-def test_who_watches_sees_every_target_once(n: int) -> None:
-    seen: list[tuple[int, int]] = []
-    score(Uniform(), some_ids(n), bytes=n, context=8, batch=2, watch=lambda *x: seen.append(x))
-    assert seen == sorted(set(seen))
-    assert seen[-1] == (n - 1, n - 1)
+def test_progress_counts_every_target_once(n: int) -> None:
+    calls: list[tuple[str, int, int]] = []
+    score(Uniform(), some_ids(n), bytes=n, context=8, batch=2, progress=lambda *x: calls.append(x))
+    assert calls == sorted(set(calls))
+    assert calls[-1] == ("reading", n - 1, n - 1)
 
 
 def test_documents_beyond_a_limit_are_not_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fenchel.report.attention_map import attention_map, heads, maps
-from fenchel.report.run_data import Run
+from fenchel.report.run_data import RunData
 
 CausalMaps = Callable[[int, int, int], np.ndarray]
 Packed = Callable[[np.ndarray], dict[str, Any]]
@@ -80,7 +80,7 @@ def test_damaged_maps_are_said_in_a_sentence_and_not_drawn(
     damaged = {**sample, "attention": {**sample["attention"], **change}}
     with pytest.raises(ValueError, match=said):
         maps(damaged)
-    run = Run(
+    run = RunData(
         name="r",
         config={},
         config_text="",

@@ -1,4 +1,4 @@
-"""fenchel/report/attention_over_time.py: the heads that came furthest, under their own names."""
+"""fenchel/report/attention_over_time.py: the most extreme heads, under their own names."""
 
 import json
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fenchel.report.attention_over_time import by_head, furthest, heads
-from fenchel.report.run_data import read
+from fenchel.report.attention_over_time import by_head, heads, most_extreme
+from fenchel.report.run_data import read_run
 
 LINES = [
     {"step": 10, "attention/head_rms": [[1.0, 2.0], [3.0, 4.0]]},
@@ -22,7 +22,7 @@ def run_of(folder: Path, lines: list[dict[str, Any]]) -> Any:
     folder.mkdir(exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text)
-    return read(folder)
+    return read_run(folder)
 
 
 def test_a_list_a_layer_becomes_a_column_a_head(tmp_path: Path) -> None:
@@ -46,18 +46,18 @@ def test_layers_with_different_numbers_of_heads_and_lines_without_them(tmp_path:
 
 def test_the_heads_shown_are_the_most_extreme_at_any_step() -> None:
     values = np.array([[1.0, 9.0, 2.0, 3.0], [8.0, 1.0, 2.0, 3.0]])
-    assert furthest(values, 2, lowest=False) == [1, 0]
-    assert furthest(values, 2, lowest=True) == [0, 1]
+    assert most_extreme(values, 2, lowest=False) == [1, 0]
+    assert most_extreme(values, 2, lowest=True) == [0, 1]
     values[0, 3] = np.nan
-    assert furthest(values, 1, lowest=False) == [3]  # what is not finite must be seen
-    assert furthest(values, 1, lowest=True) == [3]
+    assert most_extreme(values, 1, lowest=False) == [3]  # what is not finite must be seen
+    assert most_extreme(values, 1, lowest=True) == [3]
 
 
 @pytest.mark.parametrize(("layers", "count"), [(2, 8), (24, 16)])
 def test_a_picture_shows_twelve_heads_at_most_with_their_names(
     make_run: Callable[..., Path], layers: int, count: int
 ) -> None:
-    part = heads(read(make_run(f"run{layers}", layers=layers, heads=count, steps=100)))
+    part = heads(read_run(make_run(f"run{layers}", layers=layers, heads=count, steps=100)))
     assert list(part.pictures) == ["head-max-logit", "head-rms", "head-entropy"]
     drawn = part.pictures["head-max-logit"]
     assert len(drawn["layers"]) == len(drawn["names"]) == len(drawn["last"]) == 12

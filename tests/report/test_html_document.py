@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fenchel.report.html import Html, Part, data_block, document, element
+from fenchel.report.html import Html, Section, data_block, document, element
 
 anything = st.text(st.characters(codec=None, categories=None), max_size=40)
 
@@ -18,7 +18,9 @@ anything = st.text(st.characters(codec=None, categories=None), max_size=40)
 @pytest.fixture(scope="module")
 def page() -> str:
     body = element("p", "hello $title ${script}")
-    part = Part(anchor="one", title="One", body=body, pictures={"p": {"view": "bars", "bars": []}})
+    part = Section(
+        anchor="one", title="One", body=body, pictures={"p": {"view": "bars", "bars": []}}
+    )
     return document(title="A <title>", header=Html("<h1>head</h1>"), parts=[part])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fenchel.report.html import Html, document
 from fenchel.report.inspection import render
-from fenchel.report.inspection_heads import means
+from fenchel.report.inspection_heads import span_means
 
 HOSTILE = "</script><img src=https://evil.example/x onerror=alert(1)>"
 
@@ -188,7 +188,7 @@ def test_a_span_of_rows_is_told_by_the_mean_of_what_is_there() -> None:
     values[1, 5:12] = np.nan
     edges = [0, 1, 5, 8, 12, 41]
     rows = [[None if np.isnan(x) else float(x) for x in row] for row in values]
-    found = means(rows, edges)
+    found = span_means(rows, edges)
     for row, line in zip(values, found, strict=True):
         for part, mean in zip(np.split(row, edges[1:-1]), line, strict=True):
             there = part[~np.isnan(part)]

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fenchel.report import page
-from fenchel.report.run_data import LOST
+from fenchel.report.run_data import CONSEQUENCES
 
 MakeRun = Callable[..., Path]
 MakeOutline = Callable[[str], Any]
@@ -186,14 +186,14 @@ def test_the_numbers_of_the_run_stand_on_the_page(whole: str, outline: MakeOutli
     )
 
 
-@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("name", CONSEQUENCES)
 def test_a_missing_file_is_said_and_the_rest_is_shown(
     make_run: MakeRun, outline: MakeOutline, name: str
 ) -> None:
     folder = make_run()
     (folder / name).unlink()
     found = outline(written(folder))
-    assert f"{name} is missing: {LOST[name]}." in found.text["main"][0]
+    assert f"{name} is missing: {CONSEQUENCES[name]}." in found.text["main"][0]
     expected = {
         "metrics.jsonl": {"baselines", "attention"},
         "sample.json": {"baselines", "loss", "entropy"},
@@ -203,7 +203,7 @@ def test_a_missing_file_is_said_and_the_rest_is_shown(
     assert not found.strays
 
 
-@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("name", CONSEQUENCES)
 def test_a_file_cut_anywhere_still_gives_a_page(
     make_run: MakeRun, outline: MakeOutline, name: str
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_file_cut_anywhere_still_gives_a_page(
 
 
 @settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from(list(LOST)), content=st.binary(max_size=200))
+@given(name=st.sampled_from(list(CONSEQUENCES)), content=st.binary(max_size=200))
 @example(name="metrics.jsonl", content=b'{"step": 1, "train/loss": NaN}\n')
 @example(
     name="metrics.jsonl",

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from fenchel.report import run_data as reader
-from fenchel.report.run_data import LOST, Run, number, read
+from fenchel.report.run_data import CONSEQUENCES, RunData, number, read_run
 
 MakeRun = Callable[..., Path]
 
 
-def of_lines(folder: Path, *lines: Any, end: str = "\n") -> Run:
+def of_lines(folder: Path, *lines: Any, end: str = "\n") -> RunData:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     (folder / "metrics.jsonl").write_text(text + end)
-    return read(folder)
+    return read_run(folder)
 
 
 def test_a_whole_run_has_no_troubles(make_run: MakeRun) -> None:
-    run = read(make_run())
+    run = read_run(make_run())
     assert not run.troubles
     assert run.name == "demo"
     assert run.config["model"]["layers"] == 4
@@ -31,7 +31,7 @@ def test_a_whole_run_has_no_troubles(make_run: MakeRun) -> None:
     assert len(run.sample["tokens"]) == run.sample["attention"]["size"]
 
 
-@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("name", CONSEQUENCES)
 @pytest.mark.parametrize("state", ["missing", "empty", "a link", "not a plain file"])
 def test_a_file_that_cannot_be_read_is_said_under_its_name(
     make_run: MakeRun, name: str, state: str
@@ -47,10 +47,10 @@ def test_a_file_that_cannot_be_read_is_said_under_its_name(
         file.symlink_to(folder / "elsewhere")
     elif state == "not a plain file":
         os.mkfifo(file)  # opening it would wait for ever
-    run = read(folder)
+    run = read_run(folder)
     assert run.troubles.keys() == {name}
     assert state in run.troubles[name][0]
-    assert LOST[name] in run.troubles[name][0]
+    assert CONSEQUENCES[name] in run.troubles[name][0]
 
 
 @pytest.mark.parametrize("name", ["environment.json", "summary.json", "sample.json"])
@@ -61,24 +61,24 @@ def test_a_file_that_cannot_be_read_is_said_under_its_name(
 def test_what_is_not_an_object_is_left_out(make_run: MakeRun, name: str, text: str) -> None:
     folder = make_run(steps=20)
     (folder / name).write_text(text)
-    run = read(folder)
+    run = read_run(folder)
     assert run.troubles.keys() == {name}
     assert getattr(run, name.removesuffix(".json")) == {}
 
 
 def test_sentences_do_not_tell_where_the_run_lies(make_run: MakeRun) -> None:
     folder = make_run(steps=20)
-    for name in LOST:
+    for name in CONSEQUENCES:
         (folder / name).write_text("{")
-    said = " ".join(sentence for some in read(folder).troubles.values() for sentence in some)
-    assert len(read(folder).troubles) == len(LOST)
+    said = " ".join(sentence for some in read_run(folder).troubles.values() for sentence in some)
+    assert len(read_run(folder).troubles) == len(CONSEQUENCES)
     assert str(folder.parent) not in said
 
 
 def test_settings_that_are_not_toml_are_kept_as_text(make_run: MakeRun) -> None:
     folder = make_run(steps=20)
     (folder / "config.toml").write_text("[model\nwidth = 3")
-    run = read(folder)
+    run = read_run(folder)
     assert run.config == {}
     assert run.config_text == "[model\nwidth = 3"
     assert "TOML" in run.troubles["config.toml"][0]
@@ -161,7 +161,7 @@ def test_a_large_file_is_read_in_strides_but_every_evaluation_counts(
     whole = of_lines(folder, *lines)
     size = (folder / "metrics.jsonl").stat().st_size
     monkeypatch.setattr(reader, "_METRICS_LIMIT", size // 10 + 1)
-    run = read(folder)
+    run = read_run(folder)
     assert len(whole.rows) == 1000
     assert len(run.rows) == 101
     assert any("validation/loss" in row for row in run.rows)
@@ -180,6 +180,6 @@ def test_a_line_without_end_is_not_taken_into_memory(
 
 def test_a_folder_that_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds none of config\.toml"):
-        read(tmp_path)
+        read_run(tmp_path)
     with pytest.raises(ValueError, match="is not a folder"):
-        read(tmp_path / "absent")
+        read_run(tmp_path / "absent")
