@@ -305,7 +305,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def shown(said: object, limit: int = 80) -> str:
+def printable(said: object, limit: int = 80) -> str:
     """Words of a stranger inside a sentence of ours: short, and nothing a terminal obeys."""
     text = "".join(c if c.isprintable() else "?" for c in str(said))
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,18 +1,18 @@
 """TODO"""
 
-from fenchel.checkpoints.generation_config import Generation, read_generation
+from fenchel.checkpoints.generation_config import GenerationConfig, read_generation_config
 from fenchel.checkpoints.load import Loaded, load, load_model
 from fenchel.checkpoints.run_checkpoint import Progress
 from fenchel.checkpoints.save import Converted, convert, save
 
 __all__ = [
     "Converted",
-    "Generation",
+    "GenerationConfig",
     "Loaded",
     "Progress",
     "convert",
     "load",
     "load_model",
-    "read_generation",
+    "read_generation_config",
     "save",
 ]

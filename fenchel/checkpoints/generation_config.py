@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fenchel.checkpoints.hf_directory import holds, read_plain_json
+from fenchel.checkpoints.directory import has_file, read_bounded_json
 from fenchel.model.families.config_reader import CONFIG, ConfigReader
 
 GENERATION = "generation_config.json"
-_MOST_ENDS = 64
+_MOST_EOS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class GenerationConfig:
     """Tokens and settings for drawing; None or empty where nothing is said."""
 
-    begin: int | None = None
+    bos: int | None = None
     """Token before the first of a text."""
-    ends: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
     """Tokens after which a text is over."""
     pad: int | None = None
     """Token that fills rows."""
-    start: int | None = None
+    decoder_start: int | None = None
     """Token with which the decoder of an encoder-decoder begins."""
     temperature: float = 0.0
     """0 takes the likeliest token, as Hugging Face does unless told to draw."""
@@ -37,17 +37,17 @@ class Generation:
     """Counts whether drawn or not, as it does there."""
 
 
-def read_generation(path: str | Path) -> Generation:
+def read_generation_config(path: str | Path) -> GenerationConfig:
     """What the Hugging Face directory ``path`` says about generating."""
     path = Path(path)
-    name = GENERATION if holds(path, GENERATION) else CONFIG
-    said = ConfigReader(read_plain_json(path, name), (), path / name)
+    name = GENERATION if has_file(path, GENERATION) else CONFIG
+    said = ConfigReader(read_bounded_json(path, name), (), path / name)
     drawn = said.has("do_sample") and said.flag("do_sample")
-    return Generation(
-        begin=said.whole_or_none("bos_token_id", least=0),
-        ends=_ends(said),
+    return GenerationConfig(
+        bos=said.whole_or_none("bos_token_id", least=0),
+        eos=_eos(said),
         pad=said.whole_or_none("pad_token_id", least=0),
-        start=said.whole_or_none("decoder_start_token_id", least=0),
+        decoder_start=said.whole_or_none("decoder_start_token_id", least=0),
         temperature=_within(said, "temperature", 100.0) or 1.0 if drawn else 0.0,
         top_k=(said.whole_or_none("top_k", least=0) or None) if drawn else None,
         top_p=_within(said, "top_p", 1.0) if drawn else None,
@@ -56,14 +56,14 @@ def read_generation(path: str | Path) -> Generation:
     )
 
 
-def _ends(said: ConfigReader) -> tuple[int, ...]:
+def _eos(said: ConfigReader) -> tuple[int, ...]:
     """One token or a list of them."""
     value: Any = said.settings.get("eos_token_id")
     if not isinstance(value, list):
         one = said.whole_or_none("eos_token_id", least=0)
         return () if one is None else (one,)
-    if len(value) > _MOST_ENDS:
-        raise said.wrong("eos_token_id", value, f"at most {_MOST_ENDS} tokens")
+    if len(value) > _MOST_EOS:
+        raise said.wrong("eos_token_id", value, f"at most {_MOST_EOS} tokens")
     each = (ConfigReader({"eos_token_id": one}, (), said.where) for one in value)
     return tuple(one.whole("eos_token_id", least=0) for one in each)
 

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from fenchel.checkpoints.hf_directory import (
+from fenchel.checkpoints.directory import (
     INDEX,
     TOKENIZER,
-    holds,
-    modest_file,
-    plain_file,
-    read_plain_json,
+    bounded_json_file,
+    has_file,
+    read_bounded_json,
+    regular_file,
 )
-from fenchel.checkpoints.hf_directory import WEIGHTS as WHOLE
-from fenchel.checkpoints.hf_weights import is_finite
+from fenchel.checkpoints.directory import WEIGHTS as WHOLE
+from fenchel.checkpoints.weights import is_finite
 from fenchel.data import load_tokenizer
-from fenchel.files import Damaged, shown
+from fenchel.files import Damaged, printable
 from fenchel.model.config import LARGEST
 from fenchel.model.families.config_reader import CONFIG
 
@@ -71,9 +71,9 @@ class Checkpoint(NamedTuple):
 
 def look_at(folder: Path) -> Checkpoint | None:
     """The directory, once it was looked over; None where there is no config.json."""
-    if not holds(folder, CONFIG):
+    if not has_file(folder, CONFIG):
         return None
-    config = read_plain_json(folder, CONFIG)
+    config = read_bounded_json(folder, CONFIG)
     family = config.get("model_type")
     if "auto_map" in config:
         raise ValueError(f"{folder} brings code of its own (auto_map), which is not run.")
@@ -84,11 +84,11 @@ def look_at(folder: Path) -> Checkpoint | None:
             f"{family!r} is an encoder and a decoder; only one or the other can be inspected."
         )
     _require_sizes(config, folder)
-    if not holds(folder, TOKENIZER):
+    if not has_file(folder, TOKENIZER):
         raise ValueError(
             f"{folder} holds no tokenizer.json; save the model's fast tokenizer there."
         )
-    tokenizer = load_tokenizer(modest_file(folder, TOKENIZER))
+    tokenizer = load_tokenizer(bounded_json_file(folder, TOKENIZER))
     weights = look_over(folder)
     _require_depth(config, weights, folder)
     return Checkpoint(folder, config, family, weights, tokenizer)
@@ -102,7 +102,7 @@ def _require_sizes(config: dict[str, Any], folder: Path) -> None:
             continue
         if type(size) is not int or not 0 < size <= LARGEST:
             raise ValueError(
-                f"{folder / CONFIG}: {key}={shown(repr(size), 40)} should be a whole "
+                f"{folder / CONFIG}: {key}={printable(repr(size), 40)} should be a whole "
                 f"number, 1 to {LARGEST}."
             )
 
@@ -113,7 +113,7 @@ def _require_depth(config: dict[str, Any], weights: Weights, folder: Path) -> No
         depth = config.get(key, 1)
         if type(depth) is not int or not 0 < depth <= 4 * len(weights.shapes):
             raise ValueError(
-                f"{folder / CONFIG} asks for {key}={shown(depth, 40)} and the weights hold "
+                f"{folder / CONFIG} asks for {key}={printable(depth, 40)} and the weights hold "
                 f"{len(weights.shapes)} tensors."
             )
 
@@ -150,14 +150,14 @@ def look_over(folder: Path) -> Weights:
 
 
 def _files(folder: Path) -> list[Path]:
-    if holds(folder, WHOLE):
-        return [plain_file(folder, WHOLE)]  # an index beside it is not read by anybody
-    if holds(folder, INDEX):
-        table = read_plain_json(folder, INDEX).get("weight_map")
+    if has_file(folder, WHOLE):
+        return [regular_file(folder, WHOLE)]  # an index beside it is not read by anybody
+    if has_file(folder, INDEX):
+        table = read_bounded_json(folder, INDEX).get("weight_map")
         names = sorted({str(n) for n in table.values()}) if isinstance(table, dict) else []
         if not names:
             raise Damaged(f"{folder / INDEX} does not list files of its own folder.")
-        return [plain_file(folder, name) for name in names]
+        return [regular_file(folder, name) for name in names]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise ValueError(
             f"{folder} holds its weights as a pickle, which runs code when it is read; save the "

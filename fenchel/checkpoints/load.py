@@ -6,7 +6,7 @@ folders under checkpoints/step-NNNNNN, each sealed by a manifest (fenchel/files.
     config.json         the ModelConfig
     model.safetensors   its weights, one tensor a parameter, by the names of the Transformer
 
-A Hugging Face directory (fenchel/checkpoints/hf_directory.py) holds the settings and weights of a
+A Hugging Face directory (fenchel/checkpoints/directory.py) holds the settings and weights of a
 family
 (fenchel/model/families). Beside either stands tokenizer.json. Weights must match the settings
 exactly: names and shapes are compared with what the settings imply before a byte of weights is
@@ -22,12 +22,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from fenchel.checkpoints.hf_directory import TOKENIZER, WEIGHTS, holds, modest_file, open_directory
-from fenchel.checkpoints.hf_weights import KINDS, read_weights, skeleton
+from fenchel.checkpoints.directory import (
+    TOKENIZER,
+    WEIGHTS,
+    bounded_json_file,
+    has_file,
+    open_directory,
+)
 from fenchel.checkpoints.safetensors_header import read_header
+from fenchel.checkpoints.weights import DTYPES, meta_state_dict, read_weights
 from fenchel.config import from_mapping
 from fenchel.data import load_tokenizer
-from fenchel.files import Damaged, Notice, read_json, shown, verify
+from fenchel.files import Damaged, Notice, printable, read_json, verify
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import family_of
 from fenchel.model.families.config_reader import CONFIG
@@ -53,11 +59,11 @@ def load(path: str | Path, *, which: str = "best", dtype: torch.dtype | None = N
     """
     path = Path(path)
     model = load_model(path, which=which, dtype=dtype)
-    if not holds(path, TOKENIZER):
+    if not has_file(path, TOKENIZER):
         raise ValueError(
             f"{path} has no {TOKENIZER}; fenchel.model.load_model reads its weights alone."
         )
-    tokenizer = load_tokenizer(modest_file(path, TOKENIZER))
+    tokenizer = load_tokenizer(bounded_json_file(path, TOKENIZER))
     if (size := tokenizer.get_vocab_size()) > model.config.vocabulary:
         raise ValueError(
             f"{path / TOKENIZER} has {size} ids and the model knows {model.config.vocabulary}; "
@@ -75,7 +81,7 @@ def load_model(
         raise ValueError(f"there is no run directory or checkpoint {path}.")
     if which not in ("best", "newest"):
         raise ValueError(f'which={which!r} should be "best" or "newest".')
-    if not is_run(path) and not holds(path, CONFIG):
+    if not is_run(path) and not has_file(path, CONFIG):
         raise ValueError(
             f"{path} holds neither the {CHECKPOINTS} of a run nor the {CONFIG} of a model."
         )
@@ -147,23 +153,25 @@ def read_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]
 def require_match(path: Path, config: ModelConfig) -> None:
     """Refuse weights whose names, shapes or kinds are not those the settings imply."""
     there = read_header(path)
-    kinds = {entry.kind for entry in there.values()}
+    kinds = {entry.dtype for entry in there.values()}
     # Before as many modules are built: a block has six tensors at the least.
     if 6 * (config.distinct_layers or config.layers) > len(there):
         raise ValueError(f"{path} holds {len(there)} tensors, too few for {config.layers} layers.")
-    expected = {name: tuple(tensor.shape) for name, tensor in skeleton(config).items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in meta_state_dict(config).items()}
     for name in sorted(expected.keys() | there.keys()):
         if name not in there:
             raise ValueError(f"{path} lacks {name}, which its settings ask for.")
         if name not in expected:
-            raise ValueError(f"{path} holds {shown(name)}, which its settings have no place for.")
+            raise ValueError(
+                f"{path} holds {printable(name)}, which its settings have no place for."
+            )
         if there[name].shape != expected[name]:
             raise ValueError(
                 f"{path}: {name} has shape {list(there[name].shape)}, "
                 f"its settings ask for {list(expected[name])}."
             )
-    if len(kinds) != 1 or not kinds <= KINDS.keys():
+    if len(kinds) != 1 or not kinds <= DTYPES.keys():
         raise ValueError(
             f"{path} holds tensors of {', '.join(sorted(kinds))}; "
-            f"they should all be of one of {', '.join(KINDS)}."
+            f"they should all be of one of {', '.join(DTYPES)}."
         )

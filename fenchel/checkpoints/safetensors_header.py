@@ -15,28 +15,28 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fenchel.files import Damaged, shown
+from fenchel.files import Damaged, printable
 
 LONGEST = 8 * 2**20
 """Bytes of a header; the largest in use are a tenth of it."""
 MOST = 100_000
-"""Tensors in one file."""
+"""TensorReader in one file."""
 BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64"), 64),
 }
-"""What a number takes, by the name that safetensors gives its kind."""
+"""Bits per number, by the name that safetensors gives the dtype."""
 _AXES = 8
 _SEPARATORS = 16 * MOST
 _NAME = 512
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """What a header says of one tensor."""
 
-    kind: str
+    dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
         return self.end - self.begin
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of a file by name, in the order in which they lie there."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -63,7 +63,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entries(text: bytes, path: Path) -> dict[str, Entry]:
+def _entries(text: bytes, path: Path) -> dict[str, TensorEntry]:
     if not text.startswith(b"{"):
         raise Damaged(f"{path} is not a safetensors file: its header does not begin with {{.")
     if sum(text.count(sign) for sign in b",:[{") > _SEPARATORS:  # a list of lists is memory
@@ -71,7 +71,7 @@ def _entries(text: bytes, path: Path) -> dict[str, Entry]:
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} has a header that is not JSON ({shown(error)}).") from None
+        raise Damaged(f"{path} has a header that is not JSON ({printable(error)}).") from None
     about = found.pop("__metadata__", {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
         raise Damaged(f"{path} has a __metadata__ that is not an object of strings.")
@@ -81,21 +81,21 @@ def _entries(text: bytes, path: Path) -> dict[str, Entry]:
     return dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
 
 
-def _entry(name: str, said: Any, path: Path) -> Entry:
+def _entry(name: str, said: Any, path: Path) -> TensorEntry:
     if not 0 < len(name) <= _NAME or not name.isprintable():
-        raise Damaged(f"{path} names a tensor {shown(repr(name))}, which is not a plain name.")
-    where = f"{path}: {shown(name)}"
+        raise Damaged(f"{path} names a tensor {printable(repr(name))}, which is not a plain name.")
+    where = f"{path}: {printable(name)}"
     if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
         raise Damaged(f"{where} should have a dtype, a shape and data_offsets, and nothing else.")
-    kind, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
-    if not isinstance(kind, str) or kind not in BITS:
-        raise Damaged(f"{where} is of {shown(repr(kind))}, which is no kind of number known here.")
+    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise Damaged(f"{where} is of {printable(repr(dtype))}, which is no dtype known here.")
     if not _are_sizes(shape) or len(shape) > _AXES:
         raise Damaged(f"{where} should have a shape of at most {_AXES} whole numbers.")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise Damaged(f"{where} should have two data_offsets.")
-    entry = Entry(kind, tuple(shape), offsets[0], offsets[1])
-    needed = BITS[kind] // 8
+    entry = TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+    needed = BITS[dtype] // 8
     for axis in shape:
         needed *= axis
     if needed != entry.bytes:
@@ -105,12 +105,12 @@ def _entry(name: str, said: Any, path: Path) -> Entry:
     return entry
 
 
-def _require_filled(entries: dict[str, Entry], size: int, path: Path) -> None:
+def _require_filled(entries: dict[str, TensorEntry], size: int, path: Path) -> None:
     at = 0
     for name, entry in entries.items():
         if entry.begin != at:
             raise Damaged(
-                f"{path}: {shown(name)} begins at byte {entry.begin} of the data and the one "
+                f"{path}: {printable(name)} begins at byte {entry.begin} of the data and the one "
                 f"before it ends at {at}; tensors may neither overlap nor leave a gap."
             )
         at = entry.end

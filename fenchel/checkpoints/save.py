@@ -28,18 +28,18 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from fenchel.checkpoints.generation_config import GENERATION
-from fenchel.checkpoints.hf_directory import (
+from fenchel.checkpoints.directory import (
     INDEX,
     TOKENIZER,
     WEIGHTS,
-    holds,
-    modest_file,
+    bounded_json_file,
+    has_file,
     open_directory,
-    plain_file,
+    regular_file,
 )
-from fenchel.checkpoints.hf_weights import read_weights, write_weights
+from fenchel.checkpoints.generation_config import GENERATION
 from fenchel.checkpoints.load import is_run, load
+from fenchel.checkpoints.weights import read_weights, write_weights
 from fenchel.data import end_id, pad_id
 from fenchel.files import committed, discard, require_space
 from fenchel.model.config import ModelConfig
@@ -230,9 +230,9 @@ def _carried(source: Path) -> dict[str, bytes]:
     """The tokenizer's files and what is said about generating, byte for byte."""
     carried = {}
     for name in (*_JSON, *_TEXT):
-        if not holds(source, name):
+        if not has_file(source, name):
             continue
-        file = modest_file(source, name) if name in _JSON else plain_file(source, name)
+        file = bounded_json_file(source, name) if name in _JSON else regular_file(source, name)
         if (size := file.stat().st_size) > _LONGEST:
             raise ValueError(f"{file} has {size} bytes; more than {_LONGEST} is not carried over.")
         carried[name] = file.read_bytes()

@@ -100,12 +100,12 @@ def _load(directory: Path) -> Any:
         raise ValueError("attach needs transformers; pip install 'fenchel[hf]'.") from None
     import torch
 
-    from fenchel.checkpoints.hf_directory import read_plain_json
+    from fenchel.checkpoints.directory import read_bounded_json
     from fenchel.model.families.config_reader import CONFIG
 
     hf.logging.set_verbosity_error()
     hf.logging.disable_progress_bar()
-    names: Any = read_plain_json(directory, CONFIG).get("architectures")
+    names: Any = read_bounded_json(directory, CONFIG).get("architectures")
     kind: Any = getattr(hf, names[0], None) if _is_words(names) else None
     if not isinstance(kind, type) or not issubclass(kind, hf.PreTrainedModel):
         raise ValueError(f"{directory / 'config.json'} names no architecture of transformers.")
@@ -133,7 +133,7 @@ def _is_words(names: object) -> bool:
 def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":
     """The map that was named, or the one the checkpoint was saved with."""
     from fenchel.choice import by_name
-    from fenchel.hf.adapter import FIELD, recorded
+    from fenchel.hf.adapter import FIELD, choice_from_record
 
     for setting, value, users in (
         ("alpha", alpha, ("entmax",)),
@@ -149,14 +149,14 @@ def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None
     stored = getattr(model.config, FIELD, None)
     if stored is None:
         raise ValueError("the checkpoint was not saved with a map of ours; name one with --map.")
-    return recorded(stored)
+    return choice_from_record(stored)
 
 
 def _tokenizer(directory: Path, model: Any) -> Any:
-    from fenchel.checkpoints.hf_directory import TOKENIZER, modest_file
+    from fenchel.checkpoints.directory import TOKENIZER, bounded_json_file
     from fenchel.data import load_tokenizer
 
-    tokenizer = load_tokenizer(modest_file(directory, TOKENIZER))
+    tokenizer = load_tokenizer(bounded_json_file(directory, TOKENIZER))
     knows = model.config.get_text_config().vocab_size
     if tokenizer.get_vocab_size() > knows:
         raise ValueError(
@@ -220,11 +220,11 @@ def _score(
 
 
 def _plain(kind: str, proof: "Proof") -> dict[str, Any]:
-    from fenchel.hf.adapter import record
+    from fenchel.hf.adapter import choice_record
 
     return {
         "model": kind,
-        "map": record(proof.choice),
+        "map": choice_record(proof.choice),
         "layers": [layer._asdict() for layer in proof.layers],
         "calls": proof.calls,
         "masks": list(proof.masks),

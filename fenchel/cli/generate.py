@@ -151,23 +151,23 @@ def choose(directory: Path, flags: dict[str, Any]) -> Chosen:
     One that does not say do_sample says nothing of drawing; a repetition penalty is another
     matter, and so are the tokens that end a text.
     """
-    from fenchel.checkpoints import Generation, read_generation
+    from fenchel.checkpoints import GenerationConfig, read_generation_config
+    from fenchel.checkpoints.directory import has_file
     from fenchel.checkpoints.generation_config import GENERATION
-    from fenchel.checkpoints.hf_directory import holds
     from fenchel.checkpoints.load import is_run
     from fenchel.generation import Sampling
     from fenchel.model.families.config_reader import CONFIG
 
-    said = Generation()
-    if holds(directory, CONFIG) and not is_run(directory):
-        said = read_generation(directory)
+    said = GenerationConfig()
+    if has_file(directory, CONFIG) and not is_run(directory):
+        said = read_generation_config(directory)
     names = OURS if said.temperature else ("repetition_penalty",)
     theirs = {name: getattr(said, name) for name in names}
     taken = {
         name: value for name, value in theirs.items() if name not in flags and value != OURS[name]
     }
-    source = directory / (GENERATION if holds(directory, GENERATION) else CONFIG)
-    return Chosen(Sampling(**(OURS | theirs | flags)), said.ends, taken, source)
+    source = directory / (GENERATION if has_file(directory, GENERATION) else CONFIG)
+    return Chosen(Sampling(**(OURS | theirs | flags)), said.eos, taken, source)
 
 
 def sentence(source: Path, taken: dict[str, Any]) -> str:

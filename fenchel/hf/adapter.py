@@ -50,7 +50,7 @@ from fenchel.attention.prior import Dense, Prior
 from fenchel.choice import Choice, Softmax, by_name
 
 _SOFTMAX = Softmax()
-ELSEWHERE = frozenset(
+IRRELEVANT_KEYWORDS = frozenset(
     {
         "sliding_window",  # the mask that was asked for under our name holds it
         "position_ids",  # rotation and mask are done when we are called
@@ -67,7 +67,7 @@ ELSEWHERE = frozenset(
 """Keywords that change no score: what they ask for is done before or after attention."""
 
 
-class Seen(Protocol):
+class CallObserver(Protocol):
     """Somebody who is told of every call."""
 
     def __call__(self, module: nn.Module, mask: Tensor | None, T: int, S: int) -> None:
@@ -75,11 +75,11 @@ class Seen(Protocol):
 
 
 @dataclass(frozen=True)
-class Swapped:
+class AttentionFunction:
     """An attention function as transformers calls it, with a choice map of ours inside."""
 
     choice: Choice
-    seen: Seen | None = None
+    observer: CallObserver | None = None
 
     def __call__(
         self,
@@ -103,8 +103,8 @@ class Swapped:
         _refuse_unknown(module, others)
         _refuse_shape(module, attention_mask)
         T, S = query.shape[2], key.shape[2]
-        if self.seen is not None:
-            self.seen(module, attention_mask, T, S)
+        if self.observer is not None:
+            self.observer(module, attention_mask, T, S)
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if attention_mask is None and causal and T > 1:
             raise ValueError(
@@ -138,7 +138,9 @@ class Swapped:
         return out.transpose(1, 2).contiguous(), p if wanted else None
 
 
-def register(name: str = "fenchel", choice: Choice = _SOFTMAX, *, seen: Seen | None = None) -> None:
+def register(
+    name: str = "fenchel", choice: Choice = _SOFTMAX, *, observer: CallObserver | None = None
+) -> None:
     """Make ``attn_implementation=name`` mean attention by ``choice`` in every transformers model.
 
     The model that is to use it is told by ``model.set_attn_implementation(name)`` or when it is
@@ -150,16 +152,16 @@ def register(name: str = "fenchel", choice: Choice = _SOFTMAX, *, seen: Seen | N
             f"{name!r} cannot name an attention: transformers reads a slash, a bar or an at sign "
             "in it as the address of a kernel to download; use letters."
         )
-    if name in {"eager", *attentions} and not isinstance(attentions.get(name), Swapped):
+    if name in {"eager", *attentions} and not isinstance(attentions.get(name), AttentionFunction):
         raise ValueError(f"{name!r} is transformers' own attention; choose another name.")
-    attentions[name] = Swapped(choice, seen)
+    attentions[name] = AttentionFunction(choice, observer)
     masks[name] = _mask
 
 
 def unregister(name: str) -> None:
     """Take back what ``register`` put there."""
     attentions, masks, _ = _registries()
-    if isinstance(attentions.get(name), Swapped):
+    if isinstance(attentions.get(name), AttentionFunction):
         del attentions[name], masks[name]
 
 
@@ -215,7 +217,7 @@ def _refuse_shape(module: nn.Module, mask: object) -> None:
 
 
 def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
-    unknown = sorted(k for k, v in others.items() if v is not None and k not in ELSEWHERE)
+    unknown = sorted(k for k, v in others.items() if v is not None and k not in IRRELEVANT_KEYWORDS)
     if unknown:
         raise ValueError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which this one "
@@ -239,13 +241,13 @@ class Attachment:
         self._calls: Counter[str] = Counter()
         self._masks: defaultdict[str, set[str]] = defaultdict(set)
         self._record = getattr(model.config, FIELD, None)
-        register(self.name, choice, seen=self._see)
+        register(self.name, choice, observer=self._observe)
         try:
             _switch(model, self.name)
         except BaseException:
             self.detach()
             raise
-        setattr(model.config, FIELD, record(choice))
+        setattr(model.config, FIELD, choice_record(choice))
 
     @property
     def calls(self) -> dict[str, int]:
@@ -267,7 +269,7 @@ class Attachment:
             delattr(self.model.config, FIELD)
         unregister(self.name)
 
-    def _see(self, module: nn.Module, mask: Tensor | None, T: int, S: int) -> None:
+    def _observe(self, module: nn.Module, mask: Tensor | None, T: int, S: int) -> None:
         name = self._names.get(id(module), type(module).__name__)
         self._calls[name] += 1
         self._masks[name].add(mask_kind(mask, T, S))
@@ -289,11 +291,11 @@ def attach(model: Any, choice: Choice | None = None) -> Attachment:
             raise ValueError(
                 f"this {type(model).__name__} was not saved with a map of ours; say which one."
             )
-        choice = recorded(stored)
+        choice = choice_from_record(stored)
     return Attachment(model, choice)
 
 
-def record(choice: Choice) -> dict[str, Any]:
+def choice_record(choice: Choice) -> dict[str, Any]:
     """A map in plain values, as a config keeps it."""
     found: dict[str, Any] = {"map": type(choice).__name__.lower()}
     names: list[str] = [one.name for one in fields(choice)] if is_dataclass(choice) else []
@@ -303,7 +305,7 @@ def record(choice: Choice) -> dict[str, Any]:
     return found
 
 
-def recorded(stored: object) -> Choice:
+def choice_from_record(stored: object) -> Choice:
     """The map that a config tells of; a file from outside may say anything."""
     known = {"map", "alpha", "beta"}
     if not isinstance(stored, Mapping) or not isinstance(stored.get("map"), str):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fenchel.checkpoints import load
+from fenchel.checkpoints.directory import CheckpointDirectory, open_directory
 from fenchel.checkpoints.hf_check import Checkpoint
-from fenchel.checkpoints.hf_directory import Directory, open_directory
-from fenchel.checkpoints.hf_weights import read_weights
+from fenchel.checkpoints.weights import read_weights
 from fenchel.files import Damaged
 from fenchel.inspection.linearisation import answer, hold
 from fenchel.inspection.measure import after_an_end, framed
@@ -101,7 +101,7 @@ def open_known(found: Checkpoint) -> OurModel:
     )
 
 
-def _said(found: Checkpoint, directory: Directory) -> tuple[Family, ModelConfig]:
+def _said(found: Checkpoint, directory: CheckpointDirectory) -> tuple[Family, ModelConfig]:
     """The family and its settings, if ours has all that they ask for."""
     where, tensors = found.folder / CONFIG, directory.tensors
     try:
@@ -112,7 +112,7 @@ def _said(found: Checkpoint, directory: Directory) -> tuple[Family, ModelConfig]
 
 
 def _weights(
-    found: Checkpoint, directory: Directory, family: Family, config: ModelConfig
+    found: Checkpoint, directory: CheckpointDirectory, family: Family, config: ModelConfig
 ) -> dict[str, Tensor]:
     """Our weights, if the files hold what the settings ask for and nothing more."""
     try:

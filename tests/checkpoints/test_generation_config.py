@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fenchel.checkpoints import Generation, read_generation
+from fenchel.checkpoints import GenerationConfig, read_generation_config
 
 NAME = "generation_config.json"
 
@@ -19,34 +19,34 @@ def write(path: Path, name: str = NAME, **settings: Any) -> Path:
 
 
 def test_nothing_said_is_greedy_and_without_end(tmp_path: Path) -> None:
-    assert read_generation(write(tmp_path)) == Generation()
+    assert read_generation_config(write(tmp_path)) == GenerationConfig()
 
 
 def test_tokens_and_draws_are_read(tmp_path: Path) -> None:
     said = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 0}
     drawn = {"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": None}
-    assert read_generation(write(tmp_path, **said, **drawn)) == Generation(
-        begin=1, ends=(2, 7), pad=0, temperature=0.6, top_k=50, top_p=0.9
+    assert read_generation_config(write(tmp_path, **said, **drawn)) == GenerationConfig(
+        bos=1, eos=(2, 7), pad=0, temperature=0.6, top_k=50, top_p=0.9
     )
 
 
 def test_what_filters_nothing_there_filters_nothing_here(tmp_path: Path) -> None:
     off = {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_p": 0.0}
-    assert read_generation(write(tmp_path, **off)) == Generation(temperature=1.0)
+    assert read_generation_config(write(tmp_path, **off)) == GenerationConfig(temperature=1.0)
 
 
 def test_a_penalty_counts_without_drawing(tmp_path: Path) -> None:
-    assert read_generation(write(tmp_path, repetition_penalty=1.1)).repetition_penalty == 1.1
+    assert read_generation_config(write(tmp_path, repetition_penalty=1.1)).repetition_penalty == 1.1
 
 
 def test_settings_of_draws_count_only_when_drawing(tmp_path: Path) -> None:
-    found = read_generation(write(tmp_path, temperature=0.6, top_k=5, eos_token_id=2))
-    assert found == Generation(ends=(2,))
+    found = read_generation_config(write(tmp_path, temperature=0.6, top_k=5, eos_token_id=2))
+    assert found == GenerationConfig(eos=(2,))
 
 
 def test_an_older_directory_says_it_in_its_config(tmp_path: Path) -> None:
     write(tmp_path, "config.json", eos_token_id=3, decoder_start_token_id=0)
-    assert read_generation(tmp_path) == Generation(ends=(3,), start=0)
+    assert read_generation_config(tmp_path) == GenerationConfig(eos=(3,), decoder_start=0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_an_older_directory_says_it_in_its_config(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused_by_name(said: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"{NAME}: ({'|'.join(said)})="):
-        read_generation(write(tmp_path, **said))
+        read_generation_config(write(tmp_path, **said))
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -80,4 +80,4 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     write(tmp_path / "there")
     (tmp_path / NAME).symlink_to(tmp_path / "there" / NAME)
     with pytest.raises(ValueError, match="symbolic link"):
-        read_generation(tmp_path)
+        read_generation_config(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fenchel.checkpoints.safetensors_header import Entry, read_header, shown
+from fenchel.checkpoints.safetensors_header import TensorEntry, printable, read_header
 from fenchel.files import Damaged
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 def test_what_safetensors_writes_is_read_as_it_reads_it(file: Path) -> None:
     save_file({"b": torch.zeros(5, dtype=torch.bfloat16), "a": torch.zeros(2, 3)}, file)
     entries = read_header(file)
-    assert {name: (e.kind, e.shape) for name, e in entries.items()} == {
+    assert {name: (e.dtype, e.shape) for name, e in entries.items()} == {
         "a": ("F32", (2, 3)),
         "b": ("BF16", (5,)),
     }
@@ -41,7 +41,7 @@ def test_what_safetensors_writes_is_read_as_it_reads_it(file: Path) -> None:
 def test_entries_come_in_the_order_in_which_they_lie(file: Path) -> None:
     entries = read_header(write(file, {"b": B, "a": A}))
     assert list(entries) == ["a", "b"]
-    assert entries["b"] == Entry("BF16", (5,), 24, 34)
+    assert entries["b"] == TensorEntry("BF16", (5,), 24, 34)
 
 
 def test_empty_tensors_and_scalars_take_their_place(file: Path) -> None:
@@ -69,8 +69,8 @@ def test_empty_tensors_and_scalars_take_their_place(file: Path) -> None:
         ({"a": {**A, "shape": [1] * 9 + [6]}}, 24, "at most 8"),
         ({"a": {**A, "shape": [2**40, 2**40]}}, 24, "shape asks for"),
         ({"a": {**A, "shape": "23"}}, 24, "whole numbers"),
-        ({"a": {**A, "dtype": "F33"}}, 24, "no kind of number"),
-        ({"a": {**A, "dtype": ["F32"]}}, 24, "no kind of number"),
+        ({"a": {**A, "dtype": "F33"}}, 24, "no dtype known here"),
+        ({"a": {**A, "dtype": ["F32"]}}, 24, "no dtype known here"),
         ({"a": {**A, "extra": 1}}, 24, "nothing else"),
         ({"a": {"dtype": "F32", "shape": [2, 3]}}, 24, "nothing else"),
         ({"a": [0, 24]}, 24, "nothing else"),
@@ -110,5 +110,5 @@ def test_a_file_too_short_for_any_header_is_refused(file: Path, size: int) -> No
 
 
 def test_words_of_strangers_are_cut_and_cannot_steer_a_terminal() -> None:
-    assert shown("a\nb\x1b[31m") == "a?b?[31m"
-    assert shown("x" * 200) == "x" * 80 + "..."
+    assert printable("a\nb\x1b[31m") == "a?b?[31m"
+    assert printable("x" * 200) == "x" * 80 + "..."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax
 from fenchel.hf import attach, prove
-from fenchel.hf.adapter import Swapped, mask_kind, record, recorded
+from fenchel.hf.adapter import AttentionFunction, choice_from_record, choice_record, mask_kind
 
 V = 60
 SIZES = {
@@ -166,14 +166,14 @@ def test_a_lost_mask_is_refused_and_not_taken_for_none(llama: Any) -> None:
 def test_a_term_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent failure 2: an attention that takes any keyword and drops the sinks."""
     model = built(FAMILIES["gpt_oss, sinks"][0])
-    whole = Swapped.__call__
+    whole = AttentionFunction.__call__
 
-    def dropping(self: Swapped, *given: Any, s_aux: Any = None, **others: Any) -> Any:
+    def dropping(self: AttentionFunction, *given: Any, s_aux: Any = None, **others: Any) -> Any:
         del s_aux
         return whole(self, *given, **others)
 
     prove(model, Entmax(1.5), some_inputs())
-    monkeypatch.setattr(Swapped, "__call__", dropping)
+    monkeypatch.setattr(AttentionFunction, "__call__", dropping)
     with pytest.raises(ValueError, match="something in its attention that is not done here"):
         prove(model, Entmax(1.5), some_inputs())
 
@@ -239,7 +239,7 @@ def test_a_reload_forgets_the_map_and_attach_remembers_it(llama: Any, tmp_path: 
 
 @pytest.mark.parametrize("choice", [Softmax(2.0), Entmax(1.3), Sparsemax(), Hard()], ids=repr)
 def test_a_map_is_read_back_as_it_was_written(choice: Choice) -> None:
-    assert recorded(record(choice)) == choice
+    assert choice_from_record(choice_record(choice)) == choice
 
 
 @pytest.mark.parametrize(
@@ -251,12 +251,12 @@ def test_a_map_is_read_back_as_it_was_written(choice: Choice) -> None:
         ({"map": "entmax", "beta": True}, "beta as a number"),
         ({"map": "entmax", "code": "x"}, "'code', unknown here"),
         ({"map": "entmix"}, "did you mean 'entmax'"),
-        (record(Capped(0.5)), "'cap', unknown here"),
+        (choice_record(Capped(0.5)), "'cap', unknown here"),
     ],
 )
 def test_a_config_that_tells_nonsense_is_refused(stored: Any, says: str) -> None:
     with pytest.raises(ValueError) as error:
-        recorded(stored)
+        choice_from_record(stored)
     assert says in str(error.value)
 
 

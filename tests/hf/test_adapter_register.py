@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from fenchel.attention import attend
 from fenchel.choice import Entmax, Softmax
 from fenchel.hf import register, unregister
-from fenchel.hf.adapter import ELSEWHERE, Swapped
+from fenchel.hf.adapter import IRRELEVANT_KEYWORDS, AttentionFunction
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -69,7 +69,7 @@ def test_every_term_that_is_honoured_is_in_the_formula(
 ) -> None:
     terms = terms_of(kind, draw)
     mask = (draw(2, 1, 4, 7) > -0.5).logical_or(torch.arange(7) == 0) if masked else None
-    out, weights = Swapped(Softmax())(Layer(), *qkv, mask, scaling=0.7, **terms)
+    out, weights = AttentionFunction(Softmax())(Layer(), *qkv, mask, scaling=0.7, **terms)
     torch.testing.assert_close(out, plain(qkv, mask, **terms), atol=1e-12, rtol=1e-10)
     assert out.is_contiguous()
     assert weights is None
@@ -80,7 +80,7 @@ def test_every_term_that_is_honoured_is_in_the_formula(
 @pytest.mark.parametrize("kind", ["nothing", "s_aux"])
 def test_weights_are_given_to_those_who_ask(kind: str, qkv: QKV, draw: Any) -> None:
     terms = terms_of(kind, draw)
-    out, p = Swapped(Entmax(1.5))(Layer(), *qkv, None, output_attentions=True, **terms)
+    out, p = AttentionFunction(Entmax(1.5))(Layer(), *qkv, None, output_attentions=True, **terms)
     assert p is not None
     v = qkv[2].repeat_interleave(2, dim=1)
     torch.testing.assert_close(out, (p @ v).transpose(1, 2))
@@ -88,31 +88,35 @@ def test_weights_are_given_to_those_who_ask(kind: str, qkv: QKV, draw: Any) -> N
 
 
 def test_the_map_is_the_one_that_was_named(qkv: QKV) -> None:
-    out, _ = Swapped(Entmax(1.5))(Layer(), *qkv, None, scaling=2.0)
+    out, _ = AttentionFunction(Entmax(1.5))(Layer(), *qkv, None, scaling=2.0)
     torch.testing.assert_close(out.transpose(1, 2), attend(*qkv, choice=Entmax(1.5), scale=2.0))
 
 
 @pytest.mark.parametrize("name", ["indices", "cu_seq_lens_q", "logit_bias", "seq_idx"])
 def test_a_keyword_nobody_knows_is_refused_by_name(name: str, qkv: QKV) -> None:
     with pytest.raises(ValueError, match=f"Layer passes {name} to its attention"):
-        Swapped(Softmax())(Layer(), *qkv, None, **{name: torch.zeros(1)})
-    Swapped(Softmax())(Layer(), *qkv, None, **{name: None})  # None asks for nothing
+        AttentionFunction(Softmax())(Layer(), *qkv, None, **{name: torch.zeros(1)})
+    AttentionFunction(Softmax())(Layer(), *qkv, None, **{name: None})  # None asks for nothing
 
 
 def test_what_is_done_elsewhere_changes_nothing(qkv: QKV) -> None:
-    one, _ = Swapped(Softmax())(Layer(), *qkv, None)
-    other, _ = Swapped(Softmax())(Layer(), *qkv, None, **dict.fromkeys(ELSEWHERE, 3))
+    one, _ = AttentionFunction(Softmax())(Layer(), *qkv, None)
+    other, _ = AttentionFunction(Softmax())(
+        Layer(), *qkv, None, **dict.fromkeys(IRRELEVANT_KEYWORDS, 3)
+    )
     assert torch.equal(one, other)
 
 
 def test_a_causal_layer_without_a_mask_is_refused(qkv: QKV) -> None:
     with pytest.raises(ValueError, match="handed no mask"):
-        Swapped(Softmax())(Layer(is_causal=True), *qkv, None)
+        AttentionFunction(Softmax())(Layer(is_causal=True), *qkv, None)
     with pytest.raises(ValueError, match="handed no mask"):
-        Swapped(Softmax())(Layer(), *qkv, None, is_causal=True)
-    Swapped(Softmax())(Layer(is_causal=True), *qkv, None, is_causal=False)
+        AttentionFunction(Softmax())(Layer(), *qkv, None, is_causal=True)
+    AttentionFunction(Softmax())(Layer(is_causal=True), *qkv, None, is_causal=False)
     q, k, v = qkv
-    Swapped(Softmax())(Layer(is_causal=True), q[:, :, :1], k, v, None)  # one query sees its past
+    AttentionFunction(Softmax())(
+        Layer(is_causal=True), q[:, :, :1], k, v, None
+    )  # one query sees its past
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -121,7 +125,7 @@ def test_the_lowest_number_of_a_mask_forbids(dtype: torch.dtype, qkv: QKV) -> No
     mask = torch.zeros(2, 1, 4, 7, dtype=dtype)
     mask[0, :, :, 3:] = torch.finfo(dtype).min
     mask[1, :, 2] = torch.finfo(dtype).min  # a row that nothing is open to
-    out, p = Swapped(Softmax())(Layer(), q, k, v, mask, output_attentions=True)
+    out, p = AttentionFunction(Softmax())(Layer(), q, k, v, mask, output_attentions=True)
     assert p is not None
     assert (p[0, :, :, 3:] == 0).all()
     assert (out[1, 2] == 0).all()
@@ -132,25 +136,25 @@ def test_the_lowest_number_of_a_mask_forbids(dtype: torch.dtype, qkv: QKV) -> No
 def test_a_mask_that_would_broadcast_to_something_else_is_refused(mask: Any, qkv: QKV) -> None:
     """One flag a token, (B, S), would pass for (T, S) where B = T."""
     with pytest.raises(ValueError, match=r"Layer hands its attention a mask of"):
-        Swapped(Softmax())(Layer(), *qkv, mask)
+        AttentionFunction(Softmax())(Layer(), *qkv, mask)
     with pytest.raises(ValueError, match="float or bool"):
-        Swapped(Softmax())(Layer(), *qkv, torch.ones(2, 1, 4, 7, dtype=torch.int64))
+        AttentionFunction(Softmax())(Layer(), *qkv, torch.ones(2, 1, 4, 7, dtype=torch.int64))
 
 
 def test_dropout_is_for_training(qkv: QKV) -> None:
     layer = Layer()
-    still, _ = Swapped(Softmax())(layer, *qkv, None, dropout=0.5)
+    still, _ = AttentionFunction(Softmax())(layer, *qkv, None, dropout=0.5)
     torch.testing.assert_close(still, plain(qkv, scale=5**-0.5))
     torch.manual_seed(0)
-    moved, _ = Swapped(Softmax())(layer.train(), *qkv, None, dropout=0.5)
+    moved, _ = AttentionFunction(Softmax())(layer.train(), *qkv, None, dropout=0.5)
     assert not torch.allclose(still, moved)
 
 
 def test_shapes_that_cannot_be_honoured_are_refused(qkv: QKV) -> None:
     with pytest.raises(ValueError, match="one sink a head, 6"):
-        Swapped(Softmax())(Layer(), *qkv, None, s_aux=torch.zeros(5))
+        AttentionFunction(Softmax())(Layer(), *qkv, None, s_aux=torch.zeros(5))
     with pytest.raises(ValueError, match="head mask"):
-        Swapped(Softmax())(Layer(), *qkv, None, head_mask=torch.ones(6, 4))
+        AttentionFunction(Softmax())(Layer(), *qkv, None, head_mask=torch.ones(6, 4))
 
 
 def test_attention_and_mask_stand_under_one_name() -> None:

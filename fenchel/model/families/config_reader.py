@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fenchel.files import shown
+from fenchel.files import printable
 from fenchel.model.config import LARGEST
 
 CONFIG = "config.json"
@@ -22,7 +22,7 @@ class ConfigReader:
 
     def __init__(self, settings: Mapping[str, Any], tensors: Collection[str], where: Path) -> None:
         self.settings, self.tensors, self.where = settings, tensors, where
-        self.asked: set[str] = set()
+        self.read_keys: set[str] = set()
 
     def has(self, key: str) -> bool:
         """Whether something other than null is said."""
@@ -94,25 +94,28 @@ class ConfigReader:
         value = self._get(key, _MISSING)
         if value is not _MISSING and not any(value is a or _same(value, a) for a in allowed):
             raise ValueError(
-                f"{self.where}: {key}={shown(repr(value))} is a variant that fenchel does not have."
+                f"{self.where}: {key}={printable(repr(value))} is a variant that fenchel does "
+                "not have."
             )
 
     def ignore(self, keys: Collection[str]) -> None:
         """These have no bearing on what the model computes."""
-        self.asked.update(keys)
+        self.read_keys.update(keys)
 
-    def unasked(self) -> list[str]:
+    def unread_keys(self) -> list[str]:
         """Keys that say something, and that nobody asked about."""
-        return sorted(k for k, v in self.settings.items() if k not in self.asked and v is not None)
+        return sorted(
+            k for k, v in self.settings.items() if k not in self.read_keys and v is not None
+        )
 
     def wrong(self, key: str, value: Any, wanted: str) -> ValueError:
         """The sentence for a value that is not what was ``wanted``."""
         if value is _MISSING:
             return ValueError(f"{self.where} lacks {key}, which should be {wanted}.")
-        return ValueError(f"{self.where}: {key}={shown(repr(value))} should be {wanted}.")
+        return ValueError(f"{self.where}: {key}={printable(repr(value))} should be {wanted}.")
 
     def _get(self, key: str, default: Any) -> Any:
-        self.asked.add(key)
+        self.read_keys.add(key)
         return self.settings.get(key, default)
 
     def _value(self, key: str, default: Any) -> Any:

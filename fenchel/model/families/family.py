@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fenchel.files import Notice, shown
+from fenchel.files import Notice, printable
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.config_reader import CONFIG, ConfigReader
 from fenchel.model.families.setting_rows import HARMLESS, Setting
@@ -58,9 +58,10 @@ class Family:
         said.ignore(HARMLESS)
         said.only("quantization_config", (None,))
         ours = {name: value for row in self.settings for name, value in row.read(said).items()}
-        if unasked := said.unasked():
+        if unread := said.unread_keys():
             warnings.warn(
-                f"{where}: {shown(unasked[0])} is no setting of {self.name} known here; not used.",
+                f"{where}: {printable(unread[0])} is no setting of {self.name} "
+                "known here; not used.",
                 Notice,
                 stacklevel=3,
             )
@@ -68,11 +69,11 @@ class Family:
             return ModelConfig(**ours)
         except ValueError as error:
             raise ValueError(
-                f"{where} asks for a model that cannot be: {shown(error, 300)}"
+                f"{where} asks for a model that cannot be: {printable(error, 300)}"
             ) from None
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """What a config.json of this family says for our settings; see ``unsaid``."""
+        """What a config.json of this family says for our settings; see ``cannot_express``."""
         theirs: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         for row in self.settings:
             theirs |= row.write(config)
@@ -96,14 +97,14 @@ class Family:
         """Whether a file may hold ``name`` although nothing here needs it."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
-    def named_today(self, name: str) -> str:
+    def current_name(self, name: str) -> str:
         """The name that newer files give what an older one calls ``name``."""
         for old, new in self.older.items():
             if name.endswith(old):
                 return name.removesuffix(old) + new
         return name
 
-    def unsaid(self, config: ModelConfig, ours: Iterable[str]) -> list[str]:
+    def cannot_express(self, config: ModelConfig, ours: Iterable[str]) -> list[str]:
         """What this family has no words for: settings, as name=value, and tensors."""
         found, homeless = self._placed(config, ours)
         theirs = [name for match in found for name in match.theirs]

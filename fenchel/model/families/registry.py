@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from fenchel.files import shown
+from fenchel.files import printable
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.albert import ALBERT
 from fenchel.model.families.bert import BERT, BERT_BODY
@@ -32,7 +32,7 @@ def family_of(model_type: str, tensors: Collection[str], where: Path) -> Family:
             return family
     names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
     raise ValueError(
-        f"{where}: model_type={shown(repr(model_type))} is no family known here ({names}), "
+        f"{where}: model_type={printable(repr(model_type))} is no family known here ({names}), "
         "or its files lack the tensors of one."
     )
 
@@ -41,13 +41,13 @@ def family_for(config: ModelConfig, tensors: Collection[str]) -> Family:
     """A family that says exactly ``config``, whose model has ``tensors``; else why none does."""
     tried = []
     for family in FAMILIES:
-        unsaid = family.unsaid(config, tensors)
-        if not unsaid:
+        gaps = family.cannot_express(config, tensors)
+        if not gaps:
             return family
-        tried.append((unsaid[0].startswith(CONFIG), len(unsaid), family.name, unsaid))
-    *_, name, unsaid = min(tried)  # one that can at least be read back, and says the most
-    what = [one for one in unsaid if "=" in one] or unsaid  # tensors follow from settings
+        tried.append((gaps[0].startswith(CONFIG), len(gaps), family.name, gaps))
+    *_, name, gaps = min(tried)  # one that can at least be read back, and says the most
+    what = [one for one in gaps if "=" in one] or gaps  # tensors follow from settings
     raise ValueError(
         f"no Hugging Face family can express this model: the nearest, {name}, has no "
-        f"{shown(', '.join(what[:3]), 200)}; it stays loadable from its run directory."
+        f"{printable(', '.join(what[:3]), 200)}; it stays loadable from its run directory."
     )

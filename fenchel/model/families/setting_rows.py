@@ -1,7 +1,7 @@
 """Rows of the table of settings: config.json to ModelConfig and back, a key or a few at a time.
 
 Words are theirs to ours. What a row writes, the same row reads; a value of ours that a row
-cannot write comes back different, which is how ``Family.unsaid`` finds it.
+cannot write comes back different, which is how ``Family.cannot_express`` finds it.
 """
 
 from collections.abc import Callable, Mapping

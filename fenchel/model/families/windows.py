@@ -25,14 +25,14 @@ def everywhere() -> Setting:
     return Setting(read, lambda m: {"sliding_window": m.window(0)})
 
 
-def listed(unsaid: Callable[[ConfigReader, int], list[str]]) -> Setting:
-    """Layers are listed; ``unsaid`` gives the list that an older file leaves out."""
+def listed(default_types: Callable[[ConfigReader, int], list[str]]) -> Setting:
+    """Layers are listed; ``default_types`` gives the list that an older file leaves out."""
 
     def read(c: ConfigReader) -> Settings:
         layers = c.whole("num_hidden_layers")
         if layers > _LAYERS:
             raise c.wrong("num_hidden_layers", layers, f"at most {_LAYERS} where layers differ")
-        types = c.words("layer_types", (NEAR, ALL), layers) or unsaid(c, layers)
+        types = c.words("layer_types", (NEAR, ALL), layers) or default_types(c, layers)
         width = c.whole_or_none("sliding_window")
         if width is None or NEAR not in types:
             return {}
@@ -53,11 +53,11 @@ def _write(m: ModelConfig) -> Settings:
 def switched() -> Setting:
     """The list may be switched off, and older files let the first layers see all (Qwen)."""
 
-    def unsaid(c: ConfigReader, layers: int) -> list[str]:
+    def default_types(c: ConfigReader, layers: int) -> list[str]:
         first = c.whole("max_window_layers", 28, least=0)
         return [ALL if layer < first else NEAR for layer in range(layers)]
 
-    rows = listed(unsaid)
+    rows = listed(default_types)
 
     def read(c: ConfigReader) -> Settings:
         c.ignore(("layer_types", "sliding_window", "max_window_layers"))
@@ -72,12 +72,12 @@ def switched() -> Setting:
 def repeated(default: int) -> Setting:
     """Every so many layers one sees all; the others have the window (Gemma)."""
 
-    def unsaid(c: ConfigReader, layers: int) -> list[str]:
+    def default_types(c: ConfigReader, layers: int) -> list[str]:
         key = "sliding_window_pattern"
         every = c.whole(key if c.has(key) else f"_{key}", default)
         return [NEAR if (layer + 1) % every else ALL for layer in range(layers)]
 
-    rows = listed(unsaid)
+    rows = listed(default_types)
 
     def read(c: ConfigReader) -> Settings:
         c.ignore(("sliding_window_pattern", "_sliding_window_pattern"))

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from fenchel.checkpoints import load, read_generation, save
+from fenchel.checkpoints import load, read_generation_config, save
 from fenchel.data import encode, end_id
 
 TEXTS = ["the people of these States have peace", "and trade with every nation"] * 5
@@ -56,4 +56,4 @@ def test_a_tokenizer_goes_in_and_out_with_its_model(
     text = "trade with these people"
     assert theirs(text, add_special_tokens=False)["input_ids"] == encode(tokenizer, text)
     assert theirs.eos_token_id == end_id(tokenizer)
-    assert read_generation(tmp_path / "ours").ends == (end_id(tokenizer),)
+    assert read_generation_config(tmp_path / "ours").eos == (end_id(tokenizer),)

@@ -10,9 +10,8 @@ no path, no pipe, no pickle, and no code whatever a file asks for. No link eithe
 that a snapshot in the cache of Hugging Face consists of: from snapshots/REVISION to a file of the
 folder blobs beside snapshots, called by its checksum. Sizes are read from
 the headers (fenchel/checkpoints/safetensors_header.py) and compared with what the settings imply;
-only then is a
-tensor mapped. A mapped tensor is the file's own pages, shared and read when touched: a second
-copy exists only of what is changed afterwards.
+only then is a tensor mapped. A mapped tensor is the file's own pages, shared and read when touched:
+a second copy exists only of what is changed afterwards.
 """
 
 import os
@@ -28,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fenchel.checkpoints.safetensors_header import Entry, read_header
-from fenchel.files import Damaged, Notice, read_json, shown
+from fenchel.checkpoints.safetensors_header import TensorEntry, read_header
+from fenchel.files import Damaged, Notice, printable, read_json
 from fenchel.model.families.config_reader import CONFIG
 
 WEIGHTS = "model.safetensors"
@@ -42,42 +41,42 @@ _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor lies, and what the header there says of it."""
 
     file: Path
     name: str
-    entry: Entry
+    entry: TensorEntry
 
 
-class Directory(NamedTuple):
+class CheckpointDirectory(NamedTuple):
     """A directory whose settings were parsed and whose headers were verified."""
 
     path: Path
     config: dict[str, Any]
-    tensors: dict[str, Place]
+    tensors: dict[str, TensorLocation]
 
 
-def open_directory(path: Path) -> Directory:
+def open_directory(path: Path) -> CheckpointDirectory:
     """Settings and tensor table of a directory; no weight is read."""
     config = read_config(path)
-    if holds(path, WEIGHTS):
-        shards = {WEIGHTS: read_header(plain_file(path, WEIGHTS))}
-    elif holds(path, INDEX):
+    if has_file(path, WEIGHTS):
+        shards = {WEIGHTS: read_header(regular_file(path, WEIGHTS))}
+    elif has_file(path, INDEX):
         shards = _indexed(path)
     else:
         raise ValueError(_no_weights(path))
     tensors = {
-        name: Place(path / file, name, entry)
+        name: TensorLocation(path / file, name, entry)
         for file, entries in shards.items()
         for name, entry in entries.items()
     }
-    return Directory(path, config, tensors)
+    return CheckpointDirectory(path, config, tensors)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json as plain values; code that it asks for is named and never run."""
-    config = read_plain_json(path, CONFIG)
+    config = read_bounded_json(path, CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path / CONFIG} has no model_type, which would say what the model is.")
     if "auto_map" in config:
@@ -89,19 +88,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_plain_json(path: Path, name: str) -> dict[str, Any]:
+def read_bounded_json(path: Path, name: str) -> dict[str, Any]:
     """A JSON object of the directory, once its size and its number of values are bounded."""
-    return read_json(modest_file(path, name))
+    return read_json(bounded_json_file(path, name))
 
 
-def holds(path: Path, name: str) -> bool:
+def has_file(path: Path, name: str) -> bool:
     """Whether anything by this name is there, be it a link to nowhere."""
     return os.path.lexists(path / name)
 
 
-def modest_file(path: Path, name: str) -> Path:
-    """``plain_file``, if it is also one that parsing as JSON does not make into gigabytes."""
-    file = plain_file(path, name)
+def bounded_json_file(path: Path, name: str) -> Path:
+    """``regular_file``, if it is also one that parsing as JSON does not make into gigabytes."""
+    file = regular_file(path, name)
     limit = _LIMITS.get(name, 2**20)
     if (size := file.stat().st_size) > limit:
         raise Damaged(f"{file} has {size} bytes; more than {limit} is not read.")
@@ -111,11 +110,11 @@ def modest_file(path: Path, name: str) -> Path:
     return file
 
 
-def plain_file(path: Path, name: str) -> Path:
+def regular_file(path: Path, name: str) -> Path:
     """``path / name``, if that is a file lying in the directory itself, or what stands for it."""
     if not name or Path(name).name != name or name[0] in ".~" or not _is_word(name):
         raise Damaged(
-            f"{path} speaks of a file {shown(repr(name))}; "
+            f"{path} speaks of a file {printable(repr(name))}; "
             "only plain names of files in the directory itself are opened."
         )
     file = path / name
@@ -147,16 +146,16 @@ def _blob(link: Path) -> Path | None:
 
 
 @contextmanager
-def mapped(directory: Directory) -> Iterator["Tensors"]:
-    """The tensors of a directory, each mapped when it is asked for."""
+def open_tensors(directory: CheckpointDirectory) -> Iterator["TensorReader"]:
+    """The tensors of a directory, each open_tensors when it is asked for."""
     with ExitStack() as stack:
-        yield Tensors(directory, stack)
+        yield TensorReader(directory, stack)
 
 
-class Tensors:
-    """Tensors by name; see ``mapped``."""
+class TensorReader:
+    """TensorReader by name; see ``open_tensors``."""
 
-    def __init__(self, directory: Directory, stack: ExitStack) -> None:
+    def __init__(self, directory: CheckpointDirectory, stack: ExitStack) -> None:
         self._directory, self._stack = directory, stack
         self._files: dict[Path, Any] = {}
 
@@ -173,15 +172,15 @@ class Tensors:
                 self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
             tensor: torch.Tensor = self._files[file].get_tensor(there)
         except (SafetensorError, OSError) as error:
-            raise Damaged(f"{file} cannot be read ({shown(error)}).") from None
+            raise Damaged(f"{file} cannot be read ({printable(error)}).") from None
         if tuple(tensor.shape) != entry.shape:
             raise Damaged(f"{file} changed while it was read.")
         return tensor
 
 
-def _indexed(path: Path) -> dict[str, dict[str, Entry]]:
+def _indexed(path: Path) -> dict[str, dict[str, TensorEntry]]:
     """The headers of the files that an index names, once it is true to them."""
-    index = read_plain_json(path, INDEX)
+    index = read_bounded_json(path, INDEX)
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
         raise Damaged(f"{path / INDEX} should have a weight_map from tensors to files.")
@@ -192,33 +191,38 @@ def _indexed(path: Path) -> dict[str, dict[str, Entry]]:
         raise Damaged(f"{path / INDEX} names {len(names)} files; more than {_SHARDS} is refused.")
     for name in names:
         if not name.endswith(".safetensors"):
-            raise Damaged(f"{path / INDEX} names {shown(repr(name))}, no safetensors file.")
-    shards = {name: read_header(plain_file(path, name)) for name in names}
+            raise Damaged(f"{path / INDEX} names {printable(repr(name))}, no safetensors file.")
+    shards = {name: read_header(regular_file(path, name)) for name in names}
     _require_true(path / INDEX, index, where, shards)
     return shards
 
 
 def _require_true(
-    index: Path, said: dict[str, Any], where: dict[str, str], shards: dict[str, dict[str, Entry]]
+    index: Path,
+    said: dict[str, Any],
+    where: dict[str, str],
+    shards: dict[str, dict[str, TensorEntry]],
 ) -> None:
     counted = Counter(name for entries in shards.values() for name in entries)
     for name, times in counted.items():
         if times > 1:
-            raise Damaged(f"{index}: {shown(name)} lies in {times} of the files.")
+            raise Damaged(f"{index}: {printable(name)} lies in {times} of the files.")
         if name not in where:
             raise Damaged(
-                f"{index} does not mention {shown(name)}, which lies in one of its files."
+                f"{index} does not mention {printable(name)}, which lies in one of its files."
             )
     for name, file in where.items():
         if name not in shards[file]:
-            raise Damaged(f"{index} looks for {shown(name)} in {shown(file)}, where it is not.")
+            raise Damaged(
+                f"{index} looks for {printable(name)} in {printable(file)}, where it is not."
+            )
     total = sum(entry.bytes for entries in shards.values() for entry in entries.values())
     about = said.get("metadata", {})
     claimed = about.get("total_size", total) if isinstance(about, dict) else None
     if claimed != total:
         raise Damaged(
-            f"{index} claims total_size={shown(repr(claimed))} and its files hold {total} bytes; "
-            "correct the number or take it out."
+            f"{index} claims total_size={printable(repr(claimed))} and its files hold "
+            f"{total} bytes; correct the number or take it out."
         )
 
 
@@ -226,7 +230,7 @@ def _no_weights(path: Path) -> str:
     pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
     if pickles:
         return (
-            f"{path} holds its weights as {shown(pickles[0])}, and opening a pickle runs code, "
+            f"{path} holds its weights as {printable(pickles[0])}, and opening a pickle runs code, "
             f"so fenchel never does; save them as {WEIGHTS} where they are trusted."
         )
     return f"{path} holds neither {WEIGHTS} nor {INDEX}."

@@ -1,4 +1,4 @@
-"""fenchel/checkpoints/hf_directory.py: only plain files of the directory, and a true index."""
+"""fenchel/checkpoints/directory.py: only plain files of the directory, and a true index."""
 
 import json
 import os
@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fenchel.checkpoints.hf_directory import (
-    mapped,
-    modest_file,
+from fenchel.checkpoints.directory import (
+    bounded_json_file,
     open_directory,
-    plain_file,
-    read_plain_json,
+    open_tensors,
+    read_bounded_json,
+    regular_file,
 )
 from fenchel.files import Damaged
 
@@ -43,7 +43,7 @@ def index(path: Path, where: Any, **besides: Any) -> None:
 def test_shards_are_found_and_mapped(folder: Path) -> None:
     directory = open_directory(folder)
     assert directory.tensors.keys() == {"a", "b"}
-    with mapped(directory) as tensors:
+    with open_tensors(directory) as tensors:
         a, b = tensors["a"], tensors["b"]
     assert torch.equal(a, A)
     assert torch.equal(b, B)
@@ -51,7 +51,7 @@ def test_shards_are_found_and_mapped(folder: Path) -> None:
 
 def test_changing_a_mapped_tensor_leaves_the_file_alone(folder: Path) -> None:
     before = (folder / ONE).read_bytes()
-    with mapped(open_directory(folder)) as tensors:
+    with open_tensors(open_directory(folder)) as tensors:
         tensors["a"].zero_()
     assert (folder / ONE).read_bytes() == before
 
@@ -248,18 +248,18 @@ def test_code_that_a_config_asks_for_is_named_and_not_run(folder: Path) -> None:
 def test_json_is_bounded_before_it_is_parsed(folder: Path) -> None:
     (folder / "config.json").write_text(" " * (2**20 + 1))
     with pytest.raises(Damaged, match="more than 1048576"):
-        read_plain_json(folder, "config.json")
+        read_bounded_json(folder, "config.json")
     (folder / "tokenizer.json").write_text("[" + "[]," * 2_000_000 + "[]]")
     with pytest.raises(Damaged, match="values"):
-        modest_file(folder, "tokenizer.json")
+        bounded_json_file(folder, "tokenizer.json")
 
 
 def test_a_file_that_changes_after_its_header_was_read_is_refused(folder: Path) -> None:
     directory = open_directory(folder)
     save_file({"a": A.t().contiguous()}, folder / ONE)
-    with mapped(directory) as tensors, pytest.raises(Damaged, match="changed"):
+    with open_tensors(directory) as tensors, pytest.raises(Damaged, match="changed"):
         tensors["a"]
 
 
 def test_a_plain_name_is_a_file_of_the_directory(folder: Path) -> None:
-    assert plain_file(folder, ONE) == folder / ONE
+    assert regular_file(folder, ONE) == folder / ONE

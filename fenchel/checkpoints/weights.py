@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fenchel.checkpoints.hf_directory import Directory, Tensors, mapped
-from fenchel.files import Damaged, shown
+from fenchel.checkpoints.directory import CheckpointDirectory, TensorReader, open_tensors
+from fenchel.files import Damaged, printable
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import Family, Match
 from fenchel.model.transformer import meta_model
 
-KINDS = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -34,16 +34,19 @@ MOST_LAYERS = 4096
 
 
 def read_weights(
-    directory: Directory, family: Family, config: ModelConfig, dtype: torch.dtype | None = None
+    directory: CheckpointDirectory,
+    family: Family,
+    config: ModelConfig,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Our state dict of a directory, in ``dtype`` or as the files have it."""
-    directory = as_named_today(directory, family)
+    directory = with_current_names(directory, family)
     _require_enough(directory, config)
-    ours = skeleton(config)
+    ours = meta_state_dict(config)
     matches = _without_prefix(family.matches(config, ours), family, directory)
     _require_match(directory, matches, ours, family, config)
-    kind = dtype or _one_kind(directory, matches)
-    with mapped(directory) as tensors:
+    kind = dtype or _common_dtype(directory, matches)
+    with open_tensors(directory) as tensors:
         _require_copies(directory, family, matches, tensors)
         return {match.ours: _ours(match, tensors, config, kind) for match in matches}
 
@@ -73,30 +76,30 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite())
 
 
-def skeleton(config: ModelConfig) -> dict[str, Tensor]:
+def meta_state_dict(config: ModelConfig) -> dict[str, Tensor]:
     """Names and shapes of a model's weights, without their numbers."""
     try:
         return dict(meta_model(config).state_dict())
     except (RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"the settings ask for what no tensor can hold ({shown(error)})."
+            f"the settings ask for what no tensor can hold ({printable(error)})."
         ) from None
 
 
-def as_named_today(directory: Directory, family: Family) -> Directory:
+def with_current_names(directory: CheckpointDirectory, family: Family) -> CheckpointDirectory:
     """The directory without what nothing needs, older names replaced."""
     tensors = {}
     for there, place in directory.tensors.items():
         if family.is_ignored(there):
             continue
-        name = family.named_today(there)
+        name = family.current_name(there)
         if name in tensors:
-            raise Damaged(f"{directory.path} holds {shown(name)} under two names.")
+            raise Damaged(f"{directory.path} holds {printable(name)} under two names.")
         tensors[name] = place
     return directory._replace(tensors=tensors)
 
 
-def _require_enough(directory: Directory, config: ModelConfig) -> None:
+def _require_enough(directory: CheckpointDirectory, config: ModelConfig) -> None:
     """Refuse sizes that the files cannot fill, before as many modules are built."""
     layers = (config.distinct_layers or config.layers) + (config.encoder_layers or 0)
     if layers > (count := len(directory.tensors)):
@@ -118,7 +121,9 @@ def _require_enough(directory: Directory, config: ModelConfig) -> None:
             )
 
 
-def _without_prefix(matches: list[Match], family: Family, directory: Directory) -> list[Match]:
+def _without_prefix(
+    matches: list[Match], family: Family, directory: CheckpointDirectory
+) -> list[Match]:
     """Names as a file saved without a head has them, if this is one."""
     prefix = family.prefix
     if not prefix or any(name.startswith(prefix) for name in directory.tensors):
@@ -127,7 +132,7 @@ def _without_prefix(matches: list[Match], family: Family, directory: Directory) 
 
 
 def _require_match(
-    directory: Directory,
+    directory: CheckpointDirectory,
     matches: Iterable[Match],
     ours: Mapping[str, Tensor],
     family: Family,
@@ -147,26 +152,26 @@ def _require_match(
             raise ValueError(
                 f"{path}: {name} has shape {list(entry.shape)}, its settings ask for {shape}."
             )
-        if entry.kind not in KINDS:
+        if entry.dtype not in DTYPES:
             raise ValueError(
-                f"{path}: {name} is of {entry.kind}; weights should be of {', '.join(KINDS)}."
+                f"{path}: {name} is of {entry.dtype}; weights should be of {', '.join(DTYPES)}."
             )
     for name in there.keys() - wanted.keys() - family.copies.keys():
-        raise ValueError(f"{path} holds {shown(name)}, which its settings have no place for.")
+        raise ValueError(f"{path} holds {printable(name)}, which its settings have no place for.")
 
 
-def _one_kind(directory: Directory, matches: Iterable[Match]) -> torch.dtype:
-    kinds = {directory.tensors[name].entry.kind for match in matches for name in match.theirs}
+def _common_dtype(directory: CheckpointDirectory, matches: Iterable[Match]) -> torch.dtype:
+    kinds = {directory.tensors[name].entry.dtype for match in matches for name in match.theirs}
     if len(kinds) > 1:
         raise ValueError(
             f"{directory.path} mixes weights of {', '.join(sorted(kinds))}; "
             "name the dtype that all should have."
         )
-    return KINDS[kinds.pop()]
+    return DTYPES[kinds.pop()]
 
 
 def _require_copies(
-    directory: Directory, family: Family, matches: Iterable[Match], tensors: Tensors
+    directory: CheckpointDirectory, family: Family, matches: Iterable[Match], tensors: TensorReader
 ) -> None:
     """What a file repeats must be a repetition, or one of the two would go unused."""
     placed = {name for match in matches for name in match.theirs}
@@ -180,7 +185,7 @@ def _require_copies(
             )
 
 
-def _ours(match: Match, tensors: Tensors, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+def _ours(match: Match, tensors: TensorReader, config: ModelConfig, dtype: torch.dtype) -> Tensor:
     parts = []
     for name in match.theirs:
         part = tensors[name]
