@@ -2,9 +2,13 @@
 
 import ast
 import importlib
+import inspect
+import re
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -62,3 +66,105 @@ def test_importing_fenchel_loads_neither_torch_nor_a_package() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.stdout.splitlines() == ["[]", "True False"], run.stderr
+
+
+PACKAGES = sorted(
+    ".".join(("fenchel", *path.parent.relative_to(ROOT).parts))
+    for path in ROOT.rglob("__init__.py")
+    if "__all__" in path.read_text()
+)
+
+
+class Public(NamedTuple):
+    """A public name: where it is listed, and what it is."""
+
+    package: str
+    name: str
+    value: Any
+
+
+def public() -> list[Public]:
+    """Every function and class of every ``__all__``, once: in the innermost package that lists it.
+
+    Constants and type aliases are not among them: Python gives those no docstring of their own.
+    """
+    listed: dict[int, Public] = {}
+    for package in PACKAGES:  # sorted, so an inner package comes after its outer one
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
+                listed[id(value)] = Public(package, name, value)
+    return sorted(listed.values(), key=lambda one: (one.package, one.name))
+
+
+def methods(cls: type) -> list[Any]:
+    return [getattr(cls, name) for name in vars(cls) if not name.startswith("_")]
+
+
+def has_example(value: Any) -> bool:
+    """Whether the docstring of a function, of a class or of one of its methods has a doctest."""
+    documented = [value, *(methods(value) if inspect.isclass(value) else ())]
+    return any(">>> " in (inspect.getdoc(one) or "") for one in documented)
+
+
+def returned() -> set[str]:
+    """Names in the annotations of what public functions and methods return, and of their fields."""
+    callables = [
+        each
+        for one in public()
+        for each in (methods(one.value) if inspect.isclass(one.value) else [one.value])
+    ]
+    annotations = [
+        inspect.get_annotations(each).get("return") for each in callables if callable(each)
+    ]
+    annotations += [
+        each.fget.__annotations__.get("return") for each in callables if isinstance(each, property)
+    ]
+    annotations += [
+        annotation
+        for one in public()
+        if inspect.isclass(one.value)
+        for annotation in inspect.get_annotations(one.value).values()
+    ]
+    return {
+        word
+        for each in annotations
+        for word in re.findall(r"\w+", str(each) + getattr(each, "__name__", ""))
+    }
+
+
+def is_result(one: Public, names: set[str]) -> bool:
+    """A NamedTuple or dataclass that a public function returns: its function has the example."""
+    record = hasattr(one.value, "_fields") or is_dataclass(one.value)
+    return record and inspect.isclass(one.value) and one.name in names
+
+
+def is_interface(value: Any) -> bool:
+    """A Protocol or an abstract class: its members have the examples."""
+    return inspect.isclass(value) and (
+        getattr(value, "_is_protocol", False) or inspect.isabstract(value)
+    )
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    assert not [f"{one.package}.{one.name}" for one in public() if not own_docstring(one.value)]
+
+
+def own_docstring(value: Any) -> str:
+    """Without the text that dataclass and NamedTuple write where there is none."""
+    text = inspect.getdoc(value) or ""
+    return "" if text.startswith(f"{getattr(value, '__name__', '')}(") else text
+
+
+def test_every_public_name_has_an_example() -> None:
+    names = returned()
+    missing = {
+        f"{one.package}.{one.name}"
+        for one in public()
+        if not inspect.ismodule(one.value)
+        and not has_example(one.value)
+        and not is_result(one, names)
+        and not is_interface(one.value)
+    }
+    assert missing == set()
