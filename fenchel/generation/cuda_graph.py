@@ -49,7 +49,7 @@ who decodes meanwhile records another. It lives as long as its model and holds a
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -58,9 +58,11 @@ from torch import Tensor, nn
 from fenchel.generation.kv_cache import Kind, KVCache
 from fenchel.generation.plain_decoder import Norm as NormModule
 from fenchel.generation.plain_decoder import layer_of, norm_of, why_not_plain
-from fenchel.kernels.thin_matmul import Norm
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.rotary_table import RotaryTable
+
+if TYPE_CHECKING:
+    from fenchel.kernels.thin_matmul import NormWeights
 
 
 class StaticCache:
@@ -165,12 +167,12 @@ class FusedStep:
 
         The logits are good until the next step.
         """
-        from fenchel.kernels.argmax_token import choose
-        from fenchel.kernels.decode_attention import Place, attend_newest
-        from fenchel.kernels.thin_matmul import gated, onto, product
+        from fenchel.kernels.argmax_token import argmax_token
+        from fenchel.kernels.decode_attention import DecodePosition, attend_decode
+        from fenchel.kernels.thin_matmul import gated_matmul, matmul, matmul_add
 
         cache, x, turn = self.cache, self.x, self.turn
-        place = Place(cache.token, cache.fill_B)
+        place = DecodePosition(cache.token, cache.fill_B)
         torch.index_select(self.embed, 0, self.token_B, out=x)
         if self.place is not None:
             x.add_(self.place[cache.token - cache.fill_B])
@@ -178,23 +180,25 @@ class FusedStep:
             zip(self.layers, self.norms, strict=True)
         ):
             keys, values = cache.keys[number], cache.values[number]
-            product(x, layer.qkv.weight, layer.qkv.bias, self.qkv, norm=before)
-            attend_newest(self.qkv, keys, values, place, self.o, turn=turn, scale=self.scale)
-            onto(x, self.o, layer.out.weight, layer.out.bias)
+            matmul(x, layer.qkv.weight, layer.qkv.bias, self.qkv, norm=before)
+            attend_decode(self.qkv, keys, values, place, self.o, angles=turn, scale=self.scale)
+            matmul_add(x, self.o, layer.out.weight, layer.out.bias)
             gate = None if layer.gate is None else (layer.gate.weight, layer.gate.bias)
             up, f = (layer.up.weight, layer.up.bias), self.activation
-            gated(x, gate, up, self.wide, activation=f, norm=between)
-            onto(x, self.wide, layer.down.weight, layer.down.bias)
+            gated_matmul(x, gate, up, self.wide, activation=f, norm=between)
+            matmul_add(x, self.wide, layer.down.weight, layer.down.bias)
         cache.token.add_(1)
-        product(x, self.read_weight, None, self.logits, norm=self.norm)
-        choose(self.logits, cache.token, self.token_B, said_BP)
+        matmul(x, self.read_weight, None, self.logits, norm=self.norm)
+        argmax_token(self.logits, cache.token, self.token_B, said_BP)
         return self.logits
 
 
-def _norm(module: NormModule) -> Norm:
+def _norm(module: NormModule) -> "NormWeights":
+    from fenchel.kernels.thin_matmul import NormWeights
+
     if isinstance(module, nn.LayerNorm):
-        return Norm(module.weight, module.bias, module.eps, centred=True)
-    return Norm(module.weight, None, module.eps, centred=False)
+        return NormWeights(module.weight, module.bias, module.eps, centred=True)
+    return NormWeights(module.weight, None, module.eps, centred=False)
 
 
 Step = Callable[[], Tensor]

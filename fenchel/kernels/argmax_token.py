@@ -21,16 +21,18 @@ BLOCK = 8192
 WARPS = 16
 
 
-def choose(z_BV: Tensor, n_1: Tensor, token_B: Tensor, said_BP: Tensor) -> None:
+def argmax_token(z_BV: Tensor, n_1: Tensor, token_B: Tensor, tokens_BP: Tensor) -> None:
     """Write the likeliest token of every row into ``token_B`` and into column n of ``said_BP``."""
     B, V = z_BV.shape
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
     sizes = {"BLOCK": block, "num_warps": WARPS if block == BLOCK else 4}
-    _choose[(B,)](z_BV, n_1, token_B, said_BP, V, said_BP.stride(0), **sizes, **overlap(z_BV))
+    _argmax_token[(B,)](
+        z_BV, n_1, token_B, tokens_BP, V, tokens_BP.stride(0), **sizes, **overlap(z_BV)
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _choose(  # type: ignore[no-untyped-def]
+def _argmax_token(  # type: ignore[no-untyped-def]
     z_ptr, n_ptr, token_ptr, said_ptr, V, stride, BLOCK: tl.constexpr, AHEAD: tl.constexpr
 ):
     b = tl.program_id(0).to(tl.int64)

@@ -28,12 +28,12 @@ all take 8."""
 FLOOR = tl.constexpr(-1e30)
 
 
-def to_errors(z_RV: Tensor, targets_R: Tensor, smoothing: float) -> Tensor:
+def softmax_errors(z_RV: Tensor, targets_R: Tensor, smoothing: float) -> Tensor:
     """The loss of every row, (R,) in float32; z becomes the errors in place."""
     R, V = z_RV.shape
     loss_R = torch.empty(R, dtype=torch.float32, device=z_RV.device)
     warps = min(WARPS, triton.next_power_of_2(triton.cdiv(V, 32 * EACH)))
-    _errors[(R,)](
+    _softmax_errors[(R,)](
         z_RV,
         targets_R,
         loss_R,
@@ -48,7 +48,7 @@ def to_errors(z_RV: Tensor, targets_R: Tensor, smoothing: float) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _errors(  # type: ignore[no-untyped-def]
+def _softmax_errors(  # type: ignore[no-untyped-def]
     z_ptr, target_ptr, loss_ptr, V, stride, a, LANES: tl.constexpr, EACH: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)

@@ -40,28 +40,28 @@ FLOOR = tl.constexpr(-1e30)
 """Where a slot's maximum begins: inf - inf is no number."""
 
 
-class Place(NamedTuple):
+class DecodePosition(NamedTuple):
     """Where we are: the newest token's number (1,), and the fill of every sequence (B,)."""
 
     token: Tensor
     fill: Tensor
 
 
-def attend_newest(
+def attend_decode(
     qkv_BC: Tensor,
     keys_BGRD: Tensor,
     values_BGRD: Tensor,
-    place: Place,
+    place: DecodePosition,
     o_BC: Tensor,
     *,
-    turn: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor] | None,
     scale: float,
 ) -> None:
     """Write the newest key and value into the cache and what the newest queries see into o."""
     B, G, R, D = keys_BGRD.shape
     H = o_BC.shape[1] // D
-    cos, sin = turn or (None, None)
-    _newest[(B * H,)](
+    cos, sin = angles or (None, None)
+    _attend_decode[(B * H,)](
         qkv_BC,
         cos,
         sin,
@@ -83,7 +83,7 @@ def attend_newest(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(x_ptr, d, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rotated(x_ptr, d, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """One head: with sin = (-s, s) either half takes the other times its own sine."""
     x = tl.load(x_ptr + d, mask=d < D, other=0.0)
     if cos_ptr is not None:
@@ -96,7 +96,7 @@ def _turned(x_ptr, d, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _slots(  # type: ignore[no-untyped-def]
+def _load_slots(  # type: ignore[no-untyped-def]
     keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS: tl.constexpr, D: tl.constexpr
 ):
     """Keys and values of the slots from ``start`` on, and which of them are present."""
@@ -110,7 +110,7 @@ def _slots(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _newest(  # type: ignore[no-untyped-def]
+def _attend_decode(  # type: ignore[no-untyped-def]
     qkv_ptr,
     cos_ptr,
     sin_ptr,
@@ -143,8 +143,8 @@ def _newest(  # type: ignore[no-untyped-def]
         sin_ptr += (n - fill) * D
 
     qkv_ptr += b * (H + 2 * G) * D
-    q = _turned(qkv_ptr + h * D, d, cos_ptr, sin_ptr, D)
-    k = _turned(qkv_ptr + (H + g) * D, d, cos_ptr, sin_ptr, D)
+    q = _load_rotated(qkv_ptr + h * D, d, cos_ptr, sin_ptr, D)
+    k = _load_rotated(qkv_ptr + (H + g) * D, d, cos_ptr, sin_ptr, D)
     v = tl.load(qkv_ptr + (H + G + g) * D + d, mask=d < D, other=0.0)
     base = (b * G + g).to(tl.int64) * R * D
     keys_ptr += base
@@ -160,11 +160,13 @@ def _newest(  # type: ignore[no-untyped-def]
     total = tl.zeros((SLOTS,), tl.float32)
     mix = tl.zeros((SLOTS, BLOCK), tl.float32)
     start = oldest // SLOTS * SLOTS
-    keys, values, there = _slots(keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS, D)
+    keys, values, there = _load_slots(
+        keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS, D
+    )
     while start < R:
         start += SLOTS
         # asked for before the last are used, so that only the first are waited for
-        next_keys, next_values, next_there = _slots(
+        next_keys, next_values, next_there = _load_slots(
             keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS, D
         )
         z = tl.sum(keys.to(tl.float32) * q[None, :], 1)

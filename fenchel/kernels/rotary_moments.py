@@ -23,17 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TURNED, SUMMED = 32, 64
+ROTATE_BLOCK, MOMENT_BLOCK = 32, 64
 """Positions at a time."""
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> Tensor:
     """x (L, n, H, T, D), however it lies, turned by (L or 1, n or 1, 1, T, W); in one piece."""
     L, n, H, T, D = x.shape
     out = torch.empty(L, n, H, T, D, dtype=x.dtype, device=x.device)
-    cos, sin, strides = _tables(cos, sin)
+    cos, sin, strides = _contiguous_tables(cos, sin)
     W = cos.shape[-1]
-    _turned[(L * n, triton.cdiv(T, TURNED))](
+    _rotate[(L * n, triton.cdiv(T, ROTATE_BLOCK))](
         x,
         cos,
         sin,
@@ -45,19 +45,19 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> Tensor:
         *strides,
         D=D,
         W=W,
-        PAIRS=_pairs(layout),
-        BLOCK=TURNED,
+        PAIRS=_is_interleaved(layout),
+        BLOCK=ROTATE_BLOCK,
         HALF=triton.next_power_of_2(W // 2),
         REST=triton.next_power_of_2(max(1, D - W)),
     )
     return out
 
 
-def moments(
+def rotated_moments(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    open_: Tensor,
+    mask: Tensor,
     places: tuple[int, int, int, int],
     *,
     layout: str,
@@ -71,48 +71,48 @@ def moments(
     L, n, H, T, D = x.shape
     *some, each = places
     out = torch.empty(L, n, H, each, D, D, dtype=torch.float32, device=x.device)
-    cos, sin, strides = _tables(cos, sin)
-    _moments[(L * n * H, each)](
+    cos, sin, strides = _contiguous_tables(cos, sin)
+    _rotated_moments[(L * n * H, each)](
         x.contiguous(),
         cos,
         sin,
-        open_,
+        mask,
         out,
         n,
         H,
         T,
         *strides,
-        *_spread(open_),
-        open_.stride(3),
-        open_.stride(4),
+        *_outer_strides(mask),
+        mask.stride(3),
+        mask.stride(4),
         *some,
         D=D,
         W=cos.shape[-1],
-        PAIRS=_pairs(layout),
-        BLOCK=SUMMED,
+        PAIRS=_is_interleaved(layout),
+        BLOCK=MOMENT_BLOCK,
         WIDTH=max(16, triton.next_power_of_2(D)),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
     )
     return out.sum(dim=(1, 3))
 
 
-def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+def _contiguous_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Both in one piece, and how far from layer to layer and from sequence to sequence."""
     cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, _spread(cos)
+    return cos, sin, _outer_strides(cos)
 
 
-def _spread(x: Tensor) -> Any:
+def _outer_strides(x: Tensor) -> Any:
     """Strides of the first two axes, 0 where one serves all."""
     return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in (0, 1))
 
 
-def _pairs(layout: str) -> bool:
+def _is_interleaved(layout: str) -> bool:
     return {"half": False, "pairs": True}[layout]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     x_ptr,
     cos_ptr,
     sin_ptr,
@@ -177,7 +177,7 @@ def _pair(d, W: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _moments(  # type: ignore[no-untyped-def]
+def _rotated_moments(  # type: ignore[no-untyped-def]
     x_ptr,
     cos_ptr,
     sin_ptr,

@@ -21,7 +21,7 @@ BLOCK = 64
 """Keys at a time."""
 
 
-def part_sums(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor) -> Tensor:
+def score_part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
     """q and dq (L, n, H, m, D), k and dk (L, n, G, T, D) -> (L, H, 4, 4) in float32.
 
     ``open_`` (L or 1, n or 1, 1, m, T) is True where a pair counts.
@@ -30,11 +30,11 @@ def part_sums(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor)
     G, T = k[0].shape[2:4]
     blocks = triton.cdiv(T, BLOCK)
     out = torch.empty(L, n, H, blocks, 16, dtype=torch.float32, device=q[0].device)
-    stride_L, stride_n = (open_.stride(axis) if open_.shape[axis] > 1 else 0 for axis in (0, 1))
+    stride_L, stride_n = (mask.stride(axis) if mask.shape[axis] > 1 else 0 for axis in (0, 1))
     rows, width = max(16, triton.next_power_of_2(m)), max(16, triton.next_power_of_2(D))
-    _part_sums[(L * n * H, blocks)](
+    _score_part_products[(L * n * H, blocks)](
         *(x.contiguous() for x in (*q, *k)),
-        open_,
+        mask,
         out,
         n,
         H,
@@ -44,8 +44,8 @@ def part_sums(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor)
         D,
         stride_L,
         stride_n,
-        open_.stride(3),
-        open_.stride(4),
+        mask.stride(3),
+        mask.stride(4),
         ROWS=rows,
         KEYS=BLOCK,
         WIDTH=width,
@@ -55,7 +55,7 @@ def part_sums(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _part_sums(  # type: ignore[no-untyped-def]
+def _score_part_products(  # type: ignore[no-untyped-def]
     q_ptr,
     dq_ptr,
     k_ptr,

@@ -27,17 +27,17 @@ from fenchel.optim.schedule import (
 )
 from fenchel.optim.score.descent import ScoreDescent
 from fenchel.optim.score.exact_step import Step, remove_gauge, score_step
-from fenchel.optim.score.pairs import Pair, Rows, attention_pairs
+from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair, attention_pairs
 from fenchel.optim.score.step_size import HeadStats
 from fenchel.optim.score.trust import ScoreTrust
 
 __all__ = [
     "CombinedOptimiser",
+    "HeadProjection",
     "HeadStats",
     "Muon",
     "OptimConfig",
-    "Pair",
-    "Rows",
+    "QueryKeyPair",
     "Schedule",
     "ScoreDescent",
     "ScoreTrust",

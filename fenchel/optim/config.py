@@ -22,7 +22,7 @@ from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
 from fenchel.optim.score import ScoreDescent, ScoreTrust, attention_pairs
-from fenchel.optim.score.pairs import Leaf, hand_over, leftover
+from fenchel.optim.score.pairs import ParameterSlice, pass_gradients, remaining_parameters
 
 OPTIMISERS = ("muon", "adamw", "score", "trust", "adam_l2", "sgd", "sgd_average", "nesterov")
 BETA2_START = 0.99
@@ -98,7 +98,7 @@ def build_optimiser(model: nn.Module, config: OptimConfig) -> CombinedOptimiser:
             pairs = attention_pairs(model)
             score = ScoreDescent(pairs, rate, config.momentum, radius, damping=config.score_damping)
             return CombinedOptimiser(
-                score, *_muon(model, config, leftover(pairs, model.parameters()))
+                score, *_muon(model, config, remaining_parameters(pairs, model.parameters()))
             )
         case "trust":
             inner = CombinedOptimiser(*_muon(model, config))
@@ -106,11 +106,11 @@ def build_optimiser(model: nn.Module, config: OptimConfig) -> CombinedOptimiser:
                 ScoreTrust(inner, attention_pairs(model), lr=rate, radius=radius)
             )
         case _:
-            return CombinedOptimiser(_one_rule(model, config))
+            return CombinedOptimiser(_single_rule(model, config))
 
 
 def _muon(
-    model: nn.Module, config: OptimConfig, leaves: list[Leaf] | None = None
+    model: nn.Module, config: OptimConfig, leaves: list[ParameterSlice] | None = None
 ) -> tuple[Muon, torch.optim.AdamW]:
     """Muon for matrices and AdamW for the others: of the whole model, or of what is left of it."""
     matrices, others = split(model)
@@ -128,11 +128,11 @@ def _muon(
     betas = (config.beta1, config.beta2)
     adamw = first_order.adamw(others, lr=config.learning_rate, betas=betas)
     for optimiser in (muon, adamw):
-        hand_over(optimiser, leaves or [])
+        pass_gradients(optimiser, leaves or [])
     return muon, adamw
 
 
-def _one_rule(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def _single_rule(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """One of fenchel/optim/first_order.py for every parameter; matrices decay."""
     matrices, others = split(model)
     groups: list[dict[str, Any]] = [

@@ -124,9 +124,9 @@ class _ReadoutLoss(torch.autograd.Function):
                 h_RM, targets_R = h_NM[n : n + R].to(dtype), targets_N[n : n + R]
                 z_RC = _read(h_RM, table_CM, room_RC[: len(h_RM)])
                 if fused:
-                    from fenchel.kernels.cross_entropy import to_errors
+                    from fenchel.kernels.cross_entropy import softmax_errors
 
-                    loss += to_errors(z_RC[:, :V], targets_R, smoothing).sum()
+                    loss += softmax_errors(z_RC[:, :V], targets_R, smoothing).sum()
                 else:
                     loss += _to_errors(z_RC, targets_R.unsqueeze(-1), smoothing).sum()
                 if learns:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fenchel.kernels.cross_entropy import to_errors
+from fenchel.kernels.cross_entropy import softmax_errors
 from fenchel.train import loss as loss_module
 from fenchel.train.loss import readout_loss
 
@@ -20,7 +20,7 @@ def test_it_is_the_softmax_less_the_target(V: int, smoothing: float, device: str
     wanted = cross_entropy(exact, targets, reduction="none", label_smoothing=smoothing)
     (gradient,) = torch.autograd.grad(wanted.sum(), exact)
     e = z.clone().to(device)
-    loss = to_errors(e, targets.to(device), smoothing)
+    loss = softmax_errors(e, targets.to(device), smoothing)
     tolerance = {"atol": 2e-3, "rtol": 1e-5}  # of 1e4 in float32
     torch.testing.assert_close(loss.cpu().double(), wanted.detach(), **tolerance)
     torch.testing.assert_close(e.cpu().double(), gradient, atol=1e-3, rtol=1e-3)
@@ -32,7 +32,7 @@ def test_it_stays_in_its_rows_and_its_dtype(device: str) -> None:
     z = room[:3, :33]
     z.copy_(torch.randn(3, 33, generator=torch.Generator().manual_seed(0)))
     wanted = torch.softmax(z.float(), -1)
-    to_errors(z, torch.full((3,), 40, device=device) % 33, 0.0)
+    softmax_errors(z, torch.full((3,), 40, device=device) % 33, 0.0)
     wanted[:, 7] -= 1.0
     torch.testing.assert_close(z.float(), wanted, atol=4e-3, rtol=8e-3)
     assert (room[3] == 7.0).all()

@@ -1,5 +1,5 @@
-"""kernels/decode_attention.py against rotate and attend, with slots and fill as slots.py has
-them.
+"""kernels/decode_attention.py against rotate and attend, with the slots and the fill of
+generation/cuda_graph.py.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor
 from fenchel.attention import Angles, Dense, angles, attend
 from fenchel.attention.rotary import rotate
 from fenchel.kernels import decode_attention
-from fenchel.kernels.decode_attention import Place, attend_newest
+from fenchel.kernels.decode_attention import DecodePosition, attend_decode
 
 B, H, G = 3, 6, 2
 
@@ -63,9 +63,9 @@ def test_it_sees_every_token_that_is_there(
     o = torch.empty(B, H * D, device=device)
     k_cache, v_cache = (cache.to(device) for cache in cached)
     before = k_cache.clone(), v_cache.clone()
-    place = Place(torch.tensor([n], device=device), fill_B.to(device))
+    place = DecodePosition(torch.tensor([n], device=device), fill_B.to(device))
     at = (turn.cos.to(device), turn.sin.to(device)) if turns else None
-    attend_newest(qkv.to(device), k_cache, v_cache, place, o, turn=at, scale=0.7)
+    attend_decode(qkv.to(device), k_cache, v_cache, place, o, angles=at, scale=0.7)
     torch.testing.assert_close(o.cpu(), wanted.reshape(B, H * D), atol=1e-5, rtol=1e-5)
     slot = R - 1 - n % R
     for cache, old, new in zip((k_cache, v_cache), before, (k, v), strict=True):
@@ -83,7 +83,9 @@ def test_large_scores_do_no_harm(device: str) -> None:
     every_key = torch.cat((keys[:, :, slots], k), 2)
     wanted = attend(q, every_key, torch.cat((values[:, :, slots], v), 2), scale=1.0)
     o = torch.empty(1, D, device=device)
-    place = Place(torch.tensor([n], device=device), torch.zeros(1, dtype=torch.long, device=device))
+    place = DecodePosition(
+        torch.tensor([n], device=device), torch.zeros(1, dtype=torch.long, device=device)
+    )
     keys, values = keys.to(device), values.to(device)
-    attend_newest(qkv.to(device), keys, values, place, o, turn=None, scale=1.0)
+    attend_decode(qkv.to(device), keys, values, place, o, angles=None, scale=1.0)
     torch.testing.assert_close(o.cpu(), wanted.view(1, D), atol=1e-4, rtol=1e-4)

@@ -1,11 +1,12 @@
-"""fenchel/kernels/rotary_moments.py against turning and summing one after the other."""
+"""fenchel/kernels/rotary_moments.py against rotating and summing one after the other."""
 
 import pytest
 import torch
 
 from fenchel.attention import Angles, angles, rotate
-from fenchel.kernels.rotary_moments import moments, turned
-from fenchel.optim.score.direction import Places, turned_back
+from fenchel.kernels.rotary_moments import rotate as rotate_kernel
+from fenchel.kernels.rotary_moments import rotated_moments as moments_kernel
+from fenchel.optim.score.direction import PositionSample, rotated_moments
 
 SIZES = [(16, 16, "half"), (20, 12, "half"), (16, 16, "pairs"), (20, 12, "pairs")]
 
@@ -29,7 +30,9 @@ def test_heads_are_turned_where_they_lie(
     turn = a_turn(L, n, T, W, own, g)
     x = made.transpose(2, 3)
     wanted = rotate(x.contiguous(), turn, layout=layout)
-    found = turned(made.to(device).transpose(2, 3), *(p.to(device) for p in turn), layout=layout)
+    found = rotate_kernel(
+        made.to(device).transpose(2, 3), *(p.to(device) for p in turn), layout=layout
+    )
     assert found.is_contiguous()
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=1e-6)
 
@@ -44,7 +47,7 @@ def test_moments_are_those_of_heads_turned_back(
     x = torch.randn(L, n, H, T, D, generator=g)
     turn = a_turn(L, n, S, W, own, g)
     open_ = torch.rand((L, n, 1, S, T) if own else (1, 1, 1, S, T), generator=g) < 0.5
-    places = Places(first=1, step=2, apart=2, each=2)
+    places = PositionSample(first=1, step=2, apart=2, each=2)
     wanted = torch.zeros(L, H, D, D, dtype=torch.float64)
     for i in range(n):
         for s in (1 + 2 * (i % 2), 1 + 2 * (i % 2 + 2)):
@@ -53,6 +56,6 @@ def test_moments_are_those_of_heads_turned_back(
             heavy = back * open_.expand(L, n, 1, S, T)[:, i, :, s].unsqueeze(-1)
             wanted += heavy.mT @ back
     on = [p.to(device) for p in (x, *turn, open_)]
-    for way in (moments, turned_back):
+    for way in (moments_kernel, rotated_moments):
         found = way(*on, places, layout=layout).cpu().double()
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

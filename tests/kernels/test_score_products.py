@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fenchel.kernels.score_products import part_sums
+from fenchel.kernels.score_products import score_part_products
 
 
 @pytest.mark.parametrize(("H", "G", "m", "T", "D"), [(2, 2, 16, 16, 16), (4, 2, 24, 70, 20)])
@@ -20,6 +20,6 @@ def test_it_is_the_sum_over_the_open_pairs(
     S = torch.stack([x.double() @ y.mT * open_ for x in (q, dq) for y in heads])
     wanted = torch.einsum("alnhmt,blnhmt->lhab", S, S)
     q, dq, k, dk, open_ = (x.to(device) for x in (q, dq, k, dk, open_))
-    found = part_sums((q, dq), (k, dk), open_).cpu().double()
+    found = score_part_products((q, dq), (k, dk), open_).cpu().double()
     size = wanted.diagonal(dim1=-2, dim2=-1).amax()
     torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3 * float(size))

@@ -150,8 +150,8 @@ def test_every_row_is_moved_once_under_score() -> None:
     rows = sum(p.numel() for member in others for g in member.param_groups for p in g["params"])
     pairs = sum(
         rows_.values().numel()
-        for watch in score.watches  # type: ignore[attr-defined]
-        for pair in watch.probes
+        for pair_probes in score.pair_probes  # type: ignore[attr-defined]
+        for pair in pair_probes.probes
         for rows_ in (pair.query, pair.key)
     )
     assert rows + pairs == sum(p.numel() for p in model.parameters())

@@ -25,18 +25,18 @@ from torch import Tensor
 
 from fenchel.optim.score.direction import NORMS, direction
 from fenchel.optim.score.pair_stack import (
-    Stack,
-    Watch,
+    PairProbes,
+    PairStack,
     heads,
-    keep_dtypes,
-    keep_reach,
-    stacked,
-    stacked_reach,
+    restore_dtypes,
+    stack_parameters,
+    stacked_bounds,
+    store_bounds,
     write,
 )
-from fenchel.optim.score.pairs import Pair, Rows
-from fenchel.optim.score.score_line import Heads, Line
-from fenchel.optim.score.step_size import HeadStats, Rule, settle
+from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair
+from fenchel.optim.score.score_line import HeadWeights, ScoreLine
+from fenchel.optim.score.step_size import HeadStats, StepLimits, take_step
 
 SIZES = ("measured", "closed")
 
@@ -46,7 +46,7 @@ class ScoreDescent(torch.optim.Optimizer):
 
     def __init__(
         self,
-        pairs: Iterable[Pair] | Iterable[dict[str, Any]],
+        pairs: Iterable[QueryKeyPair] | Iterable[dict[str, Any]],
         lr: float = 0.2,
         momentum: float = 0.95,
         radius: float = 6.0,
@@ -57,7 +57,7 @@ class ScoreDescent(torch.optim.Optimizer):
         probe: int = 2048,
     ) -> None:
         """``pairs``, or groups of them: {"pairs": ..., "lr": ...}. ``probe`` counts tokens."""
-        self.watches: list[Watch] = []
+        self.pair_probes: list[PairProbes] = []
         self.probe = probe
         defaults = {
             "lr": lr,
@@ -78,7 +78,7 @@ class ScoreDescent(torch.optim.Optimizer):
         _require({**self.defaults, **group}, pairs, self.probe)
         group["params"] = list(dict.fromkeys(p for pair in pairs for p in pair.parameters))
         super().add_param_group(group)
-        self.watches.append(Watch(pairs, self.probe))
+        self.pair_probes.append(PairProbes(pairs, self.probe))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -87,29 +87,31 @@ class ScoreDescent(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, watch in zip(self.param_groups, self.watches, strict=True):
-            for stack in watch.stacks():
-                self._move(stack, watch, group)
+        for group, pair_probes in zip(self.param_groups, self.pair_probes, strict=True):
+            for stack in pair_probes.stacks():
+                self._move(stack, pair_probes, group)
         return loss
 
-    def _move(self, stack: Stack, watch: Watch, group: dict[str, Any]) -> None:
+    def _move(self, stack: PairStack, pair_probes: PairProbes, group: dict[str, Any]) -> None:
         pairs, at = stack
-        stacks = stacked(pairs)
-        W, gradient = heads(pairs, stacks), heads(pairs, stacked(pairs, gradient=True))
-        ahead = Heads(
-            self._ahead([p.query for p in pairs], gradient.Q, "query", group["momentum"]),
-            self._ahead([p.key for p in pairs], gradient.K, "key", group["momentum"]),
+        stacks = stack_parameters(pairs)
+        W, gradient = heads(pairs, stacks), heads(pairs, stack_parameters(pairs, gradient=True))
+        ahead = HeadWeights(
+            self._nesterov([p.query for p in pairs], gradient.Q, "query", group["momentum"]),
+            self._nesterov([p.key for p in pairs], gradient.K, "key", group["momentum"]),
         )
-        line = Line(pairs, at, W, closed=group["size"] == "closed")
+        line = ScoreLine(pairs, at, W, closed=group["size"] == "closed")
         U = direction(line, W, ahead, group["norm"], group["damping"])
-        line.toward(U)
-        rule = Rule(float(group["lr"]), group["radius"], exactly=True)
-        settled = settle(line, W, U, stacked_reach(self.state, pairs), rule)
+        line.set_direction(U)
+        rule = StepLimits(float(group["lr"]), group["radius"], exactly=True)
+        settled = take_step(line, W, U, stacked_bounds(self.state, pairs), rule)
         write(pairs, stacks, settled.W)
-        watch.remember(pairs, settled.moved)
-        keep_reach(self.state, pairs, settled.reach)
+        pair_probes.record_step(pairs, settled.moved)
+        store_bounds(self.state, pairs, settled.reach)
 
-    def _ahead(self, rows: list[Rows], gradient: Tensor, name: str, mu: float) -> Tensor:
+    def _nesterov(
+        self, rows: list[HeadProjection], gradient: Tensor, name: str, mu: float
+    ) -> Tensor:
         """Of gradients (L, H, D, M): their momentum, brought up to date, looked ahead of."""
         key = f"{name}_momentum"
         for layer, row in enumerate(rows):
@@ -123,21 +125,25 @@ class ScoreDescent(torch.optim.Optimizer):
 
     def score_stats(self) -> dict[str, HeadStats]:
         """What the last step did to each layer's scores, by the layer's name."""
-        return {name: stats for watch in self.watches for name, stats in watch.stats().items()}
+        return {
+            name: stats
+            for pair_probes in self.pair_probes
+            for name, stats in pair_probes.stats().items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore; torch would cast what is remembered to the dtype of the weights."""
         super().load_state_dict(dict(state_dict))
-        keep_dtypes(self, state_dict)
+        restore_dtypes(self, state_dict)
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        for watch in self.watches:
-            watch.close()
+        for pair_probes in self.pair_probes:
+            pair_probes.close()
 
 
 def _require(group: Mapping[str, Any], pairs: list[Any], probe: int) -> None:
-    if not pairs or not all(isinstance(pair, Pair) for pair in pairs):
+    if not pairs or not all(isinstance(pair, QueryKeyPair) for pair in pairs):
         raise ValueError(
             "ScoreDescent moves pairs of query and key weights; give it attention_pairs(model), "
             'or groups of them as {"pairs": ...}.'

@@ -38,7 +38,7 @@ from torch import Tensor
 from fenchel.attention import Angles, rotate
 from fenchel.optim.muon import orthogonal
 from fenchel.optim.score.probe import mean_over_processes
-from fenchel.optim.score.score_line import Heads, Line, by_group, fused, second_moment
+from fenchel.optim.score.score_line import HeadWeights, ScoreLine, by_group, fused, second_moment
 
 TURNS = 8
 """Positions at which a rotation-averaged Gram is formed."""
@@ -46,7 +46,7 @@ SPREAD = 4
 """Of so many sequences one serves a position."""
 
 
-class Grams(NamedTuple):
+class PartnerGrams(NamedTuple):
     """Second moments of the partners, each (L, G, D, D) but for A_Q (L, H, D, D)."""
 
     K: Tensor
@@ -55,20 +55,20 @@ class Grams(NamedTuple):
     """E q q^T of every head; the mean over a group measures its keys."""
 
 
-def partner_grams(line: Line) -> Grams:
+def partner_grams(line: ScoreLine) -> PartnerGrams:
     """The Grams at the start of a line."""
     (L, n), open_ = line.at.x.shape[:2], line.at.grid.open
-    if line.at.turn is None or line.turn_q is None:
+    if line.at.angles is None or line.angles_q is None:
         keys, queries = (open_.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
-        return Grams(second_moment(line.start_k, keys), second_moment(line.start_q, queries))
+        return PartnerGrams(second_moment(line.start_k, keys), second_moment(line.start_q, queries))
     layout = line.pairs[0].layout
-    return Grams(
-        _averaged(line.start_k, line.turn_q, open_, layout),
-        _averaged(line.start_q, line.at.turn, open_.mT, layout),
+    return PartnerGrams(
+        _rotation_averaged(line.start_k, line.angles_q, open_, layout),
+        _rotation_averaged(line.start_q, line.at.angles, open_.mT, layout),
     )
 
 
-class Places(NamedTuple):
+class PositionSample(NamedTuple):
     """Which places s are looked at: sequence i sees first + step (i mod apart + k apart), k < each.
 
     Of all apart * each of them every sequence thus sees some, and all are seen equally often.
@@ -80,7 +80,7 @@ class Places(NamedTuple):
     each: int
 
 
-def _averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
+def _rotation_averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
     """Mean of (R_s^T x)(R_s^T x)^T over pairs (s, x), x (L, n, H, X, D).
 
     ``turn`` (L or 1, n or 1, 1, S, W) at the s, ``open_`` (L or 1, n or 1, 1, S, X).
@@ -88,35 +88,37 @@ def _averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
     n, S = x.shape[1], open_.shape[3]
     J = min(TURNS, S)
     apart = next(j for j in range(SPREAD, 0, -1) if n % j == 0 and J % j == 0)
-    places = Places(S // J // 2, S // J, apart, J // apart)
+    places = PositionSample(S // J // 2, S // J, apart, J // apart)
     if fused(x):
-        from fenchel.kernels.rotary_moments import moments
+        from fenchel.kernels.rotary_moments import rotated_moments as rotated_moments_kernel
 
-        sums = moments(x, *turn, open_, places, layout=layout)
+        sums = rotated_moments_kernel(x, *turn, open_, places, layout=layout)
     else:
-        sums = turned_back(x, *turn, open_, places, layout=layout)
-    seen = _dealt(open_, n, places)
+        sums = rotated_moments(x, *turn, open_, places, layout=layout)
+    seen = _per_sequence(open_, n, places)
     count = seen.sum(dim=(1, 2, 3, 4), dtype=sums.dtype) * (n // apart // seen.shape[1])
     return mean_over_processes(sums / count.clamp(min=1).view(-1, 1, 1, 1))
 
 
-def turned_back(
-    x: Tensor, cos: Tensor, sin: Tensor, open_: Tensor, places: Places, *, layout: str
+def rotated_moments(
+    x: Tensor, cos: Tensor, sin: Tensor, open_: Tensor, places: PositionSample, *, layout: str
 ) -> Tensor:
     """The sums of fenchel/kernels/rotary_moments.py, in float32 or better: (L, H, D, D)."""
     L, n, H, _, D = x.shape
     apart, each = places.apart, places.each
     x = torch.unflatten(x, 1, (n // apart, apart))
-    weight = _dealt(open_, n, places).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, each, X)
+    weight = _per_sequence(open_, n, places).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, each, X)
     heavy = x.unsqueeze(5) * weight.mT.unsqueeze(-1)  # (L, n / j, j, H, X, each, D)
-    sums = _exact(heavy.flatten(5).mT.flatten(0, 3), x.flatten(0, 3))
+    sums = _bmm_float32(heavy.flatten(5).mT.flatten(0, 3), x.flatten(0, 3))
     sums = sums.view(L, n // apart, apart, H, each, D, D)
-    c, s = (_dealt(part, n, places)[:, :, :, None, :, None].to(sums.dtype) for part in (cos, sin))
+    c, s = (
+        _per_sequence(part, n, places)[:, :, :, None, :, None].to(sums.dtype) for part in (cos, sin)
+    )
     back = Angles(c, -s)
     return rotate(rotate(sums, back, layout=layout).mT, back, layout=layout).sum(dim=(1, 2, 4))
 
 
-def _dealt(y: Tensor, n: int, places: Places) -> Tensor:
+def _per_sequence(y: Tensor, n: int, places: PositionSample) -> Tensor:
     """What sequence (i, j) sees: (L or 1, n or 1, 1, S, X) -> (L or 1, n / apart or 1, j, k, X)."""
     first, step, apart, each = places
     y = y[..., first : first + step * apart * each : step, :]
@@ -127,7 +129,7 @@ def _dealt(y: Tensor, n: int, places: Places) -> Tensor:
     return own.diagonal(dim1=2, dim2=3).movedim(-1, 2)
 
 
-def _exact(A: Tensor, B: Tensor) -> Tensor:
+def _bmm_float32(A: Tensor, B: Tensor) -> Tensor:
     """A batch of products, in float32 or better: the roots of a rounded Gram may not exist."""
     if A.is_cuda and A.dtype == torch.bfloat16:  # whose sums are float32 anyway
         return torch.bmm(A, B, out_dtype=torch.float32)
@@ -199,17 +201,19 @@ def _schedule(least: float, near: float) -> list[tuple[float, float]]:
 NORMS = ("spectral", "frobenius", "raw")
 
 
-def direction(line: Line, W: Heads, gradient: Heads, norm: str, damping: float) -> Heads:
+def direction(
+    line: ScoreLine, W: HeadWeights, gradient: HeadWeights, norm: str, damping: float
+) -> HeadWeights:
     """The move to size; ``line`` starts at W."""
     if norm == "raw":
-        return Heads(-gradient.Q, -gradient.K)
+        return HeadWeights(-gradient.Q, -gradient.K)
     grams = partner_grams(line)
     if norm == "spectral":
         return _spectral(line, gradient, grams, damping)
     return _frobenius(line, W, gradient, grams, damping)
 
 
-def _spectral(line: Line, g: Heads, grams: Grams, damping: float) -> Heads:
+def _spectral(line: ScoreLine, g: HeadWeights, grams: PartnerGrams, damping: float) -> HeadWeights:
     """Queries and keys side by side, since both are matrices of one shape."""
     H, G = g.Q.shape[1], g.K.shape[1]
     both = torch.cat((grams.K, over_groups(grams.Q, G)), dim=1)
@@ -221,10 +225,12 @@ def _spectral(line: Line, g: Heads, grams: Grams, damping: float) -> Heads:
     # as Muon does: bfloat16 on a GPU
     ready = turned.bfloat16() if turned.is_cuda and turned.dtype == torch.float32 else turned
     polar = orthogonal(ready.flatten(0, 1)).view_as(turned).to(turned.dtype)
-    return Heads(*torch.split((root @ polar).neg_(), [H, G], dim=1))
+    return HeadWeights(*torch.split((root @ polar).neg_(), [H, G], dim=1))
 
 
-def _frobenius(line: Line, W: Heads, g: Heads, grams: Grams, damping: float) -> Heads:
+def _frobenius(
+    line: ScoreLine, W: HeadWeights, g: HeadWeights, grams: PartnerGrams, damping: float
+) -> HeadWeights:
     groups = W.K.shape[1]
     each_Q, each_K = damped(grams.Q, damping), damped(grams.K, damping)
     shared_Q = damped(over_groups(grams.Q, groups), damping)
@@ -232,14 +238,14 @@ def _frobenius(line: Line, W: Heads, g: Heads, grams: Grams, damping: float) -> 
     Y_Q, Y_K = torch.linalg.solve(all_K, g.Q), torch.linalg.solve(shared_Q, g.K)
     C_Q, C_K = (damped(C, damping) for C in input_moments(line))
     U_Q, U_K = _right_solve(Y_Q, C_Q), _right_solve(Y_K, C_K)
-    bent = line.at.turn is not None or line.normed
+    bent = line.at.angles is not None or line.has_qk_norm
     if not bent:
         U_Q = U_Q - 0.5 * Y_Q @ W.Q.mT @ torch.linalg.solve(each_Q, W.Q)
         U_K = U_K - 0.5 * Y_K @ W.K.mT @ torch.linalg.solve(each_K, W.K)
-    return Heads(-U_Q, -U_K)
+    return HeadWeights(-U_Q, -U_K)
 
 
-def input_moments(line: Line) -> tuple[Tensor, Tensor]:
+def input_moments(line: ScoreLine) -> tuple[Tensor, Tensor]:
     """Means of x x^T over queries and over keys of the open pairs, (L, M, M) each."""
     (L, n), open_ = line.at.x.shape[:2], line.at.grid.open
     asked, asking = (open_.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))

@@ -40,7 +40,7 @@ from fenchel.attention import Causal, Window
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class HeadProjection:
     """The rows of a linear map that make ``heads`` queries or keys, with their biases."""
 
     weight: Tensor
@@ -99,15 +99,15 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class QueryKeyPair:
     """The query and key weights of one attention layer, and what lies between them and scores."""
 
     name: str
     """The layer's path in the model."""
     module: nn.Module
     """Its first input (B, T, M) is what the weights read; its forward pass is watched."""
-    query: Rows
-    key: Rows
+    query: HeadProjection
+    key: HeadProjection
     scale: float
     """Factor on q . k: RMS scores and steps in the optimisers are those the softmax sees."""
     q_norm: nn.Module | None = None
@@ -143,9 +143,9 @@ class Pair:
         return self.query.weight.requires_grad
 
 
-def attention_pairs(model: nn.Module) -> list[Pair]:
+def attention_pairs(model: nn.Module) -> list[QueryKeyPair]:
     """The query/key weights of every attention layer of ``model``, first layer first."""
-    pairs = list(_found(model))
+    pairs = list(_pairs_of(model))
     if not pairs:
         raise ValueError(
             f"no query and key weights were found in {type(model).__name__}: known are modules "
@@ -155,7 +155,7 @@ def attention_pairs(model: nn.Module) -> list[Pair]:
     return pairs
 
 
-def _found(model: nn.Module) -> Iterator[Pair]:
+def _pairs_of(model: nn.Module) -> Iterator[QueryKeyPair]:
     for name, module in model.named_modules():
         if why := _refusal(module):
             raise ValueError(f"{name or type(module).__name__} cannot be paired: {why}.")
@@ -177,21 +177,21 @@ def _refusal(module: nn.Module) -> str | None:
         return "its queries and keys read two different streams (cross-attention)"
     for name in ("qkv", "q_proj", "k_proj"):
         linear = getattr(module, name, None)
-        if isinstance(linear, nn.Module) and not _plain(linear):
+        if isinstance(linear, nn.Module) and not _is_plain_linear(linear):
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
     if getattr(module, "by_distance", False):
         return "its scores are not products of queries and keys"
     return None
 
 
-def _plain(linear: nn.Module) -> bool:
+def _is_plain_linear(linear: nn.Module) -> bool:
     """A Linear whose weight is what it multiplies by: no adapter, quantisation or gain."""
     if not isinstance(linear, nn.Linear) or hasattr(linear, "gain"):
         return False
     return linear.weight.is_floating_point()
 
 
-def _fenchel(name: str, module: nn.Module) -> Pair:
+def _fenchel(name: str, module: nn.Module) -> QueryKeyPair:
     H, G, D = (int(getattr(module, size)) for size in ("heads", "groups", "head_width"))
     qkv, shape = module.qkv, getattr(module, "shape", Causal())
     assert isinstance(qkv, nn.Linear)
@@ -203,8 +203,8 @@ def _fenchel(name: str, module: nn.Module) -> Pair:
     return _pair(
         name,
         module,
-        Rows(qkv.weight, 0, H * D, H, qkv.bias),
-        Rows(qkv.weight, H * D, (H + G) * D, G, qkv.bias),
+        HeadProjection(qkv.weight, 0, H * D, H, qkv.bias),
+        HeadProjection(qkv.weight, H * D, (H + G) * D, G, qkv.bias),
         scale=getattr(module, "scale", None),
         causal=isinstance(shape, Causal) or (isinstance(shape, Window) and shape.right == 0),
         window=shape.left + 1 if isinstance(shape, Window) and shape.left is not None else None,
@@ -212,7 +212,7 @@ def _fenchel(name: str, module: nn.Module) -> Pair:
     )
 
 
-def _gpt2(name: str, module: nn.Module) -> Pair:
+def _gpt2(name: str, module: nn.Module) -> QueryKeyPair:
     H, M = int(module.num_heads), int(module.split_size)  # type: ignore[arg-type]
     weight, bias = module.c_attn.weight, module.c_attn.bias  # type: ignore[union-attr]
     assert isinstance(weight, nn.Parameter)
@@ -220,14 +220,14 @@ def _gpt2(name: str, module: nn.Module) -> Pair:
     return _pair(
         name,
         module,
-        Rows(weight, 0, M, H, bias, columns=True),
-        Rows(weight, M, 2 * M, H, bias, columns=True),
+        HeadProjection(weight, 0, M, H, bias, columns=True),
+        HeadProjection(weight, M, 2 * M, H, bias, columns=True),
         scale=module.scaling,
         causal=True,
     )
 
 
-def _llama(name: str, module: nn.Module) -> Pair:
+def _llama(name: str, module: nn.Module) -> QueryKeyPair:
     q, k = module.q_proj, module.k_proj
     assert isinstance(q, nn.Linear)
     assert isinstance(k, nn.Linear)
@@ -240,8 +240,8 @@ def _llama(name: str, module: nn.Module) -> Pair:
     return _pair(
         name,
         module,
-        Rows(q.weight, 0, q.out_features, q.out_features // D, q.bias),
-        Rows(k.weight, 0, k.out_features, k.out_features // D, k.bias),
+        HeadProjection(q.weight, 0, q.out_features, q.out_features // D, q.bias),
+        HeadProjection(k.weight, 0, k.out_features, k.out_features // D, k.bias),
         scale=getattr(module, "scaling", None),
         causal=getattr(module, "is_causal", True),
         window=getattr(module, "sliding_window", None),
@@ -251,14 +251,14 @@ def _llama(name: str, module: nn.Module) -> Pair:
 def _pair(
     name: str,
     module: nn.Module,
-    query: Rows,
-    key: Rows,
+    query: HeadProjection,
+    key: HeadProjection,
     *,
     scale: object,
     causal: object,
     window: object = None,
     layout: object = "half",
-) -> Pair:
+) -> QueryKeyPair:
     D = (query.stop - query.start) // query.heads
     norms = [getattr(module, which, None) for which in ("q_norm", "k_norm")]
     for norm in norms:
@@ -268,7 +268,7 @@ def _pair(
                 f"{name} cannot be paired: its norm of queries and keys reaches over "
                 f"{tuple(gain.shape)}, not over the {D} entries of one head."
             )
-    return Pair(
+    return QueryKeyPair(
         name,
         module,
         query,
@@ -282,7 +282,7 @@ def _pair(
     )
 
 
-class Leaf(NamedTuple):
+class ParameterSlice(NamedTuple):
     """A parameter, or those of its rows that no pair moves."""
 
     part: nn.Parameter
@@ -291,7 +291,9 @@ class Leaf(NamedTuple):
     """Where the part lies in the whole; None when it is all of it."""
 
 
-def leftover(pairs: Iterable[Pair], parameters: Iterable[nn.Parameter]) -> list[Leaf]:
+def remaining_parameters(
+    pairs: Iterable[QueryKeyPair], parameters: Iterable[nn.Parameter]
+) -> list[ParameterSlice]:
     """The parameters without the rows of the pairs, in order; what is all theirs is left out."""
     taken: dict[Tensor, list[tuple[int, int, int]]] = defaultdict(list)
     for pair in pairs:
@@ -299,10 +301,10 @@ def leftover(pairs: Iterable[Pair], parameters: Iterable[nn.Parameter]) -> list[
             taken[rows.weight].append((rows.start, rows.stop, int(rows.columns)))
             if rows.bias is not None:
                 taken[rows.bias].append((rows.start, rows.stop, 0))
-    return [leaf for p in parameters for leaf in _leaves(p, taken.get(p, []))]
+    return [leaf for p in parameters for leaf in _slices_of(p, taken.get(p, []))]
 
 
-def hand_over(optimiser: torch.optim.Optimizer, leaves: Iterable[Leaf]) -> None:
+def pass_gradients(optimiser: torch.optim.Optimizer, leaves: Iterable[ParameterSlice]) -> None:
     """Give every leaf that ``optimiser`` moves its gradient, whenever it is about to step."""
     held = {p for group in optimiser.param_groups for p in group["params"]}
     parts = [leaf for leaf in leaves if leaf.cut is not None and leaf.part in held]
@@ -315,9 +317,9 @@ def hand_over(optimiser: torch.optim.Optimizer, leaves: Iterable[Leaf]) -> None:
         optimiser.register_step_pre_hook(give)
 
 
-def _leaves(p: nn.Parameter, taken: list[tuple[int, int, int]]) -> list[Leaf]:
+def _slices_of(p: nn.Parameter, taken: list[tuple[int, int, int]]) -> list[ParameterSlice]:
     if not taken:
-        return [Leaf(p, p, None)]
+        return [ParameterSlice(p, p, None)]
     axis = taken[0][2]
     edges, begin = [], 0
     for start, stop, _ in [*sorted(taken), (p.shape[axis], p.shape[axis], axis)]:
@@ -325,4 +327,4 @@ def _leaves(p: nn.Parameter, taken: list[tuple[int, int, int]]) -> list[Leaf]:
             edges.append((begin, start))
         begin = max(begin, stop)
     cuts = [(*(slice(None),) * axis, slice(start, stop)) for start, stop in edges]
-    return [Leaf(nn.Parameter(p.detach()[cut], p.requires_grad), p, cut) for cut in cuts]
+    return [ParameterSlice(nn.Parameter(p.detach()[cut], p.requires_grad), p, cut) for cut in cuts]

@@ -30,26 +30,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fenchel.attention import Angles
-from fenchel.optim.score.pairs import Pair
+from fenchel.optim.score.pairs import QueryKeyPair
 
 
-class Seen(NamedTuple):
+class LayerInput(NamedTuple):
     """What a layer read: n sequences, T positions."""
 
     x: Tensor
     """(n, T, M)."""
-    turn: Angles | None
+    angles: Angles | None
     """cos and sin, (T, W) or (1 or n, 1, T, W) each; None without rotary positions."""
     mask: Tensor | None
     """(n, T, T), True where a query may see a key; None where only the layer's own rule holds."""
 
 
-class Glance(NamedTuple):
+class HookRecord(NamedTuple):
     """What the hook keeps beside the copy; cut to size when the sample is taken."""
 
     n: int
     T: int
-    turn: Any
+    angles: Any
     """Angles, or (cos, sin) of (B, T, W) as in transformers."""
     mask: Tensor | None
 
@@ -57,13 +57,13 @@ class Glance(NamedTuple):
 class Probe:
     """The hook of one layer; ``take`` hands its sample over and forgets it."""
 
-    def __init__(self, pair: Pair, tokens: int) -> None:
+    def __init__(self, pair: QueryKeyPair, tokens: int) -> None:
         weight = pair.query.weight
         self.tokens, self.width = tokens, weight.shape[0 if pair.query.columns else 1]
-        dtype = _read_in(weight)
+        dtype = _probe_dtype(weight)
         self.room = torch.empty(tokens, self.width, dtype=dtype, device=weight.device)
         self.sample: Tensor | None = None
-        self.seen: Glance | None = None
+        self.seen: HookRecord | None = None
         self.handle = pair.module.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -72,11 +72,11 @@ class Probe:
             return
         values = [*args, *kwargs.values()]
         for value in values:
-            if _stream(value, self.width):
-                self._keep(value, _turn(module, values), kwargs.get("attention_mask"))
+            if _is_stream(value, self.width):
+                self._store(value, _rotation_argument(module, values), kwargs.get("attention_mask"))
                 return
 
-    def _keep(self, x: Tensor, turn: Any, mask: Any) -> None:
+    def _store(self, x: Tensor, turn: Any, mask: Any) -> None:
         B, T, M = x.shape
         if B * T == 0:
             return
@@ -85,9 +85,9 @@ class Probe:
         if self.room.device != x.device:
             self.room, self.sample = self.room.to(x.device), None
         self.room[: n * T].view(n, T, M).copy_(x[:n, :T].detach())
-        self.seen = Glance(n, T, turn, _few(mask, n, T))
+        self.seen = HookRecord(n, T, turn, _crop_mask(mask, n, T))
 
-    def take(self) -> Seen | None:
+    def take(self) -> LayerInput | None:
         """The sample of the last pass, once; it lies in the room that the next pass writes to."""
         if self.seen is None:
             return None
@@ -95,25 +95,25 @@ class Probe:
         self.seen = None
         if self.sample is None or self.sample.shape[:2] != (n, T):
             self.sample = self.room[: n * T].view(n, T, self.width)
-        return Seen(self.sample, _angles(turn, n, T), _open(mask, n, T))
+        return LayerInput(self.sample, _angles(turn, n, T), _pairs_allowed(mask, n, T))
 
     def remove(self) -> None:
         """Watch no longer."""
         self.handle.remove()
 
 
-def _read_in(weight: Tensor) -> torch.dtype:
+def _probe_dtype(weight: Tensor) -> torch.dtype:
     """bfloat16 on a GPU, whose products of float32 are many times slower; else exact."""
     if weight.is_cuda and weight.dtype != torch.float64:
         return torch.bfloat16
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _stream(value: object, width: int) -> bool:
+def _is_stream(value: object, width: int) -> bool:
     return isinstance(value, Tensor) and value.ndim == 3 and value.shape[-1] == width
 
 
-def _turn(module: torch.nn.Module, values: list[Any]) -> Any:
+def _rotation_argument(module: torch.nn.Module, values: list[Any]) -> Any:
     """The rotation among the arguments: ours, or (cos, sin) as in transformers."""
     for value in values:
         if isinstance(value, Angles) or _cos_and_sin(value):
@@ -147,19 +147,19 @@ def _angles(turn: Any, n: int, T: int) -> Angles | None:
     return Angles(cos, sin)
 
 
-def _few(mask: object, n: int, T: int) -> Tensor | None:
+def _crop_mask(mask: object, n: int, T: int) -> Tensor | None:
     """Of a mask of keys (B, T) or of pairs (B, 1, T, T) the part that is needed, as a copy."""
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
         return None
-    return mask[:n, ..., :T].detach().clone() if mask.ndim == 2 else _square(mask, n, T)
+    return mask[:n, ..., :T].detach().clone() if mask.ndim == 2 else _pair_mask(mask, n, T)
 
 
-def _square(mask: Tensor, n: int, T: int) -> Tensor:
+def _pair_mask(mask: Tensor, n: int, T: int) -> Tensor:
     cut = mask[:n, 0, :T, :T].detach()
     return cut.clone() if cut.dtype == torch.bool else cut > -1e4  # added to scores: 0 or very low
 
 
-def _open(mask: Tensor | None, n: int, T: int) -> Tensor | None:
+def _pairs_allowed(mask: Tensor | None, n: int, T: int) -> Tensor | None:
     """True where open, (n, T, T)."""
     if mask is None or mask.ndim == 3:
         return None if mask is None else mask.expand(n, T, T)
@@ -171,37 +171,39 @@ QUERIES = 64
 """Sampled queries of a sequence."""
 
 
-class Grid(NamedTuple):
+class PositionGrid(NamedTuple):
     """The pairs of positions that are looked at."""
 
     queries: Tensor
     """Positions of the sampled queries, (m,)."""
     open: Tensor
     """(L or 1, n or 1, 1, m, T), True where a sampled query may see a key."""
-    share: Tensor
+    pair_weight: Tensor
     """One over the number of open pairs of all sequences: (L or 1, 1)."""
 
 
-class Sample(NamedTuple):
+class StackInput(NamedTuple):
     """The inputs of the layers of a stack."""
 
     x: Tensor
     """(L, n, T, M)."""
-    turn: Angles | None
+    angles: Angles | None
     """(L or 1, 1 or n, 1, T, W) each."""
-    grid: Grid
+    grid: PositionGrid
     real: bool = True
     """False for the identity that stands in for a sample."""
 
 
 def sample(
-    pairs: Sequence[Pair], seen: Sequence[Seen | None], grids: dict[Any, Grid] | None = None
-) -> Sample:
+    pairs: Sequence[QueryKeyPair],
+    seen: Sequence[LayerInput | None],
+    grids: dict[Any, PositionGrid] | None = None,
+) -> StackInput:
     """The probes of equal layers side by side; what needs no new look is kept in ``grids``."""
     grids = {} if grids is None else grids
     present = [s for s in seen if s is not None]
     if len(present) < len(pairs):
-        return _white(pairs, grids)
+        return _white_input(pairs, grids)
     x = torch.stack([s.x for s in present])
     if pairs[0].query.bias is not None:
         x = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
@@ -210,16 +212,16 @@ def sample(
     n, T = x.shape[1:3]
     key = (*rules, n, T, x.device, x.dtype)
     if key not in grids:
-        grids[key] = _grid(rules, x)
+        grids[key] = _position_grid(rules, x)
     grid = grids[key]
     masks = [s.mask[:, grid.queries] for s in present if s.mask is not None]
     if masks:
         open_ = grid.open & torch.stack(masks).unsqueeze(2)
-        grid = Grid(grid.queries, open_, _share(open_, 1, x.dtype))
-    return Sample(x, _turns(present), grid)
+        grid = PositionGrid(grid.queries, open_, _pair_weight(open_, 1, x.dtype))
+    return StackInput(x, _stack_angles(present), grid)
 
 
-def _grid(rules: list[tuple[bool, int | None]], x: Tensor) -> Grid:
+def _position_grid(rules: list[tuple[bool, int | None]], x: Tensor) -> PositionGrid:
     n, T, device = *x.shape[1:3], x.device
     m = min(T, QUERIES)
     queries = ((torch.arange(m, device=device) + 0.5) * (T / m)).long()
@@ -229,15 +231,15 @@ def _grid(rules: list[tuple[bool, int | None]], x: Tensor) -> Grid:
         open_ = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         opened.append(open_ if window is None else open_ & (distance.abs() < window))
     all_open = torch.stack(opened)[:, None, None]
-    return Grid(queries, all_open, _share(all_open, n, x.dtype))
+    return PositionGrid(queries, all_open, _pair_weight(all_open, n, x.dtype))
 
 
-def _share(open_: Tensor, times: int, dtype: torch.dtype) -> Tensor:
+def _pair_weight(open_: Tensor, times: int, dtype: torch.dtype) -> Tensor:
     pairs = times * open_.sum(dim=(1, 3, 4)).clamp(min=1)
     return pairs.to(torch.promote_types(dtype, torch.float32)).reciprocal()
 
 
-def _white(pairs: Sequence[Pair], grids: dict[Any, Grid]) -> Sample:
+def _white_input(pairs: Sequence[QueryKeyPair], grids: dict[Any, PositionGrid]) -> StackInput:
     first = pairs[0].query
     M = first.weight.shape[0 if first.columns else 1] + (first.bias is not None)
     exact = torch.promote_types(first.weight.dtype, torch.float32)
@@ -245,16 +247,16 @@ def _white(pairs: Sequence[Pair], grids: dict[Any, Grid]) -> Sample:
     key = ("white", M, x.device, exact)
     if key not in grids:
         everything = torch.ones(1, 1, 1, M, M, dtype=torch.bool, device=x.device)
-        share = _share(everything, 1, exact)
-        grids[key] = Grid(torch.arange(M, device=x.device), everything, share)
-    return Sample(x, None, grids[key], real=False)
+        share = _pair_weight(everything, 1, exact)
+        grids[key] = PositionGrid(torch.arange(M, device=x.device), everything, share)
+    return StackInput(x, None, grids[key], real=False)
 
 
-def _turns(seen: Sequence[Seen]) -> Angles | None:
-    turns = [s.turn for s in seen if s.turn is not None]
+def _stack_angles(seen: Sequence[LayerInput]) -> Angles | None:
+    turns = [s.angles for s in seen if s.angles is not None]
     if not turns:
         return None
-    if all(_same(turns[0].cos, turn.cos) for turn in turns):
+    if all(_same_memory(turns[0].cos, turn.cos) for turn in turns):
         turns = turns[:1]  # one table for all layers
     cos, sin = (
         torch.stack([part if part.ndim == 4 else part[None, None] for part in parts])
@@ -263,7 +265,7 @@ def _turns(seen: Sequence[Seen]) -> Angles | None:
     return Angles(cos, sin)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both are one piece of memory, seen alike."""
     where = [(t.data_ptr(), t.shape, t.stride()) for t in (one, other)]
     return one is other or (where[0] == where[1] and not one.is_meta)

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.attention import Angles, rotate
-from fenchel.optim.score.pairs import Pair
-from fenchel.optim.score.probe import Sample, mean_over_processes
+from fenchel.optim.score.pairs import QueryKeyPair
+from fenchel.optim.score.probe import StackInput, mean_over_processes
 
 
-class Heads(NamedTuple):
+class HeadWeights(NamedTuple):
     """Weights, or a move of them, of the layers of a stack."""
 
     Q: Tensor
@@ -41,7 +41,7 @@ class Heads(NamedTuple):
     """(L, G, D, M)."""
 
 
-class Factors(NamedTuple):
+class HeadFactors(NamedTuple):
     """A number for every head: how far along U, or a scaling of W."""
 
     Q: Tensor
@@ -50,21 +50,21 @@ class Factors(NamedTuple):
     """(L, G)."""
 
 
-class Line:
+class ScoreLine:
     """Scores along W + t U for the layers of a stack; a point until ``toward`` says where."""
 
     def __init__(
-        self, pairs: Sequence[Pair], at: Sample, W: Heads, *, closed: bool = False
+        self, pairs: Sequence[QueryKeyPair], at: StackInput, W: HeadWeights, *, closed: bool = False
     ) -> None:
         self.pairs, self.at, self.closed = pairs, at, closed or not at.real
-        self.normed = pairs[0].q_norm is not None or pairs[0].k_norm is not None
+        self.has_qk_norm = pairs[0].q_norm is not None or pairs[0].k_norm is not None
         self.group = W.Q.shape[1] // W.K.shape[1]
-        self.x_q, self.turn_q = at.x, at.turn
+        self.x_q, self.angles_q = at.x, at.angles
         m, T = len(at.grid.queries), at.x.shape[2]
         if m < T:
             self.x_q = at.x[:, :, at.grid.queries]
-            if at.turn is not None:
-                self.turn_q = Angles(*(part[..., at.grid.queries, :] for part in at.turn))
+            if at.angles is not None:
+                self.angles_q = Angles(*(part[..., at.grid.queries, :] for part in at.angles))
         self.q, self.k = _project(self.x_q, W.Q), _project(at.x, W.K)
         self.dq: Tensor | None = None
         self.dk: Tensor | None = None
@@ -72,13 +72,13 @@ class Line:
         self.parts: Tensor | None = None
         self._start: Tensor | None = None
 
-    def toward(self, U: Heads) -> None:
+    def set_direction(self, U: HeadWeights) -> None:
         """Run along U from here on."""
         self.dq, self.dk = _project(self.x_q, U.Q), _project(self.at.x, U.K)
-        if not self.closed and not self.normed:
+        if not self.closed and not self.has_qk_norm:
             q, k = (self.start_q, self.queries(self.dq)), (self.start_k, self.keys(self.dk))
-            sums = part_products(q, k, self.at.grid.open)
-            mean = sums * (self.pairs[0].scale ** 2 * self.at.grid.share)[..., None, None]
+            sums = score_part_products(q, k, self.at.grid.open)
+            mean = sums * (self.pairs[0].scale ** 2 * self.at.grid.pair_weight)[..., None, None]
             self.parts = mean_over_processes(mean)
 
     @property
@@ -97,7 +97,7 @@ class Line:
             return self.independent(self.start_q, self.start_k)
         return self.rms(self.start)
 
-    def move(self, t: Factors, shrink: Factors | None) -> tuple[Tensor, Tensor]:
+    def move(self, t: HeadFactors, shrink: HeadFactors | None) -> tuple[Tensor, Tensor]:
         """(RMS of the change, RMS of the scores) at a point of the line, (L, H) each."""
         if self.parts is not None:
             return self._by_parts(t, shrink, 1.0), self._by_parts(t, shrink, 0.0)
@@ -108,11 +108,11 @@ class Line:
         S = self.scores(q, k)
         return self.rms(S - self.start), self.rms(S)
 
-    def there(self, t: Factors, shrink: Factors | None) -> Tensor:
+    def rms_score(self, t: HeadFactors, shrink: HeadFactors | None) -> Tensor:
         """The second of ``move``, by parts."""
         return self._by_parts(t, shrink, 0.0)
 
-    def _by_parts(self, t: Factors, shrink: Factors | None, less: float) -> Tensor:
+    def _by_parts(self, t: HeadFactors, shrink: HeadFactors | None, less: float) -> Tensor:
         """RMS of the scores at a point, less so many times those at the start."""
         a, b = t.Q, self._each(t.K)
         if shrink is None:
@@ -128,7 +128,7 @@ class Line:
     def _each(self, x: Tensor) -> Tensor:
         return x if self.group == 1 else x.repeat_interleave(self.group, dim=1)
 
-    def point(self, t: Factors, shrink: Factors | None) -> tuple[Tensor, Tensor]:
+    def point(self, t: HeadFactors, shrink: HeadFactors | None) -> tuple[Tensor, Tensor]:
         """Queries (L, n, H, m, D) and keys (L, n, G, T, D) there, as they enter the product."""
         assert self.dq is not None
         assert self.dk is not None
@@ -141,31 +141,31 @@ class Line:
         )
         return self.queries(q), self.keys(k)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Drop what only a step needs."""
         del self.q, self.k
         self.dq = self.dk = self._start = None
 
-    def alike(self, t: Tensor) -> Factors:
+    def same_for_keys(self, t: Tensor) -> HeadFactors:
         """The same (L, H) for queries, and for the keys of each group that of its first head."""
-        return Factors(t, t[:, :: self.group])
+        return HeadFactors(t, t[:, :: self.group])
 
     def queries(self, q: Tensor) -> Tensor:
         """From W_Q x to what enters the product."""
-        return self._turned(_normed(q, [pair.q_norm for pair in self.pairs]), self.turn_q)
+        return self._rotate(_normalise(q, [pair.q_norm for pair in self.pairs]), self.angles_q)
 
     def keys(self, k: Tensor) -> Tensor:
         """From W_K x to what enters the product."""
-        return self._turned(_normed(k, [pair.k_norm for pair in self.pairs]), self.at.turn)
+        return self._rotate(_normalise(k, [pair.k_norm for pair in self.pairs]), self.at.angles)
 
-    def _turned(self, x: Tensor, turn: Angles | None) -> Tensor:
+    def _rotate(self, x: Tensor, turn: Angles | None) -> Tensor:
         """Turned where there are rotary positions, and in one piece."""
         if turn is None:
             return x.contiguous()
         if fused(x):
-            from fenchel.kernels.rotary_moments import turned
+            from fenchel.kernels.rotary_moments import rotate as rotate_kernel
 
-            return turned(x, *turn, layout=self.pairs[0].layout)
+            return rotate_kernel(x, *turn, layout=self.pairs[0].layout)
         return rotate(x.contiguous(), turn, layout=self.pairs[0].layout)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Line:
 
     def rms(self, S: Tensor) -> Tensor:
         """Over the open pairs of every head: (L, n, H, m, T) -> (L, H)."""
-        squares = S.square().sum(dim=(1, 3, 4)) * self.at.grid.share
+        squares = S.square().sum(dim=(1, 3, 4)) * self.at.grid.pair_weight
         return mean_over_processes(squares).sqrt()
 
     def independent(self, q: Tensor, k: Tensor) -> Tensor:
@@ -189,15 +189,17 @@ class Line:
         return self.pairs[0].scale * (A * B).sum(dim=(-2, -1)).clamp(min=0.0).sqrt()
 
 
-def part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor) -> Tensor:
+def score_part_products(
+    q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor
+) -> Tensor:
     """Sums over open pairs of products of <q, k>, <q, dk>, <dq, k>, <dq, dk>: (L, H, 4, 4).
 
     ``q`` holds q and dq, (L, n, H, m, D) each, ``k`` holds k and dk, (L, n, G, T, D) each.
     """
     if fused(q[0]):
-        from fenchel.kernels.score_products import part_sums
+        from fenchel.kernels.score_products import score_part_products as kernel
 
-        return part_sums(q, k, open_)
+        return kernel(q, k, open_)
     L, n, H, m, D = q[0].shape
     G, T = k[0].shape[2:4]
     wide = torch.promote_types(q[0].dtype, torch.float32)
@@ -241,7 +243,7 @@ def _project(x: Tensor, W: Tensor) -> Tensor:
     return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3)
 
 
-def _normed(x: Tensor, norms: Sequence[nn.Module | None]) -> Tensor:
+def _normalise(x: Tensor, norms: Sequence[nn.Module | None]) -> Tensor:
     if all(norm is None for norm in norms):
         return x
     x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -75,7 +75,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.optim.score.score_line import Factors, Heads, Line, by_group
+from fenchel.optim.score.score_line import HeadFactors, HeadWeights, ScoreLine, by_group
 
 POINTS = 512
 """Points of a line at which the quartic is evaluated at once; twice."""
@@ -86,9 +86,9 @@ NEAR = 1e-4
 """Relative error of the squared change at which a head is done."""
 
 
-def crossing(
-    parts: Tensor, gamma: Tensor, shrink: Factors | None, limit: Tensor, groups: int
-) -> Factors:
+def crossing_by_parts(
+    parts: Tensor, gamma: Tensor, shrink: HeadFactors | None, limit: Tensor, groups: int
+) -> HeadFactors:
     """Move every head's scores by gamma (L, H) by their parts, going no further than ``limit``."""
     H = parts.shape[1]
     powers, unshrunk, counts, plain = _constants(parts.device, parts.dtype)
@@ -100,7 +100,7 @@ def crossing(
         P = parts * w.unsqueeze(-1) * w.unsqueeze(-2)
     t = _first_root(P, gamma, limit, powers, counts)
     if groups == H:
-        return Factors(t, t)
+        return HeadFactors(t, t)
     t_K = by_group(t, groups).amin(2)
     v = torch.stack((torch.ones_like(t), _each(t_K, H)), dim=-1)
     # the change is (e, c t_K) on <q, k> and <q, dk> plus t_Q times (d, t_K) on the two with dq
@@ -109,7 +109,7 @@ def crossing(
     b = (still.mT @ parts[..., :2, 2:] @ along).flatten(2).squeeze(-1)
     c = (along.mT @ parts[..., 2:, 2:] @ along).flatten(2).squeeze(-1)
     t_Q = ((b.square() - a * c).clamp(min=0.0).sqrt() - b) / c
-    return Factors(torch.minimum(torch.where(c > 0, t_Q, t), limit), t_K)
+    return HeadFactors(torch.minimum(torch.where(c > 0, t_Q, t), limit), t_K)
 
 
 def _first_root(P: Tensor, gamma: Tensor, limit: Tensor, powers: Tensor, counts: Tensor) -> Tensor:
@@ -154,17 +154,17 @@ def _each(x: Tensor, H: int) -> Tensor:
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
 
-def sizes(
-    line: Line, gamma: Tensor, shrink: Factors | None, start: Tensor, limit: Tensor
-) -> Factors:
+def crossing_by_search(
+    line: ScoreLine, gamma: Tensor, shrink: HeadFactors | None, start: Tensor, limit: Tensor
+) -> HeadFactors:
     """The same without parts: by points of the line, beginning near ``start`` (L, H)."""
 
     def common(t: Tensor) -> Tensor:
-        return line.move(line.alike(t), shrink)[0]
+        return line.move(line.same_for_keys(t), shrink)[0]
 
     if line.group == 1:
         t = reach(common, gamma, start, limit)
-        return line.alike(t)
+        return line.same_for_keys(t)
 
     # keys by the head that they move most
     def grouped(t: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ def sizes(
     first, most = (by_group(x, groups).amin(2) for x in (start, limit))
     t_K = reach(grouped, torch.ones_like(first), first, most)
     begin = t_K.repeat_interleave(line.group, dim=1)
-    t_Q = reach(lambda t: line.move(Factors(t, t_K), shrink)[0], gamma, begin, limit)
-    return Factors(t_Q, t_K)
+    t_Q = reach(lambda t: line.move(HeadFactors(t, t_K), shrink)[0], gamma, begin, limit)
+    return HeadFactors(t_Q, t_K)
 
 
 def reach(
@@ -193,7 +193,7 @@ def reach(
         below = y <= gamma.square()
         low, high = torch.where(below, t, low), torch.where(below, high, t)
         slope = (y - y0) / t
-        last, slope_at_last, guess = t, slope, _meets(wanted, t, slope, last, slope_at_last)
+        last, slope_at_last, guess = t, slope, _parabola_root(wanted, t, slope, last, slope_at_last)
         astray = ~(guess > low) | ~(guess < high)
         safe = torch.where(high.isfinite(), 0.5 * (low + high), 2.0 * t)
         guess = torch.where(astray, safe, guess)
@@ -202,7 +202,9 @@ def reach(
     return t
 
 
-def _meets(wanted: Tensor, t: Tensor, slope: Tensor, last: Tensor, slope_at_last: Tensor) -> Tensor:
+def _parabola_root(
+    wanted: Tensor, t: Tensor, slope: Tensor, last: Tensor, slope_at_last: Tensor
+) -> Tensor:
     """The larger t with y(t) - y(0) = b t + c t^2 = wanted, from (y(t) - y(0)) / t at two points.
 
     With one point b = 0: the change grows in proportion to t.
@@ -214,7 +216,7 @@ def _meets(wanted: Tensor, t: Tensor, slope: Tensor, last: Tensor, slope_at_last
     return torch.where(b > 0, 2.0 * wanted / (b + root), (root - b) / (2.0 * c))
 
 
-class Ball(NamedTuple):
+class ScoreBall(NamedTuple):
     """What the ball asks of a step, each (L, H)."""
 
     reach: Tensor
@@ -225,13 +227,13 @@ class Ball(NamedTuple):
     """Factor on the scores, from the weights before they move; None where they do not shrink."""
 
 
-def ball(r: Tensor, before: Tensor | None, gamma: float, radius: float, *, soft: bool) -> Ball:
+def ball(r: Tensor, before: Tensor | None, gamma: float, radius: float, *, soft: bool) -> ScoreBall:
     """``r`` and the bound ``before`` the step, (L, H); None at the first step."""
     outside = r.clamp(min=radius)
     reach = outside if before is None else (before - gamma).clamp(min=radius)
     budget = (gamma - (r - reach).clamp(min=0.0)).clamp(min=0.0)
     shrink = (1.0 - budget / outside).clamp(min=0.0) if soft else None
-    return Ball(reach, budget, shrink)
+    return ScoreBall(reach, budget, shrink)
 
 
 def projection(r: Tensor, reach: Tensor) -> Tensor:
@@ -239,14 +241,14 @@ def projection(r: Tensor, reach: Tensor) -> Tensor:
     return (reach / r.clamp(min=torch.finfo(r.dtype).tiny)).clamp(max=1.0)
 
 
-def scaling(c: Tensor, groups: int) -> Factors:
+def scaling(c: Tensor, groups: int) -> HeadFactors:
     """Factors on the weights that multiply the scores of every head by c (L, H)."""
     if c.shape[1] == groups:
         root = c.sqrt()
-        return Factors(root, root)
+        return HeadFactors(root, root)
     shared = by_group(c, groups).amax(2).sqrt()
     each = shared.repeat_interleave(c.shape[1] // groups, dim=1)
-    return Factors(c / each.clamp(min=torch.finfo(c.dtype).tiny), shared)
+    return HeadFactors(c / each.clamp(min=torch.finfo(c.dtype).tiny), shared)
 
 
 class HeadStats(NamedTuple):
@@ -261,14 +263,14 @@ class HeadStats(NamedTuple):
     """True where the ball scaled the head back or the step was cut to its limit."""
 
 
-class Moved(NamedTuple):
+class StepRecord(NamedTuple):
     """A move of the weights of a stack along a line."""
 
-    line: Line
-    t: Factors
-    shrink: Factors | None
+    line: ScoreLine
+    t: HeadFactors
+    shrink: HeadFactors | None
     """None where nothing shrank, as ``back`` where there is no ball."""
-    back: Factors | None
+    back: HeadFactors | None
     scaled: Tensor | None
     """The factor of the ball on the scores, (L, H)."""
     measured: tuple[Tensor, Tensor] | None
@@ -276,7 +278,7 @@ class Moved(NamedTuple):
     cuts: bool
     """Whether t < 1 is a cut of a step."""
 
-    def stats(self, W: Heads) -> HeadStats:
+    def stats(self, W: HeadWeights) -> HeadStats:
         """Stacked over layers; W are the weights after the move."""
         capped = self.t.Q.lt(1.0 if self.cuts else 0.0)
         if self.scaled is not None:
@@ -289,20 +291,20 @@ class Moved(NamedTuple):
             score = score if self.scaled is None else score * self.scaled
             unknown = torch.full_like(change, torch.nan)
             return HeadStats(change, unknown, score, unknown, unknown, capped)
-        after = Line(self.line.pairs, self.line.at, W)
+        after = ScoreLine(self.line.pairs, self.line.at, W)
         S, dS = after.start, after.start - self.line.start
         return HeadStats(change, _largest(dS), score, _largest(S), _entropy(after), capped)
 
 
-def _times(x: Factors, back: Factors | None) -> Factors:
-    return x if back is None else Factors(x.Q * back.Q, x.K * back.K)
+def _times(x: HeadFactors, back: HeadFactors | None) -> HeadFactors:
+    return x if back is None else HeadFactors(x.Q * back.Q, x.K * back.K)
 
 
 def _largest(S: Tensor) -> Tensor:
     return S.abs().amax(dim=(1, 3, 4))
 
 
-def _entropy(line: Line) -> Tensor:
+def _entropy(line: ScoreLine) -> Tensor:
     open_ = line.at.grid.open
     log_p = line.start.masked_fill(~open_, -torch.inf).log_softmax(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(~open_, 0.0)).sum(-1)
@@ -315,7 +317,7 @@ PROBING = 1e-3
 
 
 @dataclass(frozen=True)
-class Rule:
+class StepLimits:
     """What a move of the weights must keep to."""
 
     gamma: float
@@ -326,58 +328,71 @@ class Rule:
     """Move by gamma, shrinking softly (ScoreDescent), or by U where that is less (ScoreTrust)."""
 
 
-class Settled(NamedTuple):
+class WeightUpdate(NamedTuple):
     """The weights after a move, and what is remembered of it."""
 
-    W: Heads
+    W: HeadWeights
     reach: Tensor | None
     """The ball's bound on every head, (L, H); None as long as there was no ball."""
-    moved: Moved
+    moved: StepRecord
 
 
-def settle(line: Line, W: Heads, U: Heads, before: Tensor | None, rule: Rule) -> Settled:
+def take_step(
+    line: ScoreLine, W: HeadWeights, U: HeadWeights, before: Tensor | None, rule: StepLimits
+) -> WeightUpdate:
     """Move from W along U; ``line`` runs along the same two, ``before`` is the ball's bound."""
     groups = W.K.shape[1]
-    if not line.at.real or line.normed:  # no ball
-        t = _sizes(line, W, U, torch.full_like(line.start_rms, rule.gamma), None, rule)
-        new = _new(W, U, t, None, None)
-        if line.normed and rule.exactly:
-            new = Heads(*(_same_norm(to, old) for to, old in zip(new, W, strict=True)))
-        moved = Moved(line, t, None, None, None, line.move(t, None), not rule.exactly)
-        return Settled(new, before, moved)
+    if not line.at.real or line.has_qk_norm:  # no ball
+        t = _step_lengths(line, W, U, torch.full_like(line.start_rms, rule.gamma), None, rule)
+        new = _updated_weights(W, U, t, None, None)
+        if line.has_qk_norm and rule.exactly:
+            new = HeadWeights(*(_with_norm_of(to, old) for to, old in zip(new, W, strict=True)))
+        moved = StepRecord(line, t, None, None, None, line.move(t, None), not rule.exactly)
+        return WeightUpdate(new, before, moved)
     held = ball(line.start_rms, before, rule.gamma, rule.radius, soft=rule.exactly)
     shrink = None if held.shrink is None else scaling(held.shrink, groups)
-    t = _sizes(line, W, U, held.budget, shrink, rule)
+    t = _step_lengths(line, W, U, held.budget, shrink, rule)
     seen = None if line.parts is not None else line.move(t, shrink)
-    after = line.there(t, shrink) if seen is None else seen[1]
+    after = line.rms_score(t, shrink) if seen is None else seen[1]
     c = projection(after, held.reach)
     back = scaling(c, groups)
-    moved = Moved(line, t, shrink, back, c, seen, not rule.exactly)
-    return Settled(_new(W, U, t, shrink, back), held.reach, moved)
+    moved = StepRecord(line, t, shrink, back, c, seen, not rule.exactly)
+    return WeightUpdate(_updated_weights(W, U, t, shrink, back), held.reach, moved)
 
 
-def _sizes(
-    line: Line, W: Heads, U: Heads, gamma: Tensor, shrink: Factors | None, rule: Rule
-) -> Factors:
+def _step_lengths(
+    line: ScoreLine,
+    W: HeadWeights,
+    U: HeadWeights,
+    gamma: Tensor,
+    shrink: HeadFactors | None,
+    rule: StepLimits,
+) -> HeadFactors:
     one = torch.ones_like(gamma)
     if line.parts is not None:
         limit = torch.full_like(gamma, torch.inf) if rule.exactly else one
-        return crossing(line.parts, gamma, shrink, limit, W.K.shape[1])
+        return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1])
     if not rule.exactly:  # the whole of U, or less of it
-        return sizes(line, gamma, shrink, one, one)
+        return crossing_by_search(line, gamma, shrink, one, one)
     ratio = torch.minimum(
         _norm(W.Q) / _norm(U.Q).clamp(min=1e-30),
         (_norm(W.K) / _norm(U.K).clamp(min=1e-30)).repeat_interleave(line.group, dim=1),
     )
     ratio = torch.where(ratio > 0, ratio, 1.0)
-    limit = ratio if line.normed else torch.full_like(ratio, torch.inf)
+    limit = ratio if line.has_qk_norm else torch.full_like(ratio, torch.inf)
     eps = PROBING * ratio
-    rate = line.move(line.alike(eps), None)[0] / eps
+    rate = line.move(line.same_for_keys(eps), None)[0] / eps
     start = torch.where(rate > 0, gamma / rate.clamp(min=1e-30), 0.0)
-    return sizes(line, gamma, shrink, start, limit)
+    return crossing_by_search(line, gamma, shrink, start, limit)
 
 
-def _new(W: Heads, U: Heads, t: Factors, shrink: Factors | None, back: Factors | None) -> Heads:
+def _updated_weights(
+    W: HeadWeights,
+    U: HeadWeights,
+    t: HeadFactors,
+    shrink: HeadFactors | None,
+    back: HeadFactors | None,
+) -> HeadWeights:
     """back (shrink W + t U); a head that is neither shrunk nor scaled back and has t = 1, W + U."""
     made = []
     for n, (w, u) in enumerate(zip(W, U, strict=True)):
@@ -386,7 +401,7 @@ def _new(W: Heads, U: Heads, t: Factors, shrink: Factors | None, back: Factors |
             along, by = along * back[n], back[n] if by is None else by * back[n]
         start = w if by is None else w * _heads(by)
         made.append(torch.addcmul(start, u, _heads(along)))
-    return Heads(*made)
+    return HeadWeights(*made)
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -398,5 +413,5 @@ def _norm(W: Tensor) -> Tensor:
     return size
 
 
-def _same_norm(new: Tensor, old: Tensor) -> Tensor:
+def _with_norm_of(new: Tensor, old: Tensor) -> Tensor:
     return new * _heads(_norm(old) / _norm(new).clamp(min=1e-30))

@@ -22,19 +22,19 @@ from torch import Tensor
 
 from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.score.pair_stack import (
-    OURS,
-    Stack,
-    Watch,
+    STATE_NAMES,
+    PairProbes,
+    PairStack,
     heads,
-    keep_dtypes,
-    keep_reach,
-    stacked,
-    stacked_reach,
+    restore_dtypes,
+    stack_parameters,
+    stacked_bounds,
+    store_bounds,
     write,
 )
-from fenchel.optim.score.pairs import Pair
-from fenchel.optim.score.score_line import Heads, Line
-from fenchel.optim.score.step_size import HeadStats, Rule, Settled, settle
+from fenchel.optim.score.pairs import QueryKeyPair
+from fenchel.optim.score.score_line import HeadWeights, ScoreLine
+from fenchel.optim.score.step_size import HeadStats, StepLimits, WeightUpdate, take_step
 
 
 class ScoreTrust(torch.optim.Optimizer):
@@ -43,7 +43,7 @@ class ScoreTrust(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer | CombinedOptimiser,
-        pairs: Iterable[Pair],
+        pairs: Iterable[QueryKeyPair],
         lr: float = 0.2,
         radius: float = 6.0,
         *,
@@ -59,7 +59,7 @@ class ScoreTrust(torch.optim.Optimizer):
         # a group of settings only: its parameters are in the optimiser's groups already
         super().__init__([{"params": []}], {"lr": lr, "radius": radius})
         self.param_groups += inner
-        self.watch = Watch(pairs, probe)
+        self.pair_probes = PairProbes(pairs, probe)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -68,30 +68,30 @@ class ScoreTrust(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        before = [(stack, stacked(stack.pairs)) for stack in self.watch.stacks()]
+        before = [(stack, stack_parameters(stack.pairs)) for stack in self.pair_probes.stacks()]
         for member in self.members:
             member.step()
         for stack, stacks in before:
             self._cut(stack, stacks)
         return loss
 
-    def _cut(self, stack: Stack, before: list[Tensor]) -> None:
+    def _cut(self, stack: PairStack, before: list[Tensor]) -> None:
         pairs, at = stack
-        after = stacked(pairs)
+        after = stack_parameters(pairs)
         W, made = heads(pairs, before), heads(pairs, after)
-        U = Heads(made.Q - W.Q, made.K - W.K)
+        U = HeadWeights(made.Q - W.Q, made.K - W.K)
         group = self.param_groups[0]
-        rule = Rule(float(group["lr"]), group["radius"], exactly=False)
-        line = Line(pairs, at, W)
-        line.toward(U)
-        settled = settle(line, W, U, stacked_reach(self.state, pairs), rule)
-        write(pairs, after, _cut_or_made(settled, made))
-        self.watch.remember(pairs, settled.moved)
-        keep_reach(self.state, pairs, settled.reach)
+        rule = StepLimits(float(group["lr"]), group["radius"], exactly=False)
+        line = ScoreLine(pairs, at, W)
+        line.set_direction(U)
+        settled = take_step(line, W, U, stacked_bounds(self.state, pairs), rule)
+        write(pairs, after, _select_limited(settled, made))
+        self.pair_probes.record_step(pairs, settled.moved)
+        store_bounds(self.state, pairs, settled.reach)
 
     def score_stats(self) -> dict[str, HeadStats]:
         """What the last step did to each layer's scores, by the layer's name."""
-        return self.watch.stats()
+        return self.pair_probes.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's state and ours, parameter by parameter."""
@@ -108,31 +108,31 @@ class ScoreTrust(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore both."""
         super().load_state_dict(dict(state_dict))
-        keep_dtypes(self, state_dict)
+        restore_dtypes(self, state_dict)
         begin = 1
         for member in self.members:
             end = begin + len(member.param_groups)
             member.param_groups = self.param_groups[begin:end]
             begin = end
             held = {p for group in member.param_groups for p in group["params"]}
-            theirs = {p: _without(OURS, self.state[p]) for p in held if p in self.state}
+            theirs = {p: _without(STATE_NAMES, self.state[p]) for p in held if p in self.state}
             member.__setstate__({"state": defaultdict(dict, theirs)})
-        mine = {p: _only(OURS, values) for p, values in self.state.items()}
+        mine = {p: _only(STATE_NAMES, values) for p, values in self.state.items()}
         self.state = defaultdict(dict, {p: values for p, values in mine.items() if values})
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        self.watch.close()
+        self.pair_probes.close()
 
 
-def _cut_or_made(settled: Settled, made: Heads) -> Heads:
+def _select_limited(settled: WeightUpdate, made: HeadWeights) -> HeadWeights:
     """Heads that nothing was taken from keep the very bits the optimiser made."""
     chosen = []
     t, back = settled.moved.t, settled.moved.back
     for n, (as_made, cut) in enumerate(zip(made, settled.W, strict=True)):
         whole = t[n] if back is None else torch.minimum(t[n], back[n])
         chosen.append(torch.where((whole == 1.0)[..., None, None], as_made, cut))
-    return Heads(*chosen)
+    return HeadWeights(*chosen)
 
 
 def _without(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _only(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require(
-    lr: float, radius: float, probe: int, pairs: list[Pair], groups: list[dict[str, Any]]
+    lr: float, radius: float, probe: int, pairs: list[QueryKeyPair], groups: list[dict[str, Any]]
 ) -> None:
     if not 0.0 <= lr < math.inf or not radius > 0.0 or probe < 1:
         raise ValueError(

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fenchel.attention import Angles, angles, rotate
 from fenchel.model import ModelConfig, Transformer
-from fenchel.optim import Pair
+from fenchel.optim import QueryKeyPair
 
 Small = Callable[..., Transformer]
 
@@ -105,11 +105,13 @@ def backward() -> Callable[[nn.Module, Tensor], float]:
 
 
 @pytest.fixture(scope="session")
-def inputs() -> Callable[[nn.Module, list[Pair], Tensor], list[tuple[Tensor, Angles | None]]]:
+def inputs() -> Callable[
+    [nn.Module, list[QueryKeyPair], Tensor], list[tuple[Tensor, Angles | None]]
+]:
     """What each attention layer reads, and its rotation, by a hook of the tests' own."""
 
     def read(
-        model: nn.Module, pairs: list[Pair], ids: Tensor
+        model: nn.Module, pairs: list[QueryKeyPair], ids: Tensor
     ) -> list[tuple[Tensor, Angles | None]]:
         found: list[tuple[Tensor, Angles | None]] = []
 
@@ -137,10 +139,10 @@ def inputs() -> Callable[[nn.Module, list[Pair], Tensor], list[tuple[Tensor, Ang
 
 
 @pytest.fixture(scope="session")
-def scores_of() -> Callable[[Pair, Tensor, Angles | None], Tensor]:
+def scores_of() -> Callable[[QueryKeyPair, Tensor, Angles | None], Tensor]:
     """All the scores of a layer, (B, H, T, T), zero where a query may not look."""
 
-    def scores(pair: Pair, x: Tensor, turn: Angles | None) -> Tensor:
+    def scores(pair: QueryKeyPair, x: Tensor, turn: Angles | None) -> Tensor:
         heads = []
         for rows, norm in ((pair.query, pair.q_norm), (pair.key, pair.k_norm)):
             W = rows.values().to(x.dtype)

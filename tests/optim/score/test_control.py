@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.optim import Muon, Pair, ScoreDescent, ScoreTrust, attention_pairs
+from fenchel.optim import Muon, QueryKeyPair, ScoreDescent, ScoreTrust, attention_pairs
 
 KINDS: dict[str, dict[str, Any]] = {
     "mha": {"positions": "learned"},
@@ -32,7 +32,7 @@ Change = Callable[[], tuple[Tensor, Tensor]]
 def held_out(inputs: Any, scores_of: Any) -> Any:
     """A function that gives (RMS change, RMS score) of every head since the last call."""
 
-    def watch(model: nn.Module, pairs: list[Pair], ids: Tensor) -> Change:
+    def measure(model: nn.Module, pairs: list[QueryKeyPair], ids: Tensor) -> Change:
         read = inputs(model, pairs, ids)
         before = [scores_of(p, *given) for p, given in zip(pairs, read, strict=True)]
 
@@ -43,7 +43,7 @@ def held_out(inputs: Any, scores_of: Any) -> Any:
 
         return change
 
-    return watch
+    return measure
 
 
 @every_kind
@@ -77,7 +77,7 @@ def test_inputs_read_in_bfloat16_as_on_a_gpu_are_good_enough(
     held_out: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fenchel.optim.score.probe._read_in", lambda _: torch.bfloat16)
+    monkeypatch.setattr("fenchel.optim.score.probe._probe_dtype", lambda _: torch.bfloat16)
     model = small(**KINDS[kind])
     pairs = attention_pairs(model)
     optimiser: Any = ScoreDescent(pairs, lr=0.05)

@@ -9,9 +9,15 @@ from torch.func import jacfwd
 
 from fenchel.attention import Angles, angles, rotary, rotate
 from fenchel.optim import attention_pairs
-from fenchel.optim.score.direction import _averaged, damped, direction, inverse_root, partner_grams
-from fenchel.optim.score.pair_stack import Watch, heads, stacked
-from fenchel.optim.score.score_line import Heads, Line
+from fenchel.optim.score.direction import (
+    _rotation_averaged,
+    damped,
+    direction,
+    inverse_root,
+    partner_grams,
+)
+from fenchel.optim.score.pair_stack import PairProbes, heads, stack_parameters
+from fenchel.optim.score.score_line import HeadWeights, ScoreLine
 
 KINDS: dict[str, dict[str, Any]] = {
     "mha": {"positions": "learned"},
@@ -26,15 +32,15 @@ class Instance:
 
     def __init__(self, model: Any, ids: Tensor, inputs: Any, backward: Any) -> None:
         self.pairs = attention_pairs(model)
-        watch = Watch(self.pairs, 10**6)
+        pair_probes = PairProbes(self.pairs, 10**6)
         self.given = inputs(model, self.pairs, ids)
         backward(model, ids)
-        (stack,) = watch.stacks()
-        self.W, self.at = heads(self.pairs, stacked(self.pairs)), stack.at
-        self.gradient = heads(self.pairs, stacked(self.pairs, gradient=True))
-        self.line = Line(self.pairs, self.at, self.W)
+        (stack,) = pair_probes.stacks()
+        self.W, self.at = heads(self.pairs, stack_parameters(self.pairs)), stack.at
+        self.gradient = heads(self.pairs, stack_parameters(self.pairs, gradient=True))
+        self.line = ScoreLine(self.pairs, self.at, self.W)
 
-    def group(self, layer: int, heads: Heads) -> Tensor:
+    def group(self, layer: int, heads: HeadWeights) -> Tensor:
         """The first group of heads with their keys, as one vector."""
         r = self.line.group
         return torch.cat((heads.Q[layer, :r].flatten(), heads.K[layer, :1].flatten()))
@@ -53,7 +59,7 @@ class Instance:
         parts = jacfwd(scores, (0, 1))(self.W.Q[layer, : self.line.group], self.W.K[layer, :1])
         return torch.cat([part.flatten(1) for part in parts], dim=1)
 
-    def attained(self, layer: int, J: Tensor, U: Heads) -> float:
+    def attained(self, layer: int, J: Tensor, U: HeadWeights) -> float:
         """-<G, dS> / |dS| of a direction, over that of the least-squares solution."""
         g, u = self.group(layer, self.gradient), self.group(layer, U)
         squares, V = torch.linalg.eigh(J.mT @ J)
@@ -94,7 +100,7 @@ def test_the_frobenius_direction_attains_three_quarters_of_the_best_descent(
 
 def test_under_rotation_the_unrotated_gram_is_the_wrong_measure(instance: Any) -> None:
     at = instance("rotary", 12)
-    still = Line(at.pairs, at.at._replace(turn=None), at.W)
+    still = ScoreLine(at.pairs, at.at._replace(angles=None), at.W)
     for layer in range(2):
         J = at.dense(layer)
         averaged, unrotated = (
@@ -115,7 +121,7 @@ def test_partner_grams_are_means_over_the_open_pairs(
     at = instance(kind, 13)
     grams = partner_grams(at.line)
     q, k = at.line.q[1], at.line.k[1]  # (n, H, T, D), before any rotation
-    rotates = at.at.turn is not None
+    rotates = at.at.angles is not None
     A_K = torch.zeros_like(grams.K[1])
     A_Q = torch.zeros_like(grams.Q[1])
     pairs = [(i, j) for i in range(24) for j in range(i + 1)]
@@ -146,7 +152,9 @@ def test_under_a_mask_each_sequence_counts_its_own_pairs(n: int) -> None:
             y = rotate(x[:, i], Angles(cos, -sin)) * open_[:, i, :, s].unsqueeze(-1)
             A += y.mT @ y
             count += open_[:, i, 0, s].sum(-1)
-    torch.testing.assert_close(_averaged(x, turn, open_, "half"), A / count.view(2, 1, 1, 1))
+    torch.testing.assert_close(
+        _rotation_averaged(x, turn, open_, "half"), A / count.view(2, 1, 1, 1)
+    )
 
 
 def test_the_inverse_root_is_that_of_the_eigenvalues() -> None:

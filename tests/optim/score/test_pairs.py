@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from fenchel.optim import Pair, Rows, ScoreDescent, attention_pairs
+from fenchel.optim import HeadProjection, QueryKeyPair, ScoreDescent, attention_pairs
 
 SIZES = {
     "vocab_size": 31,
@@ -186,9 +186,19 @@ def test_rows_mixed_head_by_head_are_refused() -> None:
 def test_half_a_frozen_pair_is_refused_and_a_made_one_is_taken() -> None:
     module, free = nn.Linear(6, 4), nn.Parameter(torch.zeros(4, 6))
     frozen = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
-    pair = Pair("by hand", module, Rows(free, 0, 4, 2), Rows(free, 0, 2, 1), scale=1.0)
+    pair = QueryKeyPair(
+        "by hand", module, HeadProjection(free, 0, 4, 2), HeadProjection(free, 0, 2, 1), scale=1.0
+    )
     assert pair.parameters == [free]
     with pytest.raises(ValueError, match="freeze all of them or none"):
-        Pair("half", module, Rows(free, 0, 4, 2), Rows(frozen, 0, 4, 2), scale=1.0)
+        QueryKeyPair(
+            "half",
+            module,
+            HeadProjection(free, 0, 4, 2),
+            HeadProjection(frozen, 0, 4, 2),
+            scale=1.0,
+        )
     with pytest.raises(ValueError, match="3 heads of queries and 2 of keys"):
-        Pair("odd", module, Rows(free, 0, 3, 3), Rows(free, 0, 4, 2), scale=1.0)
+        QueryKeyPair(
+            "odd", module, HeadProjection(free, 0, 3, 3), HeadProjection(free, 0, 4, 2), scale=1.0
+        )

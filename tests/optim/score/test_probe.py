@@ -40,7 +40,7 @@ def test_a_probed_pass_is_one_graph(kind: str, when: str, small: Any, tokens: An
     inputs: dict[nn.Module, Tensor] = {}
     ids = tokens(0)
     compiled(ids, read=False).square().mean().backward()
-    seen = {pair: probe.take() for pair, probe in score.watches[0].probes.items()}
+    seen = {pair: probe.take() for pair, probe in score.pair_probes[0].probes.items()}
     score.close()
     for pair in seen:
         pair.module.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]}))
@@ -68,7 +68,7 @@ def test_a_pass_the_compiler_knows_without_hooks_is_probed_too(
     score = ScoreDescent(attention_pairs(model))
     run(other)
     run(compiled)
-    assert all(probe.take() is not None for probe in score.watches[0].probes.values())
+    assert all(probe.take() is not None for probe in score.pair_probes[0].probes.values())
 
 
 def test_a_probe_breaks_no_graph_of_transformers(tokens: Any) -> None:
@@ -99,7 +99,7 @@ def test_a_probe_holds_its_tokens_and_no_more(compiled: bool, small: Any, tokens
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager") if compiled else model
     run(tokens(0)).square().mean().backward()
-    for probe in score.watches[0].probes.values():
+    for probe in score.pair_probes[0].probes.values():
         before = probe.room.data_ptr()
         seen = probe.take()
         assert seen is not None
@@ -119,9 +119,9 @@ def test_between_steps_little_is_kept(
     for step in range(2):
         backward(model, tokens(step))
         score.step()
-    (watch,) = score.watches
-    ((_, moved),) = watch.moved
+    (pair_probes,) = score.pair_probes
+    ((_, moved),) = pair_probes.moved
     held = [moved.line.at.x, *(v for v in vars(moved.line).values() if isinstance(v, Tensor))]
-    room = sum(probe.room.nbytes for probe in watch.probes.values())
+    room = sum(probe.room.nbytes for probe in pair_probes.probes.values())
     stored = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}
     assert sum(stored.values()) <= 4.2 * room  # x, q, k of as many rows, and the products of parts

@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.optim import Pair, Rows, ScoreDescent, attention_pairs
-from fenchel.optim.score.probe import Seen, sample
-from fenchel.optim.score.score_line import Heads, Line
-from fenchel.optim.score.step_size import crossing, reach, scaling
+from fenchel.optim import HeadProjection, QueryKeyPair, ScoreDescent, attention_pairs
+from fenchel.optim.score.probe import LayerInput, sample
+from fenchel.optim.score.score_line import HeadWeights, ScoreLine
+from fenchel.optim.score.step_size import crossing_by_parts, reach, scaling
 
 
-def pair(**settings: object) -> Pair:
+def pair(**settings: object) -> QueryKeyPair:
     weight = nn.Parameter(torch.zeros(12, 6))
-    rows = Rows(weight, 0, 4, 2), Rows(weight, 4, 8, 2)
-    return Pair("layer", nn.Identity(), *rows, scale=0.5, **settings)  # type: ignore[arg-type]
+    rows = HeadProjection(weight, 0, 4, 2), HeadProjection(weight, 4, 8, 2)
+    return QueryKeyPair("layer", nn.Identity(), *rows, scale=0.5, **settings)  # type: ignore[arg-type]
 
 
-def opened(seen: Seen, **settings: object) -> Tensor:
+def opened(seen: LayerInput, **settings: object) -> Tensor:
     n = len(seen.x)
     return sample([pair(**settings)], [seen]).grid.open.expand(1, n, 1, -1, -1)[0, :, 0]
 
@@ -34,7 +34,7 @@ def opened(seen: Seen, **settings: object) -> Tensor:
     ],
 )
 def test_a_query_sees_what_the_layer_lets_it(settings: dict[str, object], distances: range) -> None:
-    open_ = opened(Seen(torch.zeros(2, 9, 6), None, None), **settings)
+    open_ = opened(LayerInput(torch.zeros(2, 9, 6), None, None), **settings)
     for i in range(9):
         for j in range(9):
             assert bool(open_[1, i, j]) == (i - j in distances)
@@ -43,13 +43,13 @@ def test_a_query_sees_what_the_layer_lets_it(settings: dict[str, object], distan
 def test_a_mask_closes_pairs_for_its_own_sequence() -> None:
     mask = torch.ones(2, 9, 9, dtype=torch.bool)
     mask[1, :, 4] = False
-    open_ = opened(Seen(torch.zeros(2, 9, 6), None, mask))
+    open_ = opened(LayerInput(torch.zeros(2, 9, 6), None, mask))
     assert open_[0, 8, 4]
     assert not open_[1, :, 4].any()
 
 
 def test_queries_are_sampled_evenly() -> None:
-    at = sample([pair()], [Seen(torch.zeros(1, 640, 6), None, None)])
+    at = sample([pair()], [LayerInput(torch.zeros(1, 640, 6), None, None)])
     assert at.grid.queries.tolist() == list(range(5, 640, 10))
 
 
@@ -57,10 +57,12 @@ def test_independent_positions_give_the_closed_form() -> None:
     """Over all pairs of two long independent samples the mean square is <E qq^T, E kk^T>."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 64, 6, generator=generator, dtype=torch.float64)
-    W = Heads(*(torch.randn(1, 2, 2, 6, generator=generator, dtype=torch.float64) for _ in "QK"))
+    W = HeadWeights(
+        *(torch.randn(1, 2, 2, 6, generator=generator, dtype=torch.float64) for _ in "QK")
+    )
     layer = pair(causal=False)
-    at = sample([layer], [Seen(x, None, None)])
-    exact, closed = (Line([layer], at, W, closed=c).start_rms for c in (False, True))
+    at = sample([layer], [LayerInput(x, None, None)])
+    exact, closed = (ScoreLine([layer], at, W, closed=c).start_rms for c in (False, True))
     torch.testing.assert_close(exact, closed)  # every pair is open, so it is no approximation
 
 
@@ -104,7 +106,7 @@ def test_parts_end_where_the_change_is_first_gamma(groups: int, shrinks: bool) -
     c = torch.linspace(0.97, 1.0, H, dtype=torch.float64).view(1, H) if shrinks else gamma / gamma
     shrink = scaling(c, groups)
     limit = torch.full_like(gamma, torch.inf)
-    t = crossing(flat @ flat.mT / 40, gamma, shrink if shrinks else None, limit, groups)
+    t = crossing_by_parts(flat @ flat.mT / 40, gamma, shrink if shrinks else None, limit, groups)
 
     def change(t_Q: Tensor, t_K: Tensor) -> Tensor:
         c, d = (x.repeat_interleave(H // x.shape[1], dim=1).unsqueeze(-1) for x in shrink)
@@ -123,9 +125,9 @@ def test_parts_go_no_further_than_their_limit_and_exactly_there() -> None:
     one = torch.ones(2, 3)
     small, nothing = 0.01 * torch.eye(4).expand(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)
     for parts in (small, nothing):
-        assert torch.equal(crossing(parts, one, None, one, 3).Q, one)
+        assert torch.equal(crossing_by_parts(parts, one, None, one, 3).Q, one)
     limit = torch.full_like(one, torch.inf)
-    assert torch.equal(crossing(nothing, one, None, limit, 3).Q, torch.zeros(2, 3))
+    assert torch.equal(crossing_by_parts(nothing, one, None, limit, 3).Q, torch.zeros(2, 3))
 
 
 def test_a_step_through_the_kernels_is_that_of_the_operations(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from fenchel.optim import Pair, ScoreDescent, ScoreTrust, attention_pairs
+from fenchel.optim import QueryKeyPair, ScoreDescent, ScoreTrust, attention_pairs
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -279,7 +279,11 @@ def test_closed_hooks_see_nothing_more(small: Any, tokens: Any, backward: Any) -
     score = descent(model)
     score.close()
     backward(model, tokens(0))
-    assert all(probe.seen is None for watch in score.watches for probe in watch.probes.values())
+    assert all(
+        probe.seen is None
+        for pair_probes in score.pair_probes
+        for probe in pair_probes.probes.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,7 +308,7 @@ def test_pairs_are_asked_for(small: Any) -> None:
     model = small()
     with pytest.raises(ValueError, match="give it attention_pairs"):
         ScoreDescent(list(model.parameters()))  # type: ignore[arg-type]
-    nothing: list[Pair] = []
+    nothing: list[QueryKeyPair] = []
     with pytest.raises(ValueError, match="needs pairs to watch"):
         ScoreTrust(torch.optim.AdamW(model.parameters()), nothing)
     with pytest.raises(ValueError, match="does not move the query and key weights of blocks"):
