@@ -20,6 +20,10 @@ kernels: .venv/.dev
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks
 
+# The site of the documentation, into site/; site/index.html opens without a server.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 .venv/.demo: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[text]'
@@ -29,4 +33,8 @@ bench: .venv/.dev
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-.PHONY: demo test lint kernels bench
+.venv/.docs: .venv/.demo
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	touch $@
+
+.PHONY: demo test lint kernels bench docs
