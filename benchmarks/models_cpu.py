@@ -37,7 +37,7 @@ from benchmarks.train_cpu import (
     their_text,
 )
 from fenchel.model import ModelConfig, Transformer
-from fenchel.train import keep_memory
+from fenchel.train import retain_freed_memory
 
 Way = Callable[[], object]
 
@@ -91,7 +91,7 @@ def _logits(model: nn.Module, shape: Shape, **settings: Any) -> Way:
 def our_training(shape: Shape) -> Way:
     """A step of ours."""
     torch.set_num_threads(THREADS)
-    keep_memory()
+    retain_freed_memory()
     model, ids = Transformer(shape.model), draw(shape.model.vocabulary, 1, shape.tokens + 1)
     return step(model, our_loss(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
 

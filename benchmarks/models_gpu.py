@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.harness import race, record
 from benchmarks.train_cpu import gpt2
 from fenchel.model import ModelConfig, Transformer
-from fenchel.train.loss import readout_loss
+from fenchel.train.loss import lm_head_loss
 
 PEAK = 989e12
 """bfloat16 FLOP/s of an H200 without sparsity, by its maker."""
@@ -66,7 +66,7 @@ def train(config: ModelConfig, batch: int) -> dict[str, Any]:
 
     def our_loss() -> Tensor:
         stream = our_pass(inputs, read=False)
-        return readout_loss(stream, ours.read_weight, targets) / targets.numel()
+        return lm_head_loss(stream, ours.read_weight, targets) / targets.numel()
 
     def their_loss() -> Tensor:
         logits = their_pass(inputs, use_cache=False).logits

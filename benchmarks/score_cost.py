@@ -22,7 +22,7 @@ from benchmarks.harness import record
 from benchmarks.models_gpu import GPT2
 from fenchel.model import Transformer
 from fenchel.optim import OptimConfig, build_optimiser
-from fenchel.train.loss import readout_loss
+from fenchel.train.loss import lm_head_loss
 
 MODEL = replace(GPT2, positions="rotary", norm="rms", bias=False)
 KINDS = ("muon", "trust", "score")
@@ -44,7 +44,7 @@ def step(kind: str, inputs: Tensor, targets: Tensor) -> Step:
         torch.cuda.synchronize()
         begin.record()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = readout_loss(forward(inputs, read=False), model.read_weight, targets)
+            loss = lm_head_loss(forward(inputs, read=False), model.read_weight, targets)
         (loss / targets.numel()).backward()  # type: ignore[no-untyped-call]
         middle.record()
         optimiser.step()

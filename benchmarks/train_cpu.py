@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from benchmarks.harness import Race, race, record
 from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
-from fenchel.train.loss import readout_loss, rows_alone
+from fenchel.train.loss import lm_head_loss, sparse_embedding_gradient
 
 THREADS = 2
 PROMPT, NEW = 32, 128
@@ -134,9 +134,9 @@ def our_loss(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[]
     weight, count = model.read_weight, targets.numel()
 
     def loss() -> Tensor:
-        with rows_alone(model):
+        with sparse_embedding_gradient(model):
             stream = model(inputs, read=False)
-        return readout_loss(stream, weight, targets) / count
+        return lm_head_loss(stream, weight, targets) / count
 
     return loss
 

@@ -59,9 +59,11 @@ def _answer(argv: list[str] | None) -> int:
     except (ValueError, OSError) as error:
         return _trouble(str(error), 2)
     except (MemoryError, RuntimeError) as error:
-        from fenchel.train.machine import ran_out  # a command that came so far has loaded torch
+        from fenchel.train.machine import (
+            out_of_memory,  # a command that came so far has loaded torch
+        )
 
-        if (wanted := ran_out(error)) is None:
+        if (wanted := out_of_memory(error)) is None:
             raise
         return _trouble(f"memory ran out ({wanted}); give it less to do at once.", 2)
     except KeyboardInterrupt as error:

@@ -125,7 +125,7 @@ def settings_from(
 
 
 class Console:
-    """Watches a run (fenchel.pipeline.Watch) and shows it."""
+    """Watches a run (fenchel.pipeline.RunCallback) and shows it."""
 
     def __init__(self, *, quiet: bool = False, aside: bool = False) -> None:
         """``aside`` keeps standard output for results, and tells of long stages in a pipe too."""
@@ -147,18 +147,18 @@ class Console:
         self.staged = time.monotonic()
         self.told: dict[str, Any] = {}
 
-    def stage(self, what: str, done: int, total: int) -> None:
+    def progress(self, what: str, done: int, total: int) -> None:
         """Progress of something that is not training."""
         self._bar(what, done, total)
         if self.aside and not self.live and time.monotonic() - self.staged > PLAIN_EVERY:
             self.staged = time.monotonic()
-            self.say(f"{what}: {done:,} of {total:,}")
+            self.message(f"{what}: {done:,} of {total:,}")
 
     def step(self, step: int, steps: int) -> None:
         """A step was taken."""
         self._bar("training", step, steps)
 
-    def line(self, metrics: Mapping[str, Any]) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
         """A line of metrics was written."""
         self.told.update(metrics)
         validated = "validation/bits_per_byte" in metrics
@@ -173,9 +173,9 @@ class Console:
                 soft_wrap=True,
             )
 
-    def say(self, sentence: str) -> None:
+    def message(self, text: str) -> None:
         """Something a person should know."""
-        self.terminal.print(printable(sentence), highlight=False, markup=False, soft_wrap=True)
+        self.terminal.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def end(self, path: Path, status: str, reason: str, *, json: bool) -> None:
         """The last words: what came out and what to do with it."""
@@ -186,9 +186,9 @@ class Console:
             return
         if status != "finished":
             was = "was interrupted" if status == "interrupted" else status
-            self.say(f"The run {was}: {reason}")
+            self.message(f"The run {was}: {reason}")
             if status == "interrupted":
-                self.say(f"Go on with:  fenchel train --resume {path}")
+                self.message(f"Go on with:  fenchel train --resume {path}")
         if "validation" in summary:
             self.terminal.print(verdict(summary))
             sample = _read(path / "sample.json")
@@ -197,8 +197,8 @@ class Console:
                 f"\n[dim]A sample; the bar ends the prompt:[/dim]\n{prompt}[bold]|[/bold]{text}\n",
                 highlight=False,
             )
-        self.say(f"Run directory  {path}\nReport         {path / 'report.html'}")
-        self.say(f'Try            fenchel generate {path} --prompt "The people"')
+        self.message(f"Run directory  {path}\nReport         {path / 'report.html'}")
+        self.message(f'Try            fenchel generate {path} --prompt "The people"')
 
     def _bar(self, what: str, done: int, total: int) -> None:
         if not self.live:

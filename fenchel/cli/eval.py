@@ -64,7 +64,7 @@ def run(
         told: dict[str, Any] = {"text": reading.text, "bytes": size, **reading.score._asdict()}
         lines = _lines(size, reading, part=tokens is not None)
         if calibration or page is not None:
-            sure = confidence(model, ids, context=model.config.context, progress=console.stage)
+            sure = confidence(model, ids, context=model.config.context, progress=console.progress)
             told["calibration"] = _plain(sure)
             lines += _calibration_lines(sure)
             if page is not None:
@@ -105,9 +105,9 @@ def _read(
         ids, size = truncate_ids(corpus.validation, corpus.facts.validation_bytes, tokens)
         name = "validation text"
     else:
-        ids, size = text_ids(tokenizer, text, limit=tokens, progress=console.stage)
+        ids, size = text_ids(tokenizer, text, limit=tokens, progress=console.progress)
         name = text
-    found = score(model, ids, bytes=size, context=config.context, progress=console.stage)
+    found = score(model, ids, bytes=size, context=config.context, progress=console.progress)
     return model, ids, size, Evaluation(str(directory), found, fingerprint(tokenizer), name)
 
 

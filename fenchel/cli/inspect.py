@@ -91,7 +91,7 @@ def run(
         tolerance=tolerance,
         device=device,
         seed=seed,
-        watch=console.stage,
+        watch=console.progress,
     )
     console.bars.stop()
     if target is not None:
@@ -103,7 +103,7 @@ def run(
         print(json_format.dumps(found.plain(rows=rows)))
         return 0
     _show(found, console)
-    console.say(f"Page  {target}")
+    console.message(f"Page  {target}")
     return 0
 
 
@@ -143,4 +143,4 @@ def _show(found: "Inspection", console: Console) -> None:
     for table in tables(found):
         console.terminal.print(table)
     for sentence in (found.precision.statement,) if found.precision else ():
-        console.say(sentence)
+        console.message(sentence)

@@ -69,9 +69,9 @@ def run(
     mapping = settings_from(config, set, short)
 
     from fenchel import pipeline
-    from fenchel.train import keep_memory
+    from fenchel.train import retain_freed_memory
 
-    keep_memory()
+    retain_freed_memory()
     console = Console(quiet=json)
     if resume is not None:
         path = resume

@@ -1,7 +1,7 @@
 """Lesson 0. The whole flow on one page: text in, report out.
 
 Each line's result is the next line's argument. Follow any name to the file it comes from: the
-package is the stage. `fenchel train` does the same with more care (fenchel/flow/).
+package is the stage. `fenchel train` does the same with more care (fenchel/pipeline/).
 
 Run it:  python -m fenchel.lessons.l00_the_whole_flow
 """
@@ -59,12 +59,12 @@ class Quiet:
     def step(self, step: int, steps: int) -> None:
         """Say nothing."""
 
-    def line(self, metrics: object) -> None:
+    def log(self, metrics: object) -> None:
         """Say nothing."""
 
-    def say(self, sentence: str) -> None:
+    def message(self, text: str) -> None:
         """Pass on what matters."""
-        print(sentence)
+        print(text)
 
 
 size = corpus.facts.validation_bytes
@@ -74,8 +74,8 @@ loop = Loop(
     run=run,
     settings={"vocabulary": config.vocabulary},
     validate=lambda m: score(m, corpus.validation, bytes=size, context=32)._asdict(),
-    probe=lambda _, batch: attention_health(model, batch.inputs[:2]),
-    listener=Quiet(),
+    probe=lambda batch: attention_health(model, batch.inputs[:2]),
+    callback=Quiet(),
     progress=Progress(),
 )
 assert loop.train().status == "finished"

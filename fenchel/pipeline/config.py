@@ -11,7 +11,7 @@ from fenchel.config import from_mapping
 from fenchel.data import TextConfig
 from fenchel.model import ModelConfig
 from fenchel.optim import OptimConfig
-from fenchel.train import Listener, TrainConfig
+from fenchel.train import Callback, TrainConfig
 
 HARMLESS = {
     f"train.{name}"
@@ -44,10 +44,10 @@ class RunConfig:
             )
 
 
-class Watch(Listener, Protocol):
-    """A listener that also sees the stages before training."""
+class RunCallback(Callback, Protocol):
+    """A callback that also sees the stages before training."""
 
-    def stage(self, what: str, done: int, total: int) -> None:
+    def progress(self, what: str, done: int, total: int) -> None:
         """``done`` of ``total`` of something slow."""
 
 
@@ -59,7 +59,9 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
     return from_mapping(RunConfig, {**mapping, "model": model})
 
 
-def changed(before: Mapping[str, Any], changes: Mapping[str, Any], watch: Watch) -> RunConfig:
+def changed(
+    before: Mapping[str, Any], changes: Mapping[str, Any], callback: RunCallback
+) -> RunConfig:
     """Settings of a run with some of them changed: refused where the state would not fit."""
     after = {key: dict(v) if isinstance(v, Mapping) else v for key, v in before.items()}
     told = []
@@ -79,7 +81,7 @@ def changed(before: Mapping[str, Any], changes: Mapping[str, Any], watch: Watch)
             told.append(f"{name} is now {value}: the run goes on{exactly}.")
     config = settings(after)
     for sentence in told:
-        watch.say(sentence)
+        callback.message(sentence)
     return config
 
 

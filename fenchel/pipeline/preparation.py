@@ -13,11 +13,11 @@ from fenchel.data import Batches, Corpus, Ids, open_text, prepare
 from fenchel.files import Damaged, read_json, require_space, sha256, write_atomic
 from fenchel.model import Transformer
 from fenchel.optim import build_optimiser, constant
-from fenchel.pipeline.config import RunConfig, Watch, settings
-from fenchel.train import Pace, RunDir, Stepper, measure, seconds
+from fenchel.pipeline.config import RunCallback, RunConfig, settings
+from fenchel.train import RunDir, Stepper, StepTime, seconds, time_steps
 
 
-def keep_corpus(run: RunDir, corpus: Corpus) -> None:
+def record_corpus(run: RunDir, corpus: Corpus) -> None:
     """Record in the run which token files it reads, and keep its tokenizer."""
     inside = corpus.folder.parent == run.path
     folder = corpus.folder.name if inside else str(corpus.folder.resolve())
@@ -48,7 +48,7 @@ def _read_kept(path: Path) -> dict[str, str]:
     return {name: kept[name] for name in wanted}
 
 
-def reopen(config: RunConfig, path: Path, watch: Watch) -> Corpus:
+def reopen(config: RunConfig, path: Path, callback: RunCallback) -> Corpus:
     """The token files of a run, made again from its text if they are damaged."""
     kept, own = _read_kept(path), path / "tokenizer.json"
     if not own.is_file() or sha256(own) != kept["tokenizer_sha256"]:
@@ -60,25 +60,25 @@ def reopen(config: RunConfig, path: Path, watch: Watch) -> Corpus:
         return open_corpus(path)
     except Damaged as error:
         _require_text(kept["source"], open_text(kept["source"]).sha256(), kept["text_sha256"])
-        watch.say(f"{error} The token files are made again.")
+        callback.message(f"{error} The token files are made again.")
         same_ids = replace(config.text, source=kept["source"], tokenizer=str(own))
-        prepare(same_ids, path / kept["folder"], progress=watch.stage)
+        prepare(same_ids, path / kept["folder"], progress=callback.progress)
         return open_corpus(path)
 
 
-def text_changed(corpus: Corpus, watch: Watch, accept: bool) -> str | None:
+def text_changed(corpus: Corpus, callback: RunCallback, accept: bool) -> str | None:
     """The hash of the text if it is not the one the run began with; refused unless accepted."""
     try:
         now = open_text(corpus.source).sha256()
     except ValueError as error:
-        watch.say(f"{error} The run goes on with its own token files.")
+        callback.message(f"{error} The run goes on with its own token files.")
         return None
     then = corpus.facts.text_sha256
     if now == then:
         return None
     if not accept:
         _require_text(corpus.source, now, then)
-    watch.say(f"The text has changed from {then[:12]} to {now[:12]}, as accepted.")
+    callback.message(f"The text has changed from {then[:12]} to {now[:12]}, as accepted.")
     return now
 
 
@@ -95,12 +95,12 @@ EVALUATION_SHARE = 0.1
 """Part of a time budget that is left to evaluations and checkpoints."""
 
 
-def batches_of(config: RunConfig, ids: Ids) -> Batches:
+def build_batches(config: RunConfig, ids: Ids) -> Batches:
     """The batches of a run: nothing but the seed decides their order."""
     return Batches(ids, batch=config.train.batch, context=config.model.context, seed=config.seed)
 
 
-def model_of(config: RunConfig) -> Transformer:
+def build_model(config: RunConfig) -> Transformer:
     """A fresh model of a run: nothing but the seed decides its weights."""
     return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
 
@@ -125,24 +125,24 @@ def require_room(config: RunConfig, run: RunDir) -> None:
     require_space(run.path, int(1.2 * 3 * weights) + 2**20)
 
 
-def resolve(config: RunConfig, batches: Batches, watch: Watch) -> RunConfig:
+def resolve(config: RunConfig, batches: Batches, callback: RunCallback) -> RunConfig:
     """Threads and, from a time budget, steps: measured once, then part of the settings."""
     pace, parameters = _trial(config, batches)
     steps = config.train.steps
     if steps is None:
         budget = seconds(config.train.budget or "")
         steps = max(1, int(budget * (1.0 - EVALUATION_SHARE) / pace.seconds))
-    watch.say(
+    callback.message(
         f"{parameters:,} parameters; {1e3 * pace.seconds:.0f} ms a step with "
         f"{pace.threads} threads; {steps:,} steps."
     )
     return replace(config, train=replace(config.train, threads=pace.threads, steps=steps))
 
 
-def _trial(config: RunConfig, batches: Batches) -> tuple[Pace, int]:
+def _trial(config: RunConfig, batches: Batches) -> tuple[StepTime, int]:
     """How fast steps of this run are, on a model that is thrown away, and its parameters."""
-    model = model_of(config).to(device_of(config.train.device))
-    take = Stepper(
+    model = build_model(config).to(device_of(config.train.device))
+    stepper = Stepper(
         model,
         batches,
         build_optimiser(model, config.optim),
@@ -150,13 +150,13 @@ def _trial(config: RunConfig, batches: Batches) -> tuple[Pace, int]:
         config=config.train,
         seed=config.seed,
     )
-    pace = measure(lambda: take(0), threads=config.train.threads)
+    pace = time_steps(lambda: stepper(0), threads=config.train.threads)
     return pace, sum(p.numel() for p in model.parameters())
 
 
-def speed() -> tuple[Pace, int]:
+def speed() -> tuple[StepTime, int]:
     """The pace of the default run on random tokens, and the tokens of one of its steps."""
     config = settings({})
     size = config.train.batch * config.model.context
     ids = np.random.default_rng(0).integers(config.model.vocabulary, size=2 * size)
-    return _trial(config, batches_of(config, ids))[0], size
+    return _trial(config, build_batches(config, ids))[0], size

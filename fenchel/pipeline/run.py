@@ -18,12 +18,12 @@ from fenchel.data import Batch, Batches, Corpus, open_text, prepare
 from fenchel.evaluate import Score, attention_health, bzip2_bits, ngram_bits, sample, score
 from fenchel.files import Damaged, StorageFailed, locked, read_json, sweep
 from fenchel.optim import CombinedOptimiser, build_beta2, build_optimiser, build_schedule
-from fenchel.pipeline.config import RunConfig, Watch, changed, settings
+from fenchel.pipeline.config import RunCallback, RunConfig, changed, settings
 from fenchel.pipeline.preparation import (
-    batches_of,
+    build_batches,
+    build_model,
     device_of,
-    keep_corpus,
-    model_of,
+    record_corpus,
     reopen,
     require_room,
     resolve,
@@ -31,14 +31,14 @@ from fenchel.pipeline.preparation import (
 )
 from fenchel.report import page
 from fenchel.train import (
+    CallbackList,
     Loop,
     Outcome,
     RunDir,
-    Several,
     Stepper,
     TensorBoard,
-    enough_memory,
     environment,
+    explain_out_of_memory,
     require_loggers,
 )
 
@@ -46,8 +46,8 @@ BASELINE_BYTES = 64 * 2**20
 """A longer text than this would need a table too large; its baselines are left out."""
 
 
-def carry_out(
-    config: RunConfig, run: RunDir, corpus: Corpus, batches: Batches, watch: Watch
+def train_and_report(
+    config: RunConfig, run: RunDir, corpus: Corpus, batches: Batches, callback: RunCallback
 ) -> Outcome:
     """Train what is left of the run in its directory, read the validation text, write the page."""
     steps = config.train.steps
@@ -55,15 +55,15 @@ def carry_out(
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
     device = device_of(config.train.device)
-    model = model_of(config).to(device)
+    model = build_model(config).to(device)
     optimiser = build_optimiser(model, config.optim)
-    progress = _restore(config, run, model, optimiser, watch)
+    progress = _restore(config, run, model, optimiser, callback)
     if progress.step >= steps:
-        watch.say(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
+        callback.message(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
         told = _summary(run).get("status") == "finished"
         if told and (run.path / "report.html").is_file():
             return Outcome("finished", progress)
-    _keep_environment(run, device, progress, watch)
+    _keep_environment(run, device, progress, callback)
     run.write_json("summary.json", {"status": "running", "step": progress.step, "steps": steps})
 
     def validate(model: nn.Module, limit: int | None = config.train.evaluate_tokens) -> Score:
@@ -75,7 +75,7 @@ def carry_out(
             limit=limit,
         )
 
-    def probe(_: nn.Module, batch: Batch) -> dict[str, list[float]]:
+    def probe(batch: Batch) -> dict[str, list[float]]:
         return attention_health(model, batch.inputs[:2])
 
     loggers = [TensorBoard(run.path / name, step=progress.step) for name in config.train.log]
@@ -94,7 +94,7 @@ def carry_out(
         settings=to_mapping(config.model),
         validate=lambda model: validate(model)._asdict(),
         probe=probe,
-        listener=Several(watch, *loggers),
+        callback=CallbackList(callback, *loggers),
         progress=progress,
     )
     with _under_way(run):
@@ -108,9 +108,9 @@ def carry_out(
             **asdict(outcome.progress),
         }
         if outcome.status == "finished":
-            watch.say("Reading all of the validation text, and the baselines.")
+            callback.message("Reading all of the validation text, and the baselines.")
             summary["validation"] = validate(model, None)._asdict()
-            summary["baselines"] = _baselines(corpus, watch)
+            summary["baselines"] = _baselines(corpus, callback)
         run.write_json("summary.json", summary)
         if outcome.status != "diverged":
             run.write_json(
@@ -121,13 +121,17 @@ def carry_out(
 
 
 def _restore(
-    config: RunConfig, run: RunDir, model: nn.Module, optimiser: CombinedOptimiser, watch: Watch
+    config: RunConfig,
+    run: RunDir,
+    model: nn.Module,
+    optimiser: CombinedOptimiser,
+    callback: RunCallback,
 ) -> Progress:
     """Fill the model from the newest intact checkpoint, and forget metrics past it."""
     folder, wrong = run_checkpoint.newest(run.checkpoints)
     for damaged, error in wrong.items():
         instead = f"{folder.name} is used instead" if folder else "it cannot be used"
-        watch.say(f"{damaged.name} is damaged, {instead}: {error}")
+        callback.message(f"{damaged.name} is damaged, {instead}: {error}")
     if folder is None:
         if wrong or _summary(run).get("step"):  # it has been further than its first step
             raise ValueError(
@@ -135,15 +139,17 @@ def _restore(
                 "start a new run, or restore one of them from a backup."
             )
         if run.metrics.exists():
-            watch.say("No checkpoint was written yet: the run begins again at its first step.")
+            callback.message(
+                "No checkpoint was written yet: the run begins again at its first step."
+            )
         run.rewind(0)
         return Progress()
     progress = run_checkpoint.restore(folder, model, optimiser, to_mapping(config.model))
     for damaged in wrong:
         run_checkpoint.set_aside(damaged)
     if lost := run.rewind(progress.metrics_bytes):
-        watch.say(lost)
-    watch.say(f"Resuming from {folder.name}.")
+        callback.message(lost)
+    callback.message(f"Resuming from {folder.name}.")
     return progress
 
 
@@ -152,7 +158,7 @@ def _under_way(run: RunDir) -> Iterator[None]:
     """Tell a disk or a memory that fails a run in the middle from one that never let it begin."""
     saved = f"what was saved before is intact, go on with --resume {run.path}"
     try:
-        with enough_memory(saved):
+        with explain_out_of_memory(saved):
             yield
     except StorageFailed:
         raise
@@ -168,7 +174,9 @@ def _summary(run: RunDir) -> dict[str, Any]:
         return {}
 
 
-def _keep_environment(run: RunDir, device: torch.device, progress: Progress, watch: Watch) -> None:
+def _keep_environment(
+    run: RunDir, device: torch.device, progress: Progress, callback: RunCallback
+) -> None:
     """Record what the bits depend on, and say what has changed since the run was here."""
     now = environment(device)
     try:
@@ -177,7 +185,7 @@ def _keep_environment(run: RunDir, device: torch.device, progress: Progress, wat
         before = now
     for what in ("torch", "device"):
         if before.get(what) != now[what]:
-            watch.say(
+            callback.message(
                 f"{what} was {before.get(what)} and is {now[what]}: "
                 "the run goes on, no longer bit for bit as begun."
             )
@@ -193,12 +201,12 @@ def baselines(corpus: Corpus) -> dict[str, float]:
     return {"bzip2": bzip2_bits(whole), "ngram5": table}
 
 
-def _baselines(corpus: Corpus, watch: Watch) -> dict[str, float]:
+def _baselines(corpus: Corpus, callback: RunCallback) -> dict[str, float]:
     """The baselines, unless the text has gone or changed while the run went on."""
     try:
         return baselines(corpus)
     except (ValueError, OSError) as error:
-        watch.say(f"The baselines are left out: {error}")
+        callback.message(f"The baselines are left out: {error}")
         return {}
 
 
@@ -206,7 +214,7 @@ TOKENS = "tokens"
 """Folder of a run's token files, unless they are shared."""
 
 
-def begin(config: RunConfig, path: Path, watch: Watch) -> Outcome:
+def begin(config: RunConfig, path: Path, callback: RunCallback) -> Outcome:
     """A new run in ``path``: text to tokens, a fresh model, training, the report."""
     run = RunDir(path)
     new = run.create()
@@ -217,23 +225,23 @@ def begin(config: RunConfig, path: Path, watch: Watch) -> Outcome:
             require_loggers(config.train.log)
             shared = config.text.prepared
             folder = path / TOKENS if shared is None else Path(shared).expanduser()
-            corpus = prepare(config.text, folder, progress=watch.stage)
+            corpus = prepare(config.text, folder, progress=callback.progress)
             config = _fit_vocabulary(config, corpus)
-            batches = batches_of(config, corpus.train)
-            with enough_memory("nothing was begun"):
-                config = resolve(config, batches, watch)
+            batches = build_batches(config, corpus.train)
+            with explain_out_of_memory("nothing was begun"):
+                config = resolve(config, batches, callback)
             require_room(config, run)
-            keep_corpus(run, corpus)
+            record_corpus(run, corpus)
             run.write_settings(to_mapping(config))
         except BaseException:
             if new:
                 run.abandon()
             raise
-        return carry_out(config, run, corpus, batches, watch)
+        return train_and_report(config, run, corpus, batches, callback)
 
 
 def resume(
-    path: Path, watch: Watch, *, changes: Mapping[str, Any], accept_new_text: bool = False
+    path: Path, callback: RunCallback, *, changes: Mapping[str, Any], accept_new_text: bool = False
 ) -> Outcome:
     """Go on with the run in ``path`` from its newest intact checkpoint."""
     run = RunDir(path)
@@ -241,20 +249,20 @@ def resume(
     with locked(path):
         sweep(path)
         sweep(run.checkpoints)
-        config = changed(before, changes, watch)
+        config = changed(before, changes, callback)
         device_of(config.train.device)  # refused before anything is written
         require_loggers(config.train.log)
         require_room(config, run)
-        corpus = reopen(config, path, watch)
-        if now := text_changed(corpus, watch, accept_new_text):
+        corpus = reopen(config, path, callback)
+        if now := text_changed(corpus, callback, accept_new_text):
             same_ids = replace(
                 config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
             )
-            corpus = prepare(same_ids, path / f"{TOKENS}-{now[:12]}", progress=watch.stage)
-            keep_corpus(run, corpus)
+            corpus = prepare(same_ids, path / f"{TOKENS}-{now[:12]}", progress=callback.progress)
+            record_corpus(run, corpus)
         if config != settings(before):
             run.write_settings(to_mapping(config))
-        return carry_out(config, run, corpus, batches_of(config, corpus.train), watch)
+        return train_and_report(config, run, corpus, build_batches(config, corpus.train), callback)
 
 
 def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:

@@ -1,32 +1,32 @@
 """The loop, losses, checkpoints and the run directory."""
 
 from fenchel.train.config import TrainConfig, seconds
-from fenchel.train.logger import Several, TensorBoard, require_loggers
-from fenchel.train.loop import Listener, Loop, Outcome
+from fenchel.train.logger import CallbackList, TensorBoard, require_loggers
+from fenchel.train.loop import Callback, Loop, Outcome
 from fenchel.train.machine import (
-    Pace,
-    enough_memory,
+    StepTime,
     environment,
-    keep_memory,
-    measure,
+    explain_out_of_memory,
+    retain_freed_memory,
+    time_steps,
 )
 from fenchel.train.rundir import RunDir
 from fenchel.train.step import Stepper
 
 __all__ = [
-    "Listener",
+    "Callback",
+    "CallbackList",
     "Loop",
     "Outcome",
-    "Pace",
     "RunDir",
-    "Several",
+    "StepTime",
     "Stepper",
     "TensorBoard",
     "TrainConfig",
-    "enough_memory",
     "environment",
-    "keep_memory",
-    "measure",
+    "explain_out_of_memory",
     "require_loggers",
+    "retain_freed_memory",
     "seconds",
+    "time_steps",
 ]

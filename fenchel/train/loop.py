@@ -1,17 +1,22 @@
-"""The training loop: step, log, evaluate, save. It knows no model by name.
+"""The training loop: step, log, evaluate, save.
 
 A step is a function of its number (fenchel/train/step.py), and so is when to log, evaluate and
-save; a run that is stopped anywhere and resumed ends with the same bits as one that never was.
-Only the process that holds the lock of the run directory writes.
+save: a run that is stopped anywhere and resumed ends with the same bits as one that was not. Only
+the process that holds the lock of the run directory writes to it.
 
-Steps are numbered from 1 in everything a person reads: after step n, n steps are behind us.
+The first SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the loop after the step under way, with a
+checkpoint; the second stops it at once.
+
+Steps are numbered from 1 in everything a person reads: after step n, n steps are complete.
 """
 
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from signal import Signals
-from typing import Any, NamedTuple, Protocol
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -21,27 +26,27 @@ from fenchel.checkpoints.run_checkpoint import Progress
 from fenchel.data import Batch
 from fenchel.files import NoSpace, StorageFailed
 from fenchel.train.loss_scale import LossScale
-from fenchel.train.machine import Interruption
 from fenchel.train.rundir import RunDir
 from fenchel.train.step import Stepper, StepResult
 
 Measure = Callable[[nn.Module], Mapping[str, float]]
-"""A model to metrics of the validation text; "loss" among them decides which is best."""
-Probe = Callable[[nn.Module, Batch], Mapping[str, Any]]
-"""Something to measure at every line of metrics, such as the health of attention."""
+"""A model to metrics of the validation text; the smallest "loss" decides which step is best."""
+Probe = Callable[[Batch], Mapping[str, Any]]
+"""The batch of a step to extra metrics of its line, such as the health of attention."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Listener(Protocol):
-    """Whoever watches: a terminal, a logger."""
+class Callback(Protocol):
+    """What a run reports to: a terminal, a logger."""
 
     def step(self, step: int, steps: int) -> None:
-        """A step was taken."""
+        """Step number ``step`` of ``steps`` is complete."""
 
-    def line(self, metrics: Mapping[str, Any]) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
         """A line of metrics was written."""
 
-    def say(self, sentence: str) -> None:
-        """Something a person should know."""
+    def message(self, text: str) -> None:
+        """A sentence for the person who runs it."""
 
 
 class Outcome(NamedTuple):
@@ -54,58 +59,99 @@ class Outcome(NamedTuple):
     signal: Signals | None = None
 
 
+class StopSignals:
+    """While entered, records the first stop signal instead of ending the process.
+
+    The second raises KeyboardInterrupt. A terminal that closes sends SIGHUP twice, from the kernel
+    and from the shell, so a second SIGHUP means no more than the first.
+    """
+
+    def __init__(self) -> None:
+        self.first: Signals | None = None
+        self._handlers: dict[Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in STOP_SIGNALS:
+            # The parent may have set a signal to be ignored: nohup does so with SIGHUP.
+            # None is a handler of another language, which could not be restored.
+            if signal.getsignal(number) in (signal.SIG_IGN, None):
+                continue
+            try:
+                self._handlers[number] = signal.signal(number, self._record)
+            except ValueError:  # signals are handled in the main thread only
+                break
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _record(self, number: int, _frame: FrameType | None) -> None:
+        if self.first == number == signal.SIGHUP:
+            return
+        if self.first is not None:
+            raise KeyboardInterrupt(Signals(number))
+        self.first = Signals(number)
+
+
 class Loop:
-    """One run: its parts, and how far it has come."""
+    """The steps of one run, from ``progress`` to ``steps``."""
 
     def __init__(
         self,
-        take: Stepper,
+        stepper: Stepper,
         *,
         steps: int,
         run: RunDir,
         settings: Mapping[str, Any],
         validate: Measure,
         probe: Probe,
-        listener: Listener,
+        callback: Callback,
         progress: Progress,
     ) -> None:
-        self.take, self.model, self.config = take, take.model, take.config
+        """``settings`` are those of the model, which every checkpoint holds."""
+        self.stepper, self.model, self.config = stepper, stepper.model, stepper.config
         self.steps, self.run, self.settings = steps, run, settings
-        self.validate, self.probe, self.listener = validate, probe, listener
+        self.validate, self.probe, self.callback = validate, probe, callback
         self.progress = progress
-        if take.scaling is not None and progress.loss_scale is not None:
-            take.scaling.scale = LossScale(progress.loss_scale, progress.loss_scale_age)
-        self._saved = progress.step
+        if stepper.scaling is not None and progress.loss_scale is not None:
+            stepper.scaling.scale = LossScale(progress.loss_scale, progress.loss_scale_age)
+        self._saved_step = progress.step
         self._started = time.perf_counter() - progress.seconds
         self._mark = (time.perf_counter(), progress.tokens)
 
     def train(self) -> Outcome:
-        """Take the steps that are left and leave the whole story in the run directory."""
+        """Take the remaining steps; metrics and checkpoints go to the run directory."""
         tenth = max(1, self.steps // 10)
         evaluate_every = self.config.evaluate_every or tenth
         save_every = self.config.save_every or tenth
-        with Interruption() as signals:
+        with StopSignals() as signals:
             while self.progress.step < self.steps:
-                if signals.asked is not None:
-                    return self._interrupted(signals.asked)
-                taken = self.take(self.progress.step)
-                self._count(taken)
-                if taken.broken and self.streak() >= self.config.patience:
+                if signals.first is not None:
+                    return self._interrupted(signals.first)
+                result = self.stepper(self.progress.step)
+                self._count(result)
+                if result.broken and self.skipped_in_a_row() >= self.config.patience:
                     return self._diverged(
-                        f"{self.streak()} steps in a row were not finite: {taken.broken}"
+                        f"{self.skipped_in_a_row()} steps in a row were not finite: {result.broken}"
                     )
                 done, last = self.progress.step, self.progress.step == self.steps
                 if done % self.config.log_every == 0 or last:
-                    self._log(taken)
+                    self._log(result)
                 better = (done % evaluate_every == 0 or last) and self._evaluate()
-                due = (done % save_every == 0 or better) and not self.streak()
+                due = (done % save_every == 0 or better) and not self.skipped_in_a_row()
                 if (due or last) and (ended := self._save(must=last)):
                     return ended
-                self.listener.step(done, self.steps)
+                self.callback.step(done, self.steps)
         return Outcome("finished", self.progress)
 
-    def streak(self) -> int:
-        """How many of the newest steps were skipped, one after another."""
+    def skipped_in_a_row(self) -> int:
+        """How many of the latest steps were skipped, without a complete one after them."""
         step = self.progress.step
         for skipped in reversed(self.progress.skipped):
             if skipped != step:
@@ -113,35 +159,35 @@ class Loop:
             step -= 1
         return self.progress.step - step
 
-    def _count(self, taken: StepResult) -> None:
+    def _count(self, result: StepResult) -> None:
         p = replace(self.progress, step=self.progress.step + 1)
-        if taken.broken is None:
+        if result.broken is None:
             self.progress = replace(
                 p,
-                tokens=p.tokens + taken.batch.targets.numel(),
-                loss_sum=p.loss_sum + taken.loss,
+                tokens=p.tokens + result.batch.targets.numel(),
+                loss_sum=p.loss_sum + result.loss,
                 loss_count=p.loss_count + 1,
             )
         else:
             self.progress = replace(p, skipped=(*p.skipped, p.step))
-            self.run.log({"step": p.step, "train/broken": taken.broken})
-            self.listener.say(f"Step {p.step} is skipped: {taken.broken}.")
+            self.run.log({"step": p.step, "train/broken": result.broken})
+            self.callback.message(f"Step {p.step} is skipped: {result.broken}.")
 
-    def _log(self, taken: StepResult) -> None:
+    def _log(self, result: StepResult) -> None:
         p, now = self.progress, time.perf_counter()
         since, before = self._mark
         self.model.eval()
         with torch.no_grad():
-            seen = self.probe(self.model, taken.batch)
-        self._line(
+            probed = self.probe(result.batch)
+        self._write(
             {
                 "train/loss": p.loss_sum / p.loss_count if p.loss_count else float("nan"),
-                "train/learning_rate": taken.learning_rate,
-                "train/gradient_norm": taken.gradient_norm,
+                "train/learning_rate": result.learning_rate,
+                "train/gradient_norm": result.gradient_norm,
                 "train/tokens": p.tokens,
                 "train/skipped": len(p.skipped),
-                **{f"train/{name}": value for name, value in taken.told.items()},
-                **seen,
+                **{f"train/{name}": value for name, value in result.metrics.items()},
+                **probed,
                 "time/tokens_per_second": (p.tokens - before) / max(1e-9, now - since),
                 "time/elapsed": now - self._started,
             }
@@ -150,29 +196,29 @@ class Loop:
         self._mark = (time.perf_counter(), p.tokens)
 
     def _evaluate(self) -> bool:
-        """Measure the validation text; whether no step before was better."""
+        """Measure the validation text; return whether this step is the best so far."""
         before, p = time.perf_counter(), self.progress
         self.model.eval()
-        found = self.validate(self.model)
-        self._line({f"validation/{name}": value for name, value in found.items()})
+        metrics = self.validate(self.model)
+        self._write({f"validation/{name}": value for name, value in metrics.items()})
         since, tokens = self._mark
         self._mark = (since + time.perf_counter() - before, tokens)
-        better = found["loss"] < (float("inf") if p.best is None else p.best)
+        better = metrics["loss"] < (float("inf") if p.best is None else p.best)
         if better:
-            self.progress = replace(p, best=found["loss"], best_step=p.step)
+            self.progress = replace(p, best=metrics["loss"], best_step=p.step)
         return better
 
-    def _line(self, metrics: Mapping[str, Any]) -> None:
+    def _write(self, metrics: Mapping[str, Any]) -> None:
         line = {"step": self.progress.step, **metrics}
         self.run.log(line)
-        self.listener.line(line)
+        self.callback.log(line)
 
     def _save(self, *, must: bool) -> Outcome | None:
-        """Commit a checkpoint, or end the run if its weights are beyond saving.
+        """Commit a checkpoint, or end the run if a weight is not finite.
 
-        A full disk is said and survived, unless this checkpoint ``must`` be.
+        A full disk is reported and the run goes on, unless this checkpoint ``must`` be written.
         """
-        if self._saved == self.progress.step:
+        if self._saved_step == self.progress.step:
             return None
         if bad := run_checkpoint.not_finite(self.model.state_dict()):
             return self._diverged(f"the weights {bad[0]} hold {bad[1]} nan or inf")
@@ -180,39 +226,41 @@ class Loop:
             self.progress = replace(
                 self.progress,
                 seconds=time.perf_counter() - self._started,
-                metrics_bytes=self.run.settle(),
-                **self._scale(),
+                metrics_bytes=self.run.flush(),
+                **self._loss_scale(),
             )
             run_checkpoint.save(
                 self.run.checkpoints,
                 self.progress,
                 self.model.state_dict(),
-                self.take.optimiser,
+                self.stepper.optimiser,
                 self.settings,
             )
         except NoSpace as error:
             if must:
                 raise StorageFailed(
-                    f"{error} Make room and go on with --resume {self.run.path}; {self._kept()}."
+                    f"{error} Make room and go on with --resume {self.run.path}; "
+                    f"{self._newest_checkpoint()}."
                 ) from error
-            self.listener.say(f"{error} The run goes on without this checkpoint.")
+            self.callback.message(f"{error} The run goes on without this checkpoint.")
             return None
-        self._saved = self.progress.step
-        if not self.streak():  # while steps are being skipped, older ones may be needed yet
+        self._saved_step = self.progress.step
+        if not self.skipped_in_a_row():  # while steps are skipped, older ones may still be needed
             run_checkpoint.rotate(
                 self.run.checkpoints, keep=self.config.keep, best_step=self.progress.best_step
             )
         return None
 
-    def _scale(self) -> dict[str, Any]:
-        if self.take.scaling is None:
+    def _loss_scale(self) -> dict[str, Any]:
+        if self.stepper.scaling is None:
             return {}
-        factor, age = self.take.scaling.scale
+        factor, age = self.stepper.scaling.scale
         return {"loss_scale": factor, "loss_scale_age": age}
 
-    def _kept(self) -> str:
-        kept, _ = run_checkpoint.newest(self.run.checkpoints)
-        return f"the last good checkpoint is {kept.name}" if kept else "there is no checkpoint yet"
+    def _newest_checkpoint(self) -> str:
+        folder, _ = run_checkpoint.newest(self.run.checkpoints)
+        name = folder.name if folder else None
+        return f"the last good checkpoint is {name}" if name else "there is no checkpoint yet"
 
     def _interrupted(self, by: Signals) -> Outcome:
         if ended := self._save(must=True):
@@ -221,5 +269,5 @@ class Loop:
         return Outcome("interrupted", self.progress, reason, by)
 
     def _diverged(self, what: str) -> Outcome:
-        reason = f"{what}; {self._kept()}. Try a lower learning rate."
+        reason = f"{what}; {self._newest_checkpoint()}. Try a lower learning rate."
         return Outcome("diverged", self.progress, reason)

@@ -27,9 +27,9 @@ take 150 ms of the first. On a GPU kernels/cross_entropy.py does the part betwee
 The gradient is computed with the loss, handed over once, and cannot be differentiated again.
 
 A table that is read out and also embeds the tokens has a second gradient, which is zero but for
-the rows of the batch's tokens. ``rows_alone`` has those rows added to the first, where otherwise a
-table of zeros is made for them and two whole tables are added up: a twelfth of the gradient of a
-Llama of 30M on a CPU.
+the rows of the batch's tokens. ``sparse_embedding_gradient`` has those rows added to the first,
+where otherwise a table of zeros is made for them and two whole tables are added up: a twelfth of
+the gradient of a Llama of 30M on a CPU.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ LOGITS = {"cpu": 2**20, "cuda": 2**28}
 """Logits at a time, if that is more rows: near a core's cache, or enough to keep a GPU busy."""
 
 
-def readout_loss(
+def lm_head_loss(
     stream_BTM: Tensor, table_VM: Tensor, targets_BT: Tensor, *, smoothing: float = 0.0
 ) -> Tensor:
     """Sum over all targets, in nats: (B, T, M), (V, M), (B, T) -> ()."""
@@ -73,7 +73,7 @@ def readout_loss(
 
 
 @contextmanager
-def rows_alone(model: nn.Module) -> Iterator[None]:
+def sparse_embedding_gradient(model: nn.Module) -> Iterator[None]:
     """A pass inside gives a tied embedding's gradient as rows, on a CPU, where that is quicker.
 
     The table must then be read out, or its whole gradient stays a matter of rows.
@@ -141,10 +141,10 @@ class _ReadoutLoss(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # the gradients are numbers here: a derivative would be lost
             raise RuntimeError(
-                "readout_loss has no second derivative; take total_loss of the logits instead."
+                "lm_head_loss has no second derivative; take total_loss of the logits instead."
             )
         if ctx.gradients is None:
-            raise RuntimeError("readout_loss was differentiated already; compute it again.")
+            raise RuntimeError("lm_head_loss was differentiated already; compute it again.")
         gh_NM, gW_VM = ctx.gradients
         ctx.gradients = None  # handed over, so that nobody has to copy them
         return gh_NM.mul_(g.to(gh_NM.dtype)), gW_VM.mul_(g.to(gW_VM.dtype)), None, None, None, None

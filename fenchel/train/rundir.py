@@ -107,7 +107,7 @@ class RunDir:
         with suppress(NoSpace):
             self._append()
 
-    def settle(self) -> int:
+    def flush(self) -> int:
         """Put every line of metrics on the disk, and say how many bytes that makes."""
         self._append()
         sync(self.metrics)

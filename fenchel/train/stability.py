@@ -252,13 +252,13 @@ class Stability:
             raise ValueError(f"qk_clip scales query and key weights, and {reason}; choose one.")
         if self.floor and (reason := why_not_entropy(model)):
             raise ValueError(f"entropy_floor cannot serve this model: {reason}.")
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forget the step before."""
         self._entropies: list[Tensor] = []
         self._largest: dict[nn.Module, Tensor] = {}  # a module may serve several layers
-        self._told: dict[str, Tensor] = {}
+        self._metrics: dict[str, Tensor] = {}
 
     def observe(self, number: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
         """Look at the queries (B, H, T, D) and keys (B, G, S, D) of one layer."""
@@ -285,10 +285,12 @@ class Stability:
             return 0.0
         found = share * self.weight * entropy_penalty(torch.cat(self._entropies), self.floor)
         self._entropies = []
-        self._told["entropy_penalty"] = self._told.get("entropy_penalty", 0.0) + found.detach()
+        self._metrics["entropy_penalty"] = (
+            self._metrics.get("entropy_penalty", 0.0) + found.detach()
+        )
         return found
 
-    def settle(self) -> None:
+    def clip_scores(self) -> None:
         """After the weights have moved: scale back what was too large."""
         if self.limit is None:
             return
@@ -296,8 +298,8 @@ class Stability:
             qk_clip_(cast(Projected, attention), largest_H, self.limit)
             for attention, largest_H in self._largest.items()
         ]
-        self._told["clipped_heads"] = torch.cat(over).sum()
+        self._metrics["clipped_heads"] = torch.cat(over).sum()
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The penalty of the step, and how many heads were scaled back after it."""
-        return {name: float(value) for name, value in self._told.items()}
+        return {name: float(value) for name, value in self._metrics.items()}

@@ -28,9 +28,10 @@ gradient is complete just before ``clip_``.
 
 import hashlib
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,9 +41,8 @@ from torch import Tensor, nn
 from fenchel.data import Batch, Batches
 from fenchel.optim import CombinedOptimiser, Schedule, clip_
 from fenchel.train.config import TrainConfig
-from fenchel.train.loss import readout_loss, rows_alone, total_loss
+from fenchel.train.loss import lm_head_loss, sparse_embedding_gradient, total_loss
 from fenchel.train.loss_scale import LossScaler
-from fenchel.train.machine import fixed_order
 from fenchel.train.stability import Stability
 
 
@@ -111,7 +111,7 @@ class StepResult(NamedTuple):
     learning_rate: float
     broken: str | None
     """What was not finite; None when the weights moved."""
-    told: Mapping[str, float] = {}
+    metrics: Mapping[str, float] = {}
     """What the switches that are on have to say."""
 
 
@@ -148,18 +148,18 @@ class Stepper:
         batch = Batch(*(part.to(self.device) for part in self.batches.at(step)))
         self._set_rates(step)
         self.model.train()
-        with fixed_order(self.device, exact=self.config.exact):
+        with deterministic(self.device, exact=self.config.exact):
             loss = self._gradient(batch, step)
         norm, broken = clip_(self.model.parameters(), self.config.clip), None
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimiser.step()
             if self.stability is not None:
-                self.stability.settle()
+                self.stability.clip_scores()
         else:
             broken = first_broken(self.model, lambda: deque(self._read(batch, step), 0), loss)
         self.optimiser.zero_grad()
         rate = self.optimiser.param_groups[-1]["lr"]
-        return StepResult(batch, loss, norm, rate, broken, self._told())
+        return StepResult(batch, loss, norm, rate, broken, self._metrics())
 
     def _set_rates(self, step: int) -> None:
         factor = self.schedule(step)
@@ -178,7 +178,7 @@ class Stepper:
         count, total = batch.targets.numel(), 0.0
         targets = batch.targets.chunk(self.config.accumulate)
         if self.stability is not None:
-            self.stability.begin()
+            self.stability.reset()
         for stream, wanted in zip(self._read(batch, step), targets, strict=True):
             with self.autocast():
                 loss = self._loss(stream, wanted)
@@ -201,7 +201,7 @@ class Stepper:
         """
         model, smoothing = self.model, self.config.smoothing
         if getattr(model, "reads_by_table_alone", True):
-            return readout_loss(stream, model.read_weight, wanted, smoothing=smoothing)  # type: ignore[arg-type]
+            return lm_head_loss(stream, model.read_weight, wanted, smoothing=smoothing)  # type: ignore[arg-type]
         return total_loss(model.logits(stream), wanted, smoothing=smoothing)  # type: ignore[operator]
 
     def _balance(self) -> Tensor | None:
@@ -209,21 +209,50 @@ class Stepper:
         balance: Callable[[], Tensor | None] | None = getattr(self.model, "balance", None)
         return None if balance is None else balance()
 
-    def _told(self) -> dict[str, float]:
-        told = self.stability.told() if self.stability is not None else {}
+    def _metrics(self) -> dict[str, float]:
+        metrics = self.stability.metrics() if self.stability is not None else {}
         if self.scaling is not None:
-            told["loss_scale"] = self.scaling.scale.factor
-        return told
+            metrics["loss_scale"] = self.scaling.scale.factor
+        return metrics
 
     def _read(self, batch: Batch, step: int) -> Iterator[Tensor]:
         """The stream of each part of a step, under the noise that is that part's own."""
         cuda = [self.device] if self.device.type == "cuda" else []
-        by_rows = nullcontext if self.config.compile else partial(rows_alone, self.model)
+        by_rows = (
+            nullcontext if self.config.compile else partial(sparse_embedding_gradient, self.model)
+        )
         for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
             with torch.random.fork_rng(devices=cuda), self.autocast(), by_rows():
                 torch.manual_seed(mix(self.seed, step, part))
                 stream = self.forward(inputs, read=False, **self._shown)
             yield stream
+
+
+@contextmanager
+def deterministic(device: torch.device, *, exact: bool) -> Iterator[None]:
+    """Use only GPU kernels that add in a fixed order, so that a run repeats bit for bit.
+
+    On a CPU with a fixed number of threads torch always does. On a GPU some kernels do not, among
+    them the backward pass of fused attention: two runs of the same settings then differ in the
+    last digits, and soon in all of them. An operation without such a kernel raises ValueError. A
+    fixed order costs some time (docs/log.md); ``exact=False`` declines it.
+    """
+    if device.type != "cuda" or not exact:
+        yield
+        return
+    # cuBLAS reads this when it first allocates its workspace.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).partition(". ")[0]
+        raise ValueError(f"{reason}; give up exact repetition with train.exact=false.") from error
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def compiled(model: nn.Module) -> Callable[..., Tensor]:

@@ -10,14 +10,14 @@ from typing import Any
 
 import fenchel.data.corpus
 import fenchel.pipeline
-from fenchel.train import Pace
+from fenchel.train import StepTime
 
 STOPPED = 128 + signal.SIGTERM
 
 
 def paced(seconds: float) -> Any:
     def prepare() -> None:
-        fenchel.pipeline.preparation.measure = lambda *_, **__: Pace(1, seconds)
+        fenchel.pipeline.preparation.time_steps = lambda *_, **__: StepTime(1, seconds)
 
     return prepare
 

@@ -14,7 +14,7 @@ from fenchel.checkpoints import run_checkpoint
 from fenchel.cli import main
 from fenchel.model import Transformer
 from fenchel.optim import CombinedOptimiser
-from fenchel.train.machine import ran_out
+from fenchel.train.machine import out_of_memory
 
 ON_GPU = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 16 GiB"
 PLACES: dict[str, tuple[Any, str]] = {
@@ -97,5 +97,5 @@ def test_any_command_says_that_memory_ran_out(
 
 
 def test_other_errors_are_not_taken_for_it() -> None:
-    assert ran_out(RuntimeError("shapes do not match")) is None
-    assert ran_out(MemoryError()) is not None
+    assert out_of_memory(RuntimeError("shapes do not match")) is None
+    assert out_of_memory(MemoryError()) is not None

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 from fenchel.kernels.cross_entropy import softmax_errors
 from fenchel.train import loss as loss_module
-from fenchel.train.loss import readout_loss
+from fenchel.train.loss import lm_head_loss
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -50,7 +50,7 @@ def test_the_loss_through_it_has_the_gradient_of_the_operations(
         W = torch.randn(50, 8, generator=g).to(device).requires_grad_()
         targets = torch.randint(50, (3, 11), generator=g).to(device)
         monkeypatch.setattr(loss_module, "_fused", lambda _, fused=fused: fused)
-        loss = readout_loss(h, W, targets, smoothing=0.1)
+        loss = lm_head_loss(h, W, targets, smoothing=0.1)
         found[fused] = (loss.detach(), *torch.autograd.grad(loss, (h, W)))
     for one, other in zip(found[True], found[False], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

@@ -18,7 +18,7 @@ MODEL = ModelConfig(vocabulary=31, context=8, width=8, layers=2, heads=2, dropou
 
 
 class Ear:
-    """A listener that remembers, and does something at a chosen step."""
+    """A callback that remembers, and does something at a chosen step."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -31,11 +31,11 @@ class Ear:
         self.steps.append(step)
         self.at.get(step, lambda: None)()
 
-    def line(self, metrics: Mapping[str, Any]) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
         self.lines.append(metrics)
 
-    def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+    def message(self, text: str) -> None:
+        self.said.append(text)
 
 
 class Small:
@@ -65,7 +65,7 @@ class Small:
         self.optim = OptimConfig(**(optim or {}))
         self.model = Transformer(model, generator=torch.Generator().manual_seed(seed))
         self.optimiser = build_optimiser(self.model, self.optim)
-        self.take = Stepper(
+        self.stepper = Stepper(
             self.model,
             self.batches,
             self.optimiser,
@@ -88,13 +88,13 @@ class Small:
             progress = run_checkpoint.restore(folder, self.model, self.optimiser, self.settings)
         self.run.rewind(progress.metrics_bytes)
         return Loop(
-            self.take,
+            self.stepper,
             steps=self.steps,
             run=self.run,
             settings=self.settings,
             validate=self.validate,
             probe=self.probe,
-            listener=self.ear,
+            callback=self.ear,
             progress=progress,
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fenchel.train.logger import Several, TensorBoard, require_loggers
+from fenchel.train.logger import CallbackList, TensorBoard, require_loggers
 
 
 class Ear:
@@ -16,11 +16,11 @@ class Ear:
     def step(self, step: int, steps: int) -> None:
         self.heard.append((step, steps))
 
-    def line(self, metrics: object) -> None:
+    def log(self, metrics: object) -> None:
         self.heard.append(metrics)
 
-    def say(self, sentence: str) -> None:
-        self.heard.append(sentence)
+    def message(self, text: str) -> None:
+        self.heard.append(text)
 
 
 class Closed(Ear):
@@ -41,9 +41,9 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_numbers_become_scalars_and_lists_one_a_layer(tmp_path: Path) -> None:
     logger = TensorBoard(tmp_path)
     logger.step(4, 8)
-    logger.say("Nothing of this is a number.")
-    logger.line({"step": 4, "train/loss": 2.5, "attention/entropy": [1.0, 0.5]})
-    logger.line({"step": 8, "train/loss": 1.5, "train/broken": "a phrase"})
+    logger.message("Nothing of this is a number.")
+    logger.log({"step": 4, "train/loss": 2.5, "attention/entropy": [1.0, 0.5]})
+    logger.log({"step": 8, "train/loss": 1.5, "train/broken": "a phrase"})
     assert read(tmp_path) == {
         "train/loss": [(4, 2.5), (8, 1.5)],
         "attention/entropy/layer_0": [(4, 1.0)],
@@ -54,9 +54,9 @@ def test_numbers_become_scalars_and_lists_one_a_layer(tmp_path: Path) -> None:
 def test_a_resumed_run_forgets_what_lies_beyond_its_checkpoint(tmp_path: Path) -> None:
     first = TensorBoard(tmp_path)
     for step in (2, 4, 6):
-        first.line({"step": step, "train/loss": float(step)})
+        first.log({"step": step, "train/loss": float(step)})
     second = TensorBoard(tmp_path, step=4)
-    second.line({"step": 6, "train/loss": 60.0})
+    second.log({"step": 6, "train/loss": 60.0})
     assert read(tmp_path) == {"train/loss": [(2, 2.0), (4, 4.0), (6, 60.0)]}
 
 
@@ -73,18 +73,18 @@ def test_a_missing_package_is_one_sentence_that_names_the_extra(
 
 def test_several_hear_the_same() -> None:
     ears = Ear(), Ear()
-    several = Several(*ears)
+    several = CallbackList(*ears)
     several.step(1, 2)
-    several.line({"step": 1})
-    several.say("Hear.")
+    several.log({"step": 1})
+    several.message("Hear.")
     assert ears[0].heard == ears[1].heard == [(1, 2), {"step": 1}, "Hear."]
 
 
 def test_one_who_can_write_no_more_is_left_out_and_the_others_are_told() -> None:
     closed, ear = Closed(), Ear()
-    several = Several(closed, ear)
+    several = CallbackList(closed, ear)
     several.step(1, 2)
     several.step(2, 2)
     said, *steps = ear.heard
-    assert "Closed no longer listens" in str(said)
+    assert "Closed failed" in str(said)
     assert steps == [(1, 2), (2, 2)]

@@ -14,7 +14,7 @@ from fenchel.checkpoints import run_checkpoint
 from fenchel.checkpoints.run_checkpoint import folders
 from fenchel.files import NoSpace, StorageFailed
 from fenchel.train import loop as loop_file
-from fenchel.train.machine import Interruption
+from fenchel.train.loop import StopSignals
 
 NAN = float("nan")
 IDS = torch.zeros(1, 4, dtype=torch.long)
@@ -39,13 +39,13 @@ def stop_at(s: Any, step: int, by: signal.Signals = signal.SIGINT) -> Any:
 def spoil(s: Any, *steps: int, name: str = "blocks.1.mlp.up.weight") -> None:
     """Make the gradient of ``name`` nan in these steps (numbered from 1)."""
     now = [0]
-    gradient = s.take._gradient
+    gradient = s.stepper._gradient
 
     def count(batch: Any, step: int) -> float:
         now[0] = step + 1
         return gradient(batch, step)
 
-    s.take._gradient = count
+    s.stepper._gradient = count
     s.model.get_parameter(name).register_hook(lambda g: g * NAN if now[0] in steps else g)
 
 
@@ -77,8 +77,8 @@ def test_intervals_left_out_are_a_tenth_of_the_run(small: Callable[..., Any]) ->
 def test_the_loss_that_is_told_is_the_mean_since_the_last_line(small: Callable[..., Any]) -> None:
     s = small(steps=4, log_every=2)
     losses: list[float] = []
-    gradient = s.take._gradient
-    s.take._gradient = lambda *args: losses.append(gradient(*args)) or losses[-1]
+    gradient = s.stepper._gradient
+    s.stepper._gradient = lambda *args: losses.append(gradient(*args)) or losses[-1]
     s.loop().train()
     told = [x["train/loss"] for x in lines(s) if "train/loss" in x]
     assert told == [(losses[0] + losses[1]) / 2, (losses[2] + losses[3]) / 2]
@@ -98,7 +98,7 @@ def test_a_checkpoint_holds_the_step_it_is_named_for(small: Callable[..., Any]) 
     s.loop().train()
     other = small("other", steps=6)
     for step in range(3):
-        other.take(step)
+        other.stepper(step)
     third = small("third")
     folder = s.run.checkpoints / "step-000003"
     progress = run_checkpoint.restore(folder, third.model, third.optimiser, third.settings)
@@ -144,12 +144,12 @@ def test_twenty_random_schedules_of_stops_end_with_the_same_bits(
 def test_a_stop_before_the_first_step_loses_nothing_and_keeps_nothing(
     small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Asked(Interruption):
+    class Asked(StopSignals):
         def __init__(self) -> None:
             super().__init__()
-            self.asked = signal.SIGTERM
+            self.first = signal.SIGTERM
 
-    monkeypatch.setattr(loop_file, "Interruption", Asked)
+    monkeypatch.setattr(loop_file, "StopSignals", Asked)
     s = small()
     outcome = s.loop().train()
     assert (outcome.status, outcome.progress.step) == ("interrupted", 0)
@@ -170,7 +170,7 @@ def test_after_the_end_nothing_is_done(small: Callable[..., Any]) -> None:
     s.loop().train()
     again = small()
     loop = again.loop()
-    loop.take = lambda _: pytest.fail("a step was taken")
+    loop.stepper = lambda _: pytest.fail("a step was taken")
     assert loop.train() == ("finished", loop.progress, "", None)
     assert lines(again) == lines(s)
 
@@ -179,7 +179,7 @@ def test_validating_probing_logging_and_saving_move_no_bit(small: Callable[..., 
     """F21: the noise of training is training's own."""
     quiet = small("quiet", log_every=99, evaluate_every=99, save_every=99)
     busy = small("busy", log_every=1, evaluate_every=1, save_every=1)
-    busy.probe = lambda model, batch: {"drawn": float(torch.rand(()) + model(batch[0]).norm())}
+    busy.probe = lambda batch: {"drawn": float(torch.rand(()) + busy.model(batch[0]).norm())}
     busy.validate = lambda model: {
         "loss": float(torch.rand(()) + model.train()(IDS).detach().norm())
     }

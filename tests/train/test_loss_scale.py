@@ -21,7 +21,7 @@ def gradient(s: Any, step: int) -> dict[str, torch.Tensor]:
         found.update((name, p.grad.clone()) for name, p in s.model.named_parameters())
 
     s.optimiser.step = look
-    s.take(step)
+    s.stepper(step)
     return found
 
 
@@ -34,7 +34,7 @@ def test_activations_are_half_and_weights_and_gradients_are_not(small: Callable[
     s = small(precision="float16")
     seen: list[torch.dtype] = []
     s.model.blocks[0].mlp.up.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    assert s.take(0).broken is None
+    assert s.stepper(0).broken is None
     assert seen == [torch.float16]
     assert {p.dtype for p in s.model.parameters()} == {torch.float32}
 
@@ -55,15 +55,15 @@ def test_a_step_that_overflows_is_taken_again_at_half_the_scale_until_it_does_no
     small: Callable[..., Any],
 ) -> None:
     s, lower = small("1", precision="float16"), small("2", precision="float16")
-    s.take.scaling.scale = LossScale(2.0**40, 7)
-    taken = s.take(0)
-    assert taken.broken is None
-    factor, age = s.take.scaling.scale
+    s.stepper.scaling.scale = LossScale(2.0**40, 7)
+    result = s.stepper(0)
+    assert result.broken is None
+    factor, age = s.stepper.scaling.scale
     assert factor < 2.0**30
     assert age == 1
-    assert taken.told["loss_scale"] == factor
-    lower.take.scaling.scale = LossScale(factor, 0)
-    lower.take(0)
+    assert result.metrics["loss_scale"] == factor
+    lower.stepper.scaling.scale = LossScale(factor, 0)
+    lower.stepper(0)
     assert s.bits() == lower.bits()  # the tries before have left nothing behind
 
 
@@ -71,11 +71,11 @@ def test_what_is_broken_at_every_scale_leaves_the_scale_as_it_was(
     small: Callable[..., Any],
 ) -> None:
     s = small(precision="float16")
-    s.take.scaling.scale = LossScale(1024.0, 3)
+    s.stepper.scaling.scale = LossScale(1024.0, 3)
     s.model.blocks[1].mlp.up.weight.register_hook(lambda g: g * float("nan"))
     before = s.bits()
-    assert "blocks.1.mlp.up.weight" in (s.take(0).broken or "")
-    assert s.take.scaling.scale == LossScale(1024.0, 3)
+    assert "blocks.1.mlp.up.weight" in (s.stepper(0).broken or "")
+    assert s.stepper.scaling.scale == LossScale(1024.0, 3)
     assert s.bits() == before
 
 
@@ -88,15 +88,15 @@ def test_a_loss_that_is_not_finite_is_read_once(small: Callable[..., Any]) -> No
         return output * torch.inf
 
     s.model.blocks[0].mlp.up.register_forward_hook(spoil)
-    assert s.take(0).broken
+    assert s.stepper(0).broken
     assert len(calls) == 2  # once for the step, once to say where
 
 
 def test_the_scale_grows_when_it_is_old_enough(small: Callable[..., Any]) -> None:
     s = small(precision="float16")
-    s.take.scaling.scale = LossScale(256.0, 1999)
-    s.take(0)
-    assert s.take.scaling.scale == LossScale(512.0, 0)
+    s.stepper.scaling.scale = LossScale(256.0, 1999)
+    s.stepper(0)
+    assert s.stepper.scaling.scale == LossScale(512.0, 0)
 
 
 def test_a_run_in_float16_is_resumed_bit_for_bit_with_its_scale(
@@ -104,8 +104,8 @@ def test_a_run_in_float16_is_resumed_bit_for_bit_with_its_scale(
 ) -> None:
     def build(name: str) -> Any:
         s = small(name, precision="float16")
-        s.take.scaling.scaler.set_growth_interval(2)  # so that it changes within twelve steps,
-        s.take.scaling.scale = LossScale(2.0**14, 0)  # up to what overflows and down again
+        s.stepper.scaling.scaler.set_growth_interval(2)  # so that it changes within twelve steps,
+        s.stepper.scaling.scale = LossScale(2.0**14, 0)  # up to what overflows and down again
         return s
 
     whole, parted = build("1"), build("2")
@@ -115,7 +115,7 @@ def test_a_run_in_float16_is_resumed_bit_for_bit_with_its_scale(
     again = build("2")
     again.loop().train()
     assert again.bits() == whole.bits()
-    assert again.take.scaling.scale == whole.take.scaling.scale
+    assert again.stepper.scaling.scale == whole.stepper.scaling.scale
     told = [json.loads(line) for line in whole.run.metrics.read_text().splitlines()]
     scales = [line["train/loss_scale"] for line in told if "train/loss_scale" in line]
     assert len(set(scales)) > 2
@@ -127,5 +127,5 @@ def test_a_run_in_float16_is_resumed_bit_for_bit_with_its_scale(
 def test_other_precisions_are_not_scaled(small: Callable[..., Any]) -> None:
     for precision in ("float32", "bfloat16"):
         s = small(precision, precision=precision)
-        assert s.take.scaling is None
-        assert s.take(0).told == {}
+        assert s.stepper.scaling is None
+        assert s.stepper(0).metrics == {}

@@ -6,10 +6,10 @@ import sys
 PROGRAM = """
 import resource, sys
 import torch
-from fenchel.train import keep_memory
+from fenchel.train import retain_freed_memory
 
 if sys.argv[1] == "kept":
-    assert keep_memory()
+    assert retain_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):  # the first few find their places

@@ -24,8 +24,8 @@ PROGRESS = Progress(step=6, tokens=192, skipped=(2, 5), loss_sum=0.1, loss_count
 
 def saved(s: Any, progress: Progress = PROGRESS) -> Path:
     """A checkpoint of a run ``s`` (see conftest) that has taken two steps."""
-    s.take(0)
-    s.take(1)
+    s.stepper(0)
+    s.stepper(1)
     return run_checkpoint.save(
         s.run.checkpoints, progress, s.model.state_dict(), s.optimiser, s.settings
     )

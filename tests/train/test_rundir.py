@@ -110,7 +110,7 @@ def test_what_json_has_no_number_for_is_written_as_a_word(run: RunDir) -> None:
 
 def test_a_rewound_log_ends_where_the_checkpoint_was(run: RunDir) -> None:
     run.log({"step": 1})
-    position = run.settle()
+    position = run.flush()
     run.log({"step": 2})
     assert run.rewind(position) is None
     assert lines(run) == [{"step": 1}]
@@ -120,7 +120,7 @@ def test_a_rewound_log_ends_where_the_checkpoint_was(run: RunDir) -> None:
 def test_a_log_that_was_cut_is_said_and_goes_on_at_a_line_of_its_own(run: RunDir) -> None:
     for step in (1, 2):
         run.log({"step": step})
-    position = run.settle()
+    position = run.flush()
     os.truncate(run.metrics, position - 4)
     assert "has lost 4 bytes" in (run.rewind(position) or "")
     run.log({"step": 3})
@@ -129,7 +129,7 @@ def test_a_log_that_was_cut_is_said_and_goes_on_at_a_line_of_its_own(run: RunDir
 
 def test_a_log_that_is_gone_is_said_and_begun_again(run: RunDir) -> None:
     run.log({"step": 1})
-    position = run.settle()
+    position = run.flush()
     run.metrics.unlink()
     assert f"has lost {position} bytes" in (run.rewind(position) or "")
     run.log({"step": 2})
@@ -137,20 +137,20 @@ def test_a_log_that_is_gone_is_said_and_begun_again(run: RunDir) -> None:
 
 
 def test_a_log_without_lines_has_a_length_too(run: RunDir) -> None:
-    assert run.settle() == 0
+    assert run.flush() == 0
 
 
 def test_lines_that_a_full_disk_kept_back_come_when_there_is_room(run: RunDir) -> None:
     """A real limit on the size of files, which tears the write in the middle."""
     run.log({"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (run.settle() + 5, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (run.flush() + 5, before[1]))
     try:
         run.log({"step": 2})
         run.log({"step": 3})
         assert lines(run) == [{"step": 1}], "a torn line stays"
         with pytest.raises(NoSpace, match=r"metrics\.jsonl"):
-            run.settle()
+            run.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     run.log({"step": 4})

@@ -48,7 +48,7 @@ def gradient(s: Any, step: int) -> dict[str, Tensor]:
         found.update((name, p.grad.clone()) for name, p in s.model.named_parameters())
 
     s.optimiser.step = look
-    s.take(step)
+    s.stepper(step)
     return found
 
 
@@ -63,9 +63,9 @@ def test_without_a_switch_the_model_is_asked_to_show_nothing(small: Callable[...
     s = small()
     asked: list[dict[str, Any]] = []
     s.model.register_forward_pre_hook(lambda _m, _a, given: asked.append(given), with_kwargs=True)
-    taken = s.take(0)
+    result = s.stepper(0)
     assert [set(given) for given in asked] == [{"read"}]
-    assert taken.told == {}
+    assert result.metrics == {}
 
 
 # --- the entropy penalty
@@ -96,13 +96,13 @@ def test_the_loss_told_is_the_loss_and_the_penalty_is_told_beside_it(
     small: Callable[..., Any],
 ) -> None:
     plain, floored = small("1", model=CALM), small("2", model=CALM, entropy_floor=3.0)
-    a, b = plain.take(0), floored.take(0)
+    a, b = plain.stepper(0), floored.stepper(0)
     assert a.loss == b.loss
     entropy = torch.distributions.Categorical(
         logits=scores(small("3", model=CALM).model, plain.batches.at(0).inputs)
     ).entropy()
     expected = 0.1 * (3.0 - entropy.mean((1, 3))).square().mean().item()
-    assert b.told == {"entropy_penalty": pytest.approx(expected, rel=1e-5)}
+    assert b.metrics == {"entropy_penalty": pytest.approx(expected, rel=1e-5)}
 
 
 def test_heads_above_the_floor_are_left_in_peace(small: Callable[..., Any]) -> None:
@@ -119,7 +119,7 @@ def test_a_floor_keeps_entropy_up_through_a_run(small: Callable[..., Any]) -> No
             entropy_weight=10.0, steps=40,
         )  # fmt: skip
         for step in range(40):
-            s.take(step)
+            s.stepper(step)
         z = scores(s.model, s.batches.at(0).inputs)
         ends[name] = torch.distributions.Categorical(logits=z).entropy().mean((1, 3)).min().item()
     assert ends["floored"] > ends["plain"] + 0.1
@@ -141,11 +141,11 @@ def test_what_passed_the_limit_in_the_step_ends_on_it(
     tau = before[0].max().item() * 0.8
     s = small("1", model=model, accumulate=parts, optim=STILL, qk_clip=tau)
     liven(s)
-    taken = s.take(5)
+    result = s.stepper(5)
     first = largest(s.model, ids)[0]  # later layers read another stream now
     torch.testing.assert_close(first, before[0].clamp(max=tau), rtol=1e-4, atol=1e-5)
-    assert taken.told == {"clipped_heads": (before > tau).sum().item()}
-    assert taken.told["clipped_heads"] > 0
+    assert result.metrics == {"clipped_heads": (before > tau).sum().item()}
+    assert result.metrics["clipped_heads"] > 0
 
 
 def test_a_block_that_serves_several_layers_is_scaled_back_once(small: Callable[..., Any]) -> None:
@@ -157,7 +157,7 @@ def test_a_block_that_serves_several_layers_is_scaled_back_once(small: Callable[
     tau = before.amax(0).min().item() * 0.8  # both heads above it, in one layer or the other
     s = small("1", model=model, optim=STILL, qk_clip=tau)
     liven(s)
-    assert s.take(5).told == {"clipped_heads": 2.0}
+    assert s.stepper(5).metrics == {"clipped_heads": 2.0}
     expected = before[0] * tau / before.amax(0)
     torch.testing.assert_close(largest(s.model, ids)[0], expected, rtol=1e-4, atol=1e-5)
 
@@ -165,8 +165,8 @@ def test_a_block_that_serves_several_layers_is_scaled_back_once(small: Callable[
 def test_a_limit_nobody_reaches_changes_no_bit(small: Callable[..., Any]) -> None:
     plain, limited = small("1"), small("2", qk_clip=1e6)
     for step in range(3):
-        plain.take(step)
-        limited.take(step)
+        plain.stepper(step)
+        limited.stepper(step)
     assert plain.bits() == limited.bits()
 
 
@@ -177,7 +177,7 @@ def test_a_limit_holds_scores_through_a_run_at_a_rate_that_lets_them_grow(
     for name, limit in (("free", None), ("limited", 4.0)):
         s = small(name, model=CALM, optim={"matrix_learning_rate": 0.3}, qk_clip=limit, steps=40)
         for step in range(40):
-            s.take(step)
+            s.stepper(step)
         ends[name] = largest(s.model, s.batches.at(39).inputs).max().item()
     assert ends["free"] > 10.0
     assert ends["limited"] < 6.0  # the last step itself comes on top of the limit
@@ -187,7 +187,7 @@ def test_a_broken_step_scales_nothing_back(small: Callable[..., Any]) -> None:
     s = small(qk_clip=1e-3)
     s.model.norm.weight.register_hook(lambda g: g * float("nan"))
     before = s.bits()
-    assert s.take(0).broken
+    assert s.stepper(0).broken
     assert s.bits() == before
 
 
@@ -241,7 +241,7 @@ def test_the_penalty_follows_the_settings_of_the_model(
     s.model(batch.inputs, observe=observe)
     s.model.load_state_dict(state)  # sigma's singular vectors follow every forward pass
     expected = torch.cat(lacking).clamp(min=0.0).square().mean().item()
-    assert s.take(0).told["entropy_penalty"] == pytest.approx(expected, rel=1e-4)
+    assert s.stepper(0).metrics["entropy_penalty"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_model_without_attention_is_refused(small: Callable[..., Any]) -> None:

@@ -27,7 +27,7 @@ def gradient(s: Any, step: int) -> dict[str, Tensor]:
         found.update((name, p.grad.clone()) for name, p in s.model.named_parameters())
 
     s.optimiser.step = look
-    s.take(step)
+    s.stepper(step)
     return found
 
 
@@ -50,9 +50,9 @@ def test_a_step_neither_draws_from_nor_seeds_the_noise_that_all_share(
 ) -> None:
     s = small()
     before = torch.random.get_rng_state()
-    assert s.take(0).broken is None
+    assert s.stepper(0).broken is None
     spoil_output(s)
-    assert s.take(1).broken
+    assert s.stepper(1).broken
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -61,14 +61,14 @@ def test_every_part_of_every_step_has_noise_of_its_own(small: Callable[..., Any]
     s.model.train()
     row = s.batches.at(0).inputs[:1]
     batch = Batch(row.expand(4, -1), row.expand(4, -1))
-    first, second = s.take._read(batch, 0)
-    third, _ = s.take._read(batch, 1)
+    first, second = s.stepper._read(batch, 0)
+    third, _ = s.stepper._read(batch, 1)
     assert not torch.equal(first, second)
     assert not torch.equal(first, third)
-    assert torch.equal(first, next(s.take._read(batch, 0)))
+    assert torch.equal(first, next(s.stepper._read(batch, 0)))
     other = small("other", accumulate=2, seed=2)
     other.model.load_state_dict(s.model.state_dict())
-    assert not torch.equal(first, next(other.take._read(batch, 0)))
+    assert not torch.equal(first, next(other.stepper._read(batch, 0)))
 
 
 def test_a_compiled_step_has_the_same_gradient_and_is_compiled(
@@ -99,7 +99,7 @@ def test_a_pass_that_cannot_be_compiled_is_one_sentence(
 
     monkeypatch.setattr(torch, "compile", compiled)
     with pytest.raises(ValueError, match=r"compiled here \(.*no compiler.*train.compile=false"):
-        small(model=CALM, compile=True).take(0)
+        small(model=CALM, compile=True).stepper(0)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -110,7 +110,7 @@ def test_a_step_in_parts_is_the_step_of_one_large_batch(
     at_once, added_up = gradient(whole, 3), gradient(divided, 3)
     for name, expected in at_once.items():
         torch.testing.assert_close(added_up[name], expected, rtol=1e-4, atol=1e-7)
-    assert divided.take(4).loss == pytest.approx(whole.take(4).loss, rel=1e-6)
+    assert divided.stepper(4).loss == pytest.approx(whole.stepper(4).loss, rel=1e-6)
 
 
 def test_the_gradient_is_that_of_the_mean_over_all_targets(small: Callable[..., Any]) -> None:
@@ -123,7 +123,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_targets(small: Callable[..., 
     loss.backward()
     for name, p in s.model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-7)
-    assert s.take(3).loss == pytest.approx(loss.item(), rel=1e-6)
+    assert s.stepper(3).loss == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_the_gradient_is_cut_to_length_and_the_length_before_is_told(
@@ -133,29 +133,29 @@ def test_the_gradient_is_cut_to_length_and_the_length_before_is_told(
     whole, short = gradient(free, 0), gradient(cut, 0)
     norm = torch.stack([g.square().sum() for g in whole.values()]).sum().sqrt().item()
     assert norm > 0.01
-    assert cut.take(0).gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert cut.stepper(0).gradient_norm == pytest.approx(norm, rel=1e-5)
     for name in whole:
         torch.testing.assert_close(short[name], whole[name] * 0.01 / norm, rtol=1e-3, atol=1e-9)
 
 
 def test_the_learning_rate_follows_the_schedule_by_number(small: Callable[..., Any]) -> None:
     s = small(optim={"schedule": "linear", "learning_rate": 0.5, "warmup": 0.0}, steps=10)
-    assert [s.take(step).learning_rate for step in (4, 0, 9, 4)] == pytest.approx(
-        [0.5 * s.take.schedule(step) for step in (4, 0, 9, 4)]
+    assert [s.stepper(step).learning_rate for step in (4, 0, 9, 4)] == pytest.approx(
+        [0.5 * s.stepper.schedule(step) for step in (4, 0, 9, 4)]
     )
 
 
 def test_beta2_follows_its_warm_up_by_number_where_there_is_one(small: Callable[..., Any]) -> None:
     s = small(optim={"optimiser": "adamw", "beta2": 0.999, "beta2_warmup": 8})
     for step in (4, 0, 9):
-        s.take(step)
-        assert {g["betas"] for g in s.optimiser.param_groups} == {(0.9, s.take.beta2(step))}
-    assert s.take.beta2(9) == pytest.approx(0.999)
+        s.stepper(step)
+        assert {g["betas"] for g in s.optimiser.param_groups} == {(0.9, s.stepper.beta2(step))}
+    assert s.stepper.beta2(9) == pytest.approx(0.999)
 
 
 def test_no_gradient_is_carried_into_the_next_step(small: Callable[..., Any]) -> None:
     s = small()
-    s.take(0)
+    s.stepper(0)
     assert all(p.grad is None for p in s.model.parameters())
 
 
@@ -201,11 +201,11 @@ def test_a_step_that_is_not_finite_moves_nothing_and_says_where(
     small: Callable[..., Any], spoil: Callable[[Any], None], says: str
 ) -> None:
     s = small(accumulate=4)
-    s.take(0)
+    s.stepper(0)
     spoil(s)
     before = s.bits()
-    taken = s.take(1)
-    assert says in (taken.broken or "")
+    result = s.stepper(1)
+    assert says in (result.broken or "")
     assert s.bits() == before
     assert all(p.grad is None for p in s.model.parameters())
 
@@ -214,22 +214,22 @@ def test_an_infinite_loss_with_finite_gradients_moves_nothing(
     small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = small()
-    s.take(0)
+    s.stepper(0)
     before = s.bits()
-    read = s.take._gradient
-    monkeypatch.setattr(s.take, "_gradient", lambda *args: read(*args) * math.inf)
-    taken = s.take(1)
-    assert taken.broken == "the loss is the first that is not finite"
-    assert math.isfinite(taken.gradient_norm)
+    read = s.stepper._gradient
+    monkeypatch.setattr(s.stepper, "_gradient", lambda *args: read(*args) * math.inf)
+    result = s.stepper(1)
+    assert result.broken == "the loss is the first that is not finite"
+    assert math.isfinite(result.gradient_norm)
     assert s.bits() == before
 
 
 def test_a_gradient_whose_norm_overflows_moves_nothing(small: Callable[..., Any]) -> None:
     s = small()
-    s.take(0)
+    s.stepper(0)
     before = s.bits()
     s.model.norm.weight.register_hook(lambda g: torch.full_like(g, 1e30))
-    assert "too large for its norm" in (s.take(1).broken or "")
+    assert "too large for its norm" in (s.stepper(1).broken or "")
     assert s.bits() == before
 
 
@@ -237,13 +237,13 @@ def test_a_good_step_after_a_bad_one_is_as_if_the_bad_one_had_not_been(
     small: Callable[..., Any],
 ) -> None:
     one, two = small("1"), small("2")
-    one.take(0)
-    two.take(0)
+    one.stepper(0)
+    two.stepper(0)
     spoilt = two.model.norm.weight.register_hook(lambda g: g * NAN)
-    assert two.take(1).broken
+    assert two.stepper(1).broken
     spoilt.remove()
-    one.take(2)
-    two.take(2)
+    one.stepper(2)
+    two.stepper(2)
     assert one.bits() == two.bits()
 
 
@@ -254,7 +254,7 @@ def test_half_precision_is_used_where_it_is_asked_for(small: Callable[..., Any])
     s = small(precision="bfloat16")
     seen: list[torch.dtype] = []
     s.model.blocks[0].mlp.up.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
-    assert s.take(0).broken is None
+    assert s.stepper(0).broken is None
     assert seen == [torch.bfloat16]
     assert {p.dtype for p in s.model.parameters()} == {torch.float32}
 
@@ -286,8 +286,8 @@ def test_a_model_that_reads_out_itself_is_trained_by_its_own_logits(
     logits = s.model(batch.inputs)
     wanted = cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
     slopes = torch.autograd.grad(wanted, list(s.model.parameters()))
-    found, taken = gradient(s, 0), s.take(0)
-    assert taken.loss == pytest.approx(wanted.item(), rel=1e-5)
+    found, result = gradient(s, 0), s.stepper(0)
+    assert result.loss == pytest.approx(wanted.item(), rel=1e-5)
     size = torch.cat([slope.flatten() for slope in slopes]).norm()
     share = min(1.0, s.config.clip / size.item())
     for (name, _), slope in zip(s.model.named_parameters(), slopes, strict=True):
@@ -302,7 +302,7 @@ def test_experts_are_pulled_to_even_shares_and_the_loss_told_is_without_it(
     for weight in (0.0, 1.0):
         s = small(str(weight), model=model, balance_weight=weight, clip=1e9)
         slopes[weight] = gradient(s, 0)
-        told[weight] = s.take(0).loss
+        told[weight] = s.stepper(0).loss
     assert told[0.0] == told[1.0]
     s = small("again", model=model)
     s.model.train()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fenchel.model import ModelConfig, Transformer
 from fenchel.train import loss
-from fenchel.train.loss import readout_loss, rows_alone, total_loss
+from fenchel.train.loss import lm_head_loss, sparse_embedding_gradient, total_loss
 
 
 def draw(*shape: int) -> Tensor:
@@ -33,7 +33,7 @@ def test_loss_and_gradients_are_those_of_the_logits_whatever_the_parts(
     monkeypatch.setattr(loss, "ROWS", rows)
     monkeypatch.setattr(loss, "LOGITS", {})
     stream, table, targets = parts
-    ours = readout_loss(stream, table, targets, smoothing=smoothing)
+    ours = lm_head_loss(stream, table, targets, smoothing=smoothing)
     plain = total_loss(stream @ table.T, targets, smoothing=smoothing)
     torch.testing.assert_close(ours, plain, check_dtype=False)
     torch.testing.assert_close(
@@ -49,7 +49,7 @@ def test_under_autocast_it_reads_in_bfloat16_and_sums_in_float32(
 ) -> None:
     stream, table = (part.detach().float().requires_grad_() for part in parts[:2])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = readout_loss(stream, table, parts[2])
+        ours = lm_head_loss(stream, table, parts[2])
         logits = torch.nn.functional.linear(stream, table)
     assert logits.dtype == torch.bfloat16
     assert ours.dtype == torch.float32
@@ -63,19 +63,19 @@ def test_under_autocast_it_reads_in_bfloat16_and_sums_in_float32(
 
 def test_without_gradients_it_is_the_loss_alone(parts: tuple[Tensor, Tensor, Tensor]) -> None:
     with torch.no_grad():
-        loss = readout_loss(*parts)
+        loss = lm_head_loss(*parts)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, readout_loss(*parts).detach())
+    torch.testing.assert_close(loss, lm_head_loss(*parts).detach())
 
 
 def test_a_second_derivative_is_refused_and_not_zero(parts: tuple[Tensor, Tensor, Tensor]) -> None:
-    loss = readout_loss(*parts)
+    loss = lm_head_loss(*parts)
     with pytest.raises(RuntimeError, match="has no second derivative; take total_loss"):
         torch.autograd.grad(loss, parts[0], create_graph=True)
 
 
 def test_its_gradient_is_handed_over_once(parts: tuple[Tensor, Tensor, Tensor]) -> None:
-    loss = readout_loss(*parts)
+    loss = lm_head_loss(*parts)
     torch.autograd.grad(loss, parts[0], retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated already; compute it again"):
         torch.autograd.grad(loss, parts[0])
@@ -91,11 +91,11 @@ def test_a_gradient_by_rows_is_the_whole_gradient(tied: bool, dtype: torch.dtype
     for alone in (False, True):
         model.zero_grad()
         for part in ids:
-            with rows_alone(model) if alone else contextlib.nullcontext():
+            with sparse_embedding_gradient(model) if alone else contextlib.nullcontext():
                 stream = model(part[:, :-1], read=False)
-            readout_loss(stream, model.read_weight, part[:, 1:]).backward()
+            lm_head_loss(stream, model.read_weight, part[:, 1:]).backward()
         found[alone] = {name: p.grad for name, p in model.named_parameters()}
-    with rows_alone(model):
+    with sparse_embedding_gradient(model):
         rows = torch.autograd.grad(model.embed(ids).sum(), model.embed.weight)[0].is_sparse
     assert rows == (tied and dtype == torch.float64)
     assert not model.embed.sparse
@@ -106,6 +106,6 @@ def test_a_gradient_by_rows_is_the_whole_gradient(tied: bool, dtype: torch.dtype
 
 def test_rows_are_alone_only_inside() -> None:
     model = Transformer(ModelConfig(vocabulary=40, width=8, heads=2, layers=1))
-    with pytest.raises(ValueError, match="40"), rows_alone(model):
+    with pytest.raises(ValueError, match="40"), sparse_embedding_gradient(model):
         model(torch.tensor([[40]]))
     assert not model.embed.sparse
