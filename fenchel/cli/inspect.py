@@ -72,13 +72,13 @@ def run(
 
     import torch
 
-    from fenchel.inspection import inspect, open_subject
+    from fenchel.inspection import inspect, open_model
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"there is no device {device!r} here; give cpu.")
     console = Console(quiet=json)
-    subject = open_subject(directory)
+    subject = open_model(directory)
     found = inspect(
         subject,
         text,

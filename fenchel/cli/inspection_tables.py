@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fenchel.inspection import Bracket, Head, Inspection, Layer
+from fenchel.inspection import BlockResult, Head, Inspection, Interval
 
 _HEADS = 12
 """Heads shown; the page and --json have all of them."""
@@ -26,10 +26,10 @@ def tables(found: Inspection) -> Iterator[Table]:
         yield _network(found)
 
 
-def between(bracket: Bracket | None) -> str:
+def between(bracket: Interval | None) -> str:
     """A bracket as text; one number where both ends round to it.
 
-    >>> between(Bracket(1.0, 1.25, 12)), between(Bracket(2.0, 2.0001, 9))
+    >>> between(Interval(1.0, 1.25, 12)), between(Interval(2.0, 2.0001, 9))
     ('1-1.25', '2')
     """
     if bracket is None:
@@ -68,7 +68,7 @@ def _layers(found: Inspection) -> Table:
     return table
 
 
-def _block(layer: Layer) -> tuple[str, str, str]:
+def _block(layer: BlockResult) -> tuple[str, str, str]:
     gains = [norm.most for norm in layer.norms]
     return (
         between(layer.block),

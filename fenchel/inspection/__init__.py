@@ -1,32 +1,31 @@
 """What a checkpoint's attention does on a text, measured."""
 
-from fenchel.inspection.loader import open_subject
+from fenchel.inspection.loader import open_model
 from fenchel.inspection.measure import inspect
 from fenchel.inspection.result import (
-    Bracket,
+    BlockResult,
     Head,
     Influence,
     Inspection,
-    Layer,
+    Interval,
     Method,
     Network,
     Precision,
 )
-from fenchel.inspection.subject import Attention, Passage, Reading, Subject
+from fenchel.inspection.trace import BlockTrace, ForwardTrace, InspectedModel
 
 __all__ = [
-    "Attention",
-    "Bracket",
+    "BlockResult",
+    "BlockTrace",
+    "ForwardTrace",
     "Head",
     "Influence",
+    "InspectedModel",
     "Inspection",
-    "Layer",
+    "Interval",
     "Method",
     "Network",
-    "Passage",
     "Precision",
-    "Reading",
-    "Subject",
     "inspect",
-    "open_subject",
+    "open_model",
 ]

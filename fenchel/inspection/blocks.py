@@ -17,33 +17,33 @@ import torch
 from torch import Tensor
 
 from fenchel.inspection.linearisation import derivative
-from fenchel.inspection.result import Bracket, Layer, Method, NormGain
-from fenchel.inspection.subject import Branch, Norm, Passage
+from fenchel.inspection.result import BlockResult, Interval, Method, NormGain
+from fenchel.inspection.trace import BlockTrace, Branch, NormInput
 from fenchel.sensitivity import bounds, spectral_norm
-from fenchel.sensitivity.golub_kahan import Bracket as Measured
+from fenchel.sensitivity.golub_kahan import Bracket as SpectralBracket
 from fenchel.sensitivity.operator import Operator
 
 _CLIMB = 2  # steps of Boyd's method, each a pair of products
 
 
 def layer(
-    passage: Passage,
+    block: BlockTrace,
     J: Operator,
     number: int,
     method: Method,
     generator: torch.Generator,
     *,
     branches: bool = False,
-) -> Layer:
+) -> BlockResult:
     """The block numbered ``number`` (from 1), whose derivative is J."""
     found = measured(J, method, generator)
     assert isinstance(found.right, Tensor)
-    before, after = passage.before.double(), passage.after.double()
-    return Layer(
+    before, after = block.input.double(), block.output.double()
+    return BlockResult(
         layer=number,
-        norms=[gain(norm) for norm in passage.norms],
-        attention=_branch(passage.attending, method, generator) if branches else None,
-        mlp=_branch(passage.thinking, method, generator) if branches else None,
+        norms=[gain(norm) for norm in block.norms],
+        attention=_branch(block.attention_branch, method, generator) if branches else None,
+        mlp=_branch(block.mlp_branch, method, generator) if branches else None,
         block=bracket(found),
         top=found.values.tolist(),
         token=token_ends(J, found),
@@ -53,7 +53,7 @@ def layer(
     )
 
 
-def measured(J: Operator, method: Method, generator: torch.Generator) -> Measured:
+def measured(J: Operator, method: Method, generator: torch.Generator) -> SpectralBracket:
     """|J|_2 by Golub and Kahan, as the method says."""
     return spectral_norm(
         J,
@@ -64,9 +64,9 @@ def measured(J: Operator, method: Method, generator: torch.Generator) -> Measure
     )
 
 
-def bracket(found: Measured) -> Bracket:
+def bracket(found: SpectralBracket) -> Interval:
     """The same as plain numbers."""
-    return Bracket(float(found.lower), float(found.upper), found.iterations)
+    return Interval(float(found.lower), float(found.upper), found.iterations)
 
 
 def mass(vector: Tensor) -> list[float]:
@@ -75,7 +75,7 @@ def mass(vector: Tensor) -> list[float]:
     return [float(f"{share:.4g}") for share in (squares / squares.sum()).tolist()]
 
 
-def gain(norm: Norm) -> NormGain:
+def gain(norm: NormInput) -> NormGain:
     """1/s of every token, and what no token exceeds."""
     x = norm.x[0].double()
     s = bounds.norm_layer(x, None, eps=norm.epsilon, kind=norm.kind)
@@ -90,14 +90,14 @@ def gain(norm: Norm) -> NormGain:
     )
 
 
-def token_ends(J: Operator, found: Measured) -> Bracket:
+def token_ends(J: Operator, found: SpectralBracket) -> Interval:
     """The norm of J for |X| = max_i |x_i|, from a bracket of its spectral norm."""
     assert isinstance(found.right, Tensor)
     T = J.domain.shapes[0][0]
-    return Bracket(climb(J, found.right), float(found.upper) * T**0.5, _CLIMB)
+    return Interval(boyd_ascent(J, found.right), float(found.upper) * T**0.5, _CLIMB)
 
 
-def climb(J: Operator, start: Tensor, steps: int = _CLIMB) -> float:
+def boyd_ascent(J: Operator, start: Tensor, steps: int = _CLIMB) -> float:
     """Boyd's method: hold the token that moves most, turn every other towards it, repeat.
 
     start (T, M); gives the movement of one output token when no input token moves by more than 1.
@@ -117,7 +117,7 @@ def climb(J: Operator, start: Tensor, steps: int = _CLIMB) -> float:
     return reached
 
 
-def _branch(branch: Branch | None, method: Method, generator: torch.Generator) -> Bracket | None:
+def _branch(branch: Branch | None, method: Method, generator: torch.Generator) -> Interval | None:
     if branch is None:
         return None
     return bracket(measured(derivative(branch.f, branch.x), method, generator))

@@ -23,30 +23,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention import Causal, Dense, Prior, Window, attend
+from fenchel.attention import AttentionCall, AttentionSpec, Causal, Dense, Prior, Window, attend
 from fenchel.checkpoints.hf_check import Checkpoint
-from fenchel.choice import Softmax
 from fenchel.inspection.linearisation import answer, hold
 from fenchel.inspection.measure import framed
 from fenchel.inspection.recorder import Recorder, first_of
-from fenchel.inspection.subject import Attention, Map, Reading, Subject
+from fenchel.inspection.trace import ForwardTrace, InspectedModel, Map
 
 NAME = "fenchel"
 """What our attention is called in the registry."""
-_SOFTMAX = Softmax()
 _CHECKED = 64  # tokens on which the model must agree with its own eager attention
 _AGREES = 1e-3  # of the largest output; two orders of float32 sums differ by far less
 _listening: ContextVar[Recorder | None] = ContextVar("listening", default=None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ForeignModel(Subject):
+class ForeignModel(InspectedModel):
     """A model of transformers whose attention is ours."""
 
     reads_out: bool
     """Whether it gives logits."""
 
-    def read(self, ids: Tensor) -> Reading:
+    def trace(self, ids: Tensor) -> ForwardTrace:
         """Run it once; its attention reports to the recorder."""
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         self.require_known(ids, table.num_embeddings)
@@ -54,13 +52,13 @@ class ForeignModel(Subject):
         with _sentences(f"read this text with this {self.family!r} model", self.family):
             self._require_agreement(ids[:, :_CHECKED])
             told = self._note(recorder, ids)
-        found = tuple(recorder.passages)
+        found = tuple(recorder.traces)
         if not found:
             raise ValueError(_elsewhere(self.family))
-        passages = hold(found)
+        blocks = hold(found)
         if told is None:
-            return Reading(passages, None)
-        return Reading(passages, self._read_out(ids, recorder.blocks, found[-1].after, told))
+            return ForwardTrace(blocks, None)
+        return ForwardTrace(blocks, self._read_out(ids, recorder.modules, found[-1].output, told))
 
     def _note(self, recorder: Recorder, ids: Tensor) -> Tensor | None:
         """Run it for the recorder; the logits of the last token, (V,), where it gives any."""
@@ -94,7 +92,7 @@ class ForeignModel(Subject):
         """The whole model on ids, but its last block gives what it is told to."""
         calls = sum(block is blocks[-1] for block in blocks)  # layers may be shared
 
-        def read_out(x: Tensor) -> Tensor:
+        def lm_head(x: Tensor) -> Tensor:
             left = calls
 
             def swap(_: nn.Module, __: Any, out: Any) -> Any:
@@ -111,7 +109,7 @@ class ForeignModel(Subject):
             assert found is not None
             return found
 
-        return read_out
+        return lm_head
 
     @torch.no_grad()
     def _require_agreement(self, ids: Tensor) -> None:
@@ -146,7 +144,7 @@ def open_foreign(found: Checkpoint) -> ForeignModel:
         tokenizer=found.tokenizer,
         context=_context(model),
         stored=found.weights.kind,
-        begin=framed,
+        encode_start=framed,
         reads_out=reads_out,
     )
 
@@ -220,7 +218,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     recorder = _listening.get()
     if recorder is not None:
-        recorder.attended(Attention(query, key, value, _SOFTMAX, prior, scale, softcap))
+        spec = AttentionSpec(prior=prior, scale=scale, softcap=softcap)
+        recorder.attended(AttentionCall(query, key, value, spec))
     out = attend(query, key, value, prior=prior, scale=scale, softcap=softcap, backend="blocked")
     return out.transpose(1, 2).contiguous(), None
 

@@ -32,13 +32,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.attention import Prior
+from fenchel.attention import AttentionCall, Prior
 from fenchel.attention.prior import ScoreIndex
 from fenchel.attention.reference import cap
 from fenchel.choice import Hard
 from fenchel.inspection.linearisation import frozen_derivative
-from fenchel.inspection.result import Bracket, Head, Method, Spread
-from fenchel.inspection.subject import Attention
+from fenchel.inspection.result import Head, Interval, Method, Spread
 from fenchel.sensitivity import spectral_norm
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian
 from fenchel.sensitivity.bounds.covariance import Terms, terms
@@ -73,7 +72,7 @@ class _RowBlock(NamedTuple):
 
 
 @torch.no_grad()
-def row_stats(call: Attention) -> RowStats:
+def row_stats(call: AttentionCall) -> RowStats:
     """All rows of one call of attention."""
     (_, H, T, _), S = call.q.shape, call.k.shape[2]
     columns = call.q.new_zeros(H, S)
@@ -86,7 +85,7 @@ def row_stats(call: Attention) -> RowStats:
 
 
 @torch.no_grad()
-def row_weights(call: Attention, size: int) -> Tensor:
+def row_weights(call: AttentionCall, size: int) -> Tensor:
     """The weights of the first ``size`` queries on the first ``size`` keys: (H, size, size)."""
     H, S = call.q.shape[1], call.k.shape[2]
     found = call.q.new_zeros(H, size, S)
@@ -96,7 +95,7 @@ def row_weights(call: Attention, size: int) -> Tensor:
 
 
 @torch.no_grad()
-def overlap(call: Attention) -> Tensor:
+def overlap(call: AttentionCall) -> Tensor:
     """How alike two heads look: mean over rows of sum_j sqrt(p_ij p'_ij), (H, H), 1 for the same.
 
     Rows that nothing is open to are left out.
@@ -110,7 +109,7 @@ def overlap(call: Attention) -> Tensor:
     return total / max(count, 1)
 
 
-def _numbers(call: Attention, block: _RowBlock, shift: int) -> list[Tensor]:
+def _numbers(call: AttentionCall, block: _RowBlock, shift: int) -> list[Tensor]:
     z, p, log_u = block.z, block.p, block.log_u
     H, t, s = z.shape
     open_ = None if log_u is None else log_u > -torch.inf
@@ -126,7 +125,7 @@ def _numbers(call: Attention, block: _RowBlock, shift: int) -> list[Tensor]:
     return [
         torch.special.entr(p).sum(-1),
         (p > 0).sum(-1).to(p.dtype),
-        call.choice.sensitivity(p),
+        call.spec.choice.sensitivity(p),
         size.amax(-1),
         margin,
         first,
@@ -135,11 +134,12 @@ def _numbers(call: Attention, block: _RowBlock, shift: int) -> list[Tensor]:
     ]
 
 
-def _row_blocks(call: Attention, last: int | None = None) -> Iterator[_RowBlock]:
-    q, k, prior = call.q[0].float(), call.k[0].float(), call.prior
+def _row_blocks(call: AttentionCall, last: int | None = None) -> Iterator[_RowBlock]:
+    q, k, prior = call.q[0].float(), call.k[0].float(), call.spec.prior
     (H, T, _), (G, S, _) = q.shape, k.shape
     k = k if G == H else k.repeat_interleave(H // G, 0)
-    beta = 1.0 if isinstance(call.choice, Hard) else call.choice.beta
+    beta = 1.0 if isinstance(call.spec.choice, Hard) else call.spec.choice.beta
+    scale = call.spec.scale_for(q.shape[-1])
     near = q.device.type == "cpu"
     most = min(_STRIP, _BLOCK // (H * S)) if near else _GPU_BLOCK // (H * S)
     step, shift = max(1, most), S - T
@@ -149,13 +149,13 @@ def _row_blocks(call: Attention, last: int | None = None) -> Iterator[_RowBlock]
         if prior is not None:
             low, high = prior.key_range(some.start + shift, some.stop - 1 + shift, S)
         keys = slice(low, max(high, low + 1))
-        z = cap(call.scale * (q[:, some] @ k[:, keys].mT), call.softcap)
+        z = cap(scale * (q[:, some] @ k[:, keys].mT), call.spec.softcap)
         log_u = None
         if prior is not None:
             log_u = prior.log(T, S, B=1, H=H, device=z.device, dtype=z.dtype, rows=some, keys=keys)[
                 0
             ]
-        yield _RowBlock(some, keys, z * beta, log_u, call.choice.weights(z, log_u))
+        yield _RowBlock(some, keys, z * beta, log_u, call.spec.choice.weights(z, log_u))
 
 
 _WEIGHTS = {"cpu": 1 << 21, "cuda": 1 << 26}  # of the heads measured together
@@ -164,7 +164,7 @@ _SPREADS = ("entropy", "effective", "support", "sensitivity", "max_logit", "marg
 
 
 @dataclass(frozen=True, eq=False)
-class OfHeads(Prior):
+class HeadSubset(Prior):
     """Some heads of a prior that differs between them, such as ALiBi's."""
 
     whole: Prior
@@ -198,7 +198,7 @@ class OfHeads(Prior):
 class Sensitivities(NamedTuple):
     """What some heads are exposed to; lists over heads."""
 
-    sigma: dict[str, list[Bracket]]
+    sigma: dict[str, list[Interval]]
     """In q, k, v and all of them."""
     bound: list[float]
     """The sure bound of the last."""
@@ -206,7 +206,7 @@ class Sensitivities(NamedTuple):
     """Lower bounds of its four largest singular values."""
 
 
-class Capped(Operator):
+class WithCeiling(Operator):
     """A derivative of attention whose sure upper bound is the cheap one, known beforehand."""
 
     def __init__(self, J: AttentionJacobian, bound: Tensor) -> None:
@@ -228,7 +228,7 @@ class Capped(Operator):
 
 
 def heads(
-    call: Attention,
+    call: AttentionCall,
     layer: int,
     chosen: list[int],
     method: Method,
@@ -250,18 +250,19 @@ def heads(
             yield replace(found, **_twin(alike[head]))
 
 
-def only(call: Attention, chosen: list[int]) -> Attention:
+def only(call: AttentionCall, chosen: list[int]) -> AttentionCall:
     """The same call with some of its heads; shared keys and values once for each."""
     H, G = call.q.shape[1], call.k.shape[1]
     group = torch.tensor(chosen, device=call.q.device) // (H // G)
-    prior = call.prior
+    prior = call.spec.prior
     if prior is not None and prior.varies():
-        prior = OfHeads(prior, tuple(chosen), H)
-    return call._replace(q=call.q[:, chosen], k=call.k[:, group], v=call.v[:, group], prior=prior)
+        prior = HeadSubset(prior, tuple(chosen), H)
+    spec = replace(call.spec, prior=prior)
+    return AttentionCall(call.q[:, chosen], call.k[:, group], call.v[:, group], spec)
 
 
 def sensitivities(
-    call: Attention,
+    call: AttentionCall,
     method: Method,
     generator: torch.Generator,
     *,
@@ -277,14 +278,14 @@ def sensitivities(
             whole.rows, v.view(*whole.rows.lead, *v.shape[1:]), wrt, True, axes=whole.rows.lead
         )
         bracket = spectral_norm(
-            Capped(J, _bound(found, wrt)),
+            WithCeiling(J, _bound(found, wrt)),
             tol=method.tolerance,
             failure=method.failure,
             iterations=method.iterations,
             generator=generator,
         )
         ends = zip(bracket.lower[0].tolist(), bracket.upper[0].tolist(), strict=True)
-        sigma[wrt] = [Bracket(low, high, bracket.iterations) for low, high in ends]
+        sigma[wrt] = [Interval(low, high, bracket.iterations) for low, high in ends]
         top = bracket.values[0]
     return Sensitivities(sigma, _bound(found, "qkv")[0].tolist(), top.tolist())
 
@@ -308,7 +309,7 @@ def _head(
     place: int,
     layer: int,
     head: int,
-    sigma: dict[str, Bracket],
+    sigma: dict[str, Interval],
     bound: float,
     top: list[float],
 ) -> Head:

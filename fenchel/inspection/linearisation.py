@@ -37,7 +37,7 @@ made. It is right wherever derivatives at that place are asked for, and nowhere 
 Weights are kept up to ``ROOM`` numbers and computed again at every pass beyond, so memory stays
 O(n d) for long texts.
 
-How it gets inside: ``hold`` makes the parts of a passage that are there for derivatives name what
+How it gets inside: ``hold`` makes the parts of a block that are there for derivatives name what
 is held while they run, and whoever calls attention in them asks ``answer`` first.
 """
 
@@ -52,12 +52,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from fenchel.attention import attend
-from fenchel.inspection.subject import Attention, Branch, Map, Passage
+from fenchel.attention import AttentionCall, attend
+from fenchel.inspection.trace import BlockTrace, Branch, Map
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian, attention_jacobian
 from fenchel.sensitivity.autodiff import point, space
 from fenchel.sensitivity.operator import Operator
-from fenchel.sensitivity.weight_blocks import Block, Rows
+from fenchel.sensitivity.weight_blocks import WeightBlock, WeightBlocks
 
 
 @final
@@ -170,21 +170,21 @@ _STRIP, _GPU_STRIP = 128, 1024
 _SETTLED = 1e-4  # a row whose lighter keys weigh more than this needs no shift to stay exact
 
 
-class Kept(Rows):
-    """Rows whose blocks are computed once."""
+class Kept(WeightBlocks):
+    """WeightBlocks whose blocks are computed once."""
 
-    _strips: list[Block] | None = None
+    _strips: list[WeightBlock] | None = None
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[WeightBlock]:
         if self._strips is None:
             self._strips = [_eased(block) for block in super().__iter__()]
         return iter(self._strips)
 
-    def ready(self) -> Sequence[Block]:
+    def ready(self) -> Sequence[WeightBlock]:
         """All of them."""
         return tuple(self)
 
-    def single(self) -> Rows:
+    def single(self) -> WeightBlocks:
         """In float32, with nothing kept yet."""
         other = super().single()
         other._strips = None  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ class Kept(Rows):
 class FrozenAttention:
     """One call of attention at the place where it was made."""
 
-    def __init__(self, call: Attention, *, keep: bool) -> None:
+    def __init__(self, call: AttentionCall, *, keep: bool) -> None:
         self.call, self.keep = call, keep
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -205,8 +205,9 @@ class FrozenAttention:
     @cached_property
     def output(self) -> Tensor:
         """attend at the place."""
+        call = self.call
         with torch.no_grad():
-            output: Tensor = attend(**self.call._asdict(), backend="blocked")
+            output: Tensor = attend(call.q, call.k, call.v, **call.spec, backend="blocked")
         return output
 
     @cached_property
@@ -224,19 +225,17 @@ def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     return None if held is None else held(q, k, v)
 
 
-def hold(passages: Sequence[Passage]) -> tuple[Passage, ...]:
-    """The passages, with the attention of each held for its derivatives."""
-    calls = [passage.attention for passage in passages]
+def hold(blocks: Sequence[BlockTrace]) -> tuple[BlockTrace, ...]:
+    """The blocks, with the attention of each held for its derivatives."""
+    calls = [block.attention for block in blocks]
     keep = sum(c.q.shape[1] * c.q.shape[2] * c.k.shape[2] for c in calls) <= ROOM
-    return tuple(
-        _with(passage, FrozenAttention(passage.attention, keep=keep)) for passage in passages
-    )
+    return tuple(_with(block, FrozenAttention(block.attention, keep=keep)) for block in blocks)
 
 
-def _with(passage: Passage, held: FrozenAttention) -> Passage:
-    near, branch = _answered(passage.near, held), passage.attending
+def _with(block: BlockTrace, held: FrozenAttention) -> BlockTrace:
+    near, branch = _answered(block.linearised, held), block.attention_branch
     attending = None if branch is None else Branch(_answered(branch.f, held), branch.x)
-    return passage._replace(near=near, attending=attending)
+    return block._replace(linearised=near, attention_branch=attending)
 
 
 def _answered(f: Map, held: FrozenAttention) -> Map:
@@ -253,12 +252,12 @@ def _answered(f: Map, held: FrozenAttention) -> Map:
 
 
 def frozen_derivative(
-    call: Attention, *, keep: bool = True, each: bool = False
+    call: AttentionCall, *, keep: bool = True, each: bool = False
 ) -> AttentionJacobian:
     """The derivative of a call in (q, k, v), one operator, or one a head with ``each``."""
     strip = _STRIP if call.q.device.type == "cpu" else _GPU_STRIP
     budget = strip * call.q.shape[1] * call.k.shape[2]
-    J = attention_jacobian(**call._asdict(), each=each, budget=budget)
+    J = attention_jacobian(call.q, call.k, call.v, **call.spec, each=each, budget=budget)
     if keep:
         r = J.rows
         q, k = (x.view(*r.lead, *x.shape[1:]) for x in (r.q, r.k))
@@ -266,7 +265,7 @@ def frozen_derivative(
     return J
 
 
-def _eased(block: Block) -> Block:
+def _eased(block: WeightBlock) -> WeightBlock:
     """A block that will be used often, without the shift that only saturated rows need."""
     s = block.s
     sure = (s > 0).sum(-1, keepdim=True) <= 1  # one key to choose: nothing can move

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from fenchel.checkpoints.hf_check import Checkpoint, look_at
 from fenchel.inspection.foreign_model import open_foreign
-from fenchel.inspection.our_model import Unread, open_known, open_run
-from fenchel.inspection.subject import Subject
+from fenchel.inspection.our_model import Unsupported, open_known, open_run
+from fenchel.inspection.trace import InspectedModel
 from fenchel.model.families import FAMILIES
 
 KNOWN = frozenset(family.name for family in FAMILIES)
 """The families that our own loader reads."""
 
 
-def open_subject(folder: str | Path) -> Subject:
+def open_model(folder: str | Path) -> InspectedModel:
     """The model in a run directory or a Hugging Face directory."""
     path = Path(folder)
     if not path.is_dir():
@@ -36,7 +36,7 @@ def open_subject(folder: str | Path) -> Subject:
     )
 
 
-def open_checkpoint(found: Checkpoint) -> Subject:
+def open_checkpoint(found: Checkpoint) -> InspectedModel:
     """By our own loader where it can, else by transformers."""
     if found.family not in KNOWN:
         if not _installed():
@@ -47,7 +47,7 @@ def open_checkpoint(found: Checkpoint) -> Subject:
         return open_foreign(found)
     try:
         return open_known(found)
-    except Unread as why:
+    except Unsupported as why:
         reason = str(why)
     if not _installed():
         told = reason.rstrip(".")

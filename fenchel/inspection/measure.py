@@ -19,17 +19,18 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from fenchel.attention import AttentionCall
 from fenchel.data import decode, encode, end_id, open_text
 from fenchel.inspection.blocks import layer
 from fenchel.inspection.heads import heads, row_weights
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.network import STEPS, network
 from fenchel.inspection.precision import precision
-from fenchel.inspection.result import Head, Inspection, Layer, Maps, Method
-from fenchel.inspection.subject import Attention, Passage, Reading, Subject
+from fenchel.inspection.result import BlockResult, Head, Inspection, Maps, Method
+from fenchel.inspection.trace import BlockTrace, ForwardTrace, InspectedModel
 
 
-class Words(NamedTuple):
+class TokenizedText(NamedTuple):
     """One sequence."""
 
     name: str
@@ -39,7 +40,9 @@ class Words(NamedTuple):
     """What each id spells, alone."""
 
 
-def words(subject: Subject, source: str, max_tokens: int | None = None) -> Words:
+def tokenize_text(
+    subject: InspectedModel, source: str, max_tokens: int | None = None
+) -> TokenizedText:
     """The first tokens of a text: all of them, or ``max_tokens`` if it has more.
 
     A text longer than the subject's context is refused unless ``max_tokens`` cuts it.
@@ -66,7 +69,7 @@ def words(subject: Subject, source: str, max_tokens: int | None = None) -> Words
     ids = ids[:limit]
     if len(ids) < 2:
         raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
-    return Words(text.name, tuple(ids), tuple(_spelt(subject.tokenizer, i) for i in ids))
+    return TokenizedText(text.name, tuple(ids), tuple(_spelt(subject.tokenizer, i) for i in ids))
 
 
 def framed(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -97,7 +100,7 @@ _SMALL = 1 << 20  # numbers in the streams before all blocks
 
 
 def inspect(
-    subject: Subject,
+    subject: InspectedModel,
     source: str,
     *,
     max_tokens: int | None = None,
@@ -118,43 +121,43 @@ def inspect(
     blocks and network out; ``branches`` adds those of each block's attention and MLP alone.
     ``iterations`` follow from the model's size if left out.
     """
-    text = words(subject, source, max_tokens)
+    text = tokenize_text(subject, source, max_tokens)
     clock, tell = _Clock(), watch or _nobody
     generator = torch.Generator().manual_seed(seed)
     subject.model.to(device)
     with clock("reading"):
-        reading = subject.read(torch.tensor([text.ids], device=device))
-    require_finite(reading)
+        trace = subject.trace(torch.tensor([text.ids], device=device))
+    require_finite(trace)
     method = Method(
         dtype="float32",
         device=device,
         algorithm="Golub-Kahan, Christoffel upper end",
         tolerance=tolerance,
-        iterations=affordable(reading) if iterations is None else iterations,
+        iterations=affordable(trace) if iterations is None else iterations,
         failure=failure,
         seed=seed,
     )
-    L, H = len(reading.passages), _heads_of(reading)
+    L, H = len(trace.blocks), _heads_of(trace)
     chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
     with clock("heads"):
-        found = _heads(reading, chosen, which, method, generator, tell)
-    measured: list[Layer] = []
+        found = _heads(trace, chosen, which, method, generator, tell)
+    measured: list[BlockResult] = []
     one = partial(layer, method=method, generator=generator, branches=branches)
     whole = exact = None
     if blocks:
         with clock("blocks"):
-            steps = [derivative(passage.near, passage.before) for passage in reading.passages]
+            steps = [derivative(block.linearised, block.input) for block in trace.blocks]
             for done, at in enumerate(chosen):
                 tell("blocks", done, len(chosen))
-                measured.append(one(reading.passages[at], steps[at], at + 1))
+                measured.append(one(trace.blocks[at], steps[at], at + 1))
             tell("blocks", len(chosen), len(chosen))
         with clock("network"):
             so_far = partial(_part, tell)
-            whole = network(reading, steps, measured, method, generator, so_far)
+            whole = network(trace, steps, measured, method, generator, so_far)
         with clock("precision"):
-            exact = precision(reading, subject.model, found, method, generator)
+            exact = precision(trace, subject.model, found, method, generator)
     return Inspection(
-        subject=subject.facts() | _sizes(reading.passages),
+        subject=subject.facts() | _sizes(trace.blocks),
         text=text.name,
         tokens=list(text.tokens),
         method=method,
@@ -162,12 +165,12 @@ def inspect(
         layers=measured,
         network=whole,
         precision=exact,
-        maps=maps([reading.passages[at].attention for at in chosen], chosen, which),
+        maps=maps([trace.blocks[at].attention for at in chosen], chosen, which),
         seconds=clock.seconds,
     )
 
 
-def maps(calls: Sequence[Attention], layers: Sequence[int], heads: Sequence[int]) -> Maps:
+def maps(calls: Sequence[AttentionCall], layers: Sequence[int], heads: Sequence[int]) -> Maps:
     """The weights of every chosen head on as many first tokens as a page can hold."""
     T, count = calls[0].q.shape[2], len(calls) * len(heads)
     size = min(T, _MAP_SIZE, int((_MAP_BYTES / count) ** 0.5))
@@ -181,19 +184,19 @@ def maps(calls: Sequence[Attention], layers: Sequence[int], heads: Sequence[int]
     )
 
 
-def affordable(reading: Reading) -> int:
+def affordable(trace: ForwardTrace) -> int:
     """Pairs of products for every norm: many where they are cheap, since each narrows a bracket.
 
     Nine let a model of GPT-2's size on 1024 tokens end in about three minutes on two cores.
     """
-    numbers = sum(passage.before.numel() for passage in reading.passages)
+    numbers = sum(block.input.numel() for block in trace.blocks)
     return 30 if numbers <= _SMALL else 9
 
 
-def require_finite(reading: Reading) -> None:
+def require_finite(trace: ForwardTrace) -> None:
     """Refuse a model that breaks down on this text: nothing about it can be measured."""
-    for number, passage in enumerate(reading.passages, 1):
-        if not bool(passage.after.isfinite().all()):
+    for number, block in enumerate(trace.blocks, 1):
+        if not bool(block.output.isfinite().all()):
             raise ValueError(
                 f"the stream after block {number} is not finite on this text, so there is nothing "
                 "to measure; the weights overflow float32."
@@ -201,7 +204,7 @@ def require_finite(reading: Reading) -> None:
 
 
 def _heads(
-    reading: Reading,
+    trace: ForwardTrace,
     layers: Sequence[int],
     which: list[int],
     method: Method,
@@ -211,15 +214,15 @@ def _heads(
     found: list[Head] = []
     total = len(layers) * len(which)
     for at in layers:
-        call = reading.passages[at].attention
+        call = trace.blocks[at].attention
         for head in heads(call, at + 1, which, method, generator):
             found.append(head)
             tell("heads", len(found), total)
     return found
 
 
-def _heads_of(reading: Reading) -> int:
-    counts = {passage.attention.q.shape[1] for passage in reading.passages}
+def _heads_of(trace: ForwardTrace) -> int:
+    counts = {block.attention.q.shape[1] for block in trace.blocks}
     if len(counts) > 1:
         raise ValueError(
             f"this model has {min(counts)} to {max(counts)} heads in a layer; only models with as "
@@ -238,11 +241,11 @@ def _chosen(which: Sequence[int] | None, count: int, name: str) -> list[int]:
     return sorted({n - 1 for n in which})
 
 
-def _sizes(passages: Sequence[Passage]) -> dict[str, int]:
-    call: Attention = passages[0].attention
-    stream: Tensor = passages[0].before
+def _sizes(blocks: Sequence[BlockTrace]) -> dict[str, int]:
+    call: AttentionCall = blocks[0].attention
+    stream: Tensor = blocks[0].input
     return {
-        "layers": len(passages),
+        "layers": len(blocks),
         "heads": call.q.shape[1],
         "kv_heads": call.k.shape[1],
         "head_width": call.q.shape[3],

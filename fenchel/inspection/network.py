@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fenchel.inspection.blocks import bracket, measured
 from fenchel.inspection.linearisation import derivative
-from fenchel.inspection.result import Influence, Layer, Method, Network
-from fenchel.inspection.subject import Reading
+from fenchel.inspection.result import BlockResult, Influence, Method, Network
+from fenchel.inspection.trace import ForwardTrace
 from fenchel.sensitivity.operator import Operator
 
 STEPS = 3
@@ -37,9 +37,9 @@ SPANS, AGAIN = 10, 1
 
 
 def network(
-    reading: Reading,
+    trace: ForwardTrace,
     steps: Sequence[Operator],
-    layers: list[Layer],
+    layers: list[BlockResult],
     method: Method,
     generator: torch.Generator,
     tell: Callable[[int], None],
@@ -57,8 +57,8 @@ def network(
     tokens = influence(J, generator)
     tell(2)
     logits = None
-    if reading.read_out is not None:
-        out = derivative(reading.read_out, reading.passages[-1].after) @ J
+    if trace.lm_head is not None:
+        out = derivative(trace.lm_head, trace.blocks[-1].output) @ J
         few = replace(method, iterations=-(-2 * method.iterations // 3))
         logits = bracket(measured(out.T, few, generator))  # logits are fewer: a better start
     tell(STEPS)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fenchel.attention import AttentionCall, AttentionSpec
 from fenchel.checkpoints import load
 from fenchel.checkpoints.directory import CheckpointDirectory, open_directory
 from fenchel.checkpoints.hf_check import Checkpoint
@@ -20,43 +21,44 @@ from fenchel.files import Damaged
 from fenchel.inspection.linearisation import answer, hold
 from fenchel.inspection.measure import after_an_end, framed
 from fenchel.inspection.recorder import Recorder
-from fenchel.inspection.subject import Attention, Reading, Subject
+from fenchel.inspection.trace import ForwardTrace, InspectedModel
 from fenchel.model import ModelConfig, Transformer, evaluating
 from fenchel.model.families import Family, family_of
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.transformer import meta_model
 
 
-class Unread(ValueError):
+class Unsupported(ValueError):
     """A directory of a family of ours that asks for something ours does not have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OurModel(Subject):
+class OurModel(InspectedModel):
     """A Transformer of fenchel.model."""
 
     model: Transformer
     reads_out: bool
     """Whether its logits mean anything: an encoder may come without its head."""
 
-    def read(self, ids: Tensor) -> Reading:
+    def trace(self, ids: Tensor) -> ForwardTrace:
         """Run it once; its attention reports through ``observe``."""
         model = self.model
         self.require_known(ids, model.config.vocabulary)
         recorder = Recorder(model)
-        reading = True
+        recording = True
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
             asked = model.question(layer, q, k, v)
-            if reading:  # blocks keep their arguments, this one too, and are called again
+            if recording:  # blocks keep their arguments, this one too, and are called again
                 scale = q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
-                recorder.attended(Attention(**asked._asdict() | {"scale": scale}))
+                spec = AttentionSpec(asked.choice, asked.prior, scale, asked.softcap)
+                recorder.attended(AttentionCall(asked.q, asked.k, asked.v, spec))
             return answer(asked.q, asked.k, asked.v)
 
         with torch.no_grad(), evaluating(model), recorder:
             model(ids, observe=observe, last=True, read=False)
-        reading = False
-        return Reading(hold(recorder.passages), self._read_out if self.reads_out else None)
+        recording = False
+        return ForwardTrace(hold(recorder.traces), self._read_out if self.reads_out else None)
 
     def _read_out(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.prepared(x[:, -1:]))[0, 0]
@@ -76,13 +78,13 @@ def open_run(path: Path) -> OurModel | None:
         tokenizer=tokenizer,
         context=config.context,
         stored=stored,
-        begin=after_an_end,
+        encode_start=after_an_end,
         reads_out=True,
     )
 
 
 def open_known(found: Checkpoint) -> OurModel:
-    """A Hugging Face directory by our own loader, in float32; Unread says why it cannot be."""
+    """A Hugging Face directory by our own loader, in float32; Unsupported says why it cannot be."""
     directory = open_directory(found.folder)
     family, config = _said(found, directory)
     require_choice(config, str(found.folder))
@@ -96,7 +98,7 @@ def open_known(found: Checkpoint) -> OurModel:
         tokenizer=found.tokenizer,
         context=config.context,
         stored=found.weights.kind,
-        begin=framed,
+        encode_start=framed,
         reads_out=config.kind == "decoder" or config.read_transform,
     )
 
@@ -108,7 +110,7 @@ def _said(found: Checkpoint, directory: CheckpointDirectory) -> tuple[Family, Mo
         family = family_of(found.family, tensors, where)
         return family, family.read(directory.config, tensors, where)
     except ValueError as error:
-        raise Unread(str(error)) from None
+        raise Unsupported(str(error)) from None
 
 
 def _weights(
@@ -122,7 +124,7 @@ def _weights(
     except ValueError as error:
         if found.architecture in (None, family.architecture):
             raise  # it is of this family, and wrong; another head would be another matter
-        raise Unread(str(error)) from None
+        raise Unsupported(str(error)) from None
 
 
 def require_choice(config: ModelConfig, name: str) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from fenchel.inspection.heads import only, sensitivities
 from fenchel.inspection.result import Head, Method, Precision
-from fenchel.inspection.subject import Reading
+from fenchel.inspection.trace import ForwardTrace
 
 _CONVERGED = 40  # pairs of products: what is left between the two is rounding
 
 
 @torch.no_grad()
 def precision(
-    reading: Reading,
+    trace: ForwardTrace,
     model: nn.Module,
     heads: list[Head],
     method: Method,
@@ -31,7 +31,7 @@ def precision(
 ) -> Precision:
     """Both answers."""
     top = max(heads, key=lambda head: head.sigma["qkv"].lower)
-    call = only(reading.passages[top.layer - 1].attention, [top.head - 1])
+    call = only(trace.blocks[top.layer - 1].attention, [top.head - 1])
     fine = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double())
     to_the_end = replace(method, tolerance=1e-4, iterations=_CONVERGED)
     one, two = (
@@ -39,7 +39,7 @@ def precision(
         for c in (call, fine)
     )
     apart = abs(one / two - 1.0) if two > 0 else 0.0
-    streams, logits, divergence = _coarse(reading, model, coarse)
+    streams, logits, divergence = _coarse(trace, model, coarse)
     name = str(coarse).removeprefix("torch.")
     told = f"after the last block the stream is off by {streams[-1]:.2g}"
     if divergence is not None:
@@ -52,25 +52,25 @@ def precision(
         logits=logits,
         divergence=divergence,
         statement=(
-            f"Measured in {method.dtype}; the largest head norm agrees with float64 to "
+            f"SpectralBracket in {method.dtype}; the largest head norm agrees with float64 to "
             f"{apart:.1e}. With weights and stream rounded to {name}, {told}."
         ),
     )
 
 
 def _coarse(
-    reading: Reading, model: nn.Module, coarse: torch.dtype
+    trace: ForwardTrace, model: nn.Module, coarse: torch.dtype
 ) -> tuple[list[float], float | None, float | None]:
     """Relative errors of the stream block by block, and what becomes of the last logits."""
-    read_out, last = reading.read_out, reading.passages[-1].after
-    exact = None if read_out is None else read_out(last).double()
+    lm_head, last = trace.lm_head, trace.blocks[-1].output
+    exact = None if lm_head is None else lm_head(last).double()
     found = []
     with rounded(model, coarse):
-        x = _round(reading.passages[0].before, coarse)
-        for passage in reading.passages:
-            x = _round(passage.block(x), coarse)
-            found.append(float((x - passage.after).norm() / passage.after.norm()))
-        off = None if read_out is None else read_out(x).double()
+        x = _round(trace.blocks[0].input, coarse)
+        for block in trace.blocks:
+            x = _round(block.forward(x), coarse)
+            found.append(float((x - block.output).norm() / block.output.norm()))
+        off = None if lm_head is None else lm_head(x).double()
     if exact is None or off is None:
         return found, None, None
     p, q = exact.log_softmax(-1), off.log_softmax(-1)

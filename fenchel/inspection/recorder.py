@@ -17,24 +17,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fenchel.attention import AttentionCall
 from fenchel.inspection.linearisation import tangent_activations
-from fenchel.inspection.subject import Attention, Branch, Map, Norm, Passage
+from fenchel.inspection.trace import BlockTrace, Branch, Map, NormInput
 
 
 @dataclass
-class _Open:
+class _OpenBlock:
     """A block that has begun and not ended."""
 
     module: nn.Module
-    given: "Given"
-    calls: list[Attention] = field(default_factory=list)
-    norms: list[Norm] = field(default_factory=list)
-    attending: Branch | None = None
-    thinking: Branch | None = None
+    given: "CallArguments"
+    calls: list[AttentionCall] = field(default_factory=list)
+    norms: list[NormInput] = field(default_factory=list)
+    attention_branch: Branch | None = None
+    mlp_branch: Branch | None = None
 
 
 @dataclass(frozen=True)
-class Given:
+class CallArguments:
     """The arguments of a call, of which one is the stream."""
 
     args: tuple[Any, ...]
@@ -63,10 +64,10 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.passages: list[Passage] = []
-        self.blocks: list[nn.Module] = []
-        """The module behind each passage; shared ones stand here several times."""
-        self._open: _Open | None = None
+        self.traces: list[BlockTrace] = []
+        self.modules: list[nn.Module] = []
+        """The module behind each trace; a shared module appears several times."""
+        self._open: _OpenBlock | None = None
         self._handles: list[Any] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -90,18 +91,20 @@ class Recorder:
             handle.remove()
         self._handles, self._open = [], None
 
-    def attended(self, call: Attention) -> None:
+    def attended(self, call: AttentionCall) -> None:
         """Attention was called, here and now."""
         if self._open is None:
             raise ValueError(
                 "attention was called outside of any block, so this model cannot be taken apart; "
                 "only stacks of equal blocks can be inspected."
             )
-        self._open.calls.append(Attention(*(_cut(part) for part in call)))
+        self._open.calls.append(
+            AttentionCall(call.q.detach(), call.k.detach(), call.v.detach(), call.spec)
+        )
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._open is None and id(module) in self._members:
-            self._open = _Open(module, Given(args, kwargs))
+            self._open = _OpenBlock(module, CallArguments(args, kwargs))
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -112,10 +115,10 @@ class Recorder:
         if module is block.module:
             self._open = None
             if block.calls:
-                self.blocks.append(module)
-                self.passages.append(self._passage(block, first_of(out)))
+                self.modules.append(module)
+                self.traces.append(self._trace(block, first_of(out)))
             return
-        given = Given(args, kwargs)
+        given = CallArguments(args, kwargs)
         x, stream = given.stream, block.given.stream
         if x is None or stream is None or x.shape != stream.shape:
             return
@@ -124,12 +127,12 @@ class Recorder:
             block.norms.append(self._norm(module, x, y))
         elif isinstance(y, Tensor) and y.shape == x.shape and _is_part(module, block.module):
             branch = Branch(tangent_activations(module, _function(module, given)), x.detach())
-            if block.calls and block.attending is None:
-                block.attending = branch
+            if block.calls and block.attention_branch is None:
+                block.attention_branch = branch
             else:
-                block.thinking = branch
+                block.mlp_branch = branch
 
-    def _passage(self, block: _Open, after: Tensor) -> Passage:
+    def _trace(self, block: _OpenBlock, after: Tensor) -> BlockTrace:
         if len(block.calls) != 1:
             raise ValueError(
                 f"a block of this model calls attention {len(block.calls)} times; only blocks "
@@ -138,23 +141,23 @@ class Recorder:
         before = block.given.stream
         assert before is not None
         f = _function(block.module, block.given)
-        return Passage(
+        return BlockTrace(
             before.detach(),
             after.detach(),
             f,
             tangent_activations(block.module, f),
             block.calls[0],
             tuple(block.norms),
-            block.attending,
-            block.thinking,
+            block.attention_branch,
+            block.mlp_branch,
         )
 
-    def _norm(self, module: nn.Module, x: Tensor, y: Tensor) -> Norm:
+    def _norm(self, module: nn.Module, x: Tensor, y: Tensor) -> NormInput:
         found = [getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
         epsilon = next((one for one in found if isinstance(one, float)), 0.0)
         kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
         name = self._names[id(module)].rpartition(".")[2]
-        return Norm(name, x.detach(), _gain(module, x, y, kind), epsilon, kind)
+        return NormInput(name, x.detach(), _gain(module, x, y, kind), epsilon, kind)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -184,7 +187,7 @@ def _gain(module: nn.Module, x: Tensor, y: Tensor, kind: str) -> Tensor | None:
     return (weight if bool(off[0] <= off[1]) else 1.0 + weight).detach()
 
 
-def _function(module: nn.Module, given: Given) -> Map:
+def _function(module: nn.Module, given: CallArguments) -> Map:
     def f(x: Tensor) -> Tensor:
         return given.call(module, x)
 
@@ -195,7 +198,3 @@ def _is_part(module: nn.Module, block: nn.Module) -> bool:
     """Whether it is a direct child with weights: dropout maps the stream too, and does nothing."""
     own = any(child is module for child in block.children())
     return own and next(module.parameters(), None) is not None
-
-
-def _cut(part: Any) -> Any:
-    return part.detach() if isinstance(part, Tensor) else part

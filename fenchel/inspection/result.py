@@ -1,7 +1,7 @@
 """What an inspection found, as plain values: numbers, words and lists that JSON can hold.
 
 A number that was computed exactly (to rounding) stands alone. One that was approached from both
-sides is a ``Bracket``; what its ends promise is said once, in ``Method``. One number a row is told
+sides is a ``Interval``; what its ends promise is said once, in ``Method``. One number a row is told
 by its ``Spread``. Layers and heads count from 1, tokens from 0.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Bracket:
+class Interval:
     """lower <= sigma <= upper."""
 
     lower: float
@@ -69,7 +69,7 @@ class Head:
     """The head of the layer that looks most alike; None in a layer of one."""
     overlap: float
     """How alike: mean over rows of sum_j sqrt(p_j p'_j), 1 for the same."""
-    sigma: dict[str, Bracket]
+    sigma: dict[str, Interval]
     """|d o / d (q)|, (k), (v) and (qkv) in the spectral norm."""
     top: list[float]
     """Lower bounds of the four largest singular values behind sigma["qkv"]."""
@@ -94,19 +94,19 @@ class NormGain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class BlockResult:
     """One block, stream to stream."""
 
     layer: int
     norms: list[NormGain]
-    attention: Bracket | None
+    attention: Interval | None
     """Spectral norm of the attention branch's own derivative; None where it is not apart."""
-    mlp: Bracket | None
-    block: Bracket
+    mlp: Interval | None
+    block: Interval
     """Spectral norm of the block's derivative, between token matrices."""
     top: list[float]
     """Lower bounds of its four largest singular values."""
-    token: Bracket
+    token: Interval
     """The norm of it for max_i |x_i|; its upper end, sqrt(T) times that of ``block``, is loose."""
     update: float
     """|x_after - x_before| / |x_before|."""
@@ -134,9 +134,9 @@ class Influence:
 class Network:
     """All blocks together."""
 
-    stream: Bracket
+    stream: Interval
     """Spectral norm of the derivative of x_L in x_0."""
-    logits: Bracket | None
+    logits: Interval | None
     """The same for the logits of the last token."""
     exponent: float
     """log(stream.lower) / L: the finite-time Lyapunov exponent of one layer."""
@@ -201,7 +201,7 @@ class Inspection:
     tokens: list[str]
     method: Method
     heads: list[Head]
-    layers: list[Layer]
+    layers: list[BlockResult]
     network: Network | None
     precision: Precision | None
     maps: Maps

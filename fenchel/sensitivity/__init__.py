@@ -13,7 +13,7 @@ from fenchel.sensitivity.finite_difference import Remainder, difference_jacobian
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.norms import TokenBracket, influence, token_norm
 from fenchel.sensitivity.operator import Matrix, Operator, identity
-from fenchel.sensitivity.spectrum import Singular, singular_values
+from fenchel.sensitivity.spectrum import SingularValues, singular_values
 from fenchel.sensitivity.witness import Witness
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "Matrix",
     "Operator",
     "Remainder",
-    "Singular",
+    "SingularValues",
     "TokenBracket",
     "Witness",
     "attention_jacobian",

@@ -41,12 +41,12 @@ from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.bounds.covariance import factor
 from fenchel.sensitivity.norms import largest, nonnegative, outward, spectral
-from fenchel.sensitivity.weight_blocks import Projected
+from fenchel.sensitivity.weight_blocks import Projections
 
 _BLOCK = 1 << 21  # numbers in one (H, t, n, d) tensor
 
 
-class Over(NamedTuple):
+class HeadBounds(NamedTuple):
     """What holds everywhere in a ball, for each head: (H,)."""
 
     upper: Tensor
@@ -89,21 +89,26 @@ def bounded(choice: Choice) -> bool:
     return isinstance(choice, Softmax | Sparsemax)
 
 
-def over_ball(
-    x: Projected, out: Tensor | None, choice: Choice, prior: Prior | None, scale: float, ball: Ball
-) -> Over:
+def head_bounds(
+    x: Projections,
+    out: Tensor | None,
+    choice: Choice,
+    prior: Prior | None,
+    scale: float,
+    ball: Ball,
+) -> HeadBounds:
     """Bounds for one sequence and all its heads; ``out`` is W_O by heads, (H, E, M), or none."""
     H, n = x.q.shape[1:3]
     if not bounded(choice):
         none = x.q.new_full((H,), torch.inf)
-        return Over(none, none, none)
+        return HeadBounds(none, none, none)
     head = _coordinates(x, out, choice, scale)
     w = _weights(x, head, choice, prior, scale, ball)
     rows = _Rows(head, w, ball, exact_sum=isinstance(choice, Softmax))
     return rows.bounds(n)
 
 
-def _coordinates(x: Projected, out: Tensor | None, choice: Choice, scale: float) -> _Head:
+def _coordinates(x: Projections, out: Tensor | None, choice: Choice, scale: float) -> _Head:
     q, k, v = x.q[0], x.k[0], x.v[0]
     F_Q, F_K, F_V = (factor(w[0]) for w in x.W)
     beta = choice.beta.reshape(-1, 1, 1) if isinstance(choice.beta, Tensor) else choice.beta
@@ -116,7 +121,7 @@ def _coordinates(x: Projected, out: Tensor | None, choice: Choice, scale: float)
 
 
 def _weights(
-    x: Projected, head: _Head, choice: Choice, prior: Prior | None, scale: float, ball: Ball
+    x: Projections, head: _Head, choice: Choice, prior: Prior | None, scale: float, ball: Ball
 ) -> _Weights:
     z = scale * x.q @ x.k.mT  # (1, H, n, n)
     H, n = z.shape[1:3]
@@ -230,7 +235,7 @@ class _Rows:
         about = (z - z.mean(1, keepdim=True)).square().sum(-1).amax(-1, keepdim=True)
         return torch.minimum(moment, about * self.sum_max)
 
-    def bounds(self, n: int) -> Over:
+    def bounds(self, n: int) -> HeadBounds:
         """A, B and the bound in the token norm."""
         head, w, r = self.head, self.w, self.ball.token
         V, M = head.V.unsqueeze(-1), head.M.unsqueeze(-1)
@@ -245,7 +250,7 @@ class _Rows:
         key = key + self._column(w.s_off, self.vd) + self._column(w.s_max, self.vd * self.off)
         change = head.V * nonnegative(w.p_off) + (move + switch).amax(-1) + turned + key
         token = V + g * h + g * self.sum_max.sqrt() * (self.own + r * M)
-        return Over(outward(anywhere), outward(change), outward(token.amax(-1)))
+        return HeadBounds(outward(anywhere), outward(change), outward(token.amax(-1)))
 
     def _column(self, weights: Tensor, rows: Tensor) -> Tensor:
         """K(w) for w_ij = weights_ij rows_i: (H, n, n), (H, n) -> (H,)."""

@@ -46,9 +46,9 @@ from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
 from fenchel.sensitivity.operator import Operator, Space
 from fenchel.sensitivity.weight_blocks import (
-    Block,
-    Projected,
-    Rows,
+    Projections,
+    WeightBlock,
+    WeightBlocks,
     cut,
     flat,
     heads,
@@ -62,7 +62,7 @@ class OneHead(Operator):
 
     def __init__(
         self,
-        block: Block,
+        block: WeightBlock,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -112,7 +112,7 @@ class AttentionJacobian(Operator):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: WeightBlocks,
         v: Tensor,
         wrt: str,
         each: bool,
@@ -166,7 +166,7 @@ class AttentionJacobian(Operator):
         return out
 
     def _moved(
-        self, block: Block, i: int, q: Tensor | None, k: Tensor | None, v: Tensor | None
+        self, block: WeightBlock, i: int, q: Tensor | None, k: Tensor | None, v: Tensor | None
     ) -> Tensor:
         """(J dz) v + p dv on a block, for vector i of the stack."""
         rows, keys, r = block.rows, block.keys, self.rows
@@ -185,7 +185,7 @@ class AttentionJacobian(Operator):
         assert moved is not None
         return moved
 
-    def _chosen(self, block: Block, dz: Tensor) -> Tensor:
+    def _chosen(self, block: WeightBlock, dz: Tensor) -> Tensor:
         """(J dz) v on a block: (N, t, E); dz is overwritten."""
         v = cut(self.v, block.keys)
         if block.heaviest is not None:
@@ -194,7 +194,7 @@ class AttentionJacobian(Operator):
         drop = dz.sum(-1, keepdim=True)
         return torch.bmm(dz, v).addcmul_(drop, cut(self._mean, block.rows), value=-1.0)
 
-    def _questioned(self, block: Block, here: Tensor, beside: Tensor) -> Tensor:
+    def _questioned(self, block: WeightBlock, here: Tensor, beside: Tensor) -> Tensor:
         """gz on a block, for the gradient ``here`` (N, t, E); ``beside`` has -<g, m> with it."""
         if block.heaviest is not None:
             gz = block.turned(torch.bmm(here, cut(self.v, block.keys).mT))
@@ -292,7 +292,7 @@ class AttentionJacobian(Operator):
 class SelfAttentionJacobian(Operator):
     """d Att(X) for Att(X) = attend(X W_Q, X W_K, X W_V)."""
 
-    def __init__(self, inner: AttentionJacobian, x: Projected) -> None:
+    def __init__(self, inner: AttentionJacobian, x: Projections) -> None:
         self.inner, self.W = inner, x.W
         self.widths = [w.shape[-1] for w in x.W]
         # Side by side, (B or 1, H, M, 2 D + E): one product instead of three.
@@ -382,7 +382,7 @@ def attention_jacobian(
     q, k, v = (four_axes(x) for x in wide(q, k, v))
     H, G = q.shape[1], k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rows = Rows(q, heads(k, H), choice, prior, scale, budget, softcap)
+    rows = WeightBlocks(q, heads(k, H), choice, prior, scale, budget, softcap)
     return AttentionJacobian(rows, heads(v, H), wrt, each, G, axes)
 
 
@@ -406,5 +406,5 @@ def self_attention_jacobian(
     """
     x = project(X, W_Q, W_K, W_V)
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
-    rows = Rows(x.q, x.k, choice, prior, scale, budget)
+    rows = WeightBlocks(x.q, x.k, choice, prior, scale, budget)
     return SelfAttentionJacobian(AttentionJacobian(rows, x.v, "qkv", each), x)

@@ -74,7 +74,7 @@ class Ball:
         return moves * (self.total / size) if size > self.total else moves
 
 
-class Reach(NamedTuple):
+class BallBound(NamedTuple):
     """What holds everywhere in a ball."""
 
     upper: float
@@ -88,7 +88,7 @@ class Reach(NamedTuple):
         return Ball(min(self.token * ball.token * grow, total), total)
 
 
-class Gauge:
+class NormEstimator:
     """Norms at a centre, measured from above, and the chance that one of them was too small."""
 
     def __init__(self, failure: float, generator: torch.Generator | None = None) -> None:
@@ -110,16 +110,16 @@ class Gauge:
         bracket = spectral_norm(J, tol=1e-3, failure=self.failure, generator=self.generator)
         return float(bracket.upper)
 
-    def from_centre(self, J: Operator, reach: Reach) -> Reach:
+    def from_centre(self, J: Operator, reach: BallBound) -> BallBound:
         """The same reach, with the norm at the centre plus the variation where that is less."""
         if reach.variation >= reach.upper:
             return reach
-        return Reach(
+        return BallBound(
             min(reach.upper, self.above(J) + reach.variation), reach.variation, reach.token
         )
 
 
-class Layer(ABC):
+class TokenLayer(ABC):
     """A map of tokens (N, M) to tokens (N, M')."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Layer(ABC):
         """The map itself."""
 
     @abstractmethod
-    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
         """Bounds that hold everywhere in the ball about X."""
 
     def jacobian(self, X: Tensor) -> Operator:

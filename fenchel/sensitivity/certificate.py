@@ -37,21 +37,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fenchel.files import write_atomic
 from fenchel.sensitivity.autodiff import jacobian, plain, point
-from fenchel.sensitivity.ball import Ball, Gauge, Layer
+from fenchel.sensitivity.ball import Ball, NormEstimator, TokenLayer
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.layers import SelfAttention, layer_of
 from fenchel.sensitivity.operator import Operator
 from fenchel.sensitivity.witness import families
 
 
-class Peak(NamedTuple):
+class Maximum(NamedTuple):
     """The best point met."""
 
     X: Tensor
     sigma: float
 
 
-def climb(
+def ascend(
     f: Callable[[Tensor], Tensor],
     derivative: Callable[[Tensor], Operator],
     X: Tensor,
@@ -60,16 +60,16 @@ def climb(
     *,
     steps: int,
     generator: torch.Generator | None = None,
-) -> Peak:
+) -> Maximum:
     """The largest sigma met within the ball about X, from each of ``starts`` in turn."""
-    best = Peak(X, -1.0)
+    best = Maximum(X, -1.0)
     for start in starts:
         Y = X + ball.within(start - X)
         sigma, u, v = _warm(derivative(Y), _random(X, generator), rounds=8)
         share, moved = 0.5, True
         for _ in range(steps):
             if moved:
-                target = X + furthest(ball, slope(f, Y, u, v))
+                target = X + linear_maximiser(ball, sigma_gradient(f, Y, u, v))
             Z = X + ball.within(Y + share * (target - Y) - X)
             found = _warm(derivative(Z), v, rounds=3)
             moved = found[0] > sigma
@@ -80,11 +80,11 @@ def climb(
             if share < 1e-3:
                 break
         if sigma > best.sigma:
-            best = Peak(Y, sigma)
+            best = Maximum(Y, sigma)
     return best
 
 
-def promising(
+def random_starts(
     derivative: Callable[[Tensor], Operator],
     X: Tensor,
     ball: Ball,
@@ -98,7 +98,7 @@ def promising(
         return []
     points = []
     for _ in range(looks * keep):
-        Y = X + furthest(ball, _random(X, generator).view_as(X))
+        Y = X + linear_maximiser(ball, _random(X, generator).view_as(X))
         points.append((_warm(derivative(Y), _random(X, generator), rounds=2)[0], Y))
     points.sort(key=lambda point: -point[0])
     return [Y for _, Y in points[:keep]]
@@ -108,7 +108,7 @@ def _random(X: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.randn(X.numel(), dtype=X.dtype, generator=generator).to(X)
 
 
-def slope(f: Callable[[Tensor], Tensor], X: Tensor, u: Tensor, v: Tensor) -> Tensor:
+def sigma_gradient(f: Callable[[Tensor], Tensor], X: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """The gradient of <u, J(X) v> in X, for flat u and v; 0 where f is linear."""
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         Y = X.detach().clone().requires_grad_()
@@ -120,7 +120,7 @@ def slope(f: Callable[[Tensor], Tensor], X: Tensor, u: Tensor, v: Tensor) -> Ten
     return torch.zeros_like(X) if found is None else found
 
 
-def furthest(ball: Ball, g: Tensor) -> Tensor:
+def linear_maximiser(ball: Ball, g: Tensor) -> Tensor:
     """The move of the ball with the largest product with g: (n, d) -> (n, d)."""
     length = g.norm(dim=-1, keepdim=True)
     unit = g / torch.where(length > 0, length, 1.0)
@@ -218,14 +218,14 @@ def certify(
         raise ValueError(f"a certificate is about one sequence (N, M), got shape {tuple(x.shape)}.")
     ball = Ball.of(radius, norm, _tokens(x))
     layer = layer_of(f)
-    gauge = Gauge(failure, generator)
-    upper = math.inf if layer is None else layer.reach(x, ball, gauge).upper
+    estimator = NormEstimator(failure, generator)
+    upper = math.inf if layer is None else layer.ball_bound(x, ball, estimator).upper
     derivative = _derivative(f)
     starts = _starts(layer, derivative, x, ball, restarts, generator)
     climbed = layer if layer is not None else f
-    peak = climb(climbed, derivative, x, ball, starts, steps=steps, generator=generator)
+    peak = ascend(climbed, derivative, x, ball, starts, steps=steps, generator=generator)
     found = spectral_norm(derivative(peak.X), tol=1e-6, generator=generator)
-    return Certificate(float(found.lower), upper, radius, peak.X, norm, x, gauge.spent)
+    return Certificate(float(found.lower), upper, radius, peak.X, norm, x, estimator.spent)
 
 
 def _derivative(f: Callable[..., Any]) -> Callable[[Tensor], Operator]:
@@ -235,7 +235,7 @@ def _derivative(f: Callable[..., Any]) -> Callable[[Tensor], Operator]:
 
 
 def _starts(
-    layer: Layer | None,
+    layer: TokenLayer | None,
     derivative: Callable[[Tensor], Operator],
     x: Tensor,
     ball: Ball,
@@ -246,12 +246,12 @@ def _starts(
     right = spectral_norm(derivative(x), tol=1e-2, generator=generator).right
     assert isinstance(right, Tensor)
     for sign in (1.0, -1.0):
-        yield x + sign * furthest(ball, right)
+        yield x + sign * linear_maximiser(ball, right)
     if isinstance(layer, SelfAttention) and layer.W_Q.dim() == 2:
         size = float(x.norm(dim=-1).amax())
         for X in families(layer.W_Q, layer.W_K, len(x), size):
-            yield x + furthest(ball, X.to(x) - x)
-    yield from promising(derivative, x, ball, restarts, generator=generator)
+            yield x + linear_maximiser(ball, X.to(x) - x)
+    yield from random_starts(derivative, x, ball, restarts, generator=generator)
 
 
 def _tokens(x: Tensor) -> int:

@@ -35,10 +35,10 @@ from torch.nn import functional
 
 from fenchel.attention import Prior, attend
 from fenchel.choice import Choice, Softmax
-from fenchel.sensitivity.attention_ball import over_ball
+from fenchel.sensitivity.attention_ball import head_bounds
 from fenchel.sensitivity.attention_jacobian import self_attention_jacobian
 from fenchel.sensitivity.autodiff import jacobian, point, space
-from fenchel.sensitivity.ball import Ball, Gauge, Layer, Reach
+from fenchel.sensitivity.ball import Ball, BallBound, NormEstimator, TokenLayer
 from fenchel.sensitivity.bounds.feedforward import SLOPES, linear, norm_layer, slope_range
 from fenchel.sensitivity.operator import Operator, Space, identity
 from fenchel.sensitivity.weight_blocks import project
@@ -130,7 +130,7 @@ _SOFTMAX = Softmax()
 
 @final
 @dataclass(frozen=True, eq=False)
-class SelfAttention(Layer):
+class SelfAttention(TokenLayer):
     """X -> attend(X W_Q, X W_K, X W_V), heads side by side, times W_O if there is one.
 
     W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M').
@@ -167,17 +167,17 @@ class SelfAttention(Layer):
 
         return jacobian(join, torch.zeros(heads, dtype=J.dtype, device=J.device)) @ J
 
-    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
         """The lesser of bound A and the exact norm at the centre plus bound B."""
         x = project(X, self.W_Q, self.W_K, self.W_V)
         scale = x.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         out = None if self.W_O is None else self.W_O.reshape(self._heads, -1, self.W_O.shape[-1])
-        found = over_ball(x, out, self.choice, self.prior, scale, ball)
+        found = head_bounds(x, out, self.choice, self.prior, scale, ball)
         if out is None:  # heads stand side by side: squares add
             upper, variation, token = (float(part.norm()) for part in found)
         else:  # heads are summed
             upper, variation, token = (float(part.sum()) for part in found)
-        return gauge.from_centre(self.jacobian(X), Reach(upper, variation, token))
+        return estimator.from_centre(self.jacobian(X), BallBound(upper, variation, token))
 
     @property
     def _heads(self) -> int:
@@ -197,7 +197,7 @@ class SelfAttention(Layer):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Norm(Layer):
+class NormLayer(TokenLayer):
     """LayerNorm (kind "layer") or RMSNorm ("rms") of every token."""
 
     weight: Tensor | None = None
@@ -217,18 +217,18 @@ class Norm(Layer):
         """In closed form."""
         return NormJacobian(X, self.weight, self.eps, self.kind)
 
-    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
         """1 / r at its least r, and its slope."""
         gain = norm_layer(X, self.weight, eps=self.eps, kind=self.kind, radius=ball.token)
         upper = float(gain.amax())
         size = 1.0 if self.weight is None else float(self.weight.abs().amax())
         steep = 2.0 * upper**2 / (size * (3.0 * X.shape[-1]) ** 0.5) if size > 0 else 0.0
-        return Reach(upper, min(steep * ball.token, 2.0 * upper), upper)
+        return BallBound(upper, min(steep * ball.token, 2.0 * upper), upper)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Linear(Layer):
+class LinearLayer(TokenLayer):
     """X -> X W + b, with W (M, M')."""
 
     W: Tensor
@@ -242,15 +242,15 @@ class Linear(Layer):
         """W, for every token."""
         return TokenMap(X, self.W)
 
-    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
         """|W|_2, the same everywhere."""
         size = float(linear(self.W))
-        return Reach(size, 0.0, size)
+        return BallBound(size, 0.0, size)
 
 
 @final
 @dataclass(frozen=True)
-class Activation(Layer):
+class ActivationLayer(TokenLayer):
     """An elementwise function known by name."""
 
     name: str
@@ -263,19 +263,19 @@ class Activation(Layer):
         """The slopes, number by number."""
         return Diagonal(SLOPES[self.name].at(X))
 
-    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:  # noqa: ARG002
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
         """The steepest slope near any number, and how far slopes differ from those at X."""
         low, here, high = slope_range(self.name, X, ball.token)
         upper = float(torch.maximum(low.abs(), high.abs()).amax())
-        return Reach(upper, float(torch.maximum(high - here, here - low).amax()), upper)
+        return BallBound(upper, float(torch.maximum(high - here, here - low).amax()), upper)
 
 
 @final
 @dataclass(frozen=True)
-class Residual(Layer):
+class Residual(TokenLayer):
     """X -> X + branch(X)."""
 
-    branch: Layer
+    branch: TokenLayer
 
     def __call__(self, X: Tensor) -> Tensor:
         """(..., M) -> (..., M)."""
@@ -285,19 +285,19 @@ class Residual(Layer):
         """I + J of the branch."""
         return identity(X) + self.branch.jacobian(X)
 
-    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
         """One more than the branch, and its variation."""
-        inner = self.branch.reach(X, ball, gauge)
-        apart = Reach(1.0 + inner.upper, inner.variation, 1.0 + inner.token)
-        return gauge.from_centre(self.jacobian(X), apart)
+        inner = self.branch.ball_bound(X, ball, estimator)
+        apart = BallBound(1.0 + inner.upper, inner.variation, 1.0 + inner.token)
+        return estimator.from_centre(self.jacobian(X), apart)
 
 
 @final
 @dataclass(frozen=True)
-class Chain(Layer):
+class Chain(TokenLayer):
     """Layers one after another."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[TokenLayer, ...]
 
     def __call__(self, X: Tensor) -> Tensor:
         """Through all of them."""
@@ -312,42 +312,42 @@ class Chain(Layer):
             J, X = layer.jacobian(X) @ J, layer(X)
         return J
 
-    def reach(self, X: Tensor, ball: Ball, gauge: Gauge) -> Reach:
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
         """The ball is carried through; uppers multiply, variations add up behind them."""
-        whole, J = Reach(1.0, 0.0, 1.0), identity(X)
+        whole, J = BallBound(1.0, 0.0, 1.0), identity(X)
         for layer in self.layers:
-            one = layer.reach(X, ball, gauge)
+            one = layer.ball_bound(X, ball, estimator)
             J, X, ball = layer.jacobian(X) @ J, layer(X), one.carry(ball)
-            whole = Reach(
+            whole = BallBound(
                 one.upper * whole.upper,
                 one.variation * whole.upper + one.upper * whole.variation,
                 one.token * whole.token,
             )
-        return whole if len(self.layers) < 2 else gauge.from_centre(J, whole)
+        return whole if len(self.layers) < 2 else estimator.from_centre(J, whole)
 
 
-def layer_of(f: object) -> Layer | None:
+def layer_of(f: object) -> TokenLayer | None:
     """The layer that a module of torch.nn is, in evaluation; None where none is known."""
-    if isinstance(f, Layer):
+    if isinstance(f, TokenLayer):
         return f
     if isinstance(f, nn.Sequential):
         parts = [layer_of(part) for part in f]
         known = [part for part in parts if part is not None]
         return Chain(tuple(known)) if len(known) == len(parts) else None
     if isinstance(f, nn.Linear):
-        return Linear(f.weight.detach().mT, None if f.bias is None else f.bias.detach())
+        return LinearLayer(f.weight.detach().mT, None if f.bias is None else f.bias.detach())
     if isinstance(f, nn.LayerNorm | nn.RMSNorm) and len(f.normalized_shape) == 1:
         weight, bias = (
             None if part is None else part.detach() for part in (f.weight, getattr(f, "bias", None))
         )
         if isinstance(f, nn.LayerNorm):
-            return Norm(weight, bias, f.eps, "layer")
+            return NormLayer(weight, bias, f.eps, "layer")
         eps = f.eps if f.eps is not None else torch.finfo(torch.float32).eps
-        return Norm(weight, None, eps, "rms")
+        return NormLayer(weight, None, eps, "rms")
     if isinstance(f, nn.GELU):
-        return Activation("gelu" if f.approximate == "none" else "gelu_tanh")
+        return ActivationLayer("gelu" if f.approximate == "none" else "gelu_tanh")
     name = _MODULES.get(type(f))
-    return None if name is None else Activation(name)
+    return None if name is None else ActivationLayer(name)
 
 
 _MODULES: dict[type, str] = {

@@ -20,7 +20,7 @@ from fenchel.sensitivity.golub_kahan import Basis, gaussian, length, scaled
 from fenchel.sensitivity.operator import Matrix, Operator
 
 
-class Singular(NamedTuple):
+class SingularValues(NamedTuple):
     """The top k singular values, largest first, behind the axes of the operator's batch."""
 
     values: Tensor
@@ -41,7 +41,7 @@ def singular_values(
     tol: float = 1e-8,
     iterations: int = 60,
     generator: torch.Generator | None = None,
-) -> Singular:
+) -> SingularValues:
     """The k largest singular values of J, until every error is below tol times the largest.
 
     >>> found = singular_values(torch.diag(torch.tensor([3.0, 3.0, 1.0], dtype=torch.float64)), 2)
@@ -96,7 +96,7 @@ class _Run:
         return upper + upper.triu(1).mT
 
 
-def _fitting(J: Operator, basis: Basis, vectors: Tensor, iterations: int) -> Singular:
+def _fitting(J: Operator, basis: Basis, vectors: Tensor, iterations: int) -> SingularValues:
     """Values and vectors that fit one another, from the right space found."""
     V = torch.stack([basis.combine(y) for y in vectors.movedim(-1, 0)])
     W = J.apply(V).movedim(0, -1)  # (*batch, m, k)
@@ -105,7 +105,7 @@ def _fitting(J: Operator, basis: Basis, vectors: Tensor, iterations: int) -> Sin
     left = left.movedim(-1, 0)
     rest = J.adjoint(left) - values.movedim(-1, 0).unsqueeze(-1) * right
     error = length(rest).movedim(0, -1) + J.error * values[..., :1]
-    return Singular(
+    return SingularValues(
         values,
         error,
         J.codomain.write(left, "stack"),  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ BUDGET, GPU_BUDGET = 1 << 21, 1 << 26
 _SPREAD = 1e-4  # a row whose lighter keys weigh more than this loses four digits at the most
 
 
-class Block(NamedTuple):
+class WeightBlock(NamedTuple):
     """Some rows of the weights, for queries ``rows`` and keys ``keys``; N is B H."""
 
     rows: slice
@@ -60,7 +60,7 @@ class Block(NamedTuple):
         return dz.addcmul_(self.s, dz.sum(-1, keepdim=True) * self.inverse, value=-1.0)
 
 
-class Rows:
+class WeightBlocks:
     """The weights of q (B, H, T, D) on k (B, H, S, D), to be walked through block by block."""
 
     def __init__(
@@ -83,14 +83,14 @@ class Rows:
         if budget is None:
             budget = BUDGET if q.device.type == "cpu" else GPU_BUDGET
         self.step = max(1, budget // max(1, self.B * self.H * self.S))
-        self._kept: Block | None = None
+        self._kept: WeightBlock | None = None
 
     @property
     def whole(self) -> bool:
         """Whether one block holds all rows, and is kept."""
         return self.step >= self.T
 
-    def single(self) -> "Rows":
+    def single(self) -> "WeightBlocks":
         """The same weights in float32: rounded from what is kept, or computed so."""
         other = copy(self)
         for name in ("q", "k", "scaled_q", "scaled_k"):
@@ -107,7 +107,7 @@ class Rows:
         """(B, H), which stand as one axis in every block."""
         return self.B, self.H
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[WeightBlock]:
         if self._kept is not None:
             yield self._kept
             return
@@ -120,7 +120,7 @@ class Rows:
                     self._kept = block = _eased(block)
                 yield block
 
-    def ready(self) -> Sequence[Block]:
+    def ready(self) -> Sequence[WeightBlock]:
         """The blocks if all are kept; others come with every key of theirs to be shifted by."""
         return tuple(self) if self.whole else ()
 
@@ -130,12 +130,12 @@ class Rows:
         shift = self.S - self.T  # the last query stands at the last key
         return slice(*self.prior.key_range(rows.start + shift, rows.stop - 1 + shift, self.S))
 
-    def _block(self, rows: slice, keys: slice) -> Block:
+    def _block(self, rows: slice, keys: slice) -> WeightBlock:
         weights, slope = self._weights(rows, keys)
         p, s = flat(weights), flat(spread(self.choice, weights))
         total = s.sum(-1, keepdim=True)
         inverse = torch.where(total > 0, 1.0 / total, 0.0)
-        return Block(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True), slope)
+        return WeightBlock(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True), slope)
 
     def _weights(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
         """The weights (B, H, t, s), and the slope of the cap (N, t, s) where there is one."""
@@ -177,7 +177,7 @@ class Rows:
         )
 
 
-def _eased(block: Block) -> Block:
+def _eased(block: WeightBlock) -> WeightBlock:
     """A block that will be used often, without what its rows turn out not to need."""
     s = block.s
     # A row with one key to choose cannot move: its s counts for nothing, and neither does rounding.
@@ -188,7 +188,7 @@ def _eased(block: Block) -> Block:
     return block._replace(s=s, heaviest=None if settled else block.heaviest)
 
 
-class Projected(NamedTuple):
+class Projections(NamedTuple):
     """X brought to queries, keys and values, four axes each, and how it got there."""
 
     X: Tensor
@@ -203,7 +203,7 @@ class Projected(NamedTuple):
     """``lead``, and the heads if the weights had any."""
 
 
-def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projected:
+def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projections:
     """X (..., N, M) by weights (M, D), or (..., H, M, D) where heads come before.
 
     Weights of keys and values that heads share are repeated, so that every head has its own.
@@ -228,7 +228,7 @@ def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projected:
     X = X.expand(*lead, *X.shape[-2:])
     q, k, v = (four_axes(X.unsqueeze(-3) @ w) for w in W)
     flat = [w[None] if w.dim() == 3 else w.expand(*lead, *w.shape[-3:]).flatten(0, -4) for w in W]
-    return Projected(X, q, k, v, (flat[0], flat[1], flat[2]), (*lead, H) if headed else lead)
+    return Projections(X, q, k, v, (flat[0], flat[1], flat[2]), (*lead, H) if headed else lead)
 
 
 def cut(x: Tensor, part: slice) -> Tensor:

@@ -11,7 +11,7 @@ from fenchel.checkpoints import load
 from fenchel.cli import main
 from fenchel.cli.inspect import numbers
 from fenchel.evaluate import attention_maps
-from fenchel.inspection import open_subject
+from fenchel.inspection import open_model
 from fenchel.inspection.heads import row_stats, row_weights
 
 
@@ -21,16 +21,16 @@ def words(run: Path, text: Path, *more: str) -> list[str]:
 
 def test_a_run_is_read_as_its_model_reads(run_directory: Path) -> None:
     ids = torch.tensor([[0, 5, 9, 200, 31, 7, 7, 80]])
-    reading = open_subject(run_directory).read(ids)
+    trace = open_model(run_directory).trace(ids)
     model = load(run_directory).model
-    ours = torch.stack([row_weights(p.attention, 8) for p in reading.passages])
+    ours = torch.stack([row_weights(p.attention, 8) for p in trace.blocks])
     torch.testing.assert_close(ours, attention_maps(model, ids), rtol=0, atol=1e-6)
     entropy = torch.special.entr(ours).sum(-1)
-    torch.testing.assert_close(row_stats(reading.passages[0].attention).entropy, entropy[0])
+    torch.testing.assert_close(row_stats(trace.blocks[0].attention).entropy, entropy[0])
     with torch.no_grad():
         logits = model(ids, last=True)[0, -1]
-    assert reading.read_out is not None
-    torch.testing.assert_close(reading.read_out(reading.passages[-1].after), logits)
+    assert trace.lm_head is not None
+    torch.testing.assert_close(trace.lm_head(trace.blocks[-1].output), logits)
 
 
 def test_a_table_and_a_page_come_out(

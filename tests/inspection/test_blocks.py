@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from fenchel.inspection import Method, Reading, open_subject
-from fenchel.inspection.blocks import climb, gain, layer
+from fenchel.inspection import ForwardTrace, Method, open_model
+from fenchel.inspection.blocks import boyd_ascent, gain, layer
 from fenchel.inspection.linearisation import GraphJacobian, derivative
 from fenchel.inspection.network import growth, influence, network
-from fenchel.inspection.subject import Norm
+from fenchel.inspection.trace import NormInput
 
 METHOD = Method(
     dtype="float32",
@@ -33,14 +33,14 @@ def draw() -> torch.Generator:
 
 
 @pytest.fixture(scope="module", params=["llama", "bert", "opt"])
-def reading(request: pytest.FixtureRequest, save: Callable[[str], Path]) -> Reading:
-    return open_subject(save(request.param)).read(IDS)
+def trace(request: pytest.FixtureRequest, save: Callable[[str], Path]) -> ForwardTrace:
+    return open_model(save(request.param)).trace(IDS)
 
 
 @pytest.fixture(scope="module")
-def matrices(reading: Reading) -> list[Tensor]:
+def matrices(trace: ForwardTrace) -> list[Tensor]:
     """The dense derivative of every block."""
-    return [matrix(passage.block, passage.before) for passage in reading.passages]
+    return [matrix(block.forward, block.input) for block in trace.blocks]
 
 
 def matrix(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -49,15 +49,15 @@ def matrix(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return y.reshape(-1, x.numel()).double()
 
 
-def steps(reading: Reading) -> list[GraphJacobian]:
+def steps(trace: ForwardTrace) -> list[GraphJacobian]:
     """The derivative of every block, as an inspection keeps it."""
-    return [derivative(passage.near, passage.before) for passage in reading.passages]
+    return [derivative(block.linearised, block.input) for block in trace.blocks]
 
 
-def test_a_block_is_bracketed_in_both_norms(reading: Reading, matrices: list[Tensor]) -> None:
-    for passage, step, J in zip(reading.passages, steps(reading), matrices, strict=True):
-        found = layer(passage, step, 1, METHOD, draw(), branches=True)
-        T, M = passage.before.shape[1:]
+def test_a_block_is_bracketed_in_both_norms(trace: ForwardTrace, matrices: list[Tensor]) -> None:
+    for block, step, J in zip(trace.blocks, steps(trace), matrices, strict=True):
+        found = layer(block, step, 1, METHOD, draw(), branches=True)
+        T, M = block.input.shape[1:]
         true = float(torch.linalg.matrix_norm(J, 2))
         assert found.block.lower <= true * (1 + 1e-4)
         assert true <= found.block.upper * (1 + 1e-4)
@@ -71,20 +71,20 @@ def test_a_block_is_bracketed_in_both_norms(reading: Reading, matrices: list[Ten
         for ours, theirs in ((found.moved_by, right[0]), (found.shown_at, left[:, 0])):
             mass = theirs.view(T, M).square().sum(-1)
             assert ours == pytest.approx(mass.tolist(), abs=0.05)
-        update = (passage.after - passage.before).norm() / passage.before.norm()
+        update = (block.output - block.input).norm() / block.input.norm()
         assert found.update == pytest.approx(float(update), rel=1e-5)
         assert found.attention is not None
-        branch = passage.attending
+        branch = block.attention_branch
         assert branch is not None
         own = float(torch.linalg.matrix_norm(matrix(branch.f, branch.x), 2))
         assert found.attention.lower == pytest.approx(own, rel=0.02)
 
 
-def test_climbing_attains_what_it_says(reading: Reading) -> None:
-    passage = reading.passages[0]
-    J = derivative(passage.block, passage.before)
-    start = torch.randn(passage.before[0].shape, generator=draw())
-    once, often = climb(J, start, 1), climb(J, start, 8)
+def test_climbing_attains_what_it_says(trace: ForwardTrace) -> None:
+    block = trace.blocks[0]
+    J = derivative(block.forward, block.input)
+    start = torch.randn(block.input[0].shape, generator=draw())
+    once, often = boyd_ascent(J, start, 1), boyd_ascent(J, start, 8)
     unit = start / start.norm(dim=-1, keepdim=True)
     assert float((J @ unit).norm(dim=-1).amax()) <= once * (1 + 1e-5)
     assert once <= often * (1 + 1e-5)
@@ -97,7 +97,7 @@ def test_climbing_reaches_the_norm_where_it_is_known() -> None:
     c[4] *= 5.0  # blocks c_ij a_i b_j^T: the norm is max_i sum_j |c_ij|, here of row 4
     J = derivative(lambda x: torch.einsum("ij,im,jn,bjn->bim", c, a, b, x), torch.zeros(1, T, M))
     start = torch.randn(T, M, generator=draw())
-    assert climb(J, start, 4) == pytest.approx(float(c[4].abs().sum()), rel=1e-5)
+    assert boyd_ascent(J, start, 4) == pytest.approx(float(c[4].abs().sum()), rel=1e-5)
 
 
 def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
@@ -106,7 +106,7 @@ def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
     for kind in ("layer", "rms"):
         centred = x[0] - x[0].mean(-1, keepdim=True) if kind == "layer" else x[0]
         s = (centred.square().mean(-1) + 1e-5).sqrt()
-        found = gain(Norm("n", x, weight, 1e-5, kind))
+        found = gain(NormInput("n", x, weight, 1e-5, kind))
         assert found.least == pytest.approx(float(1 / s.max()))
         assert found.most == pytest.approx(float(1 / s.min()))
         assert found.upper == pytest.approx(1.5 * float(1 / s.min()))
@@ -120,11 +120,13 @@ def test_the_gain_of_a_norm_layer_is_that_of_its_derivative() -> None:
         assert found.upper <= 1.3 * float(true)
 
 
-def test_the_network_is_the_product_of_its_blocks(reading: Reading, matrices: list[Tensor]) -> None:
-    blocks = steps(reading)
-    passed = enumerate(zip(reading.passages, blocks, strict=True), 1)
+def test_the_network_is_the_product_of_its_blocks(
+    trace: ForwardTrace, matrices: list[Tensor]
+) -> None:
+    blocks = steps(trace)
+    passed = enumerate(zip(trace.blocks, blocks, strict=True), 1)
     layers = [layer(p, step, i, METHOD, draw()) for i, (p, step) in passed]
-    found = network(reading, blocks, layers, METHOD, draw(), lambda _: None)
+    found = network(trace, blocks, layers, METHOD, draw(), lambda _: None)
     parts = matrices
     J = reduce(lambda before, one: one @ before, parts)
     true = float(torch.linalg.matrix_norm(J, 2))
@@ -134,23 +136,23 @@ def test_the_network_is_the_product_of_its_blocks(reading: Reading, matrices: li
     alone = sum(math.log(float(torch.linalg.matrix_norm(part, 2))) for part in parts)
     assert found.blocks_exponent == pytest.approx(alone / len(parts), abs=0.02)
     assert sum(found.growth) == pytest.approx(math.log(found.stream.lower), abs=1e-3)
-    assert reading.read_out is not None
+    assert trace.lm_head is not None
     assert found.logits is not None
-    last = matrix(reading.read_out, reading.passages[-1].after)
+    last = matrix(trace.lm_head, trace.blocks[-1].output)
     to_logits = float(torch.linalg.matrix_norm(last @ J, 2))
     assert found.logits.lower <= to_logits * (1 + 1e-4)
     assert to_logits <= found.logits.upper * (1 + 1e-4)
 
 
 def test_growth_follows_one_direction_through_all_blocks(
-    reading: Reading, matrices: list[Tensor]
+    trace: ForwardTrace, matrices: list[Tensor]
 ) -> None:
-    v = torch.randn(reading.passages[0].before[0].shape, generator=draw())
+    v = torch.randn(trace.blocks[0].input[0].shape, generator=draw())
     moved, wanted = v.flatten().double(), []
     for J in matrices:
         wanted.append(math.log(float((J @ moved).norm() / moved.norm())))
         moved = J @ moved
-    assert growth(steps(reading), v) == pytest.approx(wanted, abs=1e-3)
+    assert growth(steps(trace), v) == pytest.approx(wanted, abs=1e-3)
 
 
 def test_the_influence_map_is_right_on_average() -> None:

@@ -5,32 +5,31 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
-from fenchel.attention import Causal, Prior, Window, attend
+from fenchel.attention import AttentionCall, AttentionSpec, Causal, Prior, Window, attend
 from fenchel.choice import Choice, Entmax, Softmax
 from fenchel.inspection import linearisation as held_file
 from fenchel.inspection.linearisation import FrozenAttention, GraphJacobian, derivative
-from fenchel.inspection.subject import Attention
 
 H, G, T, D, E = 4, 2, 7, 3, 5
 
 
 def call(
     prior: Prior | None, choice: Choice, size: float = 1.0, softcap: float | None = None
-) -> Attention:
+) -> AttentionCall:
     draw = torch.Generator().manual_seed(0)
     shapes = ((1, H, T, D), (1, G, T, D), (1, G, T, E))
     q, k, v = (size * torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes)
-    return Attention(q, k, v, choice, prior, 0.5, softcap)
+    return AttentionCall(q, k, v, AttentionSpec(choice, prior, 0.5, softcap))
 
 
-def exact(c: Attention, x: Tensor) -> Tensor:
+def exact(c: AttentionCall, x: Tensor) -> Tensor:
     """Attention of q, k, v that follow from x (7,)."""
     q, k, v = followed(c, x)
-    how = {"choice": c.choice, "prior": c.prior, "scale": c.scale, "softcap": c.softcap}
+    how = dict(c.spec)
     return attend(q, k, v, **how, backend="reference")
 
 
-def followed(c: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def followed(c: AttentionCall, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     bend = torch.sin(x).sum()
     return c.q + bend * c.q.flip(-1), c.k * (1 + x[0]), c.v + x.view(1, 1, T, 1)
 

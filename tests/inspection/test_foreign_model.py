@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fenchel.attention import Causal, Dense, Window
 from fenchel.checkpoints.hf_check import look_at
-from fenchel.inspection import Reading, open_subject
+from fenchel.inspection import ForwardTrace, open_model
 from fenchel.inspection.foreign_model import ForeignModel, open_foreign, prior_of
 
 FOREIGN = ("opt", "phi", "distilbert")
@@ -28,60 +28,60 @@ def opened(folder: Path) -> ForeignModel:
     return open_foreign(found)
 
 
-def read(folder: Path, ids: Tensor) -> Reading:
-    return opened(folder).read(ids)
+def read(folder: Path, ids: Tensor) -> ForwardTrace:
+    return opened(folder).trace(ids)
 
 
 @pytest.mark.parametrize("family", FOREIGN)
 def test_transformers_reads_what_we_do_not(family: str, save: Save) -> None:
-    assert isinstance(open_subject(save(family)), ForeignModel)
+    assert isinstance(open_model(save(family)), ForeignModel)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_read_out_depends_on_the_stream_alone(family: str, save: Save, ids: Tensor) -> None:
     subject = opened(save(family))
-    reading, other = subject.read(ids), subject.read(ids.flip(1))
-    assert reading.read_out is not None
-    assert other.read_out is not None
-    after = other.passages[-1].after
-    torch.testing.assert_close(reading.read_out(after), other.read_out(after))
-    assert not torch.allclose(reading.read_out(after), reading.read_out(reading.passages[-1].after))
+    trace, other = subject.trace(ids), subject.trace(ids.flip(1))
+    assert trace.lm_head is not None
+    assert other.lm_head is not None
+    after = other.blocks[-1].output
+    torch.testing.assert_close(trace.lm_head(after), other.lm_head(after))
+    assert not torch.allclose(trace.lm_head(after), trace.lm_head(trace.blocks[-1].output))
 
 
 def test_the_read_out_of_one_token_is_that_of_all_of_them(save: Save, ids: Tensor) -> None:
     subject = opened(save("gpt2"))
-    reading = subject.read(ids)
-    assert reading.read_out is not None
+    trace = subject.trace(ids)
+    assert trace.lm_head is not None
     last: Any = subject.model.get_submodule("transformer.h.1")
-    after = 1.5 * reading.passages[-1].after.flip(1)
+    after = 1.5 * trace.blocks[-1].output.flip(1)
     whole = subject._ending(ids, [last])(after)
-    torch.testing.assert_close(reading.read_out(after), whole)
+    torch.testing.assert_close(trace.lm_head(after), whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_held_block_has_the_value_of_the_block(family: str, save: Save, ids: Tensor) -> None:
-    for passage in read(save(family), ids).passages:
-        torch.testing.assert_close(passage.near(passage.before), passage.after)
+    for block in read(save(family), ids).blocks:
+        torch.testing.assert_close(block.linearised(block.input), block.output)
 
 
 def test_grouped_keys_and_windows_arrive_as_such(save: Save, ids: Tensor) -> None:
-    call = read(save("mistral"), ids).passages[0].attention
+    call = read(save("mistral"), ids).blocks[0].attention
     assert call.k.shape[1] == 2
     assert call.q.shape[1] == 4
-    assert isinstance(call.prior, Window)
-    assert isinstance(read(save("gpt2"), ids).passages[0].attention.prior, Causal)
-    assert read(save("bert"), ids).passages[0].attention.prior is None
+    assert isinstance(call.spec.prior, Window)
+    assert isinstance(read(save("gpt2"), ids).blocks[0].attention.spec.prior, Causal)
+    assert read(save("bert"), ids).blocks[0].attention.spec.prior is None
 
 
 def test_norms_and_branches_are_found_inside_the_blocks(save: Save, ids: Tensor) -> None:
     for family, norms in (("gpt2", ("ln_1", "ln_2")), ("llama", 2), ("neox", 2), ("bert", 2)):
-        passage = read(save(family), ids).passages[0]
-        names = tuple(norm.name for norm in passage.norms)
+        block = read(save(family), ids).blocks[0]
+        names = tuple(norm.name for norm in block.norms)
         assert names == norms if isinstance(norms, tuple) else len(names) == norms
-        assert passage.attending is not None
-        assert (passage.thinking is None) == (family == "bert")  # its MLP is in two parts
-        if passage.thinking is not None:  # dropout maps the stream too, to itself
-            assert not torch.equal(passage.thinking.f(passage.thinking.x), passage.thinking.x)
+        assert block.attention_branch is not None
+        assert (block.mlp_branch is None) == (family == "bert")  # its MLP is in two parts
+        if block.mlp_branch is not None:  # dropout maps the stream too, to itself
+            assert not torch.equal(block.mlp_branch.f(block.mlp_branch.x), block.mlp_branch.x)
 
 
 def test_a_mask_is_known_by_its_name_or_kept_entry_by_entry() -> None:

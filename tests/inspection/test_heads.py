@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from fenchel.attention import ALiBi, Causal, Prior, attend
+from fenchel.attention import ALiBi, AttentionCall, AttentionSpec, Causal, Prior, attend
 from fenchel.choice import Choice, Entmax, Softmax
 from fenchel.inspection.heads import heads, only, row_stats, sensitivities, spread
 from fenchel.inspection.result import Method
-from fenchel.inspection.subject import Attention
 
 H, G, T, D, E = 4, 2, 6, 3, 5
 METHOD = Method(
@@ -30,21 +29,21 @@ def call(
     choice: Choice | None = None,
     prior: Prior | None = None,
     softcap: float | None = None,
-) -> Attention:
+) -> AttentionCall:
     draw = torch.Generator().manual_seed(1)
     q = size * torch.randn(1, H, T, D, generator=draw)
     k = size * torch.randn(1, G, T, D, generator=draw)
     v = torch.randn(1, G, T, E, generator=draw)
-    return Attention(q, k, v, choice or Softmax(), prior, 0.6, softcap)
+    return AttentionCall(q, k, v, AttentionSpec(choice or Softmax(), prior, 0.6, softcap))
 
 
-def dense(c: Attention, head: int) -> dict[str, Tensor]:
+def dense(c: AttentionCall, head: int) -> dict[str, Tensor]:
     """The singular values of one head's Jacobian, by automatic differentiation in float64."""
     g = head // (H // G)
     at = tuple(x.double() for x in (c.q[0, head], c.k[0, g], c.v[0, g]))
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        how = {"choice": c.choice, "prior": c.prior, "scale": c.scale, "softcap": c.softcap}
+        how = dict(c.spec)
         return attend(q, k, v, **how, backend="reference")
 
     parts = [J.reshape(T * E, -1) for J in jacobian(f, at)]

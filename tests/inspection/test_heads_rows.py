@@ -4,34 +4,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.attention import ALiBi, Causal, Padding, Prior, Window
+from fenchel.attention import ALiBi, AttentionCall, AttentionSpec, Causal, Padding, Prior, Window
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.inspection import heads as inspected
 from fenchel.inspection.heads import overlap, row_stats, row_weights
-from fenchel.inspection.subject import Attention
 
 H, G, T, D = 4, 2, 9, 5
 
 
 def call(
     prior: Prior | None, choice: Choice, size: float = 2.0, softcap: float | None = None
-) -> Attention:
+) -> AttentionCall:
     draw = torch.Generator().manual_seed(0)
     q = size * torch.randn(1, H, T, D, generator=draw)
     k, v = (size * torch.randn(1, G, T, D, generator=draw) for _ in range(2))
-    return Attention(q, k, v, choice, prior, 0.3, softcap)
+    return AttentionCall(q, k, v, AttentionSpec(choice, prior, 0.3, softcap))
 
 
-def dense(c: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def dense(c: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """(beta z, log u, p), each (H, T, T), in float64."""
     k = c.k.repeat_interleave(H // G, 1).double()
-    z = c.scale * (c.q.double() @ k.mT)[0]
-    if c.softcap is not None:
-        z = c.softcap * torch.tanh(z / c.softcap)
+    z = c.spec.scale * (c.q.double() @ k.mT)[0]
+    if c.spec.softcap is not None:
+        z = c.spec.softcap * torch.tanh(z / c.spec.softcap)
     log_u = torch.zeros_like(z)
-    if c.prior is not None:
-        log_u = c.prior.log(T, T, B=1, H=H, dtype=torch.float64)[0].expand_as(z)
-    return z * c.choice.beta, log_u, c.choice.weights(z, log_u)
+    if c.spec.prior is not None:
+        log_u = c.spec.prior.log(T, T, B=1, H=H, dtype=torch.float64)[0].expand_as(z)
+    return z * c.spec.choice.beta, log_u, c.spec.choice.weights(z, log_u)
 
 
 PRIORS = {
@@ -77,9 +76,9 @@ def test_rows_are_what_their_definitions_say(
 def test_the_row_sensitivity_is_the_largest_eigenvalue(choice: str) -> None:
     c = call(Causal(), CHOICES[choice])
     _, _, p = dense(c)
-    s = c.choice.spread(p)
+    s = c.spec.choice.spread(p)
     J = torch.diag_embed(s) - s[..., None] * s[..., None, :] / s.sum(-1)[..., None, None]
-    wanted = c.choice.beta * torch.linalg.eigvalsh(J)[..., -1]
+    wanted = c.spec.choice.beta * torch.linalg.eigvalsh(J)[..., -1]
     close(row_stats(c).sensitivity, wanted.clamp(min=0.0))
 
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from fenchel.inspection import Inspection, inspect, open_subject
+from fenchel.inspection import Inspection, inspect, open_model
 from fenchel.inspection.heads import row_weights
-from fenchel.inspection.measure import words
+from fenchel.inspection.measure import tokenize_text
 
 Save = Callable[[str], Path]
 
 
 def inspected(save: Save, text: Path, family: str = "gpt2", **how: object) -> Inspection:
     settings = {"max_tokens": 14, "iterations": 4} | how
-    return inspect(open_subject(save(family)), str(text), **settings)  # type: ignore[arg-type]
+    return inspect(open_model(save(family)), str(text), **settings)  # type: ignore[arg-type]
 
 
 def test_an_inspection_is_plain_and_complete(save: Save, text: Path) -> None:
@@ -87,12 +87,12 @@ def test_chosen_heads_are_measured_as_among_all(save: Save, text: Path) -> None:
 
 
 def test_maps_are_the_weights_to_eight_bits(save: Save, text: Path) -> None:
-    subject = open_subject(save("llama"))
+    subject = open_model(save("llama"))
     found = inspect(subject, str(text), max_tokens=14, blocks=False, layers=[2], heads=[4, 1])
     raw = np.frombuffer(base64.b64decode(found.maps.data), dtype=np.uint8)
     maps = (raw.reshape(1, 2, 14, 14) / 255.0) ** 2
-    ids = words(subject, str(text), 14).ids
-    exact = row_weights(subject.read(torch.tensor([ids])).passages[1].attention, 14)[[0, 3]]
+    ids = tokenize_text(subject, str(text), 14).ids
+    exact = row_weights(subject.trace(torch.tensor([ids])).blocks[1].attention, 14)[[0, 3]]
     assert np.abs(maps[0] - exact.numpy()).max() < 0.005
     assert (found.maps.layers, found.maps.heads) == ([2], [1, 4])
 
@@ -112,26 +112,26 @@ def test_a_number_that_no_layer_has_is_refused(save: Save, text: Path) -> None:
 
 
 def test_a_text_is_cut_only_when_told(save: Save, text: Path) -> None:
-    subject = open_subject(save("gpt2"))
+    subject = open_model(save("gpt2"))
     with pytest.raises(ValueError, match=r"more tokens than the 48 .* --max-tokens 48"):
-        words(subject, str(text))
-    assert len(words(subject, str(text), 48).ids) == 48
+        tokenize_text(subject, str(text))
+    assert len(tokenize_text(subject, str(text), 48).ids) == 48
     with pytest.raises(ValueError, match="max_tokens=49 is more than the 48"):
-        words(subject, str(text), 49)
+        tokenize_text(subject, str(text), 49)
     with pytest.raises(ValueError, match="should be 2 or more"):
-        words(subject, str(text), 1)
+        tokenize_text(subject, str(text), 1)
 
 
 def test_tokens_spell_the_text(save: Save, text: Path, tmp_path: Path) -> None:
-    subject = open_subject(save("gpt2"))
-    assert text.read_text().startswith("".join(words(subject, str(text), 20).tokens))
+    subject = open_model(save("gpt2"))
+    assert text.read_text().startswith("".join(tokenize_text(subject, str(text), 20).tokens))
     odd = tmp_path / "odd.txt"
     odd.write_text("peace 中 <|end|>")
-    told = words(subject, str(odd))
+    told = tokenize_text(subject, str(odd))
     assert len(told.tokens) == len(told.ids)
     assert "".join(told.tokens).endswith("<|end|>")  # spelt out, not the control token
     assert subject.tokenizer.token_to_id("<|end|>") not in told.ids
     short = tmp_path / "short.txt"
     short.write_text("a")
     with pytest.raises(ValueError, match="at least 2"):
-        words(subject, str(short))
+        tokenize_text(subject, str(short))

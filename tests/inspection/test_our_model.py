@@ -15,7 +15,7 @@ from torch.autograd.functional import jacobian
 
 from fenchel.attention import Causal, Window
 from fenchel.data import end_id, train_tokenizer
-from fenchel.inspection import Reading, open_subject, our_model
+from fenchel.inspection import ForwardTrace, open_model, our_model
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.measure import after_an_end
 from fenchel.inspection.our_model import OurModel
@@ -32,15 +32,15 @@ Save = Callable[[str], Path]
 Eager = Callable[[str], Any]
 
 
-def read(folder: Path, ids: Tensor) -> Reading:
-    subject = open_subject(folder)
+def read(folder: Path, ids: Tensor) -> ForwardTrace:
+    subject = open_model(folder)
     assert isinstance(subject, OurModel)
-    return subject.read(ids)
+    return subject.trace(ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_facts_are_those_of_the_checkpoint(family: str, save: Save, eager: Eager) -> None:
-    subject = open_subject(save(family))
+    subject = open_model(save(family))
     assert isinstance(subject, OurModel)
     facts = subject.facts()
     assert facts["parameters"] == eager(family).parameters
@@ -50,11 +50,11 @@ def test_facts_are_those_of_the_checkpoint(family: str, save: Save, eager: Eager
 
 
 def test_a_model_without_its_head_reads_nothing_out(save: Save, eager: Eager, ids: Tensor) -> None:
-    reading = read(save("bert_body"), ids)
+    trace = read(save("bert_body"), ids)
     torch.testing.assert_close(
-        reading.passages[-1].after, eager("bert_body").streams[-1], rtol=1e-5, atol=1e-5
+        trace.blocks[-1].output, eager("bert_body").streams[-1], rtol=1e-5, atol=1e-5
     )
-    assert reading.read_out is None
+    assert trace.lm_head is None
 
 
 def test_a_gpt2_is_inspected_where_there_is_no_transformers(
@@ -76,39 +76,39 @@ def test_a_gpt2_is_inspected_where_there_is_no_transformers(
 
 
 def test_priors_are_those_of_the_family(save: Save, ids: Tensor) -> None:
-    call = read(save("mistral"), ids).passages[0].attention
+    call = read(save("mistral"), ids).blocks[0].attention
     assert (call.q.shape[1], call.k.shape[1]) == (4, 2)
-    assert call.prior == Window(6, 0)
-    assert isinstance(read(save("gpt2"), ids).passages[0].attention.prior, Causal)
-    assert read(save("bert"), ids).passages[0].attention.prior is None
+    assert call.spec.prior == Window(6, 0)
+    assert isinstance(read(save("gpt2"), ids).blocks[0].attention.spec.prior, Causal)
+    assert read(save("bert"), ids).blocks[0].attention.spec.prior is None
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma", "neox", "bert", "albert"])
 def test_norms_and_branches_are_found_inside_the_blocks(
     family: str, save: Save, ids: Tensor
 ) -> None:
-    passage = read(save(family), ids).passages[0]
-    assert [norm.name for norm in passage.norms] == ["attention_norm", "mlp_norm"]
-    assert passage.attending is not None
-    assert passage.thinking is not None
-    assert not torch.equal(passage.thinking.f(passage.thinking.x), passage.thinking.x)
+    block = read(save(family), ids).blocks[0]
+    assert [norm.name for norm in block.norms] == ["attention_norm", "mlp_norm"]
+    assert block.attention_branch is not None
+    assert block.mlp_branch is not None
+    assert not torch.equal(block.mlp_branch.f(block.mlp_branch.x), block.mlp_branch.x)
 
 
 def test_the_gain_of_a_norm_is_what_it_multiplies_by(save: Save, ids: Tensor) -> None:
-    subject = open_subject(save("gemma"))
+    subject = open_model(save("gemma"))
     block: Any = subject.model.get_submodule("blocks.0")
     with torch.no_grad():
         block.attention_norm.weight.normal_(generator=torch.Generator().manual_seed(0))
-    norm = subject.read(ids).passages[0].norms[0]
+    norm = subject.trace(ids).blocks[0].norms[0]
     assert norm.weight is not None
     torch.testing.assert_close(norm.weight, 1.0 + block.attention_norm.weight)
-    llama = open_subject(save("llama"))
-    plain = llama.read(ids).passages[0].norms[0].weight
+    llama = open_model(save("llama"))
+    plain = llama.trace(ids).blocks[0].norms[0].weight
     torch.testing.assert_close(plain, torch.ones(24))
 
 
 def test_a_checkpoints_text_is_framed_by_its_tokenizer_and_a_runs_by_an_end(save: Save) -> None:
-    subject = open_subject(save("gpt2"))
+    subject = open_model(save("gpt2"))
     assert subject.encode("peace", first=True) == subject.encode("peace", first=False)
     end = end_id(subject.tokenizer)
     subject.tokenizer.post_processor = TemplateProcessing(
@@ -116,7 +116,7 @@ def test_a_checkpoints_text_is_framed_by_its_tokenizer_and_a_runs_by_an_end(save
     )
     bare = subject.encode("peace", first=False)
     assert subject.encode("peace", first=True) == [end, *bare, end]
-    assert replace(subject, begin=after_an_end).encode("peace", first=True) == [end, *bare]
+    assert replace(subject, encode_start=after_an_end).encode("peace", first=True) == [end, *bare]
 
 
 MAPS: dict[str, dict[str, Any]] = {
@@ -150,7 +150,7 @@ def run(request: pytest.FixtureRequest) -> OurModel:
         tokenizer=train_tokenizer(["peace and trade"], 280),
         context=12,
         stored="float64",
-        begin=after_an_end,
+        encode_start=after_an_end,
         reads_out=True,
     )
 
@@ -159,14 +159,14 @@ def test_what_is_held_has_the_derivatives_of_the_block_and_its_attention(
     run: OurModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = torch.tensor([[3, 99, 7, 250, 8]])
-    held = run.read(ids).passages
+    held = run.trace(ids).blocks
     monkeypatch.setattr(our_model, "hold", tuple)  # as it would be without
-    for passage, plain in zip(held, run.read(ids).passages, strict=True):
-        assert passage.attending is not None
-        assert plain.attending is not None
+    for block, plain in zip(held, run.trace(ids).blocks, strict=True):
+        assert block.attention_branch is not None
+        assert plain.attention_branch is not None
         pairs = (
-            (passage.near, plain.block, passage.before),
-            (passage.attending.f, plain.attending.f, passage.attending.x),
+            (block.linearised, plain.forward, block.input),
+            (block.attention_branch.f, plain.attention_branch.f, block.attention_branch.x),
         )
         for near, f, x in pairs:
             wanted = jacobian(f, x).reshape(x.numel(), x.numel())
@@ -182,18 +182,18 @@ def test_what_is_held_has_the_derivatives_of_the_block_and_its_attention(
 def test_attention_is_not_asked_again_for_a_derivative(
     run: OurModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passages = run.read(torch.tensor([[3, 99, 7, 250]])).passages
+    blocks = run.trace(torch.tensor([[3, 99, 7, 250]])).blocks
 
     def asked(*_: Any, **__: Any) -> Tensor:
         raise AssertionError
 
     monkeypatch.setattr(model_attention, "attend", asked)
-    for passage in passages:
-        torch.testing.assert_close(passage.near(passage.before), passage.after)
-        assert passage.attending is not None
-        passage.attending.f(passage.attending.x)
+    for block in blocks:
+        torch.testing.assert_close(block.linearised(block.input), block.output)
+        assert block.attention_branch is not None
+        block.attention_branch.f(block.attention_branch.x)
         with pytest.raises(AssertionError):
-            passage.block(passage.before)
+            block.forward(block.input)
 
 
 def test_an_observer_that_gives_something_is_taken_at_its_word() -> None:

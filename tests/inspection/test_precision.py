@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fenchel.inspection import inspect, open_subject
+from fenchel.inspection import inspect, open_model
 from fenchel.inspection.precision import precision, rounded
 
 
 def test_weights_come_back_bit_for_bit(save: Callable[[str], Path]) -> None:
-    model = open_subject(save("gpt2")).model
+    model = open_model(save("gpt2")).model
     before = {name: p.clone() for name, p in model.named_parameters()}
 
     def interrupted() -> None:
@@ -27,11 +27,11 @@ def test_weights_come_back_bit_for_bit(save: Callable[[str], Path]) -> None:
 def test_numbers_as_fine_as_the_models_own_change_nothing(
     save: Callable[[str], Path], text: Path
 ) -> None:
-    subject = open_subject(save("llama"))
+    subject = open_model(save("llama"))
     found = inspect(subject, str(text), max_tokens=12, iterations=4)
-    reading = subject.read(torch.arange(3, 15)[None])
+    trace = subject.trace(torch.arange(3, 15)[None])
     draw = torch.Generator().manual_seed(0)
-    same = precision(reading, subject.model, found.heads, found.method, draw, coarse=torch.float32)
+    same = precision(trace, subject.model, found.heads, found.method, draw, coarse=torch.float32)
     assert max(same.stream) < 1e-6
     assert same.logits is not None
     assert same.logits < 1e-4

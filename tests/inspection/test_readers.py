@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fenchel.checkpoints.hf_check import look_at
-from fenchel.inspection import Reading
+from fenchel.inspection import ForwardTrace
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.heads import row_stats, row_weights
 from fenchel.inspection.our_model import open_known
@@ -21,37 +21,37 @@ READERS = [*((open_known, family) for family in OURS), *((open_foreign, f) for f
 
 
 @pytest.fixture(params=READERS, ids=lambda one: f"{one[0].__name__}-{one[1]}")
-def reading(
+def trace(
     request: pytest.FixtureRequest, save: Callable[[str], Path], ids: Tensor
-) -> tuple[str, Reading]:
+) -> tuple[str, ForwardTrace]:
     """A family, and what a reader made of it."""
     reader, family = request.param
     found = look_at(save(family))
     assert found is not None
-    return family, reader(found).read(ids)
+    return family, reader(found).trace(ids)
 
 
 def test_maps_and_entropies_are_those_of_eager_attention(
-    reading: tuple[str, Reading], eager: Callable[[str], Any], ids: Tensor
+    trace: tuple[str, ForwardTrace], eager: Callable[[str], Any], ids: Tensor
 ) -> None:
-    family, found = reading
+    family, found = trace
     theirs = eager(family).weights
-    ours = torch.stack([row_weights(p.attention, ids.shape[1]) for p in found.passages])
+    ours = torch.stack([row_weights(p.attention, ids.shape[1]) for p in found.blocks])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    entropy = torch.stack([row_stats(p.attention).entropy for p in found.passages])
+    entropy = torch.stack([row_stats(p.attention).entropy for p in found.blocks])
     wanted = torch.special.entr(theirs.double()).sum(-1)
     torch.testing.assert_close(entropy.double(), wanted, rtol=0, atol=1e-5)
 
 
 def test_streams_and_logits_are_those_of_the_model(
-    reading: tuple[str, Reading], eager: Callable[[str], Any]
+    trace: tuple[str, ForwardTrace], eager: Callable[[str], Any]
 ) -> None:
-    family, found = reading
+    family, found = trace
     _, streams, logits, _ = eager(family)
-    for passage, before in zip(found.passages, streams, strict=False):
+    for block, before in zip(found.blocks, streams, strict=False):
         size = float(before.abs().amax())
-        torch.testing.assert_close(passage.before, before, rtol=1e-5, atol=1e-5 * size)
-        torch.testing.assert_close(passage.block(passage.before), passage.after)
-    assert found.read_out is not None
-    again = found.read_out(found.passages[-1].after)
+        torch.testing.assert_close(block.input, before, rtol=1e-5, atol=1e-5 * size)
+        torch.testing.assert_close(block.forward(block.input), block.output)
+    assert found.lm_head is not None
+    again = found.lm_head(found.blocks[-1].output)
     torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5 * float(logits.abs().amax()))

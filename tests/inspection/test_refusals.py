@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from fenchel.checkpoints.hf_check import look_over
-from fenchel.inspection import foreign_model, inspect, loader, open_subject
+from fenchel.inspection import foreign_model, inspect, loader, open_model
 from fenchel.inspection.foreign_model import ForeignModel
 from fenchel.inspection.our_model import require_choice
 from fenchel.model import ModelConfig
@@ -48,14 +48,14 @@ def spoil(folder: Path, name: str, value: float) -> None:
 def test_weights_that_are_not_finite(folder: Path) -> None:
     spoil(folder, "transformer.h.1.mlp.c_fc.weight", float("nan"))
     with pytest.raises(ValueError, match=r"h\.1\.mlp\.c_fc\.weight holds 1 values that are not"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_weights_that_break_down_on_the_text(folder: Path, text: Path) -> None:
     spoil(folder, "transformer.h.0.mlp.c_proj.bias", 3e38)
     spoil(folder, "transformer.h.1.mlp.c_proj.bias", 3e38)
     with pytest.raises(ValueError, match="is not finite on this text"):
-        inspect(open_subject(folder), str(text), max_tokens=8, blocks=False)
+        inspect(open_model(folder), str(text), max_tokens=8, blocks=False)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 2000])
@@ -63,40 +63,40 @@ def test_a_file_that_is_cut_short(folder: Path, cut: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(ValueError, match="not a whole safetensors file"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_a_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="pickle"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_code_of_its_own(folder: Path) -> None:
     settings(folder, auto_map={"AutoModel": "evil.Model"})
     with pytest.raises(ValueError, match="code of its own"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_a_family_that_nobody_knows(folder: Path) -> None:
     settings(folder, model_type="gpt17")
     with pytest.raises(ValueError, match="knows no family 'gpt17'"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_settings_that_ask_for_more_than_the_weights_hold(folder: Path) -> None:
     settings(folder, n_layer=3)
     with pytest.raises(ValueError, match=r"lacks transformer\.h\.2"):
-        open_subject(folder)
+        open_model(folder)
     settings(folder, n_layer=10**9)
     with pytest.raises(ValueError, match="n_layer=1000000000"):
-        open_subject(folder)
+        open_model(folder)
 
 
 @pytest.mark.parametrize(
@@ -118,22 +118,22 @@ def test_sizes_that_are_none_are_refused_before_anybody_reads(
         monkeypatch.setattr(loader, reader, None)
     settings(folder, **wrong)
     with pytest.raises(ValueError, match=sentence):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_where_neither_can_read_it_ours_says_why(folder: Path) -> None:
     settings(folder, activation_function="nobody's")
     with pytest.raises(ValueError, match=r'activation_function="nobody.s" should be one of'):
-        open_subject(folder)
+        open_model(folder)
     settings(folder, activation_function="gelu_new", n_positions=10**12)
     with pytest.raises(ValueError, match="n_positions=1000000000000 should be"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_settings_of_another_width(folder: Path) -> None:
     settings(folder, n_embd=48)
     with pytest.raises(ValueError, match="its settings ask for"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_an_index_that_names_files_elsewhere(folder: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_sink_that_is_no_key(save: Save, tmp_path: Path, text: Path) -> None:
     GptOssForCausalLM(config).save_pretrained(tmp_path)
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match="a sink that is not a key"):
-        inspect(open_subject(tmp_path), str(text), max_tokens=8)
+        inspect(open_model(tmp_path), str(text), max_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_a_family_with_an_attention_of_its_own(
     made(made.config_class(**sizes, vocab_size=300)).save_pretrained(tmp_path)
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match="does not take its attention from the registry"):
-        inspect(open_subject(tmp_path), str(text), max_tokens=8)
+        inspect(open_model(tmp_path), str(text), max_tokens=8)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_ids_that_the_model_does_not_know(save: Save, family: str) -> None:
     with pytest.raises(ValueError, match="gives the id 300 and the model knows 300"):
-        open_subject(save(family)).read(torch.tensor([[1, 300]]))
+        open_model(save(family)).trace(torch.tensor([[1, 300]]))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_ids_that_the_model_does_not_know(save: Save, family: str) -> None:
 )
 def test_positions_that_the_model_does_not_have(save: Save, family: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        open_subject(save(family)).read(torch.ones(1, 60, dtype=torch.int64))
+        open_model(save(family)).trace(torch.ones(1, 60, dtype=torch.int64))
 
 
 def test_an_encoder_with_a_decoder(save: Save, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_an_encoder_with_a_decoder(save: Save, tmp_path: Path) -> None:
     T5ForConditionalGeneration(T5Config(**sizes, vocab_size=300)).save_pretrained(tmp_path)
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match="an encoder and a decoder"):
-        open_subject(tmp_path)
+        open_model(tmp_path)
 
 
 def test_a_family_of_transformers_without_transformers(
@@ -205,17 +205,17 @@ def test_a_family_of_transformers_without_transformers(
     folder = save("opt")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"'opt' is read through .* pip install 'fenchel\[hf\]'"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_a_setting_that_ours_does_not_have_is_left_to_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings(folder, scale_attn_by_inverse_layer_idx=True)
-    assert isinstance(open_subject(folder), ForeignModel)
+    assert isinstance(open_model(folder), ForeignModel)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"scale_attn_by_inverse_layer_idx=True.*fenchel\[hf\]"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_a_head_that_ours_does_not_have_is_left_to_transformers(
@@ -224,9 +224,9 @@ def test_a_head_that_ours_does_not_have_is_left_to_transformers(
     sizes = {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 48, "vocab_size": 300}
     GPT2ForSequenceClassification(GPT2Config(**sizes)).save_pretrained(tmp_path)
     shutil.copy(save("gpt2") / "tokenizer.json", tmp_path)
-    subject = open_subject(tmp_path)
+    subject = open_model(tmp_path)
     assert isinstance(subject, ForeignModel)
-    assert subject.read(ids).read_out is None
+    assert subject.trace(ids).lm_head is None
 
 
 def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -254,14 +254,14 @@ def test_weights_that_ours_found_wrong_are_handed_on_to_nobody(
     weights = load_file(folder / "model.safetensors")
     save_file(spoilt(weights), folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="its settings"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_links_out_of_the_directory_are_not_followed(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
     with pytest.raises(ValueError, match=r"symbolic link.*\(cp -rL\)"):
-        open_subject(folder)
+        open_model(folder)
 
 
 def test_attention_that_is_not_what_the_model_does_itself(
@@ -270,11 +270,11 @@ def test_attention_that_is_not_what_the_model_does_itself(
     real = foreign_model.attend
     monkeypatch.setattr(foreign_model, "attend", lambda *a, **k: 1.01 * real(*a, **k))
     with pytest.raises(ValueError, match="does more in its attention"):
-        open_subject(save("opt")).read(torch.arange(3, 20)[None])
+        open_model(save("opt")).trace(torch.arange(3, 20)[None])
 
 
 def test_a_folder_of_neither_kind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither a run directory"):
-        open_subject(tmp_path)
+        open_model(tmp_path)
     with pytest.raises(ValueError, match="no directory"):
-        open_subject(tmp_path / "nowhere")
+        open_model(tmp_path / "nowhere")

@@ -21,7 +21,7 @@ from fenchel.attention import (
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
 from fenchel.sensitivity import attention_jacobian, jacobian, self_attention_jacobian
 from fenchel.sensitivity.bounds.covariance import terms
-from fenchel.sensitivity.weight_blocks import Rows
+from fenchel.sensitivity.weight_blocks import WeightBlocks
 
 Draw = Callable[..., Tensor]
 CHOICES = [Softmax(), Softmax(2.5), Entmax(1.5), Entmax(1.25, 2.0), Sparsemax(), Hard()]
@@ -139,7 +139,7 @@ def test_no_block_is_larger_than_its_budget_and_forbidden_keys_are_never_touched
     draw: Draw,
 ) -> None:
     q = draw(1, 1, 64, 4)
-    blocks = list(Rows(q, q, Softmax(), Causal(), 0.5, budget=64 * 8))
+    blocks = list(WeightBlocks(q, q, Softmax(), Causal(), 0.5, budget=64 * 8))
     assert len(blocks) == 8
     assert all(block.p.numel() <= 64 * 8 for block in blocks)
     assert [block.keys.stop for block in blocks] == [8, 16, 24, 32, 40, 48, 56, 64]

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from fenchel.sensitivity import bounds, jacobian
 from fenchel.sensitivity.bounds.feedforward import SLOPES
-from fenchel.sensitivity.layers import Activation
+from fenchel.sensitivity.layers import ActivationLayer
 
 Draw = Callable[..., Tensor]
 
@@ -78,7 +78,7 @@ def test_slopes_are_those_of_the_functions_and_turn_where_they_are_said_to(name:
     x = torch.linspace(-8.0, 8.0, 40_001, dtype=torch.float64)
     x = x[x != 0]
     y = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(Activation(name)(y).sum(), y)
+    (slope,) = torch.autograd.grad(ActivationLayer(name)(y).sum(), y)
     torch.testing.assert_close(SLOPES[name].at(x), slope, rtol=1e-9, atol=1e-12)
     steepest = SLOPES[name].steepest
     if math.isfinite(steepest):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fenchel.attention import Causal, self_attention
 from fenchel.choice import Entmax
 from fenchel.sensitivity import Ball, Certificate, certify, jacobian, self_attention_jacobian
-from fenchel.sensitivity.certificate import climb, furthest, slope
+from fenchel.sensitivity.certificate import ascend, linear_maximiser, sigma_gradient
 from fenchel.sensitivity.layers import SelfAttention
 
 Draw = Callable[..., Tensor]
@@ -128,11 +128,11 @@ def test_the_slope_of_sigma_is_its_derivative(draw: Draw) -> None:
         return self_attention(X, *W)
 
     U, _, V = torch.linalg.svd(jacobian(f, X).dense())
-    g = slope(f, X, U[:, 0], V[0])
+    g = sigma_gradient(f, X, U[:, 0], V[0])
     d = draw(5, 3)
     near = [torch.linalg.matrix_norm(jacobian(f, X + h * d).dense(), 2) for h in (1e-5, -1e-5)]
     torch.testing.assert_close((g * d).sum(), (near[0] - near[1]) / 2e-5, rtol=1e-5, atol=1e-7)
-    assert (slope(lambda x: x @ W[0], X, U[:, 0], V[0]) == 0).all()
+    assert (sigma_gradient(lambda x: x @ W[0], X, U[:, 0], V[0]) == 0).all()
 
 
 def test_ascent_stays_in_the_ball_and_never_loses_what_it_found(
@@ -141,13 +141,13 @@ def test_ascent_stays_in_the_ball_and_never_loses_what_it_found(
     X, W = draw(5, 3), [draw(3, 3) for _ in range(3)]
     layer = SelfAttention(*W)
     for ball in (Ball.of(0.3, "fro", 5), Ball.of(0.3, "token", 5)):
-        peak = climb(layer, layer.jacobian, X, ball, [X], steps=20, generator=generator)
+        peak = ascend(layer, layer.jacobian, X, ball, [X], steps=20, generator=generator)
         start = float(torch.linalg.matrix_norm(layer.jacobian(X).dense(), 2))
         assert peak.sigma > 1.05 * start
         move = peak.X - X
         torch.testing.assert_close(ball.within(move), move)
         g = draw(5, 3)
-        best = (furthest(ball, g) * g).sum()
+        best = (linear_maximiser(ball, g) * g).sum()
         for _ in range(50):
             assert (ball.within(1e6 * draw(5, 3)) * g).sum() <= best * (1 + 1e-12)
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from fenchel.attention import Causal, rotary
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity import Ball, jacobian
-from fenchel.sensitivity.ball import Gauge, Layer
+from fenchel.sensitivity.ball import NormEstimator, TokenLayer
 from fenchel.sensitivity.layers import (
-    Activation,
+    ActivationLayer,
     Chain,
-    Linear,
-    Norm,
+    LinearLayer,
+    NormLayer,
     Residual,
     SelfAttention,
     layer_of,
@@ -24,33 +24,33 @@ from fenchel.sensitivity.layers import (
 Draw = Callable[..., Tensor]
 
 
-def block(draw: Draw, M: int, H: int = 2) -> Layer:
+def block(draw: Draw, M: int, H: int = 2) -> TokenLayer:
     """A pre-norm transformer block with every part of it."""
     D = M // H
     W_Q, W_K, W_V = (draw(H, M, D) / M**0.5 for _ in range(3))
     attention = SelfAttention(W_Q, W_K, W_V, draw(M, M) / M**0.5, prior=Causal())
     mlp = (
-        Linear(draw(M, 2 * M) / M**0.5, draw(2 * M)),
-        Activation("gelu"),
-        Linear(draw(2 * M, M) / M),
+        LinearLayer(draw(M, 2 * M) / M**0.5, draw(2 * M)),
+        ActivationLayer("gelu"),
+        LinearLayer(draw(2 * M, M) / M),
     )
     return Chain(
         (
-            Residual(Chain((Norm(1 + 0.1 * draw(M), draw(M)), attention))),
-            Residual(Chain((Norm(kind="rms"), *mlp))),
+            Residual(Chain((NormLayer(1 + 0.1 * draw(M), draw(M)), attention))),
+            Residual(Chain((NormLayer(kind="rms"), *mlp))),
         )
     )
 
 
-def layers(draw: Draw) -> dict[str, Layer]:
+def layers(draw: Draw) -> dict[str, TokenLayer]:
     M = 4
     return {
-        "linear": Linear(draw(M, 3), draw(3)),
-        "layer norm": Norm(draw(M), draw(M)),
-        "rms norm": Norm(draw(M), draw(M), kind="rms"),
-        "plain norm": Norm(),
-        "gelu": Activation("gelu"),
-        "relu": Activation("relu"),
+        "linear": LinearLayer(draw(M, 3), draw(3)),
+        "layer norm": NormLayer(draw(M), draw(M)),
+        "rms norm": NormLayer(draw(M), draw(M), kind="rms"),
+        "plain norm": NormLayer(),
+        "gelu": ActivationLayer("gelu"),
+        "relu": ActivationLayer("relu"),
         "attention": SelfAttention(draw(M, 3), draw(M, 3), draw(M, 2)),
         "grouped": SelfAttention(draw(4, M, 2), draw(2, M, 2), draw(2, M, 3), prior=Causal()),
         "mixed": SelfAttention(draw(2, M, 2), draw(2, M, 2), draw(2, M, 3), draw(6, M)),
@@ -76,7 +76,7 @@ def test_everywhere_in_a_ball_a_layer_keeps_to_its_reach(
     X = 2 * draw(5, 4)
     ball = Ball.of(radius, norm, 5)
     for name, layer in layers(draw).items():
-        reach = layer.reach(X, ball, Gauge(0.0))
+        reach = layer.ball_bound(X, ball, NormEstimator(0.0))
         here = layer.jacobian(X).dense()
         after = reach.carry(ball)
         for trial in range(12):
@@ -94,12 +94,12 @@ def test_everywhere_in_a_ball_a_layer_keeps_to_its_reach(
 
 def test_in_a_vanishing_ball_a_network_has_the_norm_of_its_own_jacobian(draw: Draw) -> None:
     X = draw(6, 4)
-    network = Chain((block(draw, 4), block(draw, 4), Norm(), Linear(draw(4, 3))))
+    network = Chain((block(draw, 4), block(draw, 4), NormLayer(), LinearLayer(draw(4, 3))))
     exact = float(torch.linalg.matrix_norm(network.jacobian(X).dense(), 2))
-    gauge = Gauge(1e-9, torch.Generator().manual_seed(0))
-    reach = network.reach(X, Ball.of(1e-7, "token", 6), gauge)
+    estimator = NormEstimator(1e-9, torch.Generator().manual_seed(0))
+    reach = network.ball_bound(X, Ball.of(1e-7, "token", 6), estimator)
     assert exact <= reach.upper < 1.01 * exact
-    assert 0 < gauge.spent < 1e-7
+    assert 0 < estimator.spent < 1e-7
     product = math.prod(
         float(torch.linalg.matrix_norm(layer.jacobian(Y).dense(), 2))
         for layer, Y in zip(network.layers, _inputs(network, X), strict=True)
@@ -118,7 +118,7 @@ def _inputs(network: Chain, X: Tensor) -> list[Tensor]:
 def test_a_choice_without_a_bound_reaches_infinity(draw: Draw) -> None:
     steep: Choice = Entmax(2.5)
     layer = SelfAttention(draw(4, 3), draw(4, 3), draw(4, 2), choice=steep)
-    reach = layer.reach(draw(5, 4), Ball.of(0.1, "fro", 5), Gauge(1e-9))
+    reach = layer.ball_bound(draw(5, 4), Ball.of(0.1, "fro", 5), NormEstimator(1e-9))
     assert math.isinf(reach.upper)
     assert math.isinf(reach.variation)
 
@@ -178,7 +178,7 @@ def test_a_measured_centre_can_be_asked_to_be_sure(draw: Draw) -> None:
     layer = SelfAttention(draw(4, 3), draw(4, 3), draw(4, 2), choice=Softmax())
     J = layer.jacobian(X)
     exact = float(torch.linalg.matrix_norm(J.dense(), 2))
-    assert exact <= Gauge(0.0).above(J) < exact * (1 + 1e-12)
-    gauge = Gauge(1e-6)
-    assert exact <= gauge.above(J) < exact * 1.01
-    assert gauge.spent == 1e-6
+    assert exact <= NormEstimator(0.0).above(J) < exact * (1 + 1e-12)
+    estimator = NormEstimator(1e-6)
+    assert exact <= estimator.above(J) < exact * 1.01
+    assert estimator.spent == 1e-6

@@ -18,7 +18,14 @@ from fenchel.sensitivity import (
     jacobian,
     self_attention_jacobian,
 )
-from fenchel.sensitivity.layers import Activation, Chain, Linear, Norm, Residual, SelfAttention
+from fenchel.sensitivity.layers import (
+    ActivationLayer,
+    Chain,
+    LinearLayer,
+    NormLayer,
+    Residual,
+    SelfAttention,
+)
 
 Draw = Callable[..., Tensor]
 
@@ -48,11 +55,11 @@ def operators(draw: Draw) -> dict[str, Operator]:
             draw(3, 5, 4), draw(6, 4, 3), draw(2, 4, 3), draw(2, 4, 8), each=True
         ),
         "difference": difference_jacobian(lambda x: gelu(x @ W_V), X),
-        "layer norm": Norm(gamma).jacobian(X),
-        "rms norm": Norm(gamma, kind="rms").jacobian(X),
-        "activation": Activation("silu").jacobian(X),
-        "linear": Linear(W_V).jacobian(X),
-        "block": Residual(Chain((Norm(), SelfAttention(W_Q, W_K, square)))).jacobian(X),
+        "layer norm": NormLayer(gamma).jacobian(X),
+        "rms norm": NormLayer(gamma, kind="rms").jacobian(X),
+        "activation": ActivationLayer("silu").jacobian(X),
+        "linear": LinearLayer(W_V).jacobian(X),
+        "block": Residual(Chain((NormLayer(), SelfAttention(W_Q, W_K, square)))).jacobian(X),
     }
     found["transpose"] = found["self-attention"].T
     found["product"] = jacobian(lambda y: y @ W_V.mT, draw(5, 2)) @ found["self-attention"]
@@ -132,7 +139,7 @@ def test_operators_add_and_multiply_as_their_matrices_do(draw: Draw) -> None:
 
 def test_a_block_of_a_network_is_written_as_it_is_drawn(draw: Draw) -> None:
     X, gamma, W = draw(6, 4), draw(4), [draw(4, 4) for _ in range(3)]
-    norm = Norm(gamma)
+    norm = NormLayer(gamma)
     Y = norm(X)
     block = identity(X) + self_attention_jacobian(Y, *W) @ norm.jacobian(X)
     whole = jacobian(lambda x: x + self_attention(norm(x), *W), X)

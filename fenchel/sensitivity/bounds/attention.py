@@ -88,7 +88,7 @@ from fenchel.attention import Prior
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.bounds.covariance import factor, mixing, moment
 from fenchel.sensitivity.norms import largest, outward, spectral
-from fenchel.sensitivity.weight_blocks import Projected, Rows, flat, project, spread
+from fenchel.sensitivity.weight_blocks import Projections, WeightBlocks, flat, project, spread
 
 
 def row(choice: Choice, p: Tensor) -> Tensor:
@@ -213,13 +213,13 @@ def _at(
     choice: Choice,
     prior: Prior | None,
     scale: float | None,
-) -> tuple[Projected, Rows]:
+) -> tuple[Projections, WeightBlocks]:
     x = project(X, W_Q, W_K, W_V)
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
-    return x, Rows(x.q, x.k, choice, prior, scale)
+    return x, WeightBlocks(x.q, x.k, choice, prior, scale)
 
 
-def _through_scores(x: Projected, rows: Rows, slope: Tensor) -> Tensor:
+def _through_scores(x: Projections, rows: WeightBlocks, slope: Tensor) -> Tensor:
     size = spectral(x.X).reshape(-1, 1)
     M = abs(rows.scale) * spectral(factor(x.W[0]).mT @ factor(x.W[1]))
     P = mixing(rows).view(rows.lead)

@@ -36,7 +36,7 @@ from torch import Tensor
 from fenchel.attention import Prior
 from fenchel.choice import Choice, Softmax
 from fenchel.sensitivity.norms import largest, perron, spectral
-from fenchel.sensitivity.weight_blocks import Rows, flat, project
+from fenchel.sensitivity.weight_blocks import WeightBlocks, flat, project
 
 _SOFTMAX = Softmax()
 
@@ -104,12 +104,12 @@ def covariance_terms(
     """The same, cause by cause: which of mixing, query and key rules."""
     x = project(X, W_Q, W_K, W_V)
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
-    rows = Rows(x.q, x.k, choice, prior, scale)
+    rows = WeightBlocks(x.q, x.k, choice, prior, scale)
     found = terms(rows, x.v, Factors(*(factor(w) for w in x.W)), cheap=cheap)
     return Terms(*(term.reshape(x.axes) for term in found))
 
 
-def terms(rows: Rows, v: Tensor, factors: Factors = _NONE, *, cheap: bool = False) -> Terms:
+def terms(rows: WeightBlocks, v: Tensor, factors: Factors = _NONE, *, cheap: bool = False) -> Terms:
     """The three numbers for the weights in ``rows`` on the values v (B, H, S, E)."""
     B, H = rows.lead
     F = Factors(*(None if f is None else flat(f.expand(B, H, *f.shape[2:])) for f in factors))
@@ -127,7 +127,7 @@ def terms(rows: Rows, v: Tensor, factors: Factors = _NONE, *, cheap: bool = Fals
     return Terms(*(bound.view(B, H) for bound in bounds))
 
 
-def _full(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
+def _full(rows: WeightBlocks, k: Tensor, v: Tensor, F: Factors) -> Terms:
     N, S, D = k.shape
     query = k.new_zeros(N)
     seen = k.new_zeros(N, S, D, D)
@@ -145,7 +145,7 @@ def _full(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
     return Terms(mixing(rows), abs(rows.scale) * query, abs(rows.scale) * key)
 
 
-def _cheap(rows: Rows, k: Tensor, v: Tensor, F: Factors) -> Terms:
+def _cheap(rows: WeightBlocks, k: Tensor, v: Tensor, F: Factors) -> Terms:
     N, S, _ = k.shape
     query, columns, sums = k.new_zeros(N), k.new_zeros(N, S), k.new_zeros(N, S)
     for block in rows:
@@ -194,7 +194,7 @@ def _sloped(s: Tensor, t: Tensor | None, power: int) -> Tensor:
     return s if t is None else s * t**power
 
 
-def mixing(rows: Rows) -> Tensor:
+def mixing(rows: WeightBlocks) -> Tensor:
     """An upper bound of |P|_2, within about a percent: (N,)."""
 
     def step(y: Tensor) -> Tensor:
