@@ -15,6 +15,17 @@ if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, i
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says in one line what a machine without a browser leaves out."""
+    skipped = terminalreporter.getreports("skipped")
+    count = sum("no browser: " in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.write_line(
+            f"Left out: {count} tests of the report pages in a browser "
+            "(tests/report/test_browser.py); apt-get install chromium chromium-driver runs them."
+        )
+
+
 @pytest.fixture
 def device() -> str:
     """Where kernels run: on the GPU if there is one."""

@@ -178,7 +178,7 @@ HEAD_CHARTS = (
     HeadChart(
         "head-entropy",
         "Entropy of a head",
-        "The heads that closed most_extreme, in nats; at 0 a head looks at one key only.",
+        "The heads whose entropy fell lowest, in nats; at 0 every query reads one key only.",
         "attention/head_entropy",
         lowest=True,
     ),

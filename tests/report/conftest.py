@@ -1,4 +1,4 @@
-"""A run directory as a training run would leave it, without training anything.
+"""A run directory as a training run would leave it, and the data of an inspection; no model runs.
 
 The numbers have the shapes of a real run: a loss that falls like a power law with noise, a
 warm-up and a cosine, entropies that fall layer by layer, causal maps of several kinds (first
@@ -8,6 +8,7 @@ token, previous token, itself, far and wide). Everything follows from one seed.
 import base64
 import json
 import math
+import random
 from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -263,3 +264,117 @@ class Outline(HTMLParser):
 def outline() -> type[Outline]:
     """The parser that tells what a page is made of."""
     return Outline
+
+
+HOSTILE = "</script><img src=https://evil.example/x onerror=alert(1)>"
+
+
+def spread(draw: random.Random) -> dict[str, float]:
+    low = draw.random()
+    names = ("least", "low", "median", "high", "most", "mean")
+    return {name: low + i for i, name in enumerate(names)}
+
+
+def bracket(draw: random.Random) -> dict[str, float]:
+    lower = draw.uniform(0.5, 9.0)
+    return {"lower": lower, "upper": 1.2 * lower, "iterations": 12}
+
+
+def plain_inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[str, Any]:
+    """What ``Inspection.plain(maps=True, rows=True)`` gives, drawn at random."""
+    draw = random.Random(0)
+    spreads = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
+    size = min(tokens, 8)
+    shares = [1.0 / tokens] * tokens
+    norm = {"name": "ln", "least": 0.5, "median": 0.7, "most": 0.9, "upper": 1.1}
+    return {
+        "subject": {
+            "name": HOSTILE,
+            "family": "gpt2",
+            "parameters": 12345,
+            "context": 64,
+            "stored": "bfloat16",
+            "layers": layers,
+            "heads": heads,
+            "kv_heads": heads,
+            "head_width": 8,
+            "width": 32,
+        },
+        "text": HOSTILE,
+        "tokens": [HOSTILE, *(f" token{i}" for i in range(1, tokens))],
+        "method": {
+            "dtype": "float32",
+            "device": "cpu",
+            "algorithm": "Golub-Kahan",
+            "tolerance": 0.05,
+            "iterations": 12,
+            "failure": 1e-6,
+            "seed": 0,
+        },
+        "heads": [
+            {
+                "layer": layer + 1,
+                "head": head + 1,
+                **{name: spread(draw) for name in spreads},
+                **{name: draw.random() for name in ("first", "itself", "distance", "column")},
+                "column_token": 0,
+                "twin": None,
+                "overlap": 0.5,
+                "sigma": {name: bracket(draw) for name in ("q", "k", "v", "qkv")},
+                "dominant": "mixing",
+                "bound": 9.0,
+                "rows": {name: [draw.random() for _ in range(tokens)] for name in spreads},
+            }
+            for layer in range(layers)
+            for head in range(heads)
+        ],
+        "layers": [
+            {
+                "layer": layer + 1,
+                "norms": [norm, norm],
+                "attention": bracket(draw),
+                "mlp": None,
+                "block": bracket(draw),
+                "token": bracket(draw),
+                "update": draw.random(),
+                "moved_by": shares,
+                "shown_at": shares,
+            }
+            for layer in range(layers)
+        ],
+        "network": {
+            "stream": bracket(draw),
+            "logits": bracket(draw),
+            "exponent": 0.2,
+            "blocks_exponent": 0.4,
+            "growth": [0.1] * layers,
+            "influence": {
+                "spans": [[i, i + 1] for i in range(5)],
+                "values": [[draw.random() for _ in range(tokens)] for _ in range(5)],
+                "draws": 4,
+                "error": 0.1,
+            },
+        },
+        "precision": {
+            "again": 1e-7,
+            "again_head": [1, 1],
+            "rounded": "bfloat16",
+            "stream": [0.001] * layers,
+            "logits": 0.1,
+            "divergence": 0.01,
+            "statement": "Measured in float32.",
+        },
+        "maps": {
+            "layers": list(range(1, layers + 1)),
+            "heads": list(range(1, heads + 1)),
+            "size": size,
+            "data": base64.b64encode(bytes(layers * heads * size * size)).decode(),
+        },
+        "seconds": {"heads": 1.0},
+    }
+
+
+@pytest.fixture(scope="session")
+def inspection() -> Callable[..., dict[str, Any]]:
+    """A function that gives the data of an inspection page; see ``plain_inspection``."""
+    return plain_inspection

@@ -1,9 +1,8 @@
 """fenchel/report/inspection.py: a page from plain data, complete, closed and deaf to markup."""
 
-import base64
 import json
-import random
 import re
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
@@ -14,112 +13,7 @@ from fenchel.report.html import Html, document
 from fenchel.report.inspection import render
 from fenchel.report.inspection_heads import span_means
 
-HOSTILE = "</script><img src=https://evil.example/x onerror=alert(1)>"
-
-
-def spread(draw: random.Random) -> dict[str, float]:
-    low = draw.random()
-    names = ("least", "low", "median", "high", "most", "mean")
-    return {name: low + i for i, name in enumerate(names)}
-
-
-def bracket(draw: random.Random) -> dict[str, float]:
-    lower = draw.uniform(0.5, 9.0)
-    return {"lower": lower, "upper": 1.2 * lower, "iterations": 12}
-
-
-def inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[str, Any]:
-    """What ``Inspection.plain(maps=True, rows=True)`` gives, drawn at random."""
-    draw = random.Random(0)
-    spreads = ("entropy", "effective", "support", "sensitivity", "max_logit", "margin")
-    size = min(tokens, 8)
-    shares = [1.0 / tokens] * tokens
-    norm = {"name": "ln", "least": 0.5, "median": 0.7, "most": 0.9, "upper": 1.1}
-    return {
-        "subject": {
-            "name": HOSTILE,
-            "family": "gpt2",
-            "parameters": 12345,
-            "context": 64,
-            "stored": "bfloat16",
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": heads,
-            "head_width": 8,
-            "width": 32,
-        },
-        "text": HOSTILE,
-        "tokens": [HOSTILE, *(f" token{i}" for i in range(1, tokens))],
-        "method": {
-            "dtype": "float32",
-            "device": "cpu",
-            "algorithm": "Golub-Kahan",
-            "tolerance": 0.05,
-            "iterations": 12,
-            "failure": 1e-6,
-            "seed": 0,
-        },
-        "heads": [
-            {
-                "layer": layer + 1,
-                "head": head + 1,
-                **{name: spread(draw) for name in spreads},
-                **{name: draw.random() for name in ("first", "itself", "distance", "column")},
-                "column_token": 0,
-                "twin": None,
-                "overlap": 0.5,
-                "sigma": {name: bracket(draw) for name in ("q", "k", "v", "qkv")},
-                "dominant": "mixing",
-                "bound": 9.0,
-                "rows": {name: [draw.random() for _ in range(tokens)] for name in spreads},
-            }
-            for layer in range(layers)
-            for head in range(heads)
-        ],
-        "layers": [
-            {
-                "layer": layer + 1,
-                "norms": [norm, norm],
-                "attention": bracket(draw),
-                "mlp": None,
-                "block": bracket(draw),
-                "token": bracket(draw),
-                "update": draw.random(),
-                "moved_by": shares,
-                "shown_at": shares,
-            }
-            for layer in range(layers)
-        ],
-        "network": {
-            "stream": bracket(draw),
-            "logits": bracket(draw),
-            "exponent": 0.2,
-            "blocks_exponent": 0.4,
-            "growth": [0.1] * layers,
-            "influence": {
-                "spans": [[i, i + 1] for i in range(5)],
-                "values": [[draw.random() for _ in range(tokens)] for _ in range(5)],
-                "draws": 4,
-                "error": 0.1,
-            },
-        },
-        "precision": {
-            "again": 1e-7,
-            "again_head": [1, 1],
-            "rounded": "bfloat16",
-            "stream": [0.001] * layers,
-            "logits": 0.1,
-            "divergence": 0.01,
-            "statement": "Measured in float32.",
-        },
-        "maps": {
-            "layers": list(range(1, layers + 1)),
-            "heads": list(range(1, heads + 1)),
-            "size": size,
-            "data": base64.b64encode(bytes(layers * heads * size * size)).decode(),
-        },
-        "seconds": {"heads": 1.0},
-    }
+Inspect = Callable[..., dict[str, Any]]
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -128,7 +22,7 @@ def data_of(page: str) -> dict[str, Any]:
     return dict(json.loads(found[1]))
 
 
-def test_every_picture_has_its_data_and_a_table_beside_it() -> None:
+def test_every_picture_has_its_data_and_a_table_beside_it(inspection: Inspect) -> None:
     page = render(inspection())
     asked = re.findall(r'data-picture="([^"]+)"', page)
     assert sorted(asked) == sorted(data_of(page)["pictures"])
@@ -136,7 +30,7 @@ def test_every_picture_has_its_data_and_a_table_beside_it() -> None:
         assert "<table" in figure
 
 
-def test_the_page_asks_nobody_for_anything() -> None:
+def test_the_page_asks_nobody_for_anything(inspection: Inspect) -> None:
     page = render(inspection())
     assert "default-src 'none'" in page
     assert "<img" not in page
@@ -153,13 +47,13 @@ def test_the_heat_picture_makes_no_markup_of_data_and_asks_nobody(power: str) ->
     assert power not in script
 
 
-def test_only_this_page_brings_the_heat_picture() -> None:
+def test_only_this_page_brings_the_heat_picture(inspection: Inspect) -> None:
     with_heat = render(inspection())
     assert "function heat(" in with_heat
     assert "function heat(" not in document(title="run", header=Html(""), parts=())
 
 
-def test_the_numbers_of_a_head_stand_where_it_stands() -> None:
+def test_the_numbers_of_a_head_stand_where_it_stands(inspection: Inspect) -> None:
     found = inspection()
     picture = data_of(render(found))["pictures"]["heads"]
     measures = {one["name"]: one["values"] for one in picture["measures"]}
@@ -168,7 +62,7 @@ def test_the_numbers_of_a_head_stand_where_it_stands() -> None:
     assert measures["sigma all"][1][2] == pytest.approx(head["sigma"]["qkv"]["lower"], rel=1e-5)
 
 
-def test_a_row_stands_at_its_token_and_its_head() -> None:
+def test_a_row_stands_at_its_token_and_its_head(inspection: Inspect) -> None:
     found = inspection()
     found["heads"][5]["rows"]["margin"][3] = None
     picture = data_of(render(found))["pictures"]["rows"]
@@ -196,7 +90,7 @@ def test_a_span_of_rows_is_told_by_the_mean_of_what_is_there() -> None:
     assert np.isnan(found[1, 2])
 
 
-def test_long_texts_are_gathered_into_spans_that_lose_nothing() -> None:
+def test_long_texts_are_gathered_into_spans_that_lose_nothing(inspection: Inspect) -> None:
     found = inspection(tokens=1000)
     found["layers"][0]["moved_by"] = [0.5, *[0.5 / 999] * 999]
     pictures = data_of(render(found))["pictures"]
@@ -209,7 +103,7 @@ def test_long_texts_are_gathered_into_spans_that_lose_nothing() -> None:
     assert sum(x * x for x in row) == pytest.approx(wanted, rel=1e-3)
 
 
-def test_what_was_not_measured_leaves_its_section_out() -> None:
+def test_what_was_not_measured_leaves_its_section_out(inspection: Inspect) -> None:
     found = inspection() | {"layers": [], "network": None, "precision": None}
     page = render(found)
     assert 'id="heads"' in page

@@ -1,0 +1,360 @@
+"""The pages in a real browser: fenchel/report's .js, .css and .html, driven through Chromium.
+
+One headless session opens a run report, an inspection page and a reliability page from file://,
+watches the console and the network, uses the controls with mouse and keyboard, and compares what
+the page then says with the numbers it was made of. Without Chromium and its driver the tests are
+skipped, and the summary of the suite says so in one line (tests/conftest.py).
+"""
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+from fenchel.cli import reliability
+from fenchel.evaluate import Confidence, outcomes, summarise
+from fenchel.report import page as run_page
+from fenchel.report.inspection import render
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"
+)
+
+PAGES = ("run", "inspection", "reliability")
+DESKTOP, PHONE = 1280, 390
+
+
+class Browser:
+    """A headless Chromium whose console, requests, width and colour scheme can be read and set."""
+
+    def __init__(self) -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = str(CHROMIUM)
+        flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        flags += ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
+        flags += ["--no-sandbox"] if os.geteuid() == 0 else []
+        for flag in flags:
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+
+    def open(self, path: Path, *, width: int = DESKTOP, scheme: str = "light") -> None:
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == PHONE}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        self.set_scheme(scheme)
+        for log in ("browser", "performance"):
+            self.driver.get_log(log)  # reading empties it
+        self.driver.get(path.as_uri())
+
+    def set_scheme(self, scheme: str) -> None:
+        """Also without smooth scrolling, which would move an element while it is clicked."""
+        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def console(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """Addresses that were requested since the page was opened and that no policy refused."""
+        sent: dict[str, str] = {}
+        for entry in self.driver.get_log("performance"):
+            message = json.loads(entry["message"])["message"]
+            parameters = message["params"]
+            if message["method"] == "Network.requestWillBeSent":
+                sent[parameters["requestId"]] = parameters["request"]["url"]
+            elif parameters.get("blockedReason") == "csp":
+                del sent[parameters["requestId"]]
+        return list(sent.values())
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def find(self, selector: str) -> WebElement:
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        return self.find(selector).text
+
+    def hover(self, selector: str, across: float, down: float) -> None:
+        """Move the mouse over an element, to shares of its width and height."""
+        self.run("arguments[0].scrollIntoView({block: 'center'})", self.find(selector))
+        box = self.run("return arguments[0].getBoundingClientRect()", self.find(selector))
+        place = {
+            "x": box["left"] + across * box["width"],
+            "y": box["top"] + down * box["height"],
+        }
+        self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
+
+    def colours(self, selector: str) -> list[int]:
+        """The opaque colours of a canvas as numbers, the most frequent first, at most 30."""
+        return self.run(
+            """
+            const canvas = arguments[0], pen = canvas.getContext("2d"), count = new Map();
+            const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+            for (const pixel of new Uint32Array(data.buffer))
+                if (pixel >>> 24 === 255) count.set(pixel, (count.get(pixel) ?? 0) + 1);
+            return [...count].sort((a, b) => b[1] - a[1]).slice(0, 30).map(([colour]) => colour);
+            """,
+            self.find(selector),
+        )
+
+    def focused(self) -> WebElement:
+        return self.driver.switch_to.active_element
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    session = Browser()
+    yield session
+    session.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(
+    make_run: Callable[..., Path],
+    inspection: Callable[..., dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
+    """The three kinds of page as files."""
+    folder = tmp_path_factory.mktemp("pages")
+    data = inspection()
+    area = data["maps"]["size"] ** 2
+    draw = np.random.default_rng(2).integers(0, 256, 12 * area, dtype=np.uint8)
+    data["maps"]["data"] = base64.b64encode(draw.tobytes()).decode()
+    (folder / "inspection.html").write_text(render(data), encoding="utf-8")
+    (folder / "inspection.json").write_text(json.dumps(data))
+    generator = torch.Generator().manual_seed(0)
+    logits = 3.0 * torch.randn(400, 5, generator=generator)
+    targets = torch.randint(5, (400,), generator=generator)
+    plain, scaled = (
+        summarise(outcomes(logits, targets, temperature=temperature)) for temperature in (1.0, 4.0)
+    )
+    reliability_page = reliability.page("tiny", "a text", Confidence(4.0, 400, plain, scaled))
+    (folder / "reliability.html").write_text(reliability_page, encoding="utf-8")
+    return {
+        "run": run_page(make_run("browsed", steps=500)),
+        "inspection": folder / "inspection.html",
+        "reliability": folder / "reliability.html",
+    }
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", DESKTOP), ("dark", PHONE)])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_opens_in_silence_and_fits_the_screen(
+    browser: Browser, pages: dict[str, Path], name: str, scheme: str, width: int
+) -> None:
+    """No console message (a blocked style or script would be one), no request, no overflow."""
+    browser.open(pages[name], width=width, scheme=scheme)
+    assert browser.console() == []
+    assert browser.requests() == [pages[name].as_uri()]
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    hosts = browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture]")
+    assert len(hosts) == {"run": 15, "inspection": 7, "reliability": 0}[name]
+    drawings = browser.driver.find_elements(By.CSS_SELECTOR, "figure svg, figure canvas")
+    assert len(drawings) >= max(len(hosts), 1)
+    for drawing in drawings:
+        assert drawing.size["width"] >= 20
+        assert drawing.size["height"] >= 5
+    paper = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert paper == {"light": "rgb(251, 250, 246)", "dark": "rgb(20, 23, 26)"}[scheme]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_figure_has_its_numbers_in_a_table_without_the_script_too(
+    browser: Browser, pages: dict[str, Path], name: str
+) -> None:
+    browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.open(pages[name])
+        for figure in browser.driver.find_elements(By.TAG_NAME, "figure"):
+            assert len(figure.find_elements(By.CSS_SELECTOR, "details table tbody tr")) > 1
+        table = browser.find("figure details table")
+        assert not table.is_displayed()
+        browser.find("figure summary").click()
+        assert table.is_displayed()
+        if name != "reliability":
+            assert "script" in browser.text("noscript p")
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_the_policy_runs_nothing_but_the_page_itself(
+    browser: Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    """A script, a style, a picture and a handler that slipped in are all inert."""
+    smuggled = (
+        "<script>document.title = 'taken'</script><style>body { opacity: 0 }</style>"
+        '<img src="http://127.0.0.1:9/x.png" onerror="document.title = \'taken\'">'
+    )
+    html = pages["run"].read_text(encoding="utf-8").replace("</footer>", smuggled + "</footer>")
+    (tmp_path / "smuggled.html").write_text(html, encoding="utf-8")
+    browser.open(tmp_path / "smuggled.html")
+    assert browser.driver.title == "browsed · fenchel"
+    assert browser.run("return getComputedStyle(document.body).opacity") == "1"
+    assert len(browser.console()) >= 3  # the policy reports what it refused
+    assert browser.requests() == [(tmp_path / "smuggled.html").as_uri()]
+    assert len(browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture=loss] svg")) == 1
+
+
+def test_the_axis_switch_relabels_every_curve(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["run"])
+    before = browser.text("[data-picture=loss] .readout")
+    assert before.startswith("step 500: training ")
+    shape = browser.find("[data-picture=loss] path.line.s0").get_attribute("d")
+    browser.find("input[value=elapsed]").click()
+    after = browser.text("[data-picture=loss] .readout")
+    assert after == before.replace("step 500", "time 1:21")  # 500 x 0.1614 s
+    assert browser.text("[data-picture=entropy] .readout").startswith("time 1:21, layer 4: ")
+    assert "0:30" in browser.text("[data-picture=loss] svg")
+    browser.find("input[value=elapsed]").send_keys(Keys.ARROW_LEFT)  # the radio before it
+    assert browser.text("[data-picture=loss] .readout").startswith("tokens 2.05M: ")
+    assert browser.find("[data-picture=loss] path.line.s0").get_attribute("d") == shape
+
+
+def test_the_mouse_reads_a_curve_where_it_points(browser: Browser, pages: dict[str, Path]) -> None:
+    """What the readout says is the line of metrics.jsonl at that step."""
+    browser.open(pages["run"])
+    lines = [
+        json.loads(line)
+        for line in (pages["run"].parent / "metrics.jsonl").read_text().splitlines()
+    ]
+    losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    browser.hover("[data-picture=loss] svg", 0.5, 0.5)
+    readout = browser.text("[data-picture=loss] .readout")
+    step = int(readout.split()[1].rstrip(":"))
+    assert 200 < step < 300
+    assert f"training {losses[step]:.4g}," in readout
+    assert browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture=loss] .cursor")
+
+
+def test_the_keyboard_walks_along_a_curve(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["run"])
+    chart = browser.find("[data-picture=loss] svg")
+    browser.run("document.querySelector('.axis input').focus()")
+    browser.focused().send_keys(Keys.TAB)
+    assert browser.focused() == chart  # the next stop after the axis switch
+    chart.send_keys(Keys.HOME)
+    assert browser.text("[data-picture=loss] .readout").startswith("step 10: ")
+    chart.send_keys(Keys.ARROW_RIGHT)
+    assert browser.text("[data-picture=loss] .readout").startswith("step 20: ")
+
+
+def weight(maps: dict[str, Any], layer: int, head: int, query: int, key: int) -> str:
+    """A weight as the page prints it, from the bytes the page was made of."""
+    data = np.frombuffer(base64.b64decode(maps["data"]), np.uint8)
+    size = maps["size"]
+    index = ((layer * maps["heads"] + head) * size + query) * size + key
+    return f"{(data[index] / 255) ** 2:.3f}"
+
+
+def test_a_head_is_chosen_by_mouse_and_by_keyboard(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    sample = json.loads((pages["run"].parent / "sample.json").read_text())
+    tokens = [token.replace(" ", "·") for token in sample["tokens"]]
+    browser.open(pages["run"])
+    assert browser.text(".map-row .readout").startswith("Layer 1, head 1: ·. ")
+    before = browser.colours(".map-view canvas")
+    browser.find('[aria-label="layer 2, head 3"]').click()
+    readout = browser.text(".map-row .readout")
+    assert readout.startswith("Layer 2, head 3: ·. ")
+    key = max(
+        range(len(tokens)),
+        key=lambda k: float(weight(sample["attention"], 1, 2, len(tokens) - 1, k)),
+    )
+    assert readout.endswith(
+        f"{tokens[key]} with weight {weight(sample['attention'], 1, 2, len(tokens) - 1, key)}"
+    )
+    assert browser.colours(".map-view canvas") != before
+    browser.focused().send_keys(Keys.ARROW_DOWN)
+    assert browser.focused().get_attribute("aria-label") == "layer 3, head 3"
+    assert browser.focused().get_attribute("aria-checked") == "true"
+    assert browser.text(".map-row .readout").startswith("Layer 3, head 3: ")
+    stops = browser.driver.find_elements(By.CSS_SELECTOR, ".map-grid button[tabindex='0']")
+    assert [stop.get_attribute("aria-label") for stop in stops] == ["layer 3, head 3"]
+
+
+def test_the_map_and_the_sentence_follow_one_choice(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    sample = json.loads((pages["run"].parent / "sample.json").read_text())
+    tokens = [token.replace(" ", "·") for token in sample["tokens"]]
+    browser.open(pages["run"])
+    browser.driver.find_elements(By.CSS_SELECTOR, ".sentence button")[5].click()
+    assert f"head 1: {tokens[5]} " in browser.text(".map-row .readout")
+    canvas = browser.find(".map-view canvas")
+    browser.run("arguments[0].focus()", canvas)
+    canvas.send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    readout = browser.text(".map-row .readout")
+    assert f"head 1: {tokens[6]} " in readout
+    assert readout.endswith(f"{tokens[1]} with weight {weight(sample['attention'], 0, 0, 6, 1)}")
+    checked = browser.driver.find_elements(By.CSS_SELECTOR, ".sentence [aria-checked=true]")
+    assert [button.text for button in checked] == [sample["tokens"][6]]
+    browser.find(".map-row summary").click()
+    rows = browser.driver.find_elements(By.CSS_SELECTOR, ".map-row tbody tr")
+    assert len(rows) == len(tokens)
+    assert rows[1].text.endswith(weight(sample["attention"], 0, 0, 6, 1))
+
+
+def test_a_measure_of_every_head_is_chosen_and_read(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    data = json.loads((pages["inspection"].parent / "inspection.json").read_text())
+    head = data["heads"][1 * 4 + 2]  # layer 2, head 3
+    browser.open(pages["inspection"])
+    heads = "[data-picture=heads]"
+    readout = browser.text(f"{heads} .readout")
+    assert readout.startswith("layer 1, head 1: entropy ")
+    canvas = browser.find(f"{heads} canvas")
+    canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    wanted = f"layer 2, head 3: entropy {head['entropy']['mean']:.4g}"
+    assert browser.text(f"{heads} .readout") == wanted
+    before = browser.colours(f"{heads} canvas")
+    browser.driver.find_element(By.XPATH, "//button[text()='sigma all']").click()
+    wanted = f"layer 2, head 3: sigma all {head['sigma']['qkv']['lower']:.4g}"
+    assert browser.text(f"{heads} .readout") == wanted
+    assert browser.colours(f"{heads} canvas") != before
+    browser.focused().send_keys(Keys.ARROW_LEFT)
+    assert browser.focused().text == "sigma v"
+    assert "sigma v" in browser.text(f"{heads} .readout")
+    browser.hover(f"{heads} canvas", 0.2, 0.1)
+    assert browser.text(f"{heads} .readout").startswith("layer 1, head 1: sigma v ")
+
+
+def test_a_change_of_colour_scheme_repaints_what_is_drawn(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    browser.open(pages["run"], scheme="light")
+    canvas = "[data-picture=entropy] canvas"
+    light = browser.colours(canvas)
+    assert len(light) == 30  # a ramp, not one flat colour
+    browser.set_scheme("dark")
+    dark = browser.colours(canvas)
+    assert len(dark) == 30
+    assert set(dark).isdisjoint(light)
+    browser.set_scheme("light")
+    assert browser.colours(canvas) == light
+
+
+def test_the_reliability_diagram_draws_every_bin(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["reliability"])
+    bins = browser.driver.find_elements(By.CSS_SELECTOR, "figure details tbody tr")
+    dots = browser.driver.find_elements(By.CSS_SELECTOR, "figure svg circle.dot")
+    assert len(bins) > 10
+    assert len(dots) == len(bins) + 2  # two are in the legend
+    assert browser.text("figure svg").count("at T = 4.000") == 1
