@@ -73,7 +73,7 @@ from fenchel.attention.prior import Prior, ScoreIndex
 from fenchel.attention.reference import cap, log_prior, mix, score
 from fenchel.attention.reference import log_prior as log_of
 from fenchel.attention.shapes import broadcast_batch, check, four_axes, output_axes
-from fenchel.choice import Choice, Hard, Softmax
+from fenchel.choice import Choice, Softmax
 
 _SOFTMAX = Softmax()
 
@@ -125,8 +125,7 @@ def health_per_head(
     z = cap(score(q, k, q.shape[-1] ** -0.5 if scale is None else scale), softcap)
     log_u = log_prior(prior, z)
     p = choice.weights(z, log_u)
-    beta = 1.0 if isinstance(choice, Hard) else choice.beta
-    logits = (z * beta).abs()
+    logits = (z * choice.score_scale).abs()
     if log_u is not None:
         logits = torch.where(log_u > -torch.inf, logits, 0.0)
     entropy = torch.special.entr(p).sum(-1)

@@ -1,8 +1,15 @@
-"""Scores to weights: argmax over the simplex, its value, derivative, loss, certificate."""
+"""Scores to weights: argmax over the simplex, its value, derivative, loss, certificate.
 
+Two modules for study are part of the public surface and have no command:
+``fenchel.choice.convex_program`` (small convex programs, their multipliers and duality gap) and
+``fenchel.choice.hypothesis_test`` (softmax as a tilted distribution: divergences and error
+exponents).
+"""
+
+from fenchel.choice import convex_program, hypothesis_test
 from fenchel.choice.base import Choice
 from fenchel.choice.budget import beta_for_budget
-from fenchel.choice.by_name import by_name
+from fenchel.choice.by_name import MAPS, SETTINGS, by_name, maps_with, settings_of
 from fenchel.choice.capped import Capped
 from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
@@ -10,6 +17,8 @@ from fenchel.choice.kkt import Multipliers, Residuals, kkt, multipliers
 from fenchel.choice.softmax import Softmax
 
 __all__ = [
+    "MAPS",
+    "SETTINGS",
     "Capped",
     "Choice",
     "Entmax",
@@ -20,6 +29,10 @@ __all__ = [
     "Sparsemax",
     "beta_for_budget",
     "by_name",
+    "convex_program",
+    "hypothesis_test",
     "kkt",
+    "maps_with",
     "multipliers",
+    "settings_of",
 ]

@@ -42,6 +42,16 @@ class Choice(ABC):
     beta: float | Tensor
 
     @property
+    def score_scale(self) -> float | Tensor:
+        """The factor on z in x: beta, and 1 for ``Hard``, whose beta is infinite.
+
+        >>> from fenchel.choice import Hard, Softmax
+        >>> Softmax(beta=2.0).score_scale, Hard().score_scale
+        (2.0, 1.0)
+        """
+        return self.beta
+
+    @property
     def ceiling(self) -> float:
         """The largest weight allowed; infinite where the simplex alone bounds it."""
         return float("inf")

@@ -1,5 +1,12 @@
-"""A choice map from its name, as settings and commands write it."""
+"""The choice maps that settings and commands can name: one row of ``MAPS`` per map.
 
+The settings ``model.choice`` and ``model.router``, ``fenchel attach --map``, ``fenchel doctor``
+and the contract tests read this table. A new map is therefore one file with its class, one row
+here and one export in ``fenchel/choice/__init__.py``. The settings of a map are the fields of its
+dataclass, and each has a default. ``Capped`` has none for its cap, so it has no name.
+"""
+
+from dataclasses import fields
 from difflib import get_close_matches
 
 from fenchel.choice.base import Choice
@@ -7,23 +14,49 @@ from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
 from fenchel.choice.softmax import Softmax
 
-NAMES = ("softmax", "entmax", "sparsemax", "hard")
+MAPS: dict[str, type[Choice]] = {
+    "softmax": Softmax,
+    "entmax": Entmax,
+    "sparsemax": Sparsemax,
+    "hard": Hard,
+}
 
 
-def by_name(name: str, *, alpha: float = 1.5, beta: float = 1.0) -> Choice:
-    """The map called ``name``; ``alpha`` is read by "entmax" alone, ``beta`` by all but "hard".
+def by_name(name: str, **settings: float) -> Choice:
+    """The map called ``name``; it reads those of ``settings`` that are its fields.
 
     >>> by_name("entmax", alpha=1.25)
     Entmax(alpha=1.25, beta=1.0)
+    >>> by_name("softmax", alpha=1.25)  # alpha is a setting of entmax alone
+    Softmax(beta=1.0)
     """
-    if name == "softmax":
-        return Softmax(beta)
-    if name == "entmax":
-        return Entmax(alpha, beta)
-    if name == "sparsemax":
-        return Sparsemax(beta)
-    if name == "hard":
-        return Hard()
-    near = get_close_matches(name, NAMES, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(NAMES)}."
-    raise ValueError(f"there is no choice map {name!r}; {hint}")
+    if name not in MAPS:
+        near = get_close_matches(name, MAPS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(MAPS)}."
+        raise ValueError(f"there is no choice map {name!r}; {hint}")
+    if unknown := sorted(settings.keys() - set(SETTINGS)):
+        raise TypeError(f"no map has a setting {unknown[0]!r}; known: {', '.join(SETTINGS)}.")
+    own = settings_of(name)
+    return MAPS[name](**{key: value for key, value in settings.items() if key in own})
+
+
+def settings_of(name: str) -> tuple[str, ...]:
+    """The settings of the map called ``name``.
+
+    >>> settings_of("entmax"), settings_of("hard")
+    (('alpha', 'beta'), ())
+    """
+    return tuple(field.name for field in fields(MAPS[name]))  # type: ignore[arg-type]
+
+
+def maps_with(setting: str) -> list[str]:
+    """The names of the maps that have ``setting``.
+
+    >>> maps_with("beta")
+    ['softmax', 'entmax', 'sparsemax']
+    """
+    return [name for name in MAPS if setting in settings_of(name)]
+
+
+SETTINGS = tuple(dict.fromkeys(setting for name in MAPS for setting in settings_of(name)))
+"""The settings of all maps, each once."""

@@ -32,8 +32,13 @@ class Hard(Choice):
 
     @property
     def beta(self) -> float:  # type: ignore[override]
-        """Infinite: the limit this map is."""
+        """Infinite: this map is the limit."""
         return float("inf")
+
+    @property
+    def score_scale(self) -> float:
+        """1: the argmax does not depend on the scale of the scores."""
+        return 1.0
 
     def weights(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
         """The argmax: (..., K) -> (..., K); constant in z, so its derivative there is 0."""

@@ -132,20 +132,19 @@ def _is_words(names: object) -> bool:
 
 def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":
     """The map that was named, or the one the checkpoint was saved with."""
-    from fenchel.choice import by_name
+    from fenchel.choice import by_name, maps_with
     from fenchel.hf.adapter import FIELD, choice_from_record
 
-    for setting, value, users in (
-        ("alpha", alpha, ("entmax",)),
-        ("beta", beta, ("softmax", "entmax", "sparsemax")),
-    ):
-        if value is not None and map not in users:
+    options = {"alpha": alpha, "beta": beta}
+    settings = {name: value for name, value in options.items() if value is not None}
+    for setting in settings:
+        users = maps_with(setting)
+        if map not in users:
             raise ValueError(
                 f"--{setting} is for --map {', '.join(users)}, got --map {map}; leave it out."
             )
     if map is not None:
-        given = {"alpha": alpha, "beta": beta}
-        return by_name(map, **{name: value for name, value in given.items() if value is not None})
+        return by_name(map, **settings)
     stored = getattr(model.config, FIELD, None)
     if stored is None:
         raise ValueError("the checkpoint was not saved with a map of ours; name one with --map.")

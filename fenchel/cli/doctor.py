@@ -76,11 +76,11 @@ def backends() -> dict[str, str]:
     import torch
 
     from fenchel.attention import Causal, serves
-    from fenchel.choice import by_name
+    from fenchel.choice import MAPS, by_name
 
     q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
     found = {}
-    for name in ("softmax", "entmax", "sparsemax", "hard"):
+    for name in MAPS:
         told = serves(q, q, q, choice=by_name(name), prior=Causal())
         found[name] = "; ".join(f"{end}: {reason or 'yes'}" for end, reason in told.items())
     return found

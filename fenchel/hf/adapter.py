@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from fenchel.attention.attend import attend
 from fenchel.attention.bias import Sink, with_sink
 from fenchel.attention.prior import Dense, Prior
-from fenchel.choice import Choice, Softmax, by_name
+from fenchel.choice import SETTINGS, Choice, Softmax, by_name
 
 _SOFTMAX = Softmax()
 IRRELEVANT_KEYWORDS = frozenset(
@@ -307,12 +307,12 @@ def choice_record(choice: Choice) -> dict[str, Any]:
 
 def choice_from_record(stored: object) -> Choice:
     """The map that a config tells of; a file from outside may say anything."""
-    known = {"map", "alpha", "beta"}
+    known = {"map", *SETTINGS}
     if not isinstance(stored, Mapping) or not isinstance(stored.get("map"), str):
         raise ValueError(f'the config\'s field "{FIELD}" should hold a map and its settings.')
     if strange := sorted(str(key)[:40] for key in stored.keys() - known):
         raise ValueError(f'the config\'s field "{FIELD}" holds {strange[0]!r}, unknown here.')
-    settings = {key: stored[key] for key in ("alpha", "beta") if key in stored}
+    settings = {key: stored[key] for key in SETTINGS if key in stored}
     for key, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f'the config\'s field "{FIELD}" should give {key} as a number.')

@@ -35,7 +35,6 @@ from torch import Tensor
 from fenchel.attention import AttentionCall, Prior
 from fenchel.attention.prior import ScoreIndex
 from fenchel.attention.reference import cap
-from fenchel.choice import Hard
 from fenchel.inspection.linearisation import frozen_derivative
 from fenchel.inspection.result import Head, Interval, Method, Spread
 from fenchel.sensitivity import spectral_norm
@@ -138,7 +137,7 @@ def _row_blocks(call: AttentionCall, last: int | None = None) -> Iterator[_RowBl
     q, k, prior = call.q[0].float(), call.k[0].float(), call.spec.prior
     (H, T, _), (G, S, _) = q.shape, k.shape
     k = k if G == H else k.repeat_interleave(H // G, 0)
-    beta = 1.0 if isinstance(call.spec.choice, Hard) else call.spec.choice.beta
+    beta = call.spec.choice.score_scale
     scale = call.spec.scale_for(q.shape[-1])
     near = q.device.type == "cpu"
     most = min(_STRIP, _BLOCK // (H * S)) if near else _GPU_BLOCK // (H * S)

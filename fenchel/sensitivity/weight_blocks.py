@@ -14,6 +14,7 @@ Keys and values shared by a group of heads are repeated, O(n d) numbers, so that
 one batched multiplication.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from torch import Tensor
 from fenchel.attention import Prior
 from fenchel.attention.reference import cap, cap_slope
 from fenchel.attention.shapes import four_axes
-from fenchel.choice import Choice, Hard
+from fenchel.choice import Choice
 
 # Numbers in a block: on a CPU what stays near the cores, on a GPU what keeps all of it busy.
 BUDGET, GPU_BUDGET = 1 << 21, 1 << 26
@@ -148,7 +149,7 @@ class WeightBlocks:
         if self.prior is None:
             return self.choice.weights(z)
         beta = self.choice.beta
-        if isinstance(beta, Tensor) or isinstance(self.choice, Hard):
+        if isinstance(beta, Tensor) or beta == math.inf:  # under Hard a prior shifts no score
             return self.choice.weights(z, self._log_prior(rows, keys))
         # beta z + log u = beta (z + log u / beta): the prior is added where it is not 0 alone,
         # which under a causal mask is a strip along the diagonal.
@@ -249,10 +250,10 @@ def heads(x: Tensor, H: int, dim: int = 1) -> Tensor:
 
 def spread(choice: Choice, p: Tensor) -> Tensor:
     """beta times the spread of the choice: its derivative is diag(s) - s s^T / sum(s)."""
-    s, beta = choice.spread(p), choice.beta
-    if isinstance(choice, Hard) or (not isinstance(beta, Tensor) and beta == 1.0):
-        return s  # an infinite beta times no slope would be nan, and 1 is not worth a pass
-    return beta * s
+    s, scale = choice.spread(p), choice.score_scale
+    if not isinstance(scale, Tensor) and scale == 1.0:
+        return s  # not worth a pass
+    return scale * s
 
 
 def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:

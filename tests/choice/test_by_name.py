@@ -1,4 +1,4 @@
-"""fenchel/choice/by_name.py: words to maps."""
+"""fenchel/choice/by_name.py: the table of maps that settings and commands can name."""
 
 import pytest
 
@@ -12,7 +12,13 @@ def test_each_name_gives_its_map() -> None:
     assert by_name("hard") == Hard()
 
 
-def test_a_name_that_is_nearly_right_is_told_the_right_one() -> None:
+def test_a_setting_of_another_map_is_ignored_and_an_unknown_one_refused() -> None:
+    assert by_name("hard", alpha=1.2, beta=2.0) == Hard()
+    with pytest.raises(TypeError, match="no map has a setting 'alhpa'; known: beta, alpha"):
+        by_name("entmax", alhpa=1.2)
+
+
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:
     with pytest.raises(ValueError, match="did you mean 'sparsemax'"):
         by_name("sparse-max")
     with pytest.raises(ValueError, match="known: softmax"):

@@ -1,4 +1,4 @@
-"""Laws that every choice map obeys. A new map joins by one line in CHOICES."""
+"""Laws that every choice map obeys. A new map joins by its row in fenchel.choice.MAPS."""
 
 import cvxpy as cp
 import pytest
@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import hessian, jacfwd, jacrev, jvp, vmap
 
-from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax, kkt
+from fenchel.choice import MAPS, Capped, Choice, Entmax, Hard, Softmax, Sparsemax, by_name, kkt
 
 CHOICES: list[Choice] = [
+    *(by_name(name) for name in MAPS),
     Softmax(beta=0.6),
     Entmax(1.01),
     Entmax(1.5, beta=2.0),
     Entmax(4.0, beta=0.1),
     Sparsemax(beta=0.7),
-    Hard(),
     Capped(0.3),
 ]
 every_choice = pytest.mark.parametrize("choice", CHOICES, ids=repr)
@@ -44,8 +44,8 @@ def log_prior() -> Tensor:
 
 
 def scale_of(choice: Choice) -> float:
-    """beta as it multiplies scores; Hard does not scale them."""
-    return 1.0 if isinstance(choice, Hard) else float(choice.beta)
+    """What multiplies the scores of a map, as a number."""
+    return float(choice.score_scale)
 
 
 @every_choice
