@@ -7,7 +7,7 @@ is an error that names the nearest right one.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from types import UnionType
@@ -24,11 +24,24 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") ->
     for key, value in values.items():
         name = f"{where}{key}"
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"known: {', '.join(known)}."
+            hint = did_you_mean(key, known, show=where.__add__)
             raise ValueError(f"there is no setting {name!r}; {hint}")
         built[key] = _convert(types[key], value, name)
     return cls(**built)
+
+
+def did_you_mean(
+    name: str, known: Collection[str], *, show: Callable[[str], str] = repr, cutoff: float = 0.6
+) -> str:
+    """The end of an error about an unknown name: the known one most like it, or all of them.
+
+    >>> did_you_mean("sofmax", ["softmax", "entmax"])
+    "did you mean 'softmax'?"
+    >>> did_you_mean("relu", ["softmax", "entmax"])
+    'known: softmax, entmax.'
+    """
+    near = get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {show(near[0])}?" if near else f"known: {', '.join(known)}."
 
 
 def to_mapping(settings: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from fenchel.attention.measure import (
     head_patterns,
     health,
     health_per_head,
+    pack_weights,
     scale_warning,
     trace,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "health_per_head",
     "linear_attend",
     "linear_step",
+    "pack_weights",
     "random_features",
     "rotary",
     "rotate",

@@ -61,6 +61,7 @@ keys or in T5, whose weights start smaller: it is told only if the scores spread
 """
 
 import math
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
@@ -360,3 +361,16 @@ def _seen(q: Tensor, k: Tensor, scale: float, prior: Prior | None) -> tuple[floa
 
 def _right(D: int) -> str:
     return f"1/sqrt({D}) = {D**-0.5:.4g}"
+
+
+def pack_weights(p: Tensor) -> str:
+    """Weights of any shape as base64 text: bytes round(255 sqrt p), row-major, for a page.
+
+    Eight bits on a square-root scale keep small weights visible: p is recovered as (byte / 255)^2
+    to within sqrt(p) / 255.
+
+    >>> pack_weights(torch.tensor([0.0, 0.25, 1.0]))
+    'AID/'
+    """
+    data = (p.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu().numpy().tobytes()
+    return b64encode(data).decode()

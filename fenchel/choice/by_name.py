@@ -7,12 +7,12 @@ dataclass, and each has a default. ``Capped`` has none for its cap, so it has no
 """
 
 from dataclasses import fields
-from difflib import get_close_matches
 
 from fenchel.choice.base import Choice
 from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
 from fenchel.choice.softmax import Softmax
+from fenchel.config import did_you_mean
 
 MAPS: dict[str, type[Choice]] = {
     "softmax": Softmax,
@@ -31,9 +31,7 @@ def by_name(name: str, **settings: float) -> Choice:
     Softmax(beta=1.0)
     """
     if name not in MAPS:
-        near = get_close_matches(name, MAPS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(MAPS)}."
-        raise ValueError(f"there is no choice map {name!r}; {hint}")
+        raise ValueError(f"there is no choice map {name!r}; {did_you_mean(name, MAPS)}")
     if unknown := sorted(settings.keys() - set(SETTINGS)):
         raise TypeError(f"no map has a setting {unknown[0]!r}; known: {', '.join(SETTINGS)}.")
     own = settings_of(name)

@@ -5,11 +5,12 @@ The benchmarks stand in the source tree, beside the package, since they need the
 
 import subprocess
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+
+from fenchel.config import did_you_mean
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -34,8 +35,7 @@ def run(
         raise ValueError("benchmarks are kept in the source tree of fenchel; run it from there.")
     chosen = next((stem for stem in known if stem in (name, f"{name}_cpu")), None)
     if chosen is None:
-        near = get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}."
+        hint = did_you_mean(name, known, show=str, cutoff=0.4)
         raise ValueError(f"there is no benchmark {name!r}; {hint}")
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", chosen, *options],

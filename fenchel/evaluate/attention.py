@@ -12,14 +12,13 @@ The maps go out as bytes, value = round(255 sqrt(p)), row-major in (layer, head,
 the root keeps small weights visible in eight bits.
 """
 
-from base64 import b64encode
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.attention import HeadHealth, Health, attend, health_per_head
+from fenchel.attention import HeadHealth, Health, attend, health_per_head, pack_weights
 from fenchel.data import Ids, decode, end_id
 from fenchel.generation import generate
 from fenchel.model import Transformer, evaluating
@@ -91,7 +90,6 @@ def sample(
         generator=torch.Generator(device).manual_seed(seed),
     )[0]
     maps_LHTT = attention_maps(model, shown[None])
-    data = (maps_LHTT.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu().numpy().tobytes()
     return {
         "prompt": decode(tokenizer, prompt.tolist()),
         "text": decode(tokenizer, drawn[len(prompt) :].tolist()),
@@ -102,6 +100,6 @@ def sample(
             "heads": maps_LHTT.shape[1],
             "size": len(words),
             "scale": "sqrt",
-            "data": b64encode(data).decode(),
+            "data": pack_weights(maps_LHTT),
         },
     }

@@ -9,7 +9,6 @@ differentiated, and ``watch`` hears of every step. Everything random is drawn fr
 """
 
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.attention import AttentionCall
+from fenchel.attention import AttentionCall, pack_weights
 from fenchel.data import decode, encode, end_id, open_text
 from fenchel.inspection.blocks import layer
 from fenchel.inspection.heads import heads, row_weights
@@ -174,13 +173,12 @@ def maps(calls: Sequence[AttentionCall], layers: Sequence[int], heads: Sequence[
     """The weights of every chosen head on as many first tokens as a page can hold."""
     T, count = calls[0].q.shape[2], len(calls) * len(heads)
     size = min(T, _MAP_SIZE, int((_MAP_BYTES / count) ** 0.5))
-    found = torch.stack([row_weights(call, size)[list(heads)] for call in calls])
-    data = (found.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu().numpy().tobytes()
+    weights = torch.stack([row_weights(call, size)[list(heads)] for call in calls])
     return Maps(
         layers=[at + 1 for at in layers],
         heads=[at + 1 for at in heads],
         size=size,
-        data=b64encode(data).decode(),
+        data=pack_weights(weights),
     )
 
 

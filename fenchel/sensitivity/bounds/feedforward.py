@@ -17,13 +17,13 @@ Activations act on each number; the constant is the largest slope, over all numb
 
 import math
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from fenchel.config import did_you_mean
 from fenchel.sensitivity.norms import outward, spectral
 
 
@@ -112,9 +112,7 @@ SLOPES = {
 def activation(name: str, x: Tensor | None = None, *, radius: float | Tensor = 0.0) -> Tensor:
     """The largest absolute slope within ``radius`` of every number of x; without x, anywhere."""
     if name not in SLOPES:
-        near = get_close_matches(name, SLOPES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(SLOPES)}."
-        raise ValueError(f"there is no activation {name!r}; {hint}")
+        raise ValueError(f"there is no activation {name!r}; {did_you_mean(name, SLOPES)}")
     if x is None:
         return torch.tensor(SLOPES[name].steepest, dtype=torch.float64)
     low, _, high = slope_range(name, x, radius)
