@@ -65,8 +65,8 @@ def train(config: ModelConfig, batch: int) -> dict[str, Any]:
     our_pass, their_pass = torch.compile(ours), torch.compile(theirs)
 
     def our_loss() -> Tensor:
-        stream = our_pass(inputs, read=False)
-        return lm_head_loss(stream, ours.read_weight, targets) / targets.numel()
+        stream = our_pass(inputs, return_hidden=True)
+        return lm_head_loss(stream, ours.lm_head_weight, targets) / targets.numel()
 
     def their_loss() -> Tensor:
         logits = their_pass(inputs, use_cache=False).logits

@@ -44,7 +44,7 @@ def step(kind: str, inputs: Tensor, targets: Tensor) -> Step:
         torch.cuda.synchronize()
         begin.record()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = lm_head_loss(forward(inputs, read=False), model.read_weight, targets)
+            loss = lm_head_loss(forward(inputs, return_hidden=True), model.lm_head_weight, targets)
         (loss / targets.numel()).backward()  # type: ignore[no-untyped-call]
         middle.record()
         optimiser.step()

@@ -131,11 +131,11 @@ def pair(
 
 def our_loss(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
     """Mean loss of ours, as a step of ``fenchel train`` computes it."""
-    weight, count = model.read_weight, targets.numel()
+    weight, count = model.lm_head_weight, targets.numel()
 
     def loss() -> Tensor:
         with sparse_embedding_gradient(model):
-            stream = model(inputs, read=False)
+            stream = model(inputs, return_hidden=True)
         return lm_head_loss(stream, weight, targets) / count
 
     return loss

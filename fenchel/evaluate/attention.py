@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.attention import HeadHealth, Health, attend, health_per_head, pack_weights
+from fenchel.attention.spec import AttentionCall
 from fenchel.data import Ids, decode, end_id
 from fenchel.generation import generate
 from fenchel.model import Transformer, evaluating
-from fenchel.model.attention import Question
 
 
 @torch.no_grad()
@@ -30,14 +30,11 @@ def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[Any]]
     """The numbers of fenchel/attention/measure.py: one a layer, and under head_ a list a layer."""
     found = [
         health_per_head(
-            asked.q,
-            asked.k,
-            choice=asked.choice,
-            prior=asked.prior,
-            scale=asked.scale,
-            softcap=asked.softcap,
+            call.q,
+            call.k,
+            **call.spec,
         )
-        for asked in questions(model, ids_BT)
+        for call in attention_calls(model, ids_BT)
     ]
     told = {f"attention/{name}": [getattr(h, name) for h, _ in found] for name in Health._fields}
     heads = {name: [getattr(h, name) for _, h in found] for name in HeadHealth._fields}
@@ -51,22 +48,23 @@ def attention_maps(model: Transformer, ids_1T: Tensor) -> Tensor:
     if B != 1:
         raise ValueError(f"maps are drawn of one sequence at a time, got {B}.")
     maps = [
-        attend(**asked._asdict(), return_weights=True)[1][0, ..., -T:]  # a sink stands before them
-        for asked in questions(model, ids_1T)
+        # A sink is the first key; the T tokens are the last.
+        attend(call.q, call.k, call.v, **call.spec, return_weights=True)[1][0, ..., -T:]
+        for call in attention_calls(model, ids_1T)
     ]
     return torch.stack(maps)
 
 
-def questions(model: Transformer, ids_BT: Tensor) -> list[Question]:
-    """What every layer asks of ``attend`` as it reads some ids."""
-    asked: list[Question] = []
+def attention_calls(model: Transformer, ids_BT: Tensor) -> list[AttentionCall]:
+    """The call of ``attend`` of every layer, in a pass over some ids."""
+    calls: list[AttentionCall] = []
 
     def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        asked.append(model.question(layer, q, k, v))
+        calls.append(model.attention_call(layer, q, k, v))
 
     with evaluating(model):
         model(ids_BT, observe=observe, last=True)
-    return asked
+    return calls
 
 
 SENTENCE, PROMPT = 48, 16
@@ -77,7 +75,7 @@ def sample(
     model: Transformer, tokenizer: Tokenizer, ids: Ids, *, seed: int, tokens: int = 160
 ) -> dict[str, Any]:
     """A continuation of the first ``ids``, and every head's map on them, as plain values."""
-    device = model.read_weight.device
+    device = model.lm_head_weight.device
     shown = torch.from_numpy(ids[: min(SENTENCE, model.config.context)].astype("int64")).to(device)
     prompt, words = shown[:PROMPT], shown.tolist()
     drawn = generate(

@@ -81,7 +81,7 @@ class HarnessAdapter:
         end = end_id(self.tokenizer)
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else list(stops)
-        device = self.model.read_weight.device
+        device = self.model.lm_head_weight.device
         prompt = torch.tensor([encode(self.tokenizer, context) or [end]], device=device)
         drawn: list[int] = []
         for token_B in stream(
@@ -126,7 +126,7 @@ class HarnessAdapter:
         order = sorted(
             (i for i, (_, asked) in enumerate(rows) if asked), key=lambda i: -len(rows[i][0])
         )
-        device = self.model.read_weight.device
+        device = self.model.lm_head_weight.device
         with evaluating(self.model):
             for first in range(0, len(order), self.batch):
                 part = order[first : first + self.batch]

@@ -38,7 +38,7 @@ SEVERAL = 4
 
 def why_not(model: Transformer) -> str | None:
     """The first reason why a model cannot be read by ``Lean``, or None."""
-    table = model.read_weight
+    table = model.lm_head_weight
     if table.device.type != "cpu" or table.dtype not in (torch.float32, torch.float64):
         return f"it is in {table.dtype} on {table.device.type}"
     return why_not_plain(model)
@@ -48,25 +48,25 @@ class CpuStep:
     """Reads one token of each of ``batch`` sequences at a time, into a cache."""
 
     def __init__(self, model: Transformer, cache: KVCache, *, batch: int) -> None:
-        config, table = model.config, model.read_weight
+        config, table = model.config, model.lm_head_weight
         self.config, self.cache, self.embed = config, cache, model.embed.weight
-        self.place = None if model.place is None else model.place.weight
-        self.read_weight, self.norm = table, norm_of(model.norm)
+        self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
+        self.lm_head_weight, self.norm = table, norm_of(model.norm)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
         self.turning = RotaryTable(config) if config.positions == "rotary" else None
         self.layers = [layer_of(block) for block in model.blocks]
         self._take_memory(batch)
 
-    def step(self, token_B: Tensor, present_BS: Tensor | None = None) -> Tensor:
+    def step(self, token_B: Tensor, token_mask_BS: Tensor | None = None) -> Tensor:
         """Logits behind the next token of each sequence: (B,) -> (B, V).
 
-        ``present_BS`` as in the model's forward. The logits are good until the next step.
+        ``token_mask_BS`` as in the model's forward. The logits are good until the next step.
         """
         cache, x = self.cache, self.x
-        position_B = None if present_BS is None else present_BS.sum(-1) - 1
+        position_B = None if token_mask_BS is None else token_mask_BS.sum(-1) - 1
         torch.index_select(self.embed, 0, token_B, out=x)
-        if self.place is not None:
-            x.add_(self.place[cache.length if position_B is None else position_B])
+        if self.pos_embed is not None:
+            x.add_(self.pos_embed[cache.length if position_B is None else position_B])
         turn = self._turn(position_B)
         scale = self.config.score_scale
         for number, layer in enumerate(self.layers):
@@ -79,8 +79,8 @@ class CpuStep:
                 self.turned_second.addcmul_(self.first, second)
             keys, values = cache.append(number, self.k, self.v)
             mask = None
-            if present_BS is not None:
-                mask = present_BS[:, None, None, -keys.shape[2] :]
+            if token_mask_BS is not None:
+                mask = token_mask_BS[:, None, None, -keys.shape[2] :]
             mixed = scaled_dot_product_attention(self.q, keys, values, mask, scale=scale)
             layer.out.add_to(x, mixed.reshape(self.mixed))
             y = self._normed(layer.between)
@@ -129,7 +129,7 @@ class CpuStep:
             return new(B, width) if B < SEVERAL else new(width, B).t()
 
         self.x, self.y, self.wide, self.gated = new(B, M), new(B, M), made(F), made(F)
-        self.logits, self.turned_table = made(c.vocabulary), self.read_weight.t()
+        self.logits, self.turned_table = made(c.vocabulary), self.lm_head_weight.t()
         self.size, self.epsilon = new(B, 1), self.embed.new_full((B, 1), c.epsilon)
         rows = (H + 2 * G) * D  # as the fused attention wants them, unless turning lays them so
         self.made = new(B, rows) if self.turning is None else made(rows)

@@ -1,6 +1,6 @@
 """A cache whose shapes never change: all S slots from the start, filled from the end.
 
-    present_BS    True at the slots that hold a token; the model forbids the others
+    token_mask_BS    True at the slots that hold a token; the model forbids the others
 
 Priors are aligned to the end, where the newest query stands. So slots are filled from the end:
 token n stands in slot S - 1 - n. A query at the last slot then sees every slot to its left, and
@@ -81,7 +81,7 @@ class StaticCache:
         self.token = torch.zeros(1, dtype=torch.long, device=like.device)
         """The number n of the token that is read next."""
         self.places = {room: self.token + room - 1 for room in [*self.rooms, S]}
-        self.present_BS = torch.zeros(batch, S, dtype=torch.bool, device=like.device)
+        self.token_mask_BS = torch.zeros(batch, S, dtype=torch.bool, device=like.device)
         self.fill_B = torch.zeros(batch, dtype=torch.long, device=like.device)
         """How many slots before each sequence hold nothing."""
         self.length = S - 1
@@ -113,10 +113,10 @@ class StaticCache:
             self.keys[layer].index_copy_(2, at, held.keys.read(end - last, end))
             self.values[layer].index_copy_(2, at, held.values.read(end - last, end))
         tokens_S = self.length - torch.arange(self.positions, device=device)
-        present_BS = (tokens_S < n).expand_as(self.present_BS)
+        token_mask_BS = (tokens_S < n).expand_as(self.token_mask_BS)
         if fill_B is not None:
-            present_BS = present_BS & (tokens_S >= fill_B.unsqueeze(-1))
-        self.present_BS.copy_(present_BS)
+            token_mask_BS = token_mask_BS & (tokens_S >= fill_B.unsqueeze(-1))
+        self.token_mask_BS.copy_(token_mask_BS)
         self.fill_B.copy_(torch.zeros_like(self.fill_B) if fill_B is None else fill_B)
         self.token.fill_(n)
         self.advance(0)
@@ -129,7 +129,7 @@ KINDS = (torch.bfloat16, torch.float16, torch.float32)
 
 def why_not_fused(model: Transformer, *, batch: int) -> str | None:
     """The first reason why a model's step cannot be made of these kernels, or None."""
-    table = model.read_weight
+    table = model.lm_head_weight
     if batch > MOST_ROWS:
         return f"{batch} sequences are more than {MOST_ROWS}"
     if table.device.type != "cuda" or table.dtype not in KINDS:
@@ -145,10 +145,10 @@ class FusedStep:
     """Reads the token of each sequence that stands in ``token_B``, and writes the next there."""
 
     def __init__(self, model: Transformer, cache: StaticCache, token_B: Tensor) -> None:
-        c, table, S = model.config, model.read_weight, cache.positions
+        c, table, S = model.config, model.lm_head_weight, cache.positions
         self.cache, self.token_B = cache, token_B
-        self.embed, self.read_weight = model.embed.weight, table
-        self.place = None if model.place is None else model.place.weight
+        self.embed, self.lm_head_weight = model.embed.weight, table
+        self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
         self.activation, self.norm = c.mlp, _norm(norm_of(model.norm))
         self.scale = c.head_width**-0.5 if c.score_scale is None else c.score_scale
         self.turn: tuple[Tensor, Tensor] | None = None
@@ -174,8 +174,8 @@ class FusedStep:
         cache, x, turn = self.cache, self.x, self.turn
         place = DecodePosition(cache.token, cache.fill_B)
         torch.index_select(self.embed, 0, self.token_B, out=x)
-        if self.place is not None:
-            x.add_(self.place[cache.token - cache.fill_B])
+        if self.pos_embed is not None:
+            x.add_(self.pos_embed[cache.token - cache.fill_B])
         for number, (layer, (before, between)) in enumerate(
             zip(self.layers, self.norms, strict=True)
         ):
@@ -188,7 +188,7 @@ class FusedStep:
             gated_matmul(x, gate, up, self.wide, activation=f, norm=between)
             matmul_add(x, self.wide, layer.down.weight, layer.down.bias)
         cache.token.add_(1)
-        matmul(x, self.read_weight, None, self.logits, norm=self.norm)
+        matmul(x, self.lm_head_weight, None, self.logits, norm=self.norm)
         argmax_token(self.logits, cache.token, self.token_B, said_BP)
         return self.logits
 
@@ -213,9 +213,9 @@ def require(model: Transformer, record: Record, *, kind: Kind, fill: bool, draft
     if record not in get_args(Record):
         raise ValueError(f"record={record!r} should be one of {', '.join(get_args(Record))}.")
     reason = why_not_recorded(model, fill=fill)
-    if RECORDERS[record] is as_graph and model.read_weight.device.type != "cuda":
+    if RECORDERS[record] is as_graph and model.lm_head_weight.device.type != "cuda":
         reason = (
-            f"a CUDA graph needs a model on a GPU, and this one is on {model.read_weight.device}"
+            f"a CUDA graph needs a model on a GPU, and this one is on {model.lm_head_weight.device}"
         )
     if kind != "model":
         reason = f"it holds keys in the model's own dtype, not in {kind}"
@@ -293,7 +293,7 @@ class RecordedStep:
     ) -> None:
         self.cache = StaticCache(cache, batch=batch)
         self.model = None if fused else model
-        device = model.read_weight.device
+        device = model.lm_head_weight.device
         self.token_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.said_BP = torch.zeros(batch, cache.positions + 1, dtype=torch.long, device=device)
         """Chosen tokens at their numbers."""
@@ -321,9 +321,9 @@ class RecordedStep:
         if self._fused is not None:
             return self._fused.step(self.said_BP)
         assert self.model is not None
-        cache.present_BS.index_fill_(1, cache.places[cache.positions], True)
+        cache.token_mask_BS.index_fill_(1, cache.places[cache.positions], True)
         logits_B1V: Tensor = self.model(
-            self.token_B.unsqueeze(-1), cache=cache, present_BS=cache.present_BS, last=True
+            self.token_B.unsqueeze(-1), cache=cache, token_mask_BS=cache.token_mask_BS, last=True
         )
         logits_BV = logits_B1V[:, -1]
         choose(logits_BV, cache.token, self.token_B, self.said_BP)

@@ -219,12 +219,12 @@ class KVCache:
         first = 0 if here.reach is None else max(0, start - here.reach)
         return here.keys.read(first, start + T), here.values.read(first, start + T)
 
-    def remember(
-        self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
+    def cross_kv(
+        self, layer: int, compute: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """The k and v of what an encoder read, made at the first call and kept as they are."""
         if layer not in self._memory:
-            self._memory[layer] = make()
+            self._memory[layer] = compute()
         return self._memory[layer]
 
     def advance(self, positions: int) -> None:

@@ -22,7 +22,7 @@ from fenchel.model.norm import RMSNorm
 
 VARIES = frozenset(
     """vocabulary context width layers heads kv_heads head_size hidden norm positions rotary_base
-    rotary_scaling rotary_factor rotary_trained rotary_slow rotary_fast rotary_attention
+    rotary_scaling rotary_factor rotary_trained_context rotary_slow rotary_fast rotary_attention
     rotary_truncate windows score_scale mlp tied bias qkv_bias dropout attention_dropout mlp_dropout
     epsilon alpha initial initial_std initial_qk initial_depth""".split()
 )
@@ -36,7 +36,7 @@ _KNOWN = {*_OURS, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList}
 
 def why_not_plain(model: Transformer) -> str | None:
     """The first thing that makes a model more than a plain decoder, or None."""
-    config, table = model.config, model.read_weight
+    config, table = model.config, model.lm_head_weight
     for field in fields(ModelConfig):
         value = getattr(config, field.name)
         if field.name not in VARIES and value != field.default:

@@ -91,7 +91,7 @@ class Session:
         self.model, self.context = model, model.config.context
         B, T = prompts.ids.shape
         self.room = min(self.context, T + count)
-        table = model.read_weight
+        table = model.lm_head_weight
         self.cache = KVCache(
             model.config,
             batch=B,
@@ -123,7 +123,7 @@ class Session:
         """What is to be read of ``said_BN``, its last ``most`` positions, into an empty cache."""
         if self._source is not None:
             ids, present = self._source
-            self.memory = self.model.encode(ids, present_BS=present), present
+            self.memory = self.model.encode(ids, token_mask_BS=present), present
             self._source = None  # once is enough
         self.cache.clear()
         self._to_take = True
@@ -135,22 +135,22 @@ class Session:
 
     def read(self, ids_BT: Tensor, *, last: bool = True) -> Tensor:
         """Read on; logits of the ``last`` position or of all that are new."""
-        present_BS = None
+        token_mask_BS = None
         if self._present_BR is not None:
-            present_BS = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
+            token_mask_BS = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
         if self.replays(ids_BT):
             step = self._recorded()
             self.cache.advance(1)  # counted here, held there
             return step.step(ids_BT[:, 0]).unsqueeze(1)
         if self._lean is not None and ids_BT.shape[1] == 1:
-            return self._lean.step(ids_BT[:, 0], present_BS).unsqueeze(1)
-        memory_BSM, memory_present_BS = self.memory
+            return self._lean.step(ids_BT[:, 0], token_mask_BS).unsqueeze(1)
+        memory_BSM, memory_mask_BS = self.memory
         logits_BTV: Tensor = self.model(
             ids_BT,
             cache=self.cache,
-            present_BS=present_BS,
+            token_mask_BS=token_mask_BS,
             memory_BSM=memory_BSM,
-            memory_present_BS=memory_present_BS,
+            memory_mask_BS=memory_mask_BS,
             last=last,
         )
         return logits_BTV

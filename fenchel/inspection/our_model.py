@@ -6,13 +6,13 @@ When a derivative is taken the same observer answers in ``attend``'s place with 
 call (``fenchel.inspection.linearisation``), whatever the map.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fenchel.attention import AttentionCall, AttentionSpec
+from fenchel.attention import AttentionCall
 from fenchel.checkpoints import load
 from fenchel.checkpoints.directory import CheckpointDirectory, open_directory
 from fenchel.checkpoints.hf_check import Checkpoint
@@ -41,27 +41,26 @@ class OurModel(InspectedModel):
     """Whether its logits mean anything: an encoder may come without its head."""
 
     def trace(self, ids: Tensor) -> ForwardTrace:
-        """Run it once; its attention reports through ``observe``."""
+        """Run it once; its attention calls arrive through ``attention_override``."""
         model = self.model
         self.require_known(ids, model.config.vocabulary)
         recorder = Recorder(model)
         recording = True
 
-        def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-            asked = model.question(layer, q, k, v)
+        def override(_layer: int, call: AttentionCall) -> Tensor | None:
+            q, k, v, spec = call
             if recording:  # blocks keep their arguments, this one too, and are called again
-                scale = q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
-                spec = AttentionSpec(asked.choice, asked.prior, scale, asked.softcap)
-                recorder.attended(AttentionCall(asked.q, asked.k, asked.v, spec))
-            return answer(asked.q, asked.k, asked.v)
+                spec = replace(spec, scale=spec.scale_for(q.shape[-1]))
+                recorder.attended(AttentionCall(q, k, v, spec))
+            return answer(q, k, v)
 
         with torch.no_grad(), evaluating(model), recorder:
-            model(ids, observe=observe, last=True, read=False)
+            model(ids, attention_override=override, last=True, return_hidden=True)
         recording = False
         return ForwardTrace(hold(recorder.traces), self._read_out if self.reads_out else None)
 
     def _read_out(self, x: Tensor) -> Tensor:
-        return self.model.logits(self.model.prepared(x[:, -1:]))[0, 0]
+        return self.model.logits(self.model.lm_head_input(x[:, -1:]))[0, 0]
 
 
 def open_run(path: Path) -> OurModel | None:
@@ -70,7 +69,7 @@ def open_run(path: Path) -> OurModel | None:
         return None
     model, tokenizer, config = load(path)
     require_choice(config, str(path))
-    stored = str(model.read_weight.dtype).removeprefix("torch.")
+    stored = str(model.lm_head_weight.dtype).removeprefix("torch.")
     return OurModel(
         name=path.resolve().name,
         family=f"fenchel, {config.choice}",
@@ -99,7 +98,7 @@ def open_known(found: Checkpoint) -> OurModel:
         context=config.context,
         stored=found.weights.kind,
         encode_start=framed,
-        reads_out=config.kind == "decoder" or config.read_transform,
+        reads_out=config.kind == "decoder" or config.lm_head_transform,
     )
 
 

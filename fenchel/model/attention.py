@@ -1,68 +1,57 @@
-"""Attention by distance: keys near a query are chosen.
+"""Attention layers: self-attention, by dot products or by distance, and cross-attention.
 
-    z_ij = -scale |q_i - k_j|^2 = scale (2 q_i.k_j - |k_j|^2) - scale |q_i|^2
-
-The last term is the same for all keys of a query, and no choice map sees a common shift. So this
-is dot-product attention with one more coordinate,
-
-    (q_i, 1) . (k_j, -|k_j|^2 / 2)          at the scale 2 scale,
-
-and every back end serves it. When q and k come from one matrix the map is Lipschitz, which
-dot-product attention is not (fenchel/sensitivity/bounds/attention.py).
-
-Kim, Papamakarios and Mnih (2021), The Lipschitz constant of self-attention.
-
-Attention layers: to other positions of the same sequence, and to what an encoder read.
-
-    q, k, v = W_q x, W_k x, W_v x              one product for all three
-    q, k    = turned(normed(q)), turned(normed(k))         as the settings say
+    q, k, v = W_q x, W_k x, W_v x                 one product for all three
+    q, k    = rotary(norm(q)), rotary(norm(k))    where the settings ask for it
     out     = W_o attend(q, k, v)
 
-Under scores="l2" one matrix makes queries and keys, z = W_q x, and the values are those of Kim et
-al., v = tau W_v W_q^T z with tau = D^(-1/2), for which the layer is Lipschitz; the scores are
--tau |z_i - z_j|^2 unless ``score_scale`` says otherwise.
+With scores="l2" a query prefers the keys near it. One matrix makes queries and keys, z = W_q x, and
+the values are those of Kim et al., v = tau W_v W_q^T z with tau = D^(-1/2). The map is then
+Lipschitz, which dot-product attention is not (fenchel/sensitivity/bounds/attention.py). The scores
+are, with scale = tau unless ``score_scale`` is set,
 
-B sequences, T positions, S positions seen so far, M width of the stream, H heads, G heads of keys
-and values, D width of a head.
+    -scale |z_i - z_j|^2 = scale (2 z_i.z_j - |z_j|^2) - scale |z_i|^2.
+
+The last term is the same for all keys of a query, and no choice map depends on a common shift. So
+this is dot-product attention with one more coordinate, at the scale 2 scale,
+
+    (z_i, 1) . (z_j, -|z_j|^2 / 2),
+
+and every back end serves it.
+
+B sequences, T new positions, S positions with those in the cache, M width of the stream, H heads,
+G heads of keys and values, D width per head.
+
+Kim, Papamakarios and Mnih (2021), The Lipschitz constant of self-attention.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fenchel.attention import Causal, Prior, Sink, Window, attend, rotate, with_sink
+from fenchel.attention import Angles, Causal, Prior, Sink, Window, attend, rotate, with_sink
+from fenchel.attention.spec import AttentionCall, AttentionSpec
 from fenchel.choice import Choice, by_name
 from fenchel.model.config import ModelConfig
-from fenchel.model.forward_context import ForwardContext, Memory, among
+from fenchel.model.forward_context import CrossAttentionCache, ForwardContext, with_token_mask
 from fenchel.model.norm import norm
 from fenchel.model.sigma_linear import linear_map, matrix_of
-
-
-def by_distance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k whose product is -|q - k|^2 / 2 + |q|^2 / 2: (..., T, D) -> (..., T, D + 1)."""
-    half_square = 0.5 * k.square().sum(-1, keepdim=True)
-    return pad(q, (0, 1), value=1.0), torch.cat((k, -half_square), -1)
-
 
 CAUSAL = Causal()
 
 
-class Question(NamedTuple):
-    """The arguments of ``attend``: attend(**question._asdict(), return_weights=True) shows all."""
+def l2_as_dot_product(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k whose product is -|q - k|^2 / 2 + |q|^2 / 2: (..., T, D) -> (..., T, D + 1).
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    choice: Choice
-    prior: Prior | None
-    scale: float | None
-    softcap: float | None
+    >>> q, k = l2_as_dot_product(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 5.0]]))
+    >>> (q @ k.T).item()  # -(4 + 9) / 2 + (1 + 4) / 2
+    -4.0
+    """
+    half_square = 0.5 * k.square().sum(-1, keepdim=True)
+    return pad(q, (0, 1), value=1.0), torch.cat((k, -half_square), -1)
 
 
-def shape_of(config: ModelConfig, layer: int) -> Prior | None:
-    """Where a layer may look if all slots are present: back, both ways, or within a window."""
+def layer_mask(config: ModelConfig, layer: int) -> Prior | None:
+    """Which keys the queries of a layer may choose: causal, all, or those within a window."""
     window = config.window(layer)
     if config.kind == "encoder":
         return None if window is None else Window(window - 1, window - 1)
@@ -70,7 +59,7 @@ def shape_of(config: ModelConfig, layer: int) -> Prior | None:
 
 
 class Attention(nn.Module):
-    """Every position asks, those it may look at answer."""
+    """Multi-head self-attention with grouped keys and values (MHA, GQA, MQA)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -78,10 +67,10 @@ class Attention(nn.Module):
         self.heads, self.groups, self.head_width = H, G, D
         self.layer, self.dropout = layer, _dropout(config)
         self.choice: Choice = by_name(config.choice_of(layer), alpha=config.alpha)
-        self.shape, self.local = shape_of(config, layer), config.window(layer) is not None
+        self.mask, self.local = layer_mask(config, layer), config.window(layer) is not None
         self.scale, self.softcap = config.score_scale, config.softcap
-        self.layout, self.by_distance = config.rotary_layout, config.scores == "l2"
-        rows = 2 * H * D if self.by_distance else (H + 2 * G) * D
+        self.rotary_layout, self.l2 = config.rotary_layout, config.scores == "l2"
+        rows = 2 * H * D if self.l2 else (H + 2 * G) * D
         sigma = config.sigma_reparam
         self.qkv = linear_map(config.width, rows, bias=config.has_qkv_bias, sigma=sigma)
         self.q_norm = norm(config, D) if config.qk_norm else None
@@ -89,71 +78,69 @@ class Attention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(H)) if config.sinks else None
         self.out = linear_map(H * D, config.width, bias=config.bias, sigma=sigma)
 
-    def forward(self, x_BTM: Tensor, sight: ForwardContext, layer: int | None = None) -> Tensor:
-        """(B, T, M) -> (B, T, M); ``layer`` where it is not the one this was built for."""
+    def forward(self, x_BTM: Tensor, context: ForwardContext, layer: int | None = None) -> Tensor:
+        """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
         layer = self.layer if layer is None else layer
-        q_BHTD, k_BGTD, v_BGTD = self._made(x_BTM, sight)
-        if sight.cache is not None:
-            k_BGTD, v_BGTD = sight.cache.append(layer, k_BGTD, v_BGTD)
-        told = None if sight.observe is None else sight.observe(layer, q_BHTD, k_BGTD, v_BGTD)
-        mixed_BHTD = self._mixed(q_BHTD, k_BGTD, v_BGTD, sight) if told is None else told
-        mixed: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
-        return mixed
+        q_BHTD, k_BGTD, v_BGTD = self._project(x_BTM, context.rotary[int(self.local)])
+        if context.cache is not None:
+            k_BGTD, v_BGTD = context.cache.append(layer, k_BGTD, v_BGTD)
+        if context.observe is not None:
+            context.observe(layer, q_BHTD, k_BGTD, v_BGTD)
+        call = self.attention_call(q_BHTD, k_BGTD, v_BGTD, context)
+        override = context.attention_override
+        o_BHTD = None if override is None else override(layer, call)
+        if o_BHTD is None:
+            o_BHTD = _attend(call, self.dropout if self.training else 0.0)
+        out: Tensor = self.out(o_BHTD.transpose(1, 2).flatten(2))
+        return out
 
-    def _mixed(
-        self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sight: ForwardContext
-    ) -> Tensor:
-        """What every query makes of what it sees, (B, H, T, D)."""
-        q, k, v, choice, prior, scale, softcap = self.question(q_BHTD, k_BGSD, v_BGSD, sight)
-        p = self.dropout if self.training else 0.0
-        return attend(q, k, v, choice=choice, prior=prior, scale=scale, softcap=softcap, dropout=p)
-
-    def question(self, q: Tensor, k: Tensor, v: Tensor, sight: ForwardContext) -> Question:
-        """What the layer asks of ``attend`` with its q (B, H, T, D) and k, v (B, G, S, D)."""
-        prior, scale = sight.prior(self.shape, q, k), self.scale
-        if self.by_distance:
-            scale = 2 * (self.head_width**-0.5 if scale is None else scale)
-            q, k = by_distance(q, k)
+    def attention_call(
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext
+    ) -> AttentionCall:
+        """The call of ``attend`` for q (B, H, T, D) and k, v (B, G, S, D)."""
+        prior, scale = context.prior(self.mask, q, k), self.scale
+        if self.l2:
+            scale = 2 * AttentionSpec(scale=scale).scale_for(self.head_width)
+            q, k = l2_as_dot_product(q, k)
         if self.sink is not None:
             prior = Sink(self.sink, prior)
             k, v = with_sink(k, v)
-        return Question(q, k, v, self.choice, prior, scale, self.softcap)
+        return AttentionCall(q, k, v, AttentionSpec(self.choice, prior, scale, self.softcap))
 
-    def _made(self, x_BTM: Tensor, sight: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_BTM: Tensor, rotary: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, G, T, D)."""
         H, G, D = self.heads, self.groups, self.head_width
-        turn = sight.turns[int(self.local)]
-        if self.by_distance:
-            return self._near(x_BTM, sight)
-        made = self.qkv(x_BTM)
-        if turn is None and self.q_norm is None:
-            q, k, v = (_heads(part, D) for part in torch.split(made, [H * D, G * D, G * D], dim=-1))
+        if self.l2:
+            return self._project_l2(x_BTM, rotary)
+        qkv = self.qkv(x_BTM)
+        if rotary is None and self.q_norm is None:
+            q, k, v = (_heads(part, D) for part in torch.split(qkv, [H * D, G * D, G * D], dim=-1))
             return q, k, v
-        # Cut before the heads are turned to the front: the gradients then join in the order in
-        # which they lie in memory.
-        qk, v = torch.split(made, [(H + G) * D, G * D], dim=-1)
+        # Cut before the axis of the heads moves to the front: the gradients are then joined in the
+        # order in which they lie in memory.
+        qk, v = torch.split(qkv, [(H + G) * D, G * D], dim=-1)
         qk, v_BGTD = _heads(qk, D), _heads(v, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = torch.split(qk, [H, G], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        if turn is not None:
-            qk = rotate(qk, turn, layout=self.layout)
+        if rotary is not None:
+            qk = rotate(qk, rotary, layout=self.rotary_layout)
         q_BHTD, k_BGTD = torch.split(qk, [H, G], dim=1)
         return q_BHTD, k_BGTD, v_BGTD
 
-    def _near(self, x_BTM: Tensor, sight: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """One z for queries and keys, and values that shrink with it."""
-        H, D, turn = self.heads, self.head_width, sight.turns[int(self.local)]
+    def _project_l2(self, x_BTM: Tensor, rotary: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """One z for queries and keys, and v = tau W_v W_q^T z."""
+        H, D = self.heads, self.head_width
         W_q, W_v = matrix_of(self.qkv).view(2, H, D, -1)
         z_BHTD = (x_BTM @ W_q.flatten(0, 1).T).unflatten(-1, (H, D)).transpose(1, 2)
         v_BHTD = z_BHTD @ (D**-0.5 * W_q @ W_v.mT)
-        if turn is not None:
-            z_BHTD = rotate(z_BHTD, turn, layout=self.layout)
+        if rotary is not None:
+            z_BHTD = rotate(z_BHTD, rotary, layout=self.rotary_layout)
         return z_BHTD, z_BHTD, v_BHTD
 
 
 class CrossAttention(nn.Module):
-    """Every position of the decoder asks, all those of the encoder answer."""
+    """Multi-head attention of the decoder's positions to the encoder's output."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -167,33 +154,32 @@ class CrossAttention(nn.Module):
         self.kv = linear_map(M, 2 * G * D, bias=bias, sigma=sigma)
         self.out = linear_map(H * D, M, bias=config.bias, sigma=sigma)
 
-    def forward(self, x_BTM: Tensor, sight: ForwardContext, layer: int | None = None) -> Tensor:
+    def forward(self, x_BTM: Tensor, context: ForwardContext, layer: int | None = None) -> Tensor:
         """(B, T, M) -> (B, T, M)."""
-        memory_BSM, D = sight.memory, self.head_width
-        assert memory_BSM is not None  # the Transformer asks for it
+        memory_BSM, D = context.memory, self.head_width
+        assert memory_BSM is not None  # Transformer.forward requires it
 
-        def make() -> tuple[Tensor, Tensor]:
+        def project() -> tuple[Tensor, Tensor]:
             k, v = self.kv(memory_BSM).chunk(2, dim=-1)
             return _heads(k, D), _heads(v, D)
 
         layer = self.layer if layer is None else layer
-        cache = sight.cache
-        k_BGSD, v_BGSD = cache.remember(layer, make) if isinstance(cache, Memory) else make()
-        prior = among(None, sight.memory_present, k_BGSD.shape[2])
+        cache = context.cache
+        if isinstance(cache, CrossAttentionCache):
+            k_BGSD, v_BGSD = cache.cross_kv(layer, project)
+        else:
+            k_BGSD, v_BGSD = project()
+        prior = with_token_mask(None, context.memory_mask, k_BGSD.shape[2])
         q_BHTD = _heads(self.q(x_BTM), D)
-        p = self.dropout if self.training else 0.0
-        mixed_BHTD = attend(
-            q_BHTD,
-            k_BGSD,
-            v_BGSD,
-            choice=self.choice,
-            prior=prior,
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout=p,
-        )
-        mixed: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
-        return mixed
+        spec = AttentionSpec(self.choice, prior, self.scale, self.softcap)
+        call = AttentionCall(q_BHTD, k_BGSD, v_BGSD, spec)
+        o_BHTD = _attend(call, self.dropout if self.training else 0.0)
+        out: Tensor = self.out(o_BHTD.transpose(1, 2).flatten(2))
+        return out
+
+
+def _attend(call: AttentionCall, dropout: float) -> Tensor:
+    return attend(call.q, call.k, call.v, **call.spec, dropout=dropout)
 
 
 def _heads(x_BTC: Tensor, D: int) -> Tensor:

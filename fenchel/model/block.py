@@ -1,20 +1,20 @@
-"""One block: look at other positions, then think at each one.
+"""A block: attention, cross-attention and an MLP, each a residual branch; and a stack of them.
 
     pre        x = x + a f(norm(x))                for f = attention, then (cross), then mlp
     post       x = norm(x + a f(x))
     both       x = x + a post_norm(f(norm(x)))
     parallel   x = x + a attention(norm(x)) + a mlp(norm'(x))
 
-a is the scale of the residual, 1 unless set. Under "zero" initialisation every f starts at zero
-(its last map is), so a fresh pre-norm block is the identity and a deep stack of them trains from
-the first step. B sequences, T positions, M width of the stream.
+a is ``residual_scale``, 1 unless set. Under initial="zero" the last map of every branch starts at
+zero, so a fresh pre-norm block is the identity and a deep stack of them trains from the first step.
 
-An encoder beside a decoder: blocks that look both ways, read once for many steps.
+The encoder beside a decoder is a stack without a causal mask, run once per source:
 
     memory_BSM = norm(block(... block(x_BSM)))
 
-It shares the embedding of the Transformer it belongs to, and has blocks, a norm and a table of
-relative positions of its own.
+It shares the embedding of its Transformer and has blocks, a norm and a relative bias of its own.
+
+B sequences, T positions, S positions of the source or of the keys, M width of the stream.
 """
 
 from dataclasses import replace
@@ -26,14 +26,14 @@ from fenchel.attention import ALiBi, Dense, Prior, RelativeBias
 from fenchel.model.attention import Attention, CrossAttention
 from fenchel.model.config import ModelConfig
 from fenchel.model.forward_context import ForwardContext
-from fenchel.model.mlp import Mixture, Mlp
+from fenchel.model.mlp import MixtureOfExperts, Mlp
 from fenchel.model.norm import norm
 
-ALONE = ForwardContext()
+NO_CONTEXT = ForwardContext()
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each with its norms, added back to the stream."""
+    """Attention, cross-attention where there is an encoder, and an MLP: residual branches."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -42,98 +42,95 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.attention_post_norm = norm(config) if both else None
         if config.kind == "encoder-decoder":
-            self.cross_norm: nn.Module | None = norm(config)
-            self.cross: CrossAttention | None = CrossAttention(config, layer)
-            self.cross_post_norm = norm(config) if both else None
+            self.cross_attention_norm: nn.Module | None = norm(config)
+            self.cross_attention: CrossAttention | None = CrossAttention(config, layer)
+            self.cross_attention_post_norm = norm(config) if both else None
         else:
-            self.cross_norm = self.cross = self.cross_post_norm = None
+            self.cross_attention_norm = self.cross_attention = None
+            self.cross_attention_post_norm = None
         self.mlp_norm = norm(config)
-        self.mlp = Mixture(config) if config.experts else Mlp(config)
+        self.mlp = MixtureOfExperts(config) if config.experts else Mlp(config)
         self.mlp_post_norm = norm(config) if both else None
         self.post, self.parallel = config.norm_place == "post", config.parallel
         self.scale, self.dropout = config.branch_scale, config.dropout
 
     def forward(
-        self, x_BTM: Tensor, sight: ForwardContext = ALONE, layer: int | None = None
+        self, x_BTM: Tensor, context: ForwardContext = NO_CONTEXT, layer: int | None = None
     ) -> Tensor:
-        """(B, T, M) -> (B, T, M); ``layer`` where it is not the one this was built for."""
+        """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
         if self.post:
-            return self._with_norms_after(x_BTM, sight, layer)
-        seen = self.attention(self.attention_norm(x_BTM), sight, layer)
+            return self._forward_post_norm(x_BTM, context, layer)
+        attended = self.attention(self.attention_norm(x_BTM), context, layer)
         if self.parallel:
-            thought = self.mlp(self.mlp_norm(x_BTM))
-            x_BTM = self._add(x_BTM, seen, self.attention_post_norm)
-            return self._add(x_BTM, thought, self.mlp_post_norm)
-        x_BTM = self._add(x_BTM, seen, self.attention_post_norm)
-        if self.cross is not None and self.cross_norm is not None:
-            recalled = self.cross(self.cross_norm(x_BTM), sight, layer)
-            x_BTM = self._add(x_BTM, recalled, self.cross_post_norm)
+            mlp = self.mlp(self.mlp_norm(x_BTM))
+            x_BTM = self._add(x_BTM, attended, self.attention_post_norm)
+            return self._add(x_BTM, mlp, self.mlp_post_norm)
+        x_BTM = self._add(x_BTM, attended, self.attention_post_norm)
+        if self.cross_attention is not None and self.cross_attention_norm is not None:
+            branch = self.cross_attention(self.cross_attention_norm(x_BTM), context, layer)
+            x_BTM = self._add(x_BTM, branch, self.cross_attention_post_norm)
         return self._add(x_BTM, self.mlp(self.mlp_norm(x_BTM)), self.mlp_post_norm)
 
-    def _with_norms_after(self, x_BTM: Tensor, sight: ForwardContext, layer: int | None) -> Tensor:
-        x_BTM = self.attention_norm(self._add(x_BTM, self.attention(x_BTM, sight, layer)))
-        if self.cross is not None and self.cross_norm is not None:
-            x_BTM = self.cross_norm(self._add(x_BTM, self.cross(x_BTM, sight, layer)))
-        thought: Tensor = self.mlp_norm(self._add(x_BTM, self.mlp(x_BTM)))
-        return thought
+    def _forward_post_norm(
+        self, x_BTM: Tensor, context: ForwardContext, layer: int | None
+    ) -> Tensor:
+        x_BTM = self.attention_norm(self._add(x_BTM, self.attention(x_BTM, context, layer)))
+        if self.cross_attention is not None and self.cross_attention_norm is not None:
+            branch = self.cross_attention(x_BTM, context, layer)
+            x_BTM = self.cross_attention_norm(self._add(x_BTM, branch))
+        out: Tensor = self.mlp_norm(self._add(x_BTM, self.mlp(x_BTM)))
+        return out
 
-    def _add(self, x_BTM: Tensor, branch: Tensor, after: nn.Module | None = None) -> Tensor:
-        """The stream with what a branch gave."""
-        if after is not None:
-            branch = after(branch)
-        branch = self._drop(branch)
+    def _add(self, x_BTM: Tensor, branch: Tensor, post_norm: nn.Module | None = None) -> Tensor:
+        """x + a dropout(post_norm(branch))."""
+        if post_norm is not None:
+            branch = post_norm(branch)
+        if self.dropout:
+            branch = dropout(branch, self.dropout, self.training)
         return x_BTM + branch if self.scale == 1.0 else x_BTM + self.scale * branch
-
-    def _drop(self, branch: Tensor) -> Tensor:
-        return dropout(branch, self.dropout, self.training) if self.dropout else branch
 
 
 class Encoder(nn.Module):
-    """The stream of a source to what a decoder looks at."""
+    """The encoder of an encoder-decoder: the embedded source to what the decoder attends to."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         layers = config.encoder_layers or config.layers
         config = replace(config, kind="encoder", layers=layers, encoder_layers=None)
         self.config = config
-        self.relative = relative_table(config)
-        self.blocks = nn.ModuleList(Block(config, n) for n in range(distinct(config)))
+        self.relative_bias = relative_bias_table(config)
+        self.blocks = nn.ModuleList(Block(config, n) for n in range(config.block_count))
         self.norm = norm(config) if config.final_norm else None
 
-    def forward(self, x_BSM: Tensor, sight: ForwardContext) -> Tensor:
+    def forward(self, x_BSM: Tensor, context: ForwardContext) -> Tensor:
         """(B, S, M) -> (B, S, M)."""
-        x_BSM = through(self.blocks, self.config, x_BSM, sight)
+        x_BSM = run_blocks(self.blocks, self.config, x_BSM, context)
         return x_BSM if self.norm is None else self.norm(x_BSM)
 
 
-def through(
-    blocks: nn.ModuleList, config: ModelConfig, x_BTM: Tensor, sight: ForwardContext
+def run_blocks(
+    blocks: nn.ModuleList, config: ModelConfig, x_BTM: Tensor, context: ForwardContext
 ) -> Tensor:
-    """Layer after layer; a block may serve several in a row."""
-    each = config.layers // len(blocks)
+    """All layers in order; with ``distinct_layers`` a block serves several layers in a row."""
+    layers_per_block = config.layers // len(blocks)
     for layer in range(config.layers):
-        x_BTM = blocks[layer // each](x_BTM, sight, layer)
+        x_BTM = blocks[layer // layers_per_block](x_BTM, context, layer)
     return x_BTM
 
 
-def distinct(config: ModelConfig) -> int:
-    """How many blocks there are."""
-    return config.layers if config.distinct_layers is None else config.distinct_layers
-
-
-def relative_table(config: ModelConfig) -> nn.Embedding | None:
-    """The learned numbers of T5's relative positions, (buckets, H), shared by all layers."""
+def relative_bias_table(config: ModelConfig) -> nn.Embedding | None:
+    """The learned bias of T5's distance buckets, (buckets, H), shared by all layers."""
     return nn.Embedding(config.buckets, config.heads) if config.positions == "buckets" else None
 
 
-def distance_prior(
-    config: ModelConfig, relative: nn.Embedding | None, T: int, S: int
+def position_bias(
+    config: ModelConfig, relative_bias: nn.Embedding | None, T: int, S: int
 ) -> Prior | None:
-    """What distances add to the scores of T queries on S keys in every layer."""
-    if relative is None:
+    """The prior over distances of all layers, for T queries and S keys: ALiBi's or T5's."""
+    if relative_bias is None:
         return ALiBi(config.heads) if config.positions == "alibi" else None
-    table = relative.weight
+    table = relative_bias.weight
     bias = RelativeBias(table, config.kind == "encoder", config.bucket_distance)
-    if any(config.windows):  # a layer may keep fewer keys than others
+    if any(config.windows):  # a layer with a window has fewer keys than S
         return bias
     return Dense(bias.log(T, S, H=config.heads, device=table.device, dtype=table.dtype))

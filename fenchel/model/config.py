@@ -33,7 +33,7 @@ _SIZES_OR_NONE = (
     "encoder_layers",
     "distinct_layers",
     "embedding_width",
-    "rotary_trained",
+    "rotary_trained_context",
 )
 _COUNTS = ("token_types", "experts")  # 0 is none
 _POSITIVE = ("embedding_scale", "logit_scale", "initial_std", "initial_qk", "rotary_factor")
@@ -119,7 +119,7 @@ class ModelConfig:
 
     rotary_layout: str = "half"
     """Which entries are turned together: "half" i with i + W/2, "pairs" 2i with 2i + 1."""
-    rotary_share: float = 1.0
+    rotary_fraction: float = 1.0
     """Share of a head's width that is turned; the rest knows no position."""
     rotary_local_base: float | None = None
     """Base in layers with a window, unscaled (Gemma 3). None is ``rotary_base`` everywhere."""
@@ -127,7 +127,7 @@ class ModelConfig:
     """For longer contexts than were trained: "linear", "ntk", "yarn" or "llama3"."""
     rotary_factor: float = 1.0
     """By how much the context grows under ``rotary_scaling``."""
-    rotary_trained: int | None = None
+    rotary_trained_context: int | None = None
     """Positions seen in training, for "yarn" and "llama3". None is ``context``."""
     rotary_slow: float | None = None
     """Turns in the trained context below which speeds are divided. None is 1."""
@@ -175,9 +175,9 @@ class ModelConfig:
     """Multiplies the stream before it is read out: width^-1/2 in a tied T5."""
     logit_softcap: float | None = None
     """Logits z become c tanh(z / c) (Gemma 2: 30)."""
-    read_bias: bool = False
+    lm_head_bias: bool = False
     """A bias for every logit."""
-    read_transform: bool = False
+    lm_head_transform: bool = False
     """A map, a GELU and a norm before reading out (BERT's head for masked words)."""
     pooler: bool = False
     """A map with tanh on the first position, for whole sequences (BERT)."""
@@ -263,11 +263,13 @@ class ModelConfig:
         x = self.residual_scale
         if x != "depth" and (isinstance(x, str) or not 0.0 < x < math.inf):
             raise ValueError(f'residual_scale={x!r} should be a number above 0, or "depth".')
-        if not 0.0 < self.rotary_share <= 1.0:
-            raise ValueError(f"rotary_share={self.rotary_share} should be above 0, at most 1.")
-        if self.positions == "rotary" and (self.turned < 2 or self.turned % 2):
+        if not 0.0 < self.rotary_fraction <= 1.0:
             raise ValueError(
-                f"rotary positions turn pairs, and a head of width {self.turned} is odd; "
+                f"rotary_fraction={self.rotary_fraction} should be above 0, at most 1."
+            )
+        if self.positions == "rotary" and (self.rotary_width < 2 or self.rotary_width % 2):
+            raise ValueError(
+                f"rotary positions turn pairs, and a head of width {self.rotary_width} is odd; "
                 f"change width={self.width} or heads={self.heads}."
             )
         if self.experts and self.experts_per_token > self.experts:
@@ -319,9 +321,14 @@ class ModelConfig:
         return -(-8 * self.width // 96) * 32 if self.gated else 4 * self.width
 
     @property
-    def turned(self) -> int:
-        """How many entries of a head are turned by its position, W."""
-        return int(self.head_width * self.rotary_share)
+    def block_count(self) -> int:
+        """Blocks with parameters of their own: ``distinct_layers``, or one per layer."""
+        return self.layers if self.distinct_layers is None else self.distinct_layers
+
+    @property
+    def rotary_width(self) -> int:
+        """Entries per head that are rotated by position, W."""
+        return int(self.head_width * self.rotary_fraction)
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -348,8 +355,8 @@ class ModelConfig:
 def _uses(c: ModelConfig) -> tuple[tuple[tuple[str, ...], bool, str], ...]:
     """(settings, whether something reads them, what would)."""
     scaled = c.rotary_scaling is not None
-    turned = ("rotary_layout", "rotary_share", "rotary_scaling", "rotary_local_base")
-    blended = ("rotary_trained", "rotary_slow", "rotary_fast")
+    turned = ("rotary_layout", "rotary_fraction", "rotary_scaling", "rotary_local_base")
+    blended = ("rotary_trained_context", "rotary_slow", "rotary_fast")
     return (
         (turned, c.positions == "rotary", 'positions="rotary"'),
         (("rotary_local_base",), any(c.windows), "windows"),

@@ -1,9 +1,10 @@
-"""What every layer of one forward pass shares: who is there, what was kept, who watches.
+"""State shared by all layers during one forward pass.
 
-Slots are places in a batch, cached ones first; ``present_BS`` says which of them hold a token. A
-token's position is the number of tokens before it, so a sequence may be padded on either side.
-The T new slots are the last of S; a layer that kept fewer gives its last ones, and the prior is
-aligned to the end, so nothing else has to know.
+Slots are the columns of a batch, cached ones first; ``token_mask_BS`` is True at those that hold a
+token and False at padding. The position of a token is the number of tokens before it, so a sequence
+may be padded on either side. The T new slots are the last of S. A layer with a window may keep
+fewer keys than S; those are the last slots, and since priors are aligned to the last key, the same
+prior serves every layer.
 """
 
 from collections.abc import Callable
@@ -14,81 +15,90 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import Angles, Dense, Prior
+from fenchel.attention.spec import AttentionCall
 
-SMALL = 1 << 22
-"""Scores for which a prior is written out once for all layers, rather than by each as it goes."""
-Observer = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
-"""Called in each layer with its number and the q (B, H, T, D), k and v (B, G, S, D) it uses.
+SHARED_PRIOR = 1 << 22
+"""Up to this many scores, a padded batch has its prior computed once for all layers that share it;
+above, each layer computes it tile by tile."""
+Observer = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Called in each layer with its number and its q (B, H, T, D), k and v (B, G, S, D)."""
+AttentionOverride = Callable[[int, AttentionCall], Tensor | None]
+"""Called in each layer with its number and the call of ``attend`` it is about to make.
 
-One that gives something, (B, H, T, D), is taken at its word, and ``attend`` is not asked.
-"""
+A tensor it returns, (B, H, T, D), replaces the attention output; None leaves the layer to compute
+it."""
 
 
 class Cache(Protocol):
-    """Keys and values of the slots already read; see fenchel.generation.kv_cache."""
+    """Keys and values of the slots already read (fenchel/generation/kv_cache.py)."""
 
     @property
     def length(self) -> int:
         """How many slots were read."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, G, T, D) and give back the last of all that is held, (B, G, S, D), in order."""
+        """Append (B, G, T, D); return the last keys and values of the layer, (B, G, S, D)."""
 
     def advance(self, positions: int) -> None:
         """Count slots that every layer has appended."""
 
 
 @runtime_checkable
-class Memory(Protocol):
-    """A cache that also keeps the keys and values of what an encoder read."""
+class CrossAttentionCache(Protocol):
+    """A cache that also stores the keys and values of an encoder's output."""
 
-    def remember(
-        self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
+    def cross_kv(
+        self, layer: int, compute: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """The k and v (B, G, S, D) of a layer: made at the first call, the same ever after."""
+        """The k and v (B, G, S, D) of a layer: computed at the first call, the same afterwards."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ForwardContext:
-    """One pass over T new slots."""
+    """State shared by all layers during one forward pass over T new slots.
 
-    turns: tuple[Angles | None, Angles | None] = (None, None)
-    """How far queries and keys are turned, in layers without a window and in those with one."""
-    present: Tensor | None = None
+    Rotary angles, token mask, position bias, KV cache, observer and override of attention, and for
+    cross-attention the encoder's output.
+    """
+
+    rotary: tuple[Angles | None, Angles | None] = (None, None)
+    """Rotary angles of queries and keys, in layers without a window and in those with one."""
+    token_mask: Tensor | None = None
     """Which slots hold a token, (B, S); None is all of them."""
-    bias: Prior | None = None
-    """What distances add to the scores of every layer."""
+    position_bias: Prior | None = None
+    """What distances add to the scores of every layer (ALiBi, T5)."""
     cache: Cache | None = None
     observe: Observer | None = None
+    attention_override: AttentionOverride | None = None
     memory: Tensor | None = None
-    """What the encoder gave, (B, S, M)."""
-    memory_present: Tensor | None = None
+    """The encoder's output, (B, S, M)."""
+    memory_mask: Tensor | None = None
     """Which of its slots hold a token, (B, S)."""
 
-    made: dict[tuple[Prior | None, int], Prior] = field(default_factory=dict)
-    """Priors that layers of one shape share, written out once."""
+    priors: dict[tuple[Prior | None, int], Prior] = field(default_factory=dict)
+    """Dense priors of a padded batch by (mask, S), computed once for all layers that share them."""
 
-    def prior(self, shape: Prior | None, q: Tensor, k: Tensor) -> Prior | None:
-        """Where the queries q of a layer of this ``shape`` may look among its keys k."""
-        bias, S = self.bias, k.shape[2]
-        prior = shape if bias is None else (bias if shape is None else shape + bias)
-        if self.present is None:
+    def prior(self, mask: Prior | None, q: Tensor, k: Tensor) -> Prior | None:
+        """The prior of a layer with this ``mask``, for its queries q and keys k."""
+        bias, S = self.position_bias, k.shape[2]
+        prior = mask if bias is None else (bias if mask is None else mask + bias)
+        if self.token_mask is None:
             return prior
         B, H, T, _ = q.shape
-        if B * H * T * S > SMALL:
-            return among(prior, self.present, S)
-        if (shape, S) not in self.made:
+        if B * H * T * S > SHARED_PRIOR:
+            return with_token_mask(prior, self.token_mask, S)
+        if (mask, S) not in self.priors:
             wide = torch.promote_types(q.dtype, torch.float32)
-            whole = among(prior, self.present, S)
-            assert whole is not None
-            log_u = whole.log(T, S, B=B, H=H, device=q.device, dtype=wide)
-            self.made[shape, S] = Dense(log_u)
-        return self.made[shape, S]
+            masked = with_token_mask(prior, self.token_mask, S)
+            assert masked is not None
+            log_u = masked.log(T, S, B=B, H=H, device=q.device, dtype=wide)
+            self.priors[mask, S] = Dense(log_u)
+        return self.priors[mask, S]
 
 
-def among(prior: Prior | None, present_BS: Tensor | None, keys: int) -> Prior | None:
-    """``prior`` over those of the last ``keys`` slots that are present."""
-    if present_BS is None:
+def with_token_mask(prior: Prior | None, mask_BS: Tensor | None, keys: int) -> Prior | None:
+    """``prior`` restricted to those of the last ``keys`` slots that hold a token."""
+    if mask_BS is None:
         return prior
-    there = Dense(present_BS[:, None, None, -keys:])
-    return there if prior is None else prior + there
+    tokens = Dense(mask_BS[:, None, None, -keys:])
+    return tokens if prior is None else prior + tokens

@@ -24,7 +24,7 @@ from torch import Tensor, nn, split
 
 from fenchel.model.attention import Attention, CrossAttention
 from fenchel.model.config import ModelConfig
-from fenchel.model.mlp import Mixture, Mlp
+from fenchel.model.mlp import MixtureOfExperts, Mlp
 from fenchel.model.sigma_linear import SigmaLinear
 
 Generator = torch.Generator | None
@@ -40,7 +40,7 @@ def initialise(model: nn.Module, config: ModelConfig, generator: Generator = Non
                 module.bias.zero_()
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(0.0, config.initial_std, generator=generator)
-        elif isinstance(module, Mixture):
+        elif isinstance(module, MixtureOfExperts):
             for weight in (module.gate, module.up, module.down):
                 if weight is not None:
                     _draw(weight, config, generator)
@@ -60,7 +60,7 @@ def last_maps(model: nn.Module) -> list[nn.Linear | nn.Parameter]:
     for module in model.modules():
         if isinstance(module, Attention | CrossAttention):
             found.append(module.out)
-        elif isinstance(module, Mlp | Mixture):
+        elif isinstance(module, Mlp | MixtureOfExperts):
             found.append(module.down)
     return found
 
@@ -99,7 +99,7 @@ def _parts(
     if isinstance(layer, CrossAttention):
         k, v = split(layer.kv.weight, G * D)
         return [(layer.q.weight, H, True), (k, G, True), (v, G, False)]
-    if layer.by_distance:
+    if layer.l2:
         z, v = split(layer.qkv.weight, H * D)
         return [(z, H, True), (v, H, False)]
     q, k, v = split(layer.qkv.weight, [H * D, G * D, G * D])

@@ -77,7 +77,7 @@ class Mlp(nn.Module):
         return narrow
 
 
-class Mixture(nn.Module):
+class MixtureOfExperts(nn.Module):
     """Experts side by side: gate, up (X, F, M) and down (X, M, F), without biases."""
 
     balance: Tensor | None

@@ -17,10 +17,10 @@ WHOLE = 8192
 
 
 class RotaryTable:
-    """One base and scaling, for heads of which ``config.turned`` entries are turned."""
+    """One base and scaling, for heads of which ``config.rotary_width`` entries are turned."""
 
     def __init__(self, config: ModelConfig, *, local: bool = False) -> None:
-        self.width, self.context = config.turned, config.context
+        self.width, self.context = config.rotary_width, config.context
         self.base, self.scaling = config.rotary_base, scaling(config)
         if local and config.rotary_local_base is not None:
             self.base, self.scaling = config.rotary_local_base, None
@@ -63,7 +63,7 @@ class RotaryTable:
 
 def scaling(config: ModelConfig) -> RotaryScaling | None:
     """The change of speeds that the settings ask for."""
-    factor, trained = config.rotary_factor, config.rotary_trained or config.context
+    factor, trained = config.rotary_factor, config.rotary_trained_context or config.context
     slow, fast = config.rotary_slow or 1.0, config.rotary_fast
     match config.rotary_scaling:
         case "linear":

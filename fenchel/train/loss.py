@@ -91,7 +91,7 @@ def sparse_embedding_gradient(model: nn.Module) -> Iterator[None]:
 
 def _by_rows(table: Tensor, model: nn.Module) -> bool:
     """Whether the table is read out too, on a CPU; half a number would round at every token."""
-    tied = table is getattr(model, "read_weight", None)
+    tied = table is getattr(model, "lm_head_weight", None)
     return tied and table.device.type == "cpu" and table.dtype in (torch.float32, torch.float64)
 
 

@@ -99,7 +99,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     config: Any = model.config
     each = config.layers // len(found)  # a block may serve several layers in a row
     return [
-        AttentionLayer(a, a.choice, a.shape, a.scale, a.softcap) for a in found for _ in range(each)
+        AttentionLayer(a, a.choice, a.mask, a.scale, a.softcap) for a in found for _ in range(each)
     ]
 
 

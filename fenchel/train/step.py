@@ -200,8 +200,8 @@ class Stepper:
         A bias or a cap of the logits is the model's business, so such a model reads out itself.
         """
         model, smoothing = self.model, self.config.smoothing
-        if getattr(model, "reads_by_table_alone", True):
-            return lm_head_loss(stream, model.read_weight, wanted, smoothing=smoothing)  # type: ignore[arg-type]
+        if getattr(model, "lm_head_is_linear", True):
+            return lm_head_loss(stream, model.lm_head_weight, wanted, smoothing=smoothing)  # type: ignore[arg-type]
         return total_loss(model.logits(stream), wanted, smoothing=smoothing)  # type: ignore[operator]
 
     def _balance(self) -> Tensor | None:
@@ -224,7 +224,7 @@ class Stepper:
         for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
             with torch.random.fork_rng(devices=cuda), self.autocast(), by_rows():
                 torch.manual_seed(mix(self.seed, step, part))
-                stream = self.forward(inputs, read=False, **self._shown)
+                stream = self.forward(inputs, return_hidden=True, **self._shown)
             yield stream
 
 

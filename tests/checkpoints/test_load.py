@@ -130,7 +130,7 @@ def test_weights_of_a_run_may_be_asked_for_in_another_dtype(run: Path) -> None:
         ("width", 32, "shape"),
         ("vocabulary", 10**12, "whole number"),
         ("vocabulary", 299, "shape"),
-        ("tied", False, "lacks read.weight"),
+        ("tied", False, "lacks lm_head.weight"),
         ("bias", True, "lacks"),
         ("epsilon", float("nan"), "epsilon"),
         ("unheard_of", 1, "no setting"),

@@ -21,7 +21,7 @@ SHAPES: list[dict[str, Any]] = [
     {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
     {"positions": "none", "mlp": "geglu_tanh", "tied": False},
     {"positions": "none", "head_size": 1, "mlp": "relu"},
-    {"rotary_scaling": "llama3", "rotary_factor": 4.0, "rotary_trained": 4, "epsilon": 0.1},
+    {"rotary_scaling": "llama3", "rotary_factor": 4.0, "rotary_trained_context": 4, "epsilon": 0.1},
 ]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(s) or "usual")
 
@@ -38,10 +38,10 @@ def test_a_step_gives_the_logits_of_the_model(
     present = torch.ones(B, T, dtype=torch.bool)
     if filled:
         present[0, :4] = present[2, :2] = False
-    whole = model(ids, present_BS=present)
+    whole = model(ids, token_mask_BS=present)
     cache = KVCache(model.config, batch=B, positions=T, dtype=torch.float64)
     lean = CpuStep(model, cache, batch=B)
-    model(ids[:, :6], present_BS=present[:, :6], cache=cache)
+    model(ids[:, :6], token_mask_BS=present[:, :6], cache=cache)
     for t in range(6, T):
         logits = lean.step(ids[:, t], present[:, : t + 1] if filled else None)
         torch.testing.assert_close(logits, whole[:, t], atol=1e-10, rtol=1e-10)

@@ -40,9 +40,9 @@ def test_a_fused_step_gives_the_logits_of_the_model(
     present = None
     if fill is not None:
         present = torch.arange(T, device=device) >= fill.unsqueeze(-1)
-    whole = model(ids, present_BS=present)
+    whole = model(ids, token_mask_BS=present)
     cache = KVCache(model.config, batch=B, positions=T, device=device)
-    model(ids[:, :READ], cache=cache, present_BS=None if present is None else present[:, :READ])
+    model(ids[:, :READ], cache=cache, token_mask_BS=None if present is None else present[:, :READ])
     step = RecordedStep(model, cache, batch=B, record=recorder, fused=True)
     step.cache.take(cache, fill)
     for t in range(READ, T):

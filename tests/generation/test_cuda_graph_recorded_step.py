@@ -57,9 +57,9 @@ def test_the_fill_of_unequal_prompts_stays_absent(lively: Build, prompts: Draw) 
     model, ids = lively(context=T).double(), prompts(B, T)
     fill = torch.tensor([4, 0, 2])
     present = torch.arange(T) >= fill.unsqueeze(-1)
-    whole = model(ids, present_BS=present)
+    whole = model(ids, token_mask_BS=present)
     cache = KVCache(model.config, batch=B, positions=T, dtype=torch.float64)
-    model(ids[:, :6], cache=cache, present_BS=present[:, :6])
+    model(ids[:, :6], cache=cache, token_mask_BS=present[:, :6])
     fixed = RecordedStep(model, cache, batch=B, record=as_it_is)
     fixed.cache.take(cache, fill)
     for t in range(6, T):
@@ -170,7 +170,7 @@ def test_a_logit_that_is_not_finite_is_told_behind_the_words_before_it(
     model, ids = lively(context=64, positions="learned"), prompts(1, 5)
     said = generate(model, ids, max_new_tokens=12, temperature=0.0)[0, 5:].tolist()
     with torch.no_grad():
-        model.place.weight[9] = torch.nan  # the fifth new word is written and cannot be read
+        model.pos_embed.weight[9] = torch.nan  # the fifth new word is written and cannot be read
     greedy = Sampling(temperature=0.0)
     words = stream(model, ids, max_new_tokens=12, sampling=greedy, record="graph")
     assert [int(next(words)) for _ in range(5)] == said[:5]

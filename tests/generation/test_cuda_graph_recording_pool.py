@@ -70,10 +70,10 @@ def test_weights_may_change_their_values_but_not_their_place(
 ) -> None:
     assert same(model, ids)
     with torch.no_grad():
-        model.read.weight.neg_()
+        model.lm_head.weight.neg_()
     assert same(model, ids)
     assert len(recorded) == 1
-    model.read.weight = nn.Parameter(-2.0 * model.read.weight.detach())
+    model.lm_head.weight = nn.Parameter(-2.0 * model.lm_head.weight.detach())
     assert same(model, ids)
     assert len(recorded) == 2
 

@@ -134,9 +134,9 @@ def test_what_an_encoder_read_is_made_once_a_layer_and_outlives_the_context() ->
         made.append(layer)
         return noise(1, 4, 6, 3, seed=layer), noise(1, 4, 6, 3, seed=-layer)
 
-    first = [cache.remember(layer, lambda n=layer: make(n)) for layer in (0, 1)]  # type: ignore[misc]
+    first = [cache.cross_kv(layer, lambda n=layer: make(n)) for layer in (0, 1)]  # type: ignore[misc]
     cache.clear()
-    again = [cache.remember(layer, lambda n=layer: make(n)) for layer in (0, 1)]  # type: ignore[misc]
+    again = [cache.cross_kv(layer, lambda n=layer: make(n)) for layer in (0, 1)]  # type: ignore[misc]
     assert made == [0, 1]
     assert all(
         a is b for one, two in zip(first, again, strict=True) for a, b in zip(one, two, strict=True)

@@ -52,7 +52,7 @@ def as_llama(theirs: Any, **settings: Any) -> Transformer:
     pairs = [
         (ours.embed.weight, body.embed_tokens.weight),
         (ours.norm.weight, body.norm.weight),
-        (ours.read.weight, theirs.lm_head.weight),
+        (ours.lm_head.weight, theirs.lm_head.weight),
     ]
     for mine, other in zip(ours.blocks, body.layers, strict=True):
         look, think = other.self_attn, other.mlp
@@ -76,7 +76,7 @@ def as_gpt2(theirs: Any) -> Transformer:
     ours = Transformer(ModelConfig(**SIZES, epsilon=1e-5, **settings))
     pairs = [
         (ours.embed.weight, body.wte.weight),
-        (ours.place.weight, body.wpe.weight),
+        (ours.pos_embed.weight, body.wpe.weight),
         (ours.norm.weight, body.ln_f.weight),
         (ours.norm.bias, body.ln_f.bias),
     ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from fenchel.attention import Causal, Window
+from fenchel.attention.spec import AttentionCall
 from fenchel.data import end_id, train_tokenizer
 from fenchel.inspection import ForwardTrace, open_model, our_model
 from fenchel.inspection.linearisation import derivative
@@ -196,18 +197,18 @@ def test_attention_is_not_asked_again_for_a_derivative(
             block.forward(block.input)
 
 
-def test_an_observer_that_gives_something_is_taken_at_its_word() -> None:
+def test_the_tensor_of_an_override_replaces_the_attention_output() -> None:
     model = Transformer(ModelConfig(vocabulary=30, context=8, width=12, layers=2, heads=2))
     ids = torch.arange(6)[None]
 
-    def zero(_layer: int, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
-        return torch.zeros_like(q)
+    def zero(_layer: int, call: AttentionCall) -> Tensor:
+        return torch.zeros_like(call.q)
 
-    def own(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return model_attention.attend(**model.question(layer, q, k, v)._asdict())
+    def own(_layer: int, call: AttentionCall) -> Tensor:
+        return model_attention.attend(call.q, call.k, call.v, **call.spec)
 
     for p in model.parameters():  # fresh branches end in zeros, where nothing would show
         torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
     plain = model(ids)
-    torch.testing.assert_close(model(ids, observe=own), plain)
-    assert not torch.allclose(model(ids, observe=zero), plain)
+    torch.testing.assert_close(model(ids, attention_override=own), plain)
+    assert not torch.allclose(model(ids, attention_override=zero), plain)

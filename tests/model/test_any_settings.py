@@ -33,7 +33,7 @@ OPTIONS: dict[str, list[Any]] = {
     "residual_scale": [1.0, "depth"],
     "parallel": [False, True],
     "rotary_layout": ["half", "pairs"],
-    "rotary_share": [1.0, 0.67],
+    "rotary_fraction": [1.0, 0.67],
     "rotary_local_base": [None, 50.0],
     "rotary_scaling": [None, "linear", "ntk", "yarn", "llama3"],
     "windows": [(), (3,), (3, 0)],
@@ -47,8 +47,8 @@ OPTIONS: dict[str, list[Any]] = {
     "experts": [0, 3],
     "mlp_dropout": [0.0, 0.2],
     "logit_softcap": [None, 5.0],
-    "read_bias": [False, True],
-    "read_transform": [False, True],
+    "lm_head_bias": [False, True],
+    "lm_head_transform": [False, True],
     "pooler": [False, True],
     "initial": ["zero", "normal", "xavier"],
     "initial_depth": [False, True],
@@ -85,7 +85,7 @@ def test_it_is_refused_in_a_sentence_or_sound(seed: int) -> None:
 
     whole = model(ids, **memory)
     present = torch.arange(T) >= torch.tensor([[0], [2]])
-    padded = model(ids, present_BS=present, **memory)
+    padded = model(ids, token_mask_BS=present, **memory)
     torch.testing.assert_close(padded[0], whole[0])
     torch.testing.assert_close(padded[1, 2:], model(ids[1:, 2:], **own)[0])
     if config.kind != "encoder":
@@ -95,4 +95,4 @@ def test_it_is_refused_in_a_sentence_or_sound(seed: int) -> None:
         torch.testing.assert_close(torch.cat(parts, 1), whole)
     whole.square().sum().backward()
     for name, p in model.named_parameters():
-        assert name.startswith("pool.") or (p.grad is not None and p.grad.isfinite().all()), name
+        assert name.startswith("pooler.") or (p.grad is not None and p.grad.isfinite().all()), name

@@ -92,13 +92,13 @@ def test_queries_and_keys_are_normed_before_they_are_turned(build: Build) -> Non
         return rotary(normed, torch.arange(T), layout="pairs").squeeze(1)
 
     wanted = by_heads(layer, x, change=change, score=lambda z, _: masked(z / D**0.5))
-    sight = ForwardContext(turns=model._turns(0, T, None, x))
-    torch.testing.assert_close(layer(x, sight), wanted)
+    context = ForwardContext(rotary=model._rotary(0, T, None, x))
+    torch.testing.assert_close(layer(x, context), wanted)
 
 
 def test_only_the_share_of_a_head_that_is_asked_for_is_turned(build: Build) -> None:
-    model = build(layers=1, rotary_share=0.67)
-    assert model.config.turned == 4
+    model = build(layers=1, rotary_fraction=0.67)
+    assert model.config.rotary_width == 4
     layer, x = model.blocks[0].attention, stream(2, T, M)
 
     def change(part: Tensor, _: str) -> Tensor:
@@ -106,7 +106,9 @@ def test_only_the_share_of_a_head_that_is_asked_for_is_turned(build: Build) -> N
         return torch.cat([turned, part[..., 4:]], -1)
 
     wanted = by_heads(layer, x, change=change, score=lambda z, _: masked(z / D**0.5))
-    torch.testing.assert_close(layer(x, ForwardContext(turns=model._turns(0, T, None, x))), wanted)
+    torch.testing.assert_close(
+        layer(x, ForwardContext(rotary=model._rotary(0, T, None, x))), wanted
+    )
 
 
 @pytest.mark.parametrize("choice", ["softmax", "entmax"])
@@ -136,7 +138,7 @@ def test_attention_by_distance_is_the_map_whose_bound_is_known(build: Build) -> 
 
 def test_cross_attention_looks_at_all_of_the_source(build: Build) -> None:
     model = build(kind="encoder-decoder", layers=1)
-    cross, x, memory = model.blocks[0].cross, stream(2, T, M), stream(2, 5, M)
+    cross, x, memory = model.blocks[0].cross_attention, stream(2, T, M), stream(2, 5, M)
     kv, heads = memory @ cross.kv.weight.T, []
     for h in range(H):
         g = h // (H // G)
@@ -161,10 +163,10 @@ def test_a_cache_with_a_memory_makes_the_sources_keys_once(build: Build, ids: Te
 
         def advance(self, positions: int) -> None: ...
 
-        def remember(self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]) -> Any:
+        def cross_kv(self, layer: int, compute: Callable[[], tuple[Tensor, Tensor]]) -> Any:
             if layer not in self.kept:
                 made.append(layer)
-                self.kept[layer] = make()
+                self.kept[layer] = compute()
             return self.kept[layer]
 
     cache, memory = Remembering(), model.encode(ids)
@@ -202,8 +204,8 @@ def test_a_cache_may_forget_what_no_window_shows(
     parts = []
     for t in range(9):
         seen = present[:, : t + 1] if padded else None
-        parts.append(model(ids[:, t : t + 1], cache=ring, present_BS=seen))
-    whole = model(ids, present_BS=present if padded else None)
+        parts.append(model(ids[:, t : t + 1], cache=ring, token_mask_BS=seen))
+    whole = model(ids, token_mask_BS=present if padded else None)
     assert ring.held[0][0].shape[2] == 2
     torch.testing.assert_close(torch.cat(parts, 1)[present], whole[present])
 

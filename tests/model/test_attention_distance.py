@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fenchel.attention import Causal, attend
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
-from fenchel.model import by_distance
+from fenchel.model import l2_as_dot_product
 
 
 @pytest.mark.parametrize("choice", [Softmax(), Entmax(1.5), Sparsemax(), Hard()], ids=repr)
@@ -15,5 +15,5 @@ def test_near_keys_are_chosen(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice
     far = torch.cdist(q, k.repeat_interleave(2, 1)).square()
     log_u = Causal().log(4, 7, dtype=q.dtype)
     exact = choice.weights(-0.3 * far, log_u) @ v.repeat_interleave(2, 1)
-    ours = attend(*by_distance(q, k), v, choice=choice, prior=Causal(), scale=0.6)
+    ours = attend(*l2_as_dot_product(q, k), v, choice=choice, prior=Causal(), scale=0.6)
     torch.testing.assert_close(ours, exact)

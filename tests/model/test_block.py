@@ -71,8 +71,8 @@ def test_attention_equals_a_loop_over_heads_with_the_mask_written_out(build: Bui
         scores = (q @ k.mT / D**0.5).masked_fill(places[:, None] < places, -torch.inf)
         heads.append(scores.softmax(-1) @ v)
     wanted = torch.cat(heads, -1) @ attention.out.weight.T + attention.out.bias
-    sight = ForwardContext(turns=model._turns(0, 7, None, x_BTM))
-    torch.testing.assert_close(attention(x_BTM, sight), wanted)
+    context = ForwardContext(rotary=model._rotary(0, 7, None, x_BTM))
+    torch.testing.assert_close(attention(x_BTM, context), wanted)
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
@@ -106,12 +106,12 @@ def test_an_observer_sees_what_attention_uses(build: Build, ids: Tensor) -> None
 def test_dropout_is_for_training_alone(build: Build, where: str, monkeypatch: Any) -> None:
     model = build(dropout=0.5, layers=1)
     block, x = model.blocks[0], stream(2, 5, 24)
-    sight = ForwardContext(turns=model._turns(0, 5, None, x))
-    assert torch.equal(block(x, sight), block(x, sight))
+    context = ForwardContext(rotary=model._rotary(0, 5, None, x))
+    assert torch.equal(block(x, context), block(x, context))
     block.train()
     if where == "weights":
         monkeypatch.setattr(block, "_drop", lambda branch: branch)
     else:
         block.attention.eval()
     torch.manual_seed(0)
-    assert not torch.equal(block(x, sight), block(x, sight))
+    assert not torch.equal(block(x, context), block(x, context))

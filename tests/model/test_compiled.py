@@ -22,7 +22,7 @@ def test_the_whole_pass_is_one_graph(kind: dict[str, Any]) -> None:
     ids = torch.arange(24).view(2, 12)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    got, wanted = compiled(ids, read=False), model(ids, read=False)
+    got, wanted = compiled(ids, return_hidden=True), model(ids, return_hidden=True)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     got.square().sum().backward()
     assert all(p.grad is not None for p in model.blocks.parameters())
@@ -34,7 +34,7 @@ def test_a_model_with_rotary_positions_is_compiled_once() -> None:
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter)
     for _ in range(3):
-        compiled(torch.arange(24).view(2, 12), read=False)
+        compiled(torch.arange(24).view(2, 12), return_hidden=True)
     assert counter.frame_count == 1
 
 
@@ -62,6 +62,6 @@ def test_a_compiled_pass_computes_no_angles() -> None:
         done.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    torch.compile(model, backend=note)(torch.arange(24).view(2, 12), read=False)
+    torch.compile(model, backend=note)(torch.arange(24).view(2, 12), return_hidden=True)
     assert any("scaled_dot_product" in name for name in done)
     assert not any(word in name for name in done for word in ("cos", "sin", "arange"))

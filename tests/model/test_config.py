@@ -63,8 +63,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"embedding_scale": math.inf}, "embedding_scale=inf should be a finite number above 0."),
     ({"residual_scale": "deep"}, "residual_scale='deep' should be a number above 0, or \"depth\"."),
     ({"residual_scale": 0.0}, r"residual_scale=0\.0 should be a number above 0"),
-    ({"rotary_share": 0.0}, r"rotary_share=0\.0 should be above 0, at most 1."),
-    ({"width": 20, "rotary_share": 0.5}, "a head of width 5 is odd"),
+    ({"rotary_fraction": 0.0}, r"rotary_fraction=0\.0 should be above 0, at most 1."),
+    ({"width": 20, "rotary_fraction": 0.5}, "a head of width 5 is odd"),
     ({"experts": 2, "experts_per_token": 3}, "experts_per_token=3 is more than experts=2."),
     ({"experts": 2, "bias": True}, "experts are plain maps"),
     ({"scores": "l2", "heads": 2, "kv_heads": 1}, 'scores="l2" has one matrix'),
@@ -73,13 +73,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel": True, "norm_place": "post"}, 'parallel=True needs norm_place="pre" or "both"'),
     # What nothing would read.
     (
-        {"positions": "none", "rotary_share": 0.5},
-        r"rotary_share=0\.5 would do nothing; it needs pos",
+        {"positions": "none", "rotary_fraction": 0.5},
+        r"rotary_fraction=0\.5 would do nothing; it needs pos",
     ),
     ({"rotary_factor": 2.0}, r"rotary_factor=2\.0 would do nothing; it needs rotary_scaling."),
     ({"rotary_local_base": 50.0}, r"rotary_local_base=50\.0 would do nothing; it needs windows."),
     (
-        {"rotary_scaling": "linear", "rotary_trained": 9},
+        {"rotary_scaling": "linear", "rotary_trained_context": 9},
         'it needs rotary_scaling="yarn" or "llama3"',
     ),
     ({"rotary_scaling": "llama3", "rotary_attention": 1.1}, 'it needs rotary_scaling="yarn".'),
@@ -114,7 +114,7 @@ def test_derived_sizes_follow_from_those_that_are_set() -> None:
     assert ModelConfig(vocabulary=9, mlp="gelu", width=96).mlp_width == 384
     assert ModelConfig(vocabulary=9, hidden=50).mlp_width == 50
     assert ModelConfig(vocabulary=9, width=100, heads=3, head_size=20).head_width == 20
-    assert ModelConfig(vocabulary=9, width=64, heads=2, rotary_share=0.25).turned == 8
+    assert ModelConfig(vocabulary=9, width=64, heads=2, rotary_fraction=0.25).turned == 8
     assert ModelConfig(vocabulary=9, layers=8, residual_scale="depth").branch_scale == 0.25
     assert ModelConfig(vocabulary=9, mlp="geglu_tanh").gated
     assert ModelConfig(vocabulary=9, bias=True, qkv_bias=False).has_qkv_bias is False

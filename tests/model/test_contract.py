@@ -16,11 +16,11 @@ from fenchel.attention import attend
 from fenchel.config import from_mapping, to_mapping, to_toml
 from fenchel.generation.kv_cache import KVCache
 from fenchel.model import ModelConfig, Transformer
-from fenchel.model.block import distance_prior
+from fenchel.model.block import position_bias
 from fenchel.model.forward_context import ForwardContext
 
 V, T = 37, 9
-SCALED = {"rotary_factor": 4.0, "rotary_trained": 4}
+SCALED = {"rotary_factor": 4.0, "rotary_trained_context": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "multi-query": {"kv_heads": 1},
@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "ntk": {"rotary_scaling": "ntk", "rotary_factor": 2.0},
     "yarn": {"rotary_scaling": "yarn", **SCALED},
     "llama3": {"rotary_scaling": "llama3", **SCALED},
-    "partial, parallel": {"rotary_share": 0.67, "parallel": True, "norm": "layer", "bias": True},
+    "partial, parallel": {"rotary_fraction": 0.67, "parallel": True, "norm": "layer", "bias": True},
     "post": {"norm_place": "post", "final_norm": False, "norm": "layer"},
     "gemma 2": {
         "norm_place": "both",
@@ -61,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "scaled residual": {"residual_scale": "depth", "mlp": "relu"},
     "experts": {"experts": 4, "experts_per_token": 2},
     "experts, sparse": {"experts": 4, "experts_per_token": 3, "router": "sparsemax", "mlp": "gelu"},
-    "untied, biased": {"tied": False, "read_bias": True, "bias": True, "logit_scale": 0.5},
+    "untied, biased": {"tied": False, "lm_head_bias": True, "bias": True, "logit_scale": 0.5},
     "encoder": {"kind": "encoder", "positions": "learned", "token_types": 2, "pooler": True},
     "encoder, windows": {"kind": "encoder", "windows": (2, 0)},
     "bert": {
@@ -74,8 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "token_types": 2,
         "mlp": "gelu",
         "bias": True,
-        "read_transform": True,
-        "read_bias": True,
+        "lm_head_transform": True,
+        "lm_head_bias": True,
         "embedding_width": 10,
     },
     "t5": {
@@ -147,10 +147,10 @@ def test_padding_on_either_side_changes_nothing(
         memory = source(model, ids)
         longer = torch.cat([pad, ids.flip(1)] if side == "left" else [ids.flip(1), pad], 1)
         padded_memory = {
-            "memory_BSM": model.encode(longer, present_BS=present),
-            "memory_present_BS": present,
+            "memory_BSM": model.encode(longer, token_mask_BS=present),
+            "memory_mask_BS": present,
         }
-    logits = model(padded, present_BS=present, **padded_memory)
+    logits = model(padded, token_mask_BS=present, **padded_memory)
     own = logits[:, 2:] if side == "left" else logits[:, :T]
     torch.testing.assert_close(own, model(ids, **memory))
     assert logits.isfinite().all()
@@ -164,9 +164,9 @@ def test_padded_sequences_are_read_in_parts_too(build: Build, ids: Tensor, name:
     cache = KVCache(model.config, batch=3, positions=T, dtype=torch.float64)
     memory = source(model, ids)
     with torch.no_grad():
-        first = model(ids[:, :6], cache=cache, present_BS=present[:, :6], **memory)
+        first = model(ids[:, :6], cache=cache, token_mask_BS=present[:, :6], **memory)
         rest = [
-            model(ids[:, t : t + 1], cache=cache, present_BS=present[:, : t + 1], **memory)
+            model(ids[:, t : t + 1], cache=cache, token_mask_BS=present[:, : t + 1], **memory)
             for t in range(6, T)
         ]
         parts = torch.cat([first, *rest], 1)
@@ -179,10 +179,10 @@ def test_padded_sequences_are_read_in_parts_too(build: Build, ids: Tensor, name:
 @every_model
 def test_every_parameter_gets_a_gradient(build: Build, ids: Tensor, name: str) -> None:
     model = build(**MODELS[name]).train()
-    stream = model(ids, read=False, **source(model, ids))
+    stream = model(ids, return_hidden=True, **source(model, ids))
     loss = model(ids, **source(model, ids)).square().sum()
-    if model.pool is not None:
-        loss = loss + model.pooled(stream).sum()
+    if model.pooler is not None:
+        loss = loss + model.pool(stream).sum()
     loss.backward()
     for parameter_name, p in model.named_parameters():
         assert p.grad is not None, parameter_name
@@ -196,12 +196,12 @@ def test_a_block_has_its_derivative_in_both_directions(build: Build, name: str) 
     model = build(**MODELS[name])
     generator = torch.Generator().manual_seed(4)
     x, v, u, memory = torch.randn(4, 2, 6, 24, dtype=torch.float64, generator=generator)
-    turns = model._turns(0, 6, None, x)
-    bias = distance_prior(model.config, model.relative, 6, 6)
-    sight = ForwardContext(turns=turns, bias=bias, memory=memory)
+    rotary = model._rotary(0, 6, None, x)
+    bias = position_bias(model.config, model.relative_bias, 6, 6)
+    context = ForwardContext(rotary=rotary, position_bias=bias, memory=memory)
 
     def f(x: Tensor) -> Tensor:
-        return model.blocks[0](x, sight)
+        return model.blocks[0](x, context)
 
     _, Jv = jvp(f, (x,), (v,))
     torch.testing.assert_close((u * Jv).sum(), (vjp(f, x)[1](u)[0] * v).sum())
@@ -226,9 +226,9 @@ def test_half_precision_by_autocast_trains(settings: Any, ids: Tensor, name: str
 def test_the_stream_times_the_table_is_the_logits(build: Build, ids: Tensor, name: str) -> None:
     model = build(**MODELS[name])
     memory = source(model, ids)
-    stream, logits = model(ids, read=False, **memory), model(ids, **memory)
-    made = stream @ model.read_weight.T
-    assert torch.allclose(made, logits) == model.reads_by_table_alone
+    stream, logits = model(ids, return_hidden=True, **memory), model(ids, **memory)
+    made = stream @ model.lm_head_weight.T
+    assert torch.allclose(made, logits) == model.lm_head_is_linear
     torch.testing.assert_close(model(ids, last=True, **memory), logits[:, -1:])
 
 
@@ -246,15 +246,17 @@ def test_an_observer_sees_every_layer_and_changes_nothing(
 
 
 @every_model
-def test_the_question_of_a_layer_is_what_it_asks(build: Build, ids: Tensor, name: str) -> None:
+def test_the_attention_call_of_a_layer_is_the_one_it_makes(
+    build: Build, ids: Tensor, name: str
+) -> None:
     """The stream after each attention layer follows from what an observer saw."""
     model, seen, given = build(**MODELS[name]), [], []
     for block in model.blocks:
         block.attention.out.register_forward_pre_hook(lambda _, x: given.append(x[0]))
     model(ids, observe=lambda *what: seen.append(what), **source(model, ids))
     for (layer, *qkv), mixed in zip(seen, given, strict=True):
-        question = model.question(layer, *qkv)
-        out, p = attend(**question._asdict(), return_weights=True)
+        call = model.attention_call(layer, *qkv)
+        out, p = attend(call.q, call.k, call.v, **call.spec, return_weights=True)
         torch.testing.assert_close(out.transpose(1, 2).flatten(2), mixed)
         torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]))
 

@@ -35,7 +35,7 @@ def test_xavier_draws_each_of_queries_keys_and_values_by_its_own_size() -> None:
 
 def test_normal_draws_everything_alike() -> None:
     model = fresh(initial="normal", initial_std=0.05, tied=False)
-    for name, weight in {**parts(model), "read": model.read.weight}.items():
+    for name, weight in {**parts(model), "read": model.lm_head.weight}.items():
         assert deviation(weight) == pytest.approx(0.05, rel=0.05), name
 
 
@@ -45,7 +45,7 @@ def test_zero_draws_by_the_inputs_and_leaves_branches_silent() -> None:
         assert deviation(found[name]) == pytest.approx(96**-0.5, rel=0.05), name
     assert not found["out"].any()
     assert not found["down"].any()
-    assert not fresh(tied=False).read.weight.any()
+    assert not fresh(tied=False).lm_head.weight.any()
 
 
 def test_the_last_map_of_every_branch_shrinks_with_depth() -> None:
@@ -73,13 +73,13 @@ def test_smaller_queries_and_keys_attend_more_evenly(initial: str) -> None:
 
 def test_the_encoder_and_experts_are_drawn_too() -> None:
     model = fresh(kind="encoder-decoder", experts=3, initial="xavier")
-    cross, mixture = model.blocks[0].cross, model.encoder.blocks[2].mlp
+    cross, mixture = model.blocks[0].cross_attention, model.encoder.blocks[2].mlp
     k, v = cross.kv.weight.chunk(2)
     for half in (k, v):
         assert deviation(half) == pytest.approx((2 / (96 + 48)) ** 0.5, rel=0.05)
     assert deviation(mixture.up) == pytest.approx((2 / 296) ** 0.5, rel=0.05)
     silent = fresh(kind="encoder-decoder", experts=3)
-    assert not silent.blocks[0].cross.out.weight.any()
+    assert not silent.blocks[0].cross_attention.out.weight.any()
     assert not silent.encoder.blocks[2].mlp.down.any()
 
 
@@ -115,7 +115,7 @@ def test_norms_after_branches_make_the_last_layers_gradient_large_with_depth() -
 def _growth(layers: int, **settings: Any) -> float:
     model = fresh(layers=layers, initial="xavier", final_norm=False, initial_std=1.0, **settings)
     ids = torch.arange(48).view(3, 16)
-    before, after = model._embed(ids, 0, None, None), model(ids, read=False)
+    before, after = model._embed(ids, 0, None, None), model(ids, return_hidden=True)
     return float(after.detach().var() / before.detach().var())
 
 

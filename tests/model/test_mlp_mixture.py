@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from fenchel.choice import by_name
 from fenchel.model import Transformer
-from fenchel.model.mlp import Mixture, balance
+from fenchel.model.mlp import MixtureOfExperts, balance
 
 Build = Callable[..., Transformer]
 MIXTURES: list[dict[str, Any]] = [
@@ -27,7 +27,7 @@ def stream() -> Tensor:
     return torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def by_token(part: Mixture, x: Tensor, router: str, mlp: str) -> Tensor:
+def by_token(part: MixtureOfExperts, x: Tensor, router: str, mlp: str) -> Tensor:
     """One token after another, one expert after another."""
     f = silu if mlp == "swiglu" else gelu
     rows = []

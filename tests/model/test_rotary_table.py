@@ -71,7 +71,7 @@ def test_settings_become_the_scaling_they_name() -> None:
     assert scaling(config(rotary_scaling="yarn", rotary_factor=2.0)) == YarnScaling(
         2.0, 40, 32.0, 1.0
     )
-    told = {"rotary_trained": 10, "rotary_slow": 2.0, "rotary_fast": 8.0}
+    told = {"rotary_trained_context": 10, "rotary_slow": 2.0, "rotary_fast": 8.0}
     yarn = config(rotary_scaling="yarn", rotary_attention=1.5, rotary_truncate=False, **told)
     assert scaling(yarn) == YarnScaling(1.0, 10, 8.0, 2.0, 1.5, truncate=False)
     assert scaling(config(rotary_scaling="llama3", **told)) == Llama3Scaling(1.0, 10, 2.0, 8.0)

@@ -64,7 +64,7 @@ def test_with_llamas_weights_it_gives_llamas_logits(tied: bool, groups: int) -> 
         "model.embed_tokens.weight": ours.embed.weight,
         "model.norm.weight": ours.norm.weight,
     }
-    weights["lm_head.weight"] = ours.read_weight
+    weights["lm_head.weight"] = ours.lm_head_weight
     for n, block in enumerate(ours.blocks):
         q, k, v = block.attention.qkv.weight.split([24, 4 * groups, 4 * groups])
         gate, up = _gate_and_up(block.mlp)
@@ -104,11 +104,11 @@ def test_with_gpt2s_weights_it_gives_gpt2s_logits() -> None:
         attn_implementation="eager",
     )
     theirs = GPT2LMHeadModel(config).eval()
-    assert ours.place is not None
+    assert ours.pos_embed is not None
     weights = {
         "transformer.wte.weight": ours.embed.weight,
         "lm_head.weight": ours.embed.weight,
-        "transformer.wpe.weight": ours.place.weight,
+        "transformer.wpe.weight": ours.pos_embed.weight,
         "transformer.ln_f.weight": ours.norm.weight,
         "transformer.ln_f.bias": ours.norm.bias,
     }

@@ -16,7 +16,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"qk_norm": True},
     {"windows": (3, 0)},
     {"rotary_layout": "pairs"},
-    {"rotary_share": 0.5},
+    {"rotary_fraction": 0.5},
     {"score_scale": 0.6},
     {"bias": True},
 ]

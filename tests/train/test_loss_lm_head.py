@@ -92,8 +92,8 @@ def test_a_gradient_by_rows_is_the_whole_gradient(tied: bool, dtype: torch.dtype
         model.zero_grad()
         for part in ids:
             with sparse_embedding_gradient(model) if alone else contextlib.nullcontext():
-                stream = model(part[:, :-1], read=False)
-            lm_head_loss(stream, model.read_weight, part[:, 1:]).backward()
+                stream = model(part[:, :-1], return_hidden=True)
+            lm_head_loss(stream, model.lm_head_weight, part[:, 1:]).backward()
         found[alone] = {name: p.grad for name, p in model.named_parameters()}
     with sparse_embedding_gradient(model):
         rows = torch.autograd.grad(model.embed(ids).sum(), model.embed.weight)[0].is_sparse

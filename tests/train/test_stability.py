@@ -64,7 +64,7 @@ def test_without_a_switch_the_model_is_asked_to_show_nothing(small: Callable[...
     asked: list[dict[str, Any]] = []
     s.model.register_forward_pre_hook(lambda _m, _a, given: asked.append(given), with_kwargs=True)
     result = s.stepper(0)
-    assert [set(given) for given in asked] == [{"read"}]
+    assert [set(given) for given in asked] == [{"return_hidden"}]
     assert result.metrics == {}
 
 
@@ -234,8 +234,8 @@ def test_the_penalty_follows_the_settings_of_the_model(
 
     def observe(layer: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
         block = s.model.blocks[layer * len(s.model.blocks) // 2]
-        asked = block.attention.question(q, k, k, ForwardContext())
-        _, p = attend(**asked._asdict(), return_weights=True)
+        call = block.attention.attention_call(q, k, k, ForwardContext())
+        _, p = attend(call.q, call.k, call.v, **call.spec, return_weights=True)
         lacking.append(3.0 - torch.special.entr(p).sum(-1).mean((0, 2)))
 
     s.model(batch.inputs, observe=observe)

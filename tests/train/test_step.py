@@ -275,13 +275,13 @@ def test_mixed_seeds_tell_every_order_and_grouping_apart() -> None:
     assert mix(0, 0, 0) == mix(0, 0, 0) == 6436203349130839549  # the same on every machine
 
 
-@pytest.mark.parametrize("kind", [{"logit_softcap": 2.0}, {"read_bias": True}])
+@pytest.mark.parametrize("kind", [{"logit_softcap": 2.0}, {"lm_head_bias": True}])
 def test_a_model_that_reads_out_itself_is_trained_by_its_own_logits(
     kind: dict[str, Any], small: Callable[..., Any]
 ) -> None:
     s = small(model=replace(CALM, initial="normal", initial_std=0.5, **kind))
-    if s.model.read_bias is not None:
-        s.model.read_bias.data.uniform_(-1.0, 1.0)
+    if s.model.lm_head_bias is not None:
+        s.model.lm_head_bias.data.uniform_(-1.0, 1.0)
     batch = s.batches.at(0)
     logits = s.model(batch.inputs)
     wanted = cross_entropy(logits.flatten(0, 1), batch.targets.flatten())

@@ -45,8 +45,8 @@ SETTINGS = (
 """Settings that BERT and ALBERT say alike."""
 _BODY = (
     weight("embed", "bert.embeddings.word_embeddings"),
-    weight("place", "bert.embeddings.position_embeddings"),
-    weight("types", "bert.embeddings.token_type_embeddings"),
+    weight("pos_embed", "bert.embeddings.position_embeddings"),
+    weight("type_embed", "bert.embeddings.token_type_embeddings"),
     *both("embed_norm", "bert.embeddings.LayerNorm"),
     *both(
         "blocks.{}.attention.qkv",
@@ -60,10 +60,10 @@ _BODY = (
     *both("blocks.{}.mlp_norm", "bert.encoder.layer.{}.output.LayerNorm"),
 )
 _HEAD = (
-    *both("read_map", "cls.predictions.transform.dense"),
-    *both("read_norm", "cls.predictions.transform.LayerNorm"),
-    Row("read_bias", ("cls.predictions.bias",), SAME),
-    weight("read", "cls.predictions.decoder"),
+    *both("lm_head_proj", "cls.predictions.transform.dense"),
+    *both("lm_head_norm", "cls.predictions.transform.LayerNorm"),
+    Row("lm_head_bias", ("cls.predictions.bias",), SAME),
+    weight("lm_head", "cls.predictions.decoder"),
 )
 _POOLER = "bert.pooler.dense.weight"
 _OLDER = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
@@ -75,7 +75,7 @@ BERT = Family(
     settings=(
         *SETTINGS,
         word("mlp", "hidden_act", WORDS, "gelu"),
-        always(read_transform=True, read_bias=True),
+        always(lm_head_transform=True, lm_head_bias=True),
     ),
     tensors=(*_BODY, *_HEAD),
     copies={
@@ -97,7 +97,7 @@ BERT_BODY = Family(
             lambda _: {},
         ),
     ),
-    tensors=(*_BODY, *both("pool", "bert.pooler.dense")),
+    tensors=(*_BODY, *both("pooler", "bert.pooler.dense")),
     prefix="bert.",
     ignored=(_POSITIONS,),
     older=_OLDER,

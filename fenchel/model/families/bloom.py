@@ -49,7 +49,7 @@ BLOOM = Family(
         *both("blocks.{}.mlp.up", "transformer.h.{}.mlp.dense_h_to_4h"),
         *both("blocks.{}.mlp.down", "transformer.h.{}.mlp.dense_4h_to_h"),
         *both("norm", "transformer.ln_f"),
-        weight("read", "lm_head"),
+        weight("lm_head", "lm_head"),
     ),
     prefix="transformer.",
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},

@@ -153,7 +153,9 @@ def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
     fast = 32.0 if config.rotary_scaling == "yarn" else 4.0
     growth = 0.1 * math.log(config.rotary_factor) + 1.0 if config.rotary_factor > 1 else 1.0
     return {
-        "rotary_trained": config.rotary_trained or config.context if blended else None,
+        "rotary_trained_context": config.rotary_trained_context or config.context
+        if blended
+        else None,
         "rotary_slow": config.rotary_slow or 1.0 if blended else None,
         "rotary_fast": config.rotary_fast or fast if blended else None,
         "rotary_attention": config.rotary_attention or growth,

@@ -38,7 +38,7 @@ GPT2 = Family(
     ),
     tensors=(
         weight("embed", "transformer.wte"),
-        weight("place", "transformer.wpe"),
+        weight("pos_embed", "transformer.wpe"),
         *both("blocks.{}.attention_norm", "transformer.h.{}.ln_1"),
         *both("blocks.{}.attention.qkv", "transformer.h.{}.attn.c_attn", TURNED),
         *both("blocks.{}.attention.out", "transformer.h.{}.attn.c_proj", TURNED),
@@ -46,7 +46,7 @@ GPT2 = Family(
         *both("blocks.{}.mlp.up", "transformer.h.{}.mlp.c_fc", TURNED),
         *both("blocks.{}.mlp.down", "transformer.h.{}.mlp.c_proj", TURNED),
         *both("norm", "transformer.ln_f"),
-        weight("read", "lm_head"),
+        weight("lm_head", "lm_head"),
     ),
     prefix="transformer.",
     copies={"lm_head.weight": "transformer.wte.weight"},

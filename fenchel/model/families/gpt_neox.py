@@ -51,7 +51,7 @@ GPT_NEOX = Family(
         *both("blocks.{}.mlp.up", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
         *both("blocks.{}.mlp.down", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
         *both("norm", "gpt_neox.final_layer_norm"),
-        weight("read", "embed_out"),
+        weight("lm_head", "embed_out"),
     ),
     prefix="gpt_neox.",
     copies={"embed_out.weight": "gpt_neox.embed_in.weight"},

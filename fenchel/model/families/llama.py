@@ -53,7 +53,7 @@ NAMES = (
     *both("blocks.{}.mlp.up", "model.layers.{}.mlp.up_proj"),
     *both("blocks.{}.mlp.down", "model.layers.{}.mlp.down_proj"),
     weight("norm", "model.norm"),
-    weight("read", "lm_head"),
+    weight("lm_head", "lm_head"),
 )
 """Tensors that all of these name alike, and the Gemmas too."""
 _COMMON = (

@@ -24,13 +24,13 @@ def rope(base: float = 10000.0, share: float = 1.0) -> Setting:
         said = c.part(_which(c))
         older = c.number("rotary_pct", share)
         older = c.number("partial_rotary_factor", older)
-        turned = {"rotary_share": said.number("partial_rotary_factor", older)}
+        turned = {"rotary_fraction": said.number("partial_rotary_factor", older)}
         return turned | _turned(c, said, base)
 
     def write(m: ModelConfig) -> Settings:
         said = _said(m, m.rotary_base)
-        if m.rotary_share != share:
-            said["partial_rotary_factor"] = m.rotary_share
+        if m.rotary_fraction != share:
+            said["partial_rotary_factor"] = m.rotary_fraction
         return {"rope_parameters": said}
 
     return Setting(read, write)
@@ -78,7 +78,7 @@ def _turned(c: ConfigReader, said: ConfigReader, base: float) -> Settings:
     turned |= {"rotary_scaling": kind, "rotary_factor": said.number("factor")}
     if kind == "linear":
         return turned
-    turned["rotary_trained"] = said.whole_or_none(_TRAINED) or c.whole_or_none(_TRAINED)
+    turned["rotary_trained_context"] = said.whole_or_none(_TRAINED) or c.whole_or_none(_TRAINED)
     if kind == "llama3":
         slow, fast = said.number("low_freq_factor"), said.number("high_freq_factor")
         return turned | {"rotary_slow": slow, "rotary_fast": fast}
@@ -100,7 +100,7 @@ def _said(m: ModelConfig, base: float) -> dict[str, Any]:
     said["factor"] = m.rotary_factor
     if m.rotary_scaling == "linear":
         return said
-    said[_TRAINED] = m.rotary_trained or m.context
+    said[_TRAINED] = m.rotary_trained_context or m.context
     slow, fast = m.rotary_slow or 1.0, m.rotary_fast
     if m.rotary_scaling == "llama3":
         return said | {"low_freq_factor": slow, "high_freq_factor": fast or 4.0}

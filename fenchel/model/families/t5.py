@@ -71,7 +71,7 @@ def _stack(ours: str, theirs: str, mlp: int) -> Iterator[Row]:
     yield weight(f"{ours}blocks.{{}}.mlp_norm", f"{layer}.{mlp}.layer_norm")
     yield weight(f"{ours}norm", f"{theirs}.final_layer_norm")
     bias = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias"
-    yield weight(f"{ours}relative", bias)
+    yield weight(f"{ours}relative_bias", bias)
 
 
 _CROSS = "decoder.block.{}.layer.1.EncDecAttention"
@@ -100,11 +100,15 @@ T5 = Family(
         weight("embed", "shared"),
         *_stack("encoder.", "encoder", mlp=1),
         *_stack("", "decoder", mlp=2),
-        weight("blocks.{}.cross.q", f"{_CROSS}.q"),
-        Row("blocks.{}.cross.kv.weight", (f"{_CROSS}.k.weight", f"{_CROSS}.v.weight"), PAIRED),
-        weight("blocks.{}.cross.out", f"{_CROSS}.o"),
-        weight("blocks.{}.cross_norm", "decoder.block.{}.layer.1.layer_norm"),
-        weight("read", "lm_head"),
+        weight("blocks.{}.cross_attention.q", f"{_CROSS}.q"),
+        Row(
+            "blocks.{}.cross_attention.kv.weight",
+            (f"{_CROSS}.k.weight", f"{_CROSS}.v.weight"),
+            PAIRED,
+        ),
+        weight("blocks.{}.cross_attention.out", f"{_CROSS}.o"),
+        weight("blocks.{}.cross_attention_norm", "decoder.block.{}.layer.1.layer_norm"),
+        weight("lm_head", "lm_head"),
     ),
     copies={
         "encoder.embed_tokens.weight": "shared.weight",

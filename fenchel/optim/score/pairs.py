@@ -179,7 +179,7 @@ def _refusal(module: nn.Module) -> str | None:
         linear = getattr(module, name, None)
         if isinstance(linear, nn.Module) and not _is_plain_linear(linear):
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
-    if getattr(module, "by_distance", False):
+    if getattr(module, "l2", False):
         return "its scores are not products of queries and keys"
     return None
 
@@ -193,7 +193,7 @@ def _is_plain_linear(linear: nn.Module) -> bool:
 
 def _fenchel(name: str, module: nn.Module) -> QueryKeyPair:
     H, G, D = (int(getattr(module, size)) for size in ("heads", "groups", "head_width"))
-    qkv, shape = module.qkv, getattr(module, "shape", Causal())
+    qkv, shape = module.qkv, getattr(module, "mask", Causal())
     assert isinstance(qkv, nn.Linear)
     if qkv.out_features != (H + 2 * G) * D:
         raise ValueError(
@@ -208,7 +208,7 @@ def _fenchel(name: str, module: nn.Module) -> QueryKeyPair:
         scale=getattr(module, "scale", None),
         causal=isinstance(shape, Causal) or (isinstance(shape, Window) and shape.right == 0),
         window=shape.left + 1 if isinstance(shape, Window) and shape.left is not None else None,
-        layout=getattr(module, "layout", "half"),
+        layout=getattr(module, "rotary_layout", "half"),
     )
 
 

@@ -118,8 +118,8 @@ def _rotation_argument(module: torch.nn.Module, values: list[Any]) -> Any:
     for value in values:
         if isinstance(value, Angles) or _cos_and_sin(value):
             return value
-        if hasattr(value, "turns"):  # our layers get all they share in one
-            return value.turns[1 if getattr(module, "local", False) else 0]
+        if hasattr(value, "rotary"):  # our layers get all they share in one
+            return value.rotary[1 if getattr(module, "local", False) else 0]
     return None
 
 

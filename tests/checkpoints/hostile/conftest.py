@@ -13,7 +13,7 @@ from fenchel.model import ModelConfig, Transformer
 SHAPE = {"vocabulary": 300, "context": 16, "width": 24, "layers": 2, "heads": 4}
 LLAMA = ModelConfig(**SHAPE, kv_heads=2, hidden=20, tied=False)
 GPT2 = ModelConfig(**SHAPE, norm="layer", mlp="gelu", positions="learned", bias=True)
-NEOX = ModelConfig(**SHAPE, norm="layer", mlp="gelu", bias=True, rotary_share=0.4, parallel=True)
+NEOX = ModelConfig(**SHAPE, norm="layer", mlp="gelu", bias=True, rotary_fraction=0.4, parallel=True)
 GEMMA3 = ModelConfig(
     **SHAPE,
     mlp="geglu_tanh",
@@ -41,8 +41,8 @@ ALBERT = ModelConfig(
     embedding_width=10,
     distinct_layers=1,
     token_types=2,
-    read_transform=True,
-    read_bias=True,
+    lm_head_transform=True,
+    lm_head_bias=True,
 )
 T5 = ModelConfig(
     **SHAPE,

@@ -37,9 +37,9 @@ def our_logits(model: Transformer, present: Tensor | None = None) -> Tensor:
     """Of IDS, or of TARGET after IDS where there is an encoder."""
     with torch.no_grad():
         if model.config.kind != "encoder-decoder":
-            return model(IDS, present_BS=present)
-        memory = model.encode(IDS, present_BS=present)
-        return model(TARGET, memory_BSM=memory, memory_present_BS=present)
+            return model(IDS, token_mask_BS=present)
+        memory = model.encode(IDS, token_mask_BS=present)
+        return model(TARGET, memory_BSM=memory, memory_mask_BS=present)
 
 
 def their_logits(model: Any, present: Tensor | None = None) -> Tensor:
@@ -119,7 +119,7 @@ def test_greedy_generation_agrees_in_a_padded_batch(
     model, ids, present = ours(written(decoder)), IDS, LEFT
     for _ in range(4):
         with torch.no_grad():
-            token = model(ids, present_BS=present, last=True).argmax(-1)
+            token = model(ids, token_mask_BS=present, last=True).argmax(-1)
         ids = torch.cat((ids, token), 1)
         present = torch.cat((present, torch.ones(3, 1, dtype=torch.bool)), 1)
     assert ids.tolist() == theirs.tolist()
@@ -138,9 +138,9 @@ def test_greedy_generation_from_a_source_agrees_token_for_token(
     )
     model, ids = ours(written(pair)), torch.zeros(3, 1, dtype=torch.long)
     with torch.no_grad():
-        memory = model.encode(IDS, present_BS=RIGHT)
+        memory = model.encode(IDS, token_mask_BS=RIGHT)
         for _ in range(8):
-            logits = model(ids, memory_BSM=memory, memory_present_BS=RIGHT, last=True)
+            logits = model(ids, memory_BSM=memory, memory_mask_BS=RIGHT, last=True)
             ids = torch.cat((ids, logits.argmax(-1)), 1)
     assert ids.tolist() == theirs.tolist()
 

@@ -127,10 +127,10 @@ def test_a_bert_without_its_head_gives_the_same_stream_and_pool(
     assert not any(back[1].values())
     for model in (theirs, back[0].eval()):
         with torch.no_grad():
-            stream = ours(IDS, read=False)
+            stream = ours(IDS, return_hidden=True)
             expected = model(IDS)
         torch.testing.assert_close(stream, expected.last_hidden_state, atol=1e-5, rtol=0)
-        torch.testing.assert_close(ours.pooled(stream), expected.pooler_output, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours.pool(stream), expected.pooler_output, atol=1e-5, rtol=0)
 
 
 # settings

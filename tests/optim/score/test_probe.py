@@ -39,7 +39,7 @@ def test_a_probed_pass_is_one_graph(kind: str, when: str, small: Any, tokens: An
     score = score or ScoreDescent(attention_pairs(model))
     inputs: dict[nn.Module, Tensor] = {}
     ids = tokens(0)
-    compiled(ids, read=False).square().mean().backward()
+    compiled(ids, return_hidden=True).square().mean().backward()
     seen = {pair: probe.take() for pair, probe in score.pair_probes[0].probes.items()}
     score.close()
     for pair in seen:
@@ -61,7 +61,7 @@ def test_a_pass_the_compiler_knows_without_hooks_is_probed_too(
     other = compiled if which == "itself" else torch.compile(twin, backend="eager")
 
     def run(a_pass: Any) -> None:
-        a_pass(tokens(0), read=False).square().mean().backward()
+        a_pass(tokens(0), return_hidden=True).square().mean().backward()
 
     if when == "before the hooks":
         run(other)
