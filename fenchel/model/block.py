@@ -85,9 +85,11 @@ class Block(nn.Module):
         """x + a dropout(post_norm(branch))."""
         if post_norm is not None:
             branch = post_norm(branch)
-        if self.dropout:
-            branch = dropout(branch, self.dropout, self.training)
+        branch = self._drop(branch)
         return x_BTM + branch if self.scale == 1.0 else x_BTM + self.scale * branch
+
+    def _drop(self, branch: Tensor) -> Tensor:
+        return dropout(branch, self.dropout, self.training) if self.dropout else branch
 
 
 class Encoder(nn.Module):

@@ -114,7 +114,7 @@ def test_derived_sizes_follow_from_those_that_are_set() -> None:
     assert ModelConfig(vocabulary=9, mlp="gelu", width=96).mlp_width == 384
     assert ModelConfig(vocabulary=9, hidden=50).mlp_width == 50
     assert ModelConfig(vocabulary=9, width=100, heads=3, head_size=20).head_width == 20
-    assert ModelConfig(vocabulary=9, width=64, heads=2, rotary_fraction=0.25).turned == 8
+    assert ModelConfig(vocabulary=9, width=64, heads=2, rotary_fraction=0.25).rotary_width == 8
     assert ModelConfig(vocabulary=9, layers=8, residual_scale="depth").branch_scale == 0.25
     assert ModelConfig(vocabulary=9, mlp="geglu_tanh").gated
     assert ModelConfig(vocabulary=9, bias=True, qkv_bias=False).has_qkv_bias is False

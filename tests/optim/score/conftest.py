@@ -117,7 +117,7 @@ def inputs() -> Callable[
 
         def keep(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             values = [*args, *kwargs.values()]
-            values += [v.turns[0] for v in values if hasattr(v, "turns")]
+            values += [v.rotary[0] for v in values if hasattr(v, "rotary")]
             x = next(v for v in values if isinstance(v, Tensor) and v.ndim == 3)
             turn = next((v for v in values if isinstance(v, Angles)), None)
             pair = kwargs.get("position_embeddings")
