@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.console import Console as Terminal
 from rich.markup import escape
@@ -30,6 +30,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fenchel.config import assign, parse_value
+
+if TYPE_CHECKING:
+    import torch
+
+DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
+"""What --dtype accepts."""
+
+
+def device_and_dtype(
+    device: str | None, dtype: DtypeName | None = None
+) -> "tuple[torch.device, torch.dtype | None]":
+    """The flags --device and --dtype: the best device where none is named, and None for a dtype.
+
+    >>> device_and_dtype("cpu", "bfloat16")
+    (device(type='cpu'), torch.bfloat16)
+    """
+    import torch
+
+    from fenchel.train import select_device
+
+    return select_device(device or "auto"), None if dtype is None else getattr(torch, dtype)
 
 
 @contextmanager

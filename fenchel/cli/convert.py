@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from fenchel.cli.console import DtypeName
+
 
 def run(
     directory: Path,
     out: Path,
     /,
     *,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None,
+    dtype: DtypeName | None = None,
     which: Literal["best", "newest"] = "best",
     force: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,

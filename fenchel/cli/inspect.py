@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console
+from fenchel.cli.console import Console, device_and_dtype
 
 if TYPE_CHECKING:
     from fenchel.inspection import Inspection
@@ -70,13 +70,9 @@ def run(
     if target is not None:
         require_ours(target)
 
-    import torch
-
     from fenchel.inspection import inspect, open_model
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"there is no device {device!r} here; give cpu.")
+    on, _ = device_and_dtype(device)
     console = Console(quiet=json)
     subject = open_model(directory)
     found = inspect(
@@ -89,7 +85,7 @@ def run(
         branches=branches,
         iterations=iterations,
         tolerance=tolerance,
-        device=device,
+        device=str(on),
         seed=seed,
         watch=console.progress,
     )

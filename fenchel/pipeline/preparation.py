@@ -14,7 +14,7 @@ from fenchel.files import Damaged, read_json, require_space, sha256, write_atomi
 from fenchel.model import Transformer
 from fenchel.optim import build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
-from fenchel.train import RunDir, Stepper, StepTime, seconds, time_steps
+from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
 
 
 def record_corpus(run: RunDir, corpus: Corpus) -> None:
@@ -105,18 +105,6 @@ def build_model(config: RunConfig) -> Transformer:
     return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
 
 
-def device_of(name: str) -> torch.device:
-    """The device of that name, if it can be used here."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device={name!r} cannot be used here: {reason}") from None
-    return torch.device(name)
-
-
 def require_room(config: RunConfig, run: RunDir) -> None:
     """Refuse to train where not even one checkpoint fits: weights, and two moments of each."""
     with torch.device("meta"):
@@ -141,7 +129,7 @@ def resolve(config: RunConfig, batches: Batches, callback: RunCallback) -> RunCo
 
 def _trial(config: RunConfig, batches: Batches) -> tuple[StepTime, int]:
     """How fast steps of this run are, on a model that is thrown away, and its parameters."""
-    model = build_model(config).to(device_of(config.train.device))
+    model = build_model(config).to(select_device(config.train.device))
     stepper = Stepper(
         model,
         batches,

@@ -22,7 +22,6 @@ from fenchel.pipeline.config import RunCallback, RunConfig, changed, settings
 from fenchel.pipeline.preparation import (
     build_batches,
     build_model,
-    device_of,
     record_corpus,
     reopen,
     require_room,
@@ -40,6 +39,7 @@ from fenchel.train import (
     environment,
     explain_out_of_memory,
     require_loggers,
+    select_device,
 )
 
 BASELINE_BYTES = 64 * 2**20
@@ -54,7 +54,7 @@ def train_and_report(
     if steps is None:
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
-    device = device_of(config.train.device)
+    device = select_device(config.train.device)
     model = build_model(config).to(device)
     optimiser = build_optimiser(model, config.optim)
     progress = _restore(config, run, model, optimiser, callback)
@@ -250,7 +250,7 @@ def resume(
         sweep(path)
         sweep(run.checkpoints)
         config = changed(before, changes, callback)
-        device_of(config.train.device)  # refused before anything is written
+        select_device(config.train.device)  # refused before anything is written
         require_loggers(config.train.log)
         require_room(config, run)
         corpus = reopen(config, path, callback)

@@ -8,6 +8,7 @@ from fenchel.train.machine import (
     environment,
     explain_out_of_memory,
     retain_freed_memory,
+    select_device,
     time_steps,
 )
 from fenchel.train.rundir import RunDir
@@ -28,5 +29,6 @@ __all__ = [
     "require_loggers",
     "retain_freed_memory",
     "seconds",
+    "select_device",
     "time_steps",
 ]

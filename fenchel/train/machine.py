@@ -1,5 +1,7 @@
 """The machine that a run trains on: what it is, how its memory is kept, how fast a step is.
 
+**Device.** ``select_device`` is the one place where a device is chosen by name.
+
 **Environment.** The numbers of a run depend on versions, device and thread count as well as on its
 settings; ``environment`` records them.
 
@@ -34,6 +36,26 @@ _CPU = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _GPU = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Parameters of mallopt: when the top of the heap is returned, and how many blocks are mapped."""
+
+
+def select_device(name: str = "auto") -> torch.device:
+    """The device of that name; "auto" is the GPU where there is one, else the CPU.
+
+    >>> select_device("cpu")
+    device(type='cpu')
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        usable = device.type != "meta"
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        usable = False
+    if not usable:
+        best = "cuda or cpu" if torch.cuda.is_available() else "cpu"
+        raise ValueError(f"there is no device {name!r} here; give {best}.")
+    return device
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fenchel
-from fenchel.train.machine import commit, device_name, environment
+from fenchel.train.machine import commit, device_name, environment, select_device
 
 
 def test_it_is_plain_and_complete() -> None:
@@ -43,3 +43,15 @@ def test_a_system_without_cpuinfo_still_names_its_processor(
 
     monkeypatch.setattr(Path, "read_text", absent)
     assert device_name(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["abacus", "cpu:x", "meta", ""])
+def test_a_device_that_cannot_hold_numbers_is_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(ValueError, match=f"there is no device '{name}' here; give "):
+        select_device(name)
+
+
+def test_the_device_chosen_by_itself_can_be_used() -> None:
+    device = select_device()
+    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert torch.ones(2, device=device).sum() == 2
