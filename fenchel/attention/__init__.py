@@ -1,6 +1,6 @@
 """Queries, keys, values and a prior to outputs, with the derivative written out."""
 
-from fenchel.attention.attend import attend, serves
+from fenchel.attention.attend import attend, selected, serves
 from fenchel.attention.bias import ALiBi, RelativeBias, Sink, with_sink
 from fenchel.attention.derivative import (
     Gradients,
@@ -23,6 +23,8 @@ from fenchel.attention.measure import (
     Health,
     Trace,
     attention_weights,
+    entropy,
+    head_entropy,
     head_patterns,
     health,
     health_per_head,
@@ -82,6 +84,8 @@ __all__ = [
     "attend_jvp",
     "attend_vjp",
     "attention_weights",
+    "entropy",
+    "head_entropy",
     "head_patterns",
     "health",
     "health_per_head",
@@ -92,6 +96,7 @@ __all__ = [
     "rotary",
     "rotate",
     "scale_warning",
+    "selected",
     "self_attention",
     "self_attention_vjp",
     "serves",

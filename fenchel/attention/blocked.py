@@ -1,34 +1,31 @@
-"""Rows of scores chosen once, and chosen again from one saved number a row.
+"""Attention tile by tile, in O(T + S) memory, for every map and in plain PyTorch.
 
-For a map whose Omega is a sum of equal terms, the weights follow from one number nu a row. With
-y = (alpha - 1) x for a Tsallis map and y = x for softmax (alpha = 1),
+The square of scores is cut into tiles of whole rows (tiles.py). No tile outlives its turn, and keys
+that the prior forbids to all rows of a tile are never scored.
+
+    forward         p_t = choice.weights(x_t),  o_t = p_t v, and one number nu per row is saved
+    reverse         p_t, s_t from x_t and nu, then as in derivative.py, summed over tiles
+    forward-mode    as in derivative.py; second derivatives: each tile by torch.func
+
+so every derivative up to the second needs O(T + S) memory. The temperature is folded into the
+queries before anything is cut, (beta scale q) k^T, and learns there. Dropout draws one seed from
+torch's default generator, from which every tile draws its own mask, the same in both directions.
+
+**One number per row.** For a map whose Omega is a sum of equal terms, the weights follow from one
+number nu per row. With y = (alpha - 1) x for a Tsallis map and y = x for softmax (alpha = 1),
 
     Softmax      p = exp(y - nu)                                s = p
     Tsallis      u = (y - nu)_+ ,   p = u^(1 / (alpha - 1))     s = p^(2 - alpha) on the support
 
-with s as in fenchel/choice/base.py: J = beta (diag(s) - s s^T / sum(s)). The largest score shows
-nu: p_max = exp(y_max - nu), or (y_max - nu)^(1 / (alpha - 1)). So a backward pass that kept nu and
-not p rebuilds p and s in two or three passes over a block of scores, without solving again.
-
-A row with no open key gets p = 0 and nu = inf, from which p = s = 0 again. What ends in _ writes
-into what it is given and must not be seen by autograd.
-
-Attention block by block, in O(n) memory, for every map and in plain PyTorch.
-
-The square of scores is cut into tiles of whole rows (tiles.py); no tile outlives its turn, and keys
-that the prior forbids to all rows of a tile are never looked at.
-
-    forward    p_t = choice.weights(x_t),  o_t = p_t v           keeps one number nu a row (rows.py)
-    reverse    p_t, s_t from x_t and nu, then as in derivative.py, summed over tiles
-    forward-mode as in derivative.py; second derivatives: each tile by torch.func on its definition
-
-so every derivative up to the second needs O(n) memory. The temperature joins the queries before
-anything is cut (beta scale q) k^T, and learns there. Dropout draws one seed from torch's default
-generator, from which every tile draws its own mask, the same in both directions.
+with s as in fenchel/choice/base.py: J = beta (diag(s) - s s^T / sum(s)). The largest score gives
+nu: p_max = exp(y_max - nu), or (y_max - nu)^(1 / (alpha - 1)). So the backward pass rebuilds p and
+s in two or three passes over a tile of scores, without solving again. A row with no open key has
+p = 0 and nu = inf, from which p = s = 0 again. Functions that end in _ write into their arguments
+and are not for tensors that autograd follows.
 
 ``_Attend`` is attention, ``_Reverse`` its reverse product: a function of its own, so that it has
-derivatives too. Under vmap both go element by element, which is how they work anyway. Under
-torch.compile the tiles are traced as plain operations and the compiler differentiates them.
+derivatives too. Under vmap both run element by element. Under torch.compile the tiles are traced as
+plain operations and the compiler differentiates them. torch.autocast is off in all of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,16 +38,43 @@ from torch.func import vjp
 from torch.nn.functional import dropout as drop
 from torch.utils._pytree import tree_map
 
-from fenchel.attention.prior import Block, Prior
-from fenchel.attention.reference import cap, cap_slope, mix, score
-from fenchel.attention.tiles import Tile, join_gradients, join_rows, tiles
+from fenchel.attention.prior import Block
+from fenchel.attention.reference import cap, cap_slope, mix, score, without_autocast
+from fenchel.attention.spec import AttentionSpec, select
+from fenchel.attention.tiles import Tile, join_gradients, join_rows, score_tiles, tiles
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
+
+Function = Callable[..., Any]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
+    """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
+    dtype = q.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v = q.to(wide) * spec.scale_for(q.shape[-1]), k.to(wide), v.to(wide)
+    spec = replace(spec, scale=1.0)
+    choice, softcap = spec.choice, spec.softcap
+    if any(field.name == "beta" for field in fields(choice)):  # type: ignore[arg-type]
+        if softcap is not None:  # beta c tanh(s / c) = (beta c) tanh(beta s / (beta c))
+            softcap = softcap * float(choice.beta)
+        q, choice = q * choice.beta, replace(choice, beta=1.0)  # type: ignore[type-var]
+        spec = replace(spec, choice=choice, softcap=softcap)
+    with without_autocast(q):
+        if torch.compiler.is_compiling():
+            call = _Call(spec, dropout, None)
+            cut = tiles(q, k, spec.prior)
+            pieces = (call.tile(t, q, k)(t.queries(q), t.items(k), t.items(v)) for t in cut)
+            return join_rows(cut, pieces).to(dtype)
+        seed = int(torch.randint(2**62, ())) if dropout else None
+        call = _Call(spec, dropout, seed)
+        out: Tensor = _Attend.apply(call, q, k, v, *spec.tensors())[0]  # type: ignore[no-untyped-call]
+    return out.to(dtype)
 
 
 def exponent(choice: Choice) -> float | None:
     """alpha, with 1 for softmax; None for a map whose rows do not follow from one number.
 
-    Close to softmax a Tsallis row does not either: u^(1 / (alpha - 1)) loses too many digits.
+    None for a Tsallis map close to softmax too: there u^(1 / (alpha - 1)) loses too many digits.
     """
     if isinstance(choice, Softmax):
         return 1.0
@@ -62,7 +86,7 @@ def exponent(choice: Choice) -> float | None:
 
 
 def solve_rows_(x: Tensor, choice: Choice, alpha: float) -> tuple[Tensor, Tensor]:
-    """(p, nu) for the scores x = beta z + log u, which may be overwritten: (..., K), (..., 1)."""
+    """(p, nu) for the scores x = beta z + log u, which it may overwrite: (..., K), (..., 1)."""
     if x.shape[-1] == 0:
         return x, x.new_full((*x.shape[:-1], 1), torch.inf)
     top = x.amax(-1, keepdim=True)
@@ -97,109 +121,59 @@ def recompute_rows_(y: Tensor, nu: Tensor, alpha: float, work: Tensor) -> tuple[
     return p, u.pow_((2.0 - alpha) * r)
 
 
-Function = Callable[..., Any]
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    choice: Choice,
-    prior: Prior | None,
-    scale: float,
-    dropout: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
-    dtype = q.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
-    if any(field.name == "beta" for field in fields(choice)):  # type: ignore[arg-type]
-        if softcap is not None:  # beta c tanh(s / c) = (beta c) tanh(beta s / (beta c))
-            softcap = softcap * float(choice.beta)
-        q, choice = q * choice.beta, replace(choice, beta=1.0)  # type: ignore[type-var]
-    if torch.compiler.is_compiling():
-        call = Call(choice, prior, dropout, None, softcap)
-        cut = tiles(q, k, prior)
-        out = join_rows(cut, (call.one(t, q, k)(t.queries(q), t.items(k), t.items(v)) for t in cut))
-        return out.to(dtype)
-    seed = int(torch.randint(2**62, ())) if dropout else None
-    call = Call(choice, prior, dropout, seed, softcap)
-    out = _Attend.apply(call, q, k, v, *call.tensors())[0]  # type: ignore[no-untyped-call]
-    narrowed: Tensor = out.to(dtype)
-    return narrowed
-
-
 @dataclass(frozen=True, eq=False)
-class Call:
-    """What stays fixed in a call: map and prior, whose tensors come apart, dropout, cap."""
+class _Call:
+    """What is fixed in a call; the tensors of ``spec`` are passed apart from it, to be followed."""
 
-    choice: Choice
-    prior: Prior | None
+    spec: AttentionSpec
+    """With scale 1 and beta 1: both are in the queries."""
     dropout: float
     seed: int | None
-    softcap: float | None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What may learn besides q, k and v."""
-        alpha = getattr(self.choice, "alpha", None)
-        own = (alpha,) if isinstance(alpha, Tensor) else ()
-        return (*own, *(self.prior.tensors() if self.prior is not None else ()))
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Call":
-        """The same call with other numbers in place of ``tensors()``."""
-        if not tensors:
-            return self
-        left, choice, prior = list(tensors), self.choice, self.prior
-        if isinstance(choice, Entmax) and isinstance(choice.alpha, Tensor):
-            choice = replace(choice, alpha=left.pop(0))
-        if prior is not None:
-            prior = prior.with_tensors(left)
-        return replace(self, choice=choice, prior=prior)
-
-    def one(self, tile: Tile, q: Tensor, k: Tensor) -> Function:
-        """One tile as a differentiable function of its q, k, v and the tensors of the call."""
+    def tile(self, tile: Tile, q: Tensor, k: Tensor) -> Function:
+        """One tile as a differentiable function of its q, k, v and the tensors of the spec."""
         block = tile.block(q, k)
 
-        def piece(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
-            call = self.with_tensors(tensors)
-            log_prior = None if call.prior is None else call.prior.dense(block, q.dtype)
-            p = _part(call.choice, block).weights(cap(score(q, k, 1.0), self.softcap), log_prior)
-            return mix(call._dropped(p, block), v)
+        def outputs(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
+            spec = self.spec.with_tensors(tensors)
+            log_prior = None if spec.prior is None else spec.prior.dense(block, q.dtype)
+            choice = select(spec.choice, tile.batch, tile.heads, tile.rows)
+            p = choice.weights(cap(score(q, k, 1.0), spec.softcap), log_prior)
+            return mix(self._with_dropout(p, block), v)
 
-        return piece
+        return outputs
 
-    def moved(
+    def tile_jvp(
         self, tile: Tile, q: Tensor, k: Tensor, at: Sequence[Tensor], moves: Sequence[Tensor | None]
     ) -> Tensor:
         """The derivative of one tile along moves of its q, k, v alone, as in derivative.py."""
         block = tile.block(q, k)
         (q_t, k_t, v_t, *tensors), (dq, dk, dv, *_) = at, moves
-        call = self.with_tensors(tensors)
-        choice = _part(call.choice, block)
-        log_prior = None if call.prior is None else call.prior.dense(block, q_t.dtype)
-        z = cap(score(q_t, k_t, 1.0), self.softcap)
+        spec = self.spec.with_tensors(tensors)
+        choice = select(spec.choice, tile.batch, tile.heads, tile.rows)
+        log_prior = None if spec.prior is None else spec.prior.dense(block, q_t.dtype)
+        z = cap(score(q_t, k_t, 1.0), spec.softcap)
         p = choice.weights(z, log_prior)
         terms = [] if dv is None else [mix(p, dv)]
         dz = [] if dq is None else [score(dq, k_t, 1.0)]
         dz += [] if dk is None else [score(q_t, dk, 1.0)]
         if dz:
-            move, slope = sum(dz[1:], dz[0]), cap_slope(z, self.softcap)
+            move, slope = sum(dz[1:], dz[0]), cap_slope(z, spec.softcap)
             move = move if slope is None else move * slope
             terms.append(mix(choice.jacobian_product(p, move), v_t))
         return sum(terms[1:], terms[0])
 
-    def pulled(self, tile: Tile, q: Tensor, k: Tensor, count: int) -> Function:
+    def tile_vjp(self, tile: Tile, q: Tensor, k: Tensor, count: int) -> Function:
         """The first ``count`` gradients of one tile, as a differentiable function of g as well."""
-        piece = self.one(tile, q, k)
+        outputs = self.tile(tile, q, k)
 
-        def back(g: Tensor, *at: Tensor) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = vjp(piece, *at)[1](g)
-            return found[:count]
+        def gradients(g: Tensor, *at: Tensor) -> tuple[Tensor, ...]:
+            everything: tuple[Tensor, ...] = vjp(outputs, *at)[1](g)
+            return everything[:count]
 
-        return back
+        return gradients
 
-    def _dropped(self, p: Tensor, block: Block) -> Tensor:
+    def _with_dropout(self, p: Tensor, block: Block) -> Tensor:
         if not self.dropout:
             return p
         if self.seed is None:  # traced: nothing is computed twice, so nothing has to agree
@@ -211,25 +185,24 @@ class Call:
 
 
 class _Attend(torch.autograd.Function):
-    """(o, nu) from q, k, v and the tensors of the call."""
+    """(o, nu) from q, k, v and the tensors of the spec."""
 
     @staticmethod
-    def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Any:
-        call = call.with_tensors(tensors)
-        alpha = None if call.dropout else exponent(call.choice)
+    def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Any:
+        spec = call.spec.with_tensors(tensors)
+        alpha = None if call.dropout else exponent(spec.choice)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         nu = q.new_empty((0,) if alpha is None else (*q.shape[:3], 1))
-        cut = tiles(q, k, call.prior)
-        log_prior = _LogPrior(call.prior, q, k)
-        for tile in cut:
-            q_t, k_t, v_t = tile.queries(q), tile.items(k), tile.items(v)
-            if alpha is None:
-                tile.queries(out).copy_(call.one(tile, q, k)(q_t, k_t, v_t, *tensors))
-                continue
-            x = log_prior.add_(cap(score(q_t, k_t, 1.0), call.softcap), tile)
-            p, found = solve_rows_(x, call.choice, alpha)
-            tile.queries(out).copy_(mix(p, v_t))
-            tile.queries(nu).copy_(found)
+        if alpha is None:
+            for tile in tiles(q, k, spec.prior):
+                at = _parts(tile, (q, k, v))
+                tile.queries(out).copy_(call.tile(tile, q, k)(*at, *tensors))
+            return out, nu
+        for scored in score_tiles(q, k, spec):
+            tile = scored.tile
+            p, nu_t = solve_rows_(scored.add_log_prior_(), spec.choice, alpha)
+            tile.queries(out).copy_(mix(p, tile.items(v)))
+            tile.queries(nu).copy_(nu_t)
         return out, nu
 
     @staticmethod
@@ -243,44 +216,46 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, _: Tensor | None) -> Any:
         learns = any(ctx.needs_input_grad[4:])
-        found = _Reverse.apply(ctx.call, learns, g, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return None, *found, *((None,) * (len(ctx.needs_input_grad) - 1 - len(found)))
+        with without_autocast(g):
+            grads = _Reverse.apply(ctx.call, learns, g, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, *grads, *((None,) * (len(ctx.needs_input_grad) - 1 - len(grads)))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *moves: Tensor | None) -> tuple[Tensor, None]:
         _, _, q, k, v, *tensors = ctx.saved_tensors
-        cut = tiles(q, k, ctx.call.prior)
+        cut = tiles(q, k, ctx.call.spec.prior)
 
         def pieces() -> Iterator[Tensor]:
             for tile in cut:
-                at, move = ((*_apart(tile, xs[:3]), *xs[3:]) for xs in ((q, k, v, *tensors), moves))
+                at, move = ((*_parts(tile, xs[:3]), *xs[3:]) for xs in ((q, k, v, *tensors), moves))
                 if ctx.call.dropout or any(x is not None for x in moves[3:]):
-                    yield _tangent(ctx.call.one(tile, q, k), at, move)
+                    yield _jvp(ctx.call.tile(tile, q, k), at, move)
                 else:
-                    yield ctx.call.moved(tile, q, k, at, move)
+                    yield ctx.call.tile_jvp(tile, q, k, at, move)
 
-        return join_rows(cut, pieces()), None
+        with without_autocast(q):
+            return join_rows(cut, pieces()), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _each(_Attend, info.batch_size, in_dims, args)
+        return _vmap_by_element(_Attend, info.batch_size, in_dims, args)
 
 
 class _Reverse(torch.autograd.Function):
-    """The gradients of <g, o> in q, k, v and, if they learn, in the tensors of the call."""
+    """The gradients of <g, o> in q, k, v and, if they learn, in the tensors of the spec."""
 
     @staticmethod
-    def forward(call: Call, learns: bool, g: Tensor, out: Tensor, nu: Tensor, *at: Tensor) -> Any:
+    def forward(call: _Call, learns: bool, g: Tensor, out: Tensor, nu: Tensor, *at: Tensor) -> Any:
         q, k, v, *tensors = at
         if nu.numel() and not learns:
-            return _quick_reverse(call.with_tensors(tensors), g, out, nu, q, k, v)
-        cut = tiles(q, k, call.prior)
+            return _reverse_from_nu(call.spec.with_tensors(tensors), g, out, nu, q, k, v)
+        cut = tiles(q, k, call.spec.prior)
         count = len(at) if learns else 3
-        found = (
-            call.pulled(tile, q, k, count)(tile.queries(g), *_apart(tile, at[:3]), *tensors)
+        grads = (
+            call.tile_vjp(tile, q, k, count)(tile.queries(g), *_parts(tile, at[:3]), *tensors)
             for tile in cut
         )
-        return join_gradients(cut, found, k.shape[2])
+        return join_gradients(cut, grads, k.shape[2])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -292,58 +267,58 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *seeds: Tensor) -> Any:
         g, _, _, q, k, v, *tensors = ctx.saved_tensors
-        cut = tiles(q, k, ctx.call.prior)
+        cut = tiles(q, k, ctx.call.spec.prior)
         of_g: list[Tensor] = []
 
-        def found() -> Iterator[Sequence[Tensor]]:
+        def pieces() -> Iterator[Sequence[Tensor]]:
             for tile in cut:
-                at = (tile.queries(g), *_apart(tile, (q, k, v)), *tensors)
-                seed = (*_apart(tile, seeds[:3]), *seeds[3:])
-                one, *rest = vjp(ctx.call.pulled(tile, q, k, ctx.count), *at)[1](seed)
-                of_g.append(one)
+                at = (tile.queries(g), *_parts(tile, (q, k, v)), *tensors)
+                seed = (*_parts(tile, seeds[:3]), *seeds[3:])
+                first, *rest = vjp(ctx.call.tile_vjp(tile, q, k, ctx.count), *at)[1](seed)
+                of_g.append(first)
                 yield rest
 
-        second = join_gradients(cut, found(), k.shape[2])
-        return None, None, join_rows(cut, of_g), None, None, *second
+        with without_autocast(g):
+            second = join_gradients(cut, pieces(), k.shape[2])
+            return None, None, join_rows(cut, of_g), None, None, *second
 
     @staticmethod
     def jvp(ctx: Any, _call: None, _learns: None, *moves: Tensor | None) -> Any:
         g, _, _, q, k, v, *tensors = ctx.saved_tensors
         dg, _, _, dq, dk, dv, *rest = moves
-        cut = tiles(q, k, ctx.call.prior)
+        cut = tiles(q, k, ctx.call.spec.prior)
 
-        def found() -> Iterator[Sequence[Tensor]]:
+        def pieces() -> Iterator[Sequence[Tensor]]:
             for tile in cut:
-                at = (tile.queries(g), *_apart(tile, (q, k, v)), *tensors)
+                at = (tile.queries(g), *_parts(tile, (q, k, v)), *tensors)
                 first = None if dg is None else tile.queries(dg)
-                move = (first, *_apart(tile, (dq, dk, dv)), *rest)
-                yield _tangent(ctx.call.pulled(tile, q, k, ctx.count), at, move)
+                move = (first, *_parts(tile, (dq, dk, dv)), *rest)
+                yield _jvp(ctx.call.tile_vjp(tile, q, k, ctx.count), at, move)
 
-        return join_gradients(cut, found(), k.shape[2])
+        with without_autocast(g):
+            return join_gradients(cut, pieces(), k.shape[2])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _each(_Reverse, info.batch_size, in_dims, args)
+        return _vmap_by_element(_Reverse, info.batch_size, in_dims, args)
 
 
-def _quick_reverse(
-    call: Call, g: Tensor, out: Tensor, nu: Tensor, q: Tensor, k: Tensor, v: Tensor
+def _reverse_from_nu(
+    spec: AttentionSpec, g: Tensor, out: Tensor, nu: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in q, k, v with every large tensor written in place."""
-    alpha = exponent(call.choice)
+    alpha = exponent(spec.choice)
     assert alpha is not None
     rise = 1.0 if alpha == 1.0 else alpha - 1.0
+    softcap = None if spec.softcap is None else rise * spec.softcap
     gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    log_prior = _LogPrior(call.prior, q, k)
-    for tile in tiles(q, k, call.prior):
+    for scored in score_tiles(q, k, replace(spec, scale=rise, softcap=softcap)):
+        tile = scored.tile
         q_t, k_t, v_t, g_t = tile.queries(q), tile.items(k), tile.items(v), tile.queries(g)
-        z, slope = score(q_t, k_t, rise), None
-        if call.softcap is not None:
-            z = cap(z, rise * call.softcap)
-            slope = cap_slope(z, rise * call.softcap)
-        y = log_prior.add_(z, tile, rise)
+        slope = cap_slope(scored.z, softcap)
+        y = scored.add_log_prior_(rise)
         p, s = recompute_rows_(y, tile.queries(nu), alpha, torch.empty_like(y))
-        _add_pulled_(tile.items(gv), p, g_t)
+        _add_mixed_(tile.items(gv), p, g_t)
         gx = mix(g_t, v_t.mT)  # the gradient of the weights, about to become that of the scores
         if alpha == 1.0:  # sum_j p_j <g, v_j> = <g, o>
             mean = torch.linalg.vecdot(g_t, tile.queries(out)).unsqueeze(-1)
@@ -354,53 +329,12 @@ def _quick_reverse(
         if slope is not None:
             gx.mul_(slope)
         tile.queries(gq).copy_(mix(gx, k_t))
-        _add_pulled_(tile.items(gk), gx, q_t)
+        _add_mixed_(tile.items(gk), gx, q_t)
     return gq, gk, gv
 
 
-class _LogPrior:
-    """Adds log u to tiles of scores in place, only where it is not 0; remembers the last one."""
-
-    def __init__(self, prior: Prior | None, q: Tensor, k: Tensor) -> None:
-        self.prior, self.q, self.k = prior, q, k
-        self.last: tuple[object, Tensor] | None = None
-
-    def add_(self, x: Tensor, tile: Tile, factor: float = 1.0) -> Tensor:
-        """x (b, h, t, s) with factor * log u added."""
-        if self.prior is None:
-            return x
-        T, S = self.q.shape[2], self.k.shape[2]
-        rows, keys = tile.rows, tile.keys
-        low, high = self.prior.zero_range(rows.start + S - T, rows.stop - 1 + S - T, S)
-        low, high = max(low, keys.start), min(high, keys.stop)
-        sides = [keys] if low >= high else [slice(keys.start, low), slice(high, keys.stop)]
-        for side in sides:
-            if side.start < side.stop:
-                log_u = self._dense(tile._replace(keys=side))
-                there = x[..., side.start - keys.start : side.stop - keys.start]
-                there.add_(log_u, alpha=factor)
-        return x
-
-    def _dense(self, tile: Tile) -> Tensor:
-        assert self.prior is not None
-        where = (tile.rows.start, tile.rows.stop, tile.keys.start, tile.keys.stop)
-        if self.last is not None and self.last[0] == where:
-            return self.last[1]
-        log_u = self.prior.dense(tile.block(self.q, self.k), self.q.dtype)
-        if not self.prior.varies():
-            self.last = where, log_u  # every head of every sequence has the same
-        return log_u
-
-
-def _part(choice: Choice, block: Block) -> Choice:
-    """The map for a tile: an alpha that differs between rows is cut with them."""
-    if isinstance(choice, Entmax) and isinstance(choice.alpha, Tensor) and choice.alpha.dim():
-        alpha = choice.alpha[(None,) * (4 - choice.alpha.dim())]
-        return replace(choice, alpha=block.cut(alpha))
-    return choice
-
-
-def _apart(tile: Tile, qkv: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
+def _parts(tile: Tile, qkv: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
+    """The parts of q, k, v in a tile; None stays None."""
     q, k, v = qkv
     return (
         None if q is None else tile.queries(q),
@@ -409,7 +343,7 @@ def _apart(tile: Tile, qkv: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
     )
 
 
-def _tangent(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) -> Any:
+def _jvp(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) -> Any:
     """The derivative of f at ``at`` along the moves that are not None.
 
     J dx is the gradient of <J^T u, dx> in u: two reverse products, since torch cannot begin a
@@ -428,7 +362,9 @@ def _tangent(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) 
     return push(tuple(moves[i] for i in moving))[0]
 
 
-def _each(function: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
+def _vmap_by_element(
+    function: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> Any:
     """A vmap rule: one element after another, then stacked."""
     outs = [
         function.apply(
@@ -440,7 +376,7 @@ def _each(function: Any, size: int, in_dims: Sequence[int | None], args: Sequenc
     return stacked, (0,) * len(stacked)
 
 
-def _add_pulled_(into: Tensor, p: Tensor, g: Tensor) -> None:
+def _add_mixed_(into: Tensor, p: Tensor, g: Tensor) -> None:
     """into += p^T g over the heads of each group: (b, g, s, E), (b, h, t, s), (b, h, t, E)."""
     b, G, S, E = into.shape
     left = p.reshape(b * G, -1, S).mT

@@ -1,7 +1,7 @@
-"""The derivative of attention, written out in both directions.
+"""The derivative of attention and of self-attention, written out in both directions.
 
-Forward. When q, k, v move by dq, dk, dv, with z = scale q k^T, p the weights and J the derivative
-of the choice in its scores,
+**Forward.** When q, k, v move by dq, dk, dv, with z = scale q k^T, p the weights and J the
+derivative of the choice in its scores,
 
     dz = scale (dq k^T + q dk^T)                         times 1 - (z / c)^2 if capped at c
     do = (J dz) v  +  p dv
@@ -10,44 +10,42 @@ of the choice in its scores,
 Autograd gives the same sum; this form keeps its two causes apart, which is what
 fenchel.sensitivity bounds one at a time.
 
-Reverse. For a gradient g of the outputs (the same J, since it is symmetric),
+**Reverse.** For a gradient g of the outputs (the same J, since it is symmetric),
 
     gv = p^T g        gp = g v^T        gz = J gp        gq = scale gz k        gk = scale gz^T q
 
-Rows of gz sum to zero: a common shift of the scores does nothing. Shapes as in ``attend``; p, dz
+Rows of gz sum to zero: a common shift of the scores changes nothing. Shapes as in ``attend``; p, dz
 and gz are (B, H, T, S).
 
-Self-attention as a map of one sequence X to another, and the ways back from it.
+**Self-attention** as a map of one sequence X to another:
 
     q = X W_Q,   k = X W_K,   v = X W_V
     Att(X) = p(P) X W_V,      P = X A X^T,      A = W_Q W_K^T / sqrt(D)
 
-X is (..., N, M), one row a token; W_Q and W_K are (M, D), W_V is (M, E). p acts on rows. The scale
-belongs to the head width D, not to M.
-
-For R of the shape of Att(X), the gradient of <R, Att(X)> follows from that of attention,
+X is (..., N, M), one row per token; W_Q and W_K are (M, D), W_V is (M, E). p acts on rows. The
+scale belongs to the head width D, not to M. For R of the shape of Att(X), the gradient of
+<R, Att(X)> follows from that of attention,
 
     gX = gq W_Q^T + gk W_K^T + gv W_V^T,     gW_Q = X^T gq,   gW_K = X^T gk,   gW_V = X^T gv
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 from torch import Tensor
 
 from fenchel.attention.attend import attend
-from fenchel.attention.prior import Prior
-from fenchel.attention.reference import cap, cap_slope, log_prior, mix, mix_transposed, score
+from fenchel.attention.reference import cap_slope, logits, mix, mix_transposed, score
 from fenchel.attention.shapes import check, four_axes
-from fenchel.choice import Choice, Softmax
+from fenchel.attention.spec import AttentionKeywords, AttentionSpec
 
 
 class Move(NamedTuple):
     """A first-order change of the output, split by cause; each is (B, H, T, E)."""
 
     choosing: Tensor
-    """What changes because queries choose otherwise among the keys."""
+    """The part caused by the weights changing."""
     values: Tensor
-    """What changes because the chosen values move."""
+    """The part caused by the values changing under fixed weights."""
 
     @property
     def total(self) -> Tensor:
@@ -56,91 +54,15 @@ class Move(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The way back through attention, every step of it."""
+    """The gradients of <g, attend(q, k, v)>."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     weights: Tensor
+    """(B, H, T, S)."""
     scores: Tensor
-
-
-def attend_jvp(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
-    *,
-    choice: Choice,
-    prior: Prior | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Move:
-    """How the outputs move when q, k, v move by ``moves``; None stands still."""
-    for x, dx in zip(qkv, moves, strict=True):
-        if dx is not None and dx.shape != x.shape:
-            raise ValueError(
-                f"a move has the shape of what moves; got {tuple(dx.shape)} for {tuple(x.shape)}."
-            )
-    q, k, v, scale, axes = _ready(qkv, scale)
-    dq, dk, dv = (None if dx is None else four_axes(dx) for dx in moves)
-    z = cap(score(q, k, scale), softcap)
-    p = choice.weights(z, log_prior(prior, z))
-    dz = z.new_zeros(()).expand_as(z)
-    if dq is not None:
-        dz = dz + score(dq, k, scale)
-    if dk is not None:
-        dz = dz + score(q, dk, scale)
-    if (slope := cap_slope(z, softcap)) is not None:
-        dz = dz * slope
-    choosing = mix(choice.jacobian_product(p, dz), v)
-    values = choosing.new_zeros(choosing.shape) if dv is None else mix(p, dv)
-    return Move(
-        choosing.reshape(*axes, *values.shape[-2:]), values.reshape(*axes, *values.shape[-2:])
-    )
-
-
-def attend_vjp(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    g: Tensor,
-    *,
-    choice: Choice,
-    prior: Prior | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Gradients:
-    """The gradients of <g, attend(q, k, v)>, with those of the weights and the scores between."""
-    q, k, v, scale, axes = _ready(qkv, scale)
-    G = k.shape[1]
-    z = cap(score(q, k, scale), softcap)
-    p = choice.weights(z, log_prior(prior, z))
-    wide = four_axes(g).to(p.dtype)
-    gp = mix(wide, v.to(p.dtype).transpose(-1, -2))
-    gz = choice.jacobian_product(p, gp)
-    slope = cap_slope(z, softcap)
-    gs = gz if slope is None else gz * slope  # of the scores before they were capped
-    found = (
-        scale * mix(gs, k.to(p.dtype)),
-        scale * mix_transposed(gs, q.to(p.dtype), G),
-        mix_transposed(p, wide, G),
-    )
-    gq, gk, gv = (x.to(y.dtype).reshape(y.shape) for x, y in zip(found, qkv, strict=True))
-    weights, scores = (x.reshape(*axes, *x.shape[-2:]) for x in (gp, gz))
-    return Gradients(gq, gk, gv, weights, scores)
-
-
-def _ready(
-    qkv: tuple[Tensor, Tensor, Tensor], scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, float, tuple[int, ...]]:
-    q, k, v = qkv
-    check(q, k, v)
-    if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(
-            f"q and k must hold the same batch; got {tuple(q.shape)}, {tuple(k.shape)}."
-        )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return four_axes(q), four_axes(k), four_axes(v), scale, tuple(q.shape[:-2])
-
-
-_SOFTMAX = Softmax()
+    """(B, H, T, S), after the soft cap."""
 
 
 class SelfGradients(NamedTuple):
@@ -152,37 +74,105 @@ class SelfGradients(NamedTuple):
     W_V: Tensor
 
 
+def attend_jvp(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    **spec: Unpack[AttentionKeywords],
+) -> Move:
+    """The derivative of ``attend(q, k, v, **spec)`` along ``moves``; None is a move of 0.
+
+    >>> import torch
+    >>> q = torch.eye(2).view(1, 1, 2, 2)
+    >>> attend_jvp((q, q, q), (None, None, q), scale=0.0).total[0, 0]
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
+    """
+    for x, dx in zip(qkv, moves, strict=True):
+        if dx is not None and dx.shape != x.shape:
+            raise ValueError(
+                f"a move has the shape of what moves; got {tuple(dx.shape)} for {tuple(x.shape)}."
+            )
+    call = AttentionSpec(**spec)
+    q, k, v = _four_axes(*qkv)
+    axes, scale = qkv[0].shape[:-2], call.scale_for(q.shape[-1])
+    dq, dk, dv = (None if dx is None else four_axes(dx) for dx in moves)
+    z, log_u = logits(q, k, call)
+    p = call.choice.weights(z, log_u)
+    dz = z.new_zeros(()).expand_as(z)
+    if dq is not None:
+        dz = dz + score(dq, k, scale)
+    if dk is not None:
+        dz = dz + score(q, dk, scale)
+    if (slope := cap_slope(z, call.softcap)) is not None:
+        dz = dz * slope
+    choosing = mix(call.choice.jacobian_product(p, dz), v)
+    values = choosing.new_zeros(choosing.shape) if dv is None else mix(p, dv)
+    return Move(
+        choosing.reshape(*axes, *values.shape[-2:]), values.reshape(*axes, *values.shape[-2:])
+    )
+
+
+def attend_vjp(
+    qkv: tuple[Tensor, Tensor, Tensor], g: Tensor, **spec: Unpack[AttentionKeywords]
+) -> Gradients:
+    """The gradients of <g, attend(q, k, v, **spec)>, with those of the weights and the scores."""
+    call = AttentionSpec(**spec)
+    q, k, v = _four_axes(*qkv)
+    axes, scale, G = qkv[0].shape[:-2], call.scale_for(q.shape[-1]), k.shape[1]
+    z, log_u = logits(q, k, call)
+    p = call.choice.weights(z, log_u)
+    wide = four_axes(g).to(p.dtype)
+    gp = mix(wide, v.to(p.dtype).transpose(-1, -2))
+    gz = call.choice.jacobian_product(p, gp)
+    slope = cap_slope(z, call.softcap)
+    gs = gz if slope is None else gz * slope  # of the scores before the cap
+    grads = (
+        scale * mix(gs, k.to(p.dtype)),
+        scale * mix_transposed(gs, q.to(p.dtype), G),
+        mix_transposed(p, wide, G),
+    )
+    gq, gk, gv = (x.to(y.dtype).reshape(y.shape) for x, y in zip(grads, qkv, strict=True))
+    weights, scores = (x.reshape(*axes, *x.shape[-2:]) for x in (gp, gz))
+    return Gradients(gq, gk, gv, weights, scores)
+
+
 def self_attention(
     X: Tensor,
     W_Q: Tensor,
     W_K: Tensor,
     W_V: Tensor,
     *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
     backend: str = "auto",
+    **spec: Unpack[AttentionKeywords],
 ) -> Tensor:
-    """Att(X): (..., N, M) -> (..., N, E); one head, so that a prior sees H = 1."""
+    """Att(X): (..., N, M) -> (..., N, E); one head, so a prior is called with H = 1.
+
+    >>> import torch
+    >>> X = torch.eye(2)
+    >>> self_attention(X, X, X, X, scale=0.0)
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
+    """
     q, k, v = ((X @ W).unsqueeze(-3) for W in (W_Q, W_K, W_V))
-    return attend(q, k, v, choice=choice, prior=prior, scale=scale, backend=backend).squeeze(-3)
+    return attend(q, k, v, **spec, backend=backend).squeeze(-3)
 
 
 def self_attention_vjp(
-    X: Tensor,
-    W_Q: Tensor,
-    W_K: Tensor,
-    W_V: Tensor,
-    R: Tensor,
-    *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
+    X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, R: Tensor, **spec: Unpack[AttentionKeywords]
 ) -> SelfGradients:
     """The gradients of <R, Att(X)> in closed form; weights get the sum over leading axes."""
     qkv = ((X @ W_Q).unsqueeze(-3), (X @ W_K).unsqueeze(-3), (X @ W_V).unsqueeze(-3))
-    back = attend_vjp(qkv, R.unsqueeze(-3), choice=choice, prior=prior, scale=scale)
-    gq, gk, gv = (g.squeeze(-3) for g in (back.q, back.k, back.v))
+    grads = attend_vjp(qkv, R.unsqueeze(-3), **spec)
+    gq, gk, gv = (g.squeeze(-3) for g in (grads.q, grads.k, grads.v))
     rows = X.flatten(0, -2)
     gW_Q, gW_K, gW_V = (rows.mT @ g.flatten(0, -2) for g in (gq, gk, gv))
     return SelfGradients(gq @ W_Q.mT + gk @ W_K.mT + gv @ W_V.mT, gW_Q, gW_K, gW_V)
+
+
+def _four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    check(q, k, v)
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(
+            f"q and k must hold the same batch; got {tuple(q.shape)}, {tuple(k.shape)}."
+        )
+    return four_axes(q), four_axes(k), four_axes(v)

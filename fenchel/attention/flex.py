@@ -1,13 +1,15 @@
 """Softmax attention under any prior by FlexAttention, compiled.
 
-FlexAttention takes log u point by point, as fenchel/attention/prior.py writes it: ``admits``
+FlexAttention takes log u point by point, as fenchel/attention/prior.py defines it: ``admits``
 becomes the mask, from which whole blocks of keys are skipped, and ``bias`` is added to the score
 inside the kernel. So no prior is ever written out, and one that learns gets its gradient.
 
 Reverse derivative on a GPU, forward only on a CPU; torch raises on forward mode. The kernel is
-compiled at the first call of a process and again for a new kind of prior, which takes seconds;
-torch would give up after eight kinds and fall back to a dense square, so it is allowed more. Block
-masks of priors that carry no tensor are kept for the next call with the same lengths.
+compiled at the first call of a process, once more at the first change of length (from then on for
+any length), and for every new kind of prior, which takes seconds each time. Lengths enter the
+kernel as tensors wherever a prior computes with them, so that a new length compiles nothing. torch
+would give up after eight kinds and fall back to a dense square; the limit is raised. Block masks of
+priors that carry no tensor are kept for the next call with the same lengths.
 """
 
 from collections.abc import Callable
@@ -19,38 +21,32 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fenchel.attention.prior import Combined, Prior, ScoreIndex, Sum
-from fenchel.choice import Choice
+from fenchel.attention.spec import AttentionSpec
 
 _KINDS = 64
 _SMALL = {"BLOCK_M": 64, "BLOCK_N": 64} | dict.fromkeys(
     ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32
 )
-"""Tiles for a prior that learns: torch's own choice leaves it no room in shared memory."""
+"""Tiles for a prior that learns: with torch's own it does not fit into shared memory."""
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    choice: Choice,
-    prior: Prior | None,
-    scale: float,
-    dropout: float,
-    softcap: float | None = None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     assert not dropout
+    device = q.device
+    if torch.is_autocast_enabled(device.type):  # as torch's fused kernels do; flex does not
+        q, k, v = (x.to(torch.get_autocast_dtype(device.type)) for x in (q, k, v))
     B, H, T, S = *q.shape[:3], k.shape[2]
-    beta = choice.beta
-    capped = None if softcap is None else _capped(softcap, beta)
+    scale, beta, prior = spec.scale_for(q.shape[-1]), spec.choice.beta, spec.prior
+    capped = None if spec.softcap is None else _capped(spec.softcap, beta)
     if isinstance(beta, Tensor) and capped is None:  # a learned temperature must stay in the graph
         q, beta = q * beta.to(q.dtype), 1.0
     mask, biased = None, False
     if prior is not None:
-        prior = prior.with_tensors([x.float() for x in prior.tensors()]).with_tables(q.device)
-        biased = prior.bias(_probe(q, S)) is not None
-        mask = _mask(prior, B, H, T, S, q)
-    score = _score(prior if biased else None, capped, T, S)
+        prior = prior.with_tensors([x.float() for x in prior.tensors()]).with_tables(device)
+        biased = prior.bias(_probe(device, S)) is not None
+        mask = _mask(prior, B, H, T, S, device)
+    score = _score(prior if biased else None, capped, T, S, device)
     with torch._dynamo.config.patch(recompile_limit=_KINDS):
         out: Tensor = _compiled()(
             q,
@@ -84,50 +80,71 @@ def _capped(softcap: float, beta: float | Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _score(
-    prior: Prior | None, capped: Callable[[Tensor], Tensor] | None, T: int, S: int
+    prior: Prior | None,
+    capped: Callable[[Tensor], Tensor] | None,
+    T: int,
+    S: int,
+    device: torch.device,
 ) -> Callable[..., Tensor] | None:
-    """What happens to a score inside the kernel; None is nothing."""
+    """The score_mod of FlexAttention; None for the plain score."""
     if prior is None and capped is None:
         return None
+    offset, keys = _lengths(T, S, device)
 
     def score(z: Tensor, b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
         z = z if capped is None else capped(z)
-        bias = None if prior is None else prior.bias(ScoreIndex(b, h, t + (S - T), j, S))
+        bias = None if prior is None else prior.bias(ScoreIndex(b, h, t + offset, j, keys))
         return z if bias is None else z + bias
 
     return score
 
 
-def _mask(prior: Prior, B: int, H: int, T: int, S: int, q: Tensor) -> BlockMask | None:
+def _mask(prior: Prior, B: int, H: int, T: int, S: int, device: torch.device) -> BlockMask | None:
     parts = prior.parts if isinstance(prior, Sum) else (prior,)
-    parts = tuple(part for part in parts if part.admits(_probe(q, S)) is not None)
+    parts = tuple(part for part in parts if part.admits(_probe(device, S)) is not None)
     if not parts:
         return None
     masks = Sum(parts)
-    make = _kept_mask if all(map(_by_value, parts)) else _fresh_mask
-    return make(masks, B, H, T, S, q.device)
+    make = _cached_block_mask if all(map(_has_value_equality, parts)) else _block_mask
+    if not masks.varies():
+        return make(masks, None, None, T, S, device)
+    return make(masks, B, H, T, S, device)
 
 
-def _fresh_mask(prior: Prior, B: int, H: int, T: int, S: int, device: torch.device) -> BlockMask:
-    def open_(b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
-        seen = prior.admits(ScoreIndex(b, h, t + (S - T), j, S))
-        assert seen is not None
-        return seen
+def _block_mask(
+    prior: Prior, B: int | None, H: int | None, T: int, S: int, device: torch.device
+) -> BlockMask:
+    """Which blocks are open; B and H are None for a mask that is the same for all."""
+    offset, keys = _lengths(T, S, device)
 
-    batch, heads = (B, H) if prior.varies() else (None, None)
-    return create_block_mask(open_, batch, heads, T, S, device=str(device))
+    def admits(b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
+        open_ = prior.admits(ScoreIndex(b, h, t + offset, j, keys))
+        assert open_ is not None
+        return open_
+
+    return create_block_mask(admits, B, H, T, S, device=str(device))
 
 
-_kept_mask = lru_cache(maxsize=64)(_fresh_mask)
+_cached_block_mask = lru_cache(maxsize=64)(_block_mask)
 
 
-def _by_value(prior: Prior) -> bool:
-    """Whether equal priors compare equal, so that what was made for one serves the other."""
+def _has_value_equality(prior: Prior) -> bool:
+    """Whether equal priors compare equal, so that a mask made for one serves the other."""
     if isinstance(prior, Combined):
-        return all(map(_by_value, prior.parts))
+        return all(map(_has_value_equality, prior.parts))
     return type(prior).__eq__ is not object.__eq__
 
 
-def _probe(q: Tensor, S: int) -> ScoreIndex:
-    zero = torch.zeros((), dtype=torch.int64, device=q.device)
+def _lengths(T: int, S: int, device: torch.device) -> tuple[Any, Any]:
+    """(S - T, S) for a kernel: an offset of 0 as a number, all others as tensors."""
+    return _scalar(S - T, device) if S != T else 0, _scalar(S, device)
+
+
+@lru_cache(maxsize=1024)
+def _scalar(n: int, device: torch.device) -> Tensor:
+    return torch.tensor(n, device=device)
+
+
+def _probe(device: torch.device, S: int) -> ScoreIndex:
+    zero = _scalar(0, device)
     return ScoreIndex(zero, zero, zero, zero, S)

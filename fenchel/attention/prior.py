@@ -43,13 +43,18 @@ from torch import Tensor
 
 
 class ScoreIndex(NamedTuple):
-    """Where log u is asked for: integer tensors that broadcast, and the number of keys."""
+    """Entries of the scores: integer tensors that broadcast, and the number of keys."""
 
     b: Tensor
+    """Sequence."""
     h: Tensor
+    """Head."""
     i: Tensor
+    """Position of the query among the keys."""
     j: Tensor
+    """Key."""
     S: int
+    """Number of keys; a tensor inside FlexAttention, so that a new length compiles nothing."""
 
 
 class Block(NamedTuple):

@@ -1,38 +1,45 @@
 """Attention as it is defined: score the keys, choose among them, mix the values.
 
-    z = scale * q k^T                      (B, H, T, S)
-    z = c tanh(z / c)                      where scores are softly capped at c
+    s = scale * q k^T                      (B, H, T, S)
+    z = c tanh(s / c)                      with a soft cap c, else s
     p = choice.weights(z, log_prior)       each query's row on the simplex
     o = p v                                (B, H, T, E)
 
 Plain PyTorch, O(T S) memory, every map, every prior, every derivative. All other back ends are
 measured against this one. Half precision is widened to float32 for the scores and the weights and
 narrowed again at the end: a bfloat16 score of 1e4 would be off by 32. With grouped heads (G of k
-and v for H of q, H = R G) the R query heads of a group are laid under one another, so that keys
+and v for H of q, H = R G) the R query heads of a group are stacked along the rows, so that keys
 are never repeated.
+
+torch.autocast would narrow the products again. ``without_autocast`` switches it off around a block
+of code, and ``product`` for one matrix product and all its derivatives.
 """
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
 
 from fenchel.attention.prior import Prior
-from fenchel.choice import Choice
+from fenchel.attention.spec import AttentionSpec
+from fenchel.choice.base import plain
 
 
 def score(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """z = scale * q k^T: (B, H, T, D), (B, G, S, D) -> (B, H, T, S)."""
+    """s = scale * q k^T: (B, H, T, D), (B, G, S, D) -> (B, H, T, S)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return _grouped(q.to(wide) * scale, k.to(wide).transpose(-1, -2))
 
 
 def cap(z: Tensor, softcap: float | None) -> Tensor:
-    """c tanh(z / c), close to z while it is small and never beyond c; None leaves z alone."""
+    """c tanh(z / c), close to z while it is small and never beyond c; None returns z."""
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
 def cap_slope(capped: Tensor, softcap: float | None) -> Tensor | None:
-    """The derivative of ``cap`` where it gave ``capped``, 1 - (capped / c)^2; None is 1."""
+    """The derivative of ``cap`` where its value is ``capped``, 1 - (capped / c)^2; None is 1."""
     return None if softcap is None else 1.0 - (capped / softcap).square()
 
 
@@ -45,7 +52,8 @@ def mix_transposed(p: Tensor, g: Tensor, G: int) -> Tensor:
     """p^T g summed over the heads of a group: (B, H, T, S), (B, H, T, E) -> (B, G, S, E)."""
     B, H, T, S = p.shape
     R = H // G
-    return p.reshape(B, G, R * T, S).transpose(-1, -2) @ g.reshape(B, G, R * T, g.shape[-1])
+    rows = p.reshape(B, G, R * T, S).transpose(-1, -2)
+    return product(rows, g.reshape(B, G, R * T, g.shape[-1]))
 
 
 def log_prior(prior: Prior | None, z: Tensor) -> Tensor | None:
@@ -56,34 +64,81 @@ def log_prior(prior: Prior | None, z: Tensor) -> Tensor | None:
     return prior.log(T, S, B=B, H=H, device=z.device, dtype=z.dtype)
 
 
-def weights(
-    q: Tensor,
-    k: Tensor,
-    choice: Choice,
-    prior: Prior | None,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
+def logits(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+    """(z, log u) in float32 or better, z (B, H, T, S): what ``spec.choice`` chooses from."""
+    z = cap(score(q, k, spec.scale_for(q.shape[-1])), spec.softcap)
+    return z, log_prior(spec.prior, z)
+
+
+def weights(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
     """p, in float32 or better: (B, H, T, D), (B, G, S, D) -> (B, H, T, S)."""
-    z = cap(score(q, k, scale), softcap)
-    return choice.weights(z, log_prior(prior, z))
+    return spec.choice.weights(*logits(q, k, spec))
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    choice: Choice,
-    prior: Prior | None,
-    scale: float,
-    dropout: float,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """(outputs (B, H, T, E), weights (B, H, T, S)); dropped weights are those that were used."""
-    p = weights(q, k, choice, prior, scale, softcap)
+    """(outputs (B, H, T, E), weights (B, H, T, S)), the weights after dropout."""
+    p = weights(q, k, spec)
     if dropout:
         p = drop(p, dropout)
     return mix(p, v), p
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which torch.autocast does not narrow products on the device of x.
+
+    >>> x = torch.eye(2)
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16), without_autocast(x):
+    ...     (x @ x).dtype
+    torch.float32
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x y in their own dtype, also under torch.autocast, and so are its derivatives."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return torch.matmul(x, y)
+    if plain(x) and plain(y):
+        out: Tensor = _Product.apply(x, y)  # type: ignore[no-untyped-call]
+        return out
+    with without_autocast(x):
+        return torch.matmul(x, y)
+
+
+class _Product(torch.autograd.Function):
+    """x y, whose derivatives are ``product`` again.
+
+    Autograd computes the backward pass of a matrix product under the autocast state of whoever
+    calls backward, whatever it was in the forward pass.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        with without_autocast(x):
+            return torch.matmul(x, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return product(g, y.mT), product(x.mT, g)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> Tensor:
+        x, y = ctx.saved_tensors
+        terms = [] if dx is None else [product(dx, y)]
+        terms += [] if dy is None else [product(x, dy)]
+        return sum(terms[1:], terms[0])
 
 
 def _grouped(x: Tensor, y: Tensor) -> Tensor:
@@ -91,6 +146,6 @@ def _grouped(x: Tensor, y: Tensor) -> Tensor:
     B, H, T, M = x.shape
     G = y.shape[1]
     if G == H:
-        return torch.matmul(x, y)
+        return product(x, y)
     stacked = x.reshape(B, G, H // G * T, M)
-    return torch.matmul(stacked, y).view(B, H, T, y.shape[-1])
+    return product(stacked, y).view(B, H, T, y.shape[-1])

@@ -12,8 +12,8 @@ keys takes its four fields as keywords. It unpacks into them:
 ``AttentionCall`` adds the tensors: what a layer of a model computes in one forward pass.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
@@ -50,12 +50,45 @@ class AttentionSpec:
         """What multiplies q.k for heads of width D: ``scale``, or 1 / sqrt(D) where it is None."""
         return D**-0.5 if self.scale is None else self.scale
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the map, then those of the prior: what may learn beside q, k and v."""
+        return self.choice.tensors() + (() if self.prior is None else self.prior.tensors())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "AttentionSpec":
+        """The same with other tensors in place of ``tensors()``."""
+        if not tensors:
+            return self
+        own = len(self.choice.tensors())
+        choice, prior = self.choice.with_tensors(tensors[:own]), self.prior
+        if prior is not None:
+            prior = prior.with_tensors(tensors[own:])
+        return replace(self, choice=choice, prior=prior)
+
     def keys(self) -> Iterator[str]:
         """The names of the fields, so that ``**spec`` passes them as keywords."""
         yield from ("choice", "prior", "scale", "softcap")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+
+Index = slice | Tensor
+"""Some entries of an axis: a slice, or a tensor of whole numbers."""
+
+
+def select(choice: Choice, batch: Index, heads: Index, rows: Index) -> Choice:
+    """The map for some sequences, heads and rows of the scores (B, H, T, S).
+
+    Tensors of the map broadcast to the scores; each is cut along the axes on which it varies.
+    """
+    cut = []
+    for x in choice.tensors():
+        if x.dim():
+            x = x[(None,) * (4 - x.dim())]
+            for axis, index in enumerate((batch, heads, rows)):
+                x = x if x.shape[axis] == 1 else x[(slice(None),) * axis + (index,)]
+        cut.append(x)
+    return choice.with_tensors(cut)
 
 
 class AttentionCall(NamedTuple):

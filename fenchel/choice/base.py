@@ -25,6 +25,7 @@ precision comes in and goes out; between, everything is float32.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -149,6 +150,16 @@ class Choice(ABC):
             if isinstance(t, Tensor) and t.ndim > 0
         }
         return replace(self, **moved) if moved else self  # type: ignore[type-var]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The settings that are tensors, which may learn, in the order of the fields."""
+        return tuple(x for x in vars(self).values() if isinstance(x, Tensor))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        """The same map with other tensors in place of ``tensors()``."""
+        names = [name for name, x in vars(self).items() if isinstance(x, Tensor)]
+        changes = dict(zip(names, tensors, strict=True))
+        return replace(self, **changes) if changes else self  # type: ignore[type-var]
 
     def row_beta(self) -> float | Tensor:
         """beta without the axis of the choice, to go beside results of shape (...)."""

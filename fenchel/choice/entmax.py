@@ -69,6 +69,8 @@ def tsallis(x: Tensor, alpha: float | Tensor) -> Tensor:
     """The Tsallis choice for the scores x, differentiable: (..., K) -> (..., K)."""
     if x.shape[-1] == 0:
         return x
+    if (wide := float32_or_better(x)).dtype != x.dtype:
+        return tsallis(wide, alpha).to(x.dtype)
     if isinstance(alpha, Tensor):
         if alpha.ndim > 0 and alpha.shape[-1] != 1:
             raise ValueError(

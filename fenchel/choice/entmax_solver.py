@@ -50,7 +50,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fenchel.choice.base import FORBIDDEN
+from fenchel.choice.base import FORBIDDEN, float32_or_better
 
 _STEPS = 60  # falling needs 3 to 12; a row built to resist goes to ``bisect``
 
@@ -201,7 +201,9 @@ _FEW = 8  # one entry in so many may be near the largest for the narrow table to
 
 
 def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
-    """The weights for the scores x: (..., K) -> (..., K)."""
+    """The weights for the scores x, halves solved in float32: (..., K) -> (..., K)."""
+    if (wide := float32_or_better(x)).dtype != x.dtype:
+        return solve(wide, alpha).to(x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     weights = torch.zeros_like(rows)
     few = []

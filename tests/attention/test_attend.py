@@ -234,7 +234,7 @@ def test_serves_says_why_a_back_end_cannot(qkv: QKV) -> None:
     answer = serves(*qkv, choice=Entmax(1.5))
     assert answer["reference"] is None
     assert "Entmax" in (answer["sdpa"] or "")
-    with pytest.raises(ValueError, match="fused kernels know softmax, not Entmax"):
+    with pytest.raises(ValueError, match="fused kernels compute softmax, not Entmax"):
         attend(*qkv, choice=Entmax(1.5), backend="sdpa")
     with pytest.raises(ValueError, match="weights"):
         attend(*qkv, backend="sdpa", return_weights=True)
@@ -269,3 +269,11 @@ def test_other_arguments_that_do_not_fit_are_refused(qkv: QKV) -> None:
         attend(q, k, v, dropout=1.5)
     with pytest.raises(ValueError, match="3 lengths for 2"):
         attend(q, k, v, prior=Padding(torch.tensor([1, 2, 3])))
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", "sdpa", "auto"])
+def test_a_scale_of_zero_weighs_the_open_keys_evenly(backend: str, draw) -> None:
+    q, v = draw(1, 2, 4, 8), draw(1, 2, 4, 8)
+    means = v.cumsum(2) / torch.arange(1.0, 5.0)[:, None]
+    ours = attend(q, q, v, prior=Causal(), scale=0.0, backend=backend)
+    torch.testing.assert_close(ours, means.to(ours.dtype))

@@ -5,7 +5,6 @@ contract of its own. Tiles are made tiny, so that the blocked back end has many 
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
-from fenchel.attention import ALiBi, Causal, Dense, Padding, Prior, Window, attend, tiles
+from fenchel.attention import ALiBi, Causal, Dense, Padding, Prior, Window, attend, backends, tiles
 from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax
 
 B, H, T, S, D, E = 2, 6, 4, 7, 5, 3
@@ -56,7 +55,7 @@ every_prior = pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys(
 def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_CACHED", 50)
     monkeypatch.setattr(tiles, "_FEWEST_ROWS", 3)
-    monkeypatch.setattr(import_module("fenchel.attention.attend"), "_ONE_PIECE", 0)
+    monkeypatch.setattr(backends, "_ONE_PIECE", 0)
 
 
 def inputs(G: int = 3, T: int = T, S: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fenchel.attention import ALiBi, Causal, Dense, Padding, attend, attention_weights, measure
+from fenchel.attention import ALiBi, Causal, Dense, Padding, attend, attention_weights, tiles
 from fenchel.choice import Entmax, Softmax
 
 PRIORS = {
@@ -20,7 +20,8 @@ PRIORS = {
 def test_chosen_rows_and_heads_are_those_of_the_whole(
     qkv, choice, prior, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "_BLOCK", block)
+    monkeypatch.setattr(tiles, "_CACHED", block)
+    monkeypatch.setattr(tiles, "_FEWEST_ROWS", 1)
     q, k, v = qkv
     call = {"choice": choice, "prior": prior, "scale": 0.7}
     _, p = attend(q, k, v, **call, return_weights=True)

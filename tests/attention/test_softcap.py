@@ -1,7 +1,5 @@
 """Softly capped scores, c tanh(s / c): every back end, both directions, twice."""
 
-from importlib import import_module
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from fenchel.attention import (
     attend_jvp,
     attend_vjp,
     attention_weights,
+    backends,
     health,
     serves,
     tiles,
@@ -33,7 +32,7 @@ every_prior = pytest.mark.parametrize("prior", [None, Causal(), ALiBi(6) + Causa
 def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_CACHED", 50)
     monkeypatch.setattr(tiles, "_FEWEST_ROWS", 3)
-    monkeypatch.setattr(import_module("fenchel.attention.attend"), "_ONE_PIECE", 0)
+    monkeypatch.setattr(backends, "_ONE_PIECE", 0)
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, choice: Choice, prior: Prior | None) -> Tensor:

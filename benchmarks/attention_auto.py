@@ -1,0 +1,219 @@
+"""Whether ``backend="auto"`` picks the quickest back end: every back end that serves, beside it.
+
+A case is a prior (or a soft cap, or another map), a number of queries and keys, and a pass: forward
+alone, or forward and backward. All back ends that serve it and "auto" are timed in turn in one
+process (harness.py); a row gives the median milliseconds of each, the back end that auto picks and
+
+    auto / best      the median over rounds of auto's time by that of the quickest back end
+
+On a CPU: float32, 4 heads of 64. On a GPU: bfloat16, 16 heads of 64. At the end, the graphs that
+torch.compile made for ten lengths that were not seen before, per prior: 0 where nothing is
+compiled, and otherwise no more than one per kind of call.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
+
+from benchmarks.harness import race, record
+from fenchel.attention import (
+    ALiBi,
+    AttentionSpec,
+    Causal,
+    Padding,
+    RelativeBias,
+    Sink,
+    Window,
+    attend,
+    selected,
+    serves,
+)
+from fenchel.choice import Entmax
+
+THREADS = 2
+ROUNDS = 5
+PILOT = 0.02
+"""Seconds: calls quicker than this are repeated within a round."""
+
+
+class Machine(NamedTuple):
+    """What is measured on a kind of device."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    lengths: tuple[int, ...]
+    largest_square: int
+    """Scores above which the reference back end is left out: it writes all of them, in float32."""
+    budget: float
+    """Seconds after which no further case is begun."""
+
+
+CPU = Machine("cpu", torch.float32, 4, (64, 256, 1024, 4096), 1 << 26, 900.0)
+GPU = Machine("cuda", torch.bfloat16, 16, (256, 1024, 4096, 8192), 1 << 30, 300.0)
+WIDTH = 64
+
+
+class Case(NamedTuple):
+    """One kind of call: how queries choose, and how many of n are queries."""
+
+    spec: AttentionSpec
+    queries: Callable[[int], int] = lambda n: n
+
+
+def cases(machine: Machine, n: int) -> dict[str, Case]:
+    """Every kind of call, for n keys."""
+    H, device = machine.heads, machine.device
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(32, H, generator=generator).to(device)
+    padding = Padding(torch.tensor([n - n // 4], device=device))
+    window = Window(max(16, min(512, n // 8)))
+    return {
+        "none": Case(AttentionSpec()),
+        "causal": Case(AttentionSpec(prior=Causal())),
+        "causal, n/4 queries": Case(AttentionSpec(prior=Causal()), lambda n: n // 4),
+        "causal, 1 query": Case(AttentionSpec(prior=Causal()), lambda _: 1),
+        "window": Case(AttentionSpec(prior=window)),
+        "ALiBi + causal": Case(AttentionSpec(prior=ALiBi(H) + Causal())),
+        "relative bias, learned": Case(
+            AttentionSpec(prior=RelativeBias(table.requires_grad_()) + Causal())
+        ),
+        "padding + causal": Case(AttentionSpec(prior=padding + Causal())),
+        "sink + causal": Case(AttentionSpec(prior=Sink(torch.zeros(H, device=device), Causal()))),
+        "softcap + causal": Case(AttentionSpec(prior=Causal(), softcap=30.0)),
+        "entmax + causal": Case(AttentionSpec(choice=Entmax(1.5), prior=Causal())),
+    }
+
+
+def inputs(machine: Machine, T: int, S: int, train: bool) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, machine.heads, n, WIDTH) for n in (T, S, S, T)]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    placed = [x.to(machine.device, machine.dtype) for x in drawn]
+    return [*(x.requires_grad_(train) for x in placed[:3]), placed[3]]
+
+
+def call(spec: AttentionSpec, backend: str, at: list[Tensor], train: bool) -> Callable[[], Any]:
+    """One pass."""
+    q, k, v, g = at
+    learned = [] if spec.prior is None else [x for x in spec.prior.tensors() if x.requires_grad]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attend(q, k, v, **spec, backend=backend)
+
+    def both() -> Any:
+        out = attend(q, k, v, **spec, backend=backend)
+        return torch.autograd.grad(out, (q, k, v, *learned), g)
+
+    return both if train else forward
+
+
+def measure(machine: Machine, name: str, n: int, train: bool) -> dict[str, Any]:
+    """Milliseconds per call of every back end that serves, and of auto."""
+    case = cases(machine, n)[name]
+    T = max(1, case.queries(n))
+    at = inputs(machine, T, n, train)
+    q, k, v, _ = at
+    with torch.set_grad_enabled(train):
+        reasons, picked = serves(q, k, v, **case.spec), selected(q, k, v, **case.spec)
+    names = [backend for backend, reason in reasons.items() if reason is None]
+    if machine.heads * T * n > machine.largest_square:
+        names.remove("reference")
+    calls = {backend: call(case.spec, backend, at, train) for backend in (*names, "auto")}
+    for backend in list(calls):  # compiles what is compiled, at the first call
+        try:
+            calls[backend]()
+        except (TorchDynamoException, InductorError) as error:  # torch's compiler has its limits
+            if backend == "auto":
+                raise
+            print(f"  {backend} does not compile: {str(error).splitlines()[0][:90]}")
+            del calls[backend]
+            names.remove(backend)
+    started = time.perf_counter()
+    calls["auto"]()
+    _synchronize(machine)
+    repeats = max(1, min(50, int(PILOT / (time.perf_counter() - started))))
+
+    def repeated(f: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(repeats):
+                f()
+
+        return run
+
+    times = race({b: repeated(f) for b, f in calls.items()}, rounds=ROUNDS, warmup=1)
+    best = min(names, key=times.median)
+    return {
+        "case": name,
+        "queries": T,
+        "keys": n,
+        "pass": "forward+backward" if train else "forward",
+        "picked": picked,
+        "best": best,
+        "auto_by_best": 1.0 / times.ratio("auto", best),
+        **{f"{b}_ms": 1e3 * times.median(b) / repeats for b in calls},
+    }
+
+
+def graphs(machine: Machine, name: str) -> int:
+    """Graphs that torch.compile makes for auto over ten lengths, none of which came before."""
+    before = counters["stats"]["unique_graphs"]
+    train = machine.device == "cuda"
+    for step in range(10):
+        n = machine.lengths[-2] + 8 + 72 * step
+        case = cases(machine, n)[name]
+        at = inputs(machine, max(1, case.queries(n)), n, train)
+        call(case.spec, "auto", at, train)()
+    return int(counters["stats"]["unique_graphs"] - before)
+
+
+def _synchronize(machine: Machine) -> None:
+    if machine.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    machine = GPU if torch.cuda.is_available() else CPU
+    if machine is CPU:
+        torch.set_num_threads(THREADS)
+    began = time.perf_counter()
+    rows = []
+    for train in (False, True):
+        print("forward and backward" if train else "forward", flush=True)
+        for n in machine.lengths:
+            for name in cases(machine, n):
+                if time.perf_counter() - began > machine.budget:
+                    print(f"  n = {n}, {name}: left out, the time is up")
+                    continue
+                row = measure(machine, name, n, train)
+                rows.append(row)
+                times = "  ".join(
+                    f"{key[:-3]} {row[key]:.3f}" for key in row if key.endswith("_ms")
+                )
+                print(
+                    f"  {n:6d}  {name:24s}{row['picked']:>10s}  x {row['auto_by_best']:5.2f}"
+                    f"   ms: {times}",
+                    flush=True,
+                )
+    worst = max(rows, key=lambda row: row["auto_by_best"])
+    near = sum(row["auto_by_best"] <= 1.05 for row in rows)
+    print(
+        f"auto is within 5 % of the best in {near} of {len(rows)}; at worst x "
+        f"{worst['auto_by_best']:.2f}: {worst['case']}, {worst['keys']} keys, {worst['pass']}"
+    )
+    compiled = {name: graphs(machine, name) for name in cases(machine, 64)}
+    print("graphs compiled for ten new lengths:", compiled)
+    rows.append({"case": "graphs compiled for ten new lengths", **compiled})
+    print(f"written to {record(f'attention_auto_{machine.device}', rows)}")
+
+
+if __name__ == "__main__":
+    main()
