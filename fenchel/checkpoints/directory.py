@@ -1,17 +1,35 @@
-"""A Hugging Face directory: what is in it, known for certain before memory is taken for it.
+"""The guarded reader of checkpoint directories: every file, ours or foreign, passes through here.
 
-    config.json                     what the model is; ``model_type`` names its family
-    model.safetensors               its weights in one file, or
-    model.safetensors.index.json    {"weight_map": {tensor: file}} and the files it names
+    config.json                     settings; ``model_type`` names the family in a foreign directory
+    model.safetensors               the weights in one file, or
+    model.safetensors.index.json    {"weight_map": {tensor: file}} and the files that it names
     tokenizer.json, generation_config.json, ...
 
-Nobody has vouched for any of it. Only plain files that lie in the directory itself are opened:
-no path, no pipe, no pickle, and no code whatever a file asks for. No link either, but for those
-that a snapshot in the cache of Hugging Face consists of: from snapshots/REVISION to a file of the
-folder blobs beside snapshots, called by its checksum. Sizes are read from
-the headers (fenchel/checkpoints/safetensors_header.py) and compared with what the settings imply;
-only then is a tensor mapped. A mapped tensor is the file's own pages, shared and read when touched:
-a second copy exists only of what is changed afterwards.
+A directory is hostile until checked. Only regular files of the directory itself are opened: no
+path, no pipe, no pickle, and no code whatever a file asks for. Symbolic links are refused, except
+those of a snapshot in the Hugging Face cache: from snapshots/REVISION to a file of the folder
+blobs beside snapshots that is named by its checksum. Sizes are read from the headers
+(``safetensors_header``) and compared with what the settings imply; only then is a tensor mapped.
+A mapped tensor lives on the file's own pages, shared and read when touched, and is copied only
+where it is written to.
+
+The policies below hold for every reader: ``load``, ``convert`` and every command.
+
+| what is found | what happens |
+| --- | --- |
+| a run checkpoint of another format | refused (``run_checkpoint``) |
+| a run checkpoint that is damaged | skipped with a warning; the newest intact one is read |
+| ``auto_map`` in config.json | a warning; the code is never run, the built-in class is used |
+| a pickle beside safetensors | ignored |
+| a pickle instead of safetensors | refused |
+| an index beside model.safetensors | ignored; the single file is read |
+| no tokenizer.json | refused where text is read; ``load_model`` needs none |
+| a tokenizer with more ids than the vocabulary | refused |
+| nan or inf among the weights | refused by tensor name |
+| quantised weights | refused |
+| a size out of range, more layers than tensors | refused before a module is built |
+| a missing, extra or misshapen tensor | refused by name |
+| an unknown key of config.json | a warning that names it |
 """
 
 import os
@@ -26,23 +44,35 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from fenchel.checkpoints.safetensors_header import TensorEntry, read_header
+from fenchel.data import load_tokenizer
 from fenchel.files import Damaged, Notice, printable, read_json
+from fenchel.model.config import LARGEST
 from fenchel.model.families.config_reader import CONFIG
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
-_LIMITS = {CONFIG: 2**20, INDEX: 8 * 2**20, TOKENIZER: 48 * 2**20}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Dtypes that weights may have, by the names that safetensors gives them."""
+_BYTES = {CONFIG: 2**20, INDEX: 8 * 2**20, TOKENIZER: 48 * 2**20}
 _SEPARATORS = 3 * 2**20  # of a JSON file: a value costs up to 150 bytes, the largest in use has 2M
 _SHARDS = 1000
 _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_SIZES = ("vocab_size", "hidden_size", "n_embd", "num_attention_heads", "n_head")
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor lies, and what the header there says of it."""
+    """The file that holds a tensor, its name there, and its entry in the header."""
 
     file: Path
     name: str
@@ -50,58 +80,106 @@ class TensorLocation(NamedTuple):
 
 
 class CheckpointDirectory(NamedTuple):
-    """A directory whose settings were parsed and whose headers were verified."""
+    """A directory whose settings are parsed and whose headers are verified; no weight is read."""
 
     path: Path
     config: dict[str, Any]
+    """config.json."""
     tensors: dict[str, TensorLocation]
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.resolve().name
+
+    @property
+    def config_path(self) -> Path:
+        """Where config.json is, for messages."""
+        return self.path / CONFIG
+
+    @property
+    def model_type(self) -> str:
+        """The family that config.json names; empty in a checkpoint of a run."""
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def architecture(self) -> str | None:
+        """The transformers class that wrote the directory, such as "GPT2LMHeadModel", if given."""
+        names = self.config.get("architectures")
+        first = names[0] if isinstance(names, list) and names else None
+        return first if isinstance(first, str) else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most of the weights."""
+        numbers: Counter[str] = Counter()
+        for _, _, entry in self.tensors.values():
+            numbers[entry.dtype] += entry.bytes if entry.dtype in DTYPES else 0
+        return DTYPES[max(numbers, key=lambda dtype: numbers[dtype])]
 
 
 def open_directory(path: Path) -> CheckpointDirectory:
-    """Settings and tensor table of a directory; no weight is read."""
-    config = read_config(path)
-    if has_file(path, WEIGHTS):
-        shards = {WEIGHTS: read_header(regular_file(path, WEIGHTS))}
-    elif has_file(path, INDEX):
-        shards = _indexed(path)
-    else:
-        raise ValueError(_no_weights(path))
-    tensors = {
-        name: TensorLocation(path / file, name, entry)
-        for file, entries in shards.items()
-        for name, entry in entries.items()
-    }
-    return CheckpointDirectory(path, config, tensors)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json as plain values; code that it asks for is named and never run."""
+    """Settings and tensor table of a Hugging Face directory."""
     config = read_bounded_json(path, CONFIG)
-    if not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{path / CONFIG} has no model_type, which would say what the model is.")
+    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
+        raise ValueError(f"{path / CONFIG} has no model_type, which names the family of a model.")
     if "auto_map" in config:
         warnings.warn(
             f"{path / CONFIG} asks for code of its own (auto_map); fenchel never runs it.",
             Notice,
             stacklevel=2,
         )
-    return config
+    directory = CheckpointDirectory(path, config, read_headers(path))
+    _require_floating_point(directory)
+    _require_sizes(directory)
+    return directory
+
+
+def read_headers(path: Path) -> dict[str, TensorLocation]:
+    """Where every tensor of a directory is, from one file of weights or an index of several."""
+    if has_file(path, WEIGHTS):
+        shards = {WEIGHTS: read_header(regular_file(path, WEIGHTS))}
+    elif has_file(path, INDEX):
+        shards = _indexed_headers(path)
+    else:
+        raise ValueError(_no_weights(path))
+    return {
+        name: TensorLocation(path / file, name, entry)
+        for file, entries in shards.items()
+        for name, entry in entries.items()
+    }
+
+
+def read_tokenizer(path: Path, vocabulary: int | None = None) -> Tokenizer:
+    """tokenizer.json of a directory; refused if it has more ids than ``vocabulary``."""
+    if not has_file(path, TOKENIZER):
+        raise ValueError(
+            f"{path} holds no {TOKENIZER}; save the model's fast tokenizer there "
+            "(fenchel.checkpoints.load_model reads the weights alone)."
+        )
+    tokenizer = load_tokenizer(bounded_json_file(path, TOKENIZER))
+    if vocabulary is not None and (size := tokenizer.get_vocab_size()) > vocabulary:
+        raise ValueError(
+            f"{path / TOKENIZER} has {size} ids and the vocabulary of the model {vocabulary}; "
+            "it is not the tokenizer of this model."
+        )
+    return tokenizer
 
 
 def read_bounded_json(path: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the directory, once its size and its number of values are bounded."""
+    """A JSON object of the directory, after its size and its number of values are bounded."""
     return read_json(bounded_json_file(path, name))
 
 
 def has_file(path: Path, name: str) -> bool:
-    """Whether anything by this name is there, be it a link to nowhere."""
+    """Whether the directory has an entry of this name, a dangling link included."""
     return os.path.lexists(path / name)
 
 
 def bounded_json_file(path: Path, name: str) -> Path:
-    """``regular_file``, if it is also one that parsing as JSON does not make into gigabytes."""
+    """``regular_file``, refused if parsing it as JSON would take gigabytes."""
     file = regular_file(path, name)
-    limit = _LIMITS.get(name, 2**20)
+    limit = _BYTES.get(name, 2**20)
     if (size := file.stat().st_size) > limit:
         raise Damaged(f"{file} has {size} bytes; more than {limit} is not read.")
     data = file.read_bytes()
@@ -111,10 +189,10 @@ def bounded_json_file(path: Path, name: str) -> Path:
 
 
 def regular_file(path: Path, name: str) -> Path:
-    """``path / name``, if that is a file lying in the directory itself, or what stands for it."""
-    if not name or Path(name).name != name or name[0] in ".~" or not _is_word(name):
+    """``path / name`` if it is a regular file of the directory, or the blob that it links to."""
+    if not name or Path(name).name != name or name[0] in ".~" or not _is_plain_name(name):
         raise Damaged(
-            f"{path} speaks of a file {printable(repr(name))}; "
+            f"{path} refers to a file {printable(repr(name))}; "
             "only plain names of files in the directory itself are opened."
         )
     file = path / name
@@ -123,54 +201,49 @@ def regular_file(path: Path, name: str) -> Path:
     except OSError as error:
         raise Damaged(f"{file} cannot be read ({error.strerror}).") from None
     if stat.S_ISLNK(mode):
-        if (blob := _blob(file)) is not None:
+        if (blob := _snapshot_blob(file)) is not None:
             return blob
         raise Damaged(
             f"{file} is a symbolic link out of the directory and is not followed; "
             "copy the directory with its links resolved (cp -rL)."
         )
     if not stat.S_ISREG(mode):
-        raise Damaged(f"{file} is not a plain file.")
+        raise Damaged(f"{file} is not a regular file.")
     return file
 
 
-def _blob(link: Path) -> Path | None:
-    """The plain file that a link of a snapshot stands for; None for any other link."""
+def _snapshot_blob(link: Path) -> Path | None:
+    """The regular file that a link of a snapshot refers to; None for any other link."""
     snapshots, target = link.parent.resolve().parent, os.readlink(link)
     if snapshots.name != "snapshots" or not _BLOB.fullmatch(target):
         return None
     blobs = snapshots.parent / "blobs"
     blob = blobs / Path(target).name
-    plain = blob.is_file() and not blob.is_symlink() and not blobs.is_symlink()
-    return blob if plain else None
+    regular = blob.is_file() and not blob.is_symlink() and not blobs.is_symlink()
+    return blob if regular else None
 
 
 @contextmanager
 def open_tensors(directory: CheckpointDirectory) -> Iterator["TensorReader"]:
-    """The tensors of a directory, each open_tensors when it is asked for."""
+    """The tensors of a directory by name, each mapped at its first use."""
     with ExitStack() as stack:
         yield TensorReader(directory, stack)
 
 
 class TensorReader:
-    """TensorReader by name; see ``open_tensors``."""
+    """Tensors by name; see ``open_tensors``."""
 
     def __init__(self, directory: CheckpointDirectory, stack: ExitStack) -> None:
         self._directory, self._stack = directory, stack
         self._files: dict[Path, Any] = {}
 
-    @property
-    def path(self) -> Path:
-        """The directory they lie in."""
-        return self._directory.path
-
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor on the file's own pages; changing it leaves the file alone."""
-        file, there, entry = self._directory.tensors[name]
+        """A tensor on the file's own pages; writing to it does not change the file."""
+        file, stored_name, entry = self._directory.tensors[name]
         try:
             if file not in self._files:
                 self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            tensor: torch.Tensor = self._files[file].get_tensor(there)
+            tensor: torch.Tensor = self._files[file].get_tensor(stored_name)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{file} cannot be read ({printable(error)}).") from None
         if tuple(tensor.shape) != entry.shape:
@@ -178,51 +251,103 @@ class TensorReader:
         return tensor
 
 
-def _indexed(path: Path) -> dict[str, dict[str, TensorEntry]]:
-    """The headers of the files that an index names, once it is true to them."""
+def require_finite(tensor: torch.Tensor, name: str) -> None:
+    """Refuse nan and inf; one pass without a temporary of the tensor's size where all is well."""
+    if not tensor.numel():
+        return
+    low, high = tensor.aminmax()
+    if not bool(low.isfinite() and high.isfinite()):
+        count = int((~tensor.isfinite()).sum())
+        raise ValueError(f"{name} holds {count} values that are not finite.")
+
+
+def _require_floating_point(directory: CheckpointDirectory) -> None:
+    """Refuse quantised weights, and files without any floating-point tensor."""
+    if directory.config.get("quantization_config") is not None:
+        raise ValueError(
+            f"{directory.config_path}: quantization_config is a variant that fenchel does not "
+            "have; give the model in bfloat16 or float32."
+        )
+    dtypes = {location.entry.dtype for location in directory.tensors.values()}
+    for name, location in directory.tensors.items():
+        if location.entry.dtype.startswith("F8"):
+            raise ValueError(
+                f"{location.file}: {printable(name)} is of {location.entry.dtype}, and quantised "
+                "weights are not read; give the model in bfloat16 or float32."
+            )
+    if not dtypes & DTYPES.keys():
+        raise ValueError(f"{directory.path} holds no tensor of floating-point numbers.")
+
+
+def _require_sizes(directory: CheckpointDirectory) -> None:
+    """Refuse sizes that no model has, and more layers than there are tensors for.
+
+    Some families give a list of sizes, one per layer.
+    """
+    for key in _SIZES:
+        size = directory.config.get(key)
+        if size is None or isinstance(size, list):
+            continue
+        if type(size) is not int or not 0 < size <= LARGEST:
+            raise ValueError(
+                f"{directory.config_path}: {key}={printable(repr(size), 40)} should be a whole "
+                f"number, 1 to {LARGEST}."
+            )
+    for key in _DEPTHS:
+        depth = directory.config.get(key)
+        if depth is None:
+            continue
+        if type(depth) is not int or not 0 < depth <= 4 * len(directory.tensors):
+            raise ValueError(
+                f"{directory.config_path}: {key}={printable(repr(depth), 40)} does not fit the "
+                f"{len(directory.tensors)} tensors of the weights."
+            )
+
+
+def _indexed_headers(path: Path) -> dict[str, dict[str, TensorEntry]]:
+    """The headers of the files that an index names, after comparing it with them."""
     index = read_bounded_json(path, INDEX)
-    where = index.get("weight_map")
-    if not isinstance(where, dict) or not where:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise Damaged(f"{path / INDEX} should have a weight_map from tensors to files.")
-    if not all(isinstance(file, str) for file in where.values()):
+    if not all(isinstance(file, str) for file in weight_map.values()):
         raise Damaged(f"{path / INDEX} has a weight_map that names something besides files.")
-    names = sorted(set(where.values()))
+    names = sorted(set(weight_map.values()))
     if len(names) > _SHARDS:
         raise Damaged(f"{path / INDEX} names {len(names)} files; more than {_SHARDS} is refused.")
     for name in names:
         if not name.endswith(".safetensors"):
             raise Damaged(f"{path / INDEX} names {printable(repr(name))}, no safetensors file.")
     shards = {name: read_header(regular_file(path, name)) for name in names}
-    _require_true(path / INDEX, index, where, shards)
+    _require_index_agrees(path / INDEX, index, weight_map, shards)
     return shards
 
 
-def _require_true(
-    index: Path,
-    said: dict[str, Any],
-    where: dict[str, str],
+def _require_index_agrees(
+    path: Path,
+    index: dict[str, Any],
+    weight_map: dict[str, str],
     shards: dict[str, dict[str, TensorEntry]],
 ) -> None:
-    counted = Counter(name for entries in shards.values() for name in entries)
-    for name, times in counted.items():
-        if times > 1:
-            raise Damaged(f"{index}: {printable(name)} lies in {times} of the files.")
-        if name not in where:
+    """Refuse an index that differs from the headers of its files."""
+    files_per_tensor = Counter(name for entries in shards.values() for name in entries)
+    for name, count in files_per_tensor.items():
+        if count > 1:
+            raise Damaged(f"{path}: {printable(name)} lies in {count} of the files.")
+        if name not in weight_map:
             raise Damaged(
-                f"{index} does not mention {printable(name)}, which lies in one of its files."
+                f"{path} does not mention {printable(name)}, which lies in one of its files."
             )
-    for name, file in where.items():
+    for name, file in weight_map.items():
         if name not in shards[file]:
-            raise Damaged(
-                f"{index} looks for {printable(name)} in {printable(file)}, where it is not."
-            )
+            raise Damaged(f"{path} places {printable(name)} in {printable(file)}, where it is not.")
     total = sum(entry.bytes for entries in shards.values() for entry in entries.values())
-    about = said.get("metadata", {})
-    claimed = about.get("total_size", total) if isinstance(about, dict) else None
-    if claimed != total:
+    metadata = index.get("metadata", {})
+    total_size = metadata.get("total_size", total) if isinstance(metadata, dict) else None
+    if total_size != total:
         raise Damaged(
-            f"{index} claims total_size={printable(repr(claimed))} and its files hold "
-            f"{total} bytes; correct the number or take it out."
+            f"{path} claims total_size={printable(repr(total_size))} and its files hold {total} "
+            "bytes; correct the number or remove it."
         )
 
 
@@ -236,5 +361,5 @@ def _no_weights(path: Path) -> str:
     return f"{path} holds neither {WEIGHTS} nor {INDEX}."
 
 
-def _is_word(name: str) -> bool:
+def _is_plain_name(name: str) -> bool:
     return name.isprintable() and not set(name) & set('/\\:*?"<>|')

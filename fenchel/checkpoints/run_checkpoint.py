@@ -1,21 +1,25 @@
-"""Checkpoints that can be trusted: complete and verified, or not there.
+"""Checkpoints of a run: complete and verified, or absent.
 
     checkpoints/step-000123/
         model.safetensors       weights in their training dtype
         optimiser.safetensors   every tensor of the optimiser's state
-        config.json             the model's settings
-        state.json              Progress, and what of the optimiser's state is not a tensor
+        config.json             the ModelConfig
+        state.json              Progress, and the optimiser's state that is not tensors
         manifest.json           format, step, size and SHA-256 of the others, sealed
 
-A folder is committed by one rename (fenchel/files.py); the newest intact one is what a run
-resumes from. The learning rate, the batches and dropout are functions of the seed and the
-step, so a step number is all that they need to go on. One that turns out to be damaged is set
-aside under the name step-000123.damaged until its step has been taken again.
+A folder is committed by one rename (``fenchel.files``); a run resumes from the newest intact one.
+The learning rate, the batches and dropout are functions of the seed and the step, so resuming
+needs no more of them than the step number. A damaged checkpoint is renamed to step-000123.damaged
+until its step has been taken again.
+
+``check`` stands in front of every reader, of ``load`` and of ``restore`` alike: it verifies the
+seal, the format and the step. Format 2 renamed the parameters of the model.
 """
 
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,12 +31,30 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fenchel.checkpoints.directory import (
+    DTYPES,
+    WEIGHTS,
+    CheckpointDirectory,
+    read_bounded_json,
+    read_headers,
+)
+from fenchel.checkpoints.weights import read_state_dict
 from fenchel.config import from_mapping
-from fenchel.files import Damaged, NoSpace, committed, discard, read_json, require_space, verify
+from fenchel.files import (
+    Damaged,
+    NoSpace,
+    Notice,
+    committed,
+    discard,
+    read_json,
+    require_space,
+    verify,
+)
+from fenchel.model.families.config_reader import CONFIG
 
-FORMAT = 1
-MODEL, OPTIMISER = "model.safetensors", "optimiser.safetensors"
-CONFIG, STATE = "config.json", "state.json"
+FORMAT = 2
+CHECKPOINTS = "checkpoints"
+OPTIMISER, STATE = "optimiser.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d+)(\.damaged)?")
 
 
@@ -85,14 +107,14 @@ def save(
     tensors, rest = flatten(optimiser.state_dict())
     size = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
     require_space(checkpoints, int(1.2 * size) + 2**16)
-    path = checkpoints / f"step-{progress.step:06d}"
+    path = checkpoints / _folder_name(progress.step)
     if path.exists():  # from a time line that a resume from further back has left
         set_aside(path)
     header = {"format": FORMAT, "step": progress.step, "torch": torch.__version__}
     state = {**asdict(progress), "optimiser": rest}
     try:
         with committed(path, header) as folder:
-            _save_file(weights, folder / MODEL)
+            _save_file(weights, folder / WEIGHTS)
             _save_file(tensors, folder / OPTIMISER)
             (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
             (folder / STATE).write_text(json.dumps(state, indent=1) + "\n")
@@ -106,11 +128,13 @@ def save(
 def restore(
     folder: Path, model: torch.nn.Module, optimiser: Stateful, settings: Mapping[str, Any]
 ) -> Progress:
-    """Fill ``model`` and ``optimiser`` with what a checkpoint that passed ``check`` holds."""
+    """Fill ``model`` and ``optimiser`` from a checkpoint that passed ``check``."""
+    directory = open_folder(folder)
+    _require_same_settings(directory, settings)
+    expected = model.state_dict()
+    _require_same_dtypes(directory, expected)
+    weights = read_state_dict(directory, expected)
     state = read_json(folder / STATE)
-    _require_same_settings(folder / CONFIG, settings)
-    weights = _load_file(folder / MODEL)
-    _require_fit(folder / MODEL, weights, model.state_dict())
     groups = optimiser.state_dict()
     saved = unflatten(_load_file(folder / OPTIMISER), state.pop("optimiser", {}))
     for member in groups.keys() | saved.keys():
@@ -118,19 +142,56 @@ def restore(
             raise ValueError(f"{folder} was saved by another optimiser than the settings ask for.")
         groups[member]["state"] = saved.get(member, {}).get("state", {})
     progress = from_mapping(Progress, state)
-    model.load_state_dict(dict(weights), strict=True)
+    model.load_state_dict(weights, strict=True)
     optimiser.load_state_dict(groups)  # rates and decays are those of today's settings
     return progress
 
 
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run; if not, it may be a Hugging Face directory."""
+    return (path / CHECKPOINTS).is_dir()
+
+
+def open_checkpoint(run: Path, which: str = "newest") -> CheckpointDirectory:
+    """The newest intact checkpoint of a run, or the best if it is intact.
+
+    Damaged checkpoints are skipped with a warning; one of another format is refused.
+    """
+    folder, damaged = newest(run / CHECKPOINTS)
+    if folder is not None and which == "best":
+        best = read_json(folder / STATE).get("best_step")
+        named = folder.with_name(_folder_name(best)) if type(best) is int else folder
+        if named != folder and named.is_dir():
+            try:
+                check(named)
+                folder = named
+            except Damaged as error:
+                damaged[named] = str(error)
+    for skipped, reason in damaged.items():
+        warnings.warn(f"{skipped.name} is skipped: {reason}", Notice, stacklevel=4)
+    if folder is None:
+        raise ValueError(f"{run} holds no intact checkpoint.")
+    return open_folder(folder)
+
+
+def open_folder(folder: Path) -> CheckpointDirectory:
+    """Settings and tensor table of a checkpoint that passed ``check``."""
+    return CheckpointDirectory(folder, read_bounded_json(folder, CONFIG), read_headers(folder))
+
+
 def check(folder: Path) -> None:
-    """Refuse a checkpoint with a byte out of place, or under the name of another step."""
+    """Refuse a checkpoint with a byte out of place, of another format or of another step."""
     manifest = verify(folder)
     version, step = manifest.get("format"), manifest.get("step")
     if isinstance(version, int) and version > FORMAT:
         raise ValueError(
-            f"{folder} has format {version}, this fenchel reads up to {FORMAT}; "
+            f"{folder} has format {version}, this fenchel reads format {FORMAT}; "
             "use the newer fenchel that wrote it."
+        )
+    if isinstance(version, int) and version < FORMAT:
+        raise ValueError(
+            f"{folder} has format {version}, this fenchel reads format {FORMAT}; "
+            "use the older fenchel that wrote it, or train again."
         )
     if version != FORMAT or step != _step_of(folder):
         raise Damaged(f"{folder} holds step {step} of format {version}, not what its name says.")
@@ -216,28 +277,30 @@ def _step_of(folder: Path) -> int:
     return int(name[1])
 
 
-def _require_same_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    there = read_json(path)
+def _folder_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _require_same_settings(directory: CheckpointDirectory, settings: Mapping[str, Any]) -> None:
+    saved = directory.config
     settings = json.loads(json.dumps(settings))  # a pattern of layers is a list in a file
-    for key in sorted(settings.keys() & there.keys()):  # what only one names shows in the shapes
-        if settings[key] != there[key]:
+    for key in sorted(settings.keys() & saved.keys()):  # what only one names shows in the shapes
+        if settings[key] != saved[key]:
             raise ValueError(
-                f"{path} says {key} is {there[key]}, the settings of the run say {settings[key]}; "
-                "the settings of a model cannot change in a run that has begun."
+                f"{directory.config_path} has {key}={saved[key]}, the settings of the run have "
+                f"{key}={settings[key]}; the settings of a model cannot change after its first "
+                "step."
             )
 
 
-def _require_fit(path: Path, weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    for name in sorted(weights.keys() | wanted.keys()):
-        if name not in weights:
-            raise ValueError(f"{path} lacks {name}, which the settings ask for.")
-        if name not in wanted:
-            raise ValueError(f"{path} holds {name}, which the settings have no place for.")
-        came, asked = ((tuple(t.shape), t.dtype) for t in (weights[name], wanted[name]))
-        if came != asked:
-            raise ValueError(f"{path}: {name} is {came}, the settings ask for {asked}.")
-    if bad := not_finite(weights):
-        raise ValueError(f"{path}: {bad[0]} holds {bad[1]} values that are not finite.")
+def _require_same_dtypes(directory: CheckpointDirectory, expected: Mapping[str, Tensor]) -> None:
+    for name in sorted(directory.tensors.keys() & expected.keys()):
+        dtype = directory.tensors[name].entry.dtype
+        if DTYPES.get(dtype) != expected[name].dtype:
+            raise ValueError(
+                f"{directory.path}: {name} is of {dtype}, the settings ask for "
+                f"{expected[name].dtype}."
+            )
 
 
 def _same_optimiser(fresh: Mapping[str, Any] | None, saved: Mapping[str, Any] | None) -> bool:

@@ -38,7 +38,8 @@ from fenchel.checkpoints.directory import (
     regular_file,
 )
 from fenchel.checkpoints.generation_config import GENERATION
-from fenchel.checkpoints.load import is_run, load
+from fenchel.checkpoints.load import load
+from fenchel.checkpoints.run_checkpoint import is_run
 from fenchel.checkpoints.weights import read_weights, write_weights
 from fenchel.data import end_id, pad_id
 from fenchel.files import committed, discard, require_space

@@ -1,13 +1,13 @@
-"""Weights of a Hugging Face directory to those of a Transformer, and back.
+"""Tensors of a checkpoint directory to the state dict of a model, and back.
 
-Names and shapes are compared before a byte of weights is read: ours come from the Transformer
-built on the meta device, where nothing is allocated, and are laid out as the family lays them
-(``split``); the headers must say exactly that.
+Names and shapes are compared before a byte of weights is read: those of the model come from a
+Transformer on the meta device, where nothing is allocated, laid out as the family lays them out
+(``Layout.split``); the headers must list exactly these.
 
-What memory it takes: a tensor that lies as ours does stays on the file's own pages. Queries,
-keys and values that are three of theirs and one of ours are copied once, layer by layer, and so
-are maps that theirs keeps turned (GPT-2) or head by head (NeoX, BLOOM); the copy takes their
-place. Everything else is pages that the system may drop and read again. Another dtype is a copy
+Memory: a tensor that has the same layout in the file and in the model stays on the file's own
+pages. Queries, keys and values that are three tensors of a family and one of ours are copied once,
+layer by layer, and so are matrices that a family stores transposed (GPT-2) or interleaved per head
+(NeoX, BLOOM). All else is pages that the system may drop and read again. Another dtype is a copy
 of everything.
 """
 
@@ -16,21 +16,19 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fenchel.checkpoints.directory import CheckpointDirectory, TensorReader, open_tensors
+from fenchel.checkpoints.directory import (
+    DTYPES,
+    CheckpointDirectory,
+    TensorReader,
+    open_tensors,
+    require_finite,
+)
 from fenchel.files import Damaged, printable
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import Family, Match
 from fenchel.model.transformer import meta_model
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-"""What numbers a model's weights may be, as safetensors calls them."""
-
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 
 
 def read_weights(
@@ -39,77 +37,96 @@ def read_weights(
     config: ModelConfig,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Our state dict of a directory, in ``dtype`` or as the files have it."""
+    """The state dict of a Transformer from a directory of a family, in ``dtype`` or as stored."""
     directory = with_current_names(directory, family)
-    _require_enough(directory, config)
+    require_enough_tensors(directory, config)
     ours = meta_state_dict(config)
     matches = _without_prefix(family.matches(config, ours), family, directory)
-    _require_match(directory, matches, ours, family, config)
-    kind = dtype or _common_dtype(directory, matches)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for match in matches:
+        parts = match.layout.split(ours[match.ours], config)
+        shapes |= {n: tuple(p.shape) for n, p in zip(match.theirs, parts, strict=True)}
+    _require_tensors(directory, shapes, optional=family.copies.keys())
+    dtype = dtype or _common_dtype(directory, shapes)
     with open_tensors(directory) as tensors:
         _require_copies(directory, family, matches, tensors)
-        return {match.ours: _ours(match, tensors, config, kind) for match in matches}
+        return {
+            match.ours: match.layout.join(
+                [_finite(tensors, name, directory).to(dtype) for name in match.theirs], config
+            )
+            for match in matches
+        }
+
+
+def read_state_dict(
+    directory: CheckpointDirectory,
+    expected: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """The tensors of a directory under the names and in the shapes of ``expected``."""
+    _require_tensors(directory, {name: tuple(x.shape) for name, x in expected.items()})
+    dtype = dtype or _common_dtype(directory, expected)
+    with open_tensors(directory) as tensors:
+        return {name: _finite(tensors, name, directory).to(dtype) for name in expected}
 
 
 def write_weights(
     weights: Mapping[str, Tensor], family: Family, config: ModelConfig, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Their tensors, by the names of the family."""
+    """The tensors of a state dict under the names and in the layouts of a family."""
     theirs = {}
     for match in family.matches(config, weights):
-        parts = match.lie.split(weights[match.ours].detach(), config)
+        parts = match.layout.split(weights[match.ours].detach(), config)
         for name, part in zip(match.theirs, parts, strict=True):
             theirs[name] = part.to("cpu", dtype or part.dtype).contiguous()
-            if not is_finite(theirs[name]):
+            try:
+                require_finite(theirs[name], name)
+            except ValueError as error:
                 raise ValueError(
-                    f"{name} holds a value that is not finite as {theirs[name].dtype}; "
+                    f"{str(error).rstrip('.')} as {theirs[name].dtype}; "
                     "choose a dtype with a wider range."
-                )
+                ) from None
     return theirs
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether every number is one; in one pass and without another tensor as large."""
-    if not tensor.numel():
-        return True
-    low, high = tensor.aminmax()
-    return bool(low.isfinite() and high.isfinite())
-
-
 def meta_state_dict(config: ModelConfig) -> dict[str, Tensor]:
-    """Names and shapes of a model's weights, without their numbers."""
+    """Names and shapes of the weights of a model, on the meta device."""
     try:
         return dict(meta_model(config).state_dict())
     except (RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"the settings ask for what no tensor can hold ({printable(error)})."
+            f"the settings ask for sizes that no tensor can have ({printable(error)})."
         ) from None
 
 
 def with_current_names(directory: CheckpointDirectory, family: Family) -> CheckpointDirectory:
-    """The directory without what nothing needs, older names replaced."""
+    """The directory without tensors that a family ignores, legacy names replaced."""
     tensors = {}
-    for there, place in directory.tensors.items():
-        if family.is_ignored(there):
+    for stored_name, location in directory.tensors.items():
+        if family.is_ignored(stored_name):
             continue
-        name = family.current_name(there)
+        name = family.current_name(stored_name)
         if name in tensors:
             raise Damaged(f"{directory.path} holds {printable(name)} under two names.")
-        tensors[name] = place
+        tensors[name] = location
     return directory._replace(tensors=tensors)
 
 
-def _require_enough(directory: CheckpointDirectory, config: ModelConfig) -> None:
+def require_enough_tensors(
+    directory: CheckpointDirectory, config: ModelConfig, *, per_layer: int = 1
+) -> None:
     """Refuse sizes that the files cannot fill, before as many modules are built."""
     layers = (config.distinct_layers or config.layers) + (config.encoder_layers or 0)
-    if layers > (count := len(directory.tensors)):
+    if per_layer * layers > (count := len(directory.tensors)):
         raise ValueError(f"{directory.path} holds {count} tensors, too few for {layers} layers.")
-    if config.layers > MOST_LAYERS:  # shared ones need no tensors of their own
-        raise ValueError(f"{directory.path} asks for {config.layers} layers, over {MOST_LAYERS}.")
-    largest = max(place.entry.bytes for place in directory.tensors.values())
+    if config.layers > MAX_LAYERS:  # shared layers need no tensors of their own
+        raise ValueError(
+            f"{directory.path} asks for {config.layers} layers, more than {MAX_LAYERS}."
+        )
+    largest = max(location.entry.bytes for location in directory.tensors.values())
     sizes = {
         "the vocabulary": config.vocabulary,
-        "the stream": config.width,
+        "the residual stream": config.width,
         "the MLP": config.mlp_width,
         "all heads together": config.heads * config.head_width,
     }
@@ -121,75 +138,68 @@ def _require_enough(directory: CheckpointDirectory, config: ModelConfig) -> None
             )
 
 
+def _require_tensors(
+    directory: CheckpointDirectory,
+    shapes: Mapping[str, tuple[int, ...]],
+    optional: Iterable[str] = (),
+) -> None:
+    """Refuse files whose names, shapes or dtypes are not those that the settings imply."""
+    path, tensors = directory.path, directory.tensors
+    for name in sorted(shapes):
+        shape = shapes[name]
+        if name not in tensors:
+            raise ValueError(f"{path} lacks {name}, which its settings ask for.")
+        entry = tensors[name].entry
+        if entry.shape != shape:
+            raise ValueError(
+                f"{path}: {name} has shape {list(entry.shape)}, its settings ask for {list(shape)}."
+            )
+        if entry.dtype not in DTYPES:
+            raise ValueError(
+                f"{path}: {name} is of {entry.dtype}; weights should be of {', '.join(DTYPES)}."
+            )
+    if extra := sorted(tensors.keys() - shapes.keys() - set(optional)):
+        raise ValueError(
+            f"{path} holds {printable(extra[0])}, which its settings have no place for."
+        )
+
+
 def _without_prefix(
     matches: list[Match], family: Family, directory: CheckpointDirectory
 ) -> list[Match]:
-    """Names as a file saved without a head has them, if this is one."""
+    """The matches, by the names of a file that was saved without a head if it is one."""
     prefix = family.prefix
     if not prefix or any(name.startswith(prefix) for name in directory.tensors):
         return matches
     return [m._replace(theirs=tuple(n.removeprefix(prefix) for n in m.theirs)) for m in matches]
 
 
-def _require_match(
-    directory: CheckpointDirectory,
-    matches: Iterable[Match],
-    ours: Mapping[str, Tensor],
-    family: Family,
-    config: ModelConfig,
-) -> None:
-    """Refuse files whose names, shapes or kinds are not those that the settings imply."""
-    path, there = directory.path, directory.tensors
-    wanted: dict[str, list[int]] = {}
-    for match in matches:
-        parts = match.lie.split(ours[match.ours], config)
-        wanted |= {n: list(p.shape) for n, p in zip(match.theirs, parts, strict=True)}
-    for name, shape in wanted.items():
-        if name not in there:
-            raise ValueError(f"{path} lacks {name}, which its settings ask for.")
-        _, _, entry = there[name]
-        if list(entry.shape) != shape:
-            raise ValueError(
-                f"{path}: {name} has shape {list(entry.shape)}, its settings ask for {shape}."
-            )
-        if entry.dtype not in DTYPES:
-            raise ValueError(
-                f"{path}: {name} is of {entry.dtype}; weights should be of {', '.join(DTYPES)}."
-            )
-    for name in there.keys() - wanted.keys() - family.copies.keys():
-        raise ValueError(f"{path} holds {printable(name)}, which its settings have no place for.")
-
-
-def _common_dtype(directory: CheckpointDirectory, matches: Iterable[Match]) -> torch.dtype:
-    kinds = {directory.tensors[name].entry.dtype for match in matches for name in match.theirs}
-    if len(kinds) > 1:
+def _common_dtype(directory: CheckpointDirectory, names: Iterable[str]) -> torch.dtype:
+    dtypes = {directory.tensors[name].entry.dtype for name in names}
+    if len(dtypes) > 1:
         raise ValueError(
-            f"{directory.path} mixes weights of {', '.join(sorted(kinds))}; "
+            f"{directory.path} mixes weights of {', '.join(sorted(dtypes))}; "
             "name the dtype that all should have."
         )
-    return DTYPES[kinds.pop()]
+    return DTYPES[dtypes.pop()]
 
 
 def _require_copies(
     directory: CheckpointDirectory, family: Family, matches: Iterable[Match], tensors: TensorReader
 ) -> None:
-    """What a file repeats must be a repetition, or one of the two would go unused."""
-    placed = {name for match in matches for name in match.theirs}
+    """Refuse a repeated tensor that differs from its source: one of the two would be unused."""
+    matched = {name for match in matches for name in match.theirs}
     for copy, source in family.copies.items():
-        if copy not in directory.tensors or copy in placed:
+        if copy not in directory.tensors or copy in matched:
             continue
-        known = source if source in placed else source.removeprefix(family.prefix)
-        if known not in placed or not torch.equal(tensors[copy], tensors[known]):
+        known = source if source in matched else source.removeprefix(family.prefix)
+        if known not in matched or not torch.equal(tensors[copy], tensors[known]):
             raise ValueError(
                 f"{directory.path}: {copy} differs from {source}, and the settings tie the two."
             )
 
 
-def _ours(match: Match, tensors: TensorReader, config: ModelConfig, dtype: torch.dtype) -> Tensor:
-    parts = []
-    for name in match.theirs:
-        part = tensors[name]
-        if not is_finite(part):
-            raise ValueError(f"{tensors.path}: {name} holds values that are not finite.")
-        parts.append(part.to(dtype))
-    return match.lie.join(parts, config)
+def _finite(tensors: TensorReader, name: str, directory: CheckpointDirectory) -> Tensor:
+    tensor = tensors[name]
+    require_finite(tensor, f"{directory.path}: {name}")
+    return tensor

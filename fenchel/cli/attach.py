@@ -4,7 +4,6 @@ import json as json_format
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +55,7 @@ def run(
     json
         Print one JSON object instead of tables.
     """
+    from fenchel.checkpoints.directory import read_tokenizer
     from fenchel.evaluate import text_ids
     from fenchel.hf import attach, prove
 
@@ -65,7 +65,8 @@ def run(
     choice = _choice(model, map, alpha, beta)
     ids, size = None, 0
     if text is not None:
-        ids, size = text_ids(_tokenizer(directory, model), text)
+        vocabulary = model.config.get_text_config().vocab_size
+        ids, size = text_ids(read_tokenizer(directory, vocabulary), text)
         _require_next_token(model)
     proof = prove(model, choice, _probe(model, ids))
     told = _plain(type(model).__name__, proof)
@@ -89,45 +90,18 @@ def run(
 
 
 def _load(directory: Path) -> Any:
-    """The model in float32, from local safetensors alone, every tensor of it from the files."""
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} holds no config.json; it is not a transformers checkpoint.")
-    if not any(directory.glob("*.safetensors")):
-        raise ValueError(f"{directory} holds no .safetensors file; other weights are not read.")
-    try:
-        hf: Any = import_module("transformers")
-    except ImportError:
-        raise ValueError("attach needs transformers; pip install 'fenchel[hf]'.") from None
-    import torch
-
-    from fenchel.checkpoints.directory import read_bounded_json
+    """The model in float32, every tensor of it from the files, its config.json naming its class."""
+    from fenchel.checkpoints.directory import has_file, open_directory
+    from fenchel.hf import load_transformers_model
     from fenchel.model.families.config_reader import CONFIG
 
-    hf.logging.set_verbosity_error()
-    hf.logging.disable_progress_bar()
-    names: Any = read_bounded_json(directory, CONFIG).get("architectures")
-    kind: Any = getattr(hf, names[0], None) if _is_words(names) else None
-    if not isinstance(kind, type) or not issubclass(kind, hf.PreTrainedModel):
-        raise ValueError(f"{directory / 'config.json'} names no architecture of transformers.")
-    try:
-        model, found = kind.from_pretrained(  # type: ignore[attr-defined]
-            directory,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            attn_implementation="eager",
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
-    except Exception as error:  # the one boundary to the library beneath
-        raise ValueError(f"transformers cannot load {directory} ({str(error)[:300]}).") from error
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"{directory} lacks {len(missing)} tensors, the first {missing[0]}.")
-    return model.eval()
-
-
-def _is_words(names: object) -> bool:
-    return isinstance(names, list) and bool(names) and isinstance(names[0], str)
+    if not has_file(directory, CONFIG):
+        raise ValueError(f"{directory} holds no {CONFIG}; it is not a transformers checkpoint.")
+    checkpoint = open_directory(directory)
+    model = load_transformers_model(checkpoint)
+    if type(model).__name__ != checkpoint.architecture:
+        raise ValueError(f"{directory / CONFIG} names no architecture of transformers.")
+    return model
 
 
 def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":
@@ -149,20 +123,6 @@ def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None
     if stored is None:
         raise ValueError("the checkpoint was not saved with a map of ours; name one with --map.")
     return choice_from_record(stored)
-
-
-def _tokenizer(directory: Path, model: Any) -> Any:
-    from fenchel.checkpoints.directory import TOKENIZER, bounded_json_file
-    from fenchel.data import load_tokenizer
-
-    tokenizer = load_tokenizer(bounded_json_file(directory, TOKENIZER))
-    knows = model.config.get_text_config().vocab_size
-    if tokenizer.get_vocab_size() > knows:
-        raise ValueError(
-            f"{directory / 'tokenizer.json'} has {tokenizer.get_vocab_size()} ids and the model "
-            f"knows {knows}; it is not this model's tokenizer."
-        )
-    return tokenizer
 
 
 def _require_next_token(model: Any) -> None:

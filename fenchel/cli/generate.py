@@ -154,7 +154,7 @@ def choose(directory: Path, flags: dict[str, Any]) -> Chosen:
     from fenchel.checkpoints import GenerationConfig, read_generation_config
     from fenchel.checkpoints.directory import has_file
     from fenchel.checkpoints.generation_config import GENERATION
-    from fenchel.checkpoints.load import is_run
+    from fenchel.checkpoints.run_checkpoint import is_run
     from fenchel.generation import Sampling
     from fenchel.model.families.config_reader import CONFIG
 

@@ -1,61 +1,63 @@
-"""Our attention under a name that every transformers model with the attention registry understands.
+"""fenchel's attention as an attention function of transformers.
 
-A model of transformers asks its registry for a function by the name in its config, and a second
-registry, by the same name, for the mask it should be handed. ``register`` puts both there at once:
-with the first alone the causal mask silently becomes None. The function is called with
+A model of transformers looks its attention function up in a registry, by the name in its config,
+and in a second registry, by the same name, the function that makes the mask. ``register`` fills
+both at once: with the first alone the causal mask silently becomes None. The function is called
+with
 
     query (B, H, T, D)   key (B, G, S, D)   value (B, G, S, E)   attention_mask (B, 1 or H, T, S)
 
-and gives outputs (B, T, H, E) and the weights, or None where nobody asked for them. Whatever else a
-model passes changes the attention or does not, and each name is in one of three lists:
+and returns outputs (B, T, H, E) and the weights, or None if they are not wanted. Every other
+keyword that a model passes is on one of three lists:
 
-    honoured     scaling, dropout, is_causal, softcap, s_aux, position_bias, head_mask,
-                 output_attentions
-    elsewhere    what the mask already holds (sliding_window) or no score depends on (use_cache)
-    all others   refused in one sentence, since a term left out is another model
+    honoured      scaling, dropout, is_causal, softcap, s_aux, position_bias, head_mask,
+                  output_attentions
+    irrelevant    what the mask already holds (sliding_window) or no score depends on (use_cache)
+    all others    refused in one sentence, since a model without one of its terms is another model
 
-A soft cap c turns scores z into c tanh(z / c) before the prior; sinks s_aux (H,) stand as one more
-key with a score of their own and no value; a position bias is a prior, added to that of the mask.
+A soft cap c turns scores s into c tanh(s / c) before the prior; sinks s_aux (H,) are one more key
+with a score of its own and no value; a position bias is a prior, added to that of the mask.
 
-Written against transformers 5.22; nothing of it is imported before ``register`` is called.
+``register`` serves models of the caller's choice under a public name. ``attach`` switches one model
+and switches it back, under a private name that ``register`` refuses, so the two never collide:
 
-A transformers model with our attention in it, for as long as it is wanted.
-
-    with attach(model, Entmax(1.5)) as attached:
+    with attach(model, Entmax(1.5)) as attachment:
         model(**inputs)
-        attached.calls            {"model.layers.0.self_attn": 1, ...}
-        attached.masks            {"model.layers.0.self_attn": {"causal"}, ...}
+        attachment.calls            {"model.layers.0.self_attn": 1, ...}
+        attachment.masks            {"model.layers.0.self_attn": {"causal"}, ...}
         model.save_pretrained(...)
 
-A directory of transformers does not remember which attention a model had: saved with entmax, it
-comes back as softmax without a word. So while it is attached, the model's config carries a field
+A directory of transformers does not record which attention a model had: saved with entmax, it
+silently comes back with softmax. While a model is attached its config therefore carries the field
 
     "fenchel": {"map": "entmax", "alpha": 1.5, "beta": 1.0}
 
-that is saved with it, and ``attach(model)`` without a choice takes the map from there.
+which is saved with it, and ``attach(model)`` without a choice takes the map from there.
+
+Written against transformers 5.22; nothing of it is imported before ``register`` is called.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention.attend import attend
+from fenchel.attention import Causal, Dense, Prior, Window, attend
 from fenchel.attention.bias import Sink, with_sink
-from fenchel.attention.prior import Dense, Prior
-from fenchel.choice import SETTINGS, Choice, Softmax, by_name
+from fenchel.attention.spec import SOFTMAX, AttentionCall, AttentionSpec
+from fenchel.choice import SETTINGS, Choice, by_name
 
-_SOFTMAX = Softmax()
 IRRELEVANT_KEYWORDS = frozenset(
     {
-        "sliding_window",  # the mask that was asked for under our name holds it
-        "position_ids",  # rotation and mask are done when we are called
+        "sliding_window",  # the mask made under our name holds it
+        "position_ids",  # rotation and mask are done before the call
         "cache_position",
-        "past_key_values",  # key and value hold what it held
+        "past_key_values",  # key and value hold its contents
         "encoder_hidden_states",
         "use_cache",
         "deterministic",  # a switch of one fused kernel
@@ -64,22 +66,36 @@ IRRELEVANT_KEYWORDS = frozenset(
         "num_items_in_batch",
     }
 )
-"""Keywords that change no score: what they ask for is done before or after attention."""
+"""Keywords that change no score: they take effect before or after attention."""
+_PRIVATE = "_fenchel"
 
 
 class CallObserver(Protocol):
-    """Somebody who is told of every call."""
+    """Receives every attention call that is computed."""
 
-    def __call__(self, module: nn.Module, mask: Tensor | None, T: int, S: int) -> None:
-        """A layer, the mask it was handed, and how many queries looked at how many keys."""
+    def __call__(self, module: nn.Module, call: AttentionCall, mask: str) -> None:
+        """The layer, its call, and the kind of its mask (``mask_kind``)."""
+
+
+class AttentionOverride(Protocol):
+    """Computes attention in place of ``attend``."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /) -> Tensor | None:
+        """The output (B, H, T, E); None leaves the call to ``attend``."""
 
 
 @dataclass(frozen=True)
 class AttentionFunction:
-    """An attention function as transformers calls it, with a choice map of ours inside."""
+    """An attention function with the signature of transformers that calls ``attend``.
+
+    With an observer, every mask is classified on the host and a mask that has a name (causal,
+    window) is passed to ``attend`` as that prior; without one it is passed on entry by entry.
+    """
 
     choice: Choice
     observer: CallObserver | None = None
+    override: AttentionOverride | None = None
+    backend: str = "auto"
 
     def __call__(
         self,
@@ -100,83 +116,96 @@ class AttentionFunction:
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs (B, T, H, E) and weights (B, H, T, S) or None."""
+        if self.override is not None:
+            output = self.override(query, key, value)
+            if output is not None:
+                return output.transpose(1, 2).contiguous(), None
         _refuse_unknown(module, others)
         _refuse_shape(module, attention_mask)
-        T, S = query.shape[2], key.shape[2]
-        if self.observer is not None:
-            self.observer(module, attention_mask, T, S)
+        H, T, S = query.shape[1], query.shape[2], key.shape[2]
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if attention_mask is None and causal and T > 1:
             raise ValueError(
-                f"{type(module).__name__} is causal and was handed no mask, so it would see the "
+                f"{type(module).__name__} is causal and its mask is None, so it would see the "
                 "future; register the attention and its mask under one name with "
-                "fenchel.hf.adapter."
+                "fenchel.hf.register."
             )
-        prior = _prior(attention_mask, position_bias)
-        dropout = dropout if module.training else 0.0
-        wanted = output_attentions or getattr(
-            getattr(module, "config", None), "output_attentions", False
-        )
+        kind = ""
+        prior: Prior | None
+        if self.observer is None:
+            prior = None if attention_mask is None else Dense(_log_mask(attention_mask))
+        else:
+            kind, prior = classify_mask(attention_mask, T, S)
+        if position_bias is not None:
+            prior = Dense(position_bias) if prior is None else prior + Dense(position_bias)
         if s_aux is not None:
-            if s_aux.numel() != query.shape[1]:
+            if s_aux.numel() != H:
                 raise ValueError(
-                    f"there should be one sink a head, {query.shape[1]}, got {tuple(s_aux.shape)}."
+                    f"there should be one sink per head, {H}, got shape {tuple(s_aux.shape)}."
                 )
             prior = Sink(s_aux.reshape(-1), prior)
             key, value = with_sink(key, value)
-        p: Tensor | None = None
-        how: dict[str, Any] = {"choice": self.choice, "prior": prior, "scale": scaling}
-        how |= {"softcap": softcap, "dropout": dropout}
+        spec = AttentionSpec(self.choice, prior, scaling, softcap)
+        if self.observer is not None:
+            self.observer(module, AttentionCall(query, key, value, spec), kind)
+        config = getattr(module, "config", None)
+        wanted = bool(output_attentions or getattr(config, "output_attentions", False))
+        settings: dict[str, Any] = {
+            **spec,
+            "dropout": dropout if module.training else 0.0,
+            "backend": self.backend,
+        }
+        weights: Tensor | None = None
         if wanted:
-            out, p = attend(query, key, value, **how, return_weights=True)
-            p = p if s_aux is None else p[..., 1:]
+            output, weights = attend(query, key, value, **settings, return_weights=True)
+            weights = weights if s_aux is None else weights[..., 1:]
         else:
-            out = attend(query, key, value, **how)
+            output = attend(query, key, value, **settings)
         if head_mask is not None:
-            kept = _of_heads(head_mask, query.shape[1])
-            out, p = out * kept, p if p is None else p * kept
-        return out.transpose(1, 2).contiguous(), p if wanted else None
+            per_head = _per_head(head_mask, H)
+            output = output * per_head
+            weights = weights if weights is None else weights * per_head
+        return output.transpose(1, 2).contiguous(), weights
 
 
-def register(
-    name: str = "fenchel", choice: Choice = _SOFTMAX, *, observer: CallObserver | None = None
-) -> None:
+def register(name: str = "fenchel", choice: Choice = SOFTMAX) -> None:
     """Make ``attn_implementation=name`` mean attention by ``choice`` in every transformers model.
 
-    The model that is to use it is told by ``model.set_attn_implementation(name)`` or when it is
-    loaded; ``fenchel.attention.attach`` does both and can prove it.
+    A model uses it after ``model.set_attn_implementation(name)``, or if it is loaded with that
+    name; ``attach`` does both for one model, and ``prove`` shows that nothing else changed.
     """
-    attentions, masks, _ = _registries()
     if not name or any(c in name for c in "/|@"):
         raise ValueError(
             f"{name!r} cannot name an attention: transformers reads a slash, a bar or an at sign "
             "in it as the address of a kernel to download; use letters."
         )
+    if name.startswith(_PRIVATE):
+        raise ValueError(
+            f"{name!r}: names that begin with {_PRIVATE} are fenchel's own; use another."
+        )
+    attentions = _registries().attentions
     if name in {"eager", *attentions} and not isinstance(attentions.get(name), AttentionFunction):
         raise ValueError(f"{name!r} is transformers' own attention; choose another name.")
-    attentions[name] = AttentionFunction(choice, observer)
-    masks[name] = _mask
+    _register(name, AttentionFunction(choice))
 
 
 def unregister(name: str) -> None:
-    """Take back what ``register`` put there."""
+    """Remove what ``register`` added under ``name``."""
     attentions, masks, _ = _registries()
     if isinstance(attentions.get(name), AttentionFunction):
-        del attentions[name], masks[name]
+        del attentions[name]
+        masks.pop(name, None)
 
 
-def _mask(**settings: Any) -> Tensor | None:
-    """The mask as bool (B, 1, T, S), True where a query may look; None where all may see all.
+class _Registries(NamedTuple):
+    """The registries that all models of transformers share, and its maker of boolean masks."""
 
-    transformers would leave out a plain causal mask and trust the kernel to know; we want it said.
-    """
-    _, _, bool_mask = _registries()
-    mask: Tensor | None = bool_mask(**{**settings, "allow_is_causal_skip": False})
-    return mask
+    attentions: dict[str, Any]
+    masks: dict[str, Any]
+    boolean_mask: Callable[..., Any]
 
 
-def _registries() -> tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]:
-    """The registries that all models share, and the function that makes masks of bool."""
+def _registries() -> _Registries:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
@@ -184,20 +213,86 @@ def _registries() -> tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]:
         raise ValueError(
             "models of transformers need transformers 5 or newer; pip install 'fenchel[hf]'."
         ) from None
-    return AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping, sdpa_mask
+    attentions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    return _Registries(attentions, masks, sdpa_mask)
 
 
-def _prior(mask: Tensor | None, bias: Tensor | None) -> Prior | None:
-    if mask is not None and mask.is_floating_point():
-        # Their masks forbid by the lowest finite number, which is not nothing to every map.
-        forbidden = mask <= torch.finfo(mask.dtype).min / 2
-        mask = mask.masked_fill(forbidden, -torch.inf)
-    parts = [Dense(x) for x in (mask, bias) if x is not None]
-    return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
+def _register(name: str, function: AttentionFunction) -> None:
+    attentions, masks, _ = _registries()
+    attentions[name] = function
+    masks[name] = _mask
 
 
-def _of_heads(head_mask: Tensor, H: int) -> Tensor:
-    """A weight a head, as (1, H, 1, 1)."""
+def _mask(**settings: Any) -> Tensor | None:
+    """The mask as bool (B, 1, T, S), True where a query may attend; None where all may.
+
+    transformers would leave out a plain causal mask and rely on the kernel; here it is explicit.
+    """
+    mask: Tensor | None = _registries().boolean_mask(**{**settings, "allow_is_causal_skip": False})
+    return mask
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    """Where a mask allows attention; floats of transformers forbid by their lowest number."""
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask
+
+
+def _log_mask(mask: Tensor) -> Tensor:
+    """The mask with -inf where it forbids: to some maps the lowest finite number still counts."""
+    return mask.masked_fill(~_allowed(mask), -torch.inf) if mask.is_floating_point() else mask
+
+
+class MaskClass(NamedTuple):
+    """The kind of a mask and the prior that it amounts to."""
+
+    kind: str
+    prior: Prior | None
+
+
+def mask_kind(mask: Tensor | None, T: int, S: int) -> str:
+    """A mask in words: "none", "full", "causal", "window 4" or "other", and " + padding".
+
+    Padding is keys that no query of a sequence may attend to.
+    """
+    return classify_mask(mask, T, S).kind
+
+
+def classify_mask(mask: Tensor | None, T: int, S: int) -> MaskClass:
+    """The kind of a mask (see ``mask_kind``) and its prior, by name where it has one."""
+    if mask is None:
+        return MaskClass("none", None)
+    dense = Dense(_log_mask(mask))
+    per_head = _allowed(mask).expand(-1, -1, T, S)
+    allowed = per_head.any(1)  # (B, T, S)
+    real = allowed.any(1, keepdim=True)
+    padding = "" if bool(real.all()) else " + padding"
+    for kind, pattern, prior in _patterns(allowed):
+        if bool((allowed == (pattern & real)).all()):
+            named = not padding and _is_mask_alone(mask, per_head, allowed)
+            return MaskClass(kind + padding, prior if named else dense)
+    return MaskClass("other", dense)
+
+
+def _patterns(allowed: Tensor) -> Iterator[tuple[str, Tensor, Prior | None]]:
+    """Kind, entries (T, S) and prior of each mask that has a name, the cheapest first."""
+    T, S = allowed.shape[-2:]
+    yield "full", torch.ones(T, S, dtype=torch.bool, device=allowed.device), None
+    keys = torch.arange(S, device=allowed.device, dtype=torch.int32)
+    distance = keys[S - T :, None] - keys  # from a query back to a key
+    yield "causal", distance >= 0, Causal()
+    width = int(torch.where(allowed, distance, 0).max()) + 1
+    yield f"window {width}", (distance >= 0) & (distance < width), Window(width - 1, 0)
+
+
+def _is_mask_alone(mask: Tensor, per_head: Tensor, allowed: Tensor) -> bool:
+    """Whether a mask forbids and does nothing else, alike in all heads."""
+    if not bool((per_head == allowed[:, None]).all()):
+        return False
+    return mask.dtype == torch.bool or bool(((mask == 0) | ~_allowed(mask)).all())
+
+
+def _per_head(head_mask: Tensor, H: int) -> Tensor:
+    """One weight per head, as (1, H, 1, 1)."""
     if head_mask.numel() != H:
         raise ValueError(
             f"a head mask of shape {tuple(head_mask.shape)} does not give one weight to each of "
@@ -207,12 +302,12 @@ def _of_heads(head_mask: Tensor, H: int) -> Tensor:
 
 
 def _refuse_shape(module: nn.Module, mask: object) -> None:
-    """A mask of fewer axes would broadcast, and mean something else."""
+    """Refuse a mask of fewer axes: it would broadcast to another meaning."""
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
-        came = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"{type(module).__name__} hands its attention a mask of {came}, where (B, H, T, S) is "
-            "meant; it is refused, since what it forbids is not known."
+            f"{type(module).__name__} passes a mask of {shape} to its attention, where "
+            "(B, H, T, S) is expected; it is refused, since what it forbids is not known."
         )
 
 
@@ -220,28 +315,41 @@ def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
     unknown = sorted(k for k, v in others.items() if v is not None and k not in IRRELEVANT_KEYWORDS)
     if unknown:
         raise ValueError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which this one "
-            "does not know; leaving it out would change the model, so the call is refused."
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not "
+            "known here; leaving it out would change the model, so the call is refused."
         )
 
 
 FIELD = "fenchel"
-"""Where a config keeps the map."""
-_numbers = count(1)  # every attachment has a name of its own, so that two do not share their counts
+"""The field of a config that holds the map."""
+_numbers = count(1)
 
 
 class Attachment:
-    """Our attention in a model; on leaving (or ``detach``) the model is as it was."""
+    """fenchel's attention in a model; leaving it (or ``detach``) restores the model.
 
-    def __init__(self, model: Any, choice: Choice) -> None:
+    Each attachment registers a private name of its own, so that two never share their counts and
+    a name that a user registered is never replaced.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        choice: Choice,
+        *,
+        observer: CallObserver | None = None,
+        override: AttentionOverride | None = None,
+        backend: str = "auto",
+    ) -> None:
         self.model, self.choice = model, choice
-        self.name = f"fenchel-{next(_numbers)}"
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._before = _implementations(model)
+        self.name = f"{_PRIVATE}-{next(_numbers)}"
+        self._observer = observer
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._implementations = _implementations(model)
         self._calls: Counter[str] = Counter()
         self._masks: defaultdict[str, set[str]] = defaultdict(set)
-        self._record = getattr(model.config, FIELD, None)
-        register(self.name, choice, observer=self._observe)
+        self._field = getattr(model.config, FIELD, None)
+        _register(self.name, AttentionFunction(choice, self._observe, override, backend))
         try:
             _switch(model, self.name)
         except BaseException:
@@ -251,28 +359,39 @@ class Attachment:
 
     @property
     def calls(self) -> dict[str, int]:
-        """How often each layer attended by us."""
+        """How often each layer called fenchel's attention."""
         return dict(self._calls)
 
     @property
     def masks(self) -> dict[str, set[str]]:
-        """What kinds of mask each layer was handed: see ``mask_kind``."""
+        """The kinds of mask that each layer passed: see ``mask_kind``."""
         return {name: set(kinds) for name, kinds in self._masks.items()}
 
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """The model with its own plain attention, for as long as the context lasts."""
+        self.model.set_attn_implementation("eager")
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(self.name)
+
     def detach(self) -> None:
-        """Give the model its own attention back."""
-        for config, implementation in self._before:
+        """Restore the model's own attention."""
+        for config, implementation in self._implementations:
             config._attn_implementation_internal = implementation
-        if self._record is not None:
-            setattr(self.model.config, FIELD, self._record)
+        if self._field is not None:
+            setattr(self.model.config, FIELD, self._field)
         elif hasattr(self.model.config, FIELD):
             delattr(self.model.config, FIELD)
         unregister(self.name)
 
-    def _observe(self, module: nn.Module, mask: Tensor | None, T: int, S: int) -> None:
-        name = self._names.get(id(module), type(module).__name__)
+    def _observe(self, module: nn.Module, call: AttentionCall, mask: str) -> None:
+        name = self._module_names.get(id(module), type(module).__name__)
         self._calls[name] += 1
-        self._masks[name].add(mask_kind(mask, T, S))
+        self._masks[name].add(mask)
+        if self._observer is not None:
+            self._observer(module, call, mask)
 
     def __enter__(self) -> "Attachment":
         return self
@@ -281,88 +400,85 @@ class Attachment:
         self.detach()
 
 
-def attach(model: Any, choice: Choice | None = None) -> Attachment:
-    """Let a transformers model attend by ``choice``, or by the map its config was saved with."""
+def attach(
+    model: Any,
+    choice: Choice | None = None,
+    *,
+    observer: CallObserver | None = None,
+    override: AttentionOverride | None = None,
+    backend: str = "auto",
+) -> Attachment:
+    """Switch a transformers model to attention by ``choice``, or by the map in its config.
+
+    ``observer`` receives every call; ``override`` may compute one in place of ``attend``, whose
+    ``backend`` is the one named.
+    """
     if not isinstance(model, nn.Module) or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"attach needs a model of transformers, got {type(model).__name__}.")
     if choice is None:
-        stored = getattr(model.config, FIELD, None)
-        if stored is None:
+        record = getattr(model.config, FIELD, None)
+        if record is None:
             raise ValueError(
-                f"this {type(model).__name__} was not saved with a map of ours; say which one."
+                f"this {type(model).__name__} was not saved with a map of fenchel; name one."
             )
-        choice = choice_from_record(stored)
-    return Attachment(model, choice)
+        choice = choice_from_record(record)
+    return Attachment(model, choice, observer=observer, override=override, backend=backend)
 
 
 def choice_record(choice: Choice) -> dict[str, Any]:
-    """A map in plain values, as a config keeps it."""
-    found: dict[str, Any] = {"map": type(choice).__name__.lower()}
-    names: list[str] = [one.name for one in fields(choice)] if is_dataclass(choice) else []
+    """A choice map as plain values, for a config.
+
+    >>> from fenchel.choice import Entmax
+    >>> choice_record(Entmax(1.5))
+    {'map': 'entmax', 'alpha': 1.5, 'beta': 1.0}
+    """
+    record: dict[str, Any] = {"map": type(choice).__name__.lower()}
+    names: list[str] = [field.name for field in fields(choice)] if is_dataclass(choice) else []
     for name in names:
         value = getattr(choice, name)
-        found[name] = value.tolist() if isinstance(value, Tensor) else value
-    return found
+        record[name] = value.tolist() if isinstance(value, Tensor) else value
+    return record
 
 
-def choice_from_record(stored: object) -> Choice:
-    """The map that a config tells of; a file from outside may say anything."""
+def choice_from_record(record: object) -> Choice:
+    """The choice map of a config's field, which may hold anything.
+
+    >>> choice_from_record({"map": "entmax", "alpha": 1.5})
+    Entmax(alpha=1.5, beta=1.0)
+    """
     known = {"map", *SETTINGS}
-    if not isinstance(stored, Mapping) or not isinstance(stored.get("map"), str):
+    if not isinstance(record, Mapping) or not isinstance(record.get("map"), str):
         raise ValueError(f'the config\'s field "{FIELD}" should hold a map and its settings.')
-    if strange := sorted(str(key)[:40] for key in stored.keys() - known):
-        raise ValueError(f'the config\'s field "{FIELD}" holds {strange[0]!r}, unknown here.')
-    settings = {key: stored[key] for key in SETTINGS if key in stored}
+    if unknown := sorted(str(key)[:40] for key in record.keys() - known):
+        raise ValueError(f'the config\'s field "{FIELD}" holds {unknown[0]!r}, unknown here.')
+    settings = {key: record[key] for key in SETTINGS if key in record}
     for key, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f'the config\'s field "{FIELD}" should give {key} as a number.')
-    return by_name(stored["map"], **{key: float(value) for key, value in settings.items()})
-
-
-def mask_kind(mask: Tensor | None, T: int, S: int) -> str:
-    """A mask in words: "none", "full", "causal", "window 4" or "other", with " + padding" if some.
-
-    Padding is keys that no query of a sequence may see.
-    """
-    if mask is None:
-        return "none"
-    open_ = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    open_ = open_.any(1).expand(-1, T, S)  # (B, T, S)
-    keys = torch.arange(S, device=mask.device)
-    behind = keys[S - T :, None] - keys  # how many positions before the query a key stands
-    real = open_.any(1, keepdim=True)
-    padding = "" if bool(real.all()) else " + padding"
-    reach = int(torch.where(open_, behind, 0).max()) + 1
-    patterns = {
-        "full": torch.ones_like(behind, dtype=torch.bool),
-        "causal": behind >= 0,
-        f"window {reach}": (behind >= 0) & (behind < reach),
-    }
-    for kind, pattern in patterns.items():
-        if bool((open_ == (pattern & real)).all()):
-            return kind + padding
-    return "other"
+    return by_name(record["map"], **{key: float(value) for key, value in settings.items()})
 
 
 def _implementations(model: Any) -> list[tuple[Any, Any]]:
     """Every config in the model with the attention it names."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [(c, c._attn_implementation_internal) for c in configs.values() if _has(c)]
+    return [(c, c._attn_implementation_internal) for c in configs.values() if _names_attention(c)]
 
 
 def _switch(model: Any, name: str) -> None:
-    """Name our attention in every config, and see that it was taken."""
-    deaf = [model] if not model._can_set_attn_implementation() else []
-    if not deaf:  # a model that cannot would say so in a log and carry on
+    """Name the attention in every config, and verify that each config has it."""
+    unswitched = [] if model._can_set_attn_implementation() else [model]
+    if not unswitched:  # a model that cannot would log a message and carry on
         model.set_attn_implementation(name)
-        kept = (m for m in model.modules() if hasattr(m, "config") and _has(m.config))
-        deaf = [m for m in kept if m.config._attn_implementation != name]
-    if deaf:
+        modules = (
+            m for m in model.modules() if hasattr(m, "config") and _names_attention(m.config)
+        )
+        unswitched = [m for m in modules if m.config._attn_implementation != name]
+    if unswitched:
         raise ValueError(
-            f"{type(deaf[0]).__name__} does not use the attention registry of transformers: it "
-            "computes its attention itself, and no other can be put in its place."
+            f"{type(unswitched[0]).__name__} does not use the attention registry of transformers: "
+            "it computes its attention itself, and no other can be put in its place."
         )
 
 
-def _has(config: Any) -> bool:
+def _names_attention(config: Any) -> bool:
     return hasattr(config, "_attn_implementation_internal")

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fenchel.choice import Choice, Softmax
+from fenchel.attention.spec import SOFTMAX
+from fenchel.choice import Choice
 from fenchel.hf.adapter import attach
-
-_SOFTMAX = Softmax()
 
 
 class Layer(NamedTuple):
@@ -73,10 +72,11 @@ def prove(
     ``tolerance`` is 1e-5 unless given, and 2e-2 for a model in half precision.
     """
     with _reading(model):
-        with attach(model, _SOFTMAX) as attached:
+        with attach(model, SOFTMAX) as attachment:
             ours = _output(model, inputs)
-            layers = _layers(model, attached.calls, attached.masks)
-            eager = _eager(model, inputs)
+            layers = _layers(model, attachment.calls, attachment.masks)
+            with attachment.eager():
+                eager = _output(model, inputs)
         if not bool(eager.isfinite().all()):
             raise ValueError("the model's own output on these inputs is not finite.")
         if tolerance is None:
@@ -92,7 +92,7 @@ def prove(
         with attach(model, choice):
             change = _largest(_output(model, inputs) - eager)
             leak = _leak(model, inputs) if _all_causal(layers) else None
-    if choice != _SOFTMAX and not change > 0.0:
+    if choice != SOFTMAX and not change > 0.0:
         raise ValueError(f"{choice} changed nothing in {type(model).__name__} on these inputs.")
     if leak is not None and not leak <= allowed:
         raise ValueError(
@@ -127,16 +127,6 @@ def _layers(
         Layer(name, kinds.get(name, name), calls[name], tuple(sorted(masks[name])))
         for name in calls
     )
-
-
-def _eager(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The output by the model's own plain attention; called while something else is attached."""
-    name = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        return _output(model, inputs)
-    finally:
-        model.set_attn_implementation(name)
 
 
 def _output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -9,11 +9,20 @@ settings, another head. What was found damaged is handed on to nobody.
 from importlib.util import find_spec
 from pathlib import Path
 
-from fenchel.checkpoints.hf_check import Checkpoint, look_at
+from tokenizers import Tokenizer
+
+from fenchel.checkpoints.directory import (
+    CheckpointDirectory,
+    has_file,
+    open_directory,
+    read_tokenizer,
+)
+from fenchel.checkpoints.run_checkpoint import is_run
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.our_model import Unsupported, open_known, open_run
 from fenchel.inspection.trace import InspectedModel
 from fenchel.model.families import FAMILIES
+from fenchel.model.families.config_reader import CONFIG
 
 KNOWN = frozenset(family.name for family in FAMILIES)
 """The families that our own loader reads."""
@@ -24,36 +33,35 @@ def open_model(folder: str | Path) -> InspectedModel:
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"there is no directory {path}.")
-    run = open_run(path)
-    if run is not None:
-        return run
-    found = look_at(path)
-    if found is not None:
-        return open_checkpoint(found)
+    if is_run(path):
+        return open_run(path)
+    if has_file(path, CONFIG):
+        directory = open_directory(path)
+        return open_checkpoint(directory, read_tokenizer(path))
     raise ValueError(
         f"{path} is neither a run directory (checkpoints/) nor a Hugging Face directory "
         "(config.json)."
     )
 
 
-def open_checkpoint(found: Checkpoint) -> InspectedModel:
+def open_checkpoint(directory: CheckpointDirectory, tokenizer: Tokenizer) -> InspectedModel:
     """By our own loader where it can, else by transformers."""
-    if found.family not in KNOWN:
+    if directory.model_type not in KNOWN:
         if not _installed():
             raise ValueError(
-                f"the family {found.family!r} is read through transformers: "
+                f"the family {directory.model_type!r} is read through transformers: "
                 "pip install 'fenchel[hf]'."
             )
-        return open_foreign(found)
+        return open_foreign(directory, tokenizer)
     try:
-        return open_known(found)
+        return open_known(directory, tokenizer)
     except Unsupported as why:
         reason = str(why)
     if not _installed():
         told = reason.rstrip(".")
         raise ValueError(f"{told}; transformers may have it: pip install 'fenchel[hf]'.")
     try:
-        return open_foreign(found)
+        return open_foreign(directory, tokenizer)
     except ValueError:
         raise ValueError(reason) from None  # neither can, and ours says what is wrong by its name
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.attention import AttentionCall
 from fenchel.checkpoints import load
-from fenchel.checkpoints.directory import CheckpointDirectory, open_directory
-from fenchel.checkpoints.hf_check import Checkpoint
+from fenchel.checkpoints.directory import CheckpointDirectory
+from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
 from fenchel.files import Damaged
 from fenchel.inspection.linearisation import answer, hold
@@ -24,8 +25,6 @@ from fenchel.inspection.recorder import Recorder
 from fenchel.inspection.trace import ForwardTrace, InspectedModel
 from fenchel.model import ModelConfig, Transformer, evaluating
 from fenchel.model.families import Family, family_of
-from fenchel.model.families.config_reader import CONFIG
-from fenchel.model.transformer import meta_model
 
 
 class Unsupported(ValueError):
@@ -63,10 +62,8 @@ class OurModel(InspectedModel):
         return self.model.logits(self.model.lm_head_input(x[:, -1:]))[0, 0]
 
 
-def open_run(path: Path) -> OurModel | None:
-    """The best checkpoint of a run directory; None where there is no run."""
-    if not (path / "checkpoints").is_dir():
-        return None
+def open_run(path: Path) -> OurModel:
+    """The best checkpoint of a run directory."""
     model, tokenizer, config = load(path)
     require_choice(config, str(path))
     stored = str(model.lm_head_weight.dtype).removeprefix("torch.")
@@ -82,38 +79,34 @@ def open_run(path: Path) -> OurModel | None:
     )
 
 
-def open_known(found: Checkpoint) -> OurModel:
+def open_known(directory: CheckpointDirectory, tokenizer: Tokenizer) -> OurModel:
     """A Hugging Face directory by our own loader, in float32; Unsupported says why it cannot be."""
-    directory = open_directory(found.folder)
-    family, config = _said(found, directory)
-    require_choice(config, str(found.folder))
-    weights = _weights(found, directory, family, config)
-    model = meta_model(config)
-    model.load_state_dict(weights, strict=True, assign=True)
+    family, config = _family_and_config(directory)
+    require_choice(config, str(directory.path))
     return OurModel(
-        name=found.name,
-        family=found.family,
-        model=_still(model),
-        tokenizer=found.tokenizer,
+        name=directory.name,
+        family=directory.model_type,
+        model=_still(build(config, _weights(directory, family, config))),
+        tokenizer=tokenizer,
         context=config.context,
-        stored=found.weights.kind,
+        stored=str(directory.dtype).removeprefix("torch."),
         encode_start=framed,
         reads_out=config.kind == "decoder" or config.lm_head_transform,
     )
 
 
-def _said(found: Checkpoint, directory: CheckpointDirectory) -> tuple[Family, ModelConfig]:
+def _family_and_config(directory: CheckpointDirectory) -> tuple[Family, ModelConfig]:
     """The family and its settings, if ours has all that they ask for."""
-    where, tensors = found.folder / CONFIG, directory.tensors
+    where, tensors = directory.config_path, directory.tensors
     try:
-        family = family_of(found.family, tensors, where)
+        family = family_of(directory.model_type, tensors, where)
         return family, family.read(directory.config, tensors, where)
     except ValueError as error:
         raise Unsupported(str(error)) from None
 
 
 def _weights(
-    found: Checkpoint, directory: CheckpointDirectory, family: Family, config: ModelConfig
+    directory: CheckpointDirectory, family: Family, config: ModelConfig
 ) -> dict[str, Tensor]:
     """Our weights, if the files hold what the settings ask for and nothing more."""
     try:
@@ -121,7 +114,7 @@ def _weights(
     except Damaged:
         raise
     except ValueError as error:
-        if found.architecture in (None, family.architecture):
+        if directory.architecture in (None, family.architecture):
             raise  # it is of this family, and wrong; another head would be another matter
         raise Unsupported(str(error)) from None
 

@@ -165,11 +165,11 @@ def test_a_dangling_link_is_a_link(folder: Path) -> None:
 def test_a_pipe_and_a_folder_are_not_opened(folder: Path) -> None:
     (folder / TWO).unlink()
     os.mkfifo(folder / TWO)  # opening it would wait for ever
-    with pytest.raises(Damaged, match="not a plain file"):
+    with pytest.raises(Damaged, match="not a regular file"):
         open_directory(folder)
     (folder / TWO).unlink()
     (folder / TWO).mkdir()
-    with pytest.raises(Damaged, match="not a plain file"):
+    with pytest.raises(Damaged, match="not a regular file"):
         open_directory(folder)
 
 

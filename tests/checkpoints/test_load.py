@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fenchel.checkpoints import load
+from fenchel.checkpoints.run_checkpoint import FORMAT
 from fenchel.config import to_mapping
 from fenchel.data import train_tokenizer
 from fenchel.files import committed
@@ -21,7 +22,7 @@ CONFIG = ModelConfig(vocabulary=300, context=8, width=16, layers=2)
 def write_checkpoint(run: Path, step: int, *, best: int, seed: int) -> None:
     model = Transformer(CONFIG, generator=torch.Generator().manual_seed(seed))
     path = run / "checkpoints" / f"step-{step:06d}"
-    with committed(path, {"format": 1, "step": step}) as folder:
+    with committed(path, {"format": FORMAT, "step": step}) as folder:
         save_file(model.state_dict(), folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(to_mapping(CONFIG)))
         (folder / "state.json").write_text(json.dumps({"step": step, "best_step": best}))
@@ -47,7 +48,7 @@ def reseal(run: Path, change: Callable[[Path], None]) -> None:
             file.unlink()
         folder.rmdir()
     old = run / "checkpoints" / "step-000020"
-    with committed(run / "checkpoints" / "step-000030", {"format": 1, "step": 30}) as folder:
+    with committed(run / "checkpoints" / "step-000030", {"format": FORMAT, "step": 30}) as folder:
         for name in ("model.safetensors", "config.json", "state.json"):
             (folder / name).write_bytes((old / name).read_bytes())
         change(folder)
@@ -68,7 +69,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.warns(UserWarning, match="step-000020 is passed over"):
+    with pytest.warns(UserWarning, match="step-000020 is skipped"):
         model, _, _ = load(run, which="newest")
     assert torch.equal(model.embed.weight, weights_of(1)["embed.weight"])
 
@@ -77,7 +78,7 @@ def test_without_an_intact_checkpoint_it_says_so(run: Path) -> None:
     for path in run.glob("checkpoints/*/model.safetensors"):
         path.write_bytes(b"")
     with (
-        pytest.warns(UserWarning, match="passed over"),
+        pytest.warns(UserWarning, match="is skipped"),
         pytest.raises(ValueError, match="no intact checkpoint"),
     ):
         load(run)
@@ -85,7 +86,7 @@ def test_without_an_intact_checkpoint_it_says_so(run: Path) -> None:
 
 def test_a_damaged_best_checkpoint_gives_way_to_the_newest(run: Path) -> None:
     (run / "checkpoints" / "step-000010" / "config.json").write_text("{}")
-    with pytest.warns(UserWarning, match="step-000010 is passed over"):
+    with pytest.warns(UserWarning, match="step-000010 is skipped"):
         model, _, _ = load(run)
     assert torch.equal(model.embed.weight, weights_of(2)["embed.weight"])
 

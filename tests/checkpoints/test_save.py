@@ -164,5 +164,5 @@ def test_a_failed_write_leaves_what_was_there(
 
 def test_without_a_tokenizer_load_says_how_to_go_on(tmp_path: Path) -> None:
     save(model_of(), None, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"no tokenizer\.json; fenchel\.model\.load_model"):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; .*fenchel\.checkpoints\.load_model"):
         load(tmp_path / "out")

@@ -119,7 +119,7 @@ def test_weights_that_changed_on_disk_are_refused(
     assert main(words(copy, text_file)) == 2
     *notices, refusal = capsys.readouterr().err.splitlines()
     assert notices
-    assert all("fenchel: step-" in line and "is passed over" in line for line in notices)
+    assert all("fenchel: step-" in line and "is skipped" in line for line in notices)
     assert "no intact checkpoint" in refusal
 
 

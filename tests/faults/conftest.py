@@ -164,7 +164,7 @@ class Lab:
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         return {
             "step": folder.name,
-            "weights": sha256(folder / run_checkpoint.MODEL),
+            "weights": sha256(folder / "model.safetensors"),
             "optimiser": sha256(folder / run_checkpoint.OPTIMISER),
             "state": state,
             "metrics": [{k: v for k, v in x.items() if not k.startswith("time/")} for x in lines],

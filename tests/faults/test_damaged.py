@@ -106,7 +106,7 @@ def test_checkpoints_exchanged_or_renamed_are_never_mixed(
     ended = lab.resume(halfway)
     assert ended.code == 0
     assert "step-000023 is damaged, step-000015 is used instead" in ended.said
-    assert "holds step 20 of format 1, not what its name says" in ended.said
+    assert "holds step 20 of format 2, not what its name says" in ended.said
     assert lab.story(halfway) == whole
 
 
@@ -137,7 +137,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_number(
 @pytest.mark.parametrize(
     ("setting", "other", "says"),
     [
-        ("heads = 2", "heads = 4", "says heads is 2, the settings of the run say 4"),
+        ("heads = 2", "heads = 4", "has heads=2, the settings of the run have heads=4"),
         ("layers = 2", "layers = 3", "says layers is 2, the settings of the run say 3"),
         ("tied = true", "tied = false", "says tied is True, the settings of the run say False"),
         ("bias = false", "bias = true", "says bias is False, the settings of the run say True"),

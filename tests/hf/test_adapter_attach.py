@@ -14,9 +14,16 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from fenchel.attention import Causal, Dense, Window
 from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax
 from fenchel.hf import attach, prove
-from fenchel.hf.adapter import AttentionFunction, choice_from_record, choice_record, mask_kind
+from fenchel.hf.adapter import (
+    AttentionFunction,
+    choice_from_record,
+    choice_record,
+    classify_mask,
+    mask_kind,
+)
 
 V = 60
 SIZES = {
@@ -158,7 +165,7 @@ def test_a_lost_mask_is_refused_and_not_taken_for_none(llama: Any) -> None:
     masks = hf.AttentionMaskInterface._global_mapping
     with attach(llama, Softmax()) as attached:
         del masks[attached.name]
-        with pytest.raises(ValueError, match="handed no mask, so it would see the future"):
+        with pytest.raises(ValueError, match="its mask is None, so it would see the future"):
             llama(**some_inputs(padded=False))
         masks[attached.name] = None  # so that leaving finds what it put there
 
@@ -233,7 +240,7 @@ def test_a_reload_forgets_the_map_and_attach_remembers_it(llama: Any, tmp_path: 
             keep = inputs["attention_mask"].bool()
             torch.testing.assert_close(again(**inputs).logits[keep], sparse[keep])
     assert again.config.fenchel == {"map": "entmax", "alpha": 1.25, "beta": 2.0}
-    with pytest.raises(ValueError, match="was not saved with a map of ours"):
+    with pytest.raises(ValueError, match="was not saved with a map of fenchel"):
         attach(llama)
 
 
@@ -338,7 +345,7 @@ def test_softmax_itself_needs_no_effect_and_a_wrong_one_is_noticed(
 ) -> None:
     proof = prove(llama, Softmax(), some_inputs())
     assert proof.change == proof.softmax_difference
-    monkeypatch.setattr(import_module("fenchel.hf.proof"), "_SOFTMAX", Softmax(1.01))
+    monkeypatch.setattr(import_module("fenchel.hf.proof"), "SOFTMAX", Softmax(1.01))
     with pytest.raises(ValueError, match="is refused"):
         prove(llama, Entmax(1.5), some_inputs())
 
@@ -364,3 +371,34 @@ def opened(rows: str) -> Tensor:
 def test_a_mask_is_told_in_words(mask: Tensor | None, kind: str) -> None:
     T, S = (3, 3) if mask is None else mask.shape[2:]
     assert mask_kind(mask, T, S) == kind
+
+
+def test_a_mask_is_known_by_its_name_or_kept_entry_by_entry() -> None:
+    places = torch.arange(5)
+    causal = (places[:, None] >= places)[None, None]
+    near = causal & (places[:, None] - places < 3)
+    full = torch.ones_like(causal)
+    assert classify_mask(None, 5, 5) == ("none", None)
+    assert classify_mask(full, 5, 5) == ("full", None)
+    assert classify_mask(causal, 5, 5) == ("causal", Causal())
+    assert classify_mask(near, 5, 5) == ("window 3", Window(2, 0))
+    holes = causal.clone()
+    holes[..., 3, 1] = False
+    kind, prior = classify_mask(holes, 5, 5)
+    assert kind == "other"
+    assert isinstance(prior, Dense)
+    added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
+    assert classify_mask(added, 5, 5) == ("causal", Causal())
+    kind, biased = classify_mask(added + 0.5 * causal, 5, 5)
+    assert kind == "causal"
+    assert isinstance(biased, Dense)
+    assert float(biased.log_prior[0, 0, 0, 1]) == -torch.inf
+    assert float(biased.log_prior[0, 0, 1, 0]) == 0.5
+    padded = causal & (places > 0)
+    kind, prior = classify_mask(padded, 5, 5)
+    assert kind == "causal + padding"
+    assert isinstance(prior, Dense)
+    differing = torch.cat([causal, near], 1)  # the heads together allow what is causal
+    kind, prior = classify_mask(differing, 5, 5)
+    assert kind == "causal"
+    assert isinstance(prior, Dense)

@@ -108,9 +108,9 @@ def test_what_is_done_elsewhere_changes_nothing(qkv: QKV) -> None:
 
 
 def test_a_causal_layer_without_a_mask_is_refused(qkv: QKV) -> None:
-    with pytest.raises(ValueError, match="handed no mask"):
+    with pytest.raises(ValueError, match="its mask is None"):
         AttentionFunction(Softmax())(Layer(is_causal=True), *qkv, None)
-    with pytest.raises(ValueError, match="handed no mask"):
+    with pytest.raises(ValueError, match="its mask is None"):
         AttentionFunction(Softmax())(Layer(), *qkv, None, is_causal=True)
     AttentionFunction(Softmax())(Layer(is_causal=True), *qkv, None, is_causal=False)
     q, k, v = qkv
@@ -135,7 +135,7 @@ def test_the_lowest_number_of_a_mask_forbids(dtype: torch.dtype, qkv: QKV) -> No
 @pytest.mark.parametrize("mask", [torch.ones(4, 7, dtype=torch.bool), torch.ones(7), object()])
 def test_a_mask_that_would_broadcast_to_something_else_is_refused(mask: Any, qkv: QKV) -> None:
     """One flag a token, (B, S), would pass for (T, S) where B = T."""
-    with pytest.raises(ValueError, match=r"Layer hands its attention a mask of"):
+    with pytest.raises(ValueError, match=r"Layer passes a mask of"):
         AttentionFunction(Softmax())(Layer(), *qkv, mask)
     with pytest.raises(ValueError, match="float or bool"):
         AttentionFunction(Softmax())(Layer(), *qkv, torch.ones(2, 1, 4, 7, dtype=torch.int64))
@@ -151,7 +151,7 @@ def test_dropout_is_for_training(qkv: QKV) -> None:
 
 
 def test_shapes_that_cannot_be_honoured_are_refused(qkv: QKV) -> None:
-    with pytest.raises(ValueError, match="one sink a head, 6"):
+    with pytest.raises(ValueError, match="one sink per head, 6"):
         AttentionFunction(Softmax())(Layer(), *qkv, None, s_aux=torch.zeros(5))
     with pytest.raises(ValueError, match="head mask"):
         AttentionFunction(Softmax())(Layer(), *qkv, None, head_mask=torch.ones(6, 4))

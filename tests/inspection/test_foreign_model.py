@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.attention import Causal, Dense, Window
-from fenchel.checkpoints.hf_check import look_at
+from fenchel.attention import Causal, Window
+from fenchel.checkpoints.directory import open_directory, read_tokenizer
 from fenchel.inspection import ForwardTrace, open_model
-from fenchel.inspection.foreign_model import ForeignModel, open_foreign, prior_of
+from fenchel.inspection.foreign_model import ForeignModel, open_foreign
 
 FOREIGN = ("opt", "phi", "distilbert")
 """Families that our own loader does not read."""
@@ -23,9 +23,7 @@ Eager = Callable[[str], Any]
 
 def opened(folder: Path) -> ForeignModel:
     """By transformers, whatever the family."""
-    found = look_at(folder)
-    assert found is not None
-    return open_foreign(found)
+    return open_foreign(open_directory(folder), read_tokenizer(folder))
 
 
 def read(folder: Path, ids: Tensor) -> ForwardTrace:
@@ -82,22 +80,3 @@ def test_norms_and_branches_are_found_inside_the_blocks(save: Save, ids: Tensor)
         assert (block.mlp_branch is None) == (family == "bert")  # its MLP is in two parts
         if block.mlp_branch is not None:  # dropout maps the stream too, to itself
             assert not torch.equal(block.mlp_branch.f(block.mlp_branch.x), block.mlp_branch.x)
-
-
-def test_a_mask_is_known_by_its_name_or_kept_entry_by_entry() -> None:
-    places = torch.arange(5)
-    causal = (places[:, None] >= places)[None, None]
-    near = causal & (places[:, None] - places < 3)
-    assert prior_of(None, causal=True) == Causal()
-    assert prior_of(None, causal=False) is None
-    assert prior_of(causal, causal=True) == Causal()
-    assert prior_of(near, causal=True, window=3) == Window(2, 0)
-    assert prior_of(torch.ones_like(causal), causal=False) is None
-    holes = causal.clone()
-    holes[..., 3, 1] = False
-    assert isinstance(prior_of(holes, causal=True), Dense)
-    added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
-    assert prior_of(added, causal=True) == Causal()
-    biased = prior_of(added + 0.5 * causal, causal=True)
-    assert isinstance(biased, Dense)
-    assert float(biased.log_prior[0, 0, 0, 1]) == -torch.inf

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from fenchel.checkpoints.hf_check import look_at
 from torch import Tensor
 
-from fenchel.checkpoints.hf_check import look_at
 from fenchel.inspection import ForwardTrace
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.heads import row_stats, row_weights

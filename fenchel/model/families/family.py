@@ -26,7 +26,7 @@ class Match(NamedTuple):
 
     ours: str
     theirs: tuple[str, ...]
-    lie: Layout
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Family:
         return found
 
     def _placed(self, config: ModelConfig, ours: Iterable[str]) -> tuple[list[Match], list[str]]:
-        """Where our tensors lie, and those that have no place."""
+        """Where our tensors layout, and those that have no place."""
         rows = [row for row in self.tensors if row.when(config)]
         tried = {name: _match(name, rows) for name in ours}
         found = [match for match in tried.values() if match is not None]
@@ -167,7 +167,7 @@ def _match(name: str, rows: Iterable[Row]) -> Match | None:
     for row in rows:
         if found := _pattern(row.ours).fullmatch(name):
             theirs = tuple(one.format(*found.groups()) for one in row.theirs)
-            return Match(name, theirs, row.lie)
+            return Match(name, theirs, row.layout)
     return None
 
 

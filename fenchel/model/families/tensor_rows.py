@@ -19,7 +19,7 @@ from fenchel.model.config import ModelConfig
 
 
 class Layout(Protocol):
-    """How the numbers of one of our tensors lie in theirs."""
+    """How the numbers of one of our tensors layout in theirs."""
 
     def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
         """Theirs to ours."""
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     ours: str
     theirs: tuple[str, ...]
-    lie: Layout
+    layout: Layout
     when: Callable[[ModelConfig], bool] = lambda _: True
 
 
@@ -96,17 +96,17 @@ SAME, TURNED, STACKED, PAIRED = _Same(), _Turned(), _Stacked(), _Paired()
 HEAD_BY_HEAD = _HeadByHead()
 
 
-def both(ours: str, theirs: str | Sequence[str], lie: Layout = SAME) -> tuple[Row, Row]:
+def both(ours: str, theirs: str | Sequence[str], layout: Layout = SAME) -> tuple[Row, Row]:
     """Rows for the weight and the bias of a map or a norm."""
     names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
-    weight = Row(f"{ours}.weight", tuple(f"{n}.weight" for n in names), lie)
-    return weight, Row(f"{ours}.bias", tuple(f"{n}.bias" for n in names), _of_bias(lie))
+    weight = Row(f"{ours}.weight", tuple(f"{n}.weight" for n in names), layout)
+    return weight, Row(f"{ours}.bias", tuple(f"{n}.bias" for n in names), _of_bias(layout))
 
 
-def weight(ours: str, theirs: str, lie: Layout = SAME) -> Row:
+def weight(ours: str, theirs: str, layout: Layout = SAME) -> Row:
     """The row for a map or a table without bias."""
-    return Row(f"{ours}.weight", (f"{theirs}.weight",), lie)
+    return Row(f"{ours}.weight", (f"{theirs}.weight",), layout)
 
 
-def _of_bias(lie: Layout) -> Layout:
-    return SAME if lie is TURNED else lie
+def _of_bias(layout: Layout) -> Layout:
+    return SAME if layout is TURNED else layout
