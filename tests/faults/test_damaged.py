@@ -138,9 +138,9 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_number(
     ("setting", "other", "says"),
     [
         ("heads = 2", "heads = 4", "has heads=2, the settings of the run have heads=4"),
-        ("layers = 2", "layers = 3", "says layers is 2, the settings of the run say 3"),
-        ("tied = true", "tied = false", "says tied is True, the settings of the run say False"),
-        ("bias = false", "bias = true", "says bias is False, the settings of the run say True"),
+        ("layers = 2", "layers = 3", "has layers=2, the settings of the run have layers=3"),
+        ("tied = true", "tied = false", "has tied=True, the settings of the run have tied=False"),
+        ("bias = false", "bias = true", "has bias=False, the settings of the run have bias=True"),
         ('optimiser = "muon"', 'optimiser = "adamw"', "saved by another optimiser"),
         ("steps = 40", "", "does not say train.steps"),
     ],
