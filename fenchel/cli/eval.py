@@ -1,16 +1,20 @@
-"""fenchel eval: how well a model predicts a text, and whether its confidence can be trusted."""
+"""fenchel eval: how well a model predicts a text, and whether its confidence is calibrated."""
 
 import json as json_format
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console
+from fenchel.cli.console import Console, DtypeName, device_and_dtype
 
 if TYPE_CHECKING:
-    from fenchel.evaluate import Confidence, Evaluation
+    import torch
+
+    from fenchel.data import Ids
+    from fenchel.evaluate import Calibration, Confidence, Evaluation
+    from fenchel.model import Transformer
 
 Switch = Annotated[bool, Parameter(negative="")]
 
@@ -24,6 +28,8 @@ def run(
     against: Path | None = None,
     calibration: Switch = False,
     page: Path | None = None,
+    device: str | None = None,
+    dtype: DtypeName | None = None,
     json: Switch = False,
 ) -> int:
     """Loss, perplexity, bits per byte and calibration of a model on a text.
@@ -34,21 +40,25 @@ def run(
         A run directory, or a Hugging Face directory with safetensors and tokenizer.json.
     text
         "sotu", "kjv", a text file, a folder or a .jsonl file; the run's own validation text
-        when left out.
+        by default.
     tokens
-        Predict the first so many tokens of the text; all when left out.
+        Number of tokens to predict, from the start of the text; all by default.
     against
-        A second model to read the same text (--text); by bits per byte, and by perplexity where
-        the tokenizers are the same.
+        A second model to evaluate on the same --text: compared by bits per byte, and by
+        perplexity where both have the same tokenizer.
     calibration
-        Also ECE, Brier score and the temperature that suits the model, fitted on the first half
-        of the text and measured on the second.
+        Also measure ECE and Brier score on the second half of the text, before and after scaling
+        by the temperature that fits its first half best.
     page
         Write the reliability diagram to this file, which must not exist; implies --calibration.
+    device
+        "cpu", "cuda" or "cuda:1"; the GPU by default where there is one.
+    dtype
+        "float32", "bfloat16", "float16" or "float64"; that of the checkpoint by default.
     json
         Print one JSON object instead of tables.
     """
-    from fenchel.cli.reliability import page as drawn
+    from fenchel.cli.reliability import page as reliability_page
     from fenchel.evaluate import confidence
     from fenchel.files import write_atomic
 
@@ -58,46 +68,70 @@ def run(
         raise ValueError(f"{page} exists and is left alone; name another file for the page.")
     if against is not None and tokens is not None:
         _require_one_tokenizer(directory, against)
+    place = device_and_dtype(device, dtype)
     console = Console(quiet=json, aside=True)
     with console.bars:
-        model, ids, size, reading = _read(directory, text, tokens, console)
-        told: dict[str, Any] = {"text": reading.text, "bytes": size, **reading.score._asdict()}
-        lines = _lines(size, reading, part=tokens is not None)
+        measured = _evaluate(directory, text, tokens, place, console)
+        model, evaluation = measured.model, measured.evaluation
+        output: dict[str, Any] = {
+            "text": evaluation.text,
+            "bytes": measured.bytes,
+            "device": str(place[0]),
+            **evaluation.score._asdict(),
+        }
+        lines = _lines(measured, truncated=tokens is not None)
         if calibration or page is not None:
-            sure = confidence(model, ids, context=model.config.context, progress=console.progress)
-            told["calibration"] = _plain(sure)
-            lines += _calibration_lines(sure)
+            result = confidence(
+                model, measured.ids, context=model.config.context, progress=console.progress
+            )
+            output["calibration"] = _as_json(result)
+            lines += _calibration_lines(result)
             if page is not None:
-                write_atomic(page, drawn(directory.name, reading.text, sure))
+                write_atomic(page, reliability_page(directory.name, evaluation.text, result))
                 lines.append(f"reliability diagram  {page}")
         if against is not None:
-            told["against"], more = _beside(reading, _read(against, text, tokens, console)[3])
-            lines += more
-    print(json_format.dumps(told) if json else "\n".join(lines))
+            second = _evaluate(against, text, tokens, place, console).evaluation
+            output["against"], comparison_lines = _compare(evaluation, second)
+            lines += comparison_lines
+    print(json_format.dumps(output) if json else "\n".join(lines))
     return 0
+
+
+class _Measured(NamedTuple):
+    """A model, the text it was evaluated on, and the result."""
+
+    model: "Transformer"
+    ids: "Ids"
+    bytes: int
+    evaluation: "Evaluation"
 
 
 def _require_one_tokenizer(first: Path, second: Path) -> None:
     from fenchel.data import load_tokenizer
     from fenchel.evaluate import fingerprint
 
-    kinds = {fingerprint(load_tokenizer(one / "tokenizer.json")) for one in (first, second)}
-    if len(kinds) > 1:
+    prints = {fingerprint(load_tokenizer(path / "tokenizer.json")) for path in (first, second)}
+    if len(prints) > 1:
         raise ValueError(
             f"{first} and {second} have different tokenizers, whose first tokens are different "
             "texts; leave out --tokens."
         )
 
 
-def _read(
-    directory: Path, text: str | None, tokens: int | None, console: Console
-) -> tuple[Any, Any, int, "Evaluation"]:
-    """The model, the ids of the text, its bytes, and how well the one predicts the other."""
+def _evaluate(
+    directory: Path,
+    text: str | None,
+    tokens: int | None,
+    place: "tuple[torch.device, torch.dtype | None]",
+    console: Console,
+) -> _Measured:
     from fenchel.checkpoints import load
     from fenchel.evaluate import Evaluation, fingerprint, score, text_ids, truncate_ids
     from fenchel.pipeline import open_corpus
 
-    model, tokenizer, config = load(directory)
+    device, dtype = place
+    model, tokenizer, config = load(directory, dtype=dtype)
+    model = model.to(device)
     if text is None:
         if not (directory / "text.json").is_file():
             raise ValueError(f"{directory} has no text of its own; name one with --text.")
@@ -107,68 +141,69 @@ def _read(
     else:
         ids, size = text_ids(tokenizer, text, limit=tokens, progress=console.progress)
         name = text
-    found = score(model, ids, bytes=size, context=config.context, progress=console.progress)
-    return model, ids, size, Evaluation(str(directory), found, fingerprint(tokenizer), name)
+    result = score(model, ids, bytes=size, context=config.context, progress=console.progress)
+    evaluation = Evaluation(str(directory), result, fingerprint(tokenizer), name)
+    return _Measured(model, ids, size, evaluation)
 
 
-def _lines(size: int, reading: "Evaluation", *, part: bool) -> list[str]:
-    found = reading.score
-    whole = f"{size:,} bytes, {found.tokens:,} tokens"
+def _lines(measured: _Measured, *, truncated: bool) -> list[str]:
+    score = measured.evaluation.score
+    amount = f"{measured.bytes:,} bytes, {score.tokens:,} tokens"
     return [
-        f"{reading.text}: {'the first, about ' if part else ''}{whole}",
-        f"bits per byte  {found.bits_per_byte:.4f}",
-        f"loss           {found.loss:.4f} nats a token",
-        f"perplexity     {found.perplexity:.2f} a token (compare within one tokenizer only)",
+        f"{measured.evaluation.text}: {'the first, about ' if truncated else ''}{amount}",
+        f"bits per byte  {score.bits_per_byte:.4f}",
+        f"loss           {score.loss:.4f} nats per token",
+        f"perplexity     {score.perplexity:.2f} per token (compare within one tokenizer only)",
     ]
 
 
-def _calibration_lines(sure: "Confidence") -> list[str]:
-    kinds = {"as it is": sure.plain}
-    if sure.scaled is not None:
-        kinds[f"at T = {sure.temperature:.4f}"] = sure.scaled
-    head = f"{'':<15}{'loss':>8}{'Brier':>8}{'right':>8}{'sure':>8}{'ECE':>8}{'ECE mass':>10}"
-    rows = [
-        f"{kind:<15}{c.loss:8.4f}{c.brier:8.4f}{c.accuracy:8.4f}{c.confidence:8.4f}"
-        f"{c.ece:8.4f}{c.ece_mass:10.4f}"
-        for kind, c in kinds.items()
+def _calibration_lines(result: "Confidence") -> list[str]:
+    rows = {"T = 1": result.plain}
+    if result.scaled is not None:
+        rows[f"T = {result.temperature:.4f}"] = result.scaled
+    names = ("loss", "Brier", "accuracy", "confidence", "ECE", "ECE mass")
+    lines = ["", f"{'':<12}" + "".join(f"{name:>11}" for name in names)]
+    for name, c in rows.items():
+        values = (c.loss, c.brier, c.accuracy, c.confidence, c.ece, c.ece_mass)
+        lines.append(f"{name:<12}" + "".join(f"{value:11.4f}" for value in values))
+    if result.scaled is None:
+        return [*lines, "no finite temperature is best on the first half of the text"]
+    return [
+        *lines,
+        f"temperature fitted on {result.fitted_on:,} predictions of the first half, "
+        f"measured on {result.plain.predictions:,} of the second",
     ]
-    fitted = (
-        f"temperature fitted on {sure.fitted_on:,} predictions of the first half, "
-        f"measured on {sure.plain.predictions:,} of the second"
-    )
-    none = "no finite temperature is best on the first half of the text"
-    return ["", head, *rows, fitted if sure.scaled is not None else none]
 
 
-def _plain(sure: "Confidence") -> dict[str, Any]:
-    """For JSON, which knows neither infinity nor our tuples."""
+def _as_json(result: "Confidence") -> dict[str, Any]:
+    """Plain values; a temperature of 0 or infinity is None."""
 
-    def one(c: Any) -> dict[str, Any]:
-        return {**c._asdict(), "bins": [b._asdict() for b in c.bins]}
+    def plain(calibration: "Calibration") -> dict[str, Any]:
+        return {**calibration._asdict(), "bins": [b._asdict() for b in calibration.bins]}
 
-    finite = 0.0 < sure.temperature < math.inf
+    finite = 0.0 < result.temperature < math.inf
     return {
-        "temperature": sure.temperature if finite else None,
-        "fitted_on": sure.fitted_on,
-        "plain": one(sure.plain),
-        "scaled": one(sure.scaled) if sure.scaled is not None else None,
+        "temperature": result.temperature if finite else None,
+        "fitted_on": result.fitted_on,
+        "plain": plain(result.plain),
+        "scaled": plain(result.scaled) if result.scaled is not None else None,
     }
 
 
-def _beside(first: "Evaluation", second: "Evaluation") -> tuple[dict[str, Any], list[str]]:
-    """Two models, measure by measure; what may not be compared is said and not computed."""
+def _compare(first: "Evaluation", second: "Evaluation") -> tuple[dict[str, Any], list[str]]:
+    """Two models measure by measure; a measure that cannot be compared gives the reason."""
     from fenchel.evaluate import compare
 
-    told: dict[str, Any] = {"directory": second.name, **second.score._asdict()}
+    output: dict[str, Any] = {"directory": second.name, **second.score._asdict()}
     lines = ["", f"against {second.name}"]
-    for by in ("bits_per_byte", "perplexity"):
+    for measure in ("bits_per_byte", "perplexity"):
         try:
-            found = compare(first, second, by=by)
+            comparison = compare(first, second, by=measure)
         except ValueError as error:
-            told["refused"] = str(error)
+            output["refused"] = str(error)
             lines.append(str(error))
             continue
-        told[f"{by}_difference"] = found.difference
-        name = by.replace("_", " ")
-        lines.append(f"{name:<14} {found.first:.4f} and {found.second:.4f}")
-    return told, lines
+        output[f"{measure}_difference"] = comparison.difference
+        name = measure.replace("_", " ")
+        lines.append(f"{name:<14} {comparison.first:.4f} and {comparison.second:.4f}")
+    return output, lines

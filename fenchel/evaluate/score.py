@@ -53,7 +53,8 @@ def score(
     for logits_NV, targets_N in predictions(
         model, part, context=context, batch=batch, progress=progress
     ):
-        losses_N = cross_entropy(logits_NV.float(), targets_N, reduction="none")
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
         total += float(losses_N.sum(dtype=torch.float64))
         count += len(losses_N)
     loss = total / count

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
@@ -49,7 +50,7 @@ def test_calibration_is_what_the_library_says(
     assert calibration_error(table) == pytest.approx(found["plain"]["ece"])
     shown = told(words, capsys)
     assert f"{direct.plain.ece:.4f}" in shown
-    assert f"at T = {direct.temperature:.4f}" in shown
+    assert f"T = {direct.temperature:.4f} " in shown
 
 
 def test_the_page_draws_every_bin_and_overwrites_nothing(
@@ -133,6 +134,35 @@ def test_a_long_reading_tells_how_far_it_is_beside_the_result(
         assert f"{stage}: {whole:,} of {whole:,}" in shown.err
     assert main([*words, "--json"]) == 0
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_the_dtype_is_that_of_the_weights_that_are_evaluated(
+    dtype: str, run_directory: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text), "--device", "cpu", "--json"]
+    plain = json.loads(told(words, capsys))
+    measured = json.loads(told([*words, "--dtype", dtype], capsys))
+    model, tokenizer, config = load(run_directory)
+    ids, size = text_ids(tokenizer, str(other_text))
+    model = model.to(getattr(torch, dtype))
+    direct = score(model, ids, bytes=size, context=config.context)
+    assert measured["loss"] == pytest.approx(direct.loss, rel=1e-12)
+    assert measured["loss"] != plain["loss"]
+    assert measured["loss"] == pytest.approx(
+        plain["loss"], rel=1e-5 if dtype == "float64" else 0.02
+    )
+
+
+def test_the_best_device_is_used_and_an_unknown_one_refused(
+    run_directory: Path, other_text: Path, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text), "--json"]
+    assert json.loads(told(words, capsys))["device"] == device
+    assert main([*words, "--device", "abacus"]) == 2
+    error = capsys.readouterr().err
+    assert "no device 'abacus'" in error
+    assert error.count("\n") == 1
 
 
 def test_a_comparison_without_a_text_is_refused(
