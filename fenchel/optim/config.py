@@ -1,18 +1,21 @@
-"""Settings to an optimiser: which parameters it moves how, and which of them decay.
+"""Settings to an optimiser and a schedule: which rule moves which parameters, and which decay.
 
-Matrices inside blocks turn a vector into a vector: they decay, and Muon may move them; so do the
-experts of a mixture, which are stacks of matrices.
-Embeddings, the read-out, norms and biases do not decay: a rare token's row would fade
-between its visits, and a norm's gain has no reason to be small.
+Matrices inside blocks map a vector to a vector: they decay, and Muon may move them; so do the
+experts of a mixture, which are stacks of matrices. Embeddings, the output matrix, norms and biases
+do not decay: the row of a rare token would fade between its occurrences, and the gain of a norm has
+no reason to be small.
 
-Query and key weights may go by their scores instead. "score" moves their rows by ScoreDescent and
-leaves everything else, the values' rows of a fused weight included, to Muon and AdamW; "trust"
-lets Muon and AdamW move everything and cuts what they do to queries and keys.
+Query and key weights may be moved by their scores instead. "score" moves their rows by ScoreDescent
+and leaves everything else, the value rows of a fused weight included, to Muon and AdamW; "trust"
+lets Muon and AdamW move everything and limits their steps of queries and keys.
+
+A new optimiser is a row of ``BUILDERS``, a new schedule a row of ``SCHEDULERS``; fields of their
+own go into ``OptimConfig``.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,35 +25,33 @@ from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.muon import Muon
 from fenchel.optim.schedule import Schedule
 from fenchel.optim.score import ScoreDescent, ScoreTrust, attention_pairs
-from fenchel.optim.score.pairs import ParameterSlice, pass_gradients, remaining_parameters
+from fenchel.optim.score.pairs import pass_gradients, remaining_parameters
 
-OPTIMISERS = ("muon", "adamw", "score", "trust", "adam_l2", "sgd", "sgd_average", "nesterov")
 BETA2_START = 0.99
 """Where a warm-up of beta2 begins: an average over 100 steps."""
-SCHEDULES = ("hold", "cosine", "linear", "inverse_sqrt", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """How parameters move."""
+    """Settings of the optimiser and of its schedule."""
 
     optimiser: str = "muon"
     """"muon" (matrices by Muon, the rest by AdamW), "score" (queries and keys by ScoreDescent, else
-    as "muon") or "trust" ("muon" within ScoreTrust), or everything by one rule of ordinary.py:
+    as "muon") or "trust" ("muon" within ScoreTrust), or everything by one rule of first_order.py:
     "adamw", "adam_l2", "sgd", "sgd_average" or "nesterov"."""
     learning_rate: float = 1e-2
-    """Peak rate of AdamW, or of the one rule."""
+    """Peak rate of AdamW, or of the single rule."""
     matrix_learning_rate: float = 1e-2
     """Peak rate of Muon."""
     score_rate: float = 0.2
-    """Peak RMS change of a head's scores in a step, for "score" and "trust"."""
+    """Peak RMS change of the scores of a head per step, for "score" and "trust"."""
     score_radius: float = 6.0
-    """Largest RMS of a head's scores, for "score" and "trust"."""
+    """Largest RMS of the scores of a head, for "score" and "trust"."""
     score_damping: float = 1.0
-    """How little "score" whitens a step by its partner: the share of the mean eigenvalue of the
-    partner's Gram that is added to it first."""
+    """For "score": the multiple of the mean eigenvalue of a partner Gram that is added to the Gram
+    before a step is whitened by it; more damping, less whitening."""
     weight_decay: float = 0.1
-    """Share of a matrix, times the rate, that is taken away each step."""
+    """Share of a matrix, times the rate, that is subtracted in each step."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
@@ -63,7 +64,7 @@ class OptimConfig:
     schedule: str = "hold"
     """"hold" (plateau, then linear), "cosine", "linear", "inverse_sqrt" or "constant"."""
     warmup: float = 0.02
-    """Share of the steps in which the rate rises; "constant" does not read it."""
+    """Share of the steps in which the rate rises; "constant" ignores it."""
     final: float = 0.0
     """Share of the peak rate left at the end of "hold", "cosine" and "linear"."""
 
@@ -88,37 +89,53 @@ class OptimConfig:
             )
 
 
+Members = tuple[torch.optim.Optimizer, ...]
+Builder = Callable[[nn.Module, OptimConfig], Members]
+
+
 def build_optimiser(model: nn.Module, config: OptimConfig) -> CombinedOptimiser:
-    """The optimiser the settings ask for, over all parameters of ``model``."""
-    rate, radius = config.score_rate, config.score_radius
-    match config.optimiser:
-        case "muon":
-            return CombinedOptimiser(*_muon(model, config))
-        case "score":
-            pairs = attention_pairs(model)
-            score = ScoreDescent(pairs, rate, config.momentum, radius, damping=config.score_damping)
-            return CombinedOptimiser(
-                score, *_muon(model, config, remaining_parameters(pairs, model.parameters()))
-            )
-        case "trust":
-            inner = CombinedOptimiser(*_muon(model, config))
-            return CombinedOptimiser(
-                ScoreTrust(inner, attention_pairs(model), lr=rate, radius=radius)
-            )
-        case _:
-            return CombinedOptimiser(_single_rule(model, config))
+    """The optimiser of the settings, over all parameters of ``model``.
+
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> model = Transformer(ModelConfig(vocabulary=16, width=32, layers=1))
+    >>> [type(member).__name__ for member in build_optimiser(model, OptimConfig()).members]
+    ['Muon', 'AdamW']
+    """
+    return CombinedOptimiser(*BUILDERS[config.optimiser](model, config))
 
 
-def _muon(
-    model: nn.Module, config: OptimConfig, leaves: list[ParameterSlice] | None = None
-) -> tuple[Muon, torch.optim.AdamW]:
-    """Muon for matrices and AdamW for the others: of the whole model, or of what is left of it."""
-    matrices, others = split(model)
-    if leaves is not None:
-        matrices, others = (
-            [leaf.part for leaf in leaves if any(leaf.whole is p for p in kind)]
-            for kind in (matrices, others)
-        )
+def _muon(model: nn.Module, config: OptimConfig) -> Members:
+    """Muon for matrices, AdamW for the rest."""
+    return _muon_and_adamw(config, *split(model))
+
+
+def _score(model: nn.Module, config: OptimConfig) -> Members:
+    """ScoreDescent for queries and keys, Muon and AdamW for the remaining rows."""
+    pairs = attention_pairs(model)
+    score = ScoreDescent(
+        pairs, config.score_rate, config.momentum, config.score_radius, damping=config.score_damping
+    )
+    slices = remaining_parameters(pairs, model.parameters())
+    matrices, others = (
+        [piece.part for piece in slices if any(piece.whole is p for p in kind)]
+        for kind in split(model)
+    )
+    rest = _muon_and_adamw(config, matrices, others)
+    for optimiser in rest:
+        pass_gradients(optimiser, slices)
+    return score, *rest
+
+
+def _trust(model: nn.Module, config: OptimConfig) -> Members:
+    """Muon and AdamW, their query and key steps limited by ScoreTrust."""
+    inner = CombinedOptimiser(*_muon(model, config))
+    pairs = attention_pairs(model)
+    return (ScoreTrust(inner, pairs, lr=config.score_rate, radius=config.score_radius),)
+
+
+def _muon_and_adamw(
+    config: OptimConfig, matrices: list[nn.Parameter], others: list[nn.Parameter]
+) -> Members:
     muon = Muon(
         matrices,
         lr=config.matrix_learning_rate,
@@ -126,32 +143,39 @@ def _muon(
         weight_decay=config.weight_decay,
     )
     betas = (config.beta1, config.beta2)
-    adamw = first_order.adamw(others, lr=config.learning_rate, betas=betas)
-    for optimiser in (muon, adamw):
-        pass_gradients(optimiser, leaves or [])
-    return muon, adamw
+    return muon, first_order.adamw(others, lr=config.learning_rate, betas=betas)
 
 
-def _single_rule(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """One of fenchel/optim/first_order.py for every parameter; matrices decay."""
-    matrices, others = split(model)
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others},
-    ]
-    rate, momentum = config.learning_rate, config.momentum
-    betas = (config.beta1, config.beta2)
-    match config.optimiser:
-        case "adam_l2":
-            return first_order.adam_l2(groups, lr=rate, betas=betas)
-        case "sgd":
-            return first_order.sgd(groups, lr=rate, momentum=momentum)
-        case "sgd_average":
-            return first_order.sgd_average(groups, lr=rate, momentum=momentum)
-        case "nesterov":
-            return first_order.nesterov(groups, lr=rate, momentum=momentum)
-        case _:
-            return first_order.adamw(groups, lr=rate, betas=betas)
+def _single_rule(rule: Callable[..., torch.optim.Optimizer], *settings: str) -> Builder:
+    """One rule of first_order.py for every parameter; matrices decay."""
+
+    def build(model: nn.Module, config: OptimConfig) -> Members:
+        values = {
+            "momentum": config.momentum,
+            "betas": (config.beta1, config.beta2),
+        }
+        matrices, others = split(model)
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others},
+        ]
+        return (rule(groups, lr=config.learning_rate, **{name: values[name] for name in settings}),)
+
+    return build
+
+
+BUILDERS: dict[str, Builder] = {
+    "muon": _muon,
+    "adamw": _single_rule(first_order.adamw, "betas"),
+    "score": _score,
+    "trust": _trust,
+    "adam_l2": _single_rule(first_order.adam_l2, "betas"),
+    "sgd": _single_rule(first_order.sgd, "momentum"),
+    "sgd_average": _single_rule(first_order.sgd_average, "momentum"),
+    "nesterov": _single_rule(first_order.nesterov, "momentum"),
+}
+"""One row per optimiser that ``optim.optimiser`` can name."""
+OPTIMISERS = tuple(BUILDERS)
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -164,25 +188,27 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     inside |= {
         id(p) for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim > 2
     }
-    learning = [p for p in model.parameters() if p.requires_grad]  # not what adapters stand beside
+    learning = [
+        p for p in model.parameters() if p.requires_grad
+    ]  # not the weights under an adapter
     matrices = [p for p in learning if id(p) in inside]
     return matrices, [p for p in learning if id(p) not in inside]
 
 
 def build_schedule(config: OptimConfig, steps: int) -> Schedule:
     """The factor on the peak rate at each step."""
-    warmup = round(config.warmup * steps)
-    match config.schedule:
-        case "cosine":
-            return schedule.warmup_cosine(warmup, steps, config.final)
-        case "linear":
-            return schedule.warmup_linear(warmup, steps, config.final)
-        case "inverse_sqrt":
-            return schedule.inverse_sqrt(warmup)
-        case "constant":
-            return schedule.constant()
-        case _:
-            return schedule.warmup_hold(warmup, steps, config.final)
+    return SCHEDULERS[config.schedule](round(config.warmup * steps), steps, config.final)
+
+
+SCHEDULERS: dict[str, Callable[[int, int, float], Schedule]] = {
+    "hold": schedule.warmup_hold,
+    "cosine": schedule.warmup_cosine,
+    "linear": schedule.warmup_linear,
+    "inverse_sqrt": lambda warmup, _steps, _final: schedule.inverse_sqrt(warmup),
+    "constant": lambda _warmup, _steps, _final: schedule.constant(),
+}
+"""One row per schedule that ``optim.schedule`` can name: (warm-up steps, steps, final factor)."""
+SCHEDULES = tuple(SCHEDULERS)
 
 
 def build_beta2(config: OptimConfig) -> Schedule | None:

@@ -1,19 +1,19 @@
 """ScoreDescent: query and key weights moved by a given change of their scores.
 
-Every step, for every head of every pair,
+In every step, for every head of every pair,
 
-    M   <- mu M + (1 - mu) g,   g' = mu M + (1 - mu) g       momentum, looking ahead (Nesterov)
+    M   <- mu M + (1 - mu) g,   g' = mu M + (1 - mu) g       momentum with Nesterov's lookahead
     U    = direction(g')                                     direction.py: spectral by default
-    W   <- project(shrink W + t U),  RMS dS = lr             settle.py
+    W   <- project(shrink W + t U),  RMS dS = lr             step_size.py
 
-lr *is* gamma: the root mean square by which the scores that the softmax sees (scale included) move
-in one step, on a sample of the step's own batch; so any schedule of learning rates works, and a
-rate means the same in every layer, at every width and time. radius bounds the root mean square of
-the scores themselves. The sample comes from the forward pass; a step without one since the last
-uses closed-form sizes for white inputs, and no ball.
+lr *is* gamma: the root mean square by which the scores that the softmax receives (scale included)
+move in one step, on a sample of the step's own batch. Any schedule of learning rates therefore
+applies, and a rate means the same in every layer, at every width and time. radius bounds the root
+mean square of the scores themselves. The sample comes from the forward pass; a step without a
+forward pass since the last one uses closed-form sizes for white inputs, and no ball.
 
-Only the rows of queries and keys move. Where they share a parameter with the values, rest.py gives
-the values' rows to another optimiser.
+Only the rows of queries and keys move. Where they share a parameter with the values,
+``remaining_parameters`` (pairs.py) gives the rows of the values to another optimiser.
 """
 
 import math
@@ -27,12 +27,12 @@ from fenchel.optim.score.direction import NORMS, direction
 from fenchel.optim.score.pair_stack import (
     PairProbes,
     PairStack,
-    heads,
+    head_weights,
     restore_dtypes,
     stack_parameters,
     stacked_bounds,
     store_bounds,
-    write,
+    write_weights,
 )
 from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair
 from fenchel.optim.score.score_line import HeadWeights, ScoreLine
@@ -42,7 +42,18 @@ SIZES = ("measured", "closed")
 
 
 class ScoreDescent(torch.optim.Optimizer):
-    """Steepest descent of query/key weights, measured in the scores."""
+    """Steepest descent of query and key weights, measured in the scores.
+
+    >>> import torch
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> from fenchel.optim import attention_pairs
+    >>> model = Transformer(ModelConfig(vocabulary=16, width=32, layers=1))
+    >>> optimiser = ScoreDescent(attention_pairs(model), lr=0.2)
+    >>> model(torch.arange(8)[None]).logsumexp(-1).sum().backward()
+    >>> optimiser.step()
+    >>> optimiser.score_stats()["blocks.0.attention"].rms_change.shape
+    torch.Size([4])
+    """
 
     def __init__(
         self,
@@ -56,7 +67,10 @@ class ScoreDescent(torch.optim.Optimizer):
         size: str = "measured",
         probe: int = 2048,
     ) -> None:
-        """``pairs``, or groups of them: {"pairs": ..., "lr": ...}. ``probe`` counts tokens."""
+        """``pairs`` are QueryKeyPairs, or groups of them: {"pairs": ..., "lr": ...}.
+
+        ``size`` is "measured" or "closed"; ``probe`` is the number of sampled tokens per layer.
+        """
         self.pair_probes: list[PairProbes] = []
         self.probe = probe
         defaults = {
@@ -67,12 +81,13 @@ class ScoreDescent(torch.optim.Optimizer):
             "damping": damping,
             "size": size,
         }
-        given: list[Any] = list(pairs)
-        groups = given if given and isinstance(given[0], dict) else [{"pairs": given}]
+        members: list[Any] = list(pairs)
+        grouped = bool(members) and isinstance(members[0], dict)
+        groups = members if grouped else [{"pairs": members}]
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Watch and move more pairs: {"pairs": ..., and settings of their own}."""
+        """Add more pairs: {"pairs": ..., and settings of their own}."""
         group = dict(param_group)
         pairs = list(group.pop("pairs", []))
         _require({**self.defaults, **group}, pairs, self.probe)
@@ -87,32 +102,35 @@ class ScoreDescent(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, pair_probes in zip(self.param_groups, self.pair_probes, strict=True):
-            for stack in pair_probes.stacks():
-                self._move(stack, pair_probes, group)
+        for group, probes in zip(self.param_groups, self.pair_probes, strict=True):
+            for stack in probes.stacks():
+                self._move(stack, probes, group)
         return loss
 
-    def _move(self, stack: PairStack, pair_probes: PairProbes, group: dict[str, Any]) -> None:
-        pairs, at = stack
+    def _move(self, stack: PairStack, probes: PairProbes, group: dict[str, Any]) -> None:
+        pairs, inputs = stack
         stacks = stack_parameters(pairs)
-        W, gradient = heads(pairs, stacks), heads(pairs, stack_parameters(pairs, gradient=True))
+        W, gradient = (
+            head_weights(pairs, stacks),
+            head_weights(pairs, stack_parameters(pairs, gradient=True)),
+        )
         ahead = HeadWeights(
             self._nesterov([p.query for p in pairs], gradient.Q, "query", group["momentum"]),
             self._nesterov([p.key for p in pairs], gradient.K, "key", group["momentum"]),
         )
-        line = ScoreLine(pairs, at, W, closed=group["size"] == "closed")
+        line = ScoreLine(pairs, inputs, W, closed=group["size"] == "closed")
         U = direction(line, W, ahead, group["norm"], group["damping"])
         line.set_direction(U)
-        rule = StepLimits(float(group["lr"]), group["radius"], exactly=True)
-        settled = take_step(line, W, U, stacked_bounds(self.state, pairs), rule)
-        write(pairs, stacks, settled.W)
-        pair_probes.record_step(pairs, settled.moved)
-        store_bounds(self.state, pairs, settled.reach)
+        limits = StepLimits(float(group["lr"]), group["radius"], exact=True)
+        update = take_step(line, W, U, stacked_bounds(self.state, pairs), limits)
+        write_weights(pairs, stacks, update.W)
+        probes.record_step(pairs, update.record)
+        store_bounds(self.state, pairs, update.bound)
 
     def _nesterov(
         self, rows: list[HeadProjection], gradient: Tensor, name: str, mu: float
     ) -> Tensor:
-        """Of gradients (L, H, D, M): their momentum, brought up to date, looked ahead of."""
+        """Update the momentum with gradients (L, H, D, M); returns it with the lookahead."""
         key = f"{name}_momentum"
         for layer, row in enumerate(rows):
             if key not in self.state[row.weight]:
@@ -124,22 +142,20 @@ class ScoreDescent(torch.optim.Optimizer):
         return gradient.lerp(torch.stack(momenta), mu)
 
     def score_stats(self) -> dict[str, HeadStats]:
-        """What the last step did to each layer's scores, by the layer's name."""
+        """The effect of the last step on the scores, by the name of the layer."""
         return {
-            name: stats
-            for pair_probes in self.pair_probes
-            for name, stats in pair_probes.stats().items()
+            name: stats for probes in self.pair_probes for name, stats in probes.stats().items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore; torch would cast what is remembered to the dtype of the weights."""
+        """Restore the state in its saved dtype; torch would cast it to that of the weights."""
         super().load_state_dict(dict(state_dict))
         restore_dtypes(self, state_dict)
 
     def close(self) -> None:
-        """Take the hooks off the model."""
-        for pair_probes in self.pair_probes:
-            pair_probes.close()
+        """Remove the hooks from the model."""
+        for probes in self.pair_probes:
+            probes.close()
 
 
 def _require(group: Mapping[str, Any], pairs: list[Any], probe: int) -> None:

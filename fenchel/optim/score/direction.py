@@ -1,31 +1,32 @@
-"""Partner Grams: how far the scores of a head go when its queries, or its keys, move.
+"""The direction of a step of query and key weights, from their gradients.
 
-To first order, with dq = dW_Q x and R the rotation by position (1 without rotary positions),
+**Partner Grams.** To first order, with dq = dW_Q x and R the rotation by position (the identity
+without rotary positions), the scores of a head move by
 
-    dS_ij = scale <R_i dq_i, k_j> + scale <q_i, R_j dk_j>        q, k as they enter the product,
+    dS_ij = scale <R_i dq_i, k_j> + scale <q_i, R_j dk_j>        q, k after norm and rotation,
 
-so queries are measured by A_K = E (R_i^T k_j)(R_i^T k_j)^T and keys by A_Q = E (R_j^T q_i)(...)^T,
-both over the open pairs (i, j). Without rotation A_K is the mean of k k^T with each key counted
-once for every query that sees it. With it the mean runs over relative rotations as well; they
-mix the planes that turn at different speeds, so the unrotated Gram is a wrong measure. It is
-taken at TURNS positions of the other side, on every SPREAD-th sequence in turn. Keys shared by a
-group are measured by the mean over its heads of A_Q.
+so a move of the queries is measured by A_K = E (R_i^T k_j)(R_i^T k_j)^T and a move of the keys by
+A_Q = E (R_j^T q_i)(R_j^T q_i)^T, both over the pairs (i, j) of the grid. Without rotation A_K is
+the mean of k k^T where each key counts once per query that attends to it. With rotation the mean
+also runs over relative rotations; they mix planes of different frequency, so the Gram without
+rotation would be the wrong measure. It is averaged over ROTATIONS positions of the other side, and
+each sequence of a group of up to STRIDE uses its own share of them. Keys shared by a group of heads
+are measured by the mean of A_Q over the group.
 
-Where to go: the direction of a head's query and key weights, from their gradients.
-
-With g_Q, g_K the gradients (momentum included), A_K, A_Q the partner Grams (gram.py) and C_Q, C_K
-the second moments of the inputs over the same pairs, weights written as rows (D, M):
+**Directions.** With g_Q, g_K the gradients (momentum included) and C_Q, C_K the second moments of
+the inputs over the same pairs, weights written as rows (D, M):
 
     spectral     U_Q = -A_K^-1/2 polar(A_K^-1/2 g_Q)            steepest when the score change of
                  U_K = -A_Q^-1/2 polar(A_Q^-1/2 g_K)            a unit input is bounded
     frobenius    U_Q = -(Y C_Q^-1 - Y W_Q^T A_Q^-1 W_Q / 2),    Y = A_K^-1 g_Q
                  U_K = -(Y C_K^-1 - Y W_K^T A_K^-1 W_K / 2),    Y = A_Q^-1 g_K
-                 the closed form of solvers.exact with mean second moments for the mask and the
-                 batch; the term with 1/2 is left out under rotation and norms, where it has no
+                 the closed form of exact_step.py with mean second moments in place of the mask and
+                 the batch; the term with 1/2 is omitted under rotation and norms, where it has no
                  such form
     raw          U = -g
 
-polar is the orthogonal factor (Muon's quintic). Only the direction counts: size.py sets how far.
+polar is the orthogonal factor, computed by Muon's quintic iteration. Only the direction matters
+here: step_size.py sets the length.
 """
 
 import math
@@ -40,38 +41,39 @@ from fenchel.optim.muon import orthogonal
 from fenchel.optim.score.probe import mean_over_processes
 from fenchel.optim.score.score_line import HeadWeights, ScoreLine, by_group, fused, second_moment
 
-TURNS = 8
-"""Positions at which a rotation-averaged Gram is formed."""
-SPREAD = 4
-"""Of so many sequences one serves a position."""
+ROTATIONS = 8
+"""Positions over which a Gram is averaged under rotation."""
+STRIDE = 4
+"""Sequences that share these positions among themselves, at most."""
 
 
 class PartnerGrams(NamedTuple):
-    """Second moments of the partners, each (L, G, D, D) but for A_Q (L, H, D, D)."""
+    """Second moments of the partners: K is (L, G, D, D), Q is (L, H, D, D)."""
 
     K: Tensor
-    """E k k^T, which measures queries."""
+    """A_K, which measures queries."""
     Q: Tensor
-    """E q q^T of every head; the mean over a group measures its keys."""
+    """A_Q per head; the mean over a group measures its keys."""
 
 
 def partner_grams(line: ScoreLine) -> PartnerGrams:
-    """The Grams at the start of a line."""
-    (L, n), open_ = line.at.x.shape[:2], line.at.grid.open
-    if line.at.angles is None or line.angles_q is None:
-        keys, queries = (open_.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
+    """The partner Grams at the start of a line."""
+    (L, n), mask = line.inputs.x.shape[:2], line.inputs.grid.mask
+    if line.inputs.angles is None or line.angles_q is None:
+        keys, queries = (mask.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
         return PartnerGrams(second_moment(line.start_k, keys), second_moment(line.start_q, queries))
     layout = line.pairs[0].layout
     return PartnerGrams(
-        _rotation_averaged(line.start_k, line.angles_q, open_, layout),
-        _rotation_averaged(line.start_q, line.at.angles, open_.mT, layout),
+        _rotation_averaged(line.start_k, line.angles_q, mask, layout),
+        _rotation_averaged(line.start_q, line.inputs.angles, mask.mT, layout),
     )
 
 
 class PositionSample(NamedTuple):
-    """Which places s are looked at: sequence i sees first + step (i mod apart + k apart), k < each.
+    """Positions s at which rotations are sampled.
 
-    Of all apart * each of them every sequence thus sees some, and all are seen equally often.
+    Sequence i uses the positions first + step (i mod apart + k apart), k < each: some of the
+    apart * each positions in every sequence, and all of them equally often over the batch.
     """
 
     first: int
@@ -80,49 +82,53 @@ class PositionSample(NamedTuple):
     each: int
 
 
-def _rotation_averaged(x: Tensor, turn: Angles, open_: Tensor, layout: str) -> Tensor:
+def _rotation_averaged(x: Tensor, angles: Angles, mask: Tensor, layout: str) -> Tensor:
     """Mean of (R_s^T x)(R_s^T x)^T over pairs (s, x), x (L, n, H, X, D).
 
-    ``turn`` (L or 1, n or 1, 1, S, W) at the s, ``open_`` (L or 1, n or 1, 1, S, X).
+    ``angles`` (L or 1, n or 1, 1, S, W) at the s, ``mask`` (L or 1, n or 1, 1, S, X).
     """
-    n, S = x.shape[1], open_.shape[3]
-    J = min(TURNS, S)
-    apart = next(j for j in range(SPREAD, 0, -1) if n % j == 0 and J % j == 0)
-    places = PositionSample(S // J // 2, S // J, apart, J // apart)
+    n, S = x.shape[1], mask.shape[3]
+    J = min(ROTATIONS, S)
+    apart = next(j for j in range(STRIDE, 0, -1) if n % j == 0 and J % j == 0)
+    positions = PositionSample(S // J // 2, S // J, apart, J // apart)
     if fused(x):
         from fenchel.kernels.rotary_moments import rotated_moments as rotated_moments_kernel
 
-        sums = rotated_moments_kernel(x, *turn, open_, places, layout=layout)
+        sums = rotated_moments_kernel(x, *angles, mask, positions, layout=layout)
     else:
-        sums = rotated_moments(x, *turn, open_, places, layout=layout)
-    seen = _per_sequence(open_, n, places)
-    count = seen.sum(dim=(1, 2, 3, 4), dtype=sums.dtype) * (n // apart // seen.shape[1])
+        sums = rotated_moments(x, *angles, mask, positions, layout=layout)
+    pairs = _per_sequence(mask, n, positions)
+    count = pairs.sum(dim=(1, 2, 3, 4), dtype=sums.dtype) * (n // apart // pairs.shape[1])
     return mean_over_processes(sums / count.clamp(min=1).view(-1, 1, 1, 1))
 
 
 def rotated_moments(
-    x: Tensor, cos: Tensor, sin: Tensor, open_: Tensor, places: PositionSample, *, layout: str
+    x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, positions: PositionSample, *, layout: str
 ) -> Tensor:
     """The sums of fenchel/kernels/rotary_moments.py, in float32 or better: (L, H, D, D)."""
     L, n, H, _, D = x.shape
-    apart, each = places.apart, places.each
+    apart, each = positions.apart, positions.each
     x = torch.unflatten(x, 1, (n // apart, apart))
-    weight = _per_sequence(open_, n, places).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, each, X)
+    weight = _per_sequence(mask, n, positions).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, each, X)
     heavy = x.unsqueeze(5) * weight.mT.unsqueeze(-1)  # (L, n / j, j, H, X, each, D)
     sums = _bmm_float32(heavy.flatten(5).mT.flatten(0, 3), x.flatten(0, 3))
     sums = sums.view(L, n // apart, apart, H, each, D, D)
     c, s = (
-        _per_sequence(part, n, places)[:, :, :, None, :, None].to(sums.dtype) for part in (cos, sin)
+        _per_sequence(part, n, positions)[:, :, :, None, :, None].to(sums.dtype)
+        for part in (cos, sin)
     )
     back = Angles(c, -s)
     return rotate(rotate(sums, back, layout=layout).mT, back, layout=layout).sum(dim=(1, 2, 4))
 
 
-def _per_sequence(y: Tensor, n: int, places: PositionSample) -> Tensor:
-    """What sequence (i, j) sees: (L or 1, n or 1, 1, S, X) -> (L or 1, n / apart or 1, j, k, X)."""
-    first, step, apart, each = places
+def _per_sequence(y: Tensor, n: int, positions: PositionSample) -> Tensor:
+    """y at the positions of sequence (i, j).
+
+    (L or 1, n or 1, 1, S, X) -> (L or 1, n / apart or 1, j, k, X).
+    """
+    first, step, apart, each = positions
     y = y[..., first : first + step * apart * each : step, :]
-    y = torch.unflatten(y, 3, (each, apart)).transpose(3, 4)  # axis 3 is that of the sequence now
+    y = torch.unflatten(y, 3, (each, apart)).transpose(3, 4)  # axis 3 is now that of the sequence
     if y.shape[1] == 1:
         return y.squeeze(2)
     own = torch.unflatten(y.squeeze(2), 1, (n // apart, apart))
@@ -130,7 +136,7 @@ def _per_sequence(y: Tensor, n: int, places: PositionSample) -> Tensor:
 
 
 def _bmm_float32(A: Tensor, B: Tensor) -> Tensor:
-    """A batch of products, in float32 or better: the roots of a rounded Gram may not exist."""
+    """A batch of products in float32 or better: a rounded Gram may have no root."""
     if A.is_cuda and A.dtype == torch.bfloat16:  # whose sums are float32 anyway
         return torch.bmm(A, B, out_dtype=torch.float32)
     wide = torch.promote_types(A.dtype, torch.float32)
@@ -138,7 +144,7 @@ def _bmm_float32(A: Tensor, B: Tensor) -> Tensor:
 
 
 def over_groups(x: Tensor, groups: int) -> Tensor:
-    """Mean over the heads that share a key: (L, H, ...) -> (L, G, ...)."""
+    """Mean over the query heads of each key head: (L, H, ...) -> (L, G, ...)."""
     return by_group(x, groups).mean(2)
 
 
@@ -154,8 +160,8 @@ def inverse_root(A: Tensor, least: float = 1e-4) -> Tensor:
 
         Y <- Y T,  Z <- T Z,  T = a - b Z Y        from Y = A / |A|, Z = 1
 
-    Only products of small matrices, so that all heads of all layers go at once. ``least`` is the
-    share of |A|, the Frobenius norm, below which no eigenvalue lies; see ``_schedule``.
+    Only products of small matrices, so that all heads of all layers are computed at once. No
+    eigenvalue lies below ``least`` times the Frobenius norm |A|; see ``_schedule``.
     """
     size = torch.linalg.matrix_norm(A)[..., None, None].clamp(min=1e-12)
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
@@ -169,7 +175,7 @@ def inverse_root(A: Tensor, least: float = 1e-4) -> Tensor:
 
 
 def damped_inverse_root(A: Tensor, damping: float) -> Tensor:
-    """A^-1/2 of positive semidefinite A (..., D, D) that is damped first, A + lambda.
+    """(A + lambda)^-1/2 of positive semidefinite A (..., D, D).
 
     No eigenvalue is then below lambda = damping tr A / D, and |A + lambda| <= (1 + damping) tr A.
     """
@@ -179,7 +185,7 @@ def damped_inverse_root(A: Tensor, damping: float) -> Tensor:
 
 @lru_cache
 def _schedule(least: float, near: float) -> list[tuple[float, float]]:
-    """The factors (a, b) of T, one round after another, until all is within ``near`` of 1.
+    """The factors (a, b) of T per round, until every eigenvalue is within ``near`` of 1.
 
     A round takes the square root x in [l, 1] of an eigenvalue of Z Y to x (a - b x^2). Of the
     cubics whose largest value on [l, 1] is 1 the one with equal ends brings l furthest up:
@@ -204,7 +210,7 @@ NORMS = ("spectral", "frobenius", "raw")
 def direction(
     line: ScoreLine, W: HeadWeights, gradient: HeadWeights, norm: str, damping: float
 ) -> HeadWeights:
-    """The move to size; ``line`` starts at W."""
+    """The direction of the step of the norm ``norm``; ``line`` starts at W."""
     if norm == "raw":
         return HeadWeights(-gradient.Q, -gradient.K)
     grams = partner_grams(line)
@@ -214,17 +220,18 @@ def direction(
 
 
 def _spectral(line: ScoreLine, g: HeadWeights, grams: PartnerGrams, damping: float) -> HeadWeights:
-    """Queries and keys side by side, since both are matrices of one shape."""
+    """Queries and keys in one batch, since their matrices have one shape."""
     H, G = g.Q.shape[1], g.K.shape[1]
     both = torch.cat((grams.K, over_groups(grams.Q, G)), dim=1)
     root = damped_inverse_root(both, damping)
     if line.group > 1:
         of_keys, of_queries = torch.split(root, G, dim=1)
         root = torch.cat((of_keys.repeat_interleave(line.group, dim=1), of_queries), dim=1)
-    turned = root @ torch.cat(g, dim=1)
-    # as Muon does: bfloat16 on a GPU
-    ready = turned.bfloat16() if turned.is_cuda and turned.dtype == torch.float32 else turned
-    polar = orthogonal(ready.flatten(0, 1)).view_as(turned).to(turned.dtype)
+    whitened = root @ torch.cat(g, dim=1)
+    # bfloat16 on a GPU, as in Muon
+    fast = whitened.is_cuda and whitened.dtype == torch.float32
+    ready = whitened.bfloat16() if fast else whitened
+    polar = orthogonal(ready.flatten(0, 1)).view_as(whitened).to(whitened.dtype)
     return HeadWeights(*torch.split((root @ polar).neg_(), [H, G], dim=1))
 
 
@@ -238,22 +245,21 @@ def _frobenius(
     Y_Q, Y_K = torch.linalg.solve(all_K, g.Q), torch.linalg.solve(shared_Q, g.K)
     C_Q, C_K = (damped(C, damping) for C in input_moments(line))
     U_Q, U_K = _right_solve(Y_Q, C_Q), _right_solve(Y_K, C_K)
-    bent = line.at.angles is not None or line.has_qk_norm
-    if not bent:
+    if line.inputs.angles is None and not line.has_qk_norm:
         U_Q = U_Q - 0.5 * Y_Q @ W.Q.mT @ torch.linalg.solve(each_Q, W.Q)
         U_K = U_K - 0.5 * Y_K @ W.K.mT @ torch.linalg.solve(each_K, W.K)
     return HeadWeights(-U_Q, -U_K)
 
 
 def input_moments(line: ScoreLine) -> tuple[Tensor, Tensor]:
-    """Means of x x^T over queries and over keys of the open pairs, (L, M, M) each."""
-    (L, n), open_ = line.at.x.shape[:2], line.at.grid.open
-    asked, asking = (open_.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
-    return second_moment_of(line.x_q, asking), second_moment_of(line.at.x, asked)
+    """Means of x x^T over queries and over keys of the grid, (L, M, M) each."""
+    (L, n), mask = line.inputs.x.shape[:2], line.inputs.grid.mask
+    per_key, per_query = (mask.sum(axis).expand(L, n, 1, -1) for axis in (3, 4))
+    return second_moment_of(line.x_q, per_query), second_moment_of(line.inputs.x, per_key)
 
 
 def second_moment_of(x: Tensor, count: Tensor) -> Tensor:
-    """Of inputs (L, n, T, M) counted (L, n, 1, T) times: (L, M, M)."""
+    """Mean of x x^T over inputs (L, n, T, M), each counted (L, n, 1, T) times: (L, M, M)."""
     flat = x.flatten(1, 2).to(torch.promote_types(x.dtype, torch.float32))
     weight = count.to(flat.dtype).flatten(1).unsqueeze(-1)
     moment = (flat * weight).mT @ flat / weight.sum(1, keepdim=True).clamp(min=1)

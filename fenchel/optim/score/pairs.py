@@ -1,47 +1,49 @@
-"""Where a model keeps its query and key weights: one Pair for each attention layer.
+"""Query and key weights of a model: one ``QueryKeyPair`` per attention layer.
 
-A head's scores are S_ij = scale <R_i n(W_Q x_i + b_Q), R_j n(W_K x_j + b_K)>, with R a rotation
-by position (rotary) and n a norm of each query and key (QK-norm), where the model has them. H
-heads of queries share G heads of keys (GQA), each D wide. Found by structure, not by class:
+The scores of a head are S_ij = scale <R_i n(W_Q x_i + b_Q), R_j n(W_K x_j + b_K)>, with R the
+rotation by position (rotary) and n the norm of each query and key (QK-norm), where the model has
+them. H query heads share G key heads (GQA), each of width D.
 
-    qkv              one Linear: H D rows of queries, G D of keys, the values       fenchel
-    c_attn           one Conv1D: the same as columns, H = G                         GPT-2
-    q_proj, k_proj   two Linear maps; q_norm and k_norm when there are              Llama, Qwen
+``attention_pairs`` recognises layers by their structure. Layers of fenchel declare the protocol
+``QueryKeyLayer``; other models are recognised by the attributes in ``ADAPTERS``:
 
-A bias is one more column of the weight, read against a constant input of 1. What does not fit is
-refused in one sentence; ``Pair`` can be made by hand for such a layer. Attention to another
-stream (the cross-attention of an encoder-decoder) is no pair, and left to other optimisers. Scores
-are taken before a soft cap or a bias of positions.
+    qkv              one Linear: H D rows of queries, G D of keys, G D of values     fenchel
+    c_attn           one Conv1D: the same as columns, H = G                          GPT-2
+    q_proj, k_proj   two Linear maps, with q_norm and k_norm where they exist        Llama, Qwen
 
-What the pairs leave of a model's parameters, for another optimiser.
+A bias is one more column of the weight, multiplied by a constant input of 1. A layer that cannot be
+described this way is refused in one sentence (``REFUSALS``); a ``QueryKeyPair`` can be constructed
+by hand for it. Cross-attention in an encoder-decoder of fenchel has no pair and is left to other
+optimisers. Scores are measured before a soft cap and before a position bias.
 
-A fused weight holds rows of queries, keys and values. The values' rows become a leaf of their own
-that lies in the same memory: moving the leaf moves the rows. Just before the other optimiser
-steps, each leaf is handed the rows of the gradient that belong to it.
+**Remaining parameters.** A fused weight holds rows of queries, keys and values. The rows of the
+values become a parameter of their own that shares the memory of the fused weight, so moving it
+moves the rows, and another optimiser can own it. Before that optimiser steps, the hook of
+``pass_gradients`` gives each such parameter its rows of the gradient.
 
     pairs = attention_pairs(model)
-    leaves = leftover(pairs, model.parameters())
-    muon = Muon([leaf.part for leaf in leaves if leaf.part.ndim == 2])
-    hand_over(muon, leaves)
+    slices = remaining_parameters(pairs, model.parameters())
+    muon = Muon([s.part for s in slices if s.part.ndim == 2])
+    pass_gradients(muon, slices)
 
-Leaves point into memory, so they are made after the model is where it will stay.
+Slices point into the memory of the weights: create them after the model is on its device.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention import Causal, Window
+from fenchel.attention import AttentionSpec, Causal, Prior, Window
 
 
 @dataclass(frozen=True, eq=False)
 class HeadProjection:
-    """The rows of a linear map that make ``heads`` queries or keys, with their biases."""
+    """The rows of a linear map that produce ``heads`` queries or keys, with their biases."""
 
     weight: Tensor
     """An nn.Parameter, like the bias."""
@@ -50,7 +52,7 @@ class HeadProjection:
     heads: int
     bias: Tensor | None = None
     columns: bool = False
-    """The weight is (in, out) as in GPT-2's Conv1D instead of (out, in)."""
+    """The weight is (in, out), as in GPT-2's Conv1D, instead of (out, in)."""
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -61,24 +63,25 @@ class HeadProjection:
         """A copy, (heads, D, M), or (heads, D, M + 1) with a bias; float32 or better."""
         exact = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.detach()
-        return self.cut(self.weight.detach(), bias).to(exact, copy=True)
+        return self.select(self.weight.detach(), bias).to(exact, copy=True)
 
     def gradient(self) -> Tensor | None:
-        """The gradient, shaped as ``values``; None where a parameter has none."""
+        """The gradient in the shape of ``values``; None where a parameter has none."""
         if self.weight.grad is None or (self.bias is not None and self.bias.grad is None):
             return None
         exact = torch.promote_types(self.weight.dtype, torch.float32)
-        return self.cut(self.weight.grad, None if self.bias is None else self.bias.grad).to(exact)
+        bias = None if self.bias is None else self.bias.grad
+        return self.select(self.weight.grad, bias).to(exact)
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Put values of that shape in the place of the rows."""
-        self.put(values, self.weight, self.bias)
+        """Overwrite the rows with values in the shape of ``values``."""
+        self.assign(values, self.weight, self.bias)
 
-    def cut(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Ours of a weight and bias like these, (..., heads, D, M); a view without a bias.
+    def select(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The rows of this projection in a weight and bias, (..., heads, D, M); a view if no bias.
 
-        Axes before those of the parameters are kept: layers, in a stack of them.
+        Leading axes stay: that of the layers, in stacked parameters.
         """
         at = slice(self.start, self.stop)
         rows = weight[..., at].mT if self.columns else weight[..., at, :]
@@ -86,8 +89,8 @@ class HeadProjection:
             rows = torch.cat((rows, bias[..., at, None]), dim=-1)
         return torch.unflatten(rows, -2, (self.heads, -1))
 
-    def put(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Values shaped as ``cut`` gives them, into the weight and bias."""
+    def assign(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Write values in the shape of ``select`` into a weight and bias."""
         flat, at = values.flatten(-3, -2), slice(self.start, self.stop)
         if bias is not None:
             bias[..., at] = flat[..., -1]
@@ -100,21 +103,21 @@ class HeadProjection:
 
 @dataclass(frozen=True, eq=False)
 class QueryKeyPair:
-    """The query and key weights of one attention layer, and what lies between them and scores."""
+    """The query and key weights of one attention layer, and what separates them from the scores."""
 
     name: str
-    """The layer's path in the model."""
+    """The path of the layer in the model."""
     module: nn.Module
-    """Its first input (B, T, M) is what the weights read; its forward pass is watched."""
+    """The layer: its first input (B, T, M) is what the weights multiply; a hook samples it."""
     query: HeadProjection
     key: HeadProjection
     scale: float
-    """Factor on q . k: RMS scores and steps in the optimisers are those the softmax sees."""
+    """Factor on q . k: the optimisers measure scores as the softmax receives them."""
     q_norm: nn.Module | None = None
     k_norm: nn.Module | None = None
     causal: bool = True
     window: int | None = None
-    """A query sees keys less than so many positions away; None is all."""
+    """A query attends to keys less than this many positions away; None for no window."""
     layout: str = "half"
     """Which entries a rotation pairs, as in fenchel.attention.rotate."""
 
@@ -133,68 +136,109 @@ class QueryKeyPair:
 
     @cached_property
     def parameters(self) -> list[Tensor]:
-        """Weights and biases, each once; a fused one holds the values too."""
-        found = (*self.query.parameters, *self.key.parameters)
-        return list(dict.fromkeys(found))
+        """Weights and biases, each once; a fused weight also holds the values."""
+        return list(dict.fromkeys((*self.query.parameters, *self.key.parameters)))
 
     @property
     def trained(self) -> bool:
-        """Whether anything here may move."""
+        """Whether the weights require a gradient."""
         return self.query.weight.requires_grad
 
 
+@runtime_checkable
+class QueryKeyLayer(Protocol):
+    """What an attention layer declares so that the score optimisers can move its weights.
+
+    ``fenchel.model`` implements it; so may a layer of yours.
+    """
+
+    qkv: nn.Linear
+    """(heads + 2 groups) head_width rows: queries, keys, values."""
+    heads: int
+    """Query heads."""
+    groups: int
+    """Key and value heads."""
+    head_width: int
+    scale: float | None
+    """Factor on q . k; None for 1 / sqrt(head_width)."""
+    mask: Prior | None
+    """``Causal()``, a ``Window`` or None for full attention."""
+    rotary_layout: str
+    local: bool
+    """Whether the layer reads the rotary angles of layers with a window."""
+    l2: bool
+    """Whether its scores are distances instead of products."""
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+
+
 def attention_pairs(model: nn.Module) -> list[QueryKeyPair]:
-    """The query/key weights of every attention layer of ``model``, first layer first."""
+    """The query and key weights of every attention layer of ``model``, first layer first.
+
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> pairs = attention_pairs(Transformer(ModelConfig(vocabulary=16, width=32, layers=2)))
+    >>> [pair.name for pair in pairs]
+    ['blocks.0.attention', 'blocks.1.attention']
+    """
     pairs = list(_pairs_of(model))
     if not pairs:
         raise ValueError(
             f"no query and key weights were found in {type(model).__name__}: known are modules "
-            "with qkv (fenchel), c_attn (GPT-2) or q_proj and k_proj (Llama, Qwen); make a Pair "
-            "by hand for others."
+            "with qkv (fenchel), c_attn (GPT-2) or q_proj and k_proj (Llama, Qwen); make a "
+            "QueryKeyPair by hand for others."
         )
     return pairs
 
 
 def _pairs_of(model: nn.Module) -> Iterator[QueryKeyPair]:
     for name, module in model.named_modules():
-        if why := _refusal(module):
-            raise ValueError(f"{name or type(module).__name__} cannot be paired: {why}.")
-        if hasattr(module, "qkv") and hasattr(module, "head_width"):
-            yield _fenchel(name, module)
-        elif hasattr(module, "c_attn") and hasattr(module, "num_heads"):
-            yield _gpt2(name, module)
-        elif hasattr(module, "q_proj") and hasattr(module, "k_proj"):
-            yield _llama(name, module)
+        if reason := _refusal(module):
+            raise ValueError(f"{name or type(module).__name__} cannot be paired: {reason}.")
+        if isinstance(module, QueryKeyLayer):
+            yield _fenchel_pair(name, module)
+            continue
+        for attributes, adapter in ADAPTERS:
+            if all(hasattr(module, attribute) for attribute in attributes):
+                yield adapter(name, module)
+                break
+
+
+REFUSALS: dict[str, str] = {
+    "query_key_value": (
+        "its query_key_value mixes the rows of queries, keys and values head by head"
+    ),
+    "kv_a_proj_with_mqa": "its keys are made from a latent vector (MLA) and not from the stream",
+    "kv_b_proj": "its keys are made from a latent vector (MLA) and not from the stream",
+}
+"""Attributes of layers whose queries or keys are not rows of a linear map, and the reason."""
 
 
 def _refusal(module: nn.Module) -> str | None:
-    """What about an attention layer is not handled; None for everything else."""
-    if hasattr(module, "query_key_value"):
-        return "its query_key_value mixes the rows of queries, keys and values head by head"
-    if hasattr(module, "kv_a_proj_with_mqa") or hasattr(module, "kv_b_proj"):
-        return "its keys are made from a latent vector (MLA) and not from the stream"
+    """Why an attention layer cannot be paired; None for every other module."""
+    for attribute, reason in REFUSALS.items():
+        if hasattr(module, attribute):
+            return reason
     if getattr(module, "is_cross_attention", False):
         return "its queries and keys read two different streams (cross-attention)"
     for name in ("qkv", "q_proj", "k_proj"):
         linear = getattr(module, name, None)
         if isinstance(linear, nn.Module) and not _is_plain_linear(linear):
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
-    if getattr(module, "l2", False):
+    if isinstance(module, QueryKeyLayer) and module.l2:
         return "its scores are not products of queries and keys"
     return None
 
 
 def _is_plain_linear(linear: nn.Module) -> bool:
-    """A Linear whose weight is what it multiplies by: no adapter, quantisation or gain."""
+    """Whether a Linear multiplies by its weight itself: no adapter, quantisation or gain."""
     if not isinstance(linear, nn.Linear) or hasattr(linear, "gain"):
         return False
     return linear.weight.is_floating_point()
 
 
-def _fenchel(name: str, module: nn.Module) -> QueryKeyPair:
-    H, G, D = (int(getattr(module, size)) for size in ("heads", "groups", "head_width"))
-    qkv, shape = module.qkv, getattr(module, "mask", Causal())
-    assert isinstance(qkv, nn.Linear)
+def _fenchel_pair(name: str, layer: QueryKeyLayer) -> QueryKeyPair:
+    H, G, D, qkv, mask = layer.heads, layer.groups, layer.head_width, layer.qkv, layer.mask
+    assert isinstance(layer, nn.Module)
     if qkv.out_features != (H + 2 * G) * D:
         raise ValueError(
             f"{name}.qkv has {qkv.out_features} rows where {H} heads of queries and {G} of keys "
@@ -202,21 +246,19 @@ def _fenchel(name: str, module: nn.Module) -> QueryKeyPair:
         )
     return _pair(
         name,
-        module,
+        layer,
         HeadProjection(qkv.weight, 0, H * D, H, qkv.bias),
         HeadProjection(qkv.weight, H * D, (H + G) * D, G, qkv.bias),
-        scale=getattr(module, "scale", None),
-        causal=isinstance(shape, Causal) or (isinstance(shape, Window) and shape.right == 0),
-        window=shape.left + 1 if isinstance(shape, Window) and shape.left is not None else None,
-        layout=getattr(module, "rotary_layout", "half"),
+        scale=layer.scale,
+        causal=isinstance(mask, Causal) or (isinstance(mask, Window) and mask.right == 0),
+        window=mask.left + 1 if isinstance(mask, Window) and mask.left is not None else None,
+        layout=layer.rotary_layout,
     )
 
 
-def _gpt2(name: str, module: nn.Module) -> QueryKeyPair:
-    H, M = int(module.num_heads), int(module.split_size)  # type: ignore[arg-type]
-    weight, bias = module.c_attn.weight, module.c_attn.bias  # type: ignore[union-attr]
-    assert isinstance(weight, nn.Parameter)
-    assert isinstance(bias, nn.Parameter)
+def _gpt2_pair(name: str, module: Any) -> QueryKeyPair:
+    H, M = int(module.num_heads), int(module.split_size)
+    weight, bias = module.c_attn.weight, module.c_attn.bias
     return _pair(
         name,
         module,
@@ -227,14 +269,12 @@ def _gpt2(name: str, module: nn.Module) -> QueryKeyPair:
     )
 
 
-def _llama(name: str, module: nn.Module) -> QueryKeyPair:
+def _llama_pair(name: str, module: Any) -> QueryKeyPair:
     q, k = module.q_proj, module.k_proj
-    assert isinstance(q, nn.Linear)
-    assert isinstance(k, nn.Linear)
     D = getattr(module, "head_dim", None)
     if not isinstance(D, int) or q.out_features % D or k.out_features % D:
         raise ValueError(
-            f"{name} does not say the width of its heads: head_dim={D} should divide the "
+            f"{name} does not give the width of its heads: head_dim={D} should divide the "
             f"{q.out_features} rows of q_proj and the {k.out_features} of k_proj."
         )
     return _pair(
@@ -248,16 +288,23 @@ def _llama(name: str, module: nn.Module) -> QueryKeyPair:
     )
 
 
+ADAPTERS: tuple[tuple[tuple[str, ...], Callable[[str, Any], QueryKeyPair]], ...] = (
+    (("c_attn", "num_heads"), _gpt2_pair),
+    (("q_proj", "k_proj"), _llama_pair),
+)
+"""Foreign layers: the attributes that identify a layout of weights, and its reader."""
+
+
 def _pair(
     name: str,
     module: nn.Module,
     query: HeadProjection,
     key: HeadProjection,
     *,
-    scale: object,
-    causal: object,
-    window: object = None,
-    layout: object = "half",
+    scale: float | None,
+    causal: bool,
+    window: int | None = None,
+    layout: str = "half",
 ) -> QueryKeyPair:
     D = (query.stop - query.start) // query.heads
     norms = [getattr(module, which, None) for which in ("q_norm", "k_norm")]
@@ -273,12 +320,12 @@ def _pair(
         module,
         query,
         key,
-        scale=float(scale) if isinstance(scale, int | float) else D**-0.5,
+        scale=float(AttentionSpec(scale=scale).scale_for(D)),
         q_norm=norms[0],
         k_norm=norms[1],
         causal=bool(causal),
         window=window if isinstance(window, int) and window > 0 else None,
-        layout=str(layout),
+        layout=layout,
     )
 
 
@@ -287,44 +334,48 @@ class ParameterSlice(NamedTuple):
 
     part: nn.Parameter
     whole: nn.Parameter
-    cut: tuple[slice, ...] | None
-    """Where the part lies in the whole; None when it is all of it."""
+    region: tuple[slice, ...] | None
+    """Where the part lies in the whole; None when it is the whole."""
 
 
 def remaining_parameters(
     pairs: Iterable[QueryKeyPair], parameters: Iterable[nn.Parameter]
 ) -> list[ParameterSlice]:
-    """The parameters without the rows of the pairs, in order; what is all theirs is left out."""
-    taken: dict[Tensor, list[tuple[int, int, int]]] = defaultdict(list)
+    """The parameters without the rows of the pairs, in order.
+
+    A parameter that belongs to the pairs entirely is omitted.
+    """
+    ranges: dict[Tensor, list[tuple[int, int, int]]] = defaultdict(list)
     for pair in pairs:
         for rows in (pair.query, pair.key):
-            taken[rows.weight].append((rows.start, rows.stop, int(rows.columns)))
+            ranges[rows.weight].append((rows.start, rows.stop, int(rows.columns)))
             if rows.bias is not None:
-                taken[rows.bias].append((rows.start, rows.stop, 0))
-    return [leaf for p in parameters for leaf in _slices_of(p, taken.get(p, []))]
+                ranges[rows.bias].append((rows.start, rows.stop, 0))
+    return [piece for p in parameters for piece in _slices_outside(p, ranges.get(p, []))]
 
 
-def pass_gradients(optimiser: torch.optim.Optimizer, leaves: Iterable[ParameterSlice]) -> None:
-    """Give every leaf that ``optimiser`` moves its gradient, whenever it is about to step."""
-    held = {p for group in optimiser.param_groups for p in group["params"]}
-    parts = [leaf for leaf in leaves if leaf.cut is not None and leaf.part in held]
+def pass_gradients(optimiser: torch.optim.Optimizer, slices: Iterable[ParameterSlice]) -> None:
+    """Before each step of ``optimiser``, set the gradients of the slices that it owns."""
+    owned = {p for group in optimiser.param_groups for p in group["params"]}
+    parts = [piece for piece in slices if piece.region is not None and piece.part in owned]
 
-    def give(*_: Any) -> None:
-        for part, whole, cut in parts:
-            part.grad = None if whole.grad is None else whole.grad[cut]
+    def set_gradients(*_: Any) -> None:
+        for part, whole, region in parts:
+            part.grad = None if whole.grad is None else whole.grad[region]
 
     if parts:
-        optimiser.register_step_pre_hook(give)
+        optimiser.register_step_pre_hook(set_gradients)
 
 
-def _slices_of(p: nn.Parameter, taken: list[tuple[int, int, int]]) -> list[ParameterSlice]:
-    if not taken:
+def _slices_outside(p: nn.Parameter, ranges: list[tuple[int, int, int]]) -> list[ParameterSlice]:
+    """The parts of p outside of ``ranges`` (start, stop, axis)."""
+    if not ranges:
         return [ParameterSlice(p, p, None)]
-    axis = taken[0][2]
-    edges, begin = [], 0
-    for start, stop, _ in [*sorted(taken), (p.shape[axis], p.shape[axis], axis)]:
+    axis = ranges[0][2]
+    gaps, begin = [], 0
+    for start, stop, _ in [*sorted(ranges), (p.shape[axis], p.shape[axis], axis)]:
         if start > begin:
-            edges.append((begin, start))
+            gaps.append((begin, start))
         begin = max(begin, stop)
-    cuts = [(*(slice(None),) * axis, slice(start, stop)) for start, stop in edges]
-    return [ParameterSlice(nn.Parameter(p.detach()[cut], p.requires_grad), p, cut) for cut in cuts]
+    indices = [(*(slice(None),) * axis, slice(start, stop)) for start, stop in gaps]
+    return [ParameterSlice(nn.Parameter(p.detach()[i], p.requires_grad), p, i) for i in indices]

@@ -1,23 +1,23 @@
-"""A sample of what an attention layer reads, taken from the training pass itself.
+"""Samples of the inputs of attention layers, taken from the training pass itself.
 
-A forward-pre-hook copies, of every forward pass that builds a gradient, the first few sequences of
-the layer's input into room that was taken once, and remembers the rotation and mask that came with
-them. Nothing of it outlives a step: each step's probe is that of its own last forward pass, so a
-resumed run sees what an uninterrupted one saw. With activation checkpointing the hook runs twice on
-the same input, with gradient accumulation the last part stays, and passes without gradients
-(evaluation, generation) are not looked at.
+A ``Probe`` is a forward-pre-hook on one layer. Of every forward pass that builds a gradient it
+copies the first few sequences of the layer's input into a buffer that is allocated once, and keeps
+a reference to the rotary angles and the mask that came with them. No sample outlives a step: the
+sample of a step comes from the last forward pass before it, so a resumed run measures the same
+numbers as an uninterrupted one. With activation checkpointing the hook runs twice on the same
+input; with gradient accumulation the last micro-batch stays; passes without gradients (evaluation,
+generation) are ignored.
 
-Under torch.compile the hook is a part of the one graph. A fresh copy would be one more output of
-it, which a compiler may make a view of the whole input, so that the input of every layer stayed in
-memory until the step; a copy into room of our own cannot be one. All that is not needed to make
-the copy waits until the sample is taken, outside of the graph.
+Under torch.compile the hook is part of the one graph. A fresh copy would be one more output of that
+graph, which the compiler may turn into a view of the whole input, so that the input of every layer
+would stay in memory until the step; a copy into a preallocated buffer cannot become one. Whatever
+is not needed for the copy is computed when the sample is taken, outside of the graph.
 
-What the layers of a stack read, side by side, and which pairs of positions are looked at.
-
-Queries are sampled evenly over the positions, keys are all there. A sampled pair counts when it is
-open: causal, within the window, and not masked. Where only the layers' own rules hold, the open
-pairs are the same at every step and are kept; without any sample the inputs are taken as white:
-the rows of the identity.
+``stack_inputs`` puts the samples of equal layers side by side and decides which pairs of positions
+count. Queries are sampled evenly over the positions, and all keys are used. A pair (i, j) counts
+when query i may attend to key j: causal, within the window, not masked. Where only the rules of the
+layer itself apply, these pairs are the same in every step and are cached. Without any sample the
+inputs are taken as white: the rows of the identity.
 
 Shapes: L layers, n sequences, T positions, m sampled queries, M inputs (one more with a bias).
 """
@@ -30,22 +30,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fenchel.attention import Angles
-from fenchel.optim.score.pairs import QueryKeyPair
+from fenchel.optim.score.pairs import QueryKeyLayer, QueryKeyPair
+
+QUERIES = 64
+"""Sampled queries per sequence."""
 
 
 class LayerInput(NamedTuple):
-    """What a layer read: n sequences, T positions."""
+    """The sampled input of one layer: n sequences, T positions."""
 
     x: Tensor
     """(n, T, M)."""
     angles: Angles | None
     """cos and sin, (T, W) or (1 or n, 1, T, W) each; None without rotary positions."""
     mask: Tensor | None
-    """(n, T, T), True where a query may see a key; None where only the layer's own rule holds."""
+    """(n, T, T), True where a query may attend to a key; None where only its rule applies."""
 
 
 class HookRecord(NamedTuple):
-    """What the hook keeps beside the copy; cut to size when the sample is taken."""
+    """What the hook keeps beside the copy; it is cropped when the sample is taken."""
 
     n: int
     T: int
@@ -55,55 +58,66 @@ class HookRecord(NamedTuple):
 
 
 class Probe:
-    """The hook of one layer; ``take`` hands its sample over and forgets it."""
+    """The hook of one layer; ``take`` returns its sample once."""
 
     def __init__(self, pair: QueryKeyPair, tokens: int) -> None:
-        weight = pair.query.weight
+        weight, layer = pair.query.weight, pair.module
         self.tokens, self.width = tokens, weight.shape[0 if pair.query.columns else 1]
+        self.rotary_index = int(isinstance(layer, QueryKeyLayer) and layer.local)
         dtype = _probe_dtype(weight)
-        self.room = torch.empty(tokens, self.width, dtype=dtype, device=weight.device)
-        self.sample: Tensor | None = None
-        self.seen: HookRecord | None = None
-        self.handle = pair.module.register_forward_pre_hook(self, with_kwargs=True)
+        self.buffer = torch.empty(tokens, self.width, dtype=dtype, device=weight.device)
+        self.view: Tensor | None = None
+        self.record: HookRecord | None = None
+        self.handle = layer.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Keep a sample of the arguments of a forward pass."""
+        """Store a sample of the arguments of a forward pass."""
+        del module
         if not torch.is_grad_enabled():
             return
         values = [*args, *kwargs.values()]
         for value in values:
             if _is_stream(value, self.width):
-                self._store(value, _rotation_argument(module, values), kwargs.get("attention_mask"))
+                self._store(value, self._angles_among(values), kwargs.get("attention_mask"))
                 return
 
-    def _store(self, x: Tensor, turn: Any, mask: Any) -> None:
+    def _store(self, x: Tensor, angles: Any, mask: Any) -> None:
         B, T, M = x.shape
         if B * T == 0:
             return
         T = min(T, self.tokens)
         n = min(B, max(1, self.tokens // T))
-        if self.room.device != x.device:
-            self.room, self.sample = self.room.to(x.device), None
-        self.room[: n * T].view(n, T, M).copy_(x[:n, :T].detach())
-        self.seen = HookRecord(n, T, turn, _crop_mask(mask, n, T))
+        if self.buffer.device != x.device:
+            self.buffer, self.view = self.buffer.to(x.device), None
+        self.buffer[: n * T].view(n, T, M).copy_(x[:n, :T].detach())
+        self.record = HookRecord(n, T, angles, _crop_mask(mask, n, T))
+
+    def _angles_among(self, values: list[Any]) -> Any:
+        """The rotary angles among the arguments: ours, or (cos, sin) as in transformers."""
+        for value in values:
+            if isinstance(value, Angles) or _is_cos_and_sin(value):
+                return value
+            if hasattr(value, "rotary"):  # the ForwardContext of fenchel.model
+                return value.rotary[self.rotary_index]
+        return None
 
     def take(self) -> LayerInput | None:
-        """The sample of the last pass, once; it lies in the room that the next pass writes to."""
-        if self.seen is None:
+        """The sample of the last pass, once; the next pass overwrites its memory."""
+        if self.record is None:
             return None
-        n, T, turn, mask = self.seen
-        self.seen = None
-        if self.sample is None or self.sample.shape[:2] != (n, T):
-            self.sample = self.room[: n * T].view(n, T, self.width)
-        return LayerInput(self.sample, _angles(turn, n, T), _pairs_allowed(mask, n, T))
+        n, T, angles, mask = self.record
+        self.record = None
+        if self.view is None or self.view.shape[:2] != (n, T):
+            self.view = self.buffer[: n * T].view(n, T, self.width)
+        return LayerInput(self.view, _crop_angles(angles, n, T), _pair_mask(mask, n, T))
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Remove the hook."""
         self.handle.remove()
 
 
 def _probe_dtype(weight: Tensor) -> torch.dtype:
-    """bfloat16 on a GPU, whose products of float32 are many times slower; else exact."""
+    """bfloat16 on a GPU, where float32 products are many times slower; else exact."""
     if weight.is_cuda and weight.dtype != torch.float64:
         return torch.bfloat16
     return torch.promote_types(weight.dtype, torch.float32)
@@ -113,17 +127,7 @@ def _is_stream(value: object, width: int) -> bool:
     return isinstance(value, Tensor) and value.ndim == 3 and value.shape[-1] == width
 
 
-def _rotation_argument(module: torch.nn.Module, values: list[Any]) -> Any:
-    """The rotation among the arguments: ours, or (cos, sin) as in transformers."""
-    for value in values:
-        if isinstance(value, Angles) or _cos_and_sin(value):
-            return value
-        if hasattr(value, "rotary"):  # our layers get all they share in one
-            return value.rotary[1 if getattr(module, "local", False) else 0]
-    return None
-
-
-def _cos_and_sin(value: object) -> bool:
+def _is_cos_and_sin(value: object) -> bool:
     return (
         isinstance(value, tuple)
         and len(value) == 2
@@ -131,14 +135,14 @@ def _cos_and_sin(value: object) -> bool:
     )
 
 
-def _angles(turn: Any, n: int, T: int) -> Angles | None:
-    """Of n sequences and T positions, as ours."""
-    if turn is None:
+def _crop_angles(angles: Any, n: int, T: int) -> Angles | None:
+    """The angles of n sequences and T positions, in the convention of fenchel."""
+    if angles is None:
         return None
-    cos, sin = turn
-    if not isinstance(turn, Angles):
+    cos, sin = angles
+    if not isinstance(angles, Angles):
         cos, sin = (part[:n, :T].unsqueeze(1) for part in (cos, sin))
-        half = sin.shape[-1] // 2  # ours carry the sign of the first half in the sine
+        half = sin.shape[-1] // 2  # fenchel's sine carries the sign of the first half
         return Angles(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
     if cos.ndim == 4:
         cos, sin = (part[:n] for part in (cos, sin))
@@ -148,38 +152,34 @@ def _angles(turn: Any, n: int, T: int) -> Angles | None:
 
 
 def _crop_mask(mask: object, n: int, T: int) -> Tensor | None:
-    """Of a mask of keys (B, T) or of pairs (B, 1, T, T) the part that is needed, as a copy."""
+    """A copy of the part that is needed of a mask of keys (B, T) or of pairs (B, 1, T, T)."""
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
         return None
-    return mask[:n, ..., :T].detach().clone() if mask.ndim == 2 else _pair_mask(mask, n, T)
+    if mask.ndim == 2:
+        return mask[:n, ..., :T].detach().clone()
+    pairs = mask[:n, 0, :T, :T].detach()
+    if pairs.dtype == torch.bool:
+        return pairs.clone()
+    return pairs > -1e4  # an additive mask: 0, or a large negative number
 
 
-def _pair_mask(mask: Tensor, n: int, T: int) -> Tensor:
-    cut = mask[:n, 0, :T, :T].detach()
-    return cut.clone() if cut.dtype == torch.bool else cut > -1e4  # added to scores: 0 or very low
-
-
-def _pairs_allowed(mask: Tensor | None, n: int, T: int) -> Tensor | None:
-    """True where open, (n, T, T)."""
+def _pair_mask(mask: Tensor | None, n: int, T: int) -> Tensor | None:
+    """(n, T, T), True where a query may attend to a key."""
     if mask is None or mask.ndim == 3:
         return None if mask is None else mask.expand(n, T, T)
-    real = mask.to(torch.bool)
-    return (real.unsqueeze(1) & real.unsqueeze(2)).expand(n, T, T)
-
-
-QUERIES = 64
-"""Sampled queries of a sequence."""
+    token = mask.to(torch.bool)
+    return (token.unsqueeze(1) & token.unsqueeze(2)).expand(n, T, T)
 
 
 class PositionGrid(NamedTuple):
-    """The pairs of positions that are looked at."""
+    """The pairs of positions that are measured."""
 
     queries: Tensor
     """Positions of the sampled queries, (m,)."""
-    open: Tensor
-    """(L or 1, n or 1, 1, m, T), True where a sampled query may see a key."""
+    mask: Tensor
+    """(L or 1, n or 1, 1, m, T), True where a sampled query may attend to a key."""
     pair_weight: Tensor
-    """One over the number of open pairs of all sequences: (L or 1, 1)."""
+    """One over the number of pairs that count, over all sequences: (L or 1, 1)."""
 
 
 class StackInput(NamedTuple):
@@ -190,21 +190,21 @@ class StackInput(NamedTuple):
     angles: Angles | None
     """(L or 1, 1 or n, 1, T, W) each."""
     grid: PositionGrid
-    real: bool = True
+    from_batch: bool = True
     """False for the identity that stands in for a sample."""
 
 
-def sample(
+def stack_inputs(
     pairs: Sequence[QueryKeyPair],
-    seen: Sequence[LayerInput | None],
+    inputs: Sequence[LayerInput | None],
     grids: dict[Any, PositionGrid] | None = None,
 ) -> StackInput:
-    """The probes of equal layers side by side; what needs no new look is kept in ``grids``."""
+    """The samples of equal layers side by side; ``grids`` caches the pairs of positions."""
     grids = {} if grids is None else grids
-    present = [s for s in seen if s is not None]
+    present = [sample for sample in inputs if sample is not None]
     if len(present) < len(pairs):
         return _white_input(pairs, grids)
-    x = torch.stack([s.x for s in present])
+    x = torch.stack([sample.x for sample in present])
     if pairs[0].query.bias is not None:
         x = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
     rules = [(pair.causal, pair.window) for pair in pairs]
@@ -214,10 +214,10 @@ def sample(
     if key not in grids:
         grids[key] = _position_grid(rules, x)
     grid = grids[key]
-    masks = [s.mask[:, grid.queries] for s in present if s.mask is not None]
+    masks = [sample.mask[:, grid.queries] for sample in present if sample.mask is not None]
     if masks:
-        open_ = grid.open & torch.stack(masks).unsqueeze(2)
-        grid = PositionGrid(grid.queries, open_, _pair_weight(open_, 1, x.dtype))
+        mask = grid.mask & torch.stack(masks).unsqueeze(2)
+        grid = PositionGrid(grid.queries, mask, _pair_weight(mask, 1, x.dtype))
     return StackInput(x, _stack_angles(present), grid)
 
 
@@ -226,16 +226,16 @@ def _position_grid(rules: list[tuple[bool, int | None]], x: Tensor) -> PositionG
     m = min(T, QUERIES)
     queries = ((torch.arange(m, device=device) + 0.5) * (T / m)).long()
     distance = queries.unsqueeze(1) - torch.arange(T, device=device)
-    opened = []
+    masks = []
     for causal, window in rules:
-        open_ = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-        opened.append(open_ if window is None else open_ & (distance.abs() < window))
-    all_open = torch.stack(opened)[:, None, None]
-    return PositionGrid(queries, all_open, _pair_weight(all_open, n, x.dtype))
+        mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        masks.append(mask if window is None else mask & (distance.abs() < window))
+    stacked = torch.stack(masks)[:, None, None]
+    return PositionGrid(queries, stacked, _pair_weight(stacked, n, x.dtype))
 
 
-def _pair_weight(open_: Tensor, times: int, dtype: torch.dtype) -> Tensor:
-    pairs = times * open_.sum(dim=(1, 3, 4)).clamp(min=1)
+def _pair_weight(mask: Tensor, sequences: int, dtype: torch.dtype) -> Tensor:
+    pairs = sequences * mask.sum(dim=(1, 3, 4)).clamp(min=1)
     return pairs.to(torch.promote_types(dtype, torch.float32)).reciprocal()
 
 
@@ -246,33 +246,37 @@ def _white_input(pairs: Sequence[QueryKeyPair], grids: dict[Any, PositionGrid]) 
     x = torch.eye(M, dtype=exact, device=first.weight.device).expand(len(pairs), 1, M, M)
     key = ("white", M, x.device, exact)
     if key not in grids:
-        everything = torch.ones(1, 1, 1, M, M, dtype=torch.bool, device=x.device)
-        share = _pair_weight(everything, 1, exact)
-        grids[key] = PositionGrid(torch.arange(M, device=x.device), everything, share)
-    return StackInput(x, None, grids[key], real=False)
+        every_pair = torch.ones(1, 1, 1, M, M, dtype=torch.bool, device=x.device)
+        weight = _pair_weight(every_pair, 1, exact)
+        grids[key] = PositionGrid(torch.arange(M, device=x.device), every_pair, weight)
+    return StackInput(x, None, grids[key], from_batch=False)
 
 
-def _stack_angles(seen: Sequence[LayerInput]) -> Angles | None:
-    turns = [s.angles for s in seen if s.angles is not None]
-    if not turns:
+def _stack_angles(inputs: Sequence[LayerInput]) -> Angles | None:
+    tables = [sample.angles for sample in inputs if sample.angles is not None]
+    if not tables:
         return None
-    if all(_same_memory(turns[0].cos, turn.cos) for turn in turns):
-        turns = turns[:1]  # one table for all layers
+    if all(_is_same_memory(tables[0].cos, table.cos) for table in tables):
+        tables = tables[:1]  # one table for all layers
     cos, sin = (
         torch.stack([part if part.ndim == 4 else part[None, None] for part in parts])
-        for parts in zip(*turns, strict=True)
+        for parts in zip(*tables, strict=True)
     )
     return Angles(cos, sin)
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether both are one piece of memory, seen alike."""
-    where = [(t.data_ptr(), t.shape, t.stride()) for t in (one, other)]
-    return one is other or (where[0] == where[1] and not one.is_meta)
+def _is_same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether both are the same view of the same memory."""
+    where = [(t.data_ptr(), t.shape, t.stride()) for t in (x, y)]
+    return x is y or (where[0] == where[1] and not x.is_meta)
 
 
 def mean_over_processes(x: Tensor) -> Tensor:
-    """``x`` itself in a run of one process, else its mean over all of them."""
+    """``x`` itself in a run of one process, else its mean over all of them.
+
+    Every process probes its own part of a batch. Measurements are averaged before any decision is
+    based on them, so processes with equal weights and equal gradients take equal steps.
+    """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return x
     total = x.clone()

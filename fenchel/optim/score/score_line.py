@@ -2,13 +2,13 @@
 
     W(t)   = shrink W + t U                              t and shrink for queries and for keys
     S(t)   = scale <R_i n(W_Q(t) x_i), R_j n(W_K(t) x_j)>
-    change = root mean square over the sampled open pairs (i, j) of S(t) - S(0 and no shrink)
+    change = root mean square over the sampled pairs (i, j) of S(t) - S(0 and no shrink)
 
-These are the scores that the softmax sees, scale included. Without a norm they are a sum of four
-parts, <q, k>, <q, dk>, <dq, k> and <dq, dk> with products of t and shrink before them, so the
-sixteen inner products of these parts give the change anywhere on the line; with one, a point
-costs a product of queries and keys. "closed" sizes need no pairs at all: were queries and keys of
-different positions independent, the mean square of <q, k> would be
+These are the scores that the softmax receives, scale included. Without a norm of queries and keys
+they are a sum of four parts, <q, k>, <q, dk>, <dq, k> and <dq, dk>, each with a product of t and
+shrink before it, so the sixteen inner products of these parts give the change anywhere on the line.
+With a norm, each point costs a product of queries and keys. The size "closed" needs no pairs at
+all: if queries and keys of different positions were independent, the mean square of <q, k> would be
 
     E <q, k>^2 = <E q q^T, E k k^T>,
 
@@ -16,8 +16,8 @@ and S(t) - S(0) = <(q(t), -q(0)), (k(t), k(0))> is such a product too.
 
 On a GPU the inputs are read in bfloat16, as the model's own pass reads them; sums are float32.
 
-Shapes: L layers, n sequences, T positions, m sampled queries, H heads, G heads of keys, D their
-width, M inputs (one more with a bias); t and change (L, H).
+Shapes: L layers, n sequences, T positions, m sampled queries, H query heads, G key heads, D their
+width, M inputs (one more with a bias); t and change are (L, H).
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from fenchel.optim.score.probe import StackInput, mean_over_processes
 
 
 class HeadWeights(NamedTuple):
-    """Weights, or a move of them, of the layers of a stack."""
+    """Query and key weights of the layers of a stack, or a move of them."""
 
     Q: Tensor
     """(L, H, D, M)."""
@@ -42,7 +42,7 @@ class HeadWeights(NamedTuple):
 
 
 class HeadFactors(NamedTuple):
-    """A number for every head: how far along U, or a scaling of W."""
+    """One number per head: a distance along U, or a factor on W."""
 
     Q: Tensor
     """(L, H)."""
@@ -51,21 +51,28 @@ class HeadFactors(NamedTuple):
 
 
 class ScoreLine:
-    """Scores along W + t U for the layers of a stack; a point until ``toward`` says where."""
+    """Scores along W + t U for the layers of a stack; ``set_direction`` gives U."""
 
     def __init__(
-        self, pairs: Sequence[QueryKeyPair], at: StackInput, W: HeadWeights, *, closed: bool = False
+        self,
+        pairs: Sequence[QueryKeyPair],
+        inputs: StackInput,
+        W: HeadWeights,
+        *,
+        closed: bool = False,
     ) -> None:
-        self.pairs, self.at, self.closed = pairs, at, closed or not at.real
+        self.pairs, self.inputs, self.closed = pairs, inputs, closed or not inputs.from_batch
         self.has_qk_norm = pairs[0].q_norm is not None or pairs[0].k_norm is not None
         self.group = W.Q.shape[1] // W.K.shape[1]
-        self.x_q, self.angles_q = at.x, at.angles
-        m, T = len(at.grid.queries), at.x.shape[2]
+        self.x_q, self.angles_q = inputs.x, inputs.angles
+        m, T = len(inputs.grid.queries), inputs.x.shape[2]
         if m < T:
-            self.x_q = at.x[:, :, at.grid.queries]
-            if at.angles is not None:
-                self.angles_q = Angles(*(part[..., at.grid.queries, :] for part in at.angles))
-        self.q, self.k = _project(self.x_q, W.Q), _project(at.x, W.K)
+            self.x_q = inputs.x[:, :, inputs.grid.queries]
+            if inputs.angles is not None:
+                self.angles_q = Angles(
+                    *(part[..., inputs.grid.queries, :] for part in inputs.angles)
+                )
+        self.q, self.k = _project(self.x_q, W.Q), _project(inputs.x, W.K)
         self.dq: Tensor | None = None
         self.dk: Tensor | None = None
         self.start_q, self.start_k = self.queries(self.q), self.keys(self.k)
@@ -73,24 +80,24 @@ class ScoreLine:
         self._start: Tensor | None = None
 
     def set_direction(self, U: HeadWeights) -> None:
-        """Run along U from here on."""
-        self.dq, self.dk = _project(self.x_q, U.Q), _project(self.at.x, U.K)
+        """Set the direction of the line, and compute the products of parts."""
+        self.dq, self.dk = _project(self.x_q, U.Q), _project(self.inputs.x, U.K)
         if not self.closed and not self.has_qk_norm:
             q, k = (self.start_q, self.queries(self.dq)), (self.start_k, self.keys(self.dk))
-            sums = score_part_products(q, k, self.at.grid.open)
-            mean = sums * (self.pairs[0].scale ** 2 * self.at.grid.pair_weight)[..., None, None]
+            sums = score_part_products(q, k, self.inputs.grid.mask)
+            mean = sums * (self.pairs[0].scale ** 2 * self.inputs.grid.pair_weight)[..., None, None]
             self.parts = mean_over_processes(mean)
 
     @property
     def start(self) -> Tensor:
-        """The scores where the line begins, (L, n, H, m, T)."""
+        """The scores at the start of the line, (L, n, H, m, T)."""
         if self._start is None:
             self._start = self.scores(self.start_q, self.start_k)
         return self._start
 
     @property
     def start_rms(self) -> Tensor:
-        """Their root mean square, (L, H)."""
+        """The root mean square of these scores, (L, H)."""
         if self.parts is not None:
             return self.parts[..., 0, 0].sqrt()
         if self.closed:
@@ -109,27 +116,27 @@ class ScoreLine:
         return self.rms(S - self.start), self.rms(S)
 
     def rms_score(self, t: HeadFactors, shrink: HeadFactors | None) -> Tensor:
-        """The second of ``move``, by parts."""
+        """The second result of ``move``, from the products of parts."""
         return self._by_parts(t, shrink, 0.0)
 
     def _by_parts(self, t: HeadFactors, shrink: HeadFactors | None, less: float) -> Tensor:
-        """RMS of the scores at a point, less so many times those at the start."""
-        a, b = t.Q, self._each(t.K)
+        """RMS of the scores at a point, minus ``less`` times those at the start."""
+        a, b = t.Q, self._per_head(t.K)
         if shrink is None:
             one = torch.ones_like(a)
             v = torch.stack((one if less == 0.0 else one - less, b, a, a * b), dim=-1)
         else:
-            c, d = shrink.Q, self._each(shrink.K)
+            c, d = shrink.Q, self._per_head(shrink.K)
             v = torch.stack((c * d - less, c * b, a * d, a * b), dim=-1)
         assert self.parts is not None
         square = ((self.parts @ v.unsqueeze(-1)).squeeze(-1) * v).sum(-1)
         return square.clamp(min=0.0).sqrt()
 
-    def _each(self, x: Tensor) -> Tensor:
+    def _per_head(self, x: Tensor) -> Tensor:
         return x if self.group == 1 else x.repeat_interleave(self.group, dim=1)
 
     def point(self, t: HeadFactors, shrink: HeadFactors | None) -> tuple[Tensor, Tensor]:
-        """Queries (L, n, H, m, D) and keys (L, n, G, T, D) there, as they enter the product."""
+        """Queries (L, n, H, m, D) and keys (L, n, G, T, D) at a point, after norm and rotation."""
         assert self.dq is not None
         assert self.dk is not None
         q, k = (
@@ -142,64 +149,62 @@ class ScoreLine:
         return self.queries(q), self.keys(k)
 
     def release(self) -> None:
-        """Drop what only a step needs."""
+        """Free the tensors that only a step needs."""
         del self.q, self.k
         self.dq = self.dk = self._start = None
 
     def same_for_keys(self, t: Tensor) -> HeadFactors:
-        """The same (L, H) for queries, and for the keys of each group that of its first head."""
+        """t (L, H) for queries, and for the keys of each group the t of its first head."""
         return HeadFactors(t, t[:, :: self.group])
 
     def queries(self, q: Tensor) -> Tensor:
-        """From W_Q x to what enters the product."""
+        """W_Q x with norm and rotation applied."""
         return self._rotate(_normalise(q, [pair.q_norm for pair in self.pairs]), self.angles_q)
 
     def keys(self, k: Tensor) -> Tensor:
-        """From W_K x to what enters the product."""
-        return self._rotate(_normalise(k, [pair.k_norm for pair in self.pairs]), self.at.angles)
+        """W_K x with norm and rotation applied."""
+        return self._rotate(_normalise(k, [pair.k_norm for pair in self.pairs]), self.inputs.angles)
 
-    def _rotate(self, x: Tensor, turn: Angles | None) -> Tensor:
-        """Turned where there are rotary positions, and in one piece."""
-        if turn is None:
+    def _rotate(self, x: Tensor, angles: Angles | None) -> Tensor:
+        """x rotated where there are rotary positions, and contiguous."""
+        if angles is None:
             return x.contiguous()
         if fused(x):
             from fenchel.kernels.rotary_moments import rotate as rotate_kernel
 
-            return rotate_kernel(x, *turn, layout=self.pairs[0].layout)
-        return rotate(x.contiguous(), turn, layout=self.pairs[0].layout)
+            return rotate_kernel(x, *angles, layout=self.pairs[0].layout)
+        return rotate(x.contiguous(), angles, layout=self.pairs[0].layout)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """(L, n, H, m, T), zero where closed."""
+        """(L, n, H, m, T), zero outside of the mask."""
         L, n, H, m, D = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         grouped = q.to(wide).reshape(L, n, H // self.group, self.group * m, D)
         S = (grouped * self.pairs[0].scale @ k.to(wide).mT).view(L, n, H, m, -1)
-        return S.masked_fill_(~self.at.grid.open, 0.0)
+        return S.masked_fill_(~self.inputs.grid.mask, 0.0)
 
     def rms(self, S: Tensor) -> Tensor:
-        """Over the open pairs of every head: (L, n, H, m, T) -> (L, H)."""
-        squares = S.square().sum(dim=(1, 3, 4)) * self.at.grid.pair_weight
+        """Root mean square over the pairs of the grid, per head: (L, n, H, m, T) -> (L, H)."""
+        squares = S.square().sum(dim=(1, 3, 4)) * self.inputs.grid.pair_weight
         return mean_over_processes(squares).sqrt()
 
     def independent(self, q: Tensor, k: Tensor) -> Tensor:
-        """RMS of <q, k> as if positions were independent: -> (L, H)."""
+        """RMS of <q, k> if positions were independent: -> (L, H)."""
         A, B = second_moment(q), second_moment(k).repeat_interleave(self.group, dim=1)
-        if not self.at.real:  # rows of the identity: a sum over inputs, not a mean
+        if not self.inputs.from_batch:  # rows of the identity: a sum over inputs, not a mean
             A, B = A * q.shape[3], B * k.shape[3]
         return self.pairs[0].scale * (A * B).sum(dim=(-2, -1)).clamp(min=0.0).sqrt()
 
 
-def score_part_products(
-    q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], open_: Tensor
-) -> Tensor:
-    """Sums over open pairs of products of <q, k>, <q, dk>, <dq, k>, <dq, dk>: (L, H, 4, 4).
+def score_part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+    """Sums over pairs of products of <q, k>, <q, dk>, <dq, k>, <dq, dk>: (L, H, 4, 4).
 
     ``q`` holds q and dq, (L, n, H, m, D) each, ``k`` holds k and dk, (L, n, G, T, D) each.
     """
     if fused(q[0]):
         from fenchel.kernels.score_products import score_part_products as kernel
 
-        return kernel(q, k, open_)
+        return kernel(q, k, mask)
     L, n, H, m, D = q[0].shape
     G, T = k[0].shape[2:4]
     wide = torch.promote_types(q[0].dtype, torch.float32)
@@ -208,24 +213,24 @@ def score_part_products(
     S = q[0].new_empty(4, L * n * G, H // G * m, T, dtype=wide)
     for part, (x, y) in zip(S, [(x, y) for x in rows for y in columns], strict=True):
         torch.bmm(x, y, out=part)
-    flat = S.view(4, L, n, H, m, T).mul_(open_.to(wide)).view(4, L * n * H, m * T).transpose(0, 1)
+    flat = S.view(4, L, n, H, m, T).mul_(mask.to(wide)).view(4, L * n * H, m * T).transpose(0, 1)
     return (flat @ flat.mT).view(L, n, H, 4, 4).sum(1)
 
 
 def fused(x: Tensor) -> bool:
-    """Whether kernels serve: on a GPU, up to float32, where Triton is."""
+    """Whether Triton kernels apply: on a GPU, in float32 or below, with Triton installed."""
     return x.is_cuda and x.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:
-    """Heads beside the heads they share keys with: (L, H, ...) -> (L, G, H / G, ...)."""
+    """Query heads grouped by their key head: (L, H, ...) -> (L, G, H / G, ...)."""
     return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
 
 
 def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """Mean of v v^T over sequences and positions: (L, n, H, T, D) -> (L, H, D, D).
 
-    ``weight`` (L, n, 1, T) counts positions more than once.
+    ``weight`` (L, n, 1, T) is how often each position counts.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if weight is None:
@@ -237,7 +242,7 @@ def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def _project(x: Tensor, W: Tensor) -> Tensor:
-    """(L, n, T, M), (L, H, D, M) -> (L, n, H, T, D), heads behind each other as the product is."""
+    """(L, n, T, M), (L, H, D, M) -> (L, n, H, T, D), a view of the product (L, n, T, H, D)."""
     L, n, T, _ = x.shape
     flat = torch.bmm(x.flatten(1, 2), W.flatten(1, 2).to(x.dtype).mT)
     return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3)

@@ -1,12 +1,12 @@
-"""ScoreTrust: any optimiser, with its query and key steps kept to a given change of the scores.
+"""ScoreTrust: any optimiser, with its query and key steps limited in the scores.
 
-    W'  = what the optimiser makes of W,   U = W' - W
-    W  <- project(W + t U),  t <= 1 for every head so that RMS dS <= lr       settle.py
+    W'  = the weights after a step of the optimiser,   U = W' - W
+    W  <- project(W + t U),  t <= 1 per head such that RMS dS <= lr           step_size.py
 
-lr *is* gamma, as in ScoreDescent: the largest root mean square by which a head's scores, as the
-softmax sees them, may move in one step; radius bounds that of the scores. A head whose step is
-small enough and inside the ball is left exactly as the optimiser made it. Everything else in the
-model moves as the optimiser moves it.
+lr *is* gamma, as in ScoreDescent: the largest root mean square by which the scores of a head, as
+the softmax receives them, may move in one step; radius bounds the scores themselves. A head whose
+step is small enough and inside the ball keeps exactly the bits that the optimiser computed. Every
+other parameter of the model moves as the optimiser moves it.
 
 param_groups begins with the group of lr and radius, followed by those of the optimiser, so a
 scheduler over ScoreTrust scales gamma and the optimiser's own rates alike; state_dict holds both.
@@ -25,12 +25,12 @@ from fenchel.optim.score.pair_stack import (
     STATE_NAMES,
     PairProbes,
     PairStack,
-    heads,
+    head_weights,
     restore_dtypes,
     stack_parameters,
     stacked_bounds,
     store_bounds,
-    write,
+    write_weights,
 )
 from fenchel.optim.score.pairs import QueryKeyPair
 from fenchel.optim.score.score_line import HeadWeights, ScoreLine
@@ -38,7 +38,17 @@ from fenchel.optim.score.step_size import HeadStats, StepLimits, WeightUpdate, t
 
 
 class ScoreTrust(torch.optim.Optimizer):
-    """Wraps an optimiser, or several behind one; see the module."""
+    """Wraps an optimiser, or a ``CombinedOptimiser``, and limits its query and key steps.
+
+    >>> import torch
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> from fenchel.optim import attention_pairs
+    >>> model = Transformer(ModelConfig(vocabulary=16, width=32, layers=1))
+    >>> adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> optimiser = ScoreTrust(adamw, attention_pairs(model), lr=0.05)
+    >>> model(torch.arange(8)[None]).logsumexp(-1).sum().backward()
+    >>> optimiser.step()
+    """
 
     def __init__(
         self,
@@ -49,7 +59,7 @@ class ScoreTrust(torch.optim.Optimizer):
         *,
         probe: int = 2048,
     ) -> None:
-        """``probe`` counts the tokens on which scores are measured."""
+        """``probe`` is the number of tokens per layer on which scores are measured."""
         pairs = list(pairs)
         self.members = (
             optimizer.members if isinstance(optimizer, CombinedOptimiser) else (optimizer,)
@@ -63,7 +73,7 @@ class ScoreTrust(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the optimiser, cut to size in the scores."""
+        """One step of the optimiser, limited in the scores."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -72,29 +82,29 @@ class ScoreTrust(torch.optim.Optimizer):
         for member in self.members:
             member.step()
         for stack, stacks in before:
-            self._cut(stack, stacks)
+            self._limit(stack, stacks)
         return loss
 
-    def _cut(self, stack: PairStack, before: list[Tensor]) -> None:
-        pairs, at = stack
+    def _limit(self, stack: PairStack, before: list[Tensor]) -> None:
+        pairs, inputs = stack
         after = stack_parameters(pairs)
-        W, made = heads(pairs, before), heads(pairs, after)
-        U = HeadWeights(made.Q - W.Q, made.K - W.K)
+        W, proposal = head_weights(pairs, before), head_weights(pairs, after)
+        U = HeadWeights(proposal.Q - W.Q, proposal.K - W.K)
         group = self.param_groups[0]
-        rule = StepLimits(float(group["lr"]), group["radius"], exactly=False)
-        line = ScoreLine(pairs, at, W)
+        limits = StepLimits(float(group["lr"]), group["radius"], exact=False)
+        line = ScoreLine(pairs, inputs, W)
         line.set_direction(U)
-        settled = take_step(line, W, U, stacked_bounds(self.state, pairs), rule)
-        write(pairs, after, _select_limited(settled, made))
-        self.pair_probes.record_step(pairs, settled.moved)
-        store_bounds(self.state, pairs, settled.reach)
+        update = take_step(line, W, U, stacked_bounds(self.state, pairs), limits)
+        write_weights(pairs, after, _select_limited(update, proposal))
+        self.pair_probes.record_step(pairs, update.record)
+        store_bounds(self.state, pairs, update.bound)
 
     def score_stats(self) -> dict[str, HeadStats]:
-        """What the last step did to each layer's scores, by the layer's name."""
+        """The effect of the last step on the scores, by the name of the layer."""
         return self.pair_probes.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimiser's state and ours, parameter by parameter."""
+        """The state of the optimiser and of the limits, per parameter."""
         own = self.state
         self.state = defaultdict(dict)
         for state in (*(member.state for member in self.members), own):
@@ -106,7 +116,7 @@ class ScoreTrust(torch.optim.Optimizer):
             self.state = own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore both."""
+        """Restore the state of the optimiser and of the limits."""
         super().load_state_dict(dict(state_dict))
         restore_dtypes(self, state_dict)
         begin = 1
@@ -114,25 +124,25 @@ class ScoreTrust(torch.optim.Optimizer):
             end = begin + len(member.param_groups)
             member.param_groups = self.param_groups[begin:end]
             begin = end
-            held = {p for group in member.param_groups for p in group["params"]}
-            theirs = {p: _without(STATE_NAMES, self.state[p]) for p in held if p in self.state}
-            member.__setstate__({"state": defaultdict(dict, theirs)})
-        mine = {p: _only(STATE_NAMES, values) for p, values in self.state.items()}
-        self.state = defaultdict(dict, {p: values for p, values in mine.items() if values})
+            params = {p for group in member.param_groups for p in group["params"]}
+            inner = {p: _without(STATE_NAMES, self.state[p]) for p in params if p in self.state}
+            member.__setstate__({"state": defaultdict(dict, inner)})
+        own = {p: _only(STATE_NAMES, values) for p, values in self.state.items()}
+        self.state = defaultdict(dict, {p: values for p, values in own.items() if values})
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self.pair_probes.close()
 
 
-def _select_limited(settled: WeightUpdate, made: HeadWeights) -> HeadWeights:
-    """Heads that nothing was taken from keep the very bits the optimiser made."""
-    chosen = []
-    t, back = settled.moved.t, settled.moved.back
-    for n, (as_made, cut) in enumerate(zip(made, settled.W, strict=True)):
+def _select_limited(update: WeightUpdate, proposal: HeadWeights) -> HeadWeights:
+    """The updated weights; heads that were not limited keep the bits of the proposal."""
+    weights = []
+    t, back = update.record.t, update.record.projection
+    for n, (full, limited) in enumerate(zip(proposal, update.W, strict=True)):
         whole = t[n] if back is None else torch.minimum(t[n], back[n])
-        chosen.append(torch.where((whole == 1.0)[..., None, None], as_made, cut))
-    return HeadWeights(*chosen)
+        weights.append(torch.where((whole == 1.0)[..., None, None], full, limited))
+    return HeadWeights(*weights)
 
 
 def _without(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +161,7 @@ def _require(
             f"lr={lr} should be 0 or above and finite, radius={radius} and probe={probe} above 0."
         )
     if not pairs:
-        raise ValueError("ScoreTrust needs pairs to watch; give it attention_pairs(model).")
+        raise ValueError("ScoreTrust needs pairs to limit; give it attention_pairs(model).")
     moved = {p for group in groups for p in group["params"]}
     for pair in pairs:
         if pair.trained and not moved.issuperset(pair.parameters):

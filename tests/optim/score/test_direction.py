@@ -16,7 +16,7 @@ from fenchel.optim.score.direction import (
     inverse_root,
     partner_grams,
 )
-from fenchel.optim.score.pair_stack import PairProbes, heads, stack_parameters
+from fenchel.optim.score.pair_stack import PairProbes, head_weights, stack_parameters
 from fenchel.optim.score.score_line import HeadWeights, ScoreLine
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -36,9 +36,9 @@ class Instance:
         self.given = inputs(model, self.pairs, ids)
         backward(model, ids)
         (stack,) = pair_probes.stacks()
-        self.W, self.at = heads(self.pairs, stack_parameters(self.pairs)), stack.at
-        self.gradient = heads(self.pairs, stack_parameters(self.pairs, gradient=True))
-        self.line = ScoreLine(self.pairs, self.at, self.W)
+        self.W, self.inputs = head_weights(self.pairs, stack_parameters(self.pairs)), stack.inputs
+        self.gradient = head_weights(self.pairs, stack_parameters(self.pairs, gradient=True))
+        self.line = ScoreLine(self.pairs, self.inputs, self.W)
 
     def group(self, layer: int, heads: HeadWeights) -> Tensor:
         """The first group of heads with their keys, as one vector."""
@@ -100,7 +100,7 @@ def test_the_frobenius_direction_attains_three_quarters_of_the_best_descent(
 
 def test_under_rotation_the_unrotated_gram_is_the_wrong_measure(instance: Any) -> None:
     at = instance("rotary", 12)
-    still = ScoreLine(at.pairs, at.at._replace(angles=None), at.W)
+    still = ScoreLine(at.pairs, at.inputs._replace(angles=None), at.W)
     for layer in range(2):
         J = at.dense(layer)
         averaged, unrotated = (
@@ -116,12 +116,12 @@ def test_partner_grams_are_means_over_the_open_pairs(
 ) -> None:
     """Pair by pair, with keys turned to where they stand relative to the query, and back."""
     # every position and every sequence, not a sample of them
-    monkeypatch.setattr("fenchel.optim.score.direction.TURNS", 24)
-    monkeypatch.setattr("fenchel.optim.score.direction.SPREAD", 1)
+    monkeypatch.setattr("fenchel.optim.score.direction.ROTATIONS", 24)
+    monkeypatch.setattr("fenchel.optim.score.direction.STRIDE", 1)
     at = instance(kind, 13)
     grams = partner_grams(at.line)
     q, k = at.line.q[1], at.line.k[1]  # (n, H, T, D), before any rotation
-    rotates = at.at.angles is not None
+    rotates = at.inputs.angles is not None
     A_K = torch.zeros_like(grams.K[1])
     A_Q = torch.zeros_like(grams.Q[1])
     pairs = [(i, j) for i in range(24) for j in range(i + 1)]

@@ -100,7 +100,7 @@ def test_a_probe_holds_its_tokens_and_no_more(compiled: bool, small: Any, tokens
     run = torch.compile(model, backend="aot_eager") if compiled else model
     run(tokens(0)).square().mean().backward()
     for probe in score.pair_probes[0].probes.values():
-        before = probe.room.data_ptr()
+        before = probe.buffer.data_ptr()
         seen = probe.take()
         assert seen is not None
         assert seen.x.shape == (2, 24, 32)
@@ -120,8 +120,8 @@ def test_between_steps_little_is_kept(
         backward(model, tokens(step))
         score.step()
     (pair_probes,) = score.pair_probes
-    ((_, moved),) = pair_probes.moved
-    held = [moved.line.at.x, *(v for v in vars(moved.line).values() if isinstance(v, Tensor))]
-    room = sum(probe.room.nbytes for probe in pair_probes.probes.values())
+    ((_, moved),) = pair_probes.records
+    held = [moved.line.inputs.x, *(v for v in vars(moved.line).values() if isinstance(v, Tensor))]
+    room = sum(probe.buffer.nbytes for probe in pair_probes.probes.values())
     stored = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}
     assert sum(stored.values()) <= 4.2 * room  # x, q, k of as many rows, and the products of parts

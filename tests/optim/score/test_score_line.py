@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.optim import HeadProjection, QueryKeyPair, ScoreDescent, attention_pairs
-from fenchel.optim.score.probe import LayerInput, sample
+from fenchel.optim.score.probe import LayerInput, stack_inputs
 from fenchel.optim.score.score_line import HeadWeights, ScoreLine
-from fenchel.optim.score.step_size import crossing_by_parts, reach, scaling
+from fenchel.optim.score.step_size import crossing_by_parts, find_crossing, scaling
 
 
 def pair(**settings: object) -> QueryKeyPair:
@@ -21,7 +21,7 @@ def pair(**settings: object) -> QueryKeyPair:
 
 def opened(seen: LayerInput, **settings: object) -> Tensor:
     n = len(seen.x)
-    return sample([pair(**settings)], [seen]).grid.open.expand(1, n, 1, -1, -1)[0, :, 0]
+    return stack_inputs([pair(**settings)], [seen]).grid.mask.expand(1, n, 1, -1, -1)[0, :, 0]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_mask_closes_pairs_for_its_own_sequence() -> None:
 
 
 def test_queries_are_sampled_evenly() -> None:
-    at = sample([pair()], [LayerInput(torch.zeros(1, 640, 6), None, None)])
+    at = stack_inputs([pair()], [LayerInput(torch.zeros(1, 640, 6), None, None)])
     assert at.grid.queries.tolist() == list(range(5, 640, 10))
 
 
@@ -61,7 +61,7 @@ def test_independent_positions_give_the_closed_form() -> None:
         *(torch.randn(1, 2, 2, 6, generator=generator, dtype=torch.float64) for _ in "QK")
     )
     layer = pair(causal=False)
-    at = sample([layer], [LayerInput(x, None, None)])
+    at = stack_inputs([layer], [LayerInput(x, None, None)])
     exact, closed = (ScoreLine([layer], at, W, closed=c).start_rms for c in (False, True))
     torch.testing.assert_close(exact, closed)  # every pair is open, so it is no approximation
 
@@ -81,14 +81,14 @@ CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_line_ends_where_the_change_is_gamma(name: str, begin: float) -> None:
     curve, gamma = CURVES[name], torch.full((2, 3), 0.4)
     start = torch.full((2, 3), 1e-6 if name == "steep" else begin)
-    t = reach(curve, gamma, start, torch.full((2, 3), torch.inf))
+    t = find_crossing(curve, gamma, start, torch.full((2, 3), torch.inf))
     torch.testing.assert_close(curve(t), gamma, rtol=0.01, atol=0)
 
 
 def test_a_line_that_never_gets_there_ends_at_its_limit() -> None:
     one = torch.ones(1, 1)
-    assert float(reach(lambda t: 0.1 * t, one, one, one)) == 1.0
-    assert float(reach(torch.zeros_like, one, one, one)) == 1.0
+    assert float(find_crossing(lambda t: 0.1 * t, one, one, one)) == 1.0
+    assert float(find_crossing(torch.zeros_like, one, one, one)) == 1.0
 
 
 @pytest.mark.parametrize("groups", [6, 2])

@@ -280,7 +280,7 @@ def test_closed_hooks_see_nothing_more(small: Any, tokens: Any, backward: Any) -
     score.close()
     backward(model, tokens(0))
     assert all(
-        probe.seen is None
+        probe.record is None
         for pair_probes in score.pair_probes
         for probe in pair_probes.probes.values()
     )
@@ -309,7 +309,7 @@ def test_pairs_are_asked_for(small: Any) -> None:
     with pytest.raises(ValueError, match="give it attention_pairs"):
         ScoreDescent(list(model.parameters()))  # type: ignore[arg-type]
     nothing: list[QueryKeyPair] = []
-    with pytest.raises(ValueError, match="needs pairs to watch"):
+    with pytest.raises(ValueError, match="needs pairs to limit"):
         ScoreTrust(torch.optim.AdamW(model.parameters()), nothing)
     with pytest.raises(ValueError, match="does not move the query and key weights of blocks"):
         ScoreTrust(torch.optim.AdamW(model.embed.parameters()), attention_pairs(model))
