@@ -1,1 +1,1 @@
-"""Fast versions of functions defined elsewhere; no answer depends on this package."""
+"""Triton kernels of functions defined elsewhere; no result depends on this package."""

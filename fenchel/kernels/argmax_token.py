@@ -1,13 +1,13 @@
-"""The likeliest token of every row of logits, chosen and written down on the device.
+"""The likeliest token of every row of logits, chosen and stored on the device.
 
-    token_b       = the first v with z_bv = max_v z_bv
-    said[b, n]    = token_b, or -1 where the largest is no finite number
+    token_b        = the first v with z_bv = max_v z_bv
+    tokens[b, n]   = token_b, or -1 where the largest logit is not finite
 
-n, the number of the token that is chosen, lies in device memory. The token also stands where the
-next step looks for it. One program a row, since a row is short (64 kB for 32,000 in bfloat16): a
-pass in which every lane keeps its best, and then the lanes among themselves.
+n, the number of the chosen token, is read from device memory, and ``token`` is where the next step
+reads its input. One program per row, since a row is short (64 kB for 32,000 in bfloat16): a pass in
+which every lane keeps its maximum, then a reduction over the lanes.
 
-Shapes: z (B, V), token (B,) and said (B, P) of int64, n (1,).
+Shapes: z (B, V), token (B,) and tokens (B, P) of int64, n (1,).
 """
 
 import triton
@@ -17,12 +17,12 @@ from torch import Tensor
 from fenchel.kernels.thin_matmul import overlap
 
 BLOCK = 8192
-"""Entries of a row at a time: a thread of ``WARPS`` has two loads of 16 bytes under way."""
+"""Entries of a row per iteration: two loads of 16 bytes in flight per thread."""
 WARPS = 16
 
 
 def argmax_token(z_BV: Tensor, n_1: Tensor, token_B: Tensor, tokens_BP: Tensor) -> None:
-    """Write the likeliest token of every row into ``token_B`` and into column n of ``said_BP``."""
+    """Write the likeliest token of every row into ``token_B`` and column n of ``tokens_BP``."""
     B, V = z_BV.shape
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
     sizes = {"BLOCK": block, "num_warps": WARPS if block == BLOCK else 4}
@@ -43,7 +43,7 @@ def _argmax_token(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    # The last block first, so that only it has a mask; being last it yields to equals before it.
+    # The last block first, so that only it has a mask; an equal entry before it wins.
     tail = full + lane
     best = tl.load(z_ptr + tail, mask=tail < V, other=-float("inf")).to(tl.float32)
     where = tl.minimum(tail, V - 1)

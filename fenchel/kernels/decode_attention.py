@@ -1,25 +1,24 @@
-"""Attention of the newest token over a cache of fixed size, from q, k, v as a product left them.
+"""Attention of the newest token over a cache of fixed size, reading q, k, v of one product.
 
-    q, k = turned(q), turned(k)          (a, b) -> (a c - b s, b c + a s) at the token's position
-    keys[place], values[place] = k, v    place = R - 1 - n mod R
+    q, k = R q, R k                      (a, b) -> (a c - b s, b c + a s) at the token's position
+    keys[slot], values[slot] = k, v      slot = R - 1 - n mod R
     o    = sum_s p_s values_s,           p = softmax(scale q . keys_s) over the present slots
 
-n, the number of the token, and ``fill``, how many slots before a sequence begins, are read from
-device memory, so that the same launch serves every token: token t stands in slot R - 1 - t mod R
-(generation/cuda_graph.py), so the present slots are the last min(n + 1, R) of the R, but for
-the
-fill. The token's position is n - fill.
+n, the number of the token, and ``fill``, the number of slots before a sequence begins, are read
+from device memory, so that the same launch serves every token. Token t is in slot R - 1 - t mod R
+(generation/cuda_graph.py), so the present slots are the last min(n + 1, R) of the R, except the
+fill. The position of the token is n - fill.
 
-A program has one query head. The newest key and value come from its own hands: the first head of a
-group writes them, and none of its neighbours reads that slot, so nobody waits for anybody. Every
-slot of a block keeps its own running maximum, sum and mix, as in online softmax, and they are
-put together at the end; the loop begins at the oldest token there is. Bytes: 4 n D in bfloat16 for
-the keys and values of a head, out of the cache of the chip for all heads of a group but one; for
-300 tokens that is less than a hundredth of the weights of a layer, and what counts is latency: a
-block is asked for before the one in front is used. For n of many thousands one program a head is
-too few.
+One program per query head. The program computes the newest key and value itself: the first head of
+a group writes them, and no other head of the group reads that slot, so programs need no
+synchronisation. Every slot of a block has its own running maximum, sum and mix, as in online
+softmax, and they are combined at the end; the loop starts at the oldest token. Bytes: 4 n D in
+bfloat16 for the keys and values of a head, from the L2 cache for all heads of a group but one; for
+300 tokens that is less than a hundredth of the weights of a layer, and latency dominates: each
+block is loaded before the previous one is used. For n of many thousands one program per head is too
+few.
 
-Turned entries are rounded where fenchel/attention/rotary.py rounds; the softmax is in float32.
+Rotated entries are rounded where fenchel/attention/rotary.py rounds; the softmax is in float32.
 
 Shapes: qkv (B, (H + 2 G) D), keys and values (B, G, R, D), cos and sin (positions, D) as
 ``Angles``, token (1,) and fill (B,) of int64, o (B, H D).
@@ -34,14 +33,14 @@ from torch import Tensor
 from fenchel.kernels.thin_matmul import overlap
 
 SLOTS = 128
-"""Slots at a time: at D = 64 four loads of 16 bytes a thread for keys and four for values."""
+"""Slots per iteration: at D = 64 four loads of 16 bytes per thread for keys, four for values."""
 WARPS = 8
 FLOOR = tl.constexpr(-1e30)
-"""Where a slot's maximum begins: inf - inf is no number."""
+"""Initial maximum of a slot: inf - inf is nan."""
 
 
 class DecodePosition(NamedTuple):
-    """Where we are: the newest token's number (1,), and the fill of every sequence (B,)."""
+    """The number of the newest token (1,) and the fill of every sequence (B,), on the device."""
 
     token: Tensor
     fill: Tensor
@@ -57,7 +56,7 @@ def attend_decode(
     angles: tuple[Tensor, Tensor] | None,
     scale: float,
 ) -> None:
-    """Write the newest key and value into the cache and what the newest queries see into o."""
+    """Write the newest key and value into the cache and the attention output into o."""
     B, G, R, D = keys_BGRD.shape
     H = o_BC.shape[1] // D
     cos, sin = angles or (None, None)
@@ -84,7 +83,7 @@ def attend_decode(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_rotated(x_ptr, d, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One head: with sin = (-s, s) either half takes the other times its own sine."""
+    """Load and rotate one head: with sin = (-s, s) each half adds the other times its own sine."""
     x = tl.load(x_ptr + d, mask=d < D, other=0.0)
     if cos_ptr is not None:
         cos = tl.load(cos_ptr + d, mask=d < D, other=0.0)
@@ -165,7 +164,7 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     )
     while start < R:
         start += SLOTS
-        # asked for before the last are used, so that only the first are waited for
+        # loaded before the previous block is used, so that only the first load is waited for
         next_keys, next_values, next_there = _load_slots(
             keys_ptr, values_ptr, start, oldest, place, fill, R, d, SLOTS, D
         )

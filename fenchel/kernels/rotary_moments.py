@@ -1,19 +1,19 @@
-"""Heads turned by rotary positions on the way, for the score optimisers (optim/score).
+"""Rotation of heads, and second moments of rotated heads, for the score optimisers (optim/score).
 
-    turned     y_t = R_t x_t
-    moments    A   = sum over open (s, t) of (R_s^T x_t)(R_s^T x_t)^T        s some of the places
+    rotate            y_t = R_t x_t
+    rotated_moments   A   = sum over (s, t) in the mask of (R_s^T x_t)(R_s^T x_t)^T
 
-R turns pairs of entries by an angle that grows with the place, (a, b) -> (a c - b s, b c + a s)
-(attention/rotary.py). Done by separate operations a turn reads and writes x three times, and
-before that once more to put the heads of a product beside each other; here it is read where the
-product left it, and written once, and a program keeps the angles of its positions for all heads.
-The moments would write x once for every s, weighted, before they multiply; here a block of x is
-turned in the registers and multiplied with itself there: 2 T D bytes of a head for every s, out of
-the chip's own cache for all s but one. Sums are float32. Programs write to places of their own, so
-the result does not depend on their order.
+R rotates pairs of entries by an angle that grows with the position, (a, b) -> (a c - b s,
+b c + a s) (attention/rotary.py), and s runs over a sample of positions. By separate operations a
+rotation reads and writes x three times, and once more before that to make the heads contiguous;
+here x is read where the product left it and written once, and a program loads the angles of its
+positions once for all heads. For the moments, separate operations would write x once per s,
+weighted, before the product; here a block of x is rotated in registers and multiplied with itself:
+2 T D bytes per head and s, from the L2 cache for all s but one. Sums are float32. Programs write to
+separate memory, so the result does not depend on their order.
 
-Shapes: L layers, n sequences, H heads, T positions, D their width, W <= D that of the angles,
-S places in turn and open.
+Shapes: L layers, n sequences, H heads, T positions, D the width of a head, W <= D that of the
+angles, S positions in cos, sin and mask.
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 ROTATE_BLOCK, MOMENT_BLOCK = 32, 64
-"""Positions at a time."""
+"""Positions per block."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str) -> Tensor:
-    """x (L, n, H, T, D), however it lies, turned by (L or 1, n or 1, 1, T, W); in one piece."""
+    """x (L, n, H, T, D) of any strides rotated by (L or 1, n or 1, 1, T, W); contiguous."""
     L, n, H, T, D = x.shape
     out = torch.empty(L, n, H, T, D, dtype=x.dtype, device=x.device)
     cos, sin, strides = _contiguous_tables(cos, sin)
@@ -58,18 +58,18 @@ def rotated_moments(
     cos: Tensor,
     sin: Tensor,
     mask: Tensor,
-    places: tuple[int, int, int, int],
+    positions: tuple[int, int, int, int],
     *,
     layout: str,
 ) -> Tensor:
-    """Sums over sequences and open pairs, (L, H, D, D) in float32.
+    """Sums over sequences and pairs of the mask, (L, H, D, D) in float32.
 
-    ``x`` (L, n, H, T, D), cos and sin (L or 1, n or 1, 1, S, W), ``open_``
-    (L or 1, n or 1, 1, S, T). ``places`` are (first, step, apart, each): sequence i sees the s at
-    first + step (i mod apart + k apart), k < each.
+    ``x`` (L, n, H, T, D), cos and sin (L or 1, n or 1, 1, S, W), ``mask``
+    (L or 1, n or 1, 1, S, T). ``positions`` are (first, step, apart, each): sequence i uses the s
+    at first + step (i mod apart + k apart), k < each.
     """
     L, n, H, T, D = x.shape
-    *some, each = places
+    *first_step_apart, each = positions
     out = torch.empty(L, n, H, each, D, D, dtype=torch.float32, device=x.device)
     cos, sin, strides = _contiguous_tables(cos, sin)
     _rotated_moments[(L * n * H, each)](
@@ -85,7 +85,7 @@ def rotated_moments(
         *_outer_strides(mask),
         mask.stride(3),
         mask.stride(4),
-        *some,
+        *first_step_apart,
         D=D,
         W=cos.shape[-1],
         PAIRS=_is_interleaved(layout),
@@ -97,13 +97,13 @@ def rotated_moments(
 
 
 def _contiguous_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Both in one piece, and how far from layer to layer and from sequence to sequence."""
+    """Contiguous cos and sin, and their strides over layers and over sequences."""
     cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, _outer_strides(cos)
 
 
 def _outer_strides(x: Tensor) -> Any:
-    """Strides of the first two axes, 0 where one serves all."""
+    """Strides of the first two axes, 0 where an axis is broadcast."""
     return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in (0, 1))
 
 
@@ -166,7 +166,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pair(d, W: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The other entry of the pair of d, and where its angle stands; the sine carries the sign."""
+    """The other entry of the pair of d, and the index of its angle; the sine carries the sign."""
     if PAIRS:
         other = d ^ 1
         at = d // 2 + d % 2 * (W // 2)

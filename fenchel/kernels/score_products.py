@@ -1,15 +1,14 @@
-"""Products of the parts of score changes, without the scores: optim/score/score_line.py in one
-kernel.
+"""Inner products of the parts of score changes, without storing scores (optim/score/score_line.py).
 
-For every sequence and head, with S_0 .. S_3 = <q, k>, <q, dk>, <dq, k>, <dq, dk> over the open
-pairs (i, j) of m sampled queries and T keys,
+For every sequence and head, with S_0 .. S_3 = <q, k>, <q, dk>, <dq, k>, <dq, dk> over the pairs
+(i, j) of a mask of m sampled queries and T keys,
 
-    out_ab = sum over open (i, j) of S_a,ij S_b,ij          the ten different ones, both ways round
+    out_ab = sum over (i, j) in the mask of S_a,ij S_b,ij        ten different ones, symmetric
 
-A program holds the queries of one head beside one block of keys: four products of tiles, whose
-entries never leave the registers. Done by separate operations the four parts are written, masked
-and read again, 4 * 4 * 4 m T bytes a head; here q, dq, k, dk are read, 2 * 2 (m + T) D. Sums are
-float32. Programs write to places of their own, so the result does not depend on their order.
+A program loads the queries of one head and one block of keys: four products of tiles, whose entries
+never leave the registers. Separate operations write, mask and read the four parts, 4 * 4 * 4 m T
+bytes per head; here q, dq, k, dk are read, 2 * 2 (m + T) D. Sums are float32. Programs write to
+separate memory, so the result does not depend on their order.
 """
 
 import torch
@@ -18,13 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64
-"""Keys at a time."""
+"""Keys per block."""
 
 
 def score_part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
     """q and dq (L, n, H, m, D), k and dk (L, n, G, T, D) -> (L, H, 4, 4) in float32.
 
-    ``open_`` (L or 1, n or 1, 1, m, T) is True where a pair counts.
+    ``mask`` (L or 1, n or 1, 1, m, T) is True where a pair counts.
     """
     L, n, H, m, D = q[0].shape
     G, T = k[0].shape[2:4]

@@ -1,35 +1,29 @@
-"""The norm of a row, as plain values and plain operations: what product.py computes on its way.
+"""Products of a few rows with a large matrix, for a decoder that reads one token per sequence.
 
-    rms      r x g,              r = (mean(x^2) + epsilon)^(-1/2)
-    layer    r (x - m) g + h,    m = mean(x),  r = (mean((x - m)^2) + epsilon)^(-1/2)
+    matmul         y = n(x) W^T + b                          n the norm of a row x, or the identity
+    matmul_add     x <- x + y W^T + b
+    gated_matmul   f(n(x) W_gate^T + b) * (n(x) W_up^T + c)  or  f(n(x) W_up^T + c)  without a gate
 
-Here it is computed in float32 or better and rounded once, to the dtype of x. Shapes: (..., M).
+    rms            n(x) = r x g,              r = (mean(x^2) + epsilon)^(-1/2)
+    layer          n(x) = r (x - m) g + h,    m = mean(x), r = (mean((x - m)^2) + epsilon)^(-1/2)
 
-Products of a few rows with a large matrix, for a decoder that reads one token.
+Each number of W is used B times and never again, so the speed at which W arrives decides: bytes
+2 N K in bfloat16 for 2 B N K operations, one operation per byte at B = 1 where the device could do
+two hundred. 4.3 TB/s times a latency of 0.7 us is 3 MB that must be in flight at any moment, 23 kB
+per multiprocessor. So a program takes ``rows`` of W whole, with no loop over K: every thread issues
+all of its loads (``PER_THREAD`` numbers, sixteen loads of 16 bytes) before it uses the first, which
+is 32 kB per program of four warps, and several programs run on a multiprocessor. The row x and its
+norm are recomputed in every program while W is in flight: 4 kB from the L1 cache, instead of a pass
+and a kernel of its own. W bypasses that cache (".cg"), so that x stays in it.
 
-    product    y = n(x) W^T + b                          n a norm of the row x, or nothing
-    onto       x <- x + y W^T + b
-    gated      f(n(x) W_gate^T + b) * (n(x) W_up^T + c)      or  f(n(x) W_up^T + c)  without a gate
-
-    rms        n(x) = r x g,              r = (mean(x^2) + epsilon)^(-1/2)
-    layer      n(x) = r (x - m) g + h,    m = mean(x), r = (mean((x - m)^2) + epsilon)^(-1/2)
-
-Each number of W is used B times and then never again, so all that counts is how fast W comes:
-bytes 2 N K in bfloat16 for 2 B N K operations, one operation a byte at B = 1 where the device could
-do two hundred. 4.3 TB/s times a latency of 0.7 us is 3 MB that have to be on their way at any
-moment, 23 kB a multiprocessor. So a program takes ``rows`` of W whole, with no loop over K: every
-thread asks for all of its numbers (``HELD``, sixteen loads of 16 bytes) before it uses the first,
-which is 32 kB a program of four warps, and several live on a multiprocessor. The row x and its norm
-are computed in every program anew while W is on its way: 4 kB out of the nearest cache, against a
-pass and a kernel of its own. W goes past that cache (".cg"), so that x stays in it.
-
-With ``overlap`` the next kernel asks for its weights before this one has ended, so they must not be
-what this one writes. ``gdc_wait`` stands between the weights and all that an earlier kernel wrote;
-every kernel here waits, so each is complete before the next but one begins to read or write.
+With ``overlap`` (programmatic dependent launch) the next kernel loads its weights before this one
+has ended, so they must not be what this one writes. ``gdc_wait`` stands between the weights and
+everything that an earlier kernel wrote; every kernel here waits, so each is complete before the
+next but one starts to read or write.
 
 Sums are in float32; results are rounded where the model's own operations round, to the dtype of x.
 
-Shapes: x (B, K), W (N, K) with rows one behind another, gains (K,), biases (N,), y (B, N).
+Shapes: x (B, K), W (N, K) contiguous, gains (K,), biases (N,), y (B, N).
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +35,7 @@ from torch import Tensor
 
 
 class NormWeights(NamedTuple):
-    """g, h, epsilon, and whether m is taken off."""
+    """g, h, epsilon, and whether the mean m is subtracted."""
 
     gain: Tensor
     shift: Tensor | None
@@ -50,20 +44,20 @@ class NormWeights(NamedTuple):
 
 
 PER_THREAD = 128
-"""Numbers of W that a thread holds at once: sixteen loads of 16 bytes in bfloat16. By trial on an
-H200 with 1.1 thousand million weights: 32, 64, 128 give 1,172, 1,285, 1,296 steps a second."""
+"""Numbers of W in flight per thread: sixteen loads of 16 bytes in bfloat16. Measured on an H200
+with 1.1 billion weights: 32, 64, 128 give 1,172, 1,285, 1,296 steps per second."""
 SPAN = 512
-"""Numbers of a row for one warp: two loads of 16 bytes a thread."""
+"""Numbers of a row per warp: two loads of 16 bytes per thread."""
 WARPS = 8
-"""The most warps of a program; of a longer row every thread takes more."""
+"""Largest number of warps per program; in a longer row each thread takes more numbers."""
 ROWS = 16
-"""The most rows of a program, for matrices that are narrow."""
+"""Largest number of rows per program, for narrow matrices."""
 OVERLAP = True
-"""Whether kernels begin before the one in front has ended, where the device can (Hopper on)."""
+"""Whether a kernel starts before the previous one has ended, on devices that can (Hopper on)."""
 
 
 class LaunchShape(NamedTuple):
-    """How a product is cut: rows of W a program, entries of a row with its padding, warps."""
+    """Rows of W per program, entries of a row with its padding, warps per program."""
 
     rows: int
     block: int
@@ -71,7 +65,7 @@ class LaunchShape(NamedTuple):
 
 
 def launch_shape(K: int, *, matrices: int = 1) -> LaunchShape:
-    """The cut for rows of K numbers, of one matrix or of two that are read side by side."""
+    """The launch shape for rows of K numbers, of one matrix or of two read side by side."""
     block = max(16, triton.next_power_of_2(K))
     warps = max(1, min(WARPS, block // SPAN))
     rows = PER_THREAD * 32 * warps // (block * matrices)
@@ -79,7 +73,7 @@ def launch_shape(K: int, *, matrices: int = 1) -> LaunchShape:
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """Arguments of a launch: whether it may begin early."""
+    """Keyword arguments of a launch: whether it may start before the previous kernel ends."""
     ahead = OVERLAP and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
 
@@ -138,7 +132,7 @@ def gated_matmul(
     activation: str,
     norm: NormWeights,
 ) -> None:
-    """f(n(x) gate) * (n(x) up), or f(n(x) up), written into y; a map is its matrix and bias."""
+    """f(n(x) gate) * (n(x) up), or f(n(x) up), written into y; each map is (matrix, bias)."""
     B, K = x_BM.shape
     N = len(up[0])
     cut = launch_shape(K, matrices=1 if gate is None else 2)
@@ -163,13 +157,13 @@ def _norm_arguments(norm: NormWeights | None) -> tuple[Tensor | None, Tensor | N
     return (None, None, 0.0, False) if norm is None else norm
 
 
-# Below, an argument that may be None is a branch of the compiler: what is absent is not compiled.
+# Below, an argument that may be None is resolved at compile time: code for it is not generated.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_rows(w_ptr, rows, at, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     where = w_ptr + rows.to(tl.int64)[:, None] * K + at[None, :]
-    if K == BLOCK:  # no mask: one that ends anywhere would be loaded number by number
+    if K == BLOCK:  # no mask: a mask that may end anywhere is loaded number by number
         w = tl.load(where, cache_modifier=".cg")
     else:
         w = tl.load(where, mask=(at < K)[None, :], other=0.0, cache_modifier=".cg")
@@ -249,7 +243,7 @@ def _matmul(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activation(z, F: tl.constexpr):  # type: ignore[no-untyped-def]
-    """f(z): what the names in fenchel/model/mlp.py stand for."""
+    """f(z), by its name in fenchel/model/mlp.py."""
     if F == "relu":
         y = tl.maximum(z, 0.0)
     elif F == "swiglu":
