@@ -1,4 +1,4 @@
-"""What every choice map shares.
+"""The base class of choice maps.
 
 A choice map turns scores into weights by solving a small concave problem. With the scores
 z, the inverse temperature beta, a prior u over the alternatives and x = beta z + log u,
@@ -17,11 +17,20 @@ depends on one vector alone. With s_i = 1 / omega''(p_i) where p_i > 0, and s_i 
 
 J is symmetric, so the forward (jvp) and reverse (vjp) products are one function, and J is
 also the Hessian of ``value``. A new map supplies omega, its slope, its response (the inverse
-of the slope), s and the solution; the rest comes from here. Derivations: docs/maths/choice.md.
+of the slope), s and the solution; the base class derives the rest (by_name.py says where a map is
+registered). Derivations: docs/maths/choice.md.
+
+The gap in the inequality of Fenchel and Young is the loss of the map:
+
+    loss(z, y) = value(z) + Omega(y) / beta - <y, z>  >=  0,       0 exactly where weights(z) = y.
+
+Its gradient in z is weights(z) - y, as that of the cross-entropy, which it is for Softmax and an
+index y. For a sparse map it is exactly 0, and so is its gradient, once the score of the target is
+far enough above the others (by 1 / beta for Sparsemax): such a loss has a margin.
 
 Shapes: scores and weights are (..., K); Omega, value, loss and sensitivity are (...). A beta
 that is a tensor broadcasts against z and has one entry along the axis of the choice. Half
-precision comes in and goes out; between, everything is float32.
+precision is accepted and returned; the computation between is float32.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +47,16 @@ FORBIDDEN = float("-inf")
 
 
 class Choice(ABC):
-    """A regularised argmax."""
+    """A regularised argmax over the simplex.
+
+    >>> import torch
+    >>> from fenchel.choice import Entmax, Softmax
+    >>> z = torch.tensor([2.0, 1.0, -1.0])
+    >>> for choice in (Softmax(), Entmax(1.5)):
+    ...     print(choice.weights(z))
+    tensor([0.7054, 0.2595, 0.0351])
+    tensor([0.8307, 0.1693, 0.0000])
+    """
 
     beta: float | Tensor
 
@@ -54,24 +72,24 @@ class Choice(ABC):
 
     @property
     def ceiling(self) -> float:
-        """The largest weight allowed; infinite where the simplex alone bounds it."""
+        """The largest admissible weight; infinite where only the simplex bounds it."""
         return float("inf")
 
     @abstractmethod
     def choose(self, x: Tensor) -> Tensor:
-        """The argmax for the scores x, differentiable again and again: (..., K) -> (..., K)."""
+        """The argmax for the scores x, differentiable any number of times: (..., K) -> (..., K)."""
 
     @abstractmethod
     def omega(self, p: Tensor) -> Tensor:
-        """One term of Omega, elementwise; 0 at 0 and, but for ``Capped``, at 1."""
+        """One term of Omega, elementwise; 0 at 0 and at 1."""
 
     @abstractmethod
     def slope(self, p: Tensor) -> Tensor:
-        """omega'(p), elementwise; at p = 0 the limit the dtype can still hold."""
+        """omega'(p), elementwise; at p = 0 the limit that the dtype can represent."""
 
     @abstractmethod
     def response(self, y: Tensor) -> Tensor:
-        """The one number p that maximises p y - omega(p), elementwise."""
+        """The p that maximises p y - omega(p), elementwise."""
 
     @abstractmethod
     def spread(self, p: Tensor) -> Tensor:
@@ -93,7 +111,7 @@ class Choice(ABC):
         return (self.along(axis, x.ndim)._maximum(x.movedim(axis, -1))).to(z.dtype)
 
     def regulariser(self, p: Tensor, log_prior: Tensor | None = None) -> Tensor:
-        """Omega(p) - <p, log u>, infinite where p uses what is forbidden: (..., K) -> (...)."""
+        """Omega(p) - <p, log u>, infinite where p > 0 is forbidden: (..., K) -> (...)."""
         q = float32_or_better(p)
         total = self.omega(q).sum(-1)
         if log_prior is not None:
@@ -111,9 +129,18 @@ class Choice(ABC):
     def loss(self, z: Tensor, y: Tensor, log_prior: Tensor | None = None) -> Tensor:
         """The Fenchel-Young loss value(z) + Omega(y) / beta - <y, z>: (..., K) -> (...).
 
-        ``y`` is an index (an integer tensor without the last axis) or a distribution. The
-        gradient in z is weights(z) - y; with Softmax() it is the cross-entropy less the
-        entropy of y.
+        ``y`` is an index (an integer tensor without the last axis) or a distribution. The loss is
+        convex in z, never negative, and 0 exactly where weights(z) = y; its gradient in z is
+        weights(z) - y. For Softmax() it is the cross-entropy minus the entropy of y, for
+        Sparsemax() and Entmax() it is 0 beyond a finite margin.
+
+        >>> import torch
+        >>> from fenchel.choice import Softmax, Sparsemax
+        >>> z, y = torch.tensor([[2.0, 0.5, -1.0]], requires_grad=True), torch.tensor([0])
+        >>> Softmax().loss(z, y), torch.nn.functional.cross_entropy(z, y, reduction="none")
+        (tensor([0.2413], grad_fn=<SubBackward0>), tensor([0.2413], grad_fn=<NllLossBackward0>))
+        >>> torch.autograd.grad(Sparsemax().loss(z, y).sum(), z)  # a margin of 1: no gradient left
+        (tensor([[0., 0., 0.]]),)
         """
         x = float32_or_better(z)
         # value(z - c) = value(z) - c, so the common part of large scores never enters the sum
@@ -121,11 +148,11 @@ class Choice(ABC):
         x = x - torch.where(peak.isfinite(), peak, 0.0)
         if y.is_floating_point():
             reached = torch.where(y != 0, x, 0.0).mul(y).sum(-1)
-            spent = self.regulariser(y.to(x.dtype), log_prior) / self.row_beta()
+            cost = self.regulariser(y.to(x.dtype), log_prior) / self.row_beta()
         else:
             reached = x.gather(-1, y.unsqueeze(-1)).squeeze(-1)
-            spent = _sure(self, x, y, log_prior) / self.row_beta()
-        return (self.value(x, log_prior) + spent - reached).to(z.dtype)
+            cost = _omega_at_vertex(self, x, y, log_prior) / self.row_beta()
+        return (self.value(x, log_prior) + cost - reached).to(z.dtype)
 
     def scores(self, z: Tensor, log_prior: Tensor | None, dim: int) -> tuple[Tensor, int]:
         """x = beta z + log u in float32 or better, and the axis counted from the end."""
@@ -133,8 +160,8 @@ class Choice(ABC):
         x = float32_or_better(z)
         if isinstance(self.beta, Tensor):
             # A score of -inf forbids too; 0 * -inf would put nan into the gradient of beta.
-            out = x == FORBIDDEN
-            x = (self.beta * x.masked_fill(out, 0.0)).masked_fill(out, FORBIDDEN)
+            forbidden = x == FORBIDDEN
+            x = (self.beta * x.masked_fill(forbidden, 0.0)).masked_fill(forbidden, FORBIDDEN)
             return (x if log_prior is None else x + log_prior), axis
         if log_prior is not None:
             return torch.add(log_prior.to(x.dtype), x, alpha=self.beta), axis
@@ -162,7 +189,7 @@ class Choice(ABC):
         return replace(self, **changes) if changes else self  # type: ignore[type-var]
 
     def row_beta(self) -> float | Tensor:
-        """beta without the axis of the choice, to go beside results of shape (...)."""
+        """beta without the axis of the choice, for results of shape (...)."""
         if isinstance(self.beta, Tensor) and self.beta.ndim > 0:
             return self.beta.squeeze(-1)
         return self.beta
@@ -172,7 +199,8 @@ class Choice(ABC):
         if x.shape[-1] == 0:
             return x.new_full(x.shape[:-1], FORBIDDEN)
         # p carries its own derivative, and J (x - omega'(p)) = 0: so the gradient of this sum
-        # is p, and its Hessian J. Holding p fixed would give the gradient and a zero Hessian.
+        # is p, and its Hessian J. With p held constant the
+        # gradient would be right and the Hessian zero.
         p = self.choose(x)
         peak = x.detach().amax(-1)
         base = torch.where(peak == FORBIDDEN, 0.0, peak)
@@ -182,25 +210,25 @@ class Choice(ABC):
 
 
 def centred(s: Tensor, v: Tensor) -> Tensor:
-    """(diag(s) - s s^T / sum(s)) v, which is 0 where all of s is: (..., K) -> (..., K)."""
+    """(diag(s) - s s^T / sum(s)) v, and 0 where s = 0: (..., K) -> (..., K)."""
     total = s.sum(-1, keepdim=True)
     mean = (s * v).sum(-1, keepdim=True) / torch.where(total > 0, total, 1.0)
     return s * (v - mean)
 
 
 def plain(t: Tensor) -> bool:
-    """Whether t is a tensor of numbers, not a placeholder of a compiler or of torch.func."""
+    """Whether t holds numbers, and is no placeholder of torch.compile or torch.func."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return not torch.compiler.is_compiling() and not wrapped(t)
 
 
 def readable(t: Tensor) -> bool:
-    """Whether Python may branch on the numbers in t at no cost: they are plain and at hand."""
+    """Whether Python may branch on the numbers in t without a synchronisation."""
     return plain(t) and t.device.type == "cpu"
 
 
 def positive(name: str, beta: float | Tensor) -> None:
-    """Refuse an inverse temperature that is not positive and finite, where that can be seen."""
+    """Refuse an inverse temperature that is not positive and finite, where it is readable."""
     if isinstance(beta, Tensor):
         good = not readable(beta) or bool(((beta > 0) & beta.isfinite()).all())
     else:
@@ -213,7 +241,7 @@ def positive(name: str, beta: float | Tensor) -> None:
 
 
 def checked_axis(z: Tensor, log_prior: Tensor | None, dim: int) -> int:
-    """The axis of the choice counted from the end, after the likeliest mistakes are refused."""
+    """The axis of the choice counted from the end; refuses the likeliest mistakes."""
     if not z.is_floating_point():
         raise ValueError(f"scores must be floating point, got {z.dtype}; convert them first.")
     if not -z.ndim <= dim < z.ndim:
@@ -226,8 +254,8 @@ def checked_axis(z: Tensor, log_prior: Tensor | None, dim: int) -> int:
     return dim if dim < 0 else dim - z.ndim
 
 
-def _sure(choice: Choice, x: Tensor, y: Tensor, log_prior: Tensor | None) -> Tensor:
-    """Omega of the corner y: what a sure choice costs, (...) from an index (...)."""
+def _omega_at_vertex(choice: Choice, x: Tensor, y: Tensor, log_prior: Tensor | None) -> Tensor:
+    """Omega at the vertex y of the simplex: an index (...) -> (...)."""
     one = choice.omega(torch.ones_like(x[..., 0]))
     if log_prior is None:
         return one
@@ -235,5 +263,5 @@ def _sure(choice: Choice, x: Tensor, y: Tensor, log_prior: Tensor | None) -> Ten
 
 
 def float32_or_better(t: Tensor) -> Tensor:
-    """Halves become float32, the rest stays as it is."""
+    """Half precision becomes float32; other dtypes stay."""
     return t.to(torch.promote_types(t.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The beta that spends a given budget of divergence from the prior.
+"""The inverse temperature for a budget of divergence from the prior.
 
     maximise <p, z>   subject to   KL(p || u) <= kappa
 
@@ -7,10 +7,10 @@ the budget. The divergence rises with beta from 0,
 
     d KL(p_beta || u) / d beta = beta Var_p(z),         KL ~ beta^2 Var_u(z) / 2   near 0,
 
-to -log u(the best alternatives), which is reached only as beta -> inf. So a budget of 0 gives
-beta = 0 (as does a row where all is forbidden), one at or above the limit gives inf, and between
-there is one beta. It is found by Newton's method on sqrt(2 KL), which near 0 is a straight line,
-kept between two bounds. u is log_prior normalised, and uniform where there is none.
+to -log u(the best alternatives), its limit as beta -> inf. So a budget of 0 gives beta = 0 (as does
+a row where every alternative is forbidden), a budget at or above the limit gives inf, and between
+them beta is unique. It is computed by Newton's method on sqrt(2 KL), which near 0 is a straight
+line, confined between two bounds. u is log_prior normalised, and uniform where there is none.
 """
 
 import torch
@@ -22,7 +22,12 @@ _STEPS = 80
 
 
 def beta_for_budget(z: Tensor, kappa: float | Tensor, log_prior: Tensor | None = None) -> Tensor:
-    """The beta whose softmax weights have KL(p || u) = kappa, differentiable: (..., K) -> (...)."""
+    """The beta whose softmax weights have KL(p || u) = kappa, differentiable: (..., K) -> (...).
+
+    >>> import torch
+    >>> beta_for_budget(torch.tensor([0.0, 1.0, 3.0]), kappa=0.2)
+    tensor(0.5104)
+    """
     checked_axis(z, log_prior, -1)
     z64 = z.double()
     log_u = torch.zeros_like(z64) if log_prior is None else log_prior.double().expand_as(z64)

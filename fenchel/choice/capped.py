@@ -1,18 +1,17 @@
-"""Capped: softmax where no alternative may weigh more than ``cap``.
+"""Capped: softmax with weights of at most ``cap``.
 
     Omega(p) = sum_i p_i log p_i       with the constraints p_i <= cap
     p_i      = min(cap, exp(x_i - nu)),       sum_i p_i = 1
     s_i      = p_i                            where p_i < cap, else 0
 
-Where fewer than 1 / cap alternatives are allowed no p obeys the cap; such a row is uniform over
+Where fewer than 1 / cap alternatives are allowed no p satisfies the cap; such a row is uniform over
 them, as if its cap were one over their number (the first rows under a causal mask).
 
-The capped set. Sort the scores, and let k of them be capped. The rest share 1 - k cap like a
-softmax, and the largest of the rest is allowed to. The right k is the first for which it is no
-more than cap. Given that set, p is a softmax again, with all its derivatives; the set itself is
-locally constant.
+The capped set. Sort the scores and let the k largest be capped. The others share 1 - k cap as a
+softmax, and k is the smallest number for which the largest of them is at most cap. Given that set,
+p is a softmax again, with all its derivatives; the set itself is locally constant.
 
-As no s_i is more than cap, no eigenvalue of J is more than beta cap, nor more than beta / 2.
+Since no s_i exceeds cap, no eigenvalue of J exceeds beta cap, nor beta / 2.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from fenchel.choice.softmax import Softmax
 @final
 @dataclass(frozen=True)
 class Capped(Choice):
-    """The choice of largest entropy among those that rely on nobody by more than ``cap``.
+    """The choice of largest entropy with no weight above ``cap``.
 
     >>> import torch
     >>> Capped(cap=0.5).weights(torch.tensor([9.0, 1.0, 1.0]))
@@ -45,7 +44,7 @@ class Capped(Choice):
 
     @property
     def ceiling(self) -> float:
-        """The largest weight allowed."""
+        """The largest admissible weight."""
         return self.cap
 
     def choose(self, x: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ class Capped(Choice):
         return Softmax().slope(p)
 
     def response(self, y: Tensor) -> Tensor:
-        """exp(y - 1); ``cap`` is a constraint beside omega, and not in it."""
+        """exp(y - 1); ``cap`` is a constraint beside omega, not a part of it."""
         return Softmax().response(y)
 
     def spread(self, p: Tensor) -> Tensor:
@@ -82,7 +81,7 @@ class Capped(Choice):
 
 
 def _capped(x: Tensor, cap: Tensor) -> Tensor:
-    """Which alternatives sit at the cap: (..., K) -> bool (..., K)."""
+    """Which alternatives are at the cap: (..., K) -> bool (..., K)."""
     ordered, order = x.sort(-1, descending=True)
     rest = ordered.flip(-1).logcumsumexp(-1).flip(-1)  # log of the sum of this one and all below
     k = torch.arange(x.shape[-1], dtype=x.dtype, device=x.device)

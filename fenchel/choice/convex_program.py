@@ -1,4 +1,4 @@
-"""Small convex programs given as functions: solve one, or check that something solves it.
+"""Small convex programs given as functions: a solver, and a check of a given solution.
 
     minimise f(x)   subject to   g(x) <= 0   and   h(x) = 0,          x in R^n,
 
@@ -15,9 +15,11 @@ Slater's condition holds: some x has h(x) = 0 and g(x) < 0. The multipliers are 
 gradients of the active constraints are independent (without g: when dh has full row rank; between
 Banach spaces: when dh is onto).
 
-``solve`` follows the barrier path: minimise f - sum_i log(-g_i) / t by Newton's method with h kept,
-t growing; there mu_i = 1 / (-t g_i), and the gap is (number of g) / t. Everything is float64 and
-dense, for tens of unknowns.
+``solve`` follows the barrier path: it minimises f - sum_i log(-g_i) / t subject to h = 0 by
+Newton's method, for growing t; there mu_i = 1 / (-t g_i), and the gap is (number of g) / t.
+Everything is float64 and dense, for tens of unknowns.
+
+The lesson "Lagrange and KKT" uses this module; no command does.
 
 Boyd and Vandenberghe (2004), Convex Optimization, chapters 5, 10 and 11.
 """
@@ -36,19 +38,25 @@ Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Program:
-    """minimise objective subject to inequalities <= 0 and equalities = 0; each takes x (n,)."""
+class ConvexProgram:
+    """minimise objective subject to inequalities <= 0 and equalities = 0; each takes x (n,).
+
+    >>> import torch
+    >>> program = ConvexProgram(lambda x: x @ x, equalities=lambda x: x.sum(0, keepdim=True) - 1.0)
+    >>> solve(program, torch.zeros(2, dtype=torch.float64)).x
+    tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
 
     objective: Function
     inequalities: Function | None = None
     equalities: Function | None = None
 
     def g(self, x: Tensor) -> Tensor:
-        """The inequalities at x, none if there are none."""
+        """The inequalities at x, (0,) without any."""
         return x.new_zeros(0) if self.inequalities is None else self.inequalities(x)
 
     def h(self, x: Tensor) -> Tensor:
-        """The equalities at x, none if there are none."""
+        """The equalities at x, (0,) without any."""
         return x.new_zeros(0) if self.equalities is None else self.equalities(x)
 
     def lagrangian(self, x: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
@@ -64,8 +72,15 @@ class Solution(NamedTuple):
     nu: Tensor
 
 
-def residuals(program: Program, x: Tensor, mu: Tensor, nu: Tensor) -> Residuals:
-    """The largest violation of each condition, and the duality gap."""
+def residuals(program: ConvexProgram, x: Tensor, mu: Tensor, nu: Tensor) -> Residuals:
+    """The largest violation of each condition, and the duality gap.
+
+    >>> import torch
+    >>> program = ConvexProgram(lambda x: (x - 2.0).square().sum(), lambda x: x - 1.0)
+    >>> x, mu, nu = solve(program, torch.zeros(1, dtype=torch.float64))
+    >>> bool(max(residuals(program, x, mu, nu)) < 1e-6)
+    True
+    """
     g, h = program.g(x), program.h(x)
     slope = grad(program.lagrangian)(x, mu, nu)
     return Residuals(
@@ -77,32 +92,32 @@ def residuals(program: Program, x: Tensor, mu: Tensor, nu: Tensor) -> Residuals:
     )
 
 
-def multipliers(program: Program, x: Tensor, active: float = 1e-7) -> Solution:
+def multipliers(program: ConvexProgram, x: Tensor, active: float = 1e-7) -> Solution:
     """mu and nu at ``x`` by least squares on stationarity, mu_i = 0 where g_i < -active.
 
-    The sign of mu is not imposed: at a point that is no solution a negative one may come out, or
-    a residual be left. At a solution grad f lies in the span of these normals.
+    The sign of mu is not imposed: at a point that is no solution mu may be negative, or a residual
+    may remain. At a solution grad f lies in the span of these normals.
     """
     g = program.g(x)
     tight = g >= -active
     normals = torch.cat([jacrev(program.g)(x)[tight], jacrev(program.h)(x)])
-    found = torch.linalg.lstsq(normals.T, -grad(program.objective)(x).unsqueeze(-1), driver="gelsd")
-    both = found.solution.squeeze(-1)
+    least = torch.linalg.lstsq(normals.T, -grad(program.objective)(x).unsqueeze(-1), driver="gelsd")
+    both = least.solution.squeeze(-1)
     mu = torch.zeros_like(g).masked_scatter(tight, both[: int(tight.sum())])
     return Solution(x, mu, both[int(tight.sum()) :])
 
 
-def qualified(program: Program, x: Tensor, active: float = 1e-7) -> bool:
-    """Whether the gradients of the active constraints at ``x`` are independent."""
+def licq(program: ConvexProgram, x: Tensor, active: float = 1e-7) -> bool:
+    """Whether the gradients of the active constraints at ``x`` are linearly independent."""
     tight = program.g(x) >= -active
     normals = torch.cat([jacrev(program.g)(x)[tight], jacrev(program.h)(x)])
     return int(torch.linalg.matrix_rank(normals)) == normals.shape[0] if normals.numel() else True
 
 
-def slater(program: Program, start: Tensor) -> Tensor | None:
-    """A point with h = 0 and every g < 0, or None: minimise s subject to g(x) <= s, -1 <= s."""
+def slater_point(program: ConvexProgram, start: Tensor) -> Tensor | None:
+    """A point with h = 0 and every g < 0, or None: minimises s subject to g(x) <= s, -1 <= s."""
     m = program.g(start).numel()
-    lifted = Program(
+    lifted = ConvexProgram(
         lambda xs: (
             xs[-1] + 1e-9 * xs[:-1].square().sum()
         ),  # the small term fixes what s leaves free
@@ -111,25 +126,25 @@ def slater(program: Program, start: Tensor) -> Tensor | None:
     )
     room = program.g(start).amax().clamp(min=0.0) + 1.0 if m else start.new_ones(())
     x = solve(lifted, torch.cat([start, room.reshape(1)]), gap=1e-6).x[:-1]
-    kept = program.h(x).abs().sum() < 1e-8
-    return x if bool(kept) and bool((program.g(x) < -1e-8).all()) else None
+    feasible = program.h(x).abs().sum() < 1e-8
+    return x if bool(feasible) and bool((program.g(x) < -1e-8).all()) else None
 
 
-def dual_value(program: Program, mu: Tensor, nu: Tensor, start: Tensor) -> Tensor:
-    """min over x of the Lagrangian, a lower bound of f on what is allowed if mu >= 0."""
-    free = Program(lambda x: program.lagrangian(x, mu, nu))
+def dual_value(program: ConvexProgram, mu: Tensor, nu: Tensor, start: Tensor) -> Tensor:
+    """min over x of the Lagrangian: for mu >= 0 a lower bound of f on the feasible set."""
+    free = ConvexProgram(lambda x: program.lagrangian(x, mu, nu))
     x, _ = _newton(free.objective, free, start)
     if not bool(grad(free.objective)(x).abs().amax() < 1e-6):
-        return start.new_full((), -torch.inf)  # it has no minimum
+        return start.new_full((), -torch.inf)  # the Lagrangian has no minimum
     return free.objective(x)
 
 
-def solve(program: Program, start: Tensor, gap: float = 1e-10) -> Solution:
-    """The solution by the barrier path from ``start``, where every g < 0; h need not hold there."""
+def solve(program: ConvexProgram, start: Tensor, gap: float = 1e-10) -> Solution:
+    """The solution by the barrier path from ``start``, where every g < 0 but h may be violated."""
     if bool((program.g(start) >= 0).any()) or not bool(program.objective(start).isfinite()):
         raise ValueError(
-            "solve starts inside the inequalities, where f is finite, and this point is not; "
-            "slater(program, point) finds one that is."
+            "solve starts at a point with every g < 0 and a finite f, and this is none; "
+            "slater_point(program, point) returns one."
         )
     m = program.g(start).numel()
     if m == 0:
@@ -142,13 +157,13 @@ def solve(program: Program, start: Tensor, gap: float = 1e-10) -> Solution:
     return Solution(x, -1.0 / (t * program.g(x)), nu)
 
 
-def _with_barrier(program: Program, t: float) -> Function:
-    """f - sum_i log(-g_i) / t; nan outside, which the line search refuses."""
+def _with_barrier(program: ConvexProgram, t: float) -> Function:
+    """f - sum_i log(-g_i) / t; nan outside, which the line search rejects."""
     return lambda x: program.objective(x) - torch.log(-program.g(x)).sum() / t
 
 
-def _newton(phi: Function, program: Program, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimise phi subject to h = 0 by Newton's method from x, where h need not hold."""
+def _newton(phi: Function, program: ConvexProgram, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimise phi subject to h = 0 by Newton's method from x; h(x) may differ from 0."""
     nu = torch.zeros_like(program.h(x))
     for _ in range(100):
         slope, A, gap = grad(phi)(x), jacrev(program.h)(x), program.h(x)
@@ -166,14 +181,14 @@ def _newton(phi: Function, program: Program, x: Tensor) -> tuple[Tensor, Tensor]
                 break
             step *= 0.5
         else:
-            break  # as good as the numbers allow
+            break  # at the precision of float64
         x, nu = x + step * dx, nu + step * dnu
         if bool(after < 1e-13 * (1.0 + slope.abs().amax())):
             break
     return x, nu
 
 
-def _residual(phi: Function, program: Program, x: Tensor, nu: Tensor) -> Tensor:
+def _residual(phi: Function, program: ConvexProgram, x: Tensor, nu: Tensor) -> Tensor:
     inside = (program.g(x) < 0).all() & phi(x).isfinite()
-    lacking = torch.cat([grad(phi)(x) + jacrev(program.h)(x).T @ nu, program.h(x)])
-    return torch.where(inside, lacking.norm(), torch.nan)
+    residual = torch.cat([grad(phi)(x) + jacrev(program.h)(x).T @ nu, program.h(x)])
+    return torch.where(inside, residual.norm(), torch.nan)

@@ -1,48 +1,40 @@
-"""The Tsallis choice as a differentiable function: the derivatives of entmax and sparsemax.
+"""Entmax and sparsemax: choice under Tsallis entropy, sparse for every alpha > 1.
 
-    dp = J (dx - m dalpha),    J = diag(s) - s s^T / sum(s),    s = p^(2 - alpha) on the support.
+    Entmax       Omega(p) = sum_i (p_i^alpha - p_i) / (alpha (alpha - 1))
+                 p_i      = [(alpha - 1) x_i - tau]_+ ^ (1 / (alpha - 1)),       sum_i p_i = 1
+                 s_i      = p_i^(2 - alpha)                                      on the support
+    Sparsemax    Omega(p) = sum_i (p_i^2 - p_i) / 2,    p_i = [x_i - tau]_+,    s_i = 1
+
+Sparsemax is entmax at alpha = 2: the projection onto the simplex, piecewise linear, and J is beta
+times a projection. alpha -> 1 tends to softmax. entmax_solver.py computes tau.
+
+**Derivatives.** With J = diag(s) - s s^T / sum(s),
+
+    dp = J (dx - m dalpha).
 
 alpha may be a tensor and learn: omega'(p_i) = x_i - nu on the support holds while alpha moves, so
 dalpha acts like the move of scores -m dalpha, where m is omega' differentiated by alpha,
 
     m_i = p_i^(alpha - 1) (log p_i - 1 / (alpha - 1)) / (alpha - 1)        up to a constant.
 
-Two forms of one function. For plain tensors it is an ``autograd.Function`` that saves the weights
-alone and is differentiable again and again, in reverse and with dual numbers. A compiler drops the
-jvp of such a function, and torch.func.jvp of torch.func.jvp takes it for 0, both without a word; so
-they get plain operations instead, with the derivative put back by Newton steps.
+There are two forms of one function. For plain tensors it is an ``autograd.Function`` that saves
+only the weights and is differentiable any number of times, in reverse and with dual numbers.
+torch.compile drops the jvp of such a function, and torch.func.jvp of torch.func.jvp takes it for 0,
+both silently; for them ``_traced`` computes the same in plain operations, with the derivative
+restored by Newton steps.
 
-Correia, Niculae and Martins (2019), Adaptively sparse transformers.
-
-Entmax: choice under Tsallis entropy, sparse for every alpha > 1.
-
-    Omega(p) = sum_i (p_i^alpha - p_i) / (alpha (alpha - 1))
-    p_i      = [(alpha - 1) x_i - tau]_+ ^ (1 / (alpha - 1)),       sum_i p_i = 1
-    s_i      = p_i^(2 - alpha)                                      on the support
-
-alpha = 2 is sparsemax; alpha -> 1 tends to softmax. Both have files of their own. tau is found
-in threshold.py; the derivative of the whole, and how a compiler gets it, in tsallis.py.
-
-The l2 constant. Over all p, the largest eigenvalue of J is beta times the largest |w|_2^2 over
-w with sum(w) = 0 and |w|_m = 1, m = 2 / (3 - alpha), for 1 < alpha <= 2. It is reached either by
+**The l2 constant.** Over all p, the largest eigenvalue of J is beta times the largest |w|_2^2 over
+w with sum(w) = 0 and |w|_m = 1, m = 2 / (3 - alpha), for 1 < alpha <= 2. It is attained either by
 two equal weights or by one heavy weight and K - 1 equal light ones:
 
     2^(alpha - 2)      or      K / (K - 1) / (1 + (K - 1)^(1 - m))^(2 / m),
 
-whichever is more. Above alpha = 2 two alternatives have 2 (3 - alpha <= 1: 2^(alpha - 2)), more
-have no bound: light weights are infinitely quick. Proof: docs/maths/choice.md.
-
-Peters, Niculae and Martins (2019), Sparse sequence-to-sequence models.
-
-Sparsemax: choice under half the squared length, the projection onto the simplex.
-
-    Omega(p) = sum_i (p_i^2 - p_i) / 2
-    p_i      = [x_i - tau]_+,       sum_i p_i = 1
-    s_i      = 1                    on the support, so J is beta times a projection
-
-It is entmax at alpha = 2, where weights are pieces of straight lines.
+whichever is larger. Above alpha = 2 two alternatives have max(2, 2^(alpha - 2)), and more have no
+bound, since s grows without limit as a weight tends to 0. Proof: docs/maths/choice.md.
 
 Martins and Astudillo (2016), From softmax to sparsemax.
+Peters, Niculae and Martins (2019), Sparse sequence-to-sequence models.
+Correia, Niculae and Martins (2019), Adaptively sparse transformers.
 """
 
 import math
@@ -94,7 +86,7 @@ def spread(p: Tensor, alpha: float | Tensor) -> Tensor:
 
 
 class _Tsallis(torch.autograd.Function):
-    """``rows.solve`` with J for its derivative."""
+    """``entmax_solver.solve`` with J as its derivative."""
 
     @staticmethod
     def forward(x: Tensor, alpha: float | Tensor) -> Tensor:
@@ -112,7 +104,7 @@ class _Tsallis(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         p, alpha = _saved(ctx)
         if not torch.is_grad_enabled():
-            move = entmax_solver.pull(p, grad, alpha)
+            move = entmax_solver.jacobian_product(p, grad, alpha)
         else:
             move = centred(spread(p, alpha), grad)
         if ctx.alpha is not None:
@@ -141,17 +133,17 @@ def _slope_by_alpha(p: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _traced(x: Tensor, alpha: float | Tensor) -> Tensor:
-    """``tsallis`` in operations whose derivatives everybody knows.
+    """``tsallis`` in operations that torch.compile and torch.func differentiate themselves.
 
     The threshold comes from one opaque operation, as a constant. Two Newton steps from there
-    change nothing in value and put back how it depends on x and alpha: each step squares what
-    is missing, so the first three derivatives are exact.
+    leave its value unchanged and restore its dependence on x and alpha: each step squares the
+    error of the derivatives, so the first three are exact.
     """
     top = x.detach().amax(-1, keepdim=True)
     empty = top == FORBIDDEN
     y = (alpha - 1.0) * (x.masked_fill(empty, 0.0) - top.masked_fill(empty, 0.0))
-    still = torch.as_tensor(alpha, dtype=x.dtype, device=x.device).detach()
-    d = _threshold(y.detach(), still)
+    constant = torch.as_tensor(alpha, dtype=x.dtype, device=x.device).detach()
+    d = _threshold(y.detach(), constant)
     r = 1.0 / (alpha - 1.0)
     for _ in range(2):
         on, log_u = _log_u(y, d, alpha)
@@ -210,7 +202,7 @@ class Entmax(Choice):
     """
 
     alpha: float | Tensor = 1.5
-    """The exponent; a tensor learns, broadcasts against z, and has one entry along the axis."""
+    """The exponent; a tensor may learn, broadcasts against z and has one entry along the axis."""
     beta: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
@@ -248,7 +240,7 @@ class Entmax(Choice):
         return spread(float32_or_better(p), self.alpha)
 
     def lipschitz(self, K: int) -> float | Tensor:
-        """beta times the larger of the two values above."""
+        """beta times the larger of the two values in the module docstring."""
         if not isinstance(self.alpha, Tensor):
             return self.beta * _lipschitz(self.alpha, K)
         each = [_lipschitz(a, K) for a in self.alpha.flatten().tolist()]
@@ -268,7 +260,7 @@ def _lipschitz(alpha: float, K: int) -> float:
 @final
 @dataclass(frozen=True)
 class Sparsemax(Choice):
-    """The distribution nearest to the scores.
+    """The distribution nearest to the scores in Euclidean distance.
 
     >>> import torch
     >>> Sparsemax().weights(torch.tensor([1.0, 0.8, -3.0]))
@@ -301,5 +293,5 @@ class Sparsemax(Choice):
         return float32_or_better((p > 0).to(p.dtype))
 
     def lipschitz(self, K: int) -> float | Tensor:
-        """beta, and 0 where there is nothing to choose: a projection moves no further."""
+        """beta, and 0 for a single alternative: a projection is 1-Lipschitz."""
         return self.beta * (1.0 if K > 1 else 0.0)

@@ -1,12 +1,12 @@
-"""Hard: the choice of the best, the limit of every other map as beta -> inf.
+"""Hard: the argmax itself, the limit of every other map as beta -> inf.
 
     Omega(p) = 0
     p        = u restricted to the alternatives of largest score, and normalised
     value(z) = max of z over what u allows
-    s        = 0: almost everywhere the weights do not move
+    s        = 0: the weights are constant almost everywhere
 
-The prior forbids, as everywhere, and parts ties: two best alternatives share the weight in
-the proportion of their priors, equally when there is none. It never outvotes a score.
+The prior forbids, as in every map, and splits ties: alternatives of equal largest score share the
+weight in proportion to their priors, equally without a prior. It never overrides a score.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Hard(Choice):
         shares = allowed.new_zeros(()) if log_prior is None else log_prior.to(allowed.dtype)
         shares = torch.where(allowed == best, shares, FORBIDDEN)
         p = Softmax().weights(shares.masked_fill(best == FORBIDDEN, FORBIDDEN), dim=axis)
-        # Without a path to z, asking for a gradient would be an error; with it, it is 0.
+        # Without a path to z a call of backward would raise; with it the gradient is 0.
         return (p + 0.0 * torch.where(p > 0, allowed, 0.0)).to(z.dtype)
 
     def value(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
@@ -65,22 +65,22 @@ class Hard(Choice):
         return (x if log_prior is None else x.masked_fill(log_prior == FORBIDDEN, FORBIDDEN)), axis
 
     def choose(self, x: Tensor) -> Tensor:
-        """The argmax for the scores x, ties parted equally: (..., K) -> (..., K)."""
+        """The argmax for the scores x, ties split equally: (..., K) -> (..., K)."""
         return self.weights(x)
 
     def regulariser(self, p: Tensor, log_prior: Tensor | None = None) -> Tensor:
-        """0, and infinite where p uses what is forbidden: (..., K) -> (...)."""
+        """0, and infinite where p > 0 is forbidden: (..., K) -> (...)."""
         if log_prior is None:
             return torch.zeros_like(p[..., 0])
-        broken = ((p != 0) & (log_prior == FORBIDDEN)).any(-1)
-        return torch.zeros_like(p[..., 0]).masked_fill(broken, float("inf"))
+        forbidden = ((p != 0) & (log_prior == FORBIDDEN)).any(-1)
+        return torch.zeros_like(p[..., 0]).masked_fill(forbidden, float("inf"))
 
     def jacobian_product(self, p: Tensor, v: Tensor) -> Tensor:
         """0: (..., K) -> (..., K)."""
         return torch.zeros_like(p * v)
 
     def sensitivity(self, p: Tensor) -> Tensor:
-        """0, and a jump where the best two change places: (..., K) -> (...)."""
+        """0; the weights jump where the two best scores change order: (..., K) -> (...)."""
         return torch.zeros_like(p[..., 0])
 
     def omega(self, p: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Hard(Choice):
         return torch.zeros_like(p)
 
     def response(self, y: Tensor) -> Tensor:
-        """1 for what is better than the threshold, else 0."""
+        """1 above the threshold 0, else 0."""
         return (y > 0).to(y.dtype)
 
     def spread(self, p: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Hard(Choice):
         return torch.zeros_like(p)
 
     def lipschitz(self, K: int) -> float | Tensor:
-        """Infinite, as a jump has no slope; 0 where there is nothing to choose."""
+        """Infinite, since the weights jump; 0 for a single alternative."""
         return float("inf") if K > 1 else 0.0
 
     def row_beta(self) -> float | Tensor:

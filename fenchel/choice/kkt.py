@@ -1,4 +1,4 @@
-"""Is p the choice? The conditions of Karush, Kuhn and Tucker, measured.
+"""The conditions of Karush, Kuhn and Tucker for the weights of a choice map, measured.
 
 For the scores x = beta z + log u, p solves
 
@@ -13,17 +13,19 @@ with c the cap (infinite where there is none), exactly when there are numbers nu
 
 The problem is convex with affine constraints, so these are sufficient, and necessary because the
 simplex has interior points (or, where it has none, because affine constraints need no Slater).
-Each ``Residuals`` entry is the largest violation in a row. ``gap`` is what the dual says could
-still be won:
+Each ``Residuals`` entry is the largest violation in a row. ``gap`` is the duality gap,
 
     nu + sum_i max over 0 <= t <= min(c, 1) of [t (x_i - nu) - omega(t)]  -  [<p, x> - Omega(p)],
 
 never negative for a p on the simplex, and 0 only at the solution.
 
-Given p alone the multipliers are found like this: nu is the mean of x_i - omega'(p_i) under p over
-what is free to move; what stationarity then lacks belongs to mu_i where p_i is at (or nearer than
-that to) 0, to eta_i where it is at c, and else is an error. A weight of 0 stands for anything too
-small for the dtype, so slope(0) is the slope there. All sums are in float64.
+Given p alone, the multipliers are computed as follows: nu is the mean of x_i - omega'(p_i) under p
+over the weights that are free to move; the remaining force of stationarity is assigned to mu_i
+where p_i is at 0 (or closer to it than the force), to eta_i where p_i is at c, and counts as an
+error elsewhere. A weight of 0 stands for anything too small for the dtype, so slope(0) is its
+slope. All sums are in float64.
+
+The lesson "Lagrange and KKT" uses this module.
 """
 
 from typing import NamedTuple
@@ -35,7 +37,7 @@ from fenchel.choice.base import FORBIDDEN, Choice
 
 
 class Residuals(NamedTuple):
-    """How far a row is from satisfying each condition; each entry is (...)."""
+    """The violation of each condition, per row: each entry is (...)."""
 
     primal: Tensor
     dual: Tensor
@@ -45,7 +47,7 @@ class Residuals(NamedTuple):
 
 
 class Multipliers(NamedTuple):
-    """What the constraints are worth: nu (...), mu and eta (..., K)."""
+    """The prices of the constraints: nu (...), mu and eta (..., K)."""
 
     total: Tensor
     floor: Tensor
@@ -53,13 +55,22 @@ class Multipliers(NamedTuple):
 
 
 def kkt(choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None = None) -> Residuals:
-    """The residuals of ``p`` as the weights of ``z``: (..., K), (..., K) -> five of (...)."""
-    row = _Row.of(choice, z, p, log_prior)
+    """The residuals of ``p`` as the weights of ``z``: (..., K), (..., K) -> five of (...).
+
+    >>> import torch
+    >>> from fenchel.choice import Softmax
+    >>> z = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    >>> max(kkt(Softmax(), z, Softmax().weights(z))) < 1e-15
+    tensor(True)
+    >>> kkt(Softmax(), z, torch.tensor([0.5, 0.5])).gap
+    tensor(0.1276, dtype=torch.float64)
+    """
+    row = _Problem.of(choice, z, p, log_prior)
     nu, mu, eta = _multipliers(choice, row)
     unequal = (row.p.sum(-1) - (~row.empty).to(row.p.dtype)).abs()
     below, over = (-row.p).amax(-1), (row.p - row.cap).amax(-1)
-    astray = torch.where(row.allowed, 0.0, row.p.abs()).amax(-1)
-    primal = torch.stack([unequal, below, over, astray]).amax(0).clamp(min=0.0)
+    misplaced = torch.where(row.allowed, 0.0, row.p.abs()).amax(-1)
+    primal = torch.stack([unequal, below, over, misplaced]).amax(0).clamp(min=0.0)
     wrong = _force(choice, row, nu) - mu + eta
     return Residuals(
         primal=primal,
@@ -76,14 +87,21 @@ def kkt(choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None = None) -
 def multipliers(
     choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None = None
 ) -> Multipliers:
-    """nu, mu and eta for ``p`` as the weights of ``z``; 0 for what is forbidden."""
-    row = _Row.of(choice, z, p, log_prior)
+    """nu, mu and eta for ``p`` as the weights of ``z``; 0 where an alternative is forbidden.
+
+    >>> import torch
+    >>> from fenchel.choice import Capped
+    >>> z = torch.tensor([3.0, 0.0, 0.0])
+    >>> multipliers(Capped(0.5), z, Capped(0.5).weights(z)).ceiling  # the price of the cap
+    tensor([2.3069, 0.0000, 0.0000], dtype=torch.float64)
+    """
+    row = _Problem.of(choice, z, p, log_prior)
     nu, mu, eta = _multipliers(choice, row)
     return Multipliers(nu + row.top, mu, eta)
 
 
-class _Row(NamedTuple):
-    """The problem in float64, scores less their largest, forbidden scores set to 0."""
+class _Problem(NamedTuple):
+    """The problem in float64: scores minus their largest, forbidden scores set to 0."""
 
     x: Tensor
     p: Tensor
@@ -93,7 +111,7 @@ class _Row(NamedTuple):
     top: Tensor
 
     @classmethod
-    def of(cls, choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None) -> "_Row":
+    def of(cls, choice: Choice, z: Tensor, p: Tensor, log_prior: Tensor | None) -> "_Problem":
         prior = None if log_prior is None else log_prior.double()
         x, _ = choice.scores(z.double(), prior, -1)
         x, p = x.detach().expand_as(p), p.detach().double()
@@ -105,7 +123,7 @@ class _Row(NamedTuple):
         return cls(shifted, p, allowed, count.squeeze(-1) == 0, cap, top.squeeze(-1))
 
 
-def _multipliers(choice: Choice, row: _Row) -> Multipliers:
+def _multipliers(choice: Choice, row: _Problem) -> Multipliers:
     slope = choice.slope(row.p.clamp(min=0.0))
     free = row.allowed & (row.p < row.cap)
     weight = torch.where(free, row.p.clamp(min=0.0), 0.0)
@@ -121,13 +139,13 @@ def _multipliers(choice: Choice, row: _Row) -> Multipliers:
     return Multipliers(nu, torch.where(at_floor, force, 0.0), torch.where(at_cap, -force, 0.0))
 
 
-def _force(choice: Choice, row: _Row, nu: Tensor) -> Tensor:
-    """omega'(p) - x + nu, which mu - eta must balance; 0 for what is forbidden."""
+def _force(choice: Choice, row: _Problem, nu: Tensor) -> Tensor:
+    """omega'(p) - x + nu, which mu - eta balances; 0 where an alternative is forbidden."""
     force = choice.slope(row.p.clamp(min=0.0)) - row.x + nu.unsqueeze(-1)
     return torch.where(row.allowed, force, 0.0)
 
 
-def _gap(choice: Choice, row: _Row, nu: Tensor) -> Tensor:
+def _gap(choice: Choice, row: _Problem, nu: Tensor) -> Tensor:
     y = row.x - nu.unsqueeze(-1)
     t = torch.minimum(choice.response(y), row.cap.clamp(max=1.0))
     best = torch.where(row.allowed, t * y - choice.omega(t), 0.0).sum(-1) + nu

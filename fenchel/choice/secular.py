@@ -1,4 +1,4 @@
-"""The largest eigenvalue of a choice's Jacobian, exactly, in O(K) a row.
+"""The largest eigenvalue of a choice's Jacobian, exactly, in O(K) per row.
 
 For s >= 0 with s_1 >= s_2 >= ... , R = s_2 + ... + s_K, the matrix diag(s) - s s^T / sum(s)
 has its largest eigenvalue at the root in [s_2, s_1] of the secular equation
@@ -6,14 +6,14 @@ has its largest eigenvalue at the root in [s_2, s_1] of the secular equation
     sum_i s_i / (s_i - lambda) = 0,   that is   lambda + s_1 / phi(lambda) = s_1,
     phi(lambda) = sum over i >= 2 of s_i / (lambda - s_i).
 
-1 / phi is concave and almost linear, so Newton's method climbs to the root from any point
-below it, never over it; it starts at the larger of
+1 / phi is concave and almost linear, so Newton's method increases to the root from any point
+below it and never passes it; it starts at the larger of
 
     s_1 R / (s_1 + R)            the Rayleigh quotient of the first corner,
-    2 s_1 s_2 / (s_1 + s_2)      the root with only s_2 left of the sum,
+    2 s_1 s_2 / (s_1 + s_2)      the root with only s_2 in the sum,
 
-which is more than half the root. R is a sum of the others and never 1 - s_1: in a saturated
-row that difference has no correct digit.
+which is more than half the root. R is summed from the other entries and never computed as 1 - s_1:
+in a saturated row that difference has no correct digit.
 
 Golub (1973), Some modified matrix eigenvalue problems.
 """
@@ -21,7 +21,7 @@ Golub (1973), Some modified matrix eigenvalue problems.
 import torch
 from torch import Tensor
 
-_STEPS = 3  # and two more below: from so near, on almost a line, three reach the last digit
+_STEPS = 3  # and two more below; on an almost straight line these reach the last digit
 
 
 def largest_eigenvalue(s: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ def largest_eigenvalue(s: Tensor) -> Tensor:
     first, second = top.values.unbind(-1)
     lone, tied = second == 0.0, first == second  # the root is then 0, or first itself
     regular = ~(lone | tied)
-    # In units of the second, so that no square of a tiny number is taken. Rows without an inner
-    # root solve a harmless equation instead, and are put right at the end.
+    # In units of the second, so that no tiny number is squared. Rows without an inner root solve
+    # a harmless equation instead, and are corrected at the end.
     unit = torch.where(regular, second, 1.0)
     ratio = torch.where(regular, second, 1.0) / torch.where(regular, first, 2.0)
     rest = torch.ones_like(s).scatter(-1, top.indices[..., :1], 0.0)

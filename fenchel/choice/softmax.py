@@ -6,9 +6,9 @@
     s_i      = p_i                                    J = beta (diag(p) - p p^T)
 
 With u normalised, <p, z> - KL(p || u) / beta is what p maximises; without a prior u = 1, and
-value is larger than with the uniform prior by log(K) / beta. beta -> inf is ``Hard``, beta -> 0
-gives back u. J has no eigenvalue above beta / 2: a row of absolute values sums to
-2 beta p_i (1 - p_i). Two equal scores alone reach it; three or more only come near.
+value is larger than with the uniform prior by log(K) / beta. The limit beta -> inf is ``Hard``,
+beta -> 0 gives u. No eigenvalue of J exceeds beta / 2: the absolute values of row i sum to
+2 beta p_i (1 - p_i). Two equal scores attain it; three or more alternatives only approach it.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Softmax(Choice):
         return float32_or_better(p)
 
     def lipschitz(self, K: int) -> float | Tensor:
-        """beta / 2, and 0 where there is nothing to choose."""
+        """beta / 2, and 0 for a single alternative."""
         return self.beta * (0.5 if K > 1 else 0.0)
 
     def _maximum(self, x: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def _softmax(x: Tensor, axis: int) -> Tensor:
     if x.shape[axis] == 0:
         return x
     if readable(x):
-        # Such a row, and no other without nan in it, is nan from its first entry on. Looking
-        # there costs a column; the general form below costs three passes over x.
+        # Such a row, and no other without nan in it, gives nan in its first entry. Testing one
+        # column is cheap; the general form below costs three passes over x.
         p = torch.softmax(x, axis)
         if not p.select(axis, 0).isnan().any():
             return p

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from fenchel.choice import Softmax, Sparsemax
 from fenchel.choice.convex_program import (
-    Program,
+    ConvexProgram,
     dual_value,
+    licq,
     multipliers,
-    qualified,
     residuals,
-    slater,
+    slater_point,
     solve,
 )
 
 Z = torch.tensor([1.0, 0.8, -3.0, 0.3], dtype=torch.float64)
 
 
-def simplex(objective: object) -> Program:
-    return Program(objective, lambda p: -p, lambda p: (p.sum() - 1.0).reshape(1))
+def simplex(objective: object) -> ConvexProgram:
+    return ConvexProgram(objective, lambda p: -p, lambda p: (p.sum() - 1.0).reshape(1))
 
 
 def negative_entropy(p: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ DISTANCE = simplex(lambda p: 0.5 * p @ p - Z @ p)
 MIDDLE = torch.full((4,), 0.25, dtype=torch.float64)
 
 
-def worst(program: Program, x: Tensor, mu: Tensor, nu: Tensor) -> float:
+def worst(program: ConvexProgram, x: Tensor, mu: Tensor, nu: Tensor) -> float:
     return max(abs(float(r)) for r in residuals(program, x, mu, nu))
 
 
@@ -60,7 +60,7 @@ def test_least_squares_finds_the_multipliers_of_the_exact_solution() -> None:
     for program, p in ((ENTROPY, Softmax().weights(Z)), (DISTANCE, Sparsemax().weights(Z))):
         found = multipliers(program, p)
         assert worst(program, *found) < 1e-12
-        assert qualified(program, p)
+        assert licq(program, p)
 
 
 def test_least_squares_shows_what_is_wrong_elsewhere() -> None:
@@ -73,7 +73,7 @@ def test_least_squares_shows_what_is_wrong_elsewhere() -> None:
 
 def test_the_objective_slopes_along_the_normals_of_what_holds_it() -> None:
     # the point of a sphere nearest to a plane's pull: grad f lies in the span of grad h
-    program = Program(lambda x: x @ x, None, lambda x: torch.stack([x[0] + 2 * x[1] - 5.0]))
+    program = ConvexProgram(lambda x: x @ x, None, lambda x: torch.stack([x[0] + 2 * x[1] - 5.0]))
     found = solve(program, torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(found.x, torch.tensor([1.0, 2.0, 0.0]).double())
     torch.testing.assert_close(found.nu, torch.tensor([-2.0]).double())
@@ -91,7 +91,7 @@ def test_the_dual_bounds_from_below_and_meets_the_primal() -> None:
         mu = torch.rand(4, dtype=torch.float64, generator=generator)
         nu = torch.randn(1, dtype=torch.float64, generator=generator)
         assert dual_value(DISTANCE, mu, nu, MIDDLE) <= best
-    line = Program(lambda x: x.sum())
+    line = ConvexProgram(lambda x: x.sum())
     none = torch.zeros(0, dtype=torch.float64)
     assert dual_value(line, none, none, MIDDLE) == -math.inf
 
@@ -99,7 +99,7 @@ def test_the_dual_bounds_from_below_and_meets_the_primal() -> None:
 def test_the_dual_recipe_recovers_the_solution() -> None:
     # L = |p|^2 / 2 - z p + nu (sum p - 1) - mu p is least at p = z - nu + mu, so the dual is
     # -|z - nu + mu|^2 / 2 - nu, to be made large over mu >= 0.
-    dual = Program(
+    dual = ConvexProgram(
         lambda y: 0.5 * (Z - y[4] + y[:4]).square().sum() + y[4] + 1e-12 * y.square().sum(),
         lambda y: -y[:4],
     )
@@ -109,31 +109,31 @@ def test_the_dual_recipe_recovers_the_solution() -> None:
 
 def test_slater_finds_an_inner_point_or_says_there_is_none() -> None:
     outside = torch.tensor([2.0, -1.0, 0.0, 0.0], dtype=torch.float64)
-    inner = slater(DISTANCE, outside)
+    inner = slater_point(DISTANCE, outside)
     assert inner is not None
     assert (inner > 0).all()
     torch.testing.assert_close(inner.sum(), torch.tensor(1.0).double())
-    point = Program(lambda x: x.sum(), lambda x: torch.cat([x - 1.0, 1.0 - x]))
-    assert slater(point, torch.zeros(1, dtype=torch.float64)) is None
+    point = ConvexProgram(lambda x: x.sum(), lambda x: torch.cat([x - 1.0, 1.0 - x]))
+    assert slater_point(point, torch.zeros(1, dtype=torch.float64)) is None
 
 
 def test_a_square_that_must_vanish_has_no_multiplier() -> None:
     # minimise x subject to x^2 <= 0: solved by 0, but without Slater no mu makes it stationary
-    program = Program(lambda x: x.sum(), lambda x: x.square())
+    program = ConvexProgram(lambda x: x.sum(), lambda x: x.square())
     x = torch.zeros(1, dtype=torch.float64)
-    assert not qualified(program, x)
+    assert not licq(program, x)
     assert residuals(program, *multipliers(program, x)).stationarity == 1
 
 
 def test_dependent_normals_are_not_qualified() -> None:
-    twice = Program(lambda x: x @ x, None, lambda x: torch.stack([x.sum(), 2 * x.sum()]))
-    assert not qualified(twice, torch.zeros(3, dtype=torch.float64))
+    twice = ConvexProgram(lambda x: x @ x, None, lambda x: torch.stack([x.sum(), 2 * x.sum()]))
+    assert not licq(twice, torch.zeros(3, dtype=torch.float64))
 
 
 def test_a_curved_constraint_agrees_with_cvxpy_in_point_and_multiplier() -> None:
     A = torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.2], [0.0, 0.2, 1.5]], dtype=torch.float64)
     c = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    program = Program(
+    program = ConvexProgram(
         lambda x: 0.5 * x @ A @ x - c @ x,
         lambda x: torch.stack([x @ x - 0.6, x[0] - 0.1]),
         lambda x: torch.stack([x.sum() + 0.4]),
@@ -155,7 +155,7 @@ def test_the_density_of_largest_entropy_with_given_moments_is_gaussian() -> None
     width = 0.3
     moments = torch.stack([torch.ones_like(grid), grid, grid.square()])
     wanted = torch.tensor([1.0, 0.3, 1.0], dtype=torch.float64)
-    program = Program(
+    program = ConvexProgram(
         lambda q: width * negative_entropy(q), None, lambda q: width * moments @ q - wanted
     )
     q = solve(program, torch.full((41,), 1 / 12.0, dtype=torch.float64)).x

@@ -34,7 +34,7 @@ def test_blocks_and_table_give_the_reference(
     alpha: float, block: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entmax_solver, "_BLOCK", block)
-    monkeypatch.setattr(entmax_solver, "_FEW", few)
+    monkeypatch.setattr(entmax_solver, "_SPARSE", few)
     for scale in (0.2, 2.0, 20.0):
         x = scores(scale)
         p = entmax_solver.solve(x, alpha)
@@ -53,15 +53,19 @@ def test_each_row_keeps_its_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 3.0])
 @pytest.mark.parametrize("block", [1, 150, 10**6])
-def test_pull_is_the_jacobian_product(
+def test_the_jacobian_product_is_that_of_the_spread(
     alpha: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entmax_solver, "_BLOCK", block)
     p = entmax_solver.solve(scores(1.0), alpha)
     v = scores(1.0).flip(-1).nan_to_num(neginf=0.5)
-    torch.testing.assert_close(entmax_solver.pull(p, v, alpha), centred(spread(p, alpha), v))
+    torch.testing.assert_close(
+        entmax_solver.jacobian_product(p, v, alpha), centred(spread(p, alpha), v)
+    )
     each = torch.full((5, 1), alpha, dtype=torch.float64)
-    torch.testing.assert_close(entmax_solver.pull(p, v, each), centred(spread(p, alpha), v))
+    torch.testing.assert_close(
+        entmax_solver.jacobian_product(p, v, each), centred(spread(p, alpha), v)
+    )
 
 
 def test_the_caller_may_be_in_inference_mode_or_want_a_gradient() -> None:

@@ -16,11 +16,11 @@ from fenchel.choice.hypothesis_test import (
     chernoff_information,
     divergence,
     divergence_upper,
-    draws_lower,
     entropy,
     evidence,
+    large_deviation,
     pinsker_upper,
-    rare_mean,
+    sample_size_lower,
     tilted,
     total_variation,
     total_variation_upper,
@@ -54,13 +54,13 @@ def near(found: object, wanted: object, digits: int) -> None:
 
 
 def test_the_numbers_of_the_example() -> None:
-    rare = rare_mean(Z, 1.5, U.log())
+    rare = large_deviation(Z, 1.5, U.log())
     near(rare.beta, 0.3918, 4)
-    near(rare.law, [0.314, 0.279, 0.407], 3)
+    near(rare.p, [0.314, 0.279, 0.407], 3)
     near(rare.rate, 0.1228, 4)
-    near(divergence(U, rare.law), 0.1123, 4)
-    near(chernoff_information(rare.law, U), 0.0296, 4)
-    near(rare.law @ Z, 1.5, 12)
+    near(divergence(U, rare.p), 0.1123, 4)
+    near(chernoff_information(rare.p, U), 0.0296, 4)
+    near(rare.p @ Z, 1.5, 12)
 
 
 def test_given_an_unlikely_mean_one_draw_follows_the_tilted_law() -> None:
@@ -70,11 +70,11 @@ def test_given_an_unlikely_mean_one_draw_follows_the_tilted_law() -> None:
     others = law_of_the_sum(U, m - 1)
     given = [float(U[i]) * others[least - int(Z[i]) :].sum() / tail for i in range(3)]
     near(given, [0.313, 0.279, 0.408], 3)
-    near(given, rare_mean(Z, 1.5, U.log()).law, 2)
+    near(given, large_deviation(Z, 1.5, U.log()).p, 2)
 
 
 def test_false_alarms_fall_at_the_rate_of_stein() -> None:
-    law = rare_mean(Z, 1.5, U.log()).law
+    law = large_deviation(Z, 1.5, U.log()).p
     miss = 0.1
     found = []
     for m in (20, 80, 320, 640):
@@ -96,8 +96,8 @@ def test_along_beta_mean_and_divergence_rise_by_the_variance() -> None:
         torch.testing.assert_close(slope, here.variance)
         slope = grad(lambda b: tilted(Z, b, U.log()).divergence)(b)
         torch.testing.assert_close(slope, b * here.variance)
-        torch.testing.assert_close(here.divergence, divergence(here.law, U))
-        torch.testing.assert_close(here.law, Softmax(beta).weights(Z, U.log()))
+        torch.testing.assert_close(here.divergence, divergence(here.p, U))
+        torch.testing.assert_close(here.p, Softmax(beta).weights(Z, U.log()))
 
 
 def test_the_divergence_is_the_integral_of_s_times_the_variance() -> None:
@@ -115,7 +115,7 @@ def test_the_limits_of_the_divergence() -> None:
     )
     z = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(float(tilted(z, 1e4, U.log()).divergence), -math.log(0.8))
-    torch.testing.assert_close(tilted(z, 1e4, U.log()).law, Hard().weights(z, U.log()))
+    torch.testing.assert_close(tilted(z, 1e4, U.log()).p, Hard().weights(z, U.log()))
 
 
 def test_no_scores_and_prior_exceed_the_bounds() -> None:
@@ -126,7 +126,7 @@ def test_no_scores_and_prior_exceed_the_bounds() -> None:
         for beta in (1e-3, 0.3, 2.0):
             here = tilted(scores, beta, prior)
             u = prior.softmax(-1)
-            apart = total_variation(here.law, u)
+            apart = total_variation(here.p, u)
             assert (here.divergence <= divergence_upper(scores, beta) * (1 + 1e-9) + 1e-15).all()
             assert (apart <= total_variation_upper(scores, beta) * (1 + 1e-9)).all()
             assert (apart <= pinsker_upper(here.divergence.clamp(min=0)) + 1e-8).all()
@@ -146,19 +146,19 @@ def test_a_forbidden_alternative_stays_out_of_every_sum() -> None:
     prior = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64)
     here = tilted(Z, 1.0, prior)
     kept = tilted(Z[[0, 2]], 1.0, prior[[0, 2]])
-    assert here.law[1] == 0
+    assert here.p[1] == 0
     for ours, wanted in zip(here[1:], kept[1:], strict=True):
         torch.testing.assert_close(ours, wanted)
-    assert divergence(U, here.law) == math.inf
+    assert divergence(U, here.p) == math.inf
     assert entropy(torch.eye(3)).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_more_distance_needs_fewer_draws() -> None:
-    near(draws_lower(torch.tensor(0.1228), 0.01), math.log(100) / 0.1228, 4)
+    near(sample_size_lower(torch.tensor(0.1228), 0.01), math.log(100) / 0.1228, 4)
     least = 8 * math.log(100) / (0.3918**2 * 9)
-    assert draws_lower(rare_mean(Z, 1.5, U.log()).rate, 0.01) >= least
+    assert sample_size_lower(large_deviation(Z, 1.5, U.log()).rate, 0.01) >= least
     with pytest.raises(ValueError, match="between 0 and 1"):
-        draws_lower(torch.tensor(0.1), 1.0)
+        sample_size_lower(torch.tensor(0.1), 1.0)
 
 
 def test_chernoff_information_is_symmetric_and_below_both_exponents() -> None:
@@ -171,5 +171,5 @@ def test_chernoff_information_is_symmetric_and_below_both_exponents() -> None:
 
 def test_a_mean_that_is_not_rare_gets_a_sentence() -> None:
     for mean in (0.5, 3.0):
-        with pytest.raises(ValueError, match="must lie between"):
-            rare_mean(Z, mean, U.log())
+        with pytest.raises(ValueError, match="should lie between"):
+            large_deviation(Z, mean, U.log())

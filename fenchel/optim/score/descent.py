@@ -47,7 +47,7 @@ class ScoreDescent(torch.optim.Optimizer):
     >>> import torch
     >>> from fenchel.model import ModelConfig, Transformer
     >>> from fenchel.optim import attention_pairs
-    >>> model = Transformer(ModelConfig(vocabulary=16, width=32, layers=1))
+    >>> model = Transformer(ModelConfig(vocabulary=16, width=32, heads=4, layers=1))
     >>> optimiser = ScoreDescent(attention_pairs(model), lr=0.2)
     >>> model(torch.arange(8)[None]).logsumexp(-1).sum().backward()
     >>> optimiser.step()

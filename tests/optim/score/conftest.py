@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fenchel.attention import Angles, angles, rotate
+from fenchel.attention import Angles, Causal, angles, rotate
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import QueryKeyPair
 
@@ -18,11 +18,13 @@ Small = Callable[..., Transformer]
 
 
 class NormedAttention(nn.Module):
-    """An attention layer with our fields and a norm of queries and keys."""
+    """A layer that declares fenchel.optim's QueryKeyLayer, with a norm of queries and keys."""
 
     def __init__(self, width: int, heads: int, groups: int) -> None:
         super().__init__()
         self.heads, self.groups, self.head_width = heads, groups, width // heads
+        self.scale, self.mask, self.rotary_layout = None, Causal(), "half"
+        self.local, self.l2 = False, False
         self.qkv = nn.Linear(width, (heads + 2 * groups) * self.head_width, bias=False)
         self.q_norm, self.k_norm = nn.RMSNorm(self.head_width), nn.RMSNorm(self.head_width)
 

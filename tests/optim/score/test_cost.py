@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fenchel.attention import angles
+from fenchel.attention import Causal, angles
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import Muon, ScoreDescent, ScoreTrust, attention_pairs
 
@@ -27,6 +27,9 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = self.groups = 12
         self.head_width = 64
+        self.scale, self.mask, self.rotary_layout = None, Causal(), "half"
+        self.local, self.l2 = False, False
+        self.q_norm = self.k_norm = None
         self.qkv = nn.Linear(768, 3 * 768, bias=False, device="meta")
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
