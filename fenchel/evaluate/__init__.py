@@ -1,4 +1,4 @@
-"""Perplexity, bits per byte, calibration, the look of attention, and what they are read against."""
+"""Measures of a model on a text: perplexity, bits per byte, calibration, attention, baselines."""
 
 from fenchel.evaluate.attention import attention_health, attention_maps, sample
 from fenchel.evaluate.baseline import bzip2_bits, ngram_bits

@@ -1,60 +1,49 @@
-"""Does a model's confidence mean what it says?
+"""Calibration: whether the confidence of predictions matches their accuracy.
 
-Of N predictions p_n over V classes with truths y_n,
+**Measures.** N predictions p_n over V classes with true classes y_n have
 
     confidence  c_n = max_v p_n(v)           hit  h_n = 1 if argmax_v p_n(v) = y_n, else 0
 
-A model is calibrated when a share c of all predictions made at confidence c is right: nine of
-ten at 0.9. To measure it, predictions are put into bins B_1 ... B_M by confidence:
+A model is calibrated when a share c of the predictions made at confidence c is right. Predictions
+are grouped by confidence into bins B_1 ... B_M:
 
     ECE   = sum_m |B_m| / N  | mean of h over B_m  -  mean of c over B_m |
     Brier = mean_n sum_v (p_n(v) - [v = y_n])^2                            from 0 to 2
 
-Bins of equal width are ((m - 1) / M, m / M]; bins of equal mass end at every N/M-th confidence in
-order, equal confidences staying together. An empty bin counts nothing and is left out. ECE is an
-estimate that depends on the bins, so a number without them says little: the default is 15 of
-equal width. The loss and the Brier score need no bins, and both are proper: the expected score is
-least when p is the truth's own distribution, and only then.
+Bins of equal width are ((m - 1) / M, m / M]. Bins of equal mass end at every N/M-th confidence in
+increasing order; equal confidences share a bin. Empty bins are left out. ECE depends on the bins,
+by default 15 of equal width. Loss and Brier score need no bins and are proper: their expected value
+has its unique minimum where p is the true distribution.
 
-Guo, Pleiss, Sun and Weinberger (2017), On calibration of modern neural networks.
-
-One number that mends confidence: softmax(z / T), with T fitted by the loss.
-
-With b = 1 / T and d_n = z_n - z_n[y_n], the scores seen from the truth's own,
+**Temperature scaling.** ``fit_temperature`` minimises the loss of softmax(z / T) over T. With
+b = 1 / T and d_n = z_n - z_n[y_n],
 
     f(b)   = mean_n log sum_v exp(b d_nv)       the loss at temperature 1 / b
     f'(b)  = mean_n E d_n                       under p_n = softmax(b d_n)
-    f''(b) = mean_n Var d_n                     never negative
+    f''(b) = mean_n Var d_n >= 0
 
-so f is convex in b. (In T or log T it is not: where every prediction is right the loss flattens
-towards b = 0 like a sigmoid. It still has one minimum there, the same one.) f' is solved for zero
-by Newton's step, kept inside a bracket that halves when the step would leave it.
+so f is convex in b (in T and in log T it is not, but has the same single minimum). Newton's method
+finds the zero of f' inside a bracket, which is halved whenever a step would leave it. Scaling does
+not change the most probable class, hence not the accuracy. There are two limits: T = 0 if the true
+class has the largest logit in every row, and T = inf if f'(0) >= 0, where the uniform distribution
+is best.
 
-A temperature never changes which class is best, so accuracy stays. There are two limits: T = 0 when
-the best class is the truth in every row, since more confidence always pays, and T = inf when the
-rows know less than nothing, since only saying nothing helps.
+``confidence`` fits T on the first half of a text and measures on the second, at T = 1 and at the
+fitted T: measured on the text of the fit, the result would be biased in its favour.
 
-How sure a model is of a text, and how often it is right.
-
-The temperature is fitted on the first half of the text and everything is measured on the second,
-at T = 1 and at the fitted T: a number fitted and judged on the same words would flatter itself.
-Of the first half as many predictions are kept as fit into ``KEPT`` numbers, at equal distances.
-
-What label smoothing asks of a model, in closed form.
-
-The truth y among V classes is replaced by a mixture with the uniform distribution,
+**Label smoothing.** The target y is replaced by a mixture with the uniform distribution,
 
     q = (1 - a) onehot(y) + (a / V) 1          q_y = 1 - a + a / V,   every other  a / V
 
-The gradient of the cross-entropy in the logits becomes p - q, so the loss is least at p = q and
-not at certainty. There
+The gradient of the cross-entropy in the logits is p - q, so the minimum is at p = q:
 
-    gap      z_y - z_other = log(q_y / q_other)     finite: more confidence is punished
-    minimum  H(q) = -q_y log q_y - (V - 1) q_other log q_other
+    gap      z_y - z_other = log(q_y / q_other)     finite, so more confidence costs
+    minimum  H(q) = -q_y log q_y - (V - 1) q_other log q_other > 0
 
-The minimum is above 0, so a smoothed loss and its perplexity must not be compared with unsmoothed
-ones. (Another convention shares a among the V - 1 others; this one is torch's.)
+A smoothed loss is therefore not comparable with an unsmoothed one. (Another convention divides a
+among the V - 1 other classes; this one is torch's.)
 
+Guo, Pleiss, Sun and Weinberger (2017), On calibration of modern neural networks.
 Szegedy et al. (2016), Rethinking the Inception architecture for computer vision.
 """
 
@@ -72,7 +61,7 @@ BINS = 15
 
 
 class Outcomes(NamedTuple):
-    """N predictions and what became of them; each is (N,)."""
+    """Per-prediction measures of N predictions, each (N,)."""
 
     confidence: Tensor
     hit: Tensor
@@ -81,7 +70,7 @@ class Outcomes(NamedTuple):
 
 
 class Bin(NamedTuple):
-    """Predictions of about one confidence."""
+    """A bin of the reliability diagram: its edges, its size and the means over it."""
 
     low: float
     high: float
@@ -91,7 +80,7 @@ class Bin(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """How far confidence and accuracy are apart."""
+    """Means over all predictions, and the calibration error by both kinds of bins."""
 
     predictions: int
     loss: float
@@ -101,11 +90,15 @@ class Calibration(NamedTuple):
     ece: float
     ece_mass: float
     bins: tuple[Bin, ...]
-    """Of equal width, those that hold something."""
+    """Bins of equal width that are not empty."""
 
 
 def outcomes(logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0) -> Outcomes:
-    """What softmax(logits / temperature) says of the targets: (N, V), (N,) -> (N,) each."""
+    """Measures of the predictions softmax(logits / temperature): (N, V), (N,) -> (N,) each.
+
+    >>> outcomes(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([1, 0])).hit.tolist()
+    [False, True]
+    """
     if not 0.0 < temperature < float("inf"):
         raise ValueError(f"temperature={temperature} should be a positive number.")
     check(logits_NV, targets_N)
@@ -121,16 +114,21 @@ def outcomes(logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0) 
 def reliability(
     confidence_N: Tensor, hit_N: Tensor, *, bins: int = BINS, by: str = "width"
 ) -> tuple[Bin, ...]:
-    """The bins that hold something, from low confidence to high; ``by`` is "width" or "mass"."""
+    """The bins that are not empty, by increasing confidence; ``by`` is "width" or "mass".
+
+    >>> table = reliability(torch.tensor([0.6, 0.7, 0.9]), torch.tensor([0, 1, 1]), bins=2)
+    >>> [(b.size, round(b.confidence, 4), round(b.accuracy, 4)) for b in table]
+    [(3, 0.7333, 0.6667)]
+    """
     if bins < 1:
         raise ValueError(f"bins={bins} should be at least 1.")
     if confidence_N.shape != hit_N.shape or confidence_N.dim() != 1 or not len(hit_N):
         raise ValueError(
-            "reliability needs one confidence and one hit a prediction, (N,) each with N at least "
-            f"1, got {tuple(confidence_N.shape)} and {tuple(hit_N.shape)}."
+            "reliability needs one confidence and one hit per prediction, (N,) each with N at "
+            f"least 1, got {tuple(confidence_N.shape)} and {tuple(hit_N.shape)}."
         )
     c, h = confidence_N.double(), hit_N.double()
-    if not bool(((c >= 0.0) & (c <= 1.0 + 1e-6)).all()):  # rounding may pass 1 by a hair
+    if not bool(((c >= 0.0) & (c <= 1.0 + 1e-6)).all()):  # rounding may exceed 1
         raise ValueError("a confidence is a probability, from 0 to 1.")
     edges = _edges(c, bins, by)
     where = torch.bucketize(c, edges[1:-1].contiguous())  # edge m < c <= edge m + 1
@@ -143,26 +141,34 @@ def reliability(
 
 
 def calibration_error(table: Sequence[Bin]) -> float:
-    """ECE of a table of bins."""
+    """ECE of a table of bins.
+
+    >>> round(calibration_error([Bin(0.5, 1.0, 10, confidence=0.9, accuracy=0.7)]), 6)
+    0.2
+    """
     total = sum(one.size for one in table)
     return sum(one.size * abs(one.accuracy - one.confidence) for one in table) / total
 
 
 def brier_score(p_NV: Tensor, targets_N: Tensor) -> float:
-    """Mean squared distance from the predictions to the truths: (N, V), (N,) -> a number."""
+    """Mean squared distance of the probabilities from the targets: (N, V), (N,) -> a number.
+
+    >>> brier_score(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
+    0.5
+    """
     check(p_NV, targets_N)
     truth = torch.zeros_like(p_NV).scatter(-1, targets_N[:, None], 1.0)
     return float((p_NV - truth).square().sum(-1).mean())
 
 
-def summarise(found: Outcomes, *, bins: int = BINS) -> Calibration:
-    """All of it in numbers."""
-    table = reliability(found.confidence, found.hit, bins=bins)
-    mass = reliability(found.confidence, found.hit, bins=bins, by="mass")
+def summarise(measured: Outcomes, *, bins: int = BINS) -> Calibration:
+    """Calibration of a set of predictions, from its ``outcomes``."""
+    table = reliability(measured.confidence, measured.hit, bins=bins)
+    mass = reliability(measured.confidence, measured.hit, bins=bins, by="mass")
     names = ("loss", "brier", "hit", "confidence")
-    loss, brier, accuracy, confidence = (float(getattr(found, x).double().mean()) for x in names)
+    loss, brier, accuracy, confidence = (float(getattr(measured, x).double().mean()) for x in names)
     return Calibration(
-        predictions=len(found.hit),
+        predictions=len(measured.hit),
         loss=loss,
         brier=brier,
         accuracy=accuracy,
@@ -174,7 +180,7 @@ def summarise(found: Outcomes, *, bins: int = BINS) -> Calibration:
 
 
 def check(rows_NV: Tensor, targets_N: Tensor) -> None:
-    """A row of numbers for every target, said in one sentence when there is not."""
+    """Raises unless there is one row of V numbers, none NaN, per target."""
     if rows_NV.dim() != 2 or targets_N.shape != rows_NV.shape[:1] or not rows_NV.numel():
         raise ValueError(
             "calibration needs rows (N, V) and targets (N,) with N and V at least 1, got "
@@ -189,7 +195,7 @@ def check(rows_NV: Tensor, targets_N: Tensor) -> None:
 
 
 def _edges(c: Tensor, bins: int, by: str) -> Tensor:
-    """(M + 1,) from 0 to 1, never falling."""
+    """Bin edges (M + 1,) from 0 to 1, not decreasing."""
     if by == "width":
         return torch.linspace(0.0, 1.0, bins + 1, dtype=torch.float64, device=c.device)
     if by == "mass":
@@ -199,11 +205,11 @@ def _edges(c: Tensor, bins: int, by: str) -> Tensor:
     raise ValueError(f'bins are made by "width" or by "mass", got {by!r}.')
 
 
-_NUMBERS = 1 << 20  # scores widened to float64 at a time
+_BLOCK = 1 << 20  # logits converted to float64 at a time
 
 
 class TemperatureFit(NamedTuple):
-    """The best temperature, the loss at it, and how many steps it took."""
+    """The best temperature, the loss at it, and the number of Newton steps."""
 
     temperature: float
     loss: float
@@ -214,38 +220,51 @@ class TemperatureFit(NamedTuple):
 def fit_temperature(
     logits_NV: Tensor, targets_N: Tensor, *, tolerance: float = 1e-10
 ) -> TemperatureFit:
-    """T > 0 with the least loss, its relative error below ``tolerance``; or a limit, 0 or inf."""
+    """The temperature with the least loss, to the relative ``tolerance``; or a limit, 0 or inf.
+
+    Logits three times too large for targets drawn from softmax(z):
+
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> z = torch.randn(4000, 5, generator=generator)
+    >>> y = torch.multinomial(z.softmax(-1), 1, generator=generator)[:, 0]
+    >>> round(fit_temperature(3 * z, y).temperature, 1)
+    3.0
+    """
     check(logits_NV, targets_N)
     truth_N = logits_NV.gather(-1, targets_N[:, None])[:, 0]
     if not bool(truth_N.isfinite().all()) or bool((logits_NV == torch.inf).any()):
         raise ValueError(
-            "a temperature cannot mend a truth that is impossible or a class that is certain; "
-            "leave out the rows whose logits are infinite there."
+            "a temperature cannot correct an impossible target (logit -inf) or a certain class "
+            "(logit inf); leave out the rows with such logits."
         )
     ahead = (logits_NV.double().amax(-1) - truth_N.double()).sum()
-    if ahead == 0.0:  # f'(inf): nothing is ever ahead of the truth
+    if ahead == 0.0:  # f'(inf) = 0: the target has the largest logit in every row
         ties = (logits_NV == truth_N[:, None]).sum(-1).double()
         return TemperatureFit(0.0, float(ties.log().mean()), 0)
     loss, slope, curvature = _loss(logits_NV, targets_N, 0.0)
     if slope >= 0.0:
         return TemperatureFit(math.inf, loss, 0)
-    low, high, b = 0.0, math.inf, curvature**-0.5  # scores of variance 1, whatever their scale
+    low, high, b = (
+        0.0,
+        math.inf,
+        curvature**-0.5,
+    )  # a first guess that does not depend on the scale of the logits
     for steps in range(1, 1001):
         loss, slope, curvature = _loss(logits_NV, targets_N, b)
         low, high = (b, high) if slope < 0.0 else (low, b)
         step = b - slope / curvature if curvature > 0.0 else math.nan
-        if not low <= step <= high:  # also where step is nan
+        if not low <= step <= high:  # also if step is nan
             step = 2.0 * b if high == math.inf else (low + high) / 2.0
         if min(abs(step - b), high - low) <= tolerance * b:
             return TemperatureFit(1.0 / b, loss, steps)
-        b = min(step, 4.0 * b)  # far out, f' is flat and a step could leave the numbers
+        b = min(step, 4.0 * b)  # far out f' is flat, and a full step could overflow
     raise AssertionError("a bracket that halves ends after a thousand steps")
 
 
 def _loss(logits_NV: Tensor, targets_N: Tensor, b: float) -> tuple[float, float, float]:
     """f, f' and f'' at b, summed in float64."""
     total = [0.0, 0.0, 0.0]
-    for d in _from_the_truth(logits_NV, targets_N):
+    for d in _relative_logits(logits_NV, targets_N):
         possible = d > -torch.inf
         finite = torch.where(possible, d, 0.0)
         scores = torch.where(possible, b * finite, -torch.inf)
@@ -258,25 +277,25 @@ def _loss(logits_NV: Tensor, targets_N: Tensor, b: float) -> tuple[float, float,
     return f, slope, curvature
 
 
-def _from_the_truth(logits_NV: Tensor, targets_N: Tensor) -> Iterator[Tensor]:
-    """d, some rows at a time, in float64."""
-    rows = max(1, _NUMBERS // logits_NV.shape[1])
+def _relative_logits(logits_NV: Tensor, targets_N: Tensor) -> Iterator[Tensor]:
+    """d in float64, in blocks of rows."""
+    rows = max(1, _BLOCK // logits_NV.shape[1])
     for z, y in zip(torch.split(logits_NV, rows), torch.split(targets_N, rows), strict=True):
         yield z.double() - z.double().gather(-1, y[:, None])
 
 
-KEPT = 1 << 26
-"""Logits held at once: a quarter of a gigabyte."""
+FIT_LOGITS = 1 << 26
+"""The most logits that a temperature is fitted on: a quarter of a gigabyte."""
 
 
 class Confidence(NamedTuple):
-    """A model on a text, as it is and at the temperature that suits it."""
+    """Calibration of a model on a text, at T = 1 and at the fitted temperature."""
 
     temperature: float
     fitted_on: int
     plain: Calibration
     scaled: Calibration | None
-    """None when no finite positive temperature is best."""
+    """None if the best temperature is 0 or infinite."""
 
 
 def confidence(
@@ -288,17 +307,21 @@ def confidence(
     batch: int = 8,
     progress: ProgressCallback | None = None,
 ) -> Confidence:
-    """Calibration on the second half of ``ids``, before and after the first half's temperature."""
+    """Calibration on the second half of ``ids``, at T = 1 and at the T fitted on the first half.
+
+    The fit uses every k-th prediction of the first half, with the smallest k such that their
+    logits are at most ``FIT_LOGITS``.
+    """
     if len(ids) < 4:
         raise ValueError(f"the text has {len(ids)} tokens; calibration needs at least 4.")
     middle = len(ids) // 2
     first, second = _halves(progress, middle, len(ids) - 1)
-    reading: dict[str, Any] = {"context": context, "batch": batch}
-    logits_NV, targets_N = _kept(model, ids[: middle + 1], progress=first, **reading)
+    options: dict[str, Any] = {"context": context, "batch": batch}
+    logits_NV, targets_N = _subsample(model, ids[: middle + 1], progress=first, **options)
     T = fit_temperature(logits_NV, targets_N).temperature
     temperatures = (1.0, T) if 0.0 < T < float("inf") else (1.0,)
-    found = _measured(model, ids[middle:], temperatures, progress=second, **reading)
-    plain, *scaled = (summarise(one, bins=bins) for one in found)
+    measured = _outcomes(model, ids[middle:], temperatures, progress=second, **options)
+    plain, *scaled = (summarise(one, bins=bins) for one in measured)
     return Confidence(T, len(targets_N), plain, scaled[0] if scaled else None)
 
 
@@ -318,44 +341,44 @@ def _halves(
     return first, second
 
 
-def _kept(model: nn.Module, ids: Ids, **reading: Any) -> tuple[Tensor, Tensor]:
-    """Predictions at equal distances, few enough to hold: (N, V), (N,)."""
-    rows, truths, seen, apart = [], [], 0, 0
-    for logits_NV, targets_N in predictions(model, ids, **reading):
-        apart = apart or 1 + (len(ids) - 1) * logits_NV.shape[1] // KEPT
-        first = -seen % apart
-        rows.append(logits_NV[first::apart].float())
-        truths.append(targets_N[first::apart])
-        seen += len(targets_N)
-    return torch.cat(rows), torch.cat(truths)
+def _subsample(model: nn.Module, ids: Ids, **options: Any) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) and targets (N,) of every k-th prediction, at most ``FIT_LOGITS`` logits."""
+    logits, targets, count, stride = [], [], 0, 0
+    for logits_NV, targets_N in predictions(model, ids, **options):
+        stride = stride or 1 + (len(ids) - 1) * logits_NV.shape[1] // FIT_LOGITS
+        first = -count % stride
+        logits.append(logits_NV[first::stride].float())
+        targets.append(targets_N[first::stride])
+        count += len(targets_N)
+    return torch.cat(logits), torch.cat(targets)
 
 
-def _measured(
-    model: nn.Module, ids: Ids, temperatures: tuple[float, ...], **reading: Any
+def _outcomes(
+    model: nn.Module, ids: Ids, temperatures: tuple[float, ...], **options: Any
 ) -> list[Outcomes]:
-    """Outcomes of every prediction at each temperature, in one reading."""
-    found: list[list[Outcomes]] = [[] for _ in temperatures]
-    for logits_NV, targets_N in predictions(model, ids, **reading):
-        for part, T in zip(found, temperatures, strict=True):
+    """Outcomes of every prediction at each temperature, from one pass over the text."""
+    parts: list[list[Outcomes]] = [[] for _ in temperatures]
+    for logits_NV, targets_N in predictions(model, ids, **options):
+        for part, T in zip(parts, temperatures, strict=True):
             part.append(outcomes(logits_NV, targets_N, temperature=T))
-    return [Outcomes(*(torch.cat(x) for x in zip(*part, strict=True))) for part in found]
+    return [Outcomes(*(torch.cat(x) for x in zip(*part, strict=True))) for part in parts]
 
 
 class LabelSmoothing(NamedTuple):
-    """The best a model can do under label smoothing."""
+    """The minimum of the cross-entropy under label smoothing."""
 
     confidence: float
-    """q_y, the probability it should give the truth."""
+    """q_y, the best probability of the target."""
     other: float
-    """q of every other class."""
+    """The best probability of every other class."""
     gap: float
-    """How far the truth's logit should stand above the others."""
+    """Logit of the target less that of the other classes."""
     minimum: float
-    """The loss there, in nats."""
+    """The loss at the minimum, in nats."""
 
 
 def label_smoothing(V: int, a: float) -> LabelSmoothing:
-    """The optimum of cross-entropy over V classes smoothed by a.
+    """The minimum of the cross-entropy over V classes with smoothing a.
 
     >>> best = label_smoothing(10, 0.1)
     >>> f"{best.confidence:.2f} {best.gap:.3f} {best.minimum:.4f}"
@@ -370,7 +393,11 @@ def label_smoothing(V: int, a: float) -> LabelSmoothing:
 
 
 def smoothed_targets(targets_N: Tensor, V: int, a: float) -> Tensor:
-    """q for every target: (N,) -> (N, V) in float32."""
+    """The distribution q of every target: (N,) -> (N, V) in float32.
+
+    >>> smoothed_targets(torch.tensor([1]), 2, 0.2)
+    tensor([[0.1000, 0.9000]])
+    """
     _check(V, a)
     q = torch.full((len(targets_N), V), a / V, device=targets_N.device)
     return q.scatter(-1, targets_N[:, None], 1.0 - a + a / V)

@@ -1,9 +1,9 @@
-"""Two models on one text: which numbers may stand side by side.
+"""Comparison of two models on one text.
 
-The same string probability gives another perplexity under another tokenizer: at 11 nats, "hello
-world" has perplexity 15.64 in four pieces and 2.72 in eleven characters. Bits per byte divide by
-what does not change, the bytes of the text: 1.443 for both. So loss and perplexity are compared
-within one tokenizer, bits per byte across all of them, and nothing across two texts.
+Perplexity depends on the tokenizer: at 11 nats, "hello world" has perplexity 15.64 as four tokens
+and 2.72 as eleven characters. Bits per byte divide by the bytes of the text, which are the same for
+both: 1.443. Loss and perplexity are therefore compared only within one tokenizer, bits per byte
+across tokenizers, and no measure across two texts.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ MEASURES = ("bits_per_byte", "loss", "perplexity")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model on a text, with what the numbers depend on."""
+    """The score of a model, with the tokenizer and the text it depends on."""
 
     name: str
     score: Score
     tokenizer: str
-    """A name or a fingerprint: equal when the tokenizers are."""
+    """A name or a ``fingerprint``, equal for equal tokenizers."""
     text: str
-    """The same of the text that was read."""
+    """A name or a hash of the text, equal for equal texts."""
 
 
 class Comparison(NamedTuple):
-    """One measure of two models; ``difference`` below 0 says the first is better."""
+    """One measure of two models; the first is better if ``difference`` is negative."""
 
     by: str
     first: float
@@ -39,7 +39,13 @@ class Comparison(NamedTuple):
 
 
 def compare(first: Evaluation, second: Evaluation, *, by: str = "bits_per_byte") -> Comparison:
-    """The two side by side, or a ValueError that says why they may not be."""
+    """One measure of both; raises ValueError if it cannot be compared.
+
+    >>> a = Evaluation("a", Score(2.0, 7.39, 1.4, 100), tokenizer="x", text="t")
+    >>> b = Evaluation("b", Score(1.0, 2.72, 1.5, 200), tokenizer="y", text="t")
+    >>> round(compare(a, b).difference, 2)
+    -0.1
+    """
     if by not in MEASURES:
         raise ValueError(f"models are compared by {', '.join(MEASURES)}; got {by!r}.")
     if first.text != second.text:
@@ -59,5 +65,5 @@ def compare(first: Evaluation, second: Evaluation, *, by: str = "bits_per_byte")
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Equal for tokenizers whose files say the same."""
+    """A hash of the tokenizer's file: equal for equal tokenizers."""
     return sha256(tokenizer.to_str().encode()).hexdigest()[:16]

@@ -1,11 +1,11 @@
-"""How well a model predicts a text.
+"""Loss, perplexity and bits per byte of a model on a text.
 
-    loss           mean over targets of -log p(target | what came before), in nats
-    perplexity     exp(loss): of a uniform model it is V. It depends on the tokenizer
-    bits_per_byte  sum of the losses / (bytes of the text x log 2). It does not
+    loss           mean over targets of -log p(target | tokens before it), in nats
+    perplexity     exp(loss), V for a uniform model; depends on the tokenizer
+    bits_per_byte  sum of the losses / (bytes of the text x log 2); independent of the tokenizer
 
-Every token but the first is a target exactly once. A target is predicted with at least half a
-context before it, except near the start of the text.
+Every token but the first is a target exactly once. A target has at least half a context before
+it, except near the start of the text.
 """
 
 import math
@@ -23,7 +23,7 @@ from fenchel.model import evaluating
 
 
 class Score(NamedTuple):
-    """A model on a text."""
+    """Result of ``score``; the loss is in nats per token."""
 
     loss: float
     perplexity: float
@@ -42,9 +42,16 @@ def score(
     batch: int = 32,
     progress: ProgressCallback | None = None,
 ) -> Score:
-    """Read ``ids``, the tokens of ``bytes`` bytes; at most the first ``limit`` of them.
+    """Evaluate a model on ``ids``, the tokens of a text of ``bytes`` bytes.
 
-    Of a text that is read in part, the bytes are taken in proportion to its targets.
+    ``limit`` is the largest number of targets; the bytes of a part of the text are estimated in
+    proportion to its targets. ``model`` maps ids (B, T) to logits (B, T, V).
+
+    >>> class Uniform(nn.Module):
+    ...     def forward(self, ids: Tensor) -> Tensor:
+    ...         return torch.zeros(*ids.shape, 256)
+    >>> round(score(Uniform(), np.arange(9), bytes=8, context=4).bits_per_byte, 4)
+    8.0
     """
     if bytes < 1:
         raise ValueError(f"bytes={bytes} should be the size of the text, at least 1.")
@@ -58,8 +65,8 @@ def score(
         total += float(losses_N.sum(dtype=torch.float64))
         count += len(losses_N)
     loss = total / count
-    read = bytes * count / (len(ids) - 1)
-    return Score(loss, _exp(loss), total / (read * math.log(2.0)), count)
+    share = bytes * count / (len(ids) - 1)
+    return Score(loss, _exp(loss), total / (share * math.log(2.0)), count)
 
 
 @torch.no_grad()
@@ -71,7 +78,7 @@ def predictions(
     batch: int = 32,
     progress: ProgressCallback | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits (N, V) and targets (N,), some at a time; every id but the first is a target once."""
+    """Blocks of logits (N, V) and targets (N,); every id but the first is a target once."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     done = 0
     with evaluating(model):
@@ -85,7 +92,7 @@ def predictions(
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700.0 else math.inf  # math.exp raises where it overflows
+    return math.exp(loss) if loss < 700.0 else math.inf  # math.exp raises on overflow
 
 
 def text_ids(
@@ -95,25 +102,33 @@ def text_ids(
     limit: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> tuple[Ids, int]:
-    """The ids of a text, each document after an end, and its bytes; or those of its beginning."""
+    """Ids of a text and its size in bytes: END, then every document followed by END.
+
+    With a ``limit`` only as many documents are read as give that many targets, and the result is
+    truncated by ``truncate_ids``.
+    """
     text, end, size = open_text(source), end_id(tokenizer), 0
-    found, whole = [end], text.size
+    ids, total = [end], text.size
     for document in text.documents():
-        found += [*encode(tokenizer, document.text), end]
+        ids += [*encode(tokenizer, document.text), end]
         size += len(document.text.encode())
         if progress is not None:
-            progress("encoding", min(size, whole), whole)
-        if limit is not None and len(found) > limit:
+            progress("encoding", min(size, total), total)
+        if limit is not None and len(ids) > limit:
             break
     if progress is not None:
-        progress("encoding", whole, whole)
-    return truncate_ids(np.array(found, dtype=np.uint32), size, limit)
+        progress("encoding", total, total)
+    return truncate_ids(np.array(ids, dtype=np.uint32), size, limit)
 
 
 def truncate_ids(ids: Ids, bytes: int, limit: int | None) -> tuple[Ids, int]:
-    """The ids up to target number ``limit``, and their share of the bytes; all if it is None."""
+    """The ids up to target number ``limit`` and their share of the bytes; all for None.
+
+    >>> truncate_ids(np.arange(11), 40, 5)
+    (array([0, 1, 2, 3, 4, 5]), 20)
+    """
     if limit is not None and limit < 1:
-        raise ValueError(f"{limit} tokens of a text are nothing to predict; give at least 1.")
+        raise ValueError(f"{limit} tokens leave nothing to predict; give at least 1.")
     count = len(ids) - 1
     if limit is None or limit >= count:
         return ids, bytes

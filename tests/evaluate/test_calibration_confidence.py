@@ -62,7 +62,7 @@ def test_it_fits_on_the_first_half_and_measures_on_the_second() -> None:
 
 def test_of_a_long_text_only_what_fits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = drawn(2001)
-    monkeypatch.setattr(import_module("fenchel.evaluate.calibration"), "KEPT", 300 * V)
+    monkeypatch.setattr(import_module("fenchel.evaluate.calibration"), "FIT_LOGITS", 300 * V)
     found = confidence(Table(2.0), ids, context=15, batch=3)
     assert found.fitted_on == 250  # every fourth of 1000, across the batches
     assert found.temperature == pytest.approx(2.0, rel=0.3)

@@ -91,7 +91,7 @@ def test_forbidden_classes_count_for_nothing() -> None:
 def test_rows_are_read_in_parts_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = predictions(4, 2.0)
     whole = fit_temperature(logits, targets)
-    monkeypatch.setattr("fenchel.evaluate.calibration._NUMBERS", 35)  # seven rows of five
+    monkeypatch.setattr("fenchel.evaluate.calibration._BLOCK", 35)  # seven rows of five
     assert fit_temperature(logits, targets) == pytest.approx(whole, rel=1e-12)
 
 
