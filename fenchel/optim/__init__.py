@@ -1,4 +1,4 @@
-"""Parameters and gradients to moved parameters, measured in score space; schedules."""
+"""Optimisers and schedules, among them those measured in the space of attention scores."""
 
 from fenchel.optim.config import (
     OptimConfig,
@@ -25,11 +25,21 @@ from fenchel.optim.schedule import (
     warmup_hold,
     warmup_linear,
 )
-from fenchel.optim.score.descent import ScoreDescent
-from fenchel.optim.score.exact_step import Step, remove_gauge, score_step
-from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair, attention_pairs
-from fenchel.optim.score.step_size import HeadStats
-from fenchel.optim.score.trust import ScoreTrust
+from fenchel.optim.score import (
+    HeadProjection,
+    HeadStats,
+    QueryKeyLayer,
+    QueryKeyPair,
+    ScoreDescent,
+    ScoreTrust,
+    Step,
+    attention_pairs,
+    pass_gradients,
+    remaining_parameters,
+    remove_gauge,
+    score_bounds,
+    score_step,
+)
 
 __all__ = [
     "CombinedOptimiser",
@@ -37,6 +47,7 @@ __all__ = [
     "HeadStats",
     "Muon",
     "OptimConfig",
+    "QueryKeyLayer",
     "QueryKeyPair",
     "Schedule",
     "ScoreDescent",
@@ -53,7 +64,10 @@ __all__ = [
     "constant",
     "inverse_sqrt",
     "nesterov",
+    "pass_gradients",
+    "remaining_parameters",
     "remove_gauge",
+    "score_bounds",
     "score_step",
     "sgd",
     "sgd_average",

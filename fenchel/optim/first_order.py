@@ -1,4 +1,4 @@
-"""The ordinary optimisers: torch's, each under the name of its formula.
+"""First-order optimisers of torch, each under the name of its formula; combination; clipping.
 
 With g the gradient at theta, eta the rate, mu the momentum and lambda the decay,
 
@@ -6,10 +6,10 @@ With g the gradient at theta, eta the rate, mu the momentum and lambda the decay
     sgd_average   v <- mu v + (1 - mu) g      theta <- theta - eta v
     nesterov      v <- mu v + g               theta <- theta - eta (g + mu v)
 
-where g already holds lambda theta. The first two are one method: from v = 0 the average is
-(1 - mu) times the sum, so ``sgd_average`` at eta is ``sgd`` at (1 - mu) eta, ten times shorter
-at mu = 0.9, and that is how it is built. (torch's ``dampening`` = mu is neither: it leaves the
-first gradient undamped.)
+where g includes lambda theta. The first two are one method: from v = 0 the average is (1 - mu)
+times the sum, so ``sgd_average`` at eta is ``sgd`` at (1 - mu) eta, ten times shorter at mu = 0.9,
+and is implemented that way. (torch's ``dampening`` = mu is neither: it does not damp the first
+gradient.)
 
     m <- beta1 m + (1 - beta1) g              mh = m / (1 - beta1^t)
     v <- beta2 v + (1 - beta2) g^2            vh = v / (1 - beta2^t)
@@ -18,21 +18,21 @@ first gradient undamped.)
     adamw         g = gradient      theta <- (1 - eta lambda) theta - eta mh / (sqrt(vh) + eps)
 
 In ``adam_l2`` the decay is divided by sqrt(vh) like any gradient, so weights with large gradients
-hardly decay; in ``adamw`` all decay alike. Without the hats the first step would be
-(1 - beta1) / sqrt(1 - beta2) = 3.16 eta long. All of them keep a setting of its group
-(``weight_decay``, ``lr``) where a parameter group brings its own.
+hardly decay; in ``adamw`` all decay alike. Without the bias corrections the first step would be
+(1 - beta1) / sqrt(1 - beta2) = 3.16 eta long. In all of them a parameter group may bring its own
+``weight_decay`` and ``lr``.
 
-Loshchilov and Hutter (2019), Decoupled weight decay regularization.
+``CombinedOptimiser`` steps several optimisers, each with its own parameters, as one.
 
-Several optimisers behind one: each moves its own parameters.
-
-Global-norm clipping: one factor for all gradients, so that their common direction stays.
+``clip_`` clips by the global norm, one factor for all gradients, so that their direction stays:
 
     |g|^2 = sum over all parameters of the squares of their gradients,     g <- g min(1, c / |g|)
 
-A gradient of 0 stays 0: torch divides by |g| + 1e-6, so the clipped norm is c or a hair below
-it. When |g| is inf or nan no factor would help, and the product would spread the nan: the gradients
-are left as they are, for whoever asks which of them it was (fenchel/train/step.py).
+torch divides by |g| + 1e-6, so a gradient of 0 stays 0 and the clipped norm is c or slightly below.
+When |g| is inf or nan no factor would help, and the product would spread the nan: the gradients
+stay as they are, so that fenchel/train/step.py can name the parameter at fault.
+
+Loshchilov and Hutter (2019), Decoupled weight decay regularization.
 """
 
 import math
@@ -49,14 +49,22 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 def sgd(
     params: Params, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
 ) -> torch.optim.SGD:
-    """Descent along the decaying sum of gradients."""
+    """Descent along the decaying sum of gradients.
+
+    >>> import torch
+    >>> w = torch.nn.Parameter(torch.ones(1))
+    >>> optimiser = sgd([w], lr=0.1)
+    >>> (w**2).sum().backward()
+    >>> optimiser.step(); w.data
+    tensor([0.8000])
+    """
     return torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
 def sgd_average(
     params: Params, *, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> torch.optim.SGD:
-    """Descent along the decaying average of gradients; the groups hold the rate (1 - mu) lr."""
+    """Descent along the decaying average of gradients; the rate in the groups is (1 - mu) lr."""
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"an average needs momentum in [0, 1), got {momentum}.")
     return torch.optim.SGD(
@@ -67,7 +75,7 @@ def sgd_average(
 def nesterov(
     params: Params, *, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> torch.optim.SGD:
-    """Descent along the sum as the next step would find it, were the gradient to stay."""
+    """Descent along the decaying sum, extrapolated by one step of the current gradient."""
     return torch.optim.SGD(
         params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=True
     )
@@ -91,12 +99,12 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
 ) -> torch.optim.AdamW:
-    """Adam on the loss, with decay beside it."""
+    """Adam on the loss, with decoupled weight decay."""
     return torch.optim.AdamW(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
 
 class CombinedOptimiser:
-    """Calls its members in order; its state is theirs, side by side."""
+    """Several optimisers as one: steps its members in order, and its state is theirs by number."""
 
     def __init__(self, *members: torch.optim.Optimizer) -> None:
         self.members = members
@@ -112,7 +120,7 @@ class CombinedOptimiser:
             member.step()
 
     def zero_grad(self) -> None:
-        """Forget every gradient."""
+        """Set every gradient to None."""
         for member in self.members:
             member.zero_grad(set_to_none=True)
 
@@ -121,20 +129,27 @@ class CombinedOptimiser:
         return {str(n): member.state_dict() for n, member in enumerate(self.members)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore the result of ``state_dict``."""
         if set(state) != {str(n) for n in range(len(self.members))}:
             raise ValueError(
-                f"the saved state is of {len(state)} optimisers, here are {len(self.members)}."
+                f"the saved state has {len(state)} optimisers, this one has {len(self.members)}."
             )
         for n, member in enumerate(self.members):
             member.load_state_dict(state[str(n)])
 
 
 def clip_(parameters: Iterable[Tensor], largest: float) -> float:
-    """Shorten the gradients together to at most ``largest``; the norm they had before."""
-    moved = [p for p in parameters if p.grad is not None]
-    norm = get_total_norm([p.grad for p in moved if p.grad is not None])
+    """Scale all gradients to a global norm of at most ``largest``; returns the norm before.
+
+    >>> import torch
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> clip_([w], 1.0), w.grad
+    (5.0, tensor([0.6000, 0.8000]))
+    """
+    trained = [p for p in parameters if p.grad is not None]
+    norm = get_total_norm([p.grad for p in trained if p.grad is not None])
     length = norm.item()
     if math.isfinite(length):
-        clip_grads_with_norm_(moved, largest, norm)
+        clip_grads_with_norm_(trained, largest, norm)
     return length

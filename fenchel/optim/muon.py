@@ -4,20 +4,20 @@
     D  = orthogonal part of  mu M + (1 - mu) G    (Nesterov)
     W <- (1 - lr lambda) W - lr 0.2 sqrt(max(rows, columns)) D
 
-The orthogonal part U V^T of U S V^T is approached by five steps of an odd quintic,
+The orthogonal part U V^T of U S V^T is approximated by five steps of an odd quintic,
 
     X <- a X + (b (X X^T) + c (X X^T)^2) X,     (a, b, c) = (3.4445, -4.7750, 2.0315),
 
 from X = G / |G| in the Frobenius norm. Singular values of X between 0.0016 and 1 end between
-0.68 and 1.21, smaller ones have grown 485 times; the singular vectors stay. The factor
+0.68 and 1.21, smaller ones grow by a factor of 485; the singular vectors stay. The factor
 0.2 sqrt(max) gives the step about the root mean square of an AdamW step, so one learning rate
 serves both. A parameter (..., R, C) is a stack of R x C matrices, such as the experts of a mixture,
-and each of them moves as if it were alone; one whose gradient is and was 0 only decays.
+and each matrix moves independently; one whose gradients were always 0 only decays.
 
 torch.optim.Muon computes the same in bfloat16, one matrix at a time. Here equal shapes are
 stacked into one batched product. On a GPU the iteration runs in bfloat16 as well, whose products
-are several times faster than float32's; on a CPU, where it is the other way round (docs/log.md),
-it keeps the dtype of the weights.
+are several times faster than those of float32; on a CPU, where bfloat16 is slower (docs/log.md), it
+runs in the dtype of the weights.
 
 Jordan et al. (2024), Muon: an optimizer for hidden layers in neural networks.
 """
@@ -33,7 +33,14 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum for matrices; everything else wants another optimiser."""
+    """Orthogonalised momentum for matrices; other parameters need another optimiser.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(4, 3)
+    >>> optimiser = Muon([layer.weight], lr=0.01)
+    >>> layer(torch.ones(4)).sum().backward()
+    >>> optimiser.step()
+    """
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """The learning rate over time: step -> factor, with 1 at the peak.
 
-A schedule is a pure function of the step, so nothing of it needs saving; it fits
-``torch.optim.lr_scheduler.LambdaLR`` as it is. Steps count from 0, and step 0 already moves
-(a warm-up that starts at exactly 0 wastes its first step). With w warm-up steps, n steps in
-all, f the final factor and r = (t - w) / (n - w) clamped to [0, 1]:
+A schedule is a pure function of the step, so it has no state to save, and
+``torch.optim.lr_scheduler.LambdaLR`` takes it directly. Steps count from 0, and the factor of step
+0 is positive (a warm-up that starts at exactly 0 wastes its first step). With w warm-up steps, n
+steps in all, f the final factor and r = (t - w) / (n - w) clamped to [0, 1]:
 
     warm-up          (t + 1) / w                     while t < w, then
     warmup_cosine    f + (1 - f) (1 + cos(pi r)) / 2
@@ -13,14 +13,14 @@ all, f the final factor and r = (t - w) / (n - w) clamped to [0, 1]:
                      scaled to peak at 1; its own peak is width^-1/2 w^-1/2)
     constant         1
 
-Past the end every one of them stays where it ended.
+Past the last step each keeps its last value.
 
     beta2_warmup     1 - 1 / window,     window from 100 to 1000 steps, evenly
 
-An early average over few steps follows gradients that still change fast. Adam divides by
-1 - beta2^t, which supposes that beta2 was always what it is now; under a rising beta2 the
-exact divisor, 1 less the product of all beta2 so far, is larger, so steps come out shorter (at
-most by 18 % when the warm-up takes 1000 steps, by 8 % when it takes 2000), never longer.
+Early in training an average over few steps follows gradients that still change fast. Adam divides
+by 1 - beta2^t, which assumes a constant beta2; under a rising beta2 the exact divisor, 1 minus the
+product of all beta2 so far, is larger, so steps are shorter than intended (by at most 18 % for a
+warm-up of 1000 steps, 8 % for 2000), never longer.
 """
 
 import math
@@ -30,7 +30,12 @@ Schedule = Callable[[int], float]
 
 
 def warmup_cosine(warmup: int, steps: int, final: float = 0.0) -> Schedule:
-    """Linear rise, then half a cosine down to ``final``."""
+    """Linear rise, then half a cosine down to ``final``.
+
+    >>> factor = warmup_cosine(warmup=2, steps=10)
+    >>> [round(factor(t), 3) for t in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
     return _after_warmup(
         warmup, steps, lambda r: final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * r))
     )
@@ -42,7 +47,7 @@ def warmup_linear(warmup: int, steps: int, final: float = 0.0) -> Schedule:
 
 
 def warmup_hold(warmup: int, steps: int, final: float = 0.0, decay: float = 0.5) -> Schedule:
-    """Linear rise, a plateau, then a straight line over the last ``decay`` share of the rest."""
+    """Linear rise, a plateau, then a straight line over the last share ``decay`` of the rest."""
     if not 0.0 < decay <= 1.0:
         raise ValueError(f"decay={decay} should be a share of the steps, in (0, 1].")
     return _after_warmup(

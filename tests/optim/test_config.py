@@ -167,7 +167,7 @@ def test_the_settings_reach_the_score_optimisers(name: str) -> None:
 
 def test_a_state_of_other_optimisers_is_refused() -> None:
     adamw = build_optimiser(small(), OptimConfig(optimiser="adamw"))
-    with pytest.raises(ValueError, match="of 1 optimisers, here are 2"):
+    with pytest.raises(ValueError, match="has 1 optimisers, this one has 2"):
         build_optimiser(small(), OptimConfig()).load_state_dict(adamw.state_dict())
 
 

@@ -1,23 +1,23 @@
-"""How the scores move when the query and key weights do: the linear map J, and its adjoint.
+"""The step of query and key weights that lowers a loss most for a given change of the scores.
 
-    S        = mask * (X W_Q W_K^T X^T)                      one matrix for each sequence
-    dS       = J(dW_Q, dW_K) + R(dW_Q, dW_K)                 exactly
-    J        = mask * (X dW_Q K^T + Q dW_K^T X^T)            Q = X W_Q,  K = X W_K
+    minimise <G, dS>   subject to  |dS| <= gamma,      S = mask * (X W_Q W_K^T X^T),  G = dL/dS
+
+over the dS that some (dW_Q, dW_K) produces; |.| is the Frobenius norm over the entries of the mask.
+S has no factor 1/sqrt(k): a gradient in the scaled scores must be multiplied by that factor.
+``score_step`` computes the step in three stages.
+
+**1. The linear map.** With Q = X W_Q, K = X W_K, exactly
+
+    dS       = J(dW_Q, dW_K) + R(dW_Q, dW_K)
+    J        = mask * (X dW_Q K^T + Q dW_K^T X^T)
     R        = mask * (X dW_Q dW_K^T X^T)                    O(|dW_Q| |dW_K|)
     J^T(G)   = (sum_b X^T G K,  sum_b X^T G^T Q)             the gradients in W_Q and W_K
 
-so that <G, J(dW)> = <J^T(G), dW>. Scores carry no 1/sqrt(k) here; G is the gradient in these
-same, unscaled scores. Sequences of a batch share the weights: J maps into all their scores at
-once. Entries off the mask are no part of any score, norm or product.
+so that <G, J(dW)> = <J^T(G), dW> (``ScoreMap``). The sequences of a batch share the weights: J maps
+into all their scores at once. Entries off the mask are part of no score, norm or product.
 
-Shapes: X (B, n, d), W_Q and W_K (d, k), scores (B, n, n).
-
-Directions in which the scores descend: four answers to one question.
-
-    minimise <G, J(dW)>   subject to  |J(dW)| <= gamma          (|.| Frobenius, J in operator.py)
-
-With T = X^T G X the gradients are T W_K and T^T W_Q. Only the direction is found here; step.py
-gives it its length. M+ is the pseudo-inverse, Q = X W_Q, K = X W_K.
+**2. The direction**, from one of four solvers. With T = X^T G X the gradients are T W_K and
+T^T W_Q; M+ is the pseudo-inverse.
 
     raw        dW_Q = -T W_K,  dW_K = -T^T W_Q. Steepest for |dW|, not for |dS|.
 
@@ -35,43 +35,40 @@ gives it its length. M+ is the pseudo-inverse, Q = X W_Q, K = X W_K.
 
     cg         Batches and masks: no closed form, so conjugate gradients on the normal equations
                J^T J dW = -J^T G, in the coordinates dW_Q = E_X A E_K^T, dW_K = E_X B E_Q^T. They
-               make J nearly an isometry, and the answer the one that is smallest in them.
+               make J nearly an isometry, and the solution is the smallest one in them.
 
 exact, spectral and cg are covariant: (W_Q A, W_K A^-T) or (X B, B^-1 W) for invertible A and B
-lead to the same dS, the second-order part included. damping adds that share of the mean square
-singular value to the squares of all of them, in X, Q and K alike.
+lead to the same dS, the second-order part included. damping adds that share of the mean squared
+singular value to all squared singular values, in X, Q and K alike.
 
-Moves of the weights that leave the scores where they are, taken out.
+*Gauge.* For any M (k, k) the move (W_Q M, -W_K M^T) changes no score to first order, so
 
-For any M (k, k) the move (W_Q M, -W_K M^T) changes no score to first order, and (dW_Q, dW_K) and
+    (dW_Q, dW_K)   and   (dW_Q + W_Q M,  dW_K - W_K M^T)
 
-    (dW_Q + W_Q M,  dW_K - W_K M^T)
-
-change them alike. The shortest of these has M from the Sylvester equation
+change them alike. ``remove_gauge`` returns the shortest of these, with M from the Sylvester
+equation
 
     (W_Q^T W_Q) M + M (W_K^T W_K) = dW_K^T W_K - W_Q^T dW_Q,
 
 solved in the eigenvectors of the two Grams. It is orthogonal to every gauge move, hence the
-pseudo-inverse solution of J dW = J(dW_Q, dW_K). What is shortest depends on the basis the weights
-are written in: this choice is not invariant under (W_Q A, W_K A^-T) unless A is orthogonal.
+pseudo-inverse solution of J dW = J(dW_Q, dW_K). The shortest move depends on the basis of the
+weights: this choice is not invariant under (W_Q A, W_K A^-T) unless A is orthogonal.
 
-The step of the query and key weights that lowers a loss most for a given change of the scores.
-
-    minimise <G, dS>   subject to  |dS| <= gamma,      S = X W_Q W_K^T X^T,  G = dL/dS
-
-over dS that some (dW_Q, dW_K) produces; |.| is the Frobenius norm over the entries of the mask.
-S has no 1/sqrt(k) in it: a gradient in the scaled scores has to be multiplied by that factor.
-A direction U = (U_Q, U_K) comes from solvers.py. Along it the scores move exactly by
+**3. The length.** Along a direction U the scores move exactly by
 
     dS(t) = t J(U) + t^2 R(U),      |dS(t)|^2 = t^2 (a + 2 b t + c t^2),
     a = |J|^2,  b = <J, R>,  c = |R|^2,
 
-and t is the smallest positive root of |dS(t)| = gamma, so the asked length is that of the finite
-change, second-order part included. With gamma -> 0 it is gamma / |J(U)|, the linear rule.
+and t is the smallest positive root of |dS(t)| = gamma, so gamma is the length of the finite change,
+second-order part included. For gamma -> 0 it is gamma / |J(U)|, the linear rule.
 
-A step exists unless the gradients T W_K and T^T W_Q both vanish (T = X^T G X). Then no move of
-the weights changes <G, S> to first order, every dS of the ball is as good as any other, and the
-step is zero; ``Step.words`` says so.
+A step exists unless the gradients T W_K and T^T W_Q both vanish. Then no move of the weights
+changes <G, S> to first order, all dS of the ball are equally good, and the step is zero;
+``Step.summary`` says so.
+
+The lesson "Score-space descent" uses this module; ScoreDescent is its batched, approximate form.
+
+Shapes: X (B, n, d), W_Q and W_K (d, k), scores (B, n, n).
 """
 
 import math
@@ -84,8 +81,8 @@ import torch
 from torch import Tensor
 
 
-class Weights(NamedTuple):
-    """A move of both weights, or a gradient in both: (d, k) each."""
+class WeightMove(NamedTuple):
+    """A move of both weights, or the gradient in both: (d, k) each."""
 
     Q: Tensor
     K: Tensor
@@ -93,13 +90,13 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScoreMap:
-    """The scores of sequences X as a function of the weights, around the given ones."""
+    """The scores of sequences X as a function of the weights, linearised at W_Q and W_K."""
 
     X: Tensor
     W_Q: Tensor
     W_K: Tensor
     mask: Tensor | None = None
-    """True where a query may see a key; broadcasts to (B, n, n)."""
+    """True where a query may attend to a key; broadcasts to (B, n, n)."""
 
     @cached_property
     def Q(self) -> Tensor:
@@ -111,21 +108,21 @@ class ScoreMap:
         """Keys, (B, n, k)."""
         return self.X @ self.W_K
 
-    def linear(self, dW: Weights) -> Tensor:
+    def linear(self, dW: WeightMove) -> Tensor:
         """J: two (d, k) -> (B, n, n)."""
         return self.masked(self.X @ dW.Q @ self.K.mT + self.Q @ (self.X @ dW.K).mT)
 
-    def bilinear(self, dW: Weights) -> Tensor:
+    def bilinear(self, dW: WeightMove) -> Tensor:
         """R: two (d, k) -> (B, n, n)."""
         return self.masked(self.X @ dW.Q @ (self.X @ dW.K).mT)
 
-    def adjoint(self, G: Tensor) -> Weights:
+    def adjoint(self, G: Tensor) -> WeightMove:
         """J^T: (B, n, n) -> two (d, k)."""
         G = self.masked(G)
-        return Weights((self.X.mT @ G @ self.K).sum(0), (self.X.mT @ G.mT @ self.Q).sum(0))
+        return WeightMove((self.X.mT @ G @ self.K).sum(0), (self.X.mT @ G.mT @ self.Q).sum(0))
 
     def masked(self, scores: Tensor) -> Tensor:
-        """Zero off the mask."""
+        """The scores, zero off the mask."""
         return scores if self.mask is None else scores.masked_fill(~self.mask, 0.0)
 
 
@@ -133,15 +130,15 @@ SMALLEST = 1e-12
 """Singular values below this share of the largest count as zero."""
 
 
-def raw(scores: ScoreMap, G: Tensor, damping: float) -> Weights:
+def raw(scores: ScoreMap, G: Tensor, damping: float) -> WeightMove:
     """The plain negative gradient."""
     if damping:
-        raise ValueError(f'solver="raw" solves nothing to damp; got damping={damping}, give 0.')
+        raise ValueError(f'solver="raw" has nothing to damp; got damping={damping}, give 0.')
     gradient = scores.adjoint(G)
-    return Weights(-gradient.Q, -gradient.K)
+    return WeightMove(-gradient.Q, -gradient.K)
 
 
-def exact(scores: ScoreMap, G: Tensor, damping: float) -> Weights:
+def exact(scores: ScoreMap, G: Tensor, damping: float) -> WeightMove:
     """The closed form for one sequence."""
     if len(scores.X) != 1 or scores.mask is not None:
         raise ValueError(
@@ -151,15 +148,15 @@ def exact(scores: ScoreMap, G: Tensor, damping: float) -> Weights:
     X_, Q_, K_ = (pseudo_inverse(M[0], damping) for M in (scores.X, scores.Q, scores.K))
     dW_Q = -(X_ - 0.5 * scores.W_Q @ Q_) @ G[0] @ K_.mT
     dW_K = -(X_ - 0.5 * scores.W_K @ K_) @ G[0].mT @ Q_.mT
-    return Weights(dW_Q, dW_K)
+    return WeightMove(dW_Q, dW_K)
 
 
-def spectral(scores: ScoreMap, G: Tensor, damping: float) -> Weights:
+def spectral(scores: ScoreMap, G: Tensor, damping: float) -> WeightMove:
     """Each half steepest in the spectral norm of its own score change."""
     E_X, E_Q, E_K = whitening(scores, damping)
     gradient = scores.adjoint(G)
     A, B = polar(E_X.mT @ gradient.Q @ E_K), polar(E_X.mT @ gradient.K @ E_Q)
-    return Weights(-E_X @ A @ E_K.mT, -E_X @ B @ E_Q.mT)
+    return WeightMove(-E_X @ A @ E_K.mT, -E_X @ B @ E_Q.mT)
 
 
 def cg(
@@ -169,31 +166,31 @@ def cg(
     *,
     tolerance: float = 1e-12,
     iterations: int = 2000,
-) -> Weights:
+) -> WeightMove:
     """The least-squares solution of J dW = -G by conjugate gradients (CGLS)."""
     E_X, E_Q, E_K = whitening(scores, damping)
 
-    def out(z: Weights) -> Weights:
-        return Weights(E_X @ z.Q @ E_K.mT, E_X @ z.K @ E_Q.mT)
+    def to_weights(z: WeightMove) -> WeightMove:
+        return WeightMove(E_X @ z.Q @ E_K.mT, E_X @ z.K @ E_Q.mT)
 
-    def back(residual: Tensor) -> Tensor:
+    def to_coordinates(residual: Tensor) -> Tensor:
         g = scores.adjoint(residual)
         return torch.stack((E_X.mT @ g.Q @ E_K, E_X.mT @ g.K @ E_Q))
 
     residual = -scores.masked(G)
-    descent = back(residual)
+    descent = to_coordinates(residual)
     z, direction = torch.zeros_like(descent), descent
     size = start = descent.square().sum()
     for _ in range(iterations):
         if size <= tolerance**2 * start:
             break
-        image = scores.linear(out(Weights(*direction)))
+        image = scores.linear(to_weights(WeightMove(*direction)))
         stride = size / (image.square().sum() + damping * direction.square().sum())
         z, residual = z + stride * direction, residual - stride * image
-        descent = back(residual) - damping * z
+        descent = to_coordinates(residual) - damping * z
         before, size = size, descent.square().sum()
         direction = descent + size / before * direction
-    return out(Weights(*z))
+    return to_weights(WeightMove(*z))
 
 
 def whitening(scores: ScoreMap, damping: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,7 +219,7 @@ def polar(M: Tensor) -> Tensor:
 def _half_inverse(M: Tensor, damping: float) -> Tensor:
     _, s, Vh = torch.linalg.svd(M, full_matrices=False)
     E = Vh.mT * _damped_inverse(s, damping).sqrt()
-    missing = M.shape[-1] - E.shape[-1]  # fewer rows than columns: pad with directions of size 0
+    missing = M.shape[-1] - E.shape[-1]  # fewer rows than columns: pad with zero directions
     return torch.nn.functional.pad(E, (0, missing))
 
 
@@ -233,20 +230,20 @@ def _damped_inverse(s: Tensor, damping: float) -> Tensor:
     return torch.where(s > SMALLEST * s.amax(), inverse, 0.0)
 
 
-def remove_gauge(W_Q: Tensor, W_K: Tensor, dW_Q: Tensor, dW_K: Tensor) -> Weights:
+def remove_gauge(W_Q: Tensor, W_K: Tensor, dW_Q: Tensor, dW_K: Tensor) -> WeightMove:
     """The shortest move of the weights with the same first-order score change: (d, k) each."""
     a, U = torch.linalg.eigh(W_Q.mT @ W_Q)
     b, V = torch.linalg.eigh(W_K.mT @ W_K)
     wanted = U.mT @ (dW_K.mT @ W_K - W_Q.mT @ dW_Q) @ V
     sums = a.clamp(min=0).unsqueeze(-1) + b.clamp(min=0)
     largest = sums.amax()
-    # where both Grams vanish, M moves nothing: leave it zero
+    # where both Grams vanish, M moves nothing and stays zero
     solvable = sums > torch.finfo(sums.dtype).eps * largest
     M = U @ torch.where(solvable, wanted / torch.where(solvable, sums, 1.0), 0.0) @ V.mT
-    return Weights(dW_Q + W_Q @ M, dW_K - W_K @ M.mT)
+    return WeightMove(dW_Q + W_Q @ M, dW_K - W_K @ M.mT)
 
 
-SOLVERS: dict[str, Callable[[ScoreMap, Tensor, float], Weights]] = {
+SOLVERS: dict[str, Callable[[ScoreMap, Tensor, float], WeightMove]] = {
     "raw": raw,
     "exact": exact,
     "spectral": spectral,
@@ -258,7 +255,7 @@ STATIONARY = 1e-12
 
 
 class Step(NamedTuple):
-    """A move of the weights, and what it does to the scores."""
+    """A move of the weights, and its effect on the scores."""
 
     dW_Q: Tensor  # noqa: N815
     dW_K: Tensor  # noqa: N815
@@ -268,8 +265,8 @@ class Step(NamedTuple):
     """<G, dS>, a scalar; below zero for a small enough gamma."""
 
     @property
-    def words(self) -> str:
-        """One sentence: what the step does, or why there is none."""
+    def summary(self) -> str:
+        """One sentence: the effect of the step, or why there is none."""
         length = float(self.dS.norm())
         if length == 0.0:
             return (
@@ -295,9 +292,15 @@ def score_step(
 ) -> Step:
     """X (n, d) or (B, n, d), W (d, k), G as X X^T: a step whose finite dS has length ``gamma``.
 
-    ``mask`` is True where a query may see a key. ``gauge`` picks among the moves with one dS to
-    first order: "score", the solver's own, which is covariant, or "least", the shortest. Solved
-    in float64 and given back in the dtype of the weights.
+    ``mask`` is True where a query may attend to a key. ``gauge`` selects among the moves with one
+    dS to first order: "score", the solver's own, which is covariant, or "least", the shortest.
+    Solved in float64, returned in the dtype of the weights.
+
+    >>> import torch
+    >>> X, W, G = torch.eye(3), torch.eye(3)[:, :2], torch.ones(3, 3)
+    >>> step = score_step(X, W, W, G, gamma=0.1)
+    >>> step.dS.norm(), step.predicted
+    (tensor(0.1000), tensor(-0.2801))
     """
     _require(X, W_Q, W_K, G, gamma, solver, damping, gauge)
     one = X.ndim == 2
@@ -306,13 +309,13 @@ def score_step(
         mask = torch.broadcast_to(mask.to(torch.bool), G.shape).reshape(G3.shape)
     scores = ScoreMap(X3, W_Q.double(), W_K.double(), mask)
     G3 = scores.masked(G3)
-    dW = Weights(torch.zeros_like(scores.W_Q), torch.zeros_like(scores.W_K))
+    dW = WeightMove(torch.zeros_like(scores.W_Q), torch.zeros_like(scores.W_K))
     if gamma > 0.0 and not stationary(scores, G3):
         dW = SOLVERS[solver](scores, G3, damping)
         if gauge == "least":
             dW = remove_gauge(scores.W_Q, scores.W_K, dW.Q, dW.K)
-        t = length(scores.linear(dW), scores.bilinear(dW), gamma)
-        dW = Weights(t * dW.Q, t * dW.K)
+        t = step_length(scores.linear(dW), scores.bilinear(dW), gamma)
+        dW = WeightMove(t * dW.Q, t * dW.K)
     dS = scores.linear(dW) + scores.bilinear(dW)
     predicted = (G3 * dS).sum()
     dS = dS[0] if one else dS.reshape(G.shape)
@@ -320,22 +323,22 @@ def score_step(
 
 
 def stationary(scores: ScoreMap, G: Tensor) -> bool:
-    """Whether no move of the weights changes <G, S> to first order."""
+    """Whether every move of the weights leaves <G, S> unchanged to first order."""
     E_X, E_Q, E_K = whitening(scores, 0.0)
     gradient = scores.adjoint(G)
     sizes = (E_X.mT @ gradient.Q @ E_K).norm(), (E_X.mT @ gradient.K @ E_Q).norm()
     return bool(max(sizes) <= STATIONARY * G.norm())
 
 
-def length(J: Tensor, R: Tensor, gamma: float) -> float:
+def step_length(J: Tensor, R: Tensor, gamma: float) -> float:
     """The smallest t > 0 with |t J + t^2 R| = gamma; J is not zero."""
     a = float(J.square().sum())
-    # in units of the linear answer gamma / |J| the quartic is c t^4 + 2 b t^3 + t^2 = 1
+    # in units of the linear solution gamma / |J| the quartic is c t^4 + 2 b t^3 + t^2 = 1
     unit = gamma / math.sqrt(a)
     b = float((J * R).sum()) * unit / a
     c = float(R.square().sum()) * unit**2 / a
     t = _first_root(b, c)
-    for _ in range(3):  # Newton, to the last digit, where it helps
+    for _ in range(3):  # Newton's method to the last digit, where it improves
         slope = 2.0 * t * (1.0 + 3.0 * b * t + 2.0 * c * t * t)
         nearer = t - _excess(t, b, c) / slope if slope > 0.0 else t
         if abs(_excess(nearer, b, c)) < abs(_excess(t, b, c)):
@@ -348,10 +351,10 @@ def _excess(t: float, b: float, c: float) -> float:
 
 
 def _first_root(b: float, c: float) -> float:
-    """About where c t^4 + 2 b t^3 + t^2 first reaches 1."""
+    """An approximation of the first t with c t^4 + 2 b t^3 + t^2 = 1."""
     if c == 0.0:
         return 1.0
-    # companion matrix of s^4 - s^2 - 2 b s - c with s = 1 / t: the largest real root is wanted
+    # companion matrix of s^4 - s^2 - 2 b s - c with s = 1 / t: its largest real root counts
     companion = torch.zeros(4, 4, dtype=torch.float64)
     companion[0] = torch.tensor([0.0, 1.0, 2.0 * b, c])
     companion[1:, :3] = torch.eye(3)
@@ -385,4 +388,4 @@ def _require(
     if G.shape != (*X.shape[:-1], X.shape[-2]):
         raise ValueError(f"G should have the shape of X X^T; got {shapes[3]} for X {shapes[0]}.")
     if not all(bool(M.isfinite().all()) for M in (X, W_Q, W_K, G)):
-        raise ValueError("X, W_Q, W_K and G should be finite; one of them holds nan or inf.")
+        raise ValueError("X, W_Q, W_K and G should be finite; one of them has nan or inf.")

@@ -1,14 +1,14 @@
-"""Two questions that score descent leaves open, answered by bounds.
+"""Bounds for score descent: the bilinear remainder, the length of a step, the raw gradient.
 
-J and R are the linear and bilinear parts of dS (operator.py), s the smallest non-zero and
+J and R are the linear and bilinear parts of dS (exact_step.py), s the smallest non-zero and
 s_max the largest singular value of J, for one sequence without a mask.
 
-1. May R be dropped? It is O(|dW_Q| |dW_K|), and o(|dS|) only where |dS| >= s |dW|: not along gauge
-   moves, where J = 0 and R need not be, but on everything orthogonal to them. There
+1. When is R negligible? It is O(|dW_Q| |dW_K|), and o(|dS|) only where |dS| >= s |dW|: not along
+   gauge moves, where J = 0 and R need not vanish, but orthogonally to them. There
 
        |R| <= |X|_2^2 |dW_Q| |dW_K| <= |X|_2^2 gamma^2 / (2 s^2),       gamma = |J(dW)|,
 
-   the raw step and, after ``remove_gauge``, every other included.
+   which covers the raw step and, after ``remove_gauge``, every other.
 
 2. How small must gamma be? If the loss is b-smooth in S, a step with dS* = -gamma Pi(G)/|Pi(G)| has
 
@@ -17,12 +17,14 @@ s_max the largest singular value of J, for one sequence without a mask.
    positive for gamma < 2 |Pi(G)| / b and largest at gamma = |Pi(G)| / b; and gamma <= 2 tau s^2 /
    |X|_2^2 keeps |R| below the share tau of gamma.
 
-Beside them: the dimension of the reachable dS is r_Q r + r r_K - r_Q r_K with r, r_Q, r_K the ranks
-of X, Q, K (k (2 r - k) at full rank), and the raw step gains at least the share
+3. The dimension of the reachable dS is r_Q r + r r_K - r_Q r_K with r, r_Q, r_K the ranks
+   of X, Q, K (k (2 r - k) at full rank), and the raw step attains at least the share
 
        2 sqrt(kappa) / (1 + kappa),        kappa = (s_max / s)^2,
 
-of the best <G, dS> at equal |dS| (Kantorovich's inequality for J J^T on its range).
+   of the best <G, dS> at equal |dS| (Kantorovich's inequality for J J^T on its range).
+
+The lesson "Score-space descent" uses this module; no command does.
 """
 
 from typing import NamedTuple
@@ -33,33 +35,38 @@ from torch import Tensor
 from fenchel.optim.score.exact_step import ScoreMap, exact
 
 
-class Spectrum(NamedTuple):
-    """Of J: how much a move of the weights of length 1 can, and must at least, move the scores."""
+class ScoreSpectrum(NamedTuple):
+    """Extreme singular values of J: how far a unit move of the weights moves the scores."""
 
     smallest: float
-    """Over moves orthogonal to the gauge; 0 when no weight moves any score."""
+    """Over moves orthogonal to the gauge; 0 when J = 0."""
     largest: float
     rank: int
 
 
 class GammaBounds(NamedTuple):
-    """Lengths of a score step and what they promise."""
+    """Lengths of a score step, with what each guarantees."""
 
     best: float
     """Maximises the guaranteed decrease of a b-smooth loss."""
     largest: float
-    """Below it the loss of a b-smooth function falls."""
+    """Below it a b-smooth loss decreases."""
     bilinear: float
     """Up to it the bilinear part is at most the share tau of the step."""
 
 
 @torch.no_grad()
-def score_spectrum(X: Tensor, W_Q: Tensor, W_K: Tensor) -> Spectrum:
-    """Extreme singular values and rank of J for X (n, d); dense in (2 d k)^2, for small sizes."""
+def score_spectrum(X: Tensor, W_Q: Tensor, W_K: Tensor) -> ScoreSpectrum:
+    """Extreme singular values and rank of J for X (n, d); dense in (2 d k)^2, for small sizes.
+
+    >>> import torch
+    >>> score_spectrum(torch.eye(2), torch.eye(2), torch.eye(2))
+    ScoreSpectrum(smallest=1.4142135623730951, largest=1.4142135623730951, rank=4)
+    """
     X, W_Q, W_K = X.double(), W_Q.double(), W_K.double()
     rank = reachable_rank(X, W_Q, W_K)
     if rank == 0:
-        return Spectrum(0.0, 0.0, 0)
+        return ScoreSpectrum(0.0, 0.0, 0)
     C = X.mT @ X
     CQ, CK = C @ W_Q, C @ W_K
     size = W_Q.numel()
@@ -71,7 +78,7 @@ def score_spectrum(X: Tensor, W_Q: Tensor, W_K: Tensor) -> Spectrum:
         )
     )
     squares = torch.linalg.eigvalsh(gram).clamp(min=0.0)
-    return Spectrum(float(squares[-rank].sqrt()), float(squares[-1].sqrt()), rank)
+    return ScoreSpectrum(float(squares[-rank].sqrt()), float(squares[-1].sqrt()), rank)
 
 
 def reachable_rank(X: Tensor, W_Q: Tensor, W_K: Tensor) -> int:
@@ -81,7 +88,7 @@ def reachable_rank(X: Tensor, W_Q: Tensor, W_K: Tensor) -> int:
 
 
 def efficiency_lower(X: Tensor, W_Q: Tensor, W_K: Tensor) -> float:
-    """Never more than the share of the best <G, dS> that the raw step attains, for any G."""
+    """A lower bound on the share of the best <G, dS> that the raw step attains, for any G."""
     s, s_max, _ = score_spectrum(X, W_Q, W_K)
     if s == 0.0:
         return 0.0
@@ -90,7 +97,7 @@ def efficiency_lower(X: Tensor, W_Q: Tensor, W_K: Tensor) -> float:
 
 
 def remainder_upper(X: Tensor, W_Q: Tensor, W_K: Tensor, gamma: float) -> float:
-    """Never less than |R| of a gauge-free move with |J| = gamma; inf when J is zero."""
+    """An upper bound on |R| of a gauge-free move with |J| = gamma; inf when J = 0."""
     s = score_spectrum(X, W_Q, W_K).smallest
     if s == 0.0:
         return float("inf")
@@ -98,16 +105,16 @@ def remainder_upper(X: Tensor, W_Q: Tensor, W_K: Tensor, gamma: float) -> float:
 
 
 def reachable_gradient(X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor) -> Tensor:
-    """Pi(G), the part of G (n, n) that some move of the weights can follow."""
+    """Pi(G), the projection of G (n, n) onto the reachable score changes."""
     X, W_Q, W_K, G = (M.double() for M in (X, W_Q, W_K, G))
     scores = ScoreMap(X[None], W_Q, W_K)
     return -scores.linear(exact(scores, G[None], 0.0))[0]
 
 
-def trusted_gamma(
+def gamma_bounds(
     X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor, *, smoothness: float, tau: float = 0.1
 ) -> GammaBounds:
-    """Lengths that a loss with |grad L(S) - grad L(S')| <= smoothness |S - S'| allows."""
+    """Lengths gamma for a loss with |grad L(S) - grad L(S')| <= smoothness |S - S'|."""
     if not smoothness > 0.0 or not tau > 0.0:
         raise ValueError(f"smoothness={smoothness} and tau={tau} should be above 0.")
     slope = float(reachable_gradient(X, W_Q, W_K, G).norm())
@@ -118,5 +125,5 @@ def trusted_gamma(
 
 
 def decrease_lower(slope: float, smoothness: float, gamma: float) -> float:
-    """Never more than the decrease of the loss, for slope = |Pi(G)| and |dS| = gamma."""
+    """A lower bound on the decrease of the loss, for slope = |Pi(G)| and |dS| = gamma."""
     return gamma * slope - 0.5 * smoothness * gamma**2

@@ -1,11 +1,11 @@
-"""fenchel/optim/score/exact_step.py and solvers.py against dense least squares and autograd."""
+"""fenchel/optim/score/exact_step.py against dense least squares and autograd."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from fenchel.optim.score import remove_gauge, score_step
-from fenchel.optim.score.exact_step import ScoreMap, Weights, cg, whitening
+from fenchel.optim.score.exact_step import ScoreMap, WeightMove, cg, whitening
 from fenchel.optim.score.score_bounds import efficiency_lower
 
 SOLVERS = ["raw", "exact", "spectral", "cg"]
@@ -35,7 +35,7 @@ def dense(scores: ScoreMap) -> Tensor:
     columns = []
     for e in torch.eye(2 * d * k, dtype=torch.float64):
         Q, K = e.reshape(2, d, k)
-        columns.append(scores.linear(Weights(Q, K)).flatten())
+        columns.append(scores.linear(WeightMove(Q, K)).flatten())
     return torch.stack(columns, dim=1)
 
 
@@ -51,7 +51,7 @@ def test_the_direction_is_that_of_dense_least_squares(
     X, W_Q, W_K, G = problem(*size)
     step = score_step(X, W_Q, W_K, G, 0.1, solver=solver)
     scores = ScoreMap(X[None], W_Q, W_K)
-    ours = scores.linear(Weights(step.dW_Q, step.dW_K)).flatten()
+    ours = scores.linear(WeightMove(step.dW_Q, step.dW_K)).flatten()
     J = dense(scores)
     best = -J @ (torch.linalg.pinv(J, rtol=1e-11) @ G.flatten())
     torch.testing.assert_close(ours / ours.norm(), best / best.norm(), atol=1e-10, rtol=0)
@@ -61,7 +61,7 @@ def test_cg_is_least_squares_on_the_batched_masked_operator() -> None:
     X, W_Q, W_K, G = batch()
     step = score_step(X, W_Q, W_K, G, 0.1, solver="cg", mask=CAUSAL)
     scores = ScoreMap(X, W_Q, W_K, CAUSAL)
-    ours = scores.linear(Weights(step.dW_Q, step.dW_K)).flatten()
+    ours = scores.linear(WeightMove(step.dW_Q, step.dW_K)).flatten()
     J = dense(scores)
     best = -J @ (torch.linalg.pinv(J, rtol=1e-11) @ (G * CAUSAL).flatten())
     torch.testing.assert_close(ours / ours.norm(), best / best.norm(), atol=1e-10, rtol=0)
@@ -73,7 +73,7 @@ def test_the_adjoint_is_the_gradient() -> None:
     S = (X @ W_Q @ W_K.mT @ X.mT) * CAUSAL
     found = torch.autograd.grad((S * G).sum(), W)
     adjoint = ScoreMap(X, W_Q.detach(), W_K.detach(), CAUSAL).adjoint(G)
-    torch.testing.assert_close(adjoint, Weights(*found))
+    torch.testing.assert_close(adjoint, WeightMove(*found))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -146,7 +146,7 @@ def test_without_the_shared_half_the_step_is_not_the_best() -> None:
     X, W_Q, W_K, G = problem(16, 8, 4)
     scores = ScoreMap(X[None], W_Q, W_K)
     X_, Q_, K_ = (torch.linalg.pinv(M) for M in (X, X @ W_Q, X @ W_K))
-    twice = scores.linear(Weights(-X_ @ G @ K_.mT, -X_ @ G.mT @ Q_.mT))[0]
+    twice = scores.linear(WeightMove(-X_ @ G @ K_.mT, -X_ @ G.mT @ Q_.mT))[0]
     best = score_step(X, W_Q, W_K, G, 1e-6).predicted / 1e-6
     assert float((G * twice).sum() / twice.norm()) > float(best) + 1e-3
 
@@ -159,7 +159,7 @@ def test_least_gauge_is_the_pseudo_inverse_and_changes_no_score_to_first_order(
     own = score_step(X, W_Q, W_K, G, 1e-6, solver=solver)
     least = remove_gauge(W_Q, W_K, own.dW_Q, own.dW_K)
     scores = ScoreMap(X[None], W_Q, W_K)
-    J = scores.linear(Weights(own.dW_Q, own.dW_K))
+    J = scores.linear(WeightMove(own.dW_Q, own.dW_K))
     torch.testing.assert_close(scores.linear(least), J, atol=1e-16, rtol=1e-9)
     shortest = torch.linalg.pinv(dense(scores), rtol=1e-11) @ J.flatten()
     ours = torch.cat([M.flatten() for M in least])
@@ -200,8 +200,8 @@ def test_a_gradient_that_no_weight_can_follow_gives_no_step_and_says_so() -> Non
     for solver in SOLVERS:
         step = score_step(X, W_Q, W_K, out @ G @ out, 0.1, solver=solver)
         assert not any(M.any() for M in step)
-        assert "T W_K and T^T W_Q vanish" in step.words
-    assert "the loss by -" in score_step(X, W_Q, W_K, G, 0.1).words
+        assert "T W_K and T^T W_Q vanish" in step.summary
+    assert "the loss by -" in score_step(X, W_Q, W_K, G, 0.1).summary
 
 
 def test_zero_weights_on_one_side_still_move_and_on_both_sides_do_not() -> None:

@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from fenchel.optim.score import remove_gauge, score_step
-from fenchel.optim.score.exact_step import ScoreMap, Weights
+from fenchel.optim.score.exact_step import ScoreMap, WeightMove
 from fenchel.optim.score.score_bounds import (
     decrease_lower,
+    gamma_bounds,
     reachable_gradient,
     reachable_rank,
     remainder_upper,
     score_spectrum,
-    trusted_gamma,
 )
 
 
@@ -30,7 +30,7 @@ def test_the_spectrum_is_that_of_the_dense_map(size: tuple[int, int, int]) -> No
     X, W_Q, W_K, _ = problem(*size, seed=0)
     scores = ScoreMap(X[None], W_Q, W_K)
     basis = torch.eye(2 * W_Q.numel(), dtype=torch.float64).reshape(-1, 2, *W_Q.shape)
-    s = torch.linalg.svdvals(torch.stack([scores.linear(Weights(*e)).flatten() for e in basis]))
+    s = torch.linalg.svdvals(torch.stack([scores.linear(WeightMove(*e)).flatten() for e in basis]))
     found = score_spectrum(X, W_Q, W_K)
     s = s[s > 1e-10 * s[0]]
     assert found.rank == len(s) == reachable_rank(X, W_Q, W_K)
@@ -48,7 +48,7 @@ def test_the_reachable_dimension_is_k_times_2r_less_k_at_full_rank() -> None:
 def test_the_remainder_of_a_gauge_free_step_stays_below_its_bound(seed: int, solver: str) -> None:
     X, W_Q, W_K, G = problem(9, 5, 2, seed=seed)
     step = score_step(X, W_Q, W_K, G, 0.3, solver=solver, gauge="least")
-    dW = Weights(step.dW_Q, step.dW_K)
+    dW = WeightMove(step.dW_Q, step.dW_K)
     scores = ScoreMap(X[None], W_Q, W_K)
     gamma = float(scores.linear(dW).norm())
     assert float(scores.bilinear(dW).norm()) <= remainder_upper(X, W_Q, W_K, gamma)
@@ -57,7 +57,7 @@ def test_the_remainder_of_a_gauge_free_step_stays_below_its_bound(seed: int, sol
 def test_along_the_gauge_the_remainder_has_no_bound_and_removal_takes_it_away() -> None:
     X, W_Q, W_K, _ = problem(9, 5, 2, seed=0)
     M = draw(2, 2, seed=9)
-    gauge = Weights(W_Q @ M, -W_K @ M.mT)
+    gauge = WeightMove(W_Q @ M, -W_K @ M.mT)
     scores = ScoreMap(X[None], W_Q, W_K)
     assert float(scores.linear(gauge).norm()) < 1e-12
     assert float(scores.bilinear(gauge).norm()) > 1.0
@@ -71,7 +71,7 @@ def test_a_smooth_loss_falls_at_least_as_far_as_promised(seed: int) -> None:
     b, S = 0.7, X @ W_Q @ W_K.mT @ X.mT
     G = b * (S - target)
     slope = float(reachable_gradient(X, W_Q, W_K, G).norm())
-    bounds = trusted_gamma(X, W_Q, W_K, G, smoothness=b, tau=1e-3)
+    bounds = gamma_bounds(X, W_Q, W_K, G, smoothness=b, tau=1e-3)
     gamma = min(bounds.best, bounds.bilinear)
     step = score_step(X, W_Q, W_K, G, gamma)
     fall = 0.5 * b * float((S - target).square().sum() - (S + step.dS - target).square().sum())
@@ -80,12 +80,12 @@ def test_a_smooth_loss_falls_at_least_as_far_as_promised(seed: int) -> None:
     assert decrease_lower(slope, b, bounds.best) >= decrease_lower(slope, b, 1.1 * bounds.best)
 
 
-def test_up_to_the_trusted_gamma_the_linear_rule_errs_by_less_than_tau() -> None:
+def test_up_to_the_gamma_bounds_the_linear_rule_errs_by_less_than_tau() -> None:
     X, W_Q, W_K, G = problem(9, 5, 2, seed=1)
-    gamma = trusted_gamma(X, W_Q, W_K, G, smoothness=1.0, tau=0.05).bilinear
+    gamma = gamma_bounds(X, W_Q, W_K, G, smoothness=1.0, tau=0.05).bilinear
     assert remainder_upper(X, W_Q, W_K, gamma) == pytest.approx(0.05 * gamma)
 
 
-def test_a_loss_that_is_not_smooth_has_no_trusted_gamma() -> None:
+def test_a_loss_that_is_not_smooth_has_no_gamma_bounds() -> None:
     with pytest.raises(ValueError, match="smoothness=0"):
-        trusted_gamma(*problem(9, 5, 2, seed=1), smoothness=0.0)
+        gamma_bounds(*problem(9, 5, 2, seed=1), smoothness=0.0)
