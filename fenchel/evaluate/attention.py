@@ -1,15 +1,10 @@
-"""What a model's attention looks like on some ids: its health in numbers, its maps.
+"""Attention of a model on given ids: health per layer and head, maps, and a sample for the report.
 
-The model attends by a fused kernel that keeps no weights, so its queries and keys are taken as
-it reads (``observe``), and what each layer asks of ``attend`` with them (its map, prior, scale, cap
-and sink) is computed beside it for these few sequences.
+The fused attention kernels of the forward pass do not return their weights. An observer therefore
+records the queries and keys of every layer, and the statistics and maps are computed from the
+recorded calls (choice map, prior, scale, soft cap and sink included).
 
-Shapes: ids (B, T); maps (layers, H, T, T), row t the weights of query t.
-
-What a model writes and where it looks, on the first words of a text: a picture for a report.
-
-The maps go out as bytes, value = round(255 sqrt(p)), row-major in (layer, head, query, key):
-the root keeps small weights visible in eight bits.
+Shapes: ids (B, T); maps (layers, H, T, T), where row t holds the weights of query t.
 """
 
 from typing import Any
@@ -27,26 +22,29 @@ from fenchel.model import Transformer, evaluating
 
 @torch.no_grad()
 def attention_health(model: Transformer, ids_BT: Tensor) -> dict[str, list[Any]]:
-    """The numbers of fenchel/attention/measure.py: one a layer, and under head_ a list a layer."""
-    found = [
-        health_per_head(
-            call.q,
-            call.k,
-            **call.spec,
-        )
-        for call in attention_calls(model, ids_BT)
+    """Health of the attention: per name one number per layer, under head_ one list per layer.
+
+    The names are "attention/" followed by the fields of ``Health``, and "attention/head_" followed
+    by those of ``HeadHealth``.
+    """
+    layers = [
+        health_per_head(call.q, call.k, **call.spec) for call in attention_calls(model, ids_BT)
     ]
-    told = {f"attention/{name}": [getattr(h, name) for h, _ in found] for name in Health._fields}
-    heads = {name: [getattr(h, name) for _, h in found] for name in HeadHealth._fields}
-    return told | {f"attention/head_{name}": values for name, values in heads.items()}
+    return {
+        f"attention/{name}": [getattr(layer, name) for layer, _ in layers]
+        for name in Health._fields
+    } | {
+        f"attention/head_{name}": [getattr(heads, name) for _, heads in layers]
+        for name in HeadHealth._fields
+    }
 
 
 @torch.no_grad()
 def attention_maps(model: Transformer, ids_1T: Tensor) -> Tensor:
-    """Every head's weights on one sequence: (1, T) -> (layers, H, T, T)."""
+    """Attention weights of every head on one sequence: (1, T) -> (layers, H, T, T)."""
     B, T = ids_1T.shape
     if B != 1:
-        raise ValueError(f"maps are drawn of one sequence at a time, got {B}.")
+        raise ValueError(f"attention maps need one sequence, got {B}.")
     maps = [
         # A sink is the first key; the T tokens are the last.
         attend(call.q, call.k, call.v, **call.spec, return_weights=True)[1][0, ..., -T:]
@@ -68,13 +66,16 @@ def attention_calls(model: Transformer, ids_BT: Tensor) -> list[AttentionCall]:
 
 
 SENTENCE, PROMPT = 48, 16
-"""Tokens whose attention is shown, and tokens that are continued."""
+"""Tokens of the attention maps, and tokens of the prompt."""
 
 
 def sample(
     model: Transformer, tokenizer: Tokenizer, ids: Ids, *, seed: int, tokens: int = 160
 ) -> dict[str, Any]:
-    """A continuation of the first ``ids``, and every head's map on them, as plain values."""
+    """A generated continuation of the first ``ids`` and the attention maps on them, for a report.
+
+    The values are plain (JSON); the maps are packed by ``pack_weights``.
+    """
     device = model.lm_head_weight.device
     shown = torch.from_numpy(ids[: min(SENTENCE, model.config.context)].astype("int64")).to(device)
     prompt, words = shown[:PROMPT], shown.tolist()

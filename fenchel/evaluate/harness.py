@@ -1,16 +1,16 @@
-"""Our models under lm-evaluation-harness, by the interface of lm_eval 0.4.13.
+"""Adapter to lm-evaluation-harness (interface of lm_eval 0.4.13).
 
-The harness hands a model lists of requests, whose ``args`` are strings, and wants
+The harness calls a model with lists of requests, whose ``args`` are strings:
 
     loglikelihood          (context, continuation)   (log p(continuation | context), is it greedy)
     loglikelihood_rolling  (text,)                   log p(text | end)
     generate_until         (context, settings)       the continuation, up to a string in "until"
 
-and the numbers are those of its own rules: spaces that end a context belong to the continuation;
-the continuation's tokens are those of the whole string after as many as the context has; an empty
-context is the end of a document; a row that is too long loses its oldest tokens; a long text is
-read in windows of a full context in which every token is predicted once, the last window being
-moved back to end with the text.
+The results follow its rules: spaces at the end of a context belong to the continuation; the tokens
+of the continuation are those of the whole string after as many as the context has; an empty
+context is the END token; a row that is too long loses its oldest tokens; a long text is read in
+windows of a full context in which every token is predicted once, and the last window ends with the
+text.
 
     lm = harness_model("runs/one")
     lm_eval.simple_evaluate(model=lm, tasks=[...])
@@ -40,28 +40,28 @@ _NEW_TOKENS = 256  # where a task does not say, as the harness has it
 
 @dataclass(frozen=True)
 class HarnessAdapter:
-    """A model and its tokenizer, asked as the harness asks."""
+    """A model and its tokenizer behind the three requests of the harness."""
 
     model: Transformer
     tokenizer: Tokenizer
     batch: int = 16
-    """Rows read at once."""
+    """Rows per forward pass."""
     seed: int = 0
-    """Of tasks that sample."""
+    """Seed of tasks that sample."""
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """log p(continuation | context), and whether every token of it was the likeliest."""
+        """log p(continuation | context), and whether greedy decoding gives the continuation."""
         return self._scores([self._row(*pair) for pair in pairs])
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """log p of each whole text, after the end of a document."""
+        """log p of each whole text after an END token."""
         context = self.model.config.context
         rows: list[tuple[list[int], int]] = []
         owners: list[int] = []
         for owner, text in enumerate(texts):
             ids = np.array([end_id(self.tokenizer), *encode(self.tokenizer, text)])
             if len(ids) < 2:
-                continue  # the empty text is certain
+                continue  # the empty text has probability 1
             for window in windows(ids, context=context):
                 row = [*window.inputs[0].tolist(), int(window.targets[0, -1])]
                 rows.append((row, int(window.scored.sum())))
@@ -72,10 +72,10 @@ class HarnessAdapter:
         return totals
 
     def generate_until(self, context: str, settings: Mapping[str, Any]) -> str:
-        """The continuation of a context, greedy unless asked to sample, cut before a stop."""
+        """The continuation of a context, greedy unless ``do_sample``, cut before the first stop."""
         if unknown := sorted(settings.keys() - _SETTINGS):
             raise ValueError(
-                f"the task asks for {', '.join(unknown)} in generation; "
+                f"the task sets {', '.join(unknown)} for generation; "
                 f"known are {', '.join(sorted(_SETTINGS))}."
             )
         end = end_id(self.tokenizer)
@@ -96,35 +96,35 @@ class HarnessAdapter:
                 break
             drawn.append(int(token_B[0]))
             text = decode(self.tokenizer, drawn)
-            if found := [at for stop in stops if stop and (at := text.find(stop)) >= 0]:
-                return text[: min(found)]
+            if ends := [at for stop in stops if stop and (at := text.find(stop)) >= 0]:
+                return text[: min(ends)]
         return decode(self.tokenizer, drawn)
 
     def _row(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Ids of both, and how many of them, the last ones, are asked about."""
+        """Ids of both, and the number of ids of the continuation, which come last."""
         if not context:
-            asked = encode(self.tokenizer, continuation)
-            return [end_id(self.tokenizer), *asked], len(asked)
+            scored = encode(self.tokenizer, continuation)
+            return [end_id(self.tokenizer), *scored], len(scored)
         bare = context.rstrip()
         given = encode(self.tokenizer, bare)
         whole = encode(self.tokenizer, context + continuation)
-        asked = whole[len(given) :]
-        return [*(given or [end_id(self.tokenizer)]), *asked], len(asked)
+        scored = whole[len(given) :]
+        return [*(given or [end_id(self.tokenizer)]), *scored], len(scored)
 
     @torch.no_grad()
     def _scores(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """log p of the last ``asked`` ids of each row given those before, and whether greedy."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        """For each (ids, count): log p of the last ``count`` ids; whether all are the argmax."""
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         context = self.model.config.context
-        for _, asked in rows:
-            if asked > context:
+        for _, count in rows:
+            if count > context:
                 raise ValueError(
-                    f"a continuation has {asked} tokens and the model reads {context}; "
+                    f"a continuation has {count} tokens and the model reads {context}; "
                     "use a model with a longer context for this task."
                 )
-        # Rows of like length are read together; what fills a row stands after what counts.
+        # Rows of similar length share a batch. Padding comes last: no scored token attends to it.
         order = sorted(
-            (i for i, (_, asked) in enumerate(rows) if asked), key=lambda i: -len(rows[i][0])
+            (i for i, (_, count) in enumerate(rows) if count), key=lambda i: -len(rows[i][0])
         )
         device = self.model.lm_head_weight.device
         with evaluating(self.model):
@@ -135,12 +135,12 @@ class HarnessAdapter:
                 inputs = torch.tensor([[*row[:-1], *[0] * (wide + 1 - len(row))] for row in cut])
                 log_p = self.model(inputs.to(device)).float().log_softmax(-1)
                 for i, row, log_p_TV in zip(part, cut, log_p, strict=True):
-                    asked = rows[i][1]
-                    targets = torch.tensor(row[-asked:], device=device)
-                    mine = log_p_TV[len(row) - 1 - asked : len(row) - 1]
-                    value = mine.gather(-1, targets[:, None]).sum(dtype=torch.float64)
-                    found[i] = float(value), bool((mine.argmax(-1) == targets).all())
-        return found
+                    count = rows[i][1]
+                    targets = torch.tensor(row[-count:], device=device)
+                    log_p_NV = log_p_TV[len(row) - 1 - count : len(row) - 1]
+                    value = log_p_NV.gather(-1, targets[:, None]).sum(dtype=torch.float64)
+                    scores[i] = float(value), bool((log_p_NV.argmax(-1) == targets).all())
+        return scores
 
 
 def harness_model(directory: str | Path, *, batch: int = 16, seed: int = 0) -> Any:
@@ -153,39 +153,39 @@ def harness_model(directory: str | Path, *, batch: int = 16, seed: int = 0) -> A
         ) from None
 
     class FenchelLM(LM):  # type: ignore[misc]
-        """Requests in, answers out; each answer is also offered to the harness's cache."""
+        """The harness's interface to ``HarnessAdapter``; results also go to its cache."""
 
-        def __init__(self, answers: HarnessAdapter) -> None:
+        def __init__(self, adapter: HarnessAdapter) -> None:
             super().__init__()
-            self.answers = answers
+            self.adapter = adapter
 
         @property
         def tokenizer_name(self) -> str:
             return str(directory)
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            found = self.answers.loglikelihood([request.args for request in requests])
-            return self._kept("loglikelihood", requests, found)
+            results = self.adapter.loglikelihood([request.args for request in requests])
+            return self._cached("loglikelihood", requests, results)
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            found = self.answers.loglikelihood_rolling([request.args[0] for request in requests])
-            return self._kept("loglikelihood_rolling", requests, found)
+            results = self.adapter.loglikelihood_rolling([request.args[0] for request in requests])
+            return self._cached("loglikelihood_rolling", requests, results)
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            found = [self.answers.generate_until(*request.args) for request in requests]
-            return self._kept("generate_until", requests, found)
+            results = [self.adapter.generate_until(*request.args) for request in requests]
+            return self._cached("generate_until", requests, results)
 
-        def _kept(self, kind: str, requests: list[Any], found: list[Any]) -> list[Any]:
-            for request, answer in zip(requests, found, strict=True):
-                self.cache_hook.add_partial(kind, request.args, answer)
-            return found
+        def _cached(self, kind: str, requests: list[Any], results: list[Any]) -> list[Any]:
+            for request, result in zip(requests, results, strict=True):
+                self.cache_hook.add_partial(kind, request.args, result)
+            return results
 
     model, tokenizer, _ = load(directory)
     return FenchelLM(HarnessAdapter(model, tokenizer, batch, seed))
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
-    """Greedy unless the task samples; a temperature without sampling asks for nothing."""
+    """Greedy unless the task samples: without ``do_sample`` a temperature has no effect."""
     if not settings.get("do_sample"):
         return Sampling(temperature=0.0)
     return Sampling(
