@@ -70,7 +70,13 @@ SENTENCE, PROMPT = 48, 16
 
 
 def sample(
-    model: Transformer, tokenizer: Tokenizer, ids: Ids, *, seed: int, tokens: int = 160
+    model: Transformer,
+    tokenizer: Tokenizer,
+    ids: Ids,
+    *,
+    seed: int,
+    tokens: int = 160,
+    temperature: float = 0.8,
 ) -> dict[str, Any]:
     """A generated continuation of the first ``ids`` and the attention maps on them, for a report.
 
@@ -83,7 +89,7 @@ def sample(
         model,
         prompt[None],
         max_new_tokens=tokens,
-        temperature=0.8,
+        temperature=temperature,
         top_p=0.95,
         stop=[end_id(tokenizer)],
         generator=torch.Generator(device).manual_seed(seed),

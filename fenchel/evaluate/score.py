@@ -4,6 +4,11 @@
     perplexity     exp(loss), V for a uniform model; depends on the tokenizer
     bits_per_byte  sum of the losses / (bytes of the text x log 2); independent of the tokenizer
 
+``score_choice`` measures a model that was trained by the Fenchel-Young loss of another choice map:
+its prediction is p = weights(logits). A sparse p may give a target probability 0. Perplexity and
+bits per byte are then infinite; the loss, the accuracy and the share of targets outside the support
+remain.
+
 Every token but the first is a target exactly once. A target has at least half a context before
 it, except near the start of the text.
 """
@@ -18,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fenchel.choice import Choice
 from fenchel.data import Ids, ProgressCallback, encode, end_id, open_text, windows
 from fenchel.model import evaluating
 
@@ -67,6 +73,54 @@ def score(
     loss = total / count
     share = bytes * count / (len(ids) - 1)
     return Score(loss, _exp(loss), total / (share * math.log(2.0)), count)
+
+
+class ChoiceScore(NamedTuple):
+    """A model on a text, its prediction p being the weights of a choice map."""
+
+    loss: float
+    """Mean Fenchel-Young loss per target."""
+    accuracy: float
+    """Share of targets that have the largest logit."""
+    support: float
+    """Mean number of tokens with p > 0."""
+    uncovered: float
+    """Share of targets with p = 0."""
+    perplexity: float
+    """exp of the mean of -log p(target); infinite if any target is uncovered."""
+    bits_per_byte: float
+    tokens: int
+
+
+@torch.no_grad()
+def score_choice(
+    model: nn.Module,
+    ids: Ids,
+    *,
+    choice: Choice,
+    bytes: int,
+    context: int,
+    limit: int | None = None,
+    batch: int = 32,
+) -> ChoiceScore:
+    """``score`` of a model whose prediction is ``choice.weights(logits)``."""
+    part = ids if limit is None else ids[: limit + 1]
+    sums, count = torch.zeros(5, dtype=torch.float64), 0
+    for logits_NV, targets_N in predictions(model, part, context=context, batch=batch):
+        p_NV = choice.weights(logits_NV.float())
+        p_N = p_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+        measures = (
+            choice.loss(logits_NV.float(), targets_N),
+            logits_NV.argmax(-1) == targets_N,
+            (p_NV > 0).sum(-1),
+            p_N == 0,
+            -p_N.log(),
+        )
+        sums += torch.stack([m.sum(dtype=torch.float64).cpu() for m in measures])
+        count += len(targets_N)
+    loss, accuracy, support, uncovered, nats = (sums / count).tolist()
+    bits = nats * (len(ids) - 1) / (bytes * math.log(2.0))
+    return ChoiceScore(loss, accuracy, support, uncovered, _exp(nats), bits, count)
 
 
 @torch.no_grad()

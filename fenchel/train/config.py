@@ -1,9 +1,13 @@
-"""The settings of training: how long, in what portions, what is kept and when it stops."""
+"""The settings of training: how long, with which loss, what is logged and saved, when it stops."""
 
 import math
 import re
 from dataclasses import dataclass
 
+from fenchel.choice.by_name import MAPS, by_name
+
+LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
+"""Cross-entropy is the Fenchel-Young loss of softmax; the others bear the name of their map."""
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 LOGGERS = ("tensorboard",)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -11,51 +15,55 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All about the loop, and nothing about the model or the optimiser."""
+    """Settings of the loop; the model and the optimiser have their own."""
 
     steps: int | None = None
-    """How many steps; None lets ``budget`` decide."""
+    """Number of steps; None derives it from ``budget``."""
     budget: str | float | None = "2m"
     """Time for training and evaluation: "90s", "3m", "1h" or seconds; read when steps is None."""
     batch: int = 32
-    """Sequences in a step, B."""
+    """Sequences per step, B."""
     accumulate: int = 1
-    """Parts in which a step's sequences are read; divides ``batch``. Saves memory."""
+    """Micro-batches per step, a divisor of ``batch``; more of them need less memory."""
     clip: float = 1.0
-    """Largest global norm of a gradient; longer ones are shortened."""
+    """Largest global norm of the gradient; a longer one is scaled down to it."""
+    loss: str = "cross_entropy"
+    """"cross_entropy", or the Fenchel-Young loss of a map: "entmax", "sparsemax" or "hard"."""
+    loss_alpha: float = 1.5
+    """alpha of loss="entmax"; no other loss reads it."""
     smoothing: float = 0.0
-    """Share of each target's probability that is spread over all tokens."""
+    """Label smoothing: share of each target's probability that is spread over all tokens."""
     qk_clip: float | None = None
-    """Limit on the scores of a head: what passes it is scaled back after the step. None is none."""
+    """Limit on the scores per head: weights that exceed it are scaled down after the step."""
     entropy_floor: float = 0.0
-    """Mean entropy in nats below which a head is penalised; 0 is no penalty."""
+    """Mean entropy in nats below which a head is penalised; 0 disables the penalty."""
     entropy_weight: float = 0.1
-    """Factor of that penalty in the loss; without a floor nothing reads it."""
+    """Factor of that penalty in the loss; read only with an ``entropy_floor``."""
     balance_weight: float = 0.01
-    """Factor in the loss of how unevenly experts are chosen; without experts nothing reads it."""
+    """Factor of the load-balancing loss of a mixture of experts; read only with experts."""
     precision: str = "auto"
     """"float32", "bfloat16" (autocast), "float16" (autocast, the loss scaled), or "auto": bfloat16
     where the hardware has it."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one."""
     exact: bool = True
-    """On a GPU, use only kernels that repeat bit for bit; a CPU always does."""
+    """On a GPU, use only deterministic kernels, so that a run repeats bit for bit."""
     compile: bool = False
-    """Compile the model's pass by torch.compile: a minute at first, then faster steps on a GPU."""
+    """Compile the forward pass with torch.compile: a minute at first, then faster GPU steps."""
     threads: int | None = None
-    """CPU threads; None tries some and keeps the fastest."""
+    """CPU threads; None times a few counts and takes the fastest."""
     log_every: int = 10
     """Steps between lines of metrics."""
     evaluate_every: int | None = None
     """Steps between evaluations; None is a tenth of the run."""
     evaluate_tokens: int = 16384
-    """Validation tokens of an evaluation while training; after training all are read."""
+    """Validation tokens per evaluation while training; after training all are read."""
     save_every: int | None = None
     """Steps between checkpoints; None is a tenth of the run."""
     keep: int = 3
-    """How many of the newest checkpoints stay; the best one stays besides."""
+    """How many of the newest checkpoints stay; the best one stays in addition."""
     patience: int = 3
-    """Steps in a row whose loss or gradient is not finite before the run stops."""
+    """Steps in a row with a loss or gradient that is not finite before the run stops."""
     log: tuple[str, ...] = ()
     """Loggers beside metrics.jsonl: "tensorboard"."""
 
@@ -82,9 +90,13 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)} should be 0 or above, and finite.")
         if self.compile and (self.qk_clip is not None or self.entropy_floor):
             raise ValueError(
-                "compile=true leaves nothing to look at in the pass, which qk_clip and "
-                "entropy_floor do; choose one of them."
+                "compile=true hides queries and keys, which qk_clip and entropy_floor read; "
+                "choose one of them."
             )
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss={self.loss!r} should be one of {LOSSES}.")
+        if self.loss == "entmax":
+            by_name("entmax", alpha=self.loss_alpha)  # refuses an alpha that has no map
         if not 0.0 <= self.smoothing < 1.0:
             raise ValueError(f"smoothing={self.smoothing} should be in [0, 1).")
         if self.precision not in PRECISIONS:

@@ -1,35 +1,41 @@
-"""Cross-entropy of the next token.
+"""The loss of the next token: cross-entropy, or the Fenchel-Young loss of another choice map.
 
-    loss = - sum over targets of  sum_v y_v log softmax(z)_v
-    y    = (1 - a) onehot(target) + a / V           label smoothing a
+With logits z, the target distribution y under label smoothing a, and the regulariser Omega of a
+choice map (fenchel/choice/base.py),
 
-It is the Fenchel-Young loss of the Softmax choice. This is the definition, for logits that are at
-hand; a step of training computes the same from the stream in parts (readout.py). The sum and
-not the mean is returned: a step adds the sums of its parts and divides once by the number of
-targets, so that parts of unequal size weigh by their tokens.
+    y    = (1 - a) onehot(target) + a / V
+    loss = sum over targets of  value(z) + Omega(y) - <y, z>,    value(z) = max_p <p, z> - Omega(p)
+    e    = dloss/dz = weights(z) - y
 
-The loss of fenchel/train/loss.py, read out of the stream in parts.
+Softmax gives value(z) = logsumexp(z) and the cross-entropy, of which -Omega(y), the entropy of y,
+is not subtracted, as in torch. Entmax (alpha > 1, Sparsemax is alpha = 2) gives a margin: the loss
+is 0 once the target's logit is 1 / (alpha - 1) above all others, and e is 0 at every token that is
+far enough below. Hard, with Omega = 0, gives the perceptron loss max(z) - <y, z>.
 
-With h the normalised stream at a position, W the read-out table and y the smoothed target,
+The sum and not the mean is returned: a step adds the sums of its parts and divides once by the
+number of targets, so that parts of unequal size weigh by their tokens.
 
-    z    = W h
-    loss = sum over positions of  logsumexp(z) - <y, z>,     y = (1 - a) onehot(target) + a / V
-    e    = dloss/dz = softmax(z) - y
-    gh   = W^T e                                gW = sum over positions of  e h^T
+``total_loss`` is the definition, for logits that exist already. ``lm_head_loss`` computes the same
+from the hidden states h and the matrix W of the LM head:
 
-The logits of a batch are its largest tensor by far, V / M times the stream, and the softmax,
-its derivative and the memory for both come on top. But e follows from z at once: so R rows are
-read at a time, turned in place into their part of both gradients, and forgotten. The memory is
-that of R rows, and forward and backward take 165 ms instead of 340 ms (4096 positions, M = 128,
-V = 4096) or 345 ms instead of 500 ms (2048, 384, 8192), one thread; the three products alone
-take 150 ms of the first. On a GPU kernels/cross_entropy.py does the part between the products.
+    z  = W h
+    gh = W^T e                                gW = sum over positions of  e h^T
 
-The gradient is computed with the loss, handed over once, and cannot be differentiated again.
+The logits of a batch are its largest tensor by far, V / M times the hidden states, and the
+softmax, its derivative and the memory for both come on top. But e follows from z at once: so the
+logits of R rows are computed at a time, overwritten by e, multiplied into both gradients, and
+discarded. The memory is that of R rows, and forward and backward take 165 ms instead of 340 ms
+(4096 positions, M = 128, V = 4096) or 345 ms instead of 500 ms (2048, 384, 8192), one thread; the
+three products alone take 150 ms of the first. On a GPU kernels/cross_entropy.py computes e for the
+cross-entropy. The gradient is computed with the loss, returned once, and cannot be differentiated
+again.
 
-A table that is read out and also embeds the tokens has a second gradient, which is zero but for
-the rows of the batch's tokens. ``sparse_embedding_gradient`` has those rows added to the first,
-where otherwise a table of zeros is made for them and two whole tables are added up: a twelfth of
-the gradient of a Llama of 30M on a CPU.
+A matrix W that also embeds the tokens (tied) has a second gradient, which is zero but for the rows
+of the batch's tokens. ``sparse_embedding_gradient`` adds those rows to the first gradient, where
+otherwise a dense table is made for them and two tables are added: a twelfth of the gradient's time
+of a Llama of 30M on a CPU.
+
+Blondel, Martins and Niculae (2020), Learning with Fenchel-Young losses.
 """
 
 from collections.abc import Iterator
@@ -41,9 +47,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
+from fenchel.choice import Choice, by_name
 
-def total_loss(logits_BTV: Tensor, targets_BT: Tensor, *, smoothing: float = 0.0) -> Tensor:
-    """Sum over all targets, in nats: (B, T, V), (B, T) -> ()."""
+ROWS = 256
+"""The fewest rows at a time: every part passes over all of gW, which few rows would not repay."""
+LOGITS = {"cpu": 2**20, "cuda": 2**28}
+"""Logits at a time, if that is more rows: near a core's cache, or enough to keep a GPU busy."""
+IGNORED = -100
+"""A target that is left out of the sum, as in torch."""
+
+
+def named_loss(name: str, *, alpha: float = 1.5) -> Choice | None:
+    """The choice map whose Fenchel-Young loss is called ``name``; None for "cross_entropy".
+
+    >>> named_loss("entmax", alpha=1.25)
+    Entmax(alpha=1.25, beta=1.0)
+    """
+    return None if name == "cross_entropy" else by_name(name, alpha=alpha)
+
+
+def total_loss(
+    logits_BTV: Tensor,
+    targets_BT: Tensor,
+    *,
+    smoothing: float = 0.0,
+    choice: Choice | None = None,
+) -> Tensor:
+    """Sum over all targets: (B, T, V), (B, T) -> (). Targets of -100 are left out.
+
+    In nats for the cross-entropy, which is the loss where ``choice`` is None.
+
+    >>> logits, target = torch.tensor([[[0.0, 3.0, -1.0]]]), torch.tensor([[1]])
+    >>> from fenchel.choice import Sparsemax
+    >>> total_loss(logits, target), total_loss(logits, target, choice=Sparsemax())
+    (tensor(0.0659), tensor(0.))
+    """
+    if choice is not None:
+        return _choice_loss(choice, logits_BTV.flatten(0, -2), targets_BT.flatten(), smoothing)
     return cross_entropy(
         logits_BTV.flatten(0, -2).float(),
         targets_BT.flatten(),
@@ -52,31 +92,47 @@ def total_loss(logits_BTV: Tensor, targets_BT: Tensor, *, smoothing: float = 0.0
     )
 
 
-ROWS = 256
-"""The fewest rows at a time: every part passes over all of gW, which few rows would not repay."""
-LOGITS = {"cpu": 2**20, "cuda": 2**28}
-"""Logits at a time, if that is more rows: near a core's cache, or enough to keep a GPU busy."""
+def _choice_loss(choice: Choice, z_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tensor:
+    z_NV, targets_N = z_NV[targets_N != IGNORED], targets_N[targets_N != IGNORED]
+    if not smoothing:
+        return choice.loss(z_NV, targets_N).sum()
+    V = z_NV.shape[-1]
+    y_NV = torch.full_like(z_NV, smoothing / V)
+    y_NV.scatter_add_(-1, targets_N.unsqueeze(-1), torch.full_like(y_NV[:, :1], 1.0 - smoothing))
+    return choice.loss(z_NV, y_NV).sum()
 
 
 def lm_head_loss(
-    stream_BTM: Tensor, table_VM: Tensor, targets_BT: Tensor, *, smoothing: float = 0.0
+    hidden_BTM: Tensor,
+    weight_VM: Tensor,
+    targets_BT: Tensor,
+    *,
+    smoothing: float = 0.0,
+    choice: Choice | None = None,
 ) -> Tensor:
-    """Sum over all targets, in nats: (B, T, M), (V, M), (B, T) -> ()."""
-    learns = torch.is_grad_enabled() and (stream_BTM.requires_grad or table_VM.requires_grad)
-    device, dtype = stream_BTM.device.type, stream_BTM.dtype
+    """``total_loss`` of the logits hidden @ weight.T: (B, T, M), (V, M), (B, T) -> ().
+
+    Every target is an index of the vocabulary. The logits never exist all at once.
+
+    >>> hidden, weight, targets = torch.randn(2, 3, 4), torch.randn(9, 4), torch.zeros(2, 3).long()
+    >>> loss = lm_head_loss(hidden, weight, targets)
+    >>> torch.testing.assert_close(loss, total_loss(hidden @ weight.T, targets))
+    """
+    learns = torch.is_grad_enabled() and (hidden_BTM.requires_grad or weight_VM.requires_grad)
+    device, dtype = hidden_BTM.device.type, hidden_BTM.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    loss: Tensor = _ReadoutLoss.apply(  # type: ignore[no-untyped-call]
-        stream_BTM.flatten(0, -2), table_VM, targets_BT.flatten(), smoothing, dtype, learns
+    loss: Tensor = _LMHeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_BTM.flatten(0, -2), weight_VM, targets_BT.flatten(), smoothing, choice, dtype, learns
     )
     return loss
 
 
 @contextmanager
 def sparse_embedding_gradient(model: nn.Module) -> Iterator[None]:
-    """A pass inside gives a tied embedding's gradient as rows, on a CPU, where that is quicker.
+    """Within, a forward pass gives a tied embedding a sparse gradient on a CPU.
 
-    The table must then be read out, or its whole gradient stays a matter of rows.
+    ``lm_head_loss`` must follow, which adds the dense gradient; alone the gradient stays sparse.
     """
     embed = getattr(model, "embed", None)
     if not isinstance(embed, nn.Embedding) or not _by_rows(embed.weight, model):
@@ -90,13 +146,13 @@ def sparse_embedding_gradient(model: nn.Module) -> Iterator[None]:
 
 
 def _by_rows(table: Tensor, model: nn.Module) -> bool:
-    """Whether the table is read out too, on a CPU; half a number would round at every token."""
+    """Whether the table is tied to the LM head, on a CPU; half precision would round per token."""
     tied = table is getattr(model, "lm_head_weight", None)
     return tied and table.device.type == "cpu" and table.dtype in (torch.float32, torch.float64)
 
 
-class _ReadoutLoss(torch.autograd.Function):
-    """The sum of the losses; its gradients are at hand when it is."""
+class _LMHeadLoss(torch.autograd.Function):
+    """The sum of the losses, with both gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -105,17 +161,19 @@ class _ReadoutLoss(torch.autograd.Function):
         W_VM: Tensor,
         targets_N: Tensor,
         smoothing: float,
+        choice: Choice | None,
         dtype: torch.dtype,
         learns: bool,
     ) -> Tensor:
         N, V = len(h_NM), len(W_VM)
         R = min(N, max(ROWS, LOGITS.get(h_NM.device.type, 0) // V))
         wide = torch.promote_types(dtype, torch.float32)
-        fused = _fused(h_NM)
-        # A GPU's products of odd widths are slow: C >= V columns, those beyond V all zero.
+        fused = choice is None and _fused(h_NM)
+        # GPU products of odd widths are slow: C >= V columns, those beyond V all zero.
         C = -(-V // 64) * 64 if fused else V
         table_CM = pad(W_VM.to(dtype), (0, 0, 0, C - V)) if C > V else W_VM.to(dtype)
-        room_RC = h_NM.new_empty(R, C, dtype=dtype if fused else wide)  # fresh memory is slow
+        # One buffer for all parts: fresh memory is slow.
+        room_RC = h_NM.new_empty(R, C, dtype=dtype if fused else wide)
         loss = h_NM.new_zeros((), dtype=wide)
         if learns:
             gh_NM, gW_CM = torch.empty_like(h_NM), torch.empty_like(table_CM, dtype=wide)
@@ -127,8 +185,10 @@ class _ReadoutLoss(torch.autograd.Function):
                     from fenchel.kernels.cross_entropy import softmax_errors
 
                     loss += softmax_errors(z_RC[:, :V], targets_R, smoothing).sum()
-                else:
+                elif choice is None:
                     loss += _to_errors(z_RC, targets_R.unsqueeze(-1), smoothing).sum()
+                else:
+                    loss += _to_choice_errors(choice, z_RC, targets_R, smoothing).sum()
                 if learns:
                     e_RC = z_RC.to(dtype)
                     gh_NM[n : n + R] = e_RC @ table_CM
@@ -139,24 +199,27 @@ class _ReadoutLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the gradients are numbers here: a derivative would be lost
+        if torch.is_grad_enabled():  # the gradients are constants here: a derivative would be lost
             raise RuntimeError(
                 "lm_head_loss has no second derivative; take total_loss of the logits instead."
             )
         if ctx.gradients is None:
             raise RuntimeError("lm_head_loss was differentiated already; compute it again.")
         gh_NM, gW_VM = ctx.gradients
-        ctx.gradients = None  # handed over, so that nobody has to copy them
-        return gh_NM.mul_(g.to(gh_NM.dtype)), gW_VM.mul_(g.to(gW_VM.dtype)), None, None, None, None
+        ctx.gradients = None  # no other reference is left, so autograd need not copy them
+        return (
+            *(gh_NM.mul_(g.to(gh_NM.dtype)), gW_VM.mul_(g.to(gW_VM.dtype))),
+            *(None, None, None, None, None),
+        )
 
 
 def _fused(h_NM: Tensor) -> bool:
-    """Whether the kernel takes the middle part: on a GPU, up to float32, where Triton is."""
+    """Whether kernels/cross_entropy.py computes e: on a GPU, up to float32, with Triton."""
     return h_NM.is_cuda and h_NM.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def _read(h_RM: Tensor, table_VM: Tensor, room_RV: Tensor) -> Tensor:
-    """z, written into the room for it."""
+    """z, written into ``room``."""
     if h_RM.dtype == room_RV.dtype:
         return torch.mm(h_RM, table_VM.T, out=room_RV)
     return room_RV.copy_(h_RM @ table_VM.T)
@@ -176,12 +239,31 @@ def _to_errors(z_RV: Tensor, targets_R1: Tensor, smoothing: float) -> Tensor:
     return top_R1 + total_R1.log() - reached_R1
 
 
+def _to_choice_errors(choice: Choice, z_RV: Tensor, targets_R: Tensor, smoothing: float) -> Tensor:
+    """The loss of every row, (R,); z becomes e = weights(z) - y in place."""
+    V, targets_R1 = z_RV.shape[-1], targets_R.unsqueeze(-1)
+    z_RV.sub_(z_RV.amax(-1, keepdim=True))  # the loss is the same for z + c; large c costs digits
+    p_RV = choice.weights(z_RV)
+    loss_R = (p_RV * z_RV).sum(-1) - choice.regulariser(p_RV)
+    loss_R -= (1.0 - smoothing) * z_RV.gather(-1, targets_R1).squeeze(-1)
+    y_V = z_RV.new_full((V,), smoothing / V)
+    y_V[0] += 1.0 - smoothing  # Omega is the same whichever token is the target
+    loss_R += choice.regulariser(y_V)
+    if smoothing:
+        loss_R -= smoothing * z_RV.mean(-1)
+    z_RV.copy_(p_RV)
+    if smoothing:
+        z_RV.sub_(smoothing / V)
+    z_RV.scatter_add_(-1, targets_R1, z_RV.new_full(targets_R1.shape, smoothing - 1.0))
+    return loss_R
+
+
 def _add_product(sum_VM: Tensor, a_VR: Tensor, b_RM: Tensor, *, first: bool) -> None:
-    """sum += a b, in the precision of the sum; the first is put into what was empty."""
+    """sum += a b, in the precision of the sum; the first product overwrites it."""
     beta = 0.0 if first else 1.0
     if a_VR.dtype == sum_VM.dtype:
         sum_VM.addmm_(a_VR, b_RM, beta=beta)
-    elif sum_VM.is_cuda:  # its products of narrow numbers can add to a wide sum
+    elif sum_VM.is_cuda:  # cuBLAS can add half-precision products to a float32 sum
         torch.addmm(sum_VM, a_VR, b_RM, out_dtype=sum_VM.dtype, beta=beta, out=sum_VM)
     elif first:
         sum_VM.copy_(a_VR @ b_RM)

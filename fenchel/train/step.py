@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from fenchel.data import Batch, Batches
 from fenchel.optim import CombinedOptimiser, Schedule, clip_
 from fenchel.train.config import TrainConfig
-from fenchel.train.loss import lm_head_loss, sparse_embedding_gradient, total_loss
+from fenchel.train.loss import lm_head_loss, named_loss, sparse_embedding_gradient, total_loss
 from fenchel.train.loss_scale import LossScaler
 from fenchel.train.stability import Stability
 
@@ -134,6 +134,7 @@ class Stepper:
         self.config, self.seed = config, seed
         self.device = next(model.parameters()).device
         self.autocast = autocast(config.precision, self.device)
+        self.loss_map = named_loss(config.loss, alpha=config.loss_alpha)
         half = config.precision == "float16"
         self.scaling = LossScaler(self.device, model.parameters()) if half else None
         watched = config.qk_clip is not None or config.entropy_floor > 0.0
@@ -199,10 +200,11 @@ class Stepper:
 
         A bias or a cap of the logits is the model's business, so such a model reads out itself.
         """
-        model, smoothing = self.model, self.config.smoothing
+        model = self.model
+        settings: Any = {"smoothing": self.config.smoothing, "choice": self.loss_map}
         if getattr(model, "lm_head_is_linear", True):
-            return lm_head_loss(stream, model.lm_head_weight, wanted, smoothing=smoothing)  # type: ignore[arg-type]
-        return total_loss(model.logits(stream), wanted, smoothing=smoothing)  # type: ignore[operator]
+            return lm_head_loss(stream, model.lm_head_weight, wanted, **settings)  # type: ignore[arg-type]
+        return total_loss(model.logits(stream), wanted, **settings)  # type: ignore[operator]
 
     def _balance(self) -> Tensor | None:
         """How unevenly experts were chosen in the pass just made, where there are any."""

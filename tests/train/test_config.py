@@ -57,9 +57,11 @@ def test_counts_are_at_least_one(name: str) -> None:
         ({"qk_clip": 0.0}, "qk_clip=0.0"),
         ({"entropy_floor": -1.0}, "entropy_floor=-1.0"),
         ({"entropy_weight": float("inf")}, "entropy_weight=inf"),
-        ({"compile": True, "qk_clip": 30.0}, "compile=true leaves nothing"),
-        ({"compile": True, "entropy_floor": 1.0}, "compile=true leaves nothing"),
+        ({"compile": True, "qk_clip": 30.0}, "compile=true hides queries and keys"),
+        ({"compile": True, "entropy_floor": 1.0}, "compile=true hides queries and keys"),
         ({"log": ("papyrus",)}, "log='papyrus'"),
+        ({"loss": "softmax"}, r"loss='softmax' should be one of \('cross_entropy', 'entmax'"),
+        ({"loss": "entmax", "loss_alpha": 0.5}, "alpha=0.5"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_name(settings: dict, says: str) -> None:

@@ -2,11 +2,12 @@
 
 import math
 
+import pytest
 import torch
 from torch.func import grad
-from torch.nn.functional import one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
-from fenchel.choice import Softmax
+from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
 from fenchel.train.loss import total_loss
 
 
@@ -47,3 +48,49 @@ def test_logits_of_half_precision_are_summed_in_float32() -> None:
     loss = total_loss(logits, TARGETS)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, total_loss(logits.float(), TARGETS), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("a", [0.0, 0.1])
+@pytest.mark.parametrize("choice", [Entmax(1.25), Entmax(1.5), Sparsemax(), Hard()], ids=str)
+def test_with_another_map_the_gradient_is_its_choice_less_the_truth(
+    choice: Choice, a: float
+) -> None:
+    logits = 2.0 * draw(2, 3, 9).double()
+    loss, slope = torch.func.grad_and_value(
+        lambda z: total_loss(z, TARGETS, smoothing=a, choice=choice)
+    )(logits)[::-1]
+    truth = (1 - a) * one_hot(TARGETS, 9).double() + a / 9
+    torch.testing.assert_close(slope, choice.weights(logits) - truth)
+    value = choice.value(logits) - (truth * logits).sum(-1)
+    torch.testing.assert_close(loss, (value + choice.regulariser(truth)).sum())
+    assert loss > 0
+
+
+def test_a_sparse_loss_ends_where_the_target_is_a_margin_ahead() -> None:
+    logits, target = torch.tensor([[[2.0, 0.0, 0.0]]]), torch.tensor([[0]])
+    assert total_loss(logits, target, choice=Entmax(1.5)) == 0.0
+    assert total_loss(logits - 0.1 * one_hot(target, 3), target, choice=Entmax(1.5)) > 0.0
+    assert total_loss(logits, target) > 0.0
+
+
+@pytest.mark.parametrize("a", [0.0, 0.1])
+def test_softmax_as_a_map_is_cross_entropy_less_the_entropy_of_the_truth(a: float) -> None:
+    logits = draw(2, 3, 9)
+    plain = cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum")
+    if a:
+        plain = total_loss(logits, TARGETS, smoothing=a)
+    y = (1 - a) * one_hot(torch.tensor(0), 9) + a / 9
+    entropy = -torch.special.xlogy(y, y).sum()
+    ours = total_loss(logits, TARGETS, smoothing=a, choice=Softmax())
+    torch.testing.assert_close(ours, plain - 6 * entropy)
+
+
+@pytest.mark.parametrize("a", [0.0, 0.1])
+@pytest.mark.parametrize("choice", [None, Entmax(1.5)], ids=str)
+def test_a_target_of_minus_100_is_left_out(choice: Choice | None, a: float) -> None:
+    logits, some = draw(2, 3, 9), TARGETS.clone()
+    some[:, 1] = -100
+    slope = grad(lambda z: total_loss(z, some, smoothing=a, choice=choice))(logits)
+    assert slope[:, 1].count_nonzero() == 0
+    rest = total_loss(logits[:, ::2], TARGETS[:, ::2], smoothing=a, choice=choice)
+    torch.testing.assert_close(total_loss(logits, some, smoothing=a, choice=choice), rest)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fenchel.choice import Choice, Entmax, Hard, Sparsemax
 from fenchel.model import ModelConfig, Transformer
 from fenchel.train import loss
 from fenchel.train.loss import lm_head_loss, sparse_embedding_gradient, total_loss
@@ -42,6 +43,39 @@ def test_loss_and_gradients_are_those_of_the_logits_whatever_the_parts(
         rtol=1e-6,
         atol=1e-6,  # the definition sums float64 logits in float32
     )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("rows", [4, 100])
+@pytest.mark.parametrize("choice", [Entmax(1.25), Entmax(1.5), Sparsemax(), Hard()], ids=str)
+def test_with_another_map_too_loss_and_gradients_are_those_of_the_logits(
+    parts: tuple[Tensor, Tensor, Tensor],
+    choice: Choice,
+    smoothing: float,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss, "ROWS", rows)
+    monkeypatch.setattr(loss, "LOGITS", {})
+    stream, table, targets = parts
+    ours = lm_head_loss(stream, table, targets, smoothing=smoothing, choice=choice)
+    plain = total_loss(stream @ table.T, targets, smoothing=smoothing, choice=choice)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(
+        torch.autograd.grad(3.0 * ours, (stream, table)),
+        torch.autograd.grad(3.0 * plain, (stream, table)),
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(
+            lm_head_loss(stream, table, targets, smoothing=smoothing, choice=choice), ours
+        )
+
+
+def test_large_logits_cost_a_sparse_loss_no_digits() -> None:
+    h, W = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[1e4, 0.0], [1e4 - 1.0, 0.0], [0.0, 0.0]])
+    wanted = Entmax(1.5).loss(torch.tensor([0.0, -1.0, -1e4]), torch.tensor(1))
+    ours = lm_head_loss(h, W, torch.tensor([[1]]), choice=Entmax(1.5))
+    torch.testing.assert_close(ours, wanted)
 
 
 def test_under_autocast_it_reads_in_bfloat16_and_sums_in_float32(
