@@ -134,7 +134,7 @@ def our_loss(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[]
     weight, count = model.lm_head_weight, targets.numel()
 
     def loss() -> Tensor:
-        with sparse_embedding_gradient(model):
+        with sparse_embedding_gradient(model.tied_embedding):
             stream = model(inputs, return_hidden=True)
         return lm_head_loss(stream, weight, targets) / count
 

@@ -78,6 +78,11 @@ class Attention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(H)) if config.sinks else None
         self.out = linear_map(H * D, config.width, bias=config.bias, sigma=sigma)
 
+    @property
+    def spec(self) -> AttentionSpec:
+        """How the layer attends to sequences without padding, position bias or sink."""
+        return AttentionSpec(self.choice, self.mask, self.scale, self.softcap)
+
     def forward(self, x_BTM: Tensor, context: ForwardContext, layer: int | None = None) -> Tensor:
         """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
         layer = self.layer if layer is None else layer

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from fenchel.attention import Angles
 from fenchel.attention.spec import AttentionCall
+from fenchel.model.attention import Attention
 from fenchel.model.block import Block, Encoder, position_bias, relative_bias_table, run_blocks
 from fenchel.model.config import ModelConfig
 from fenchel.model.forward_context import AttentionOverride, Cache, ForwardContext, Observer
@@ -275,6 +276,17 @@ class Transformer(nn.Module):
     def lm_head_is_linear(self) -> bool:
         """Whether the logits are ``x @ lm_head_weight.T``, without a bias or a soft cap."""
         return self.lm_head_bias is None and self.config.logit_softcap is None
+
+    @property
+    def tied_embedding(self) -> nn.Embedding | None:
+        """The token embedding if its weight is also that of the LM head, else None."""
+        return self.embed if self.lm_head is None else None
+
+    def attention_layers(self) -> list[Attention]:
+        """The self-attention of every layer; a block that serves several layers is repeated."""
+        repeats = self.config.layers // len(self.blocks)
+        blocks = (block for block in self.blocks if isinstance(block, Block))
+        return [block.attention for block in blocks for _ in range(repeats)]
 
     def initialise(self, generator: torch.Generator | None = None) -> None:
         """Draw every parameter anew (fenchel/model/initialisation.py)."""

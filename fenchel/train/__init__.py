@@ -12,7 +12,7 @@ from fenchel.train.machine import (
     time_steps,
 )
 from fenchel.train.rundir import RunDir
-from fenchel.train.step import Stepper
+from fenchel.train.step import Stepper, StepResult, Trainable
 
 __all__ = [
     "Callback",
@@ -20,10 +20,12 @@ __all__ = [
     "Loop",
     "Outcome",
     "RunDir",
+    "StepResult",
     "StepTime",
     "Stepper",
     "TensorBoard",
     "TrainConfig",
+    "Trainable",
     "environment",
     "explain_out_of_memory",
     "require_loggers",

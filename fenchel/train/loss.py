@@ -129,26 +129,21 @@ def lm_head_loss(
 
 
 @contextmanager
-def sparse_embedding_gradient(model: nn.Module) -> Iterator[None]:
-    """Within, a forward pass gives a tied embedding a sparse gradient on a CPU.
+def sparse_embedding_gradient(embedding: nn.Embedding | None) -> Iterator[None]:
+    """Within, ``embedding`` has a sparse gradient, on a CPU in float32 or float64.
 
-    ``lm_head_loss`` must follow, which adds the dense gradient; alone the gradient stays sparse.
+    For an embedding that is tied to the LM head: the loss must follow, whose gradient is dense, or
+    the gradient stays sparse. None changes nothing. In half precision every token would round.
     """
-    embed = getattr(model, "embed", None)
-    if not isinstance(embed, nn.Embedding) or not _by_rows(embed.weight, model):
+    exact = (torch.float32, torch.float64)
+    if embedding is None or not (embedding.weight.is_cpu and embedding.weight.dtype in exact):
         yield
         return
-    embed.sparse = True
+    embedding.sparse = True
     try:
         yield
     finally:
-        embed.sparse = False
-
-
-def _by_rows(table: Tensor, model: nn.Module) -> bool:
-    """Whether the table is tied to the LM head, on a CPU; half precision would round per token."""
-    tied = table is getattr(model, "lm_head_weight", None)
-    return tied and table.device.type == "cpu" and table.dtype in (torch.float32, torch.float64)
+        embedding.sparse = False
 
 
 class _LMHeadLoss(torch.autograd.Function):

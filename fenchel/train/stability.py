@@ -1,63 +1,48 @@
-"""The attention layers of a model, and how each of them attends.
+"""Switches that keep attention stable during training: an entropy floor and QK-clip.
 
-A model shows the queries and keys of a layer as it reads (``observe``); what becomes of them, the
-map, the prior, the scale, stands in the layer itself. Layers are known by what they have, so that
-this page knows no model by name.
+    entropy_floor    heads below it are pushed up: the loss of a micro-batch gains
+                     entropy_weight * mean over layers and heads of max(0, floor - H_head)^2
+    qk_clip          after the step, heads whose largest score in it exceeded the limit are scaled
+                     down to it
 
-The mean entropy of every head, with its gradient, in O(n) memory; and a penalty on it.
+Both read the queries and keys of the forward pass, which the model passes to ``observe``. They are
+functions of the step alone, so a resumed run needs no state of theirs. QK-norm, soft-capping and
+sigma-reparametrisation change the model instead, and are its settings.
 
-For a row of weights p = choice.weights(z, log_prior) over its keys, in nats,
+**Entropy.** For a row of weights p = choice.weights(z, log_prior) over its keys, in nats,
 
     H(p) = - sum_j p_j log p_j
 
-and a head's entropy is the mean of H over all rows that see a key. A head whose entropy falls to
-0 looks at one key each time and hardly learns any more, so a loss may hold a floor under it:
-
-    penalty = mean over heads of  max(0, floor - H_head)^2
-
-Derivative, with J that of the weights (symmetric, and J 1 = 0, which takes care of the -1):
+and the entropy of a head is the mean of H over all rows that have a key. A head whose entropy falls
+to 0 attends to one key per row and hardly learns any more. Derivative, with J that of the weights
+(symmetric, and J 1 = 0, which removes the -1):
 
     dH/dz = J (-log p)          dH/dq = scale dH/dz k          dH/dk = scale dH/dz^T q
 
-and the factor 1 - (z / c)^2 in between when scores are softly capped, z = c tanh(s / c). All
-rows of a head weigh alike, so the gradient is known up to one factor a head as soon as p is: it
-is computed with the value, tile by tile (fenchel/attention/tiles.py), and no (T, S) square is
-kept until the backward pass. Heads that share keys keep their parts of dH/dk apart until their
-factors are known. The gradient cannot be differentiated again.
+with the factor 1 - (z / c)^2 in between when scores are softly capped, z = c tanh(s / c). All rows
+of a head weigh alike, so its gradient is known up to one factor per head as soon as p is: it is
+computed with the value, tile by tile (fenchel/attention/tiles.py), and no (T, S) square is stored
+for the backward pass. Heads that share keys keep their parts of dH/dk apart until their factors are
+known. The gradient cannot be differentiated again.
 
-Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy collapse.
-
-QK-clip: after a step, heads whose largest score passed a limit are scaled back to it.
-
-With s_h the largest |scale q.k| of head h over the keys its queries may see, in the forward pass
-of the step, and tau the limit,
+**QK-clip.** With s_h the largest |scale q.k| of head h over the keys its queries may attend to, in
+the forward pass of the step, and tau the limit,
 
     gamma_h = min(1, tau / s_h)
     W_Q,h <- sqrt(gamma_h) W_Q,h          W_K,h <- sqrt(gamma_h) W_K,h
 
 biases alike. Scores are bilinear in the two, so those of head h shrink by exactly gamma_h and
-those of every other head stay as they are. Where several heads share a key, its scale is not
-theirs to change: the query takes the whole factor, W_Q,h <- gamma_h W_Q,h.
+those of every other head stay as they are. Where several heads share a key, the query takes the
+whole factor, W_Q,h <- gamma_h W_Q,h. QK-clip acts on weights alone: it adds nothing to the loss,
+leaves the model at inference and the optimiser state as they are, and does not touch, to the bit, a
+head below the limit.
 
-It acts on weights alone: nothing is added to the loss, the model at inference is the same, and
-the optimiser's memory is left as it is. A head below the limit is not touched, to the bit.
-
+Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy collapse.
 Kimi Team (2025), Kimi K2: open agentic intelligence.
-
-Switches that keep attention stable while a step is taken.
-
-    entropy_floor    heads below it are pushed up: the loss of a part of the step gains
-                     entropy_weight * mean over layers and heads of max(0, floor - H_head)^2
-    qk_clip          after the step, heads whose largest score in it passed the limit are scaled
-                     back (fenchel/train/stability.py)
-
-Both need the queries and keys of the forward pass, which the model shows as it reads. What they
-do is a function of the step alone, so a run that is resumed needs nothing of them. QK-norm,
-soft-capping and sigma-reparametrisation change the model instead, and are its settings.
 """
 
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -65,107 +50,113 @@ from torch import Tensor, nn
 from fenchel.attention.prior import Prior
 from fenchel.attention.reference import cap, cap_slope, mix, mix_transposed, score
 from fenchel.attention.shapes import check
+from fenchel.attention.spec import AttentionKeywords, AttentionSpec
 from fenchel.attention.tiles import tiles
-from fenchel.choice import Choice, Softmax
 from fenchel.train.config import TrainConfig
 
 
-class Projected(Protocol):
-    """Attention with one map for queries, keys and values, rows in that order."""
+class AttentionModule(Protocol):
+    """Attention with one linear map for queries, keys and values, its rows in that order."""
 
     heads: int
     groups: int
     head_width: int
     qkv: nn.Linear
 
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """One attention layer: its module and the arguments of ``attend`` that it uses."""
-
-    attention: Any
-    choice: Choice
-    prior: Prior | None
-    scale: float | None
-    softcap: float | None
+    @property
+    def spec(self) -> AttentionSpec:
+        """Its choice, scale and soft cap, with its mask as the prior."""
 
 
-def attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """The layers in the order of their numbers, as ``observe`` is told them."""
-    blocks: Any = getattr(model, "blocks", ())
-    found = [block.attention for block in blocks if hasattr(block, "attention")]
-    if not found:
-        raise ValueError("the model has no attention layer of the kind that fenchel.model builds.")
-    config: Any = model.config
-    each = config.layers // len(found)  # a block may serve several layers in a row
-    return [
-        AttentionLayer(a, a.choice, a.mask, a.scale, a.softcap) for a in found for _ in range(each)
-    ]
+class AttentionSettings(Protocol):
+    """The settings of a model that decide whether its scores are scale q.k alone."""
+
+    @property
+    def positions(self) -> str:
+        """The kind of position encoding; "alibi" and "buckets" add a bias to the scores."""
+
+    @property
+    def scores(self) -> str:
+        """ "dot" for q.k."""
+
+    @property
+    def sinks(self) -> bool:
+        """Whether heads have a sink besides the keys."""
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised."""
+
+    @property
+    def sigma_reparam(self) -> bool:
+        """Whether the weights are divided by their largest singular value."""
 
 
-def why_not_entropy(model: nn.Module) -> str | None:
-    """Why the scores of this model are not those of its q and k alone, or None if they are."""
-    config: Any = model.config
+@runtime_checkable
+class AttentionModel(Protocol):
+    """What the switches need of a model beside ``Trainable`` (fenchel/train/step.py)."""
+
+    @property
+    def config(self) -> AttentionSettings:
+        """Its settings."""
+
+    def attention_layers(self) -> Sequence[AttentionModule]:
+        """The attention of every layer, in the order of the numbers that ``observe`` gets."""
+
+
+def why_not_entropy(config: AttentionSettings) -> str | None:
+    """Why the scores of a model are not those of its q and k alone, or None if they are."""
     if config.positions in ("alibi", "buckets"):
         return f'positions="{config.positions}" add to its scores'
     if config.sinks:
-        return "its heads may look at nothing (sinks)"
+        return "its heads have sinks beside the keys"
     if config.scores != "dot":
         return f'its scores are of kind "{config.scores}"'
     return None
 
 
-def why_not_clip(model: nn.Module) -> str | None:
+def why_not_clip(config: AttentionSettings) -> str | None:
     """Why scaling the query and key weights would not scale the scores, or None if it does."""
-    config: Any = model.config
-    for name in ("qk_norm", "sigma_reparam"):
-        if getattr(config, name):
-            return f"{name} would undo it"
+    if config.qk_norm:
+        return "qk_norm would undo it"
+    if config.sigma_reparam:
+        return "sigma_reparam would undo it"
     return None if config.scores == "dot" else f'its scores are of kind "{config.scores}"'
 
 
-_SOFTMAX = Softmax()
-
-
 def entropy_penalty(entropy_H: Tensor, floor: float) -> Tensor:
-    """Mean square of what heads lack to ``floor`` nats: (H,) -> ()."""
+    """Mean square of the amount by which heads are below ``floor`` nats: (H,) -> ().
+
+    >>> entropy_penalty(torch.tensor([0.5, 3.0]), floor=1.0)
+    tensor(0.1250)
+    """
     return (floor - entropy_H).clamp(min=0.0).square().mean()
 
 
-def head_entropy(
-    q: Tensor,
-    k: Tensor,
-    *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Mean entropy of each head: q (B, H, T, D), k (B, G, S, D) -> (H,), in float32 or better."""
-    check(q, k, k, softcap=softcap)
+def head_entropy(q: Tensor, k: Tensor, **spec: Unpack[AttentionKeywords]) -> Tensor:
+    """Mean entropy of each head: q (B, H, T, D), k (B, G, S, D) -> (H,), in float32 or better.
+
+    >>> q = k = torch.zeros(1, 2, 3, 4)
+    >>> head_entropy(q, k).exp()  # equal scores: uniform over the three keys
+    tensor([3.0000, 3.0000])
+    """
+    call = AttentionSpec(**spec)
+    check(q, k, k, softcap=call.softcap)
     if q.dim() != 4:
         raise ValueError(f"head_entropy takes q with four axes, (B, H, T, D); got {q.dim()}.")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     with torch.autocast(q.device.type, enabled=False):  # which would narrow the scores again
-        found: Tensor = _HeadEntropy.apply(q, k, choice, prior, scale, softcap, learns)  # type: ignore[no-untyped-call]
-    return found
+        entropy_H: Tensor = _HeadEntropy.apply(q, k, call, learns)  # type: ignore[no-untyped-call]
+    return entropy_H
 
 
 class _HeadEntropy(torch.autograd.Function):
-    """The entropies; their gradients are at hand when they are."""
+    """The entropies, with their gradients computed in the forward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        choice: Choice,
-        prior: Prior | None,
-        scale: float,
-        softcap: float | None,
-        learns: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, spec: AttentionSpec, learns: bool) -> Tensor:
+        choice, prior, softcap = spec.choice, spec.prior, spec.softcap
+        scale = spec.scale_for(q.shape[-1])
         wide = torch.promote_types(q.dtype, torch.float32)
         (B, H, T, D), S = q.shape, k.shape[2]
         total_H, rows_H = (q.new_zeros(H, dtype=wide) for _ in range(2))
@@ -193,29 +184,34 @@ class _HeadEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_H: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the gradients are numbers here: a derivative would be lost
+        if torch.is_grad_enabled():  # the gradients are constants here: a derivative would be lost
             raise RuntimeError("head_entropy has no second derivative.")
         gq_BHTD, gk_BHSD, rows_H = ctx.saved_tensors
         share_H11 = (g_H / rows_H.clamp(min=1.0))[:, None, None]
         gk_BGRSD = (gk_BHSD * share_H11).unflatten(1, (ctx.groups, -1))
         gq, gk = (x.to(ctx.dtype) for x in (gq_BHTD * share_H11, gk_BGRSD.sum(2)))
-        return gq, gk, None, None, None, None, None
+        return gq, gk, None, None
 
 
 @torch.no_grad()
 def largest_scores(
     q: Tensor, k: Tensor, *, prior: Prior | None = None, scale: float | None = None
 ) -> Tensor:
-    """max |scale q.k| of each head over open keys: (B, H, T, D), (B, G, S, D) -> (H,)."""
+    """max |scale q.k| of each head over allowed keys: (B, H, T, D), (B, G, S, D) -> (H,).
+
+    >>> q = torch.tensor([2.0, -3.0]).view(1, 1, 2, 1)
+    >>> largest_scores(q, q, scale=1.0)
+    tensor([9.])
+    """
     check(q, k, k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = AttentionSpec(scale=scale).scale_for(q.shape[-1])
     with torch.autocast(q.device.type, enabled=False):  # which would narrow the scores again
         return _largest_scores(q, k, prior, scale)
 
 
 @torch.no_grad()
-def qk_clip_(attention: Projected, largest_H: Tensor, tau: float) -> Tensor:
-    """Scale back the heads whose largest score is above ``tau``; which ones, (H,) of bool."""
+def qk_clip_(attention: AttentionModule, largest_H: Tensor, tau: float) -> Tensor:
+    """Scale down the heads whose largest score is above ``tau``; returns which, (H,) of bool."""
     H, G, D = attention.heads, attention.groups, attention.head_width
     over_H = (largest_H > tau) & largest_H.isfinite()
     gamma_H = torch.where(over_H, tau / largest_H, 1.0)
@@ -231,75 +227,72 @@ def qk_clip_(attention: Projected, largest_H: Tensor, tau: float) -> Tensor:
 
 
 def _largest_scores(q: Tensor, k: Tensor, prior: Prior | None, scale: float) -> Tensor:
-    found_H = q.new_zeros(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    largest_H = q.new_zeros(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     for tile in tiles(q, k, prior):
         z = score(tile.queries(q), tile.items(k), scale).abs_()
         if prior is not None:
             z = torch.where(prior.dense(tile.block(q, k), z.dtype) > -torch.inf, z, 0.0)
         if z.numel():
-            found_H[tile.heads] = torch.maximum(found_H[tile.heads], z.amax((0, 2, 3)))
-    return found_H
+            largest_H[tile.heads] = torch.maximum(largest_H[tile.heads], z.amax((0, 2, 3)))
+    return largest_H
 
 
 class Stability:
-    """What one step sees of attention, and does about it."""
+    """Measures the attention of one step, and applies the switches that are on."""
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         self.limit, self.floor = config.qk_clip, config.entropy_floor
         self.weight = config.entropy_weight
-        self.layers = attention_layers(model)
-        if self.limit is not None and (reason := why_not_clip(model)):
+        if not isinstance(model, AttentionModel):
+            raise ValueError(
+                f"qk_clip and entropy_floor need a model with attention_layers and config, which "
+                f"{type(model).__name__} lacks; leave them out."
+            )
+        self.layers = model.attention_layers()
+        if self.limit is not None and (reason := why_not_clip(model.config)):
             raise ValueError(f"qk_clip scales query and key weights, and {reason}; choose one.")
-        if self.floor and (reason := why_not_entropy(model)):
+        if self.floor and (reason := why_not_entropy(model.config)):
             raise ValueError(f"entropy_floor cannot serve this model: {reason}.")
         self.reset()
 
     def reset(self) -> None:
-        """Forget the step before."""
+        """Discard the measurements of the step before."""
         self._entropies: list[Tensor] = []
-        self._largest: dict[nn.Module, Tensor] = {}  # a module may serve several layers
+        # By module: one may serve several layers.
+        self._largest: dict[int, tuple[AttentionModule, Tensor]] = {}
         self._metrics: dict[str, Tensor] = {}
 
     def observe(self, number: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
-        """Look at the queries (B, H, T, D) and keys (B, G, S, D) of one layer."""
+        """Measure the queries (B, H, T, D) and keys (B, G, S, D) of one layer."""
         layer = self.layers[number]
         if self.floor:
-            self._entropies.append(
-                head_entropy(
-                    q,
-                    k,
-                    choice=layer.choice,
-                    prior=layer.prior,
-                    scale=layer.scale,
-                    softcap=layer.softcap,
-                )
-            )
+            self._entropies.append(head_entropy(q, k, **layer.spec))
         if self.limit is not None:
-            found_H = largest_scores(q, k, prior=layer.prior, scale=layer.scale)
-            before_H = self._largest.get(layer.attention, found_H)
-            self._largest[layer.attention] = torch.maximum(before_H, found_H)
+            scale = layer.spec.scale
+            largest_H = largest_scores(q, k, prior=layer.spec.prior, scale=scale)
+            _, before_H = self._largest.get(id(layer), (layer, largest_H))
+            self._largest[id(layer)] = layer, torch.maximum(before_H, largest_H)
 
     def penalty(self, share: float) -> Tensor | float:
-        """What the part just read, ``share`` of the step, adds to the loss."""
+        """The entropy penalty of the micro-batch just observed, ``share`` of the step."""
         if not self.floor:
             return 0.0
-        found = share * self.weight * entropy_penalty(torch.cat(self._entropies), self.floor)
+        penalty = share * self.weight * entropy_penalty(torch.cat(self._entropies), self.floor)
         self._entropies = []
-        self._metrics["entropy_penalty"] = (
-            self._metrics.get("entropy_penalty", 0.0) + found.detach()
-        )
-        return found
+        before = self._metrics.get("entropy_penalty", 0.0)
+        self._metrics["entropy_penalty"] = before + penalty.detach()
+        return penalty
 
     def clip_scores(self) -> None:
-        """After the weights have moved: scale back what was too large."""
+        """Apply QK-clip, after the optimiser has moved the weights."""
         if self.limit is None:
             return
         over = [
-            qk_clip_(cast(Projected, attention), largest_H, self.limit)
-            for attention, largest_H in self._largest.items()
+            qk_clip_(attention, largest_H, self.limit)
+            for attention, largest_H in self._largest.values()
         ]
         self._metrics["clipped_heads"] = torch.cat(over).sum()
 
     def metrics(self) -> dict[str, float]:
-        """The penalty of the step, and how many heads were scaled back after it."""
+        """The entropy penalty of the step, and the number of heads that QK-clip scaled down."""
         return {name: float(value) for name, value in self._metrics.items()}

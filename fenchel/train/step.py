@@ -1,29 +1,30 @@
-"""Which layer broke first.
-
-A nan spreads: one broken layer makes every later activation and every gradient nan, so what
-matters is where it came from. That is, in this order,
-
-    weights that are not finite;
-    else the first module, in the order of the forward pass, that gives or is given something
-    not finite (what it is given was computed between modules, such as a choice of attention);
-    else the loss, which a step reads out of the last of them;
-    else the last parameter in that order whose gradient is not finite, since the backward
-    pass meets it first;
-    else the sum of squares under the gradient's norm.
-
-One step: batch, loss, gradient, clip, move.
+"""One training step: batch, loss, gradient, clip, optimiser.
 
 Everything in it is a function of (seed, step): the batch, the learning rate and the dropout
 noise. The gradient is that of
 
     (1 / N) sum over the N targets of the step of  their loss,
 
-summed over parts when the step is read in several, and of a penalty where a switch of
-fenchel/train/stability.py adds one; its global norm is cut to ``clip``. When the loss or the norm
-is not finite the optimiser is not called and no weight moves.
+summed over micro-batches, and of a penalty where fenchel/train/stability.py or a mixture of experts
+adds one; its global norm is clipped to ``clip``. When the loss or the norm is not finite the
+optimiser is not called and no weight moves.
 
-Many processes will join here: ``Batches`` gives rank r of w its share of a step, and the
-gradient is complete just before ``clip_``.
+``Trainable`` lists what a step needs of a model. Any nn.Module with these members can be trained;
+fenchel.model.Transformer is one of them.
+
+``first_broken`` names the source of a nan. A nan spreads: one broken layer makes every later
+activation and every gradient nan. Its source is, in this order,
+
+    weights that are not finite;
+    else the first module, in the order of the forward pass, whose input or output is not finite
+    (an input is computed between modules, for example by attention);
+    else the loss, which is computed after the last module;
+    else the last parameter in that order whose gradient is not finite, since the backward pass
+    reaches it first;
+    else the sum of squares under the norm of the gradient.
+
+With several processes, ``Batches`` gives rank r of w its share of a step, and the gradient is
+complete just before ``clip_``.
 """
 
 import hashlib
@@ -32,8 +33,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,180 @@ from fenchel.train.loss import lm_head_loss, named_loss, sparse_embedding_gradie
 from fenchel.train.loss_scale import LossScaler
 from fenchel.train.stability import Stability
 
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Observer = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Called in every layer with its number and its q (B, H, T, D), k and v (B, G, S, D)."""
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """What training needs of a model, which is also an nn.Module.
+
+    The logits of a position are ``logits(hidden)``. Where that is the product with one matrix the
+    model says so, and the loss computes it in parts (fenchel/train/loss.py).
+    """
+
+    def forward(
+        self, ids_BT: Tensor, *, return_hidden: bool, observe: Observer | None = None
+    ) -> Tensor:
+        """Token ids to the input of the LM head: (B, T) -> (B, T, M); training calls it so.
+
+        ``observe`` is passed only with the settings qk_clip and entropy_floor.
+        """
+
+    def logits(self, x_BTM: Tensor) -> Tensor:
+        """The logits of that input: (B, T, M) -> (B, T, V)."""
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The matrix of the LM head, (V, M)."""
+
+    @property
+    def lm_head_is_linear(self) -> bool:
+        """Whether the logits are ``x @ lm_head_weight.T``, without a bias or a soft cap."""
+
+    @property
+    def tied_embedding(self) -> nn.Embedding | None:
+        """The token embedding if ``lm_head_weight`` is its weight, else None."""
+
+    def balance(self) -> Tensor | None:
+        """The load-balancing loss of the last forward pass; None without experts."""
+
+
+class StepResult(NamedTuple):
+    """The outcome of one step."""
+
+    batch: Batch
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    broken: str | None
+    """What was not finite; None when the weights moved."""
+    metrics: Mapping[str, float] = {}
+    """Further numbers of the step: entropy penalty, clipped heads, loss scale."""
+
+
+class Stepper:
+    """Takes steps. From one to the next it keeps weights, optimiser state and loss scale."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Batches,
+        optimiser: CombinedOptimiser,
+        schedule: Schedule,
+        *,
+        config: TrainConfig,
+        seed: int,
+        beta2: Schedule | None = None,
+    ) -> None:
+        """``model`` is Trainable; ``schedule`` and ``beta2`` map a step to a factor and a beta2."""
+        if not isinstance(model, Trainable):
+            members = (name for name in vars(Trainable) if not name.startswith("_"))
+            lacks = ", ".join(name for name in members if not hasattr(model, name))
+            raise TypeError(
+                f"{type(model).__name__} cannot be trained: it lacks {lacks} "
+                "(fenchel.train.Trainable lists what a model needs)."
+            )
+        self.model, self.batches = model, batches
+        self.optimiser, self.schedule, self.beta2 = optimiser, schedule, beta2
+        self.config, self.seed = config, seed
+        self.device = next(model.parameters()).device
+        self.autocast = autocast(config.precision, self.device)
+        self.loss_map = named_loss(config.loss, alpha=config.loss_alpha)
+        half = config.precision == "float16"
+        self.scaling = LossScaler(self.device, model.parameters()) if half else None
+        observed = config.qk_clip is not None or config.entropy_floor > 0.0
+        self.stability = Stability(model, config) if observed else None
+        self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
+        self._observe: dict[str, Observer] = (
+            {"observe": self.stability.observe} if self.stability else {}
+        )
+        for group in optimiser.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def __call__(self, step: int) -> StepResult:
+        """Take step number ``step``, counted from 0."""
+        batch = Batch(*(part.to(self.device) for part in self.batches.at(step)))
+        self._set_rates(step)
+        self.model.train()
+        with deterministic(self.device, exact=self.config.exact):
+            loss = self._gradient(batch, step)
+        norm, broken = clip_(self.model.parameters(), self.config.clip), None
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.optimiser.step()
+            if self.stability is not None:
+                self.stability.clip_scores()
+        else:
+            broken = first_broken(self.model, lambda: deque(self._hidden(batch, step), 0), loss)
+        self.optimiser.zero_grad()
+        rate = self.optimiser.param_groups[-1]["lr"]
+        return StepResult(batch, loss, norm, rate, broken, self._metrics())
+
+    def _set_rates(self, step: int) -> None:
+        factor = self.schedule(step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+            if self.beta2 is not None and "betas" in group:
+                group["betas"] = (group["betas"][0], self.beta2(step))
+
+    def _gradient(self, batch: Batch, step: int) -> float:
+        """Accumulate the gradient of a step; return the mean loss."""
+        if self.scaling is None:
+            return self._accumulate(batch, step)
+        return self.scaling.gradient(lambda: self._accumulate(batch, step))
+
+    def _accumulate(self, batch: Batch, step: int) -> float:
+        count, total = batch.targets.numel(), 0.0
+        parts = batch.targets.chunk(self.config.accumulate)
+        if self.stability is not None:
+            self.stability.reset()
+        for hidden, targets in zip(self._hidden(batch, step), parts, strict=True):
+            with self.autocast():
+                loss = self._loss(hidden, targets)
+            whole = loss / count
+            if (balance := self.model.balance()) is not None:
+                whole = whole + self.config.balance_weight * balance * (targets.numel() / count)
+            if self.stability is not None:
+                whole = whole + self.stability.penalty(targets.numel() / count)
+            if self.scaling is None:
+                whole.backward()  # type: ignore[no-untyped-call]
+            else:
+                self.scaling.backward(whole)
+            total += loss.item()
+        return total / count
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The sum over the targets, in parts where the LM head is one matrix."""
+        model, smoothing, choice = self.model, self.config.smoothing, self.loss_map
+        if model.lm_head_is_linear:
+            weight = model.lm_head_weight
+            return lm_head_loss(hidden, weight, targets, smoothing=smoothing, choice=choice)
+        return total_loss(model.logits(hidden), targets, smoothing=smoothing, choice=choice)
+
+    def _metrics(self) -> dict[str, float]:
+        metrics = self.stability.metrics() if self.stability is not None else {}
+        if self.scaling is not None:
+            metrics["loss_scale"] = self.scaling.scale.factor
+        return metrics
+
+    def _hidden(self, batch: Batch, step: int) -> Iterator[Tensor]:
+        """The input of the LM head of each micro-batch, each with dropout noise of its own."""
+        cuda = [self.device] if self.device.type == "cuda" else []
+        embedding = None if self.config.compile else self.model.tied_embedding
+        for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
+            with (
+                torch.random.fork_rng(devices=cuda),
+                self.autocast(),
+                sparse_embedding_gradient(embedding),
+            ):
+                torch.manual_seed(mix(self.seed, step, part))
+                hidden = self.forward(inputs, return_hidden=True, **self._observe)
+            yield hidden
+
 
 def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor | float) -> str:
-    """A phrase that names the place; ``forward`` reads the offending batch again."""
+    """Name the source of a nan or inf; ``forward`` repeats the forward pass of the step."""
     parameters = list(model.named_parameters())
     for name, p in parameters:
         if not p.isfinite().all():
@@ -63,25 +234,25 @@ def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor |
 
 
 def _first_place(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    found: list[str] = []
+    places: list[str] = []
 
     def before(name: str) -> Callable[[nn.Module, Any], None]:
-        def look(_module: nn.Module, given: Any) -> None:
-            if not found and not _finite(given):
-                found.append(f"input of {name}")
+        def check(_module: nn.Module, given: Any) -> None:
+            if not places and not _finite(given):
+                places.append(f"input of {name}")
 
-        return look
+        return check
 
     def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_module: nn.Module, _given: Any, output: Any) -> None:
-            if not found and not _finite(output):
-                found.append(f"output of {name}" if name else "output of the model")
+        def check(_module: nn.Module, _given: Any, output: Any) -> None:
+            if not places and not _finite(output):
+                places.append(f"output of {name}" if name else "output of the model")
 
-        return look
+        return check
 
     handles = []
     for name, module in model.named_modules():
-        if not list(module.children()):  # of the others, the parts tell more than the whole
+        if not list(module.children()):  # the inputs of a container are those of its parts
             handles.append(module.register_forward_pre_hook(before(name)))
         handles.append(module.register_forward_hook(after(name)))
     try:
@@ -90,144 +261,13 @@ def _first_place(model: nn.Module, forward: Callable[[], object]) -> str | None:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return places[0] if places else None
 
 
 def _finite(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(_finite(item) for item in value)
     return not isinstance(value, Tensor) or bool(value.isfinite().all())
-
-
-HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class StepResult(NamedTuple):
-    """What a step was."""
-
-    batch: Batch
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    broken: str | None
-    """What was not finite; None when the weights moved."""
-    metrics: Mapping[str, float] = {}
-    """What the switches that are on have to say."""
-
-
-class Stepper:
-    """Takes steps; remembers of them the weights, the optimiser's state and the loss scale."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Batches,
-        optimiser: CombinedOptimiser,
-        schedule: Schedule,
-        *,
-        config: TrainConfig,
-        seed: int,
-        beta2: Schedule | None = None,
-    ) -> None:
-        self.model, self.batches = model, batches
-        self.optimiser, self.schedule, self.beta2 = optimiser, schedule, beta2
-        self.config, self.seed = config, seed
-        self.device = next(model.parameters()).device
-        self.autocast = autocast(config.precision, self.device)
-        self.loss_map = named_loss(config.loss, alpha=config.loss_alpha)
-        half = config.precision == "float16"
-        self.scaling = LossScaler(self.device, model.parameters()) if half else None
-        watched = config.qk_clip is not None or config.entropy_floor > 0.0
-        self.stability = Stability(model, config) if watched else None
-        self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
-        self._shown: dict[str, Any] = {"observe": self.stability.observe} if self.stability else {}
-        for group in optimiser.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-
-    def __call__(self, step: int) -> StepResult:
-        """Take step number ``step``."""
-        batch = Batch(*(part.to(self.device) for part in self.batches.at(step)))
-        self._set_rates(step)
-        self.model.train()
-        with deterministic(self.device, exact=self.config.exact):
-            loss = self._gradient(batch, step)
-        norm, broken = clip_(self.model.parameters(), self.config.clip), None
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.optimiser.step()
-            if self.stability is not None:
-                self.stability.clip_scores()
-        else:
-            broken = first_broken(self.model, lambda: deque(self._read(batch, step), 0), loss)
-        self.optimiser.zero_grad()
-        rate = self.optimiser.param_groups[-1]["lr"]
-        return StepResult(batch, loss, norm, rate, broken, self._metrics())
-
-    def _set_rates(self, step: int) -> None:
-        factor = self.schedule(step)
-        for group in self.optimiser.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-            if self.beta2 is not None and "betas" in group:
-                group["betas"] = (group["betas"][0], self.beta2(step))
-
-    def _gradient(self, batch: Batch, step: int) -> float:
-        """Add up the gradient over the parts of a step; the mean loss."""
-        if self.scaling is None:
-            return self._add_up(batch, step)
-        return self.scaling.gradient(lambda: self._add_up(batch, step))
-
-    def _add_up(self, batch: Batch, step: int) -> float:
-        count, total = batch.targets.numel(), 0.0
-        targets = batch.targets.chunk(self.config.accumulate)
-        if self.stability is not None:
-            self.stability.reset()
-        for stream, wanted in zip(self._read(batch, step), targets, strict=True):
-            with self.autocast():
-                loss = self._loss(stream, wanted)
-            whole = loss / count
-            if (uneven := self._balance()) is not None:
-                whole = whole + self.config.balance_weight * uneven * (wanted.numel() / count)
-            if self.stability is not None:
-                whole = whole + self.stability.penalty(wanted.numel() / count)
-            if self.scaling is None:
-                whole.backward()  # type: ignore[no-untyped-call]
-            else:
-                self.scaling.backward(whole)
-            total += loss.item()
-        return total / count
-
-    def _loss(self, stream: Tensor, wanted: Tensor) -> Tensor:
-        """The sum over the targets, from the stream in parts unless logits are more than a table's.
-
-        A bias or a cap of the logits is the model's business, so such a model reads out itself.
-        """
-        model = self.model
-        settings: Any = {"smoothing": self.config.smoothing, "choice": self.loss_map}
-        if getattr(model, "lm_head_is_linear", True):
-            return lm_head_loss(stream, model.lm_head_weight, wanted, **settings)  # type: ignore[arg-type]
-        return total_loss(model.logits(stream), wanted, **settings)  # type: ignore[operator]
-
-    def _balance(self) -> Tensor | None:
-        """How unevenly experts were chosen in the pass just made, where there are any."""
-        balance: Callable[[], Tensor | None] | None = getattr(self.model, "balance", None)
-        return None if balance is None else balance()
-
-    def _metrics(self) -> dict[str, float]:
-        metrics = self.stability.metrics() if self.stability is not None else {}
-        if self.scaling is not None:
-            metrics["loss_scale"] = self.scaling.scale.factor
-        return metrics
-
-    def _read(self, batch: Batch, step: int) -> Iterator[Tensor]:
-        """The stream of each part of a step, under the noise that is that part's own."""
-        cuda = [self.device] if self.device.type == "cuda" else []
-        by_rows = (
-            nullcontext if self.config.compile else partial(sparse_embedding_gradient, self.model)
-        )
-        for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
-            with torch.random.fork_rng(devices=cuda), self.autocast(), by_rows():
-                torch.manual_seed(mix(self.seed, step, part))
-                stream = self.forward(inputs, return_hidden=True, **self._shown)
-            yield stream
 
 
 @contextmanager
@@ -258,31 +298,31 @@ def deterministic(device: torch.device, *, exact: bool) -> Iterator[None]:
 
 
 def compiled(model: nn.Module) -> Callable[..., Tensor]:
-    """The model's pass by torch.compile; what it cannot do becomes one sentence."""
-    from torch._dynamo.exc import TorchDynamoException  # costs a second, so only who compiles pays
+    """The forward pass by torch.compile; its errors become one sentence."""
+    from torch._dynamo.exc import TorchDynamoException  # importing it takes a second
 
     forward = torch.compile(model)
 
-    def call(*args: Any, **settings: Any) -> Tensor:
+    def call(*args: Any, **keywords: Any) -> Tensor:
         try:
-            stream: Tensor = forward(*args, **settings)
+            hidden: Tensor = forward(*args, **keywords)
         except TorchDynamoException as error:
             reason = str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
             raise ValueError(
-                f"the model's pass cannot be compiled here ({reason}); set train.compile=false."
+                f"the forward pass cannot be compiled here ({reason}); set train.compile=false."
             ) from error
-        return stream
+        return hidden
 
     return call
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Half-precision autocast where it is asked for, bfloat16 where the hardware has it."""
+    """The autocast context of a precision; "auto" is bfloat16 where the hardware has it."""
     if precision == "auto":
         fast = (
             torch.cuda.is_bf16_supported()
             if device.type == "cuda"
-            else torch.cpu._is_avx512_bf16_supported()  # torch has no public question for it
+            else torch.cpu._is_avx512_bf16_supported()  # torch has no public name for it
         )
         precision = "bfloat16" if fast else "float32"
     if precision in HALF:
@@ -291,6 +331,6 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
 
 
 def mix(*numbers: int) -> int:
-    """One seed from several numbers, well spread."""
+    """One seed from several numbers, by a hash."""
     text = ":".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

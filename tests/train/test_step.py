@@ -61,14 +61,14 @@ def test_every_part_of_every_step_has_noise_of_its_own(small: Callable[..., Any]
     s.model.train()
     row = s.batches.at(0).inputs[:1]
     batch = Batch(row.expand(4, -1), row.expand(4, -1))
-    first, second = s.stepper._read(batch, 0)
-    third, _ = s.stepper._read(batch, 1)
+    first, second = s.stepper._hidden(batch, 0)
+    third, _ = s.stepper._hidden(batch, 1)
     assert not torch.equal(first, second)
     assert not torch.equal(first, third)
-    assert torch.equal(first, next(s.stepper._read(batch, 0)))
+    assert torch.equal(first, next(s.stepper._hidden(batch, 0)))
     other = small("other", accumulate=2, seed=2)
     other.model.load_state_dict(s.model.state_dict())
-    assert not torch.equal(first, next(other.stepper._read(batch, 0)))
+    assert not torch.equal(first, next(other.stepper._hidden(batch, 0)))
 
 
 def test_a_compiled_step_has_the_same_gradient_and_is_compiled(
