@@ -69,7 +69,7 @@ def loop_of(model: nn.Module, path: Any, ear: Ear, progress: Progress, **train: 
         steps=12,
         run=RunDir(path),
         settings={"kind": "bigram"},
-        validate=lambda model: {"loss": float(model(torch.arange(V)[None]).square().mean())},
+        validate=lambda model: {"loss": model(torch.arange(V)[None]).square().mean().item()},
         probe=lambda _: {},
         callback=ear,
         progress=progress,
@@ -134,7 +134,5 @@ def test_switches_of_attention_refuse_a_model_that_shows_none(
     settings: dict[str, float], tmp_path: Any
 ) -> None:
     model = Bigram(bias=False, tied=False)
-    with pytest.raises(
-        ValueError, match="a model with attention_layers and config, which Big"
-    ):
+    with pytest.raises(ValueError, match="a model with attention_layers and config, which Big"):
         loop_of(model, tmp_path, Ear(), Progress(), **settings)
