@@ -245,7 +245,7 @@ def test_the_penalty_follows_the_settings_of_the_model(
 
 
 def test_a_model_without_attention_is_refused(small: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="need a model with attention_layers and config, which Linear lacks"):
+    with pytest.raises(ValueError, match="attention_layers and config, which Linear lacks"):
         Stability(nn.Linear(2, 2), small().config)
 
 
