@@ -196,7 +196,12 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def build_schedule(config: OptimConfig, steps: int) -> Schedule:
-    """The factor on the peak rate at each step."""
+    """The factor on the peak rate at each step.
+
+    >>> factor = build_schedule(OptimConfig(schedule="cosine", warmup=0.0), steps=100)
+    >>> [round(factor(t), 6) for t in (0, 50, 100)]
+    [1.0, 0.5, 0.0]
+    """
     return SCHEDULERS[config.schedule](round(config.warmup * steps), steps, config.final)
 
 
@@ -212,7 +217,13 @@ SCHEDULES = tuple(SCHEDULERS)
 
 
 def build_beta2(config: OptimConfig) -> Schedule | None:
-    """Adam's second decay at each step, or None when it does not change."""
+    """Adam's second decay at each step, or None when it is constant.
+
+    >>> build_beta2(OptimConfig()) is None
+    True
+    >>> build_beta2(OptimConfig(beta2=0.999, beta2_warmup=1000))(0)
+    0.99
+    """
     if not config.beta2_warmup:
         return None
     return schedule.beta2_warmup(config.beta2_warmup, BETA2_START, config.beta2)

@@ -64,7 +64,12 @@ def sgd(
 def sgd_average(
     params: Params, *, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> torch.optim.SGD:
-    """Descent along the decaying average of gradients; the rate in the groups is (1 - mu) lr."""
+    """Descent along the decaying average of gradients; the rate in the groups is (1 - mu) lr.
+
+    >>> import torch
+    >>> round(sgd_average([torch.nn.Parameter(torch.ones(1))], lr=1.0).param_groups[0]["lr"], 6)
+    0.1
+    """
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"an average needs momentum in [0, 1), got {momentum}.")
     return torch.optim.SGD(
@@ -75,7 +80,15 @@ def sgd_average(
 def nesterov(
     params: Params, *, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> torch.optim.SGD:
-    """Descent along the decaying sum, extrapolated by one step of the current gradient."""
+    """Descent along the decaying sum, extrapolated by one step of the current gradient.
+
+    >>> import torch
+    >>> w = torch.nn.Parameter(torch.ones(1))
+    >>> optimiser = nesterov([w], lr=0.1)
+    >>> w.sum().backward()
+    >>> optimiser.step(); w.data  # 1 - 0.1 (1 + 0.9)
+    tensor([0.8100])
+    """
     return torch.optim.SGD(
         params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=True
     )
@@ -88,7 +101,15 @@ def adam_l2(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
 ) -> torch.optim.Adam:
-    """Adam on the loss plus lambda / 2 times the squared weights."""
+    """Adam on the loss plus lambda / 2 times the squared weights.
+
+    >>> import torch
+    >>> w = torch.nn.Parameter(torch.ones(1))
+    >>> optimiser = adam_l2([w], lr=0.1, weight_decay=0.5)
+    >>> w.sum().backward()
+    >>> optimiser.step(); w.data  # the first step has length lr, decay included
+    tensor([0.9000])
+    """
     return torch.optim.Adam(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
 
@@ -99,12 +120,27 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
 ) -> torch.optim.AdamW:
-    """Adam on the loss, with decoupled weight decay."""
+    """Adam on the loss, with decoupled weight decay.
+
+    >>> import torch
+    >>> w = torch.nn.Parameter(torch.ones(1))
+    >>> optimiser = adamw([w], lr=0.1, weight_decay=0.5)
+    >>> w.sum().backward()
+    >>> optimiser.step(); w.data  # the decay 0.1 * 0.5 comes on top of the step
+    tensor([0.8500])
+    """
     return torch.optim.AdamW(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
 
 class CombinedOptimiser:
-    """Several optimisers as one: steps its members in order, and its state is theirs by number."""
+    """Several optimisers as one: steps its members in order, and its state is theirs by number.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(4, 3)
+    >>> both = CombinedOptimiser(sgd([layer.weight], lr=0.1), adamw([layer.bias], lr=0.01))
+    >>> [group["lr"] for group in both.param_groups]
+    [0.1, 0.01]
+    """
 
     def __init__(self, *members: torch.optim.Optimizer) -> None:
         self.members = members

@@ -42,12 +42,22 @@ def warmup_cosine(warmup: int, steps: int, final: float = 0.0) -> Schedule:
 
 
 def warmup_linear(warmup: int, steps: int, final: float = 0.0) -> Schedule:
-    """Linear rise, then a straight line down to ``final``."""
+    """Linear rise, then a straight line down to ``final``.
+
+    >>> factor = warmup_linear(warmup=2, steps=10)
+    >>> [factor(t) for t in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
     return _after_warmup(warmup, steps, lambda r: final + (1.0 - final) * (1.0 - r))
 
 
 def warmup_hold(warmup: int, steps: int, final: float = 0.0, decay: float = 0.5) -> Schedule:
-    """Linear rise, a plateau, then a straight line over the last share ``decay`` of the rest."""
+    """Linear rise, a plateau, then a straight line over the last share ``decay`` of the rest.
+
+    >>> factor = warmup_hold(warmup=2, steps=10)
+    >>> [factor(t) for t in (0, 1, 6, 8, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
     if not 0.0 < decay <= 1.0:
         raise ValueError(f"decay={decay} should be a share of the steps, in (0, 1].")
     return _after_warmup(
@@ -56,7 +66,12 @@ def warmup_hold(warmup: int, steps: int, final: float = 0.0, decay: float = 0.5)
 
 
 def inverse_sqrt(warmup: int) -> Schedule:
-    """The schedule of the original Transformer, with its peak at 1."""
+    """The schedule of the original Transformer, with its peak at 1.
+
+    >>> factor = inverse_sqrt(warmup=4)
+    >>> [factor(t) for t in (0, 3, 15)]
+    [0.25, 1.0, 0.5]
+    """
     if warmup < 0:
         raise ValueError(f"warmup={warmup} should not be negative.")
     w = max(1, warmup)
@@ -64,12 +79,21 @@ def inverse_sqrt(warmup: int) -> Schedule:
 
 
 def constant() -> Schedule:
-    """Always 1."""
+    """Always 1.
+
+    >>> constant()(1000)
+    1.0
+    """
     return lambda _: 1.0
 
 
 def beta2_warmup(steps: int, start: float = 0.99, end: float = 0.999) -> Schedule:
-    """Adam's second decay over time: its window 1 / (1 - beta2) grows evenly in ``steps``."""
+    """Adam's second decay over time: its window 1 / (1 - beta2) grows evenly over ``steps``.
+
+    >>> beta2 = beta2_warmup(steps=900)
+    >>> [round(beta2(t), 4) for t in (0, 100, 900)]
+    [0.99, 0.995, 0.999]
+    """
     if not 0.0 <= start <= end < 1.0:
         raise ValueError(f"start={start} and end={end} should rise within [0, 1).")
     short, long = 1.0 / (1.0 - start), 1.0 / (1.0 - end)

@@ -231,7 +231,13 @@ def _damped_inverse(s: Tensor, damping: float) -> Tensor:
 
 
 def remove_gauge(W_Q: Tensor, W_K: Tensor, dW_Q: Tensor, dW_K: Tensor) -> WeightMove:
-    """The shortest move of the weights with the same first-order score change: (d, k) each."""
+    """The shortest move of the weights with the same first-order score change: (d, k) each.
+
+    >>> import torch
+    >>> W = torch.eye(2)
+    >>> remove_gauge(W, W, W, -W).Q.norm()  # a pure gauge move: it changes no score
+    tensor(0.)
+    """
     a, U = torch.linalg.eigh(W_Q.mT @ W_Q)
     b, V = torch.linalg.eigh(W_K.mT @ W_K)
     wanted = U.mT @ (dW_K.mT @ W_K - W_Q.mT @ dW_Q) @ V

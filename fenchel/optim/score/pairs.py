@@ -344,6 +344,13 @@ def remaining_parameters(
     """The parameters without the rows of the pairs, in order.
 
     A parameter that belongs to the pairs entirely is omitted.
+
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> model = Transformer(ModelConfig(vocabulary=16, width=32, heads=4, layers=1))
+    >>> pairs, qkv = attention_pairs(model), model.blocks[0].attention.qkv.weight
+    >>> (values,) = remaining_parameters(pairs, [qkv])
+    >>> qkv.shape, values.part.shape  # the rows of queries and keys are taken out
+    (torch.Size([96, 32]), torch.Size([32, 32]))
     """
     ranges: dict[Tensor, list[tuple[int, int, int]]] = defaultdict(list)
     for pair in pairs:
@@ -355,7 +362,16 @@ def remaining_parameters(
 
 
 def pass_gradients(optimiser: torch.optim.Optimizer, slices: Iterable[ParameterSlice]) -> None:
-    """Before each step of ``optimiser``, set the gradients of the slices that it owns."""
+    """Before each step of ``optimiser``, set the gradients of the slices that it owns.
+
+    >>> from fenchel.model import ModelConfig, Transformer
+    >>> model = Transformer(ModelConfig(vocabulary=16, width=32, heads=4, layers=1))
+    >>> slices = remaining_parameters(attention_pairs(model), model.parameters())
+    >>> optimiser = torch.optim.SGD([piece.part for piece in slices], lr=0.1)
+    >>> pass_gradients(optimiser, slices)
+    >>> model(torch.arange(8)[None]).sum().backward()
+    >>> optimiser.step()  # moves the value rows of the fused weight, and the rest of the model
+    """
     owned = {p for group in optimiser.param_groups for p in group["params"]}
     parts = [piece for piece in slices if piece.region is not None and piece.part in owned]
 
