@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
+from fenchel.cli.console import DtypeName, device_and_dtype
+
 if TYPE_CHECKING:
     from fenchel.generation import Sampling
 
-OURS = {
+DEFAULTS = {
     "temperature": 0.8,
     "top_k": None,
     "top_p": 0.95,
     "min_p": None,
     "repetition_penalty": 1.0,
 }
-"""How to draw where neither a flag nor the checkpoint says."""
+"""Settings of sampling where neither a flag nor the checkpoint gives one."""
 
 
 def run(
@@ -34,42 +36,49 @@ def run(
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
     draft: int = 0,
+    device: str | None = None,
+    dtype: DtypeName | None = None,
     seed: int = 0,
     stream: bool = True,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Continue a prompt with the model of a run directory or a Hugging Face directory.
 
-    A flag that is left out is what the directory's generation_config.json says of drawing, if it
-    does, and that is told on standard error.
+    A sampling flag that is left out is taken from the directory's generation_config.json where that
+    has it; a line on standard error names what was taken. On a GPU, decoding replays a CUDA graph
+    wherever the model allows it.
 
     Parameters
     ----------
     directory
         A run directory, or a directory with config.json, weights and tokenizer.json.
     prompt
-        The text to continue; empty begins a new document. A model with an encoder reads it
-        there, and answers.
+        The text to continue; empty begins a new document. In a model with an encoder it is the
+        input of the encoder.
     max_new_tokens
-        How many tokens to add at the most; the end of the document ends it earlier.
+        Tokens to add at most; the end of the document ends the text earlier.
     temperature
-        0 takes the likeliest token each time; higher is more varied. 0.8 if nothing is said.
+        0 takes the likeliest token each time; higher is more varied. 0.8 by default.
     top_k
         Draw among this many of the likeliest tokens.
     top_p
-        Draw among the fewest tokens whose probabilities reach this sum. 0.95 if nothing is said.
+        Draw among the fewest tokens whose probabilities reach this sum. 0.95 by default.
     min_p
         Draw among tokens at least this likely, relative to the likeliest.
     repetition_penalty
-        Above 1 holds back tokens that were there before.
+        Above 1 makes tokens that the text already has less likely.
     stop
         Text to stop before; may be given several times.
     cache
-        What keys and values are held in: the model's own numbers, half precision, or bytes.
+        What keys and values are stored in: the model's own dtype, float16 or int8.
     draft
-        Tokens to guess ahead from what was said before; changes the speed, not the text.
+        Tokens to guess ahead from earlier text; changes the speed, not the text.
+    device
+        "cpu", "cuda" or "cuda:1"; the GPU where there is one.
+    dtype
+        Dtype of the weights; the one they are stored in by default.
     seed
-        The same seed draws the same text.
+        The same seed draws the same text on the same device.
     stream
         Print tokens as they are drawn.
     json
@@ -79,7 +88,7 @@ def run(
 
     from fenchel.checkpoints import load
     from fenchel.data import encode, end_id, pad_id
-    from fenchel.generation import stream_text
+    from fenchel.generation import GenerationSettings, stream_text
 
     flags = {
         "temperature": temperature,
@@ -88,44 +97,48 @@ def run(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    chosen = choose(directory, {name: value for name, value in flags.items() if value is not None})
-    model, tokenizer, config = load(directory)
+    given = {name: value for name, value in flags.items() if value is not None}
+    sampling = sampling_settings(directory, given)
+    on, as_dtype = device_and_dtype(device, dtype)
+    model, tokenizer, config = load(directory, dtype=as_dtype)
+    model.to(on)
     end, words = end_id(tokenizer), encode(tokenizer, prompt)
-    # What a tokenizer puts around nothing is how its texts begin; ours leaves that to us.
+    # What a tokenizer adds to an empty text is how its texts begin; ours adds nothing.
     ids = [*(tokenizer.encode("").ids or [end]), *words]
     source = None
     if config.kind == "encoder-decoder":
-        ids, source = [pad_id(tokenizer)], torch.tensor([*words, end])
-    ends = chosen.ends or (end,)
-    taken = chosen.taken if ends == (end,) else {**chosen.taken, "ends": list(ends)}
-    if taken and not json:
-        print(sentence(chosen.source, taken), file=sys.stderr)
-    coming = stream_text(
-        model,
-        tokenizer,
-        torch.tensor(ids),
+        ids, source = [pad_id(tokenizer)], torch.tensor([*words, end], device=on)
+    ends = sampling.ends or (end,)
+    borrowed = sampling.borrowed if ends == (end,) else {**sampling.borrowed, "ends": list(ends)}
+    settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
-        sampling=chosen.sampling,
+        sampling=sampling.sampling,
+        stop=[*ends, *(stop or ())],
         cache=cache,
         draft=draft,
-        stop=[*ends, *(stop or ())],
-        source=source,
-        generator=torch.Generator().manual_seed(seed),
     )
-    pieces = []
-    show = stream and not json
+    pieces = stream_text(
+        model,
+        tokenizer,
+        torch.tensor(ids, device=on),
+        settings,
+        source=source,
+        generator=torch.Generator(on).manual_seed(seed),
+    )
+    if borrowed and not json:
+        print(sentence(sampling.source, borrowed), file=sys.stderr)
+    show, text = stream and not json, ""
     if show:
         print(prompt, end="", flush=True)
-    for piece in coming:
-        pieces.append(piece)
+    for piece in pieces:
+        text += piece
         if show:
             print(piece, end="", flush=True)
-    text = "".join(pieces)
     if json:
-        found: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed}
-        if taken:
-            found |= {"settings": taken, "settings_from": str(chosen.source)}
-        print(json_format.dumps(found))
+        result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed}
+        if borrowed:
+            result |= {"settings": borrowed, "settings_from": str(sampling.source)}
+        print(json_format.dumps(result))
     elif show:
         print()
     else:
@@ -133,23 +146,23 @@ def run(
     return 0
 
 
-class Chosen(NamedTuple):
-    """How to draw and where to end, and what of it a checkpoint says."""
+class SamplingSettings(NamedTuple):
+    """How to sample and where to end, and which of it a checkpoint gives."""
 
     sampling: "Sampling"
     ends: tuple[int, ...]
-    """Tokens that the checkpoint says end a text, if it does."""
-    taken: dict[str, Any]
+    """Tokens that end a text according to the checkpoint; empty where it names none."""
+    borrowed: dict[str, Any]
     """Settings that are the checkpoint's, by name."""
     source: Path
-    """Its file."""
+    """The file they come from."""
 
 
-def choose(directory: Path, flags: dict[str, Any]) -> Chosen:
-    """The flags, else what a Hugging Face directory says of drawing, else OURS.
+def sampling_settings(directory: Path, flags: dict[str, Any]) -> SamplingSettings:
+    """The flags, else what a Hugging Face directory gives, else DEFAULTS.
 
-    One that does not say do_sample says nothing of drawing; a repetition penalty is another
-    matter, and so are the tokens that end a text.
+    A generation_config.json without do_sample gives no sampling settings; a repetition penalty and
+    the tokens that end a text count all the same.
     """
     from fenchel.checkpoints import GenerationConfig, read_generation_config
     from fenchel.checkpoints.directory import has_file
@@ -158,23 +171,28 @@ def choose(directory: Path, flags: dict[str, Any]) -> Chosen:
     from fenchel.generation import Sampling
     from fenchel.model.families.config_reader import CONFIG
 
-    said = GenerationConfig()
+    config = GenerationConfig()
     if has_file(directory, CONFIG) and not is_run(directory):
-        said = read_generation_config(directory)
-    names = OURS if said.temperature else ("repetition_penalty",)
-    theirs = {name: getattr(said, name) for name in names}
-    taken = {
-        name: value for name, value in theirs.items() if name not in flags and value != OURS[name]
+        config = read_generation_config(directory)
+    names = DEFAULTS if config.temperature else ("repetition_penalty",)
+    theirs = {name: getattr(config, name) for name in names}
+    borrowed = {
+        name: value
+        for name, value in theirs.items()
+        if name not in flags and value != DEFAULTS[name]
     }
     source = directory / (GENERATION if has_file(directory, GENERATION) else CONFIG)
-    return Chosen(Sampling(**(OURS | theirs | flags)), said.eos, taken, source)
+    sampling = Sampling(**(DEFAULTS | theirs | flags))
+    return SamplingSettings(sampling, config.eos, borrowed, source)
 
 
-def sentence(source: Path, taken: dict[str, Any]) -> str:
+def sentence(source: Path, borrowed: dict[str, Any]) -> str:
     """Which settings are the checkpoint's.
 
     >>> sentence(Path("x/generation_config.json"), {"temperature": 0.6, "top_p": None})
     'Settings of x/generation_config.json: temperature 0.6, no top_p.'
     """
-    words = (f"no {name}" if value is None else f"{name} {value}" for name, value in taken.items())
-    return f"Settings of {source}: {', '.join(words)}."
+    parts = (
+        f"no {name}" if value is None else f"{name} {value}" for name, value in borrowed.items()
+    )
+    return f"Settings of {source}: {', '.join(parts)}."

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from fenchel.checkpoints import load
 from fenchel.data import decode, encode, end_id, windows
-from fenchel.generation import Sampling, stream
+from fenchel.generation import GenerationSettings, Sampling, stream
 from fenchel.model import Transformer, evaluating
 
 _SETTINGS = frozenset("until max_gen_toks do_sample temperature top_k top_p min_p".split())
@@ -84,14 +84,13 @@ class HarnessAdapter:
         device = self.model.lm_head_weight.device
         prompt = torch.tensor([encode(self.tokenizer, context) or [end]], device=device)
         drawn: list[int] = []
-        for token_B in stream(
-            self.model,
-            prompt,
+        how = GenerationSettings(
             max_new_tokens=int(settings.get("max_gen_toks", _NEW_TOKENS)),
             sampling=_sampling(settings),
             stop=[end],
-            generator=torch.Generator(device).manual_seed(self.seed),
-        ):
+        )
+        generator = torch.Generator(device).manual_seed(self.seed)
+        for token_B in stream(self.model, prompt, how, generator=generator):
             if int(token_B[0]) == end:
                 break
             drawn.append(int(token_B[0]))

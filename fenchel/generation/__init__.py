@@ -1,6 +1,6 @@
-"""Caches, sampling, decoding."""
+"""KV caches, sampling, decoding."""
 
-from fenchel.generation.decode import generate, stream, stream_text
+from fenchel.generation.decode import GenerationSettings, generate, stream, stream_text
 from fenchel.generation.kv_cache import KVCache
 from fenchel.generation.prompt_lookup import PromptLookup
 from fenchel.generation.sampling import Sampling, sample
@@ -8,6 +8,7 @@ from fenchel.generation.text_stream import Detokenizer, StopStrings, TextStream
 
 __all__ = [
     "Detokenizer",
+    "GenerationSettings",
     "KVCache",
     "PromptLookup",
     "Sampling",

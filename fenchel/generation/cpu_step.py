@@ -1,22 +1,21 @@
-"""One token of every sequence through a plain decoder, with nothing made twice.
+"""One decoding step of a plain decoder on a CPU, without modules and without allocations.
 
-    y = norm(x);   q, k, v = y W_qkv^T;   q, k turned;   x = x + attend(q, keys, values) W_o^T
+    y = norm(x);   q, k, v = y W_qkv^T;   x = x + attend(rotary(q), keys, values) W_o^T
     y = norm(x);   x = x + (f(y W_gate^T) * (y W_up^T)) W_down^T
 
-A small model that reads one token spends more time on being called than on computing: each
-operation costs some microseconds however few numbers it has. So here all memory is taken once,
-the views into it are made once, weights are turned once (as views), and results are written
-where they are needed: under thirty operations a layer instead of forty, and no modules between.
+A small model that reads one token spends more time on calls than on arithmetic: each operation
+costs some microseconds however few numbers it has. So all memory is allocated once, the views into
+it are made once, weights are transposed once (as views), and results are written where they are
+needed: under thirty operations per layer instead of forty, and no modules in between.
 
-A query sees everything that the cache hands out: a window is the cache's business, and the fill
-of unequal prompts is a mask. The R = H / G query heads that share keys stand under one another
-as R queries of one head, so no key is repeated.
+A query attends to all keys that the cache returns: the cache applies a window, and the padding of
+unequal prompts is a mask. The R = H / G query heads that share keys are R queries of one head, so
+no key is repeated.
 
-It is the forward pass of fenchel/model for T = 1 and a plain decoder
-(fenchel/generation/plain_decoder.py);
-``why_not`` says what else a model has, and then the model reads by itself.
+It is the forward pass of fenchel/model for T = 1 and a plain decoder (generation/plain_decoder.py);
+for any other model ``why_not_cpu_step`` names the reason, and the model itself is called.
 
-B sequences, M width of the stream, H heads, G heads of keys, D width of a head, F width of the MLP.
+B sequences, M width of the stream, H heads, G heads of keys, D width per head, F width of the MLP.
 """
 
 from collections.abc import Callable
@@ -27,17 +26,17 @@ from torch.linalg import vector_norm
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from fenchel.generation.kv_cache import KVCache
-from fenchel.generation.plain_decoder import Norm, layer_of, norm_of, why_not_plain
+from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_norm, why_not_plain
 from fenchel.model import Transformer
 from fenchel.model.mlp import ACTIVATIONS
 from fenchel.model.rotary_table import RotaryTable
 
-SEVERAL = 4
-"""Sequences from which on the layout of a result matters."""
+TRANSPOSED_BATCH = 4
+"""Sequences from which products are faster with transposed results."""
 
 
-def why_not(model: Transformer) -> str | None:
-    """The first reason why a model cannot be read by ``Lean``, or None."""
+def why_not_cpu_step(model: Transformer) -> str | None:
+    """The first reason why ``CpuStep`` cannot serve a model, or None."""
     table = model.lm_head_weight
     if table.device.type != "cpu" or table.dtype not in (torch.float32, torch.float64):
         return f"it is in {table.dtype} on {table.device.type}"
@@ -45,45 +44,45 @@ def why_not(model: Transformer) -> str | None:
 
 
 class CpuStep:
-    """Reads one token of each of ``batch`` sequences at a time, into a cache."""
+    """A decoding step for ``batch`` sequences, one token each, with a KV cache."""
 
     def __init__(self, model: Transformer, cache: KVCache, *, batch: int) -> None:
         config, table = model.config, model.lm_head_weight
         self.config, self.cache, self.embed = config, cache, model.embed.weight
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
-        self.lm_head_weight, self.norm = table, norm_of(model.norm)
+        self.lm_head_weight, self.norm = table, plain_norm(model.norm)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
-        self.turning = RotaryTable(config) if config.positions == "rotary" else None
-        self.layers = [layer_of(block) for block in model.blocks]
-        self._take_memory(batch)
+        self.rotary_table = RotaryTable(config) if config.positions == "rotary" else None
+        self.layers = [block_weights(block) for block in model.blocks]
+        self._allocate(batch)
 
     def step(self, token_B: Tensor, token_mask_BS: Tensor | None = None) -> Tensor:
-        """Logits behind the next token of each sequence: (B,) -> (B, V).
+        """Logits after one more token of each sequence: (B,) -> (B, V).
 
-        ``token_mask_BS`` as in the model's forward. The logits are good until the next step.
+        ``token_mask_BS`` as in the forward pass of the model. The next step overwrites the logits.
         """
         cache, x = self.cache, self.x
         position_B = None if token_mask_BS is None else token_mask_BS.sum(-1) - 1
         torch.index_select(self.embed, 0, token_B, out=x)
         if self.pos_embed is not None:
             x.add_(self.pos_embed[cache.length if position_B is None else position_B])
-        turn = self._turn(position_B)
+        rotary = self._rotary(position_B)
         scale = self.config.score_scale
         for number, layer in enumerate(self.layers):
-            y = self._normed(layer.before)
-            layer.qkv.into(self.made, y)
-            if turn is not None:
-                cos, first, second = turn
-                torch.mul(self.qk, cos, out=self.turned)
-                self.turned_first.addcmul_(self.second, first)
-                self.turned_second.addcmul_(self.first, second)
+            y = self._norm(layer.attention_norm)
+            layer.qkv.into(self.qkv, y)
+            if rotary is not None:
+                cos, first, second = rotary
+                torch.mul(self.qk, cos, out=self.rotated)
+                self.rotated_first.addcmul_(self.second, first)
+                self.rotated_second.addcmul_(self.first, second)
             keys, values = cache.append(number, self.k, self.v)
             mask = None
             if token_mask_BS is not None:
                 mask = token_mask_BS[:, None, None, -keys.shape[2] :]
-            mixed = scaled_dot_product_attention(self.q, keys, values, mask, scale=scale)
-            layer.out.add_to(x, mixed.reshape(self.mixed))
-            y = self._normed(layer.between)
+            attended = scaled_dot_product_attention(self.q, keys, values, mask, scale=scale)
+            layer.out.add_to(x, attended.reshape(self.attended_shape))
+            y = self._norm(layer.mlp_norm)
             layer.up.into(self.wide, y)
             if layer.gate is None:
                 wide = self.activation(self.wide)
@@ -92,11 +91,11 @@ class CpuStep:
                 wide = self.activation(self.gated).mul_(self.wide)
             layer.down.add_to(x, wide)
         cache.advance(1)
-        y = self._normed(self.norm)
-        return torch.mm(y, self.turned_table, out=self.logits)
+        y = self._norm(self.norm)
+        return torch.mm(y, self.lm_head_transposed, out=self.logits)
 
-    def _normed(self, norm: Norm) -> Tensor:
-        """The stream as a branch reads it, (B, M)."""
+    def _norm(self, norm: PlainNorm) -> Tensor:
+        """The norm of the stream, (B, M)."""
         x, r = self.x, self.size
         if isinstance(norm, nn.LayerNorm):
             return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
@@ -104,43 +103,43 @@ class CpuStep:
         torch.addcmul(self.epsilon, r, r, value=1.0 / x.shape[-1], out=r).rsqrt_()
         return torch.mul(x, r, out=self.y).mul_(norm.weight)
 
-    def _turn(self, position_B: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
-        """cos, and sin for the first and the second half of a head; each broadcasts to heads."""
-        if self.turning is None:
+    def _rotary(self, position_B: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+        """cos, and sin for the first and second half of each head; they broadcast over heads."""
+        if self.rotary_table is None:
             return None
         start = self.cache.length
         if position_B is None:
-            cos, sin = self.turning.between(start, start + 1, self.x)
+            cos, sin = self.rotary_table.between(start, start + 1, self.x)
         else:
             cos, sin = (
-                t.squeeze(1) for t in self.turning.at(position_B[:, None], start + 1, self.x)
+                t.squeeze(1) for t in self.rotary_table.at(position_B[:, None], start + 1, self.x)
             )
         first, second = sin.chunk(2, -1)
         return cos, first, second
 
-    def _take_memory(self, B: int) -> None:
+    def _allocate(self, B: int) -> None:
         c = self.config
         H, G, D, M, F = c.heads, c.groups, c.head_width, c.width, c.mlp_width
         new = self.embed.new_empty
 
-        def made(width: int) -> Tensor:
-            # How a result lies decides how the product is computed: for four sequences or more
-            # the BLAS is up to twice as quick if theirs lie side by side.
-            return new(B, width) if B < SEVERAL else new(width, B).t()
+        def result(width: int) -> Tensor:
+            # The layout of a result decides how BLAS computes the product: for four sequences or
+            # more it is up to twice as fast if their entries are adjacent.
+            return new(B, width) if B < TRANSPOSED_BATCH else new(width, B).t()
 
-        self.x, self.y, self.wide, self.gated = new(B, M), new(B, M), made(F), made(F)
-        self.logits, self.turned_table = made(c.vocabulary), self.lm_head_weight.t()
+        self.x, self.y, self.wide, self.gated = new(B, M), new(B, M), result(F), result(F)
+        self.logits, self.lm_head_transposed = result(c.vocabulary), self.lm_head_weight.t()
         self.size, self.epsilon = new(B, 1), self.embed.new_full((B, 1), c.epsilon)
-        rows = (H + 2 * G) * D  # as the fused attention wants them, unless turning lays them so
-        self.made = new(B, rows) if self.turning is None else made(rows)
-        self.mixed = (B, H * D)
-        heads = self.made.view(B, H + 2 * G, D)
+        rows = (H + 2 * G) * D  # contiguous for the fused attention, unless rotation copies them
+        self.qkv = new(B, rows) if self.rotary_table is None else result(rows)
+        self.attended_shape = (B, H * D)
+        heads = self.qkv.view(B, H + 2 * G, D)
         self.qk, self.v = heads[:, : H + G], heads[:, H + G :].unsqueeze(2)
-        # Turning (a, b) is (a, b) (c, c) + (b, a) (-s, s): each half takes from the other.
-        self.turned = self.qk
-        if self.turning is not None:
-            self.turned = new(B, H + G, D)
+        # The rotation of (a, b) is (a, b) (c, c) + (b, a) (-s, s): each half adds the other.
+        self.rotated = self.qk
+        if self.rotary_table is not None:
+            self.rotated = new(B, H + G, D)
             self.first, self.second = self.qk.chunk(2, -1)
-            self.turned_first, self.turned_second = self.turned.chunk(2, -1)
-        self.q = self.turned.narrow(1, 0, H).view(B, G, H // G, D)
-        self.k = self.turned[:, H:].unsqueeze(2)
+            self.rotated_first, self.rotated_second = self.rotated.chunk(2, -1)
+        self.q = self.rotated.narrow(1, 0, H).view(B, G, H // G, D)
+        self.k = self.rotated[:, H:].unsqueeze(2)

@@ -1,50 +1,44 @@
-"""A cache whose shapes never change: all S slots from the start, filled from the end.
+"""Decoding by a step that is recorded once as a CUDA graph and replayed per token.
 
-    token_mask_BS    True at the slots that hold a token; the model forbids the others
+On a GPU a decoding step is hundreds of small kernels, and launching each takes longer than running
+it. A CUDA graph launches all of them at once, and needs the same memory and the same shapes at
+every step, which a growing cache does not have.
 
-Priors are aligned to the end, where the newest query stands. So slots are filled from the end:
-token n stands in slot S - 1 - n. A query at the last slot then sees every slot to its left, and
-the n + 1 present ones put it at position n. A layer with a window of W keys has R = min(W, S)
-slots and token n stands in slot R - 1 - n mod R: until all R are full they are the last R of the
-S, and afterwards all of them are present, so one mask serves all layers. Where keys stand does
-not matter to attention as long as their positions came in before (rotary, learned, none);
-distances between slots mean nothing here.
+**Static cache.** All S slots exist from the start and are filled from the end: token n is in slot
+S - 1 - n. Priors are aligned to the last key, where the newest query is; a query at the last slot
+then sees every slot to its left, and the mask
 
-One token of a few sequences through a plain decoder on a GPU, in five kernels a layer.
+    token_mask_BS    True at the slots that hold a token
+
+puts it at position n. A layer with a window of W keys has R = min(W, S) slots and token n is in
+slot R - 1 - n mod R: until all R are full they are the last R of the S, and afterwards all of them
+hold tokens, so one mask serves all layers. The order of keys does not matter to attention as long
+as their positions entered before (rotary, learned, none); distances between slots have no meaning
+here, so ALiBi and T5's buckets cannot be recorded (``why_not_recorded``). The prompt is read by the
+ordinary cache and copied.
+
+**Fused step.** A step is the forward pass of the model, or for a plain decoder and a few sequences
+five kernels per layer:
 
     qkv   = norm(x) W_qkv^T                             kernels/thin_matmul.py
-    o     = attend(turned q, keys with turned k)        kernels/decode_attention.py, which also
-    writes k and v
+    o     = attend(rotary(q), keys with rotary(k))      kernels/decode_attention.py; stores k and v
     x     = x + o W_o^T                                 kernels/thin_matmul.py
     wide  = f(norm(x) W_gate^T) * (norm(x) W_up^T)
     x     = x + wide W_down^T
-    z     = norm(x) read^T,  token = argmax z           kernels/argmax_token.py
+    z     = norm(x) lm_head^T,  token = argmax z        kernels/argmax_token.py
 
-With one token a step lasts as long as it takes to read the weights once, if nothing else is in the
-way: each kernel reads one or two matrices whole and makes what it needs of the stream by itself.
-Where we are in the text lies in device memory, so that the step can be recorded once for all tokens
-(generation/cuda_graph.py). 22 layers of width 2048 with 32,000 words are 2.07 GB in bfloat16.
+With one token a step takes as long as reading the weights once, if nothing else is in the way: each
+kernel reads one or two matrices whole and computes its own input from the stream. The position lies
+in device memory, so that one recording serves all tokens. 22 layers of width 2048 with a vocabulary
+of 32,000 are 2.07 GB in bfloat16.
 
-B sequences, M width of the stream, H heads, G heads of keys, D width of a head, F width of the MLP.
+**Pool.** Recording takes as long as a dozen tokens, so a fused step is kept for the next call, one
+per model. It serves a call with the same weights in the same memory (their values may change), the
+same number of sequences and of slots. One session at a time has it; a second one records its own.
+It lives as long as its model and has a cache of its own.
 
-A step whose shapes never change, so that it can be recorded once and replayed.
-
-On a GPU a step of decoding is hundreds of small kernels, and asking for each takes longer than
-running it. A CUDA graph asks once for all of them, and wants the same memory and the same shapes at
-every step, which a cache that grows does not give. Here the cache always has all its slots, and
-those not yet written are absent (fenchel/generation/cuda_graph.py). Distances between slots mean
-nothing
-there, so ALiBi and buckets cannot be recorded (``why_not``).
-
-The prompt is read by the ordinary cache and taken over. A step is the model's own forward pass, or
-for a plain decoder a few kernels made for one token (fenchel/generation/cuda_graph.py).
-
-Recorded steps that are kept from one call to the next, one a model.
-
-Recording takes as long as a dozen of the tokens it is made for. A step is good as long as it finds
-what it was recorded with: the same weights in the same memory (their values may change), the same
-number of sequences and of slots. It is handed to one reader at a time, who brings it back; somebody
-who decodes meanwhile records another. It lives as long as its model and holds a cache of its own.
+B sequences, S slots, M width of the stream, H heads, G heads of keys, D width per head, F width of
+the MLP.
 """
 
 from collections.abc import Callable
@@ -55,9 +49,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fenchel.generation.kv_cache import Kind, KVCache
-from fenchel.generation.plain_decoder import Norm as NormModule
-from fenchel.generation.plain_decoder import layer_of, norm_of, why_not_plain
+from fenchel.generation.kv_cache import CacheKind, KVCache
+from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_norm, why_not_plain
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.rotary_table import RotaryTable
 
@@ -66,122 +59,122 @@ if TYPE_CHECKING:
 
 
 class StaticCache:
-    """All slots of every layer, filled from the end, at places that are numbers in memory."""
+    """All slots of every layer, filled from the end; the slot of the next token is a tensor."""
 
     def __init__(self, cache: KVCache, *, batch: int) -> None:
         self.positions = S = cache.positions
         like = cache.layers[0].keys.read(0, 1)
         _, G, _, D = like.shape
-        self.rooms = [
-            S if layer.reach is None else min(S, layer.reach + 1) for layer in cache.layers
+        self.sizes = [
+            S if layer.lookback is None else min(S, layer.lookback + 1) for layer in cache.layers
         ]
-        # Zeros, since a slot that is absent still meets a weight of zero.
-        self.keys = [like.new_zeros(batch, G, room, D) for room in self.rooms]
-        self.values = [like.new_zeros(batch, G, room, D) for room in self.rooms]
+        # Zeros: an empty slot has weight zero, and zero times NaN would be NaN.
+        self.keys = [like.new_zeros(batch, G, size, D) for size in self.sizes]
+        self.values = [like.new_zeros(batch, G, size, D) for size in self.sizes]
         self.token = torch.zeros(1, dtype=torch.long, device=like.device)
-        """The number n of the token that is read next."""
-        self.places = {room: self.token + room - 1 for room in [*self.rooms, S]}
+        """The number n of the next token."""
+        self.slots = {size: self.token + size - 1 for size in [*self.sizes, S]}
         self.token_mask_BS = torch.zeros(batch, S, dtype=torch.bool, device=like.device)
-        self.fill_B = torch.zeros(batch, dtype=torch.long, device=like.device)
-        """How many slots before each sequence hold nothing."""
+        self.padding_B = torch.zeros(batch, dtype=torch.long, device=like.device)
+        """How many slots before each sequence are padding."""
         self.length = S - 1
-        """For the model the newest token stands at the last slot, whatever its number."""
+        """To the model the newest token is at the last slot, whatever its number."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (B, G, 1, D) at the token's place and give back all slots."""
-        place = self.places[self.rooms[layer]]
+        """Store (B, G, 1, D) in the slot of the token; returns all slots."""
+        slot = self.slots[self.sizes[layer]]
         keys, values = self.keys[layer], self.values[layer]
-        keys.index_copy_(2, place, k)
-        values.index_copy_(2, place, v)
+        keys.index_copy_(2, slot, k)
+        values.index_copy_(2, slot, v)
         return keys, values
 
     def advance(self, positions: int) -> None:
-        """The next token, and its places."""
+        """Count tokens, and compute the slots of the next one."""
         self.token.add_(positions)
-        for room, place in self.places.items():
-            place.copy_(room - 1 - self.token % room)
+        for size, slot in self.slots.items():
+            slot.copy_(size - 1 - self.token % size)
 
-    def take(self, cache: KVCache, fill_B: Tensor | None) -> None:
-        """Hold what another cache has read; ``fill_B`` slots at its left are absent."""
+    def copy_from(self, cache: KVCache, padding_B: Tensor | None) -> None:
+        """Copy what another cache holds; ``padding_B`` slots at its left are padding."""
         n, device = cache.length, self.token.device
         tokens = torch.arange(n, device=device)
-        places = {room: room - 1 - tokens[-room:] % room for room in set(self.rooms)}
-        for layer, (room, held) in enumerate(zip(self.rooms, cache.layers, strict=True)):
-            end = n - held.gone
-            last = min(room, end)
-            at = places[room][-last:]
-            self.keys[layer].index_copy_(2, at, held.keys.read(end - last, end))
-            self.values[layer].index_copy_(2, at, held.values.read(end - last, end))
+        slots = {size: size - 1 - tokens[-size:] % size for size in set(self.sizes)}
+        for layer, (size, source) in enumerate(zip(self.sizes, cache.layers, strict=True)):
+            end = n - source.first_slot
+            last = min(size, end)
+            at = slots[size][-last:]
+            self.keys[layer].index_copy_(2, at, source.keys.read(end - last, end))
+            self.values[layer].index_copy_(2, at, source.values.read(end - last, end))
         tokens_S = self.length - torch.arange(self.positions, device=device)
         token_mask_BS = (tokens_S < n).expand_as(self.token_mask_BS)
-        if fill_B is not None:
-            token_mask_BS = token_mask_BS & (tokens_S >= fill_B.unsqueeze(-1))
+        if padding_B is not None:
+            token_mask_BS = token_mask_BS & (tokens_S >= padding_B.unsqueeze(-1))
         self.token_mask_BS.copy_(token_mask_BS)
-        self.fill_B.copy_(torch.zeros_like(self.fill_B) if fill_B is None else fill_B)
+        self.padding_B.copy_(torch.zeros_like(self.padding_B) if padding_B is None else padding_B)
         self.token.fill_(n)
         self.advance(0)
 
 
-MOST_ROWS = 8
-"""Sequences up to which reading weights is most of the work; for more, products are torch's."""
-KINDS = (torch.bfloat16, torch.float16, torch.float32)
+FUSED_BATCH = 8
+"""Sequences up to which reading the weights dominates; above, torch's products are faster."""
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_fused(model: Transformer, *, batch: int) -> str | None:
-    """The first reason why a model's step cannot be made of these kernels, or None."""
+    """The first reason why the fused step cannot serve a model, or None."""
     table = model.lm_head_weight
-    if batch > MOST_ROWS:
-        return f"{batch} sequences are more than {MOST_ROWS}"
-    if table.device.type != "cuda" or table.dtype not in KINDS:
+    if batch > FUSED_BATCH:
+        return f"{batch} sequences are more than {FUSED_BATCH}"
+    if table.device.type != "cuda" or table.dtype not in FUSED_DTYPES:
         return f"it is in {table.dtype} on {table.device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
     if not all(p.is_contiguous() for p in model.parameters()):
-        return "a parameter does not lie in one piece"
+        return "a parameter is not contiguous"
     return why_not_plain(model)
 
 
 class FusedStep:
-    """Reads the token of each sequence that stands in ``token_B``, and writes the next there."""
+    """One step of a plain decoder: reads ``token_B``, and writes the next greedy token there."""
 
     def __init__(self, model: Transformer, cache: StaticCache, token_B: Tensor) -> None:
         c, table, S = model.config, model.lm_head_weight, cache.positions
         self.cache, self.token_B = cache, token_B
         self.embed, self.lm_head_weight = model.embed.weight, table
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
-        self.activation, self.norm = c.mlp, _norm(norm_of(model.norm))
+        self.activation, self.norm = c.mlp, _norm(plain_norm(model.norm))
         self.scale = c.head_width**-0.5 if c.score_scale is None else c.score_scale
-        self.turn: tuple[Tensor, Tensor] | None = None
+        self.rotary: tuple[Tensor, Tensor] | None = None
         if c.positions == "rotary":
             cos, sin = RotaryTable(c).between(0, S, table)
-            self.turn = cos.to(table.dtype).contiguous(), sin.to(table.dtype).contiguous()
-        self.layers = [layer_of(block) for block in model.blocks]
-        self.norms = [(_norm(layer.before), _norm(layer.between)) for layer in self.layers]
+            self.rotary = cos.to(table.dtype).contiguous(), sin.to(table.dtype).contiguous()
+        self.layers = [block_weights(block) for block in model.blocks]
+        self.norms = [(_norm(layer.attention_norm), _norm(layer.mlp_norm)) for layer in self.layers]
         B, H, G, D = len(token_B), c.heads, c.groups, c.head_width
         new = table.new_empty
         self.x, self.qkv, self.o = new(B, c.width), new(B, (H + 2 * G) * D), new(B, H * D)
         self.wide, self.logits = new(B, c.mlp_width), new(B, c.vocabulary)
 
-    def step(self, said_BP: Tensor) -> Tensor:
-        """Logits behind the token, (B, V); the likeliest is the next, also in ``said_BP``.
+    def step(self, tokens_BP: Tensor) -> Tensor:
+        """Logits after the token, (B, V); their argmax is the next token, also in ``tokens_BP``.
 
-        The logits are good until the next step.
+        The next step overwrites the logits.
         """
         from fenchel.kernels.argmax_token import argmax_token
         from fenchel.kernels.decode_attention import DecodePosition, attend_decode
         from fenchel.kernels.thin_matmul import gated_matmul, matmul, matmul_add
 
-        cache, x, turn = self.cache, self.x, self.turn
-        place = DecodePosition(cache.token, cache.fill_B)
+        cache, x, rotary = self.cache, self.x, self.rotary
+        position = DecodePosition(cache.token, cache.padding_B)
         torch.index_select(self.embed, 0, self.token_B, out=x)
         if self.pos_embed is not None:
-            x.add_(self.pos_embed[cache.token - cache.fill_B])
+            x.add_(self.pos_embed[cache.token - cache.padding_B])
         for number, (layer, (before, between)) in enumerate(
             zip(self.layers, self.norms, strict=True)
         ):
             keys, values = cache.keys[number], cache.values[number]
             matmul(x, layer.qkv.weight, layer.qkv.bias, self.qkv, norm=before)
-            attend_decode(self.qkv, keys, values, place, self.o, angles=turn, scale=self.scale)
+            attend_decode(self.qkv, keys, values, position, self.o, angles=rotary, scale=self.scale)
             matmul_add(x, self.o, layer.out.weight, layer.out.bias)
             gate = None if layer.gate is None else (layer.gate.weight, layer.gate.bias)
             up, f = (layer.up.weight, layer.up.bias), self.activation
@@ -189,11 +182,11 @@ class FusedStep:
             matmul_add(x, self.wide, layer.down.weight, layer.down.bias)
         cache.token.add_(1)
         matmul(x, self.lm_head_weight, None, self.logits, norm=self.norm)
-        argmax_token(self.logits, cache.token, self.token_B, said_BP)
+        argmax_token(self.logits, cache.token, self.token_B, tokens_BP)
         return self.logits
 
 
-def _norm(module: NormModule) -> "NormWeights":
+def _norm(module: PlainNorm) -> "NormWeights":
     from fenchel.kernels.thin_matmul import NormWeights
 
     if isinstance(module, nn.LayerNorm):
@@ -203,83 +196,107 @@ def _norm(module: NormModule) -> "NormWeights":
 
 Step = Callable[[], Tensor]
 Recorder = Callable[[Step, torch.device], Step]
-Record = Literal["graph"]
-"""How a step is recorded: as a CUDA graph."""
-BY_DISTANCE = ("alibi", "buckets")
+Record = Literal["auto", "graph"]
+"""Whether a step is recorded: as a CUDA graph, or "auto" as a graph where that is faster."""
+AUTO_TOKENS = 32
+"""New tokens from which "auto" records: recording takes as long as a dozen."""
+DISTANCE_POSITIONS = ("alibi", "buckets")
 
 
-def require(model: Transformer, record: Record, *, kind: Kind, fill: bool, draft: int) -> None:
-    """Refuse, in one sentence, what cannot be recorded."""
+def use_recorded_step(
+    model: Transformer,
+    record: Record | None,
+    *,
+    cache: CacheKind,
+    padded: bool,
+    draft: int,
+    tokens: int,
+) -> bool:
+    """Whether a call decodes by a recorded step; raises where "graph" cannot serve it."""
+    if record is None:
+        return False
     if record not in get_args(Record):
-        raise ValueError(f"record={record!r} should be one of {', '.join(get_args(Record))}.")
-    reason = why_not_recorded(model, fill=fill)
-    if RECORDERS[record] is as_graph and model.lm_head_weight.device.type != "cuda":
-        reason = (
-            f"a CUDA graph needs a model on a GPU, and this one is on {model.lm_head_weight.device}"
+        raise ValueError(
+            f"record={record!r} should be one of {', '.join(get_args(Record))}, or None."
         )
-    if kind != "model":
-        reason = f"it holds keys in the model's own dtype, not in {kind}"
+    device = model.lm_head_weight.device
+    reason = why_not_recorded(model, padded=padded)
+    if RECORDERS["graph"] is capture_graph and device.type != "cuda":
+        reason = f"a CUDA graph needs a model on a GPU, and this one is on {device}"
+    if cache != "model":
+        reason = f"it stores keys in the model's own dtype, not in {cache}"
     if draft:
         reason = "a step reads one token, and draft reads several"
+    if record == "auto":
+        pays = device.type == "cuda" and tokens >= AUTO_TOKENS
+        return pays and reason is None and not _has_hooks(model)
     if reason is not None:
         raise ValueError(f"record={record!r} cannot serve this call: {reason}.")
+    return True
 
 
-def why_not_recorded(model: Transformer, *, fill: bool) -> str | None:
-    """Why a model's step cannot be recorded, or None; ``fill`` if prompts are unequal."""
+def _has_hooks(model: nn.Module) -> bool:
+    """Whether a hook would miss the replays of a graph."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def why_not_recorded(model: Transformer, *, padded: bool) -> str | None:
+    """Why a step of a model cannot be recorded, or None; ``padded`` if prompts are unequal."""
     if model.config.kind != "decoder":
         return f"the model is of kind={model.config.kind!r}"
-    if model.config.positions in BY_DISTANCE:
+    if model.config.positions in DISTANCE_POSITIONS:
         return f"positions={model.config.positions!r} are distances between slots"
-    if fill and any(model.config.windows):
+    if model.config.experts:
+        return "experts take as many tokens as choose them, which varies from step to step"
+    if padded and any(model.config.windows):
         return "prompts of unequal lengths do not fit layers with windows"
     return None
 
 
-def choose(logits_BV: Tensor, n_1: Tensor, token_B: Tensor, said_BP: Tensor) -> None:
-    """Write the likeliest token of every row into ``token_B`` and column n of ``said_BP``.
+def store_argmax(logits_BV: Tensor, n_1: Tensor, token_B: Tensor, tokens_BP: Tensor) -> None:
+    """Write the argmax of every row into ``token_B`` and into column n of ``tokens_BP``.
 
-    There -1 stands for a row whose largest logit is no finite number.
+    There -1 marks a row whose largest logit is not finite.
     """
-    top_B, chosen_B = logits_BV.max(-1)
-    token_B.copy_(chosen_B)
-    marked_B = torch.where(top_B.isfinite(), chosen_B, -1)
-    said_BP.index_copy_(1, n_1, marked_B.unsqueeze(-1))
+    top_B, argmax_B = logits_BV.max(-1)
+    token_B.copy_(argmax_B)
+    marked_B = torch.where(top_B.isfinite(), argmax_B, -1)
+    tokens_BP.index_copy_(1, n_1, marked_B.unsqueeze(-1))
 
 
 class PendingTokens(NamedTuple):
-    """Tokens that the device has been asked for, (B, N); -1 where the largest logit is not finite.
+    """Tokens requested from the device, (B, N); -1 where the largest logit is not finite.
 
-    The copy that ``told`` waits for is on its way too, so that waiting for these does not wait for
-    what the device is asked for next.
+    Their copy to the host is requested too, so that ``wait`` does not wait for the tokens that are
+    requested next.
     """
 
-    there: Tensor
-    here: Tensor
-    arrived: torch.cuda.Event | None
+    on_device: Tensor
+    on_host: Tensor
+    copied: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, there_BN: Tensor) -> "PendingTokens":
-        """With a copy for the CPU behind it."""
-        here_BN = there_BN.to("cpu", non_blocking=True)
-        arrived = None
-        if there_BN.is_cuda:
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(torch.cuda.current_stream(there_BN.device))
-        return cls(there_BN, here_BN, arrived)
+    def of(cls, tokens_BN: Tensor) -> "PendingTokens":
+        """Request the copy of these tokens to the host."""
+        on_host = tokens_BN.to("cpu", non_blocking=True)
+        copied = None
+        if tokens_BN.is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(tokens_BN.device))
+        return cls(tokens_BN, on_host, copied)
 
-    def told(self) -> Tensor:
-        """The tokens, on the CPU."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.here
+    def wait(self) -> Tensor:
+        """The tokens on the host, once they are there."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.on_host
 
 
 class RecordedStep:
-    """Reads one token of each sequence by a step that was recorded, and chooses the next.
+    """A recorded step: reads one token of each sequence, and chooses the next.
 
-    The likeliest token is chosen inside the step and stands where the next step reads, so that
-    greedy decoding (``follow``) asks the device for nothing between two tokens.
+    The greedy token is chosen inside the step and written where the next step reads, so that greedy
+    decoding (``decode_greedy``) needs no transfer between two tokens.
     """
 
     def __init__(
@@ -295,47 +312,47 @@ class RecordedStep:
         self.model = None if fused else model
         device = model.lm_head_weight.device
         self.token_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self.said_BP = torch.zeros(batch, cache.positions + 1, dtype=torch.long, device=device)
-        """Chosen tokens at their numbers."""
+        self.tokens_BP = torch.zeros(batch, cache.positions + 1, dtype=torch.long, device=device)
+        """Greedy tokens by their numbers."""
         self._fused = FusedStep(model, self.cache, self.token_B) if fused else None
-        self._step = record(self._once, device)
+        self._step = record(self._forward, device)
 
     def step(self, token_B: Tensor) -> Tensor:
-        """Logits behind the next token of each sequence: (B,) -> (B, V)."""
+        """Logits after one more token of each sequence: (B,) -> (B, V)."""
         self.token_B.copy_(token_B)
         return self._step()
 
-    def follow(self, token_B: Tensor | None, number: int, count: int) -> PendingTokens:
-        """The ``count`` likeliest tokens behind token ``number``, each read in turn.
+    def decode_greedy(self, token_B: Tensor | None, number: int, count: int) -> PendingTokens:
+        """The ``count`` greedy tokens after token ``number``, each read in turn.
 
-        None for the token that the last step chose.
+        None continues from the token that the last step chose.
         """
         if token_B is not None:
             self.token_B.copy_(token_B)
         for _ in range(count):
             self._step()
-        return PendingTokens.of(self.said_BP[:, number + 1 : number + 1 + count].clone())
+        return PendingTokens.of(self.tokens_BP[:, number + 1 : number + 1 + count].clone())
 
-    def _once(self) -> Tensor:
+    def _forward(self) -> Tensor:
         cache = self.cache
         if self._fused is not None:
-            return self._fused.step(self.said_BP)
+            return self._fused.step(self.tokens_BP)
         assert self.model is not None
-        cache.token_mask_BS.index_fill_(1, cache.places[cache.positions], True)
+        cache.token_mask_BS.index_fill_(1, cache.slots[cache.positions], True)
         logits_B1V: Tensor = self.model(
             self.token_B.unsqueeze(-1), cache=cache, token_mask_BS=cache.token_mask_BS, last=True
         )
         logits_BV = logits_B1V[:, -1]
-        choose(logits_BV, cache.token, self.token_B, self.said_BP)
+        store_argmax(logits_BV, cache.token, self.token_B, self.tokens_BP)
         return logits_BV
 
 
-def as_graph(step: Step, device: torch.device) -> Step:
-    """A step as a CUDA graph; recording runs it, so its memory is to be filled afterwards."""
+def capture_graph(step: Step, device: torch.device) -> Step:
+    """A step as a CUDA graph. Capturing runs the step, so its memory is to be filled afterwards."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is made at a first call is made before recording
+        with torch.cuda.stream(stream):  # what a first call allocates is allocated before capturing
             step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -349,36 +366,36 @@ def as_graph(step: Step, device: torch.device) -> Step:
     return replay
 
 
-RECORDERS: dict[str, Recorder] = {"graph": as_graph}
+RECORDERS: dict[str, Recorder] = {"graph": capture_graph}
 
 
-class RecordingFit(NamedTuple):
+class RecordingKey(NamedTuple):
     """What a recorded step depends on."""
 
     config: ModelConfig
     batch: int
     positions: int
     weights: tuple[int, ...]
-    """Where every parameter lies."""
+    """The address of every parameter."""
 
 
-_kept: WeakKeyDictionary[Transformer, tuple[RecordingFit, RecordedStep]] = WeakKeyDictionary()
+_pool: WeakKeyDictionary[Transformer, tuple[RecordingKey, RecordedStep]] = WeakKeyDictionary()
 
 
-def fit(model: Transformer, *, batch: int, positions: int) -> RecordingFit:
-    """What a step for this call has to fit."""
-    return RecordingFit(
+def recording_key(model: Transformer, *, batch: int, positions: int) -> RecordingKey:
+    """The key of the step that serves this call."""
+    return RecordingKey(
         model.config, batch, positions, tuple(p.data_ptr() for p in model.parameters())
     )
 
 
-def take(model: Transformer, wanted: RecordingFit) -> RecordedStep | None:
-    """The step that was brought back last, if it fits; it is then nobody else's."""
-    found = _kept.pop(model, None)
-    return found[1] if found is not None and found[0] == wanted else None
+def acquire(model: Transformer, key: RecordingKey) -> RecordedStep | None:
+    """Take the step of a model out of the pool; None where there is none with this key."""
+    entry = _pool.pop(model, None)
+    return entry[1] if entry is not None and entry[0] == key else None
 
 
-def bring_back(model: Transformer, made_for: RecordingFit, step: RecordedStep) -> None:
-    """Keep a step for the next call; it must not hold the model, or neither would ever go."""
+def release(model: Transformer, key: RecordingKey, step: RecordedStep) -> None:
+    """Put a step into the pool; a reference to the model would keep both alive for ever."""
     assert step.model is None
-    _kept[model] = made_for, step
+    _pool[model] = key, step

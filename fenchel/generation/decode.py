@@ -1,76 +1,84 @@
 """Prompt ids to longer ids, one token after another.
 
-    logits = read(unread)      the prompt, later what was drawn last     generation/session.py
-    token  = sample(logits)    fenchel/generation/sampling.py
-    unread = token             until ``max_new_tokens``, or all sequences have stopped
+    logits = session.forward(new)    the prompt, then the last token     generation/session.py
+    token  = sample(logits)          generation/sampling.py
+    new    = token                   until ``max_new_tokens``, or until all sequences have stopped
 
-With ``draft`` a guess is read along with the token, and what was read in vain is taken back;
-the tokens are the same (generation/prompt_lookup.py). A greedy step that is recorded chooses
-its
-token on the device and goes on with it: the loop asks for some at a time, and for the next before
-it looks at these, so that the device never waits; those behind a stop are forgotten.
+With ``draft`` the next tokens are guessed and read along with the last one, and those after a wrong
+guess are removed from the cache; the result is the same (generation/prompt_lookup.py). On a GPU a
+step is recorded as a CUDA graph (generation/cuda_graph.py). A recorded greedy step chooses its
+token on the device and continues from it: the loop requests a chunk of tokens, and the next chunk
+before it reads this one, so that the device never waits; tokens after a stop are dropped.
 
 B sequences, T positions of the prompt, N new tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import NamedTuple, overload
+from dataclasses import dataclass, field
+from typing import NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.generation.cuda_graph import PendingTokens, Record, require
-from fenchel.generation.kv_cache import Kind
+from fenchel.generation.cuda_graph import PendingTokens, Record, use_recorded_step
+from fenchel.generation.kv_cache import CacheKind
 from fenchel.generation.prompt_lookup import PromptLookup
 from fenchel.generation.sampling import NOT_FINITE, Sampling, sample
-from fenchel.generation.session import Prompts, Session, seen, side_by_side
-from fenchel.generation.text_stream import Stops, TextStream
+from fenchel.generation.session import Prompts, Session, pad_prompts, previous_tokens
+from fenchel.generation.text_stream import StopCriteria, TextStream
 from fenchel.model import Transformer, evaluating
 
-AHEAD, FAR_AHEAD = 16, 64
-"""Tokens that the device is asked for at once, where it decodes by itself: stops are seen then, and
-without stops only whether all went well."""
+CHUNK, CHUNK_WITHOUT_STOPS = 16, 64
+"""Tokens requested from the device at once where it decodes by itself. Stops are checked per chunk;
+without stops only whether all logits were finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """How many tokens to generate, how to draw them, and by which means."""
+
+    max_new_tokens: int
+    """Tokens to add to each sequence at most."""
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Sequence[int | str] = ()
+    """Ids and strings at which a sequence ends; strings need a tokenizer."""
+    cache: CacheKind = "model"
+    """What keys and values are stored in."""
+    draft: int = 0
+    """Tokens to guess ahead, for a single sequence; changes the speed, not the text."""
+    record: Record | None = "auto"
+    """Whether to replay one recorded step: "graph", never (None), or where it is faster."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} should not be negative.")
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """The keywords of ``generate``, for its overloads."""
+
+    max_new_tokens: Required[int]
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    cache: CacheKind
+    draft: int
+    record: Record | None
+    stop: Sequence[int | str]
+    tokenizer: Tokenizer | None
+    source: Tensor | Sequence[Tensor] | None
+    generator: torch.Generator | None
 
 
 @overload
-def generate(
-    model: Transformer,
-    ids: Tensor,
-    *,
-    max_new_tokens: int,
-    temperature: float = ...,
-    top_k: int | None = ...,
-    top_p: float | None = ...,
-    min_p: float | None = ...,
-    repetition_penalty: float = ...,
-    cache: Kind = ...,
-    draft: int = ...,
-    record: Record | None = ...,
-    stop: Sequence[int | str] = ...,
-    tokenizer: Tokenizer | None = ...,
-    source: Tensor | Sequence[Tensor] | None = ...,
-    generator: torch.Generator | None = ...,
-) -> Tensor: ...
+def generate(model: Transformer, ids: Tensor, **keywords: Unpack[GenerateKeywords]) -> Tensor: ...
 @overload
 def generate(
-    model: Transformer,
-    ids: Sequence[Tensor],
-    *,
-    max_new_tokens: int,
-    temperature: float = ...,
-    top_k: int | None = ...,
-    top_p: float | None = ...,
-    min_p: float | None = ...,
-    repetition_penalty: float = ...,
-    cache: Kind = ...,
-    draft: int = ...,
-    record: Record | None = ...,
-    stop: Sequence[int | str] = ...,
-    tokenizer: Tokenizer | None = ...,
-    source: Tensor | Sequence[Tensor] | None = ...,
-    generator: torch.Generator | None = ...,
+    model: Transformer, ids: Sequence[Tensor], **keywords: Unpack[GenerateKeywords]
 ) -> list[Tensor]: ...
 def generate(
     model: Transformer,
@@ -82,9 +90,9 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    cache: Kind = "model",
+    cache: CacheKind = "model",
     draft: int = 0,
-    record: Record | None = None,
+    record: Record | None = "auto",
     stop: Sequence[int | str] = (),
     tokenizer: Tokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
@@ -95,11 +103,16 @@ def generate(
     Prompts (B, T) give (B, T + N): a sequence that has stopped repeats its last token until all
     have. A list of prompts (T_b,) of any lengths gives a list, each as long as it became.
 
-    ``stop`` holds ids, and strings if the ``tokenizer`` is given; the token that completes a
-    stop is kept. ``cache`` is what keys and values are held in. ``draft`` tokens are guessed
-    ahead from what was said before, for a single sequence. ``record`` replays one step of fixed
-    shapes, for a GPU: fenchel/generation/cuda_graph.py. ``source`` is what an encoder reads
-    before the decoder begins, in the same two forms as the prompts.
+    ``temperature`` 0 is greedy; ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` as in
+    ``Sampling``. ``stop`` lists ids, and strings if the ``tokenizer`` is given; the token that
+    completes a stop is part of the result. ``cache``, ``draft`` and ``record`` as in
+    ``GenerationSettings``. ``source`` is the input of the encoder, in the same two forms as the
+    prompts. ``generator`` is on the device of the model.
+
+    >>> from fenchel.model import ModelConfig
+    >>> model = Transformer(ModelConfig(vocabulary=10, width=8, layers=1, heads=2))
+    >>> generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, temperature=0.0).shape
+    torch.Size([1, 7])
     """
     sampling = Sampling(
         temperature=temperature,
@@ -108,187 +121,168 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    run = _start(
-        model,
-        ids,
-        count=max_new_tokens,
+    settings = GenerationSettings(
+        max_new_tokens=max_new_tokens,
         sampling=sampling,
+        stop=stop,
         cache=cache,
         draft=draft,
         record=record,
-        stop=stop,
-        tokenizer=tokenizer,
-        source=source,
-        generator=generator,
     )
-    drawn = list(run.tokens)
+    run = _start(model, ids, settings, tokenizer=tokenizer, source=source, generator=generator)
+    new = list(run.tokens)
     if isinstance(ids, Tensor):
-        return torch.cat([ids, *(token_B.unsqueeze(-1) for token_B in drawn)], dim=-1)
-    new_BN = torch.stack(drawn, dim=-1) if drawn else run.prompts.ids[:, :0]
+        return torch.cat([ids, *(token_B.unsqueeze(-1) for token_B in new)], dim=-1)
+    new_BN = torch.stack(new, dim=-1) if new else run.prompts.ids[:, :0]
     rows = zip(ids, new_BN, run.stops.counts_B.tolist(), strict=True)
-    return [torch.cat([prompt, new[:length]]) for prompt, new, length in rows]
+    return [torch.cat([prompt, tokens[:length]]) for prompt, tokens, length in rows]
 
 
 def stream(
     model: Transformer,
     ids: Tensor | Sequence[Tensor],
+    settings: GenerationSettings,
     *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    cache: Kind = "model",
-    draft: int = 0,
-    record: Record | None = None,
-    stop: Sequence[int | str] = (),
     tokenizer: Tokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """The new tokens as they are drawn, (B,) each; arguments as in ``generate``."""
-    return _start(
-        model,
-        ids,
-        count=max_new_tokens,
-        sampling=sampling,
-        cache=cache,
-        draft=draft,
-        record=record,
-        stop=stop,
-        tokenizer=tokenizer,
-        source=source,
-        generator=generator,
-    ).tokens
+    run = _start(model, ids, settings, tokenizer=tokenizer, source=source, generator=generator)
+    return run.tokens
 
 
 def stream_text(
     model: Transformer,
     tokenizer: Tokenizer,
     ids: Tensor,
+    settings: GenerationSettings,
     *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    cache: Kind = "model",
-    draft: int = 0,
-    record: Record | None = None,
-    stop: Sequence[int | str] = (),
     source: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
     """The continuation of one prompt (T,) as pieces of text, up to a stop string.
 
-    A piece never holds part of a stop string or of a character; together the pieces are the
-    text of all new tokens, cut where the stop string begins.
+    A piece never contains part of a stop string or of a character; joined, the pieces are the text
+    of all new tokens, cut where the stop string begins.
     """
-    tokens = stream(
+    text = TextStream(tokenizer, [stop for stop in settings.stop if isinstance(stop, str)])
+    run = _start(
         model,
         ids.unsqueeze(0),
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        cache=cache,
-        draft=draft,
-        record=record,
-        stop=[one for one in stop if not isinstance(one, str)],
+        settings,
+        stop=[stop for stop in settings.stop if not isinstance(stop, str)],
         source=None if source is None else source.unsqueeze(0),
         generator=generator,
     )
-    return _told(tokens, TextStream(tokenizer, [one for one in stop if isinstance(one, str)]))
+    return _pieces(run.tokens, text)
 
 
-def _told(tokens: Iterator[Tensor], telling: TextStream) -> Iterator[str]:
+def _pieces(tokens: Iterator[Tensor], text: TextStream) -> Iterator[str]:
     for token in tokens:
-        yield telling.add(int(token))
-        if telling.stopped:
+        yield text.add(int(token))
+        if text.stopped:
             return
-    yield telling.rest()
+    yield text.flush()
 
 
 class _Run(NamedTuple):
-    """Tokens that are drawn as they are asked for, and who has stopped by then."""
+    """Tokens that are computed as the iterator advances, and which sequences have stopped."""
 
     prompts: Prompts
-    stops: Stops
+    stops: StopCriteria
     tokens: Iterator[Tensor]
 
 
 def _start(
     model: Transformer,
     ids: Tensor | Sequence[Tensor],
+    settings: GenerationSettings,
     *,
-    count: int,
-    sampling: Sampling,
-    cache: Kind,
-    draft: int,
-    record: Record | None,
-    stop: Sequence[int | str],
-    tokenizer: Tokenizer | None,
-    source: Tensor | Sequence[Tensor] | None,
-    generator: torch.Generator | None,
+    stop: Sequence[int | str] | None = None,
+    tokenizer: Tokenizer | None = None,
+    source: Tensor | Sequence[Tensor] | None = None,
+    generator: torch.Generator | None = None,
 ) -> _Run:
-    prompts = side_by_side(ids)
-    kind = model.config.kind
+    """``stop`` where it differs from that of the settings."""
+    prompts, kind = pad_prompts(ids), model.config.kind
+    count, draft, sampling = settings.max_new_tokens, settings.draft, settings.sampling
     if kind == "encoder":
         raise ValueError("an encoder reads whole texts and cannot continue one; use a decoder.")
     if (source is None) == (kind == "encoder-decoder"):
         raise ValueError(
             f"a model of kind={kind!r} {'needs a' if source is None else 'has no'} source."
         )
-    if count < 0:
-        raise ValueError(f"max_new_tokens={count} should not be negative.")
     if draft < 0 or (draft and len(prompts.ids) != 1):
         raise ValueError(
             f"draft={draft} for {len(prompts.ids)} sequences; "
             "guess 0 or more tokens ahead, and for one sequence only."
         )
-    stops = Stops(stop, tokenizer, prompts.ids)
-    heard = None if source is None else side_by_side(source)
-    if record is not None:
-        require(model, record, kind=cache, fill=prompts.present is not None, draft=draft)
-    reader = Session(
-        model, prompts, count=count, source=heard, kind=cache, spare=draft, record=record
+    stops = StopCriteria(settings.stop if stop is None else stop, tokenizer, prompts.ids)
+    recorded = use_recorded_step(
+        model,
+        settings.record,
+        cache=settings.cache,
+        padded=prompts.token_mask is not None,
+        draft=draft,
+        tokens=count,
     )
-    seen_BV = None if sampling.repetition_penalty == 1.0 else seen(prompts, model.config.vocabulary)
+    session = Session(
+        model,
+        prompts,
+        count=count,
+        source=None if source is None else pad_prompts(source),
+        cache=settings.cache,
+        rewindable=draft,
+        recorded=recorded,
+    )
+    previous_BV = None
+    if sampling.repetition_penalty != 1.0:
+        previous_BV = previous_tokens(prompts, model.config.vocabulary)
 
-    def choose(logits_BV: Tensor) -> Tensor:
-        token_B = sample(logits_BV, sampling, seen_BV=seen_BV, generator=generator)
-        token_B = stops.take(token_B.to(prompts.ids.dtype))
-        if seen_BV is not None:
-            seen_BV.scatter_(1, token_B.unsqueeze(-1).long(), True)
+    def next_token(logits_BV: Tensor) -> Tensor:
+        token_B = sample(logits_BV, sampling, previous_BV=previous_BV, generator=generator)
+        token_B = stops.update(token_B.to(prompts.ids.dtype))
+        if previous_BV is not None:
+            previous_BV.scatter_(1, token_B.unsqueeze(-1).long(), True)
         return token_B
 
-    plainly_greedy = sampling.temperature == 0.0 and seen_BV is None
-    ahead = (AHEAD if stops.any else FAR_AHEAD) if plainly_greedy else 0
-    return _Run(prompts, stops, _decode(reader, prompts.ids, count, choose, stops, draft, ahead))
+    on_device = sampling.temperature == 0.0 and previous_BV is None
+    chunk = (CHUNK if stops.active else CHUNK_WITHOUT_STOPS) if on_device else 0
+    tokens = _decode(session, prompts.ids, count, next_token, stops, draft, chunk)
+    return _Run(prompts, stops, tokens)
 
 
 @torch.inference_mode()
 def _decode(
-    reader: Session,
+    session: Session,
     ids_BT: Tensor,
     count: int,
-    choose: Callable[[Tensor], Tensor],
-    stops: Stops,
+    next_token: Callable[[Tensor], Tensor],
+    stops: StopCriteria,
     draft: int,
-    ahead: int,
+    chunk: int,
 ) -> Iterator[Tensor]:
-    """The loop: read, draw, and read what was drawn."""
+    """The loop: forward pass, draw, forward pass over what was drawn."""
     lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
-    with evaluating(reader.model), closing(reader):
-        unread, said = reader.begin(ids_BT, reader.context), [ids_BT]
+    with evaluating(session.model), closing(session):
+        new, history = session.restart(ids_BT, session.context), [ids_BT]
         while count:
-            if unread.shape[1] > reader.left:
-                unread = reader.begin(torch.cat(said, dim=-1), max(1, reader.context // 2))
-                said = [unread]
+            if new.shape[1] > session.free:
+                new = session.restart(torch.cat(history, dim=-1), max(1, session.context // 2))
+                history = [new]
             guess: list[int] = []
-            if lookup is not None and unread.shape[1] == 1:
-                guess = lookup.guess(min(draft, count - 1, reader.left - 1))
+            if lookup is not None and new.shape[1] == 1:
+                guess = lookup.guess(min(draft, count - 1, session.free - 1))
             if guess:
-                unread = torch.cat([unread, unread.new_tensor([guess])], dim=-1)
-            if ahead and reader.replays(unread):
-                drawn = _followed(reader, unread, min(count, reader.left), ahead, stops)
+                new = torch.cat([new, new.new_tensor([guess])], dim=-1)
+            if chunk and session.uses_recorded_step(new):
+                tokens = _decode_on_device(session, new, min(count, session.free), chunk, stops)
             else:
-                logits_BTV = reader.read(unread, last=not guess)
-                drawn = (choose(logits_BV) for logits_BV in logits_BTV.unbind(1))
-            for i, token_B in enumerate(drawn):
-                said.append(token_B.unsqueeze(-1))
+                logits_BTV = session.forward(new, last=not guess)
+                tokens = (next_token(logits_BV) for logits_BV in logits_BTV.unbind(1))
+            for i, token_B in enumerate(tokens):
+                history.append(token_B.unsqueeze(-1))
                 yield token_B
                 count -= 1
                 if stops.all_stopped():
@@ -298,23 +292,22 @@ def _decode(
                 if i < len(guess) and token_B.item() != guess[i]:
                     break
             if guess:
-                reader.take_back(len(guess) - i)
-            unread = said[-1]
+                session.rewind(len(guess) - i)
+            new = history[-1]
 
 
-def _followed(
-    reader: Session, unread_B1: Tensor, count: int, ahead: int, stops: Stops
+def _decode_on_device(
+    session: Session, last_B1: Tensor, count: int, chunk: int, stops: StopCriteria
 ) -> Iterator[Tensor]:
-    """The next ``count`` tokens, chosen on the device, which goes on while these are told."""
-    like = unread_B1
-    coming: PendingTokens | None = reader.follow(unread_B1, min(ahead, count))
-    while coming is not None:
-        count -= coming.there.shape[1]
-        later = reader.follow(None, min(ahead, count)) if count else None
-        told_BN = coming.told()
-        lost = bool((told_BN < 0).any())
-        for token_B in (told_BN if stops.any else coming.there).unbind(1):
-            if lost and bool((token_B < 0).any()):
+    """The next ``count`` tokens, chosen on the device, which computes the next chunk meanwhile."""
+    pending: PendingTokens | None = session.decode_greedy(last_B1, min(chunk, count))
+    while pending is not None:
+        count -= pending.on_device.shape[1]
+        following = session.decode_greedy(None, min(chunk, count)) if count else None
+        tokens_BN = pending.wait()
+        failed = bool((tokens_BN < 0).any())
+        for token_B in (tokens_BN if stops.active else pending.on_device).unbind(1):
+            if failed and bool((token_B < 0).any()):
                 raise ValueError(NOT_FINITE)
-            yield stops.take(token_B.to(like.dtype)).to(like.device)
-        coming = later
+            yield stops.update(token_B.to(last_B1.dtype)).to(last_B1.device)
+        pending = following

@@ -1,33 +1,29 @@
-"""How the keys (or the values) of one layer lie in memory.
-
-    plain    in a dtype of its own; handed out as a view when that is the model's dtype
-    int8     n = round(x / s), s = max|x| / 127 over the D entries of one token and head;
-             handed out as s n, which is off by at most s / 2 an entry
-
-What is not held in the model's dtype is widened on the way out into a work space that every
-layer writes over in turn, so a cache of L layers in one byte costs L bytes an entry and one
-layer's worth of float, not L. What was handed out is therefore good until the next layer asks.
-
-Shapes: x is (B, G, T, D), written at places ``start`` to ``start + T`` of the R there are.
-
-Keys and values of positions already read, in memory taken once.
+"""KV cache: the keys and values of positions already read, in memory allocated once.
 
     k_cache = (k_cache, k_new),   v_cache = (v_cache, v_new),   o = attend(q_new, k_cache, v_cache)
 
-A position's key and value do not change when later positions arrive, so a new token needs one
-query against what is held: O(S D + M^2) work a layer instead of O(S^2 D + S M^2). The tensors
-have their final size from the start and are written in place; G heads of keys are held, and
-never repeated for the H heads that ask. Elements a layer: 2 B G S D; with MHA G = H.
+The key and value of a position do not change when later positions arrive, so a new token needs one
+query against the cache: O(S D + M^2) work per layer instead of O(S^2 D + S M^2). The tensors have
+their final size from the start and are written in place; G heads of keys are stored and never
+repeated for the H query heads. Elements per layer: 2 B G S D; with MHA G = H. Keys are stored as
+they are used, after their rotation.
 
-A layer whose queries see a window of W keys holds no more than those it may still need. They
-lie in order, as a prior over distances wants them: new ones are written behind the old ones,
-and when the room is full the last W - 1 move to the front. The room is a quarter larger than
-the window, so that each key moves four times at the most.
+**Windows.** A layer whose queries see a window of W keys stores no more than it may still need. The
+keys are in order, as a prior over distances requires: new ones are written after the old ones, and
+when the capacity is full the last W - 1 move to the front. The capacity is a quarter larger than
+the window, so that each key moves four times at most.
 
-Keys are held as they are used, rotated where positions are; how they lie in memory is in
-fenchel/generation/kv_cache.py.
+**Stores.** How the keys (or the values) of one layer are stored:
 
-Shapes: a layer's keys and values are (B, G, S, D).
+    dense    in a dtype of its own; returned as a view when that is the model's dtype
+    int8     n = round(x / s), s = max|x| / 127 over the D entries of one token and head;
+             returned as s n, whose error is at most s / 2 per entry
+
+What is not stored in the model's dtype is widened into a work space that the layers share, so a
+cache of L layers in one byte costs L bytes per entry and the floats of one layer, not of L. A
+returned tensor is therefore valid until the next layer reads.
+
+Shapes: the keys and values of a layer are (B, G, S, D); R is the capacity of a store.
 """
 
 from abc import ABC, abstractmethod
@@ -40,12 +36,12 @@ from torch import Tensor
 
 from fenchel.model import ModelConfig
 
-LARGEST = 127
-"""The largest whole number of int8 that also exists below zero."""
+INT8_MAX = 127
+"""The largest int8 whose negative exists too."""
 
 
-class Room(NamedTuple):
-    """How much memory: sequences, heads of keys, places and the width of a key."""
+class StoreShape(NamedTuple):
+    """Sequences, heads of keys, capacity and the width of a key."""
 
     B: int
     G: int
@@ -54,47 +50,47 @@ class Room(NamedTuple):
 
 
 class Store(ABC):
-    """Places for what one layer has computed."""
+    """Memory for the keys, or the values, of one layer."""
 
     @abstractmethod
     def write(self, start: int, x: Tensor) -> None:
-        """Put x (B, G, T, D) at ``start``."""
+        """Write x (B, G, T, D) at ``start``."""
 
     @abstractmethod
     def read(self, start: int, end: int) -> Tensor:
-        """What stands at ``start`` to ``end``, in the model's dtype: (B, G, end - start, D)."""
+        """The entries ``start`` to ``end``, in the model's dtype: (B, G, end - start, D)."""
 
     @abstractmethod
-    def held(self) -> tuple[Tensor, ...]:
-        """The memory itself, places on the third axis."""
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The stored tensors, positions on the third axis."""
 
     def slide(self, start: int, end: int) -> None:
-        """Move what stands at ``start`` to ``end`` to the front."""
-        for x in self.held():
+        """Move the entries ``start`` to ``end`` to the front."""
+        for x in self.buffers():
             x.narrow(2, 0, end - start).copy_(x.narrow(2, start, end - start).clone())
 
     @property
     def bytes(self) -> int:
-        """Memory that is held, without the shared work space."""
-        return sum(x.numel() * x.element_size() for x in self.held())
+        """Memory of the store, without the shared work space."""
+        return sum(x.numel() * x.element_size() for x in self.buffers())
 
 
 class DenseStore(Store):
-    """Numbers as they came, or in fewer bits than the model's."""
+    """Entries in a floating-point dtype: the model's, or a smaller one."""
 
     def __init__(
         self,
-        room: Room,
+        shape: StoreShape,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
         work: Tensor | None = None,
     ) -> None:
-        self.x = torch.empty(room, dtype=dtype, device=device)
+        self.x = torch.empty(shape, dtype=dtype, device=device)
         self.work = work
 
     def write(self, start: int, x: Tensor) -> None:
-        """Round to the shelf's dtype."""
+        """Round to the dtype of the store."""
         self.x.narrow(2, start, x.shape[2]).copy_(x)
 
     def read(self, start: int, end: int) -> Tensor:
@@ -102,22 +98,22 @@ class DenseStore(Store):
         x = self.x.narrow(2, start, end - start)
         return x if self.work is None else self.work.narrow(2, 0, end - start).copy_(x)
 
-    def held(self) -> tuple[Tensor, ...]:
-        """The numbers."""
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The entries."""
         return (self.x,)
 
 
 class Int8Store(Store):
-    """One byte an entry and one scale a token and head."""
+    """One byte per entry and one scale per token and head."""
 
-    def __init__(self, room: Room, *, device: torch.device | str, work: Tensor) -> None:
-        self.n = torch.empty(room, dtype=torch.int8, device=device)
-        self.s = torch.empty((*room[:3], 1), dtype=torch.float32, device=device)
+    def __init__(self, shape: StoreShape, *, device: torch.device | str, work: Tensor) -> None:
+        self.n = torch.empty(shape, dtype=torch.int8, device=device)
+        self.s = torch.empty((*shape[:3], 1), dtype=torch.float32, device=device)
         self.work = work
 
     def write(self, start: int, x: Tensor) -> None:
         """Round to the grid of each token and head."""
-        n, s = quantised(x)
+        n, s = quantise_int8(x)
         self.n.narrow(2, start, x.shape[2]).copy_(n)
         self.s.narrow(2, start, x.shape[2]).copy_(s)
 
@@ -128,43 +124,47 @@ class Int8Store(Store):
         x.copy_(self.n.narrow(2, start, end - start))
         return x.mul_(self.s.narrow(2, start, end - start))
 
-    def held(self) -> tuple[Tensor, ...]:
+    def buffers(self) -> tuple[Tensor, ...]:
         """Bytes and scales."""
         return self.n, self.s
 
 
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """(n, s) with x close to s n: (..., D) -> int8 (..., D), float32 (..., 1)."""
     x = x.float()
-    s = x.abs().amax(-1, keepdim=True) / LARGEST
+    s = x.abs().amax(-1, keepdim=True) / INT8_MAX
     # A row of zeros has s = 0 and any n will do; one of 1e-43 has s = 0 too.
-    n = torch.where(s > 0, x / s, 0.0).round_().clamp_(-LARGEST, LARGEST)
+    n = torch.where(s > 0, x / s, 0.0).round_().clamp_(-INT8_MAX, INT8_MAX)
     return n.to(torch.int8), s
 
 
-Kind = Literal["model", "float16", "int8"]
-"""What keys and values are held in: the model's dtype, half precision, or one byte an entry.
+CacheKind = Literal["model", "float16", "int8"]
+"""What keys and values are stored in: the model's dtype, half precision, or one byte per entry.
 
 Half precision saves nothing for a model that is itself in half precision."""
 
 
 @dataclass
-class _Layer:
-    """One layer's keys and values; place 0 holds slot number ``gone``."""
+class _LayerCache:
+    """The keys and values of one layer; their first entry is that of slot ``first_slot``."""
 
     keys: Store
     values: Store
-    room: int
-    reach: int | None
-    """How many slots before itself a query sees; None is all."""
-    gone: int = 0
+    capacity: int
+    lookback: int | None
+    """How many slots before its own a query sees; None is all."""
+    first_slot: int = 0
 
 
 class KVCache:
-    """Room for ``positions`` keys and values of every layer.
+    """``positions`` keys and values of every layer.
 
-    ``dtype`` is that of the model, in which keys and values come and go. The last ``spare``
-    slots can be taken back by ``rewind``.
+    ``dtype`` is that of the model, in which keys and values are appended and returned. The last
+    ``rewindable`` slots can be removed by ``rewind``.
+
+    >>> cache = KVCache(ModelConfig(vocabulary=9), batch=1, positions=4)
+    >>> cache.length, cache.bytes
+    (0, 16384)
     """
 
     def __init__(
@@ -175,54 +175,54 @@ class KVCache:
         positions: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        kind: Kind = "model",
-        spare: int = 0,
+        kind: CacheKind = "model",
+        rewindable: int = 0,
     ) -> None:
-        if kind not in get_args(Kind):
-            raise ValueError(f"cache={kind!r} should be one of {', '.join(get_args(Kind))}.")
-        self.positions, self.length, self.spare = positions, 0, spare
+        if kind not in get_args(CacheKind):
+            raise ValueError(f"cache={kind!r} should be one of {', '.join(get_args(CacheKind))}.")
+        self.positions, self.length, self.rewindable = positions, 0, rewindable
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
-        reaches = [_reach(config, layer) for layer in range(config.layers)]
-        rooms = [_room(reach, positions, spare) for reach in reaches]
-        size = (batch, config.groups, max(rooms), config.head_width)
+        lookbacks = [_lookback(config, layer) for layer in range(config.layers)]
+        capacities = [_capacity(lookback, positions, rewindable) for lookback in lookbacks]
+        size = (batch, config.groups, max(capacities), config.head_width)
         self.work: tuple[Tensor, ...] = ()
         if kind == "int8" or (kind == "float16" and dtype != torch.float16):
             self.work = tuple(torch.empty(size, dtype=dtype, device=device) for _ in "kv")
 
-        def shelf(room: int, which: int) -> Store:
-            there = Room(batch, config.groups, room, config.head_width)
+        def store(capacity: int, which: int) -> Store:
+            shape = StoreShape(batch, config.groups, capacity, config.head_width)
             if kind == "int8":
-                return Int8Store(there, device=device, work=self.work[which])
+                return Int8Store(shape, device=device, work=self.work[which])
             work = self.work[which] if self.work else None
-            held = torch.float16 if kind == "float16" else dtype
-            return DenseStore(there, dtype=held, device=device, work=work)
+            stored = torch.float16 if kind == "float16" else dtype
+            return DenseStore(shape, dtype=stored, device=device, work=work)
 
         self.layers = [
-            _Layer(shelf(room, 0), shelf(room, 1), room, reach)
-            for room, reach in zip(rooms, reaches, strict=True)
+            _LayerCache(store(capacity, 0), store(capacity, 1), capacity, lookback)
+            for capacity, lookback in zip(capacities, lookbacks, strict=True)
         ]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (B, G, T, D) behind what a layer holds; give back what the new queries may see.
+        """Append (B, G, T, D) to a layer; returns the keys and values that the new queries see.
 
-        That is all of it, or the last of it where the layer has a window: (B, G, S, D).
+        Those are all, or the last ones where the layer has a window: (B, G, S, D).
         """
-        here = self.layers[layer]
+        kv = self.layers[layer]
         T = k.shape[2]
-        start = self.length - here.gone
-        if start + T > here.room:
-            start = self._make_room(here, T)
-            if start + T > here.room:
-                return self._pass_through(here, start, k, v)
-        here.keys.write(start, k)
-        here.values.write(start, v)
-        first = 0 if here.reach is None else max(0, start - here.reach)
-        return here.keys.read(first, start + T), here.values.read(first, start + T)
+        start = self.length - kv.first_slot
+        if start + T > kv.capacity:
+            start = self._make_room(kv, T)
+            if start + T > kv.capacity:
+                return self._pass_through(kv, start, k, v)
+        kv.keys.write(start, k)
+        kv.values.write(start, v)
+        first = 0 if kv.lookback is None else max(0, start - kv.lookback)
+        return kv.keys.read(first, start + T), kv.values.read(first, start + T)
 
     def cross_kv(
         self, layer: int, compute: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """The k and v of what an encoder read, made at the first call and kept as they are."""
+        """The k and v of the encoder's output, computed at the first call."""
         if layer not in self._memory:
             self._memory[layer] = compute()
         return self._memory[layer]
@@ -232,66 +232,67 @@ class KVCache:
         self.length += positions
 
     def rewind(self, length: int) -> None:
-        """Forget what was read after the first ``length`` positions."""
-        for here in self.layers:
-            needed = length if here.reach is None else min(length, here.reach)
-            if not here.gone + needed <= length <= self.length:
+        """Remove all positions after the first ``length``."""
+        for kv in self.layers:
+            needed = length if kv.lookback is None else min(length, kv.lookback)
+            if not kv.first_slot + needed <= length <= self.length:
                 raise ValueError(
-                    f"the cache has read {self.length} positions and can take back "
-                    f"{self.spare} of them; it cannot go back to {length}."
+                    f"the cache has {self.length} positions and can remove the last "
+                    f"{self.rewindable} of them; it cannot go back to {length}."
                 )
         self.length = length
 
     def clear(self) -> None:
-        """Forget every position; keep the room, and what an encoder read."""
+        """Remove every position; the memory and the keys of the encoder's output stay."""
         self.length = 0
-        for here in self.layers:
-            here.gone = 0
+        for kv in self.layers:
+            kv.first_slot = 0
 
     @property
     def bytes(self) -> int:
-        """All memory that is held, the work space included."""
-        shelves = sum(here.keys.bytes + here.values.bytes for here in self.layers)
-        return shelves + sum(x.numel() * x.element_size() for x in self.work)
+        """All memory of the cache, the work space included."""
+        stores = sum(kv.keys.bytes + kv.values.bytes for kv in self.layers)
+        return stores + sum(x.numel() * x.element_size() for x in self.work)
 
-    def _make_room(self, here: _Layer, T: int) -> int:
-        """Let go of what no query will see again; the place where new keys go."""
+    def _make_room(self, kv: _LayerCache, T: int) -> int:
+        """Drop keys that no query will see again; returns where new keys go."""
         if self.length + T > self.positions:
             raise ValueError(
                 f"the cache has room for {self.positions} positions, not {self.length + T}."
             )
-        assert here.reach is not None  # a layer without a window has room for all positions
-        start = self.length - here.gone
-        keep = min(start, here.reach + self.spare)
-        here.keys.slide(start - keep, start)
-        here.values.slide(start - keep, start)
-        here.gone += start - keep
+        assert kv.lookback is not None  # a layer without a window stores all positions
+        start = self.length - kv.first_slot
+        keep = min(start, kv.lookback + self.rewindable)
+        kv.keys.slide(start - keep, start)
+        kv.values.slide(start - keep, start)
+        kv.first_slot += start - keep
         return keep
 
     def _pass_through(
-        self, here: _Layer, start: int, k: Tensor, v: Tensor
+        self, kv: _LayerCache, start: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """More new keys than the window has room for: all are seen now, the last are held."""
-        assert here.reach is not None
+        """More new keys than a window stores: all are returned now, the last are stored."""
+        assert kv.lookback is not None
         total = start + k.shape[2]
-        first, keep = max(0, start - here.reach), min(total, here.reach + self.spare)
-        seen = []
-        for shelf, x in ((here.keys, k), (here.values, v)):
-            all_ = torch.cat((shelf.read(0, start), x), dim=2)
-            shelf.write(0, all_.narrow(2, total - keep, keep))
-            seen.append(all_.narrow(2, first, total - first))
-        here.gone += total - keep
-        return seen[0], seen[1]
+        first = max(0, start - kv.lookback)
+        keep = min(total, kv.lookback + self.rewindable)
+        returned = []
+        for store, x in ((kv.keys, k), (kv.values, v)):
+            all_ = torch.cat((store.read(0, start), x), dim=2)
+            store.write(0, all_.narrow(2, total - keep, keep))
+            returned.append(all_.narrow(2, first, total - first))
+        kv.first_slot += total - keep
+        return returned[0], returned[1]
 
 
-def _reach(config: ModelConfig, layer: int) -> int | None:
+def _lookback(config: ModelConfig, layer: int) -> int | None:
     """How many slots before its own a query of this layer sees; None is all."""
     window = config.window(layer)
     return None if window is None else window - 1
 
 
-def _room(reach: int | None, positions: int, spare: int) -> int:
-    """Places a layer needs: all, or those of a window and as many as make moving rare."""
-    if reach is None:
+def _capacity(lookback: int | None, positions: int, rewindable: int) -> int:
+    """How many positions a layer stores: all, or a window and a quarter."""
+    if lookback is None:
         return positions
-    return min(positions, reach + spare + max(16, reach // 4))
+    return min(positions, lookback + rewindable + max(16, lookback // 4))

@@ -1,10 +1,11 @@
-"""What a plain decoder is, and its weights in the order in which they are used.
+"""What a plain decoder is, and its weights in the order of their use.
 
-    y = norm(x);   q, k, v = y W_qkv^T;   q, k turned;   x = x + attend(q, keys, values) W_o^T
+    y = norm(x);   q, k, v = y W_qkv^T;   x = x + attend(rotary(q), keys, values) W_o^T
     y = norm(x);   x = x + (f(y W_gate^T) * (y W_up^T)) W_down^T
 
-Two pages read one token through such a model without calling its modules: lean.py on a CPU and
-fused.py on a GPU. They know the settings in ``VARIES``; ``unusual`` names what else a model has.
+Two modules compute a decoding step of such a model without calling its submodules:
+generation/cpu_step.py on a CPU, and the fused step of generation/cuda_graph.py on a GPU. They
+support the settings in ``SUPPORTED``; ``why_not_plain`` names what else a model has.
 """
 
 from dataclasses import fields
@@ -13,25 +14,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention import attend
+from fenchel.attention.spec import SOFTMAX
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.mlp import Mlp
 from fenchel.model.norm import RMSNorm
 
-VARIES = frozenset(
+SUPPORTED = frozenset(
     """vocabulary context width layers heads kv_heads head_size hidden norm positions rotary_base
     rotary_scaling rotary_factor rotary_trained_context rotary_slow rotary_fast rotary_attention
     rotary_truncate windows score_scale mlp tied bias qkv_bias dropout attention_dropout mlp_dropout
     epsilon alpha initial initial_std initial_qk initial_depth""".split()
 )
-"""Settings that those pages read or that do not matter to a trained model; others must be usual."""
-USUAL = (attend.__kwdefaults__ or {})["choice"]
-"""Softmax, as ``attend`` makes it unless told otherwise; the fused kernel knows no other."""
+"""Settings that those modules read, or that do not change a trained model; the others must have
+their default values."""
 POSITIONS = ("rotary", "learned", "none")
-_OURS = {Transformer, Block, Attention, Mlp, RMSNorm}
-_KNOWN = {*_OURS, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList}
+_MODULES = {Transformer, Block, Attention, Mlp, RMSNorm}
+_KNOWN = {*_MODULES, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList}
 
 
 def why_not_plain(model: Transformer) -> str | None:
@@ -39,85 +39,85 @@ def why_not_plain(model: Transformer) -> str | None:
     config, table = model.config, model.lm_head_weight
     for field in fields(ModelConfig):
         value = getattr(config, field.name)
-        if field.name not in VARIES and value != field.default:
+        if field.name not in SUPPORTED and value != field.default:
             return f"{field.name} is {value!r}"
     if config.positions not in POSITIONS:
         return f"positions are {config.positions!r}"
     if torch.is_autocast_enabled(table.device.type):
         return "autocast changes dtypes on the way"
     if any(p.dtype != table.dtype for p in model.parameters()):
-        return "its parameters are of several kinds"
+        return "its parameters have several dtypes"
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:
-            return f"somebody watches its {type(module).__name__}"
+            return f"its {type(module).__name__} has a forward hook"
         if type(module) not in _KNOWN:
             return f"it has a {type(module).__name__}"
-        if isinstance(module, Attention) and module.choice != USUAL:
+        if isinstance(module, Attention) and module.choice != SOFTMAX:
             return f"a layer chooses by {module.choice}"
     return None
 
 
-class Map(NamedTuple):
-    """y = x W^T + b, ready for ``mm``."""
+class LinearWeights(NamedTuple):
+    """y = x W^T + b, with W^T ready for ``mm``."""
 
-    turned: Tensor
+    transposed: Tensor
     bias: Tensor | None
 
     @property
     def weight(self) -> Tensor:
         """W itself, (N, K)."""
-        return self.turned.t()
+        return self.transposed.t()
 
     def into(self, y: Tensor, x: Tensor) -> None:
-        """Y = x W^T + b."""
+        """Write x W^T + b into y."""
         if self.bias is None:
-            torch.mm(x, self.turned, out=y)
+            torch.mm(x, self.transposed, out=y)
         else:
-            torch.addmm(self.bias, x, self.turned, out=y)
+            torch.addmm(self.bias, x, self.transposed, out=y)
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
-        """Y <- y + x W^T + b."""
-        y.addmm_(x, self.turned)
+        """Add x W^T + b to y."""
+        y.addmm_(x, self.transposed)
         if self.bias is not None:
             y.add_(self.bias)
 
 
-Norm = RMSNorm | nn.LayerNorm
+PlainNorm = RMSNorm | nn.LayerNorm
 
 
-class Layer(NamedTuple):
-    """The weights of a block in the order in which they are used."""
+class BlockWeights(NamedTuple):
+    """The weights of a block in the order of their use."""
 
-    before: Norm
-    qkv: Map
-    out: Map
-    between: Norm
-    gate: Map | None
-    up: Map
-    down: Map
+    attention_norm: PlainNorm
+    qkv: LinearWeights
+    out: LinearWeights
+    mlp_norm: PlainNorm
+    gate: LinearWeights | None
+    up: LinearWeights
+    down: LinearWeights
 
 
-def layer_of(block: nn.Module) -> Layer:
-    """A block's weights, as views."""
+def block_weights(block: nn.Module) -> BlockWeights:
+    """The weights of a block, as views."""
     assert isinstance(block, Block)
     assert isinstance(block.mlp, Mlp)
-    look, think = block.attention, block.mlp
-    return Layer(
-        norm_of(block.attention_norm),
-        _map(look.qkv),
-        _map(look.out),
-        norm_of(block.mlp_norm),
-        None if think.gate is None else _map(think.gate),
-        _map(think.up),
-        _map(think.down),
+    attention, mlp = block.attention, block.mlp
+    return BlockWeights(
+        plain_norm(block.attention_norm),
+        _linear(attention.qkv),
+        _linear(attention.out),
+        plain_norm(block.mlp_norm),
+        None if mlp.gate is None else _linear(mlp.gate),
+        _linear(mlp.up),
+        _linear(mlp.down),
     )
 
 
-def _map(layer: nn.Linear) -> Map:
-    return Map(layer.weight.t(), layer.bias)
+def _linear(layer: nn.Linear) -> LinearWeights:
+    return LinearWeights(layer.weight.t(), layer.bias)
 
 
-def norm_of(module: nn.Module | None) -> Norm:
-    """A norm as what it is."""
+def plain_norm(module: nn.Module | None) -> PlainNorm:
+    """The module, narrowed to the type of a plain decoder's norm."""
     assert isinstance(module, RMSNorm | nn.LayerNorm)
     return module

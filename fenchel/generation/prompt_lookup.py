@@ -1,7 +1,7 @@
-"""Guessing what comes next from what was said before.
+"""Prompt lookup: a draft of the next tokens, copied from earlier in the sequence.
 
-Text repeats itself: names, quotations, code. The draft is what followed the last tokens when
-they stood earlier in the sequence; the longest match counts, and of equals the most recent.
+Text repeats itself: names, quotations, code. The draft is what followed the last tokens at an
+earlier occurrence; the longest match is used, and of equally long ones the most recent.
 
 Checking a draft of n tokens reads n + 1 positions at once, which costs a small model about as
 much as reading one, since the weights are loaded once either way. No token depends on a guess:
@@ -18,34 +18,38 @@ Leviathan, Kalman and Matias (2023), Fast inference from transformers via specul
 from collections.abc import Iterable
 
 LONGEST = 3
-"""Tokens that a match may have at the most; longer ones are seldom told apart by more."""
+"""Tokens of a match at most; longer ones seldom decide between two occurrences."""
 
 
 class PromptLookup:
-    """Feed ids; ask what came after the last of them the time before."""
+    """The tokens of a sequence, and what followed its last ones before.
+
+    >>> PromptLookup([5, 6, 7, 5, 6]).guess(2)
+    [7, 5]
+    """
 
     def __init__(self, ids: Iterable[int]) -> None:
         self.ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
-        """Where the tokens that followed a run of tokens begin; the last time counts."""
+        """Where the tokens after the latest occurrence of an n-gram begin."""
         self.add(ids)
 
     def add(self, ids: Iterable[int]) -> None:
-        """Read on."""
+        """Append tokens."""
         for token in ids:
-            # What ends here is entered when its follower is known, so that nothing finds itself.
-            for run in self._ends():
-                self._after[run] = len(self.ids)
+            # An n-gram is entered when the token after it is known, so that none matches itself.
+            for ngram in self._suffixes():
+                self._after[ngram] = len(self.ids)
             self.ids.append(token)
 
     def guess(self, most: int) -> list[int]:
-        """Up to ``most`` tokens that may come next, perhaps none."""
-        for run in self._ends():
-            if (start := self._after.get(run)) is not None:
+        """Up to ``most`` tokens that may come next; empty without a match."""
+        for ngram in self._suffixes():
+            if (start := self._after.get(ngram)) is not None:
                 return self.ids[start : start + most]
         return []
 
-    def _ends(self) -> Iterable[tuple[int, ...]]:
-        """The last tokens, longest run first."""
+    def _suffixes(self) -> Iterable[tuple[int, ...]]:
+        """The n-grams at the end of the sequence, longest first."""
         for size in range(min(LONGEST, len(self.ids)), 0, -1):
             yield tuple(self.ids[-size:])

@@ -1,11 +1,11 @@
 """Logits to the next token.
 
-    z = the logits, those of tokens already seen moved against them by the repetition penalty r:
+    z = the logits, lowered at tokens that the sequence already has by the repetition penalty r:
         z / r where z > 0, z r where z < 0
-    p = softmax(z / temperature), kept to the ``top_k`` largest, then to the fewest largest
+    p = softmax(z / temperature), restricted to the ``top_k`` largest, then to the fewest largest
         whose sum reaches ``top_p``, then to those of at least ``min_p`` times the largest;
-        renormalised; one token drawn. Temperature 0 takes the largest z. Of equally likely
-        tokens those with the smaller ids are kept.
+        renormalised; one token is drawn from it. Temperature 0 takes the largest z. Of equally
+        likely tokens those with smaller ids are preferred.
 
 Shapes: logits (B, V) -> ids (B,).
 """
@@ -19,13 +19,13 @@ NOT_FINITE = (
     "the largest logit of a row is not finite, so no token can be drawn; "
     "the model's weights are damaged or it has diverged."
 )
-_COLDEST = 1e-30
+_MIN_TEMPERATURE = 1e-30
 """Smaller temperatures would be 0 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen from the logits."""
+    """How the next token is drawn from the logits."""
 
     temperature: float = 1.0
     """0 is greedy; below 1 is sharper, above 1 flatter."""
@@ -36,7 +36,7 @@ class Sampling:
     min_p: float | None = None
     """Keep tokens at least this likely, relative to the likeliest."""
     repetition_penalty: float = 1.0
-    """Above 1 holds back tokens that the sequence already has; 1 treats all alike."""
+    """Above 1 makes tokens that the sequence already has less likely; 1 is no penalty."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
@@ -58,41 +58,44 @@ def sample(
     logits_BV: Tensor,
     sampling: Sampling,
     *,
-    seen_BV: Tensor | None = None,
+    previous_BV: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """The next token of each row: (B, V) -> (B,).
 
-    ``seen_BV`` is True at the tokens a row already has; only the repetition penalty reads it.
+    ``previous_BV`` is True at the tokens a row already has, for the repetition penalty.
+
+    >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), Sampling(temperature=0.0)).tolist()
+    [1]
     """
-    if seen_BV is not None:
-        logits_BV = penalised(logits_BV, seen_BV, sampling.repetition_penalty)
+    if previous_BV is not None:
+        logits_BV = apply_repetition_penalty(logits_BV, previous_BV, sampling.repetition_penalty)
     top_B1, greedy_B1 = logits_BV.max(-1, keepdim=True)
     if not bool(top_B1.isfinite().all()):
         raise ValueError(NOT_FINITE)
     if sampling.temperature == 0.0:
         return greedy_B1.squeeze(-1)
     # With the largest at 0 no division overflows, however small the temperature.
-    z_BV = (logits_BV.float() - top_B1.float()) / max(sampling.temperature, _COLDEST)
-    return draw(kept(torch.softmax(z_BV, -1), sampling), generator)
+    z_BV = (logits_BV.float() - top_B1.float()) / max(sampling.temperature, _MIN_TEMPERATURE)
+    return draw(filter_probabilities(torch.softmax(z_BV, -1), sampling), generator)
 
 
 def draw(p_BV: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token a row, each with its probability: (B, V) -> (B,)."""
+    """One token per row, drawn from its distribution: (B, V) -> (B,)."""
     return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1)
 
 
-def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Logits with those of seen tokens made smaller when ``penalty`` is above 1.
+def apply_repetition_penalty(logits_BV: Tensor, previous_BV: Tensor, penalty: float) -> Tensor:
+    """Logits, lowered at previous tokens when ``penalty`` is above 1.
 
     Keskar et al. (2019), CTRL.
     """
     smaller = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-    return torch.where(seen_BV, smaller, logits_BV)
+    return torch.where(previous_BV, smaller, logits_BV)
 
 
-def kept(p_BV: Tensor, sampling: Sampling) -> Tensor:
-    """The probabilities with what the settings cut away at 0, summing to 1: (B, V) -> (B, V)."""
+def filter_probabilities(p_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities after top-k, top-p and min-p, renormalised: (B, V) -> (B, V)."""
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         return p_BV
     ordered, order = p_BV.sort(dim=-1, descending=True, stable=True)  # of equals, the first ids
@@ -100,7 +103,7 @@ def kept(p_BV: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_k is not None:
         keep[:, sampling.top_k :] = False
     if sampling.top_p is not None and sampling.top_p < 1.0:
-        # Of a large vocabulary float32 would lose the tail that decides.
+        # float32 would lose the tail of a large vocabulary, which decides.
         reached = (ordered * keep).cumsum(-1, dtype=torch.float64)
         keep[:, 1:] &= reached[:, :-1] < sampling.top_p * reached[:, -1:]
     if sampling.min_p is not None:

@@ -1,18 +1,18 @@
-"""Prompts of unequal lengths as one batch.
+"""The state of one call of ``generate``: a batch of prompts, a KV cache and the step that reads.
 
-Shorter ones are filled on the left, so that all end together and the next token of each is
-read at the same step. The fill is absent: its keys are forbidden and positions do not count
-it, so a prompt in a batch is read as it would be alone.
+**Padding.** Prompts of unequal lengths are padded on the left, so that all end together and the
+next token of each is computed by the same step. Padding is masked and does not count as a position:
+a prompt in a batch gives what it gives alone. B prompts of lengths n_b become ids (B, T), T the
+largest n_b, with a token mask (B, T) that is False at padding, or None without padding.
 
-Shapes: B prompts of lengths n_b become ids (B, T), T the largest n_b; present (B, T) is False
-at the fill, or None when there is none.
-
-A model that has read something and reads on, past the end of its context.
-
-Every position is read once, into the cache. When the model's context is full, the newest half
-of it is read again into an empty cache and reading goes on: text of any length comes out, each
-token with at least half a context behind it. In a batch of unequal prompts that happens to all
+**Context.** Every position is read once, into the cache. When the context of the model is full, its
+newest half is read again into an empty cache and decoding continues: text of any length comes out,
+each token with at least half a context before it. In a padded batch this happens to all sequences
 at once, when the longest is full.
+
+**Steps.** The prompt is read by the model itself. One token is read by a recorded step on a GPU
+(generation/cuda_graph.py), by ``CpuStep`` for a plain decoder on a CPU (generation/cpu_step.py),
+and else by the model.
 
 Shapes: ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position.
 """
@@ -24,24 +24,28 @@ import torch
 from torch import Tensor
 
 from fenchel.generation import cuda_graph
-from fenchel.generation.cpu_step import CpuStep, why_not
-from fenchel.generation.cuda_graph import RECORDERS, PendingTokens, Record, RecordedStep
-from fenchel.generation.kv_cache import Kind, KVCache
+from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
+from fenchel.generation.cuda_graph import RECORDERS, PendingTokens, RecordedStep
+from fenchel.generation.kv_cache import CacheKind, KVCache
 from fenchel.model import Transformer
 
-FILL = 0
-"""Any id does: what stands there is never looked at."""
+PAD = 0
+"""The id at padding; any id serves, since padding is never attended to."""
 
 
 class Prompts(NamedTuple):
-    """Ids and where they are real."""
+    """Ids (B, T), and a mask (B, T) that is True at tokens; None without padding."""
 
     ids: Tensor
-    present: Tensor | None
+    token_mask: Tensor | None
 
 
-def side_by_side(prompts: Tensor | Sequence[Tensor]) -> Prompts:
-    """A batch (B, T), or prompts of one axis each, filled to the longest."""
+def pad_prompts(prompts: Tensor | Sequence[Tensor]) -> Prompts:
+    """A batch (B, T) as it is, or prompts (T_b,) padded on the left to the longest.
+
+    >>> pad_prompts([torch.tensor([7, 8]), torch.tensor([9])]).ids.tolist()
+    [[7, 8], [0, 9]]
+    """
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2 or prompts.shape[1] < 1:
             raise ValueError(
@@ -49,32 +53,32 @@ def side_by_side(prompts: Tensor | Sequence[Tensor]) -> Prompts:
                 "prompts of different lengths go in a list."
             )
         return Prompts(prompts, None)
-    shapes = [tuple(one.shape) for one in prompts]
+    shapes = [tuple(prompt.shape) for prompt in prompts]
     if not shapes or any(len(shape) != 1 or shape[0] < 1 for shape in shapes):
         raise ValueError(f"a list of prompts needs tensors (T,) with T at least 1, got {shapes}.")
     lengths, T = [n for (n,) in shapes], max(n for (n,) in shapes)
-    ids = prompts[0].new_full((len(lengths), T), FILL)
-    for row, one in zip(ids, prompts, strict=True):
-        row[T - len(one) :] = one
+    ids = prompts[0].new_full((len(lengths), T), PAD)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[T - len(prompt) :] = prompt
     if min(lengths) == T:
         return Prompts(ids, None)
-    places = torch.arange(T, device=ids.device)
-    return Prompts(ids, places >= T - torch.tensor(lengths, device=ids.device).unsqueeze(-1))
+    slots = torch.arange(T, device=ids.device)
+    return Prompts(ids, slots >= T - torch.tensor(lengths, device=ids.device).unsqueeze(-1))
 
 
-def seen(prompts: Prompts, vocabulary: int) -> Tensor:
-    """Which tokens each prompt has: (B, V), True at those."""
-    ids_BT, present_BT = prompts
-    # The fill goes to a column of its own, which is cut off again.
-    real_BT = ids_BT if present_BT is None else ids_BT.where(present_BT, vocabulary)
-    seen_BV = torch.zeros(len(ids_BT), vocabulary + 1, dtype=torch.bool, device=ids_BT.device)
-    return seen_BV.scatter_(1, real_BT.long(), True)[:, :vocabulary]
+def previous_tokens(prompts: Prompts, vocabulary: int) -> Tensor:
+    """True at the tokens of each prompt: (B, V)."""
+    ids_BT, mask_BT = prompts
+    # Padding is sent to a column of its own, which is cut off again.
+    ids_BT = ids_BT if mask_BT is None else ids_BT.where(mask_BT, vocabulary)
+    previous_BV = torch.zeros(len(ids_BT), vocabulary + 1, dtype=torch.bool, device=ids_BT.device)
+    return previous_BV.scatter_(1, ids_BT.long(), True)[:, :vocabulary]
 
 
 class Session:
-    """Reads for one call of ``generate``: ``count`` tokens behind ``prompts``.
+    """Forward passes over ``prompts`` and up to ``count`` new tokens.
 
-    An encoder reads the ``source`` first. The last ``spare`` positions can be taken back.
+    An encoder reads the ``source`` first. The last ``rewindable`` positions can be removed again.
     """
 
     def __init__(
@@ -84,66 +88,68 @@ class Session:
         *,
         count: int,
         source: Prompts | None = None,
-        kind: Kind = "model",
-        spare: int = 0,
-        record: Record | None = None,
+        cache: CacheKind = "model",
+        rewindable: int = 0,
+        recorded: bool = False,
     ) -> None:
         self.model, self.context = model, model.config.context
         B, T = prompts.ids.shape
-        self.room = min(self.context, T + count)
+        self.capacity = min(self.context, T + count)
         table = model.lm_head_weight
         self.cache = KVCache(
             model.config,
             batch=B,
-            positions=self.room,
+            positions=self.capacity,
             dtype=table.dtype,
             device=table.device,
-            kind=kind,
-            spare=spare,
+            kind=cache,
+            rewindable=rewindable,
         )
-        self._record, self._to_take, self._batch = record, True, B
-        self._fixed: RecordedStep | None = None
-        self._fit: cuda_graph.RecordingFit | None = None
-        self._lean = CpuStep(model, self.cache, batch=B) if why_not(model) is None else None
-        self.fill_B: Tensor | None = None
-        """How many slots at the left of each sequence are absent."""
-        if prompts.present is not None:
-            self.fill_B = (~prompts.present).sum(-1)
-        self._place_fill()
+        self._batch, self._recorded = B, recorded
+        self._recorded_step: RecordedStep | None = None
+        self._recording_key: cuda_graph.RecordingKey | None = None
+        self._static_cache_is_stale = True
+        cpu = why_not_cpu_step(model) is None
+        self._cpu_step = CpuStep(model, self.cache, batch=B) if cpu else None
+        self.padding_B: Tensor | None = None
+        """How many slots at the left of each sequence are padding."""
+        if prompts.token_mask is not None:
+            self.padding_B = (~prompts.token_mask).sum(-1)
+        self._update_token_mask()
         self.memory: tuple[Tensor | None, Tensor | None] = None, None
-        """What an encoder made of the source, and where it is real."""
+        """The encoder's output and its token mask."""
         self._source = source
 
     @property
-    def left(self) -> int:
+    def free(self) -> int:
         """How many positions can be read before the context is full."""
-        return self.room - self.cache.length
+        return self.capacity - self.cache.length
 
-    def begin(self, said_BN: Tensor, most: int) -> Tensor:
-        """What is to be read of ``said_BN``, its last ``most`` positions, into an empty cache."""
+    def restart(self, ids_BN: Tensor, positions: int) -> Tensor:
+        """Empty the cache; returns what to read into it, the last ``positions`` of ``ids_BN``."""
         if self._source is not None:
-            ids, present = self._source
-            self.memory = self.model.encode(ids, token_mask_BS=present), present
-            self._source = None  # once is enough
+            ids, mask = self._source
+            self.memory = self.model.encode(ids, token_mask_BS=mask), mask
+            self._source = None  # the encoder runs once
         self.cache.clear()
-        self._to_take = True
-        gone = max(0, said_BN.shape[1] - most)
-        if self.fill_B is not None and gone:
-            self.fill_B = (self.fill_B - gone).clamp(min=0)
-            self._place_fill()
-        return said_BN[:, gone:]
+        self._static_cache_is_stale = True
+        dropped = max(0, ids_BN.shape[1] - positions)
+        if self.padding_B is not None and dropped:
+            self.padding_B = (self.padding_B - dropped).clamp(min=0)
+            self._update_token_mask()
+        return ids_BN[:, dropped:]
 
-    def read(self, ids_BT: Tensor, *, last: bool = True) -> Tensor:
-        """Read on; logits of the ``last`` position or of all that are new."""
+    def forward(self, ids_BT: Tensor, *, last: bool = True) -> Tensor:
+        """Logits of the ``last`` position or of all new ones: (B, T) -> (B, 1 or T, V)."""
         token_mask_BS = None
-        if self._present_BR is not None:
-            token_mask_BS = self._present_BR[:, : self.cache.length + ids_BT.shape[1]]
-        if self.replays(ids_BT):
-            step = self._recorded()
-            self.cache.advance(1)  # counted here, held there
+        if self._token_mask_BR is not None:
+            token_mask_BS = self._token_mask_BR[:, : self.cache.length + ids_BT.shape[1]]
+        if self.uses_recorded_step(ids_BT):
+            step = self._step_with_cache()
+            self.cache.advance(1)  # counted here; the keys are in the static cache
             return step.step(ids_BT[:, 0]).unsqueeze(1)
-        if self._lean is not None and ids_BT.shape[1] == 1:
-            return self._lean.step(ids_BT[:, 0], token_mask_BS).unsqueeze(1)
+        if self._cpu_step is not None and ids_BT.shape[1] == 1:
+            return self._cpu_step.step(ids_BT[:, 0], token_mask_BS).unsqueeze(1)
         memory_BSM, memory_mask_BS = self.memory
         logits_BTV: Tensor = self.model(
             ids_BT,
@@ -155,51 +161,52 @@ class Session:
         )
         return logits_BTV
 
-    def replays(self, ids_BT: Tensor) -> bool:
-        """Whether these ids are read by a recorded step, which reads one token behind others."""
-        return self._record is not None and ids_BT.shape[1] == 1 and self.cache.length > 0
+    def uses_recorded_step(self, ids_BT: Tensor) -> bool:
+        """Whether these ids are read by a recorded step, which reads one token after others."""
+        return self._recorded and ids_BT.shape[1] == 1 and self.cache.length > 0
 
-    def follow(self, ids_B1: Tensor | None, count: int) -> PendingTokens:
-        """The likeliest tokens behind ``ids_B1``, each read in turn but the last, (B, count).
+    def decode_greedy(self, last_B1: Tensor | None, count: int) -> PendingTokens:
+        """The next ``count`` greedy tokens after ``last_B1``, (B, count), chosen on the device.
 
-        None for the last that was asked for, which nobody here has seen yet.
+        None continues from the last token chosen on the device, which has not been copied to the
+        host.
         """
-        step, number = self._recorded(), self.cache.length
+        step, number = self._step_with_cache(), self.cache.length
         self.cache.advance(count)
-        return step.follow(None if ids_B1 is None else ids_B1[:, 0], number, count)
+        return step.decode_greedy(None if last_B1 is None else last_B1[:, 0], number, count)
 
-    def _recorded(self) -> RecordedStep:
-        """The recorded step, which has a cache of its own, with all that was read so far."""
-        if self._fixed is None:
-            self._fixed = self._kept_or_new()
-        if self._to_take:
-            self._fixed.cache.take(self.cache, self.fill_B)
-            self._to_take = False
-        return self._fixed
+    def _step_with_cache(self) -> RecordedStep:
+        """The recorded step, its static cache filled with what was read so far."""
+        if self._recorded_step is None:
+            self._recorded_step = self._record_or_reuse()
+        if self._static_cache_is_stale:
+            self._recorded_step.cache.copy_from(self.cache, self.padding_B)
+            self._static_cache_is_stale = False
+        return self._recorded_step
 
-    def _kept_or_new(self) -> RecordedStep:
-        assert self._record is not None
-        B, record = self._batch, RECORDERS[self._record]
+    def _record_or_reuse(self) -> RecordedStep:
+        B, record = self._batch, RECORDERS["graph"]
         if cuda_graph.why_not_fused(self.model, batch=B) is not None:
             return RecordedStep(self.model, self.cache, batch=B, record=record)
-        self._fit = cuda_graph.fit(self.model, batch=B, positions=self.room)
-        return cuda_graph.take(self.model, self._fit) or RecordedStep(
+        key = cuda_graph.recording_key(self.model, batch=B, positions=self.capacity)
+        self._recording_key = key
+        return cuda_graph.acquire(self.model, key) or RecordedStep(
             self.model, self.cache, batch=B, record=record, fused=True
         )
 
     def close(self) -> None:
-        """Nothing more is read; what the next call can use is kept for it."""
-        if self._fixed is not None and self._fit is not None:
-            cuda_graph.bring_back(self.model, self._fit, self._fixed)
-        self._fixed = None
+        """End the session; a recorded step goes back to the pool for the next call."""
+        if self._recorded_step is not None and self._recording_key is not None:
+            cuda_graph.release(self.model, self._recording_key, self._recorded_step)
+        self._recorded_step = None
 
-    def take_back(self, positions: int) -> None:
-        """Forget the last positions read."""
+    def rewind(self, positions: int) -> None:
+        """Remove the last ``positions`` from the cache."""
         if positions:
             self.cache.rewind(self.cache.length - positions)
 
-    def _place_fill(self) -> None:
-        self._present_BR: Tensor | None = None
-        if self.fill_B is not None and bool(self.fill_B.any()):
-            slots_R = torch.arange(self.room, device=self.fill_B.device)
-            self._present_BR = slots_R >= self.fill_B.unsqueeze(-1)
+    def _update_token_mask(self) -> None:
+        self._token_mask_BR: Tensor | None = None
+        if self.padding_B is not None and bool(self.padding_B.any()):
+            slots_R = torch.arange(self.capacity, device=self.padding_B.device)
+            self._token_mask_BR = slots_R >= self.padding_B.unsqueeze(-1)

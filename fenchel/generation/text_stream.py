@@ -1,17 +1,17 @@
-"""Token ids to text while they arrive.
+"""Token ids to text while they arrive, up to a stop.
 
-A character of several bytes may be split between tokens, and a token's text may depend on the
-one before it, so a token cannot be decoded alone. What is decoded is held back while it ends
-in half a character; what was handed out, taken together, is the text of all ids at once.
+**Detokenizing.** A character of several bytes may be split between tokens, and the text of a token
+may depend on the one before it, so a token cannot be decoded alone. Text is withheld while it ends
+in an incomplete character; all pieces joined are the text of all ids at once.
+``tokenizers.decoders.DecodeStream`` does the same for valid text. It has no way to flush an
+incomplete character at the end, and it raises where the ids of a tokenizer with byte fallback are
+not valid UTF-8 ("Invalid prefix encountered", tokenizers 0.23), which a model may well produce.
 
-When to stop: at a token, or at a string.
-
-A stop string may be split over tokens, and a token may hold more than its end. Of a text that
-arrives in pieces, what is handed out is certain to stand before any stop string: the longest
-end of it that begins a stop string is held back until the next piece decides.
-
-Of several stop strings the one that is complete first counts, and of those that end at one
-place the longest; so the answer does not depend on how the text was cut into pieces.
+**Stop strings.** A stop string may be split over tokens, and a token may contain more than its end.
+Text is released when it certainly precedes any stop string: its longest suffix that begins a stop
+string is withheld until the next piece decides. Of several stop strings the one that is complete
+first counts, and of those that end at one position the longest; so the result does not depend on
+how the text was cut into pieces.
 """
 
 from collections.abc import Sequence
@@ -20,36 +20,37 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-HALF = "\ufffd"
-ENOUGH = 64
-"""Ids that are decoded again with every new one, before the oldest are let go."""
+REPLACEMENT = "\ufffd"
+"""What an incomplete character decodes to."""
+WINDOW = 64
+"""Ids that are decoded again with every new one, before the oldest are dropped."""
 
 
 class Detokenizer:
-    """Feed ids one by one; text comes out as soon as it is certain."""
+    """Ids to text, one by one, without incomplete characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.given = 0
-        """How many characters of the text of ``ids`` were handed out."""
+        self.released = 0
+        """How many characters of the text of ``ids`` were returned."""
 
     def add(self, token: int) -> str:
-        """The text that this token completes, perhaps none."""
+        """The text that this token completes; may be empty."""
         self.ids.append(token)
         text = self._decode(self.ids)
-        return "" if text.endswith(HALF) else self._hand_out(text)
+        return "" if text.endswith(REPLACEMENT) else self._release(text)
 
-    def rest(self) -> str:
-        """What was held back to the end, half characters included."""
-        return self._hand_out(self._decode(self.ids))
+    def flush(self) -> str:
+        """The withheld text, incomplete characters included."""
+        return self._release(self._decode(self.ids))
 
-    def _hand_out(self, text: str) -> str:
-        new, self.given = text[self.given :], len(text)
-        if len(self.ids) > ENOUGH:
+    def _release(self, text: str) -> str:
+        new, self.released = text[self.released :], len(text)
+        if len(self.ids) > WINDOW:
             last = self._decode(self.ids[-1:])
-            if last and HALF not in last:  # a clean cut: nothing before it can change any more
-                self.ids, self.given = self.ids[-1:], len(last)
+            if last and REPLACEMENT not in last:  # the text before a whole token no longer changes
+                self.ids, self.released = self.ids[-1:], len(last)
         return new
 
     def _decode(self, ids: list[int]) -> str:
@@ -57,36 +58,41 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Feed text piece by piece; what stands before the first stop string comes out."""
+    """Text piece by piece, up to the first stop string.
+
+    >>> strings = StopStrings(["END"])
+    >>> strings.add("so it E"), strings.add("NDs")
+    ('so it ', '')
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if not all(stops):
             raise ValueError("a stop string is empty, and would stop before anything is written.")
         self.stops = tuple(stops)
-        self.held = ""
-        self.found = False
+        self.withheld = ""
+        self.stopped = False
 
     def add(self, piece: str) -> str:
-        """The text that this piece makes certain; none after a stop string was found."""
-        if self.found:
+        """The text that this piece releases; empty after a stop string."""
+        if self.stopped:
             return ""
-        text = self.held + piece
+        text = self.withheld + piece
         ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self.stops if stop in text]
         if ends:
             end, less = min(ends)
-            self.found, self.held = True, ""
+            self.stopped, self.withheld = True, ""
             return text[: end + less]
         cut = len(text) - self._undecided(text)
-        self.held = text[cut:]
+        self.withheld = text[cut:]
         return text[:cut]
 
-    def rest(self) -> str:
-        """What was held back when nothing more comes."""
-        held, self.held = self.held, ""
-        return held
+    def flush(self) -> str:
+        """The withheld text, at the end of the stream."""
+        text, self.withheld = self.withheld, ""
+        return text
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
+        """Length of the longest suffix of ``text`` that begins a stop string."""
         longest = max(map(len, self.stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self.stops):
@@ -95,65 +101,65 @@ class StopStrings:
 
 
 class TextStream:
-    """Ids to text that is certain, up to a stop string."""
+    """Ids to text, one by one, up to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._spelling = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer)
         self._strings = StopStrings(stops)
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was written."""
-        return self._strings.found
+        """Whether a stop string has come."""
+        return self._strings.stopped
 
     def add(self, token: int) -> str:
-        """The text that this token makes certain, perhaps none."""
-        return self._strings.add(self._spelling.add(token))
+        """The text that this token releases; may be empty."""
+        return self._strings.add(self._detokenizer.add(token))
 
-    def rest(self) -> str:
-        """What was held back to the end."""
-        return self._strings.add(self._spelling.rest()) + self._strings.rest()
+    def flush(self) -> str:
+        """The withheld text, at the end of the stream."""
+        return self._strings.add(self._detokenizer.flush()) + self._strings.flush()
 
 
-class Stops:
-    """Which sequences of a batch have stopped, and how long each became.
+class StopCriteria:
+    """Which sequences of a batch have stopped, and how many tokens each has.
 
-    ``ids_BT`` are the prompts; only what is new can stop a sequence.
+    ``ids_BT`` are the prompts; only new tokens stop a sequence.
     """
 
     def __init__(
         self, stop: Sequence[int | str], tokenizer: Tokenizer | None, ids_BT: Tensor
     ) -> None:
-        strings = [one for one in stop if isinstance(one, str)]
-        numbers = [one for one in stop if not isinstance(one, str)]
-        self._tellings: list[TextStream] = []
+        strings = [s for s in stop if isinstance(s, str)]
+        numbers = [s for s in stop if not isinstance(s, str)]
+        self._texts: list[TextStream] = []
         if strings:
             if tokenizer is None:
-                raise ValueError(f"to stop at {strings[0]!r} give the tokenizer that spells it.")
-            self._tellings = [TextStream(tokenizer, strings) for _ in ids_BT]
+                raise ValueError(f"to stop at {strings[0]!r} give the tokenizer.")
+            self._texts = [TextStream(tokenizer, strings) for _ in ids_BT]
         self._ids = torch.tensor(numbers, dtype=ids_BT.dtype)
-        self.any = bool(stop)
-        """Whether anything stops a sequence before its length does."""
-        # On the CPU, where strings are compared and the loop asks: a device is asked once a token.
+        self.active = bool(stop)
+        """Whether there is any stop."""
+        # On the CPU, where strings are compared and the loop reads: one transfer per token.
         self._last_B = ids_BT[:, -1].cpu()
         self._stopped_B = torch.zeros_like(self._last_B, dtype=torch.bool)
         self.counts_B = torch.zeros_like(self._last_B)
-        """How many tokens each sequence took, the one that stopped it among them."""
+        """How many tokens each sequence has, with the one that stopped it."""
 
-    def take(self, token_B: Tensor) -> Tensor:
+    def update(self, token_B: Tensor) -> Tensor:
         """The next token of each sequence; one that has stopped repeats its last."""
-        if not self.any:
+        if not self.active:
             self.counts_B += 1
             return token_B
         self.counts_B += ~self._stopped_B
         self._last_B = torch.where(self._stopped_B, self._last_B, token_B.cpu())
         self._stopped_B = self._stopped_B | torch.isin(self._last_B, self._ids)
-        for b, telling in enumerate(self._tellings):
-            telling.add(int(self._last_B[b]))
-            if telling.stopped:
+        for b, text in enumerate(self._texts):
+            text.add(int(self._last_B[b]))
+            if text.stopped:
                 self._stopped_B[b] = True
         return self._last_B.to(token_B.device)
 
     def all_stopped(self) -> bool:
-        """Whether nobody goes on."""
-        return self.any and bool(self._stopped_B.all())
+        """Whether every sequence has stopped."""
+        return self.active and bool(self._stopped_B.all())

@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
 from fenchel.data import encode, end_id
+from fenchel.generation import GenerationSettings, KVCache, Sampling, stream_text
+from fenchel.model import Transformer
 
 
 @pytest.fixture
@@ -39,11 +44,52 @@ def test_guessing_ahead_does_not_change_the_text(
     assert text_of([*words, "--draft", "4"], capsys) == text_of(words, capsys)
 
 
-@pytest.mark.parametrize("cache", ["float16", "int8"])
-def test_a_smaller_cache_still_writes(
-    cache: str, words: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+def test_the_cache_that_is_named_stores_the_keys(
+    kind: str,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert text_of([*words, "--cache", cache], capsys)
+    """A cache of the named dtype is filled, and the text is the one it gives from Python."""
+    dtypes: set[torch.dtype] = set()
+    append = KVCache.append
+
+    def watched(cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        dtypes.update(x.dtype for x in cache.layers[layer].keys.buffers())
+        return append(cache, layer, k, v)
+
+    monkeypatch.setattr(KVCache, "append", watched)
+    greedy = [*words, "--temperature", "0", "--device", "cpu"]
+    text = text_of([*greedy, "--cache", kind], capsys)
+    stored = {"float16": {torch.float16}, "int8": {torch.int8, torch.float32}}
+    assert dtypes == stored[kind]
+    model, tokenizer, _ = load(words[1])
+    prompt = torch.tensor([end_id(tokenizer), *encode(tokenizer, words[3])])
+    settings = GenerationSettings(
+        max_new_tokens=40,
+        sampling=Sampling(temperature=0.0),
+        stop=[end_id(tokenizer)],
+        cache=cast("Any", kind),
+    )
+    assert text == "".join(stream_text(model, tokenizer, prompt, settings))
+
+
+def test_weights_have_the_dtype_and_the_device_that_are_named(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[torch.dtype, str]] = []
+    forward = Transformer.forward
+
+    def watched(model: Transformer, ids: Tensor, **keywords: Any) -> Tensor:
+        found.append((model.lm_head_weight.dtype, str(ids.device)))
+        return forward(model, ids, **keywords)
+
+    monkeypatch.setattr(Transformer, "forward", watched)
+    for dtype in ("float64", "bfloat16"):
+        found.clear()
+        assert text_of([*words, "--device", "cpu", "--dtype", dtype], capsys)
+        assert set(found) == {(getattr(torch, dtype), "cpu")}
 
 
 def test_a_penalty_changes_what_is_repeated(
@@ -124,6 +170,8 @@ def test_a_damaged_file_beside_a_checkpoint_gets_one_sentence(
         ["--stop", ""],
         ["--repetition-penalty", "0"],
         ["--max-new-tokens", "-3"],
+        ["--device", "abacus"],
+        ["--device", "meta"],
     ],
 )
 def test_a_wrong_flag_gets_one_sentence(

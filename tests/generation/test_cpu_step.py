@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fenchel.generation import KVCache, generate
-from fenchel.generation.cpu_step import CpuStep, why_not
+from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]
@@ -90,21 +90,21 @@ def test_a_layer_takes_about_thirty_operations(lively: Build, prompts: Draw) -> 
 def test_what_it_does_not_know_it_names(
     settings: dict[str, Any], reason: str, lively: Build
 ) -> None:
-    assert why_not(lively()) is None
-    assert why_not(lively(**settings)) == reason
+    assert why_not_cpu_step(lively()) is None
+    assert why_not_cpu_step(lively(**settings)) == reason
 
 
 def test_a_changed_model_is_read_by_itself(lively: Build, prompts: Draw) -> None:
     model, calls = lively(), list[int]()
-    assert why_not(lively().bfloat16()) == "it is in torch.bfloat16 on cpu"
+    assert why_not_cpu_step(lively().bfloat16()) == "it is in torch.bfloat16 on cpu"
     with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast" in str(why_not(lively()))
+        assert "autocast" in str(why_not_cpu_step(lively()))
         assert generate(lively(), prompts(1, 3), max_new_tokens=4).shape == (1, 7)
     model.blocks[1].mlp.register_forward_hook(lambda *_: calls.append(1))
-    assert why_not(model) == "somebody watches its Mlp"
+    assert why_not_cpu_step(model) == "its Mlp has a forward hook"
     generate(model, prompts(1, 3), max_new_tokens=4, temperature=0.0)
-    assert len(calls) == 4  # nobody who watches is passed over
+    assert len(calls) == 4  # no call of the hook is left out
     other = lively(choice="entmax")
     mixed = lively()
     mixed.blocks[0].attention.choice = other.blocks[0].attention.choice
-    assert "chooses by Entmax" in str(why_not(mixed))
+    assert "chooses by Entmax" in str(why_not_cpu_step(mixed))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fenchel.generation import KVCache, cuda_graph, generate
-from fenchel.generation.cuda_graph import RECORDERS, RecordedStep, Step, as_graph
+from fenchel.generation.cuda_graph import RECORDERS, RecordedStep, Step, capture_graph
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]
@@ -25,7 +25,7 @@ T, B, READ = 8, 2, 5
 @pytest.fixture
 def recorder(device: str) -> Callable[[Step, torch.device], Step]:
     """A CUDA graph on a GPU, and the step itself elsewhere."""
-    return as_graph if device == "cuda" else lambda step, _: step
+    return capture_graph if device == "cuda" else lambda step, _: step
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: " ".join(s))
@@ -44,11 +44,11 @@ def test_a_fused_step_gives_the_logits_of_the_model(
     cache = KVCache(model.config, batch=B, positions=T, device=device)
     model(ids[:, :READ], cache=cache, token_mask_BS=None if present is None else present[:, :READ])
     step = RecordedStep(model, cache, batch=B, record=recorder, fused=True)
-    step.cache.take(cache, fill)
+    step.cache.copy_from(cache, fill)
     for t in range(READ, T):
         logits = step.step(ids[:, t])
         torch.testing.assert_close(logits, whole[:, t], atol=1e-4, rtol=1e-4)
-        assert torch.equal(step.said_BP[:, t + 1], whole[:, t].argmax(-1))
+        assert torch.equal(step.tokens_BP[:, t + 1], whole[:, t].argmax(-1))
 
 
 def test_fused_words_are_those_of_the_model(
@@ -65,7 +65,7 @@ def test_fused_words_are_those_of_the_model(
     )  # serves here too
     model, ids = lively(context=8).to(device), prompts(1, 3).to(device)
     settings: dict[str, Any] = {"max_new_tokens": 9, "temperature": 0.0}
-    plain = generate(model, ids, **settings)
+    plain = generate(model, ids, **settings, record=None)
     assert torch.equal(generate(model, ids, **settings, record="graph"), plain)
     assert asked
 

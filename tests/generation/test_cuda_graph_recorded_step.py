@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.generation import KVCache, Sampling, generate, stream
+from fenchel.generation import GenerationSettings, KVCache, Sampling, generate, stream
 from fenchel.generation.cuda_graph import (
+    AUTO_TOKENS,
     RECORDERS,
     PendingTokens,
     RecordedStep,
     Step,
+    use_recorded_step,
     why_not_recorded,
 )
 from fenchel.model import Transformer
@@ -46,7 +48,7 @@ def test_a_fixed_step_gives_the_logits_of_the_model(
     for _ in range(2):  # memory that was used before is as good as new
         cache.clear()
         model(ids[:, :read], cache=cache)
-        fixed.cache.take(cache, None)
+        fixed.cache.copy_from(cache, None)
         for t in range(read, T):
             logits = fixed.step(ids[:, t])
             torch.testing.assert_close(logits, whole[:, t], atol=1e-10, rtol=1e-10)
@@ -61,7 +63,7 @@ def test_the_fill_of_unequal_prompts_stays_absent(lively: Build, prompts: Draw) 
     cache = KVCache(model.config, batch=B, positions=T, dtype=torch.float64)
     model(ids[:, :6], cache=cache, token_mask_BS=present[:, :6])
     fixed = RecordedStep(model, cache, batch=B, record=as_it_is)
-    fixed.cache.take(cache, fill)
+    fixed.cache.copy_from(cache, fill)
     for t in range(6, T):
         logits = fixed.step(ids[:, t])
         torch.testing.assert_close(logits, whole[:, t], atol=1e-10, rtol=1e-10)
@@ -90,7 +92,8 @@ def test_recorded_words_are_the_same_past_the_context(
 def ways(model: Transformer, ids: Any, **settings: Any) -> tuple[Any, Any]:
     """Greedy words one by one, and by a recorded step that goes on by itself."""
     usual = {"max_new_tokens": 40, "temperature": 0.0, **settings}
-    return generate(model, ids, **usual), generate(model, ids, **usual, record="graph")
+    plain = generate(model, ids, **usual, record=None)
+    return plain, generate(model, ids, **usual, record="graph")
 
 
 @pytest.mark.parametrize("read", [1, 3, 15])
@@ -136,15 +139,15 @@ def test_the_device_is_asked_once_for_many_words(
 ) -> None:
     monkeypatch.setitem(RECORDERS, "graph", as_it_is)
     asked = []
-    follow = RecordedStep.follow
+    decode_greedy = RecordedStep.decode_greedy
 
     def counted(
         self: RecordedStep, token_B: Tensor | None, number: int, count: int
     ) -> PendingTokens:
         asked.append(count)
-        return follow(self, token_B, number, count)
+        return decode_greedy(self, token_B, number, count)
 
-    monkeypatch.setattr(RecordedStep, "follow", counted)
+    monkeypatch.setattr(RecordedStep, "decode_greedy", counted)
     monkeypatch.setattr(RecordedStep, "step", None)  # what a call for one word would use
     model, ids = lively(context=64), prompts(1, 5)
     greedy = {"max_new_tokens": 40, "temperature": 0.0, "record": "graph"}
@@ -155,10 +158,10 @@ def test_the_device_is_asked_once_for_many_words(
     assert generate(model, ids, stop=[never], **greedy)[0].tolist() == said
     assert asked == [16, 16, 7]
     asked.clear()
-    words = stream(
-        model, ids, max_new_tokens=40, sampling=Sampling(temperature=0.0), record="graph",
-        stop=[never],
-    )  # fmt: skip
+    settings = GenerationSettings(
+        max_new_tokens=40, sampling=Sampling(temperature=0.0), record="graph", stop=[never]
+    )
+    words = stream(model, ids, settings)
     assert [int(next(words)) for _ in range(2)] == said[5:7]
     assert asked == [16, 16]  # the next before the first of these is told
 
@@ -172,7 +175,8 @@ def test_a_logit_that_is_not_finite_is_told_behind_the_words_before_it(
     with torch.no_grad():
         model.pos_embed.weight[9] = torch.nan  # the fifth new word is written and cannot be read
     greedy = Sampling(temperature=0.0)
-    words = stream(model, ids, max_new_tokens=12, sampling=greedy, record="graph")
+    settings = GenerationSettings(max_new_tokens=12, sampling=greedy, record="graph")
+    words = stream(model, ids, settings)
     assert [int(next(words)) for _ in range(5)] == said[:5]
     with pytest.raises(ValueError, match="not finite"):
         next(words)
@@ -182,7 +186,7 @@ def test_a_logit_that_is_not_finite_is_told_behind_the_words_before_it(
     ("wrong", "match"),
     [
         ({"record": "graph"}, "needs a model on a GPU"),
-        ({"record": "tape"}, "one of graph"),
+        ({"record": "tape"}, "one of auto, graph"),
         ({"record": "graph", "draft": 3}, "draft reads several"),
         ({"record": "graph", "cache": "int8"}, "not in int8"),
     ],
@@ -194,9 +198,27 @@ def test_a_call_that_cannot_be_recorded_gets_one_sentence(
         generate(lively(), prompts(1, 3), max_new_tokens=2, **wrong)
 
 
+def test_a_graph_is_replayed_by_itself_where_that_pays(
+    lively: Build, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, for enough tokens, and unless a hook would miss them."""
+    monkeypatch.setitem(RECORDERS, "graph", as_it_is)  # what a CPU could record, were it asked
+    call: dict[str, Any] = {"cache": "model", "padded": False, "draft": 0, "tokens": AUTO_TOKENS}
+    model = lively().to(device)
+    assert use_recorded_step(model, "auto", **call) == (device == "cuda")
+    assert use_recorded_step(model, "graph", **call)
+    assert not use_recorded_step(model, None, **call)
+    for other in ({"tokens": AUTO_TOKENS - 1}, {"cache": "int8"}, {"draft": 2}):
+        assert not use_recorded_step(model, "auto", **call | other)
+    assert not use_recorded_step(lively(positions="alibi").to(device), "auto", **call)
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    assert not use_recorded_step(model, "auto", **call)
+
+
 def test_what_cannot_be_recorded_is_named(lively: Build) -> None:
-    assert why_not_recorded(lively(), fill=True) is None
-    assert why_not_recorded(lively(windows=(3,)), fill=False) is None
-    assert "unequal" in str(why_not_recorded(lively(windows=(3,)), fill=True))
+    assert "experts" in str(why_not_recorded(lively(experts=2), padded=False))
+    assert why_not_recorded(lively(), padded=True) is None
+    assert why_not_recorded(lively(windows=(3,)), padded=False) is None
+    assert "unequal" in str(why_not_recorded(lively(windows=(3,)), padded=True))
     for positions in ("alibi", "buckets"):
-        assert positions in str(why_not_recorded(lively(positions=positions), fill=False))
+        assert positions in str(why_not_recorded(lively(positions=positions), padded=False))

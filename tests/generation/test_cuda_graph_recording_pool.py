@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.generation import Sampling, cuda_graph, generate, stream
-from fenchel.generation.cuda_graph import RECORDERS, Step, as_graph
+from fenchel.generation import GenerationSettings, Sampling, cuda_graph, generate, stream
+from fenchel.generation.cuda_graph import RECORDERS, Step, capture_graph
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]
@@ -25,7 +25,7 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def record(step: Step, where: torch.device) -> Step:
         made.append(1)
-        return as_graph(step, where) if device == "cuda" else step
+        return capture_graph(step, where) if device == "cuda" else step
 
     monkeypatch.setitem(RECORDERS, "graph", record)
     monkeypatch.setattr(cuda_graph, "why_not_fused", lambda *_, **__: None)
@@ -45,7 +45,8 @@ def ids(prompts: Draw, device: str) -> Tensor:
 def same(model: Transformer, ids: Tensor) -> bool:
     """Whether a recorded call says what the model says."""
     return torch.equal(
-        generate(model, ids, **GREEDY), generate(model, ids, **GREEDY, record="graph")
+        generate(model, ids, **GREEDY, record=None),
+        generate(model, ids, **GREEDY, record="graph"),
     )
 
 
@@ -81,14 +82,13 @@ def test_weights_may_change_their_values_but_not_their_place(
 def test_two_streams_at_once_do_not_share_a_step(
     model: Transformer, ids: Tensor, recorded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fenchel.generation.decode.FAR_AHEAD", 1)
+    monkeypatch.setattr("fenchel.generation.decode.CHUNK_WITHOUT_STOPS", 1)
     prompts = [ids, ids.flip(1)]
-    wanted = [generate(model, one, **GREEDY)[0, 4:].tolist() for one in prompts]
+    wanted = [generate(model, one, **GREEDY, record=None)[0, 4:].tolist() for one in prompts]
     assert same(model, ids)  # there is one to be had, for the first who comes
     greedy = Sampling(temperature=0.0)
-    said = [
-        stream(model, one, max_new_tokens=3, sampling=greedy, record="graph") for one in prompts
-    ]
+    settings = GenerationSettings(max_new_tokens=3, sampling=greedy, record="graph")
+    said = [stream(model, one, settings) for one in prompts]
     found = list(zip(*said, strict=True))
     assert [[int(word) for word in words] for words in zip(*found, strict=True)] == wanted
     assert len(recorded) == 2

@@ -93,7 +93,7 @@ def test_a_window_sees_its_last_keys_in_order_however_they_came(
 @pytest.mark.parametrize("windows", [(), (6,)])
 def test_what_was_taken_back_leaves_no_trace(windows: tuple[int, ...], sizes: list[int]) -> None:
     config = plain(layers=1, windows=windows, context=300)
-    cache = KVCache(config, batch=1, positions=300, spare=4)
+    cache = KVCache(config, batch=1, positions=300, rewindable=4)
     x = torch.arange(300.0).view(1, 1, 300, 1).expand(1, 4, 300, 3)
     wrong = torch.full((1, 4, 5, 3), torch.nan)
     while cache.length < 290:

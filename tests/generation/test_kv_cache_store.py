@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from fenchel.generation.kv_cache import LARGEST, DenseStore, Int8Store, Room, Store, quantised
+from fenchel.generation.kv_cache import (
+    INT8_MAX,
+    DenseStore,
+    Int8Store,
+    Store,
+    StoreShape,
+    quantise_int8,
+)
 
-ROOM = Room(2, 3, 7, 5)
+ROOM = StoreShape(2, 3, 7, 5)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -18,7 +25,7 @@ def shelves() -> list[tuple[Store, float]]:
     return [
         (DenseStore(ROOM, dtype=torch.float32, device="cpu"), 0.0),
         (DenseStore(ROOM, dtype=torch.float16, device="cpu", work=work), 2.0**-11),
-        (Int8Store(ROOM, device="cpu", work=work), 0.5 / LARGEST),
+        (Int8Store(ROOM, device="cpu", work=work), 0.5 / INT8_MAX),
     ]
 
 
@@ -43,21 +50,21 @@ def test_what_slides_to_the_front_is_the_same(which: int) -> None:
 
 def test_normal_numbers_lose_two_thirds_of_a_percent_in_int8() -> None:
     x = noise(4096, 128)
-    n, s = quantised(x)
+    n, s = quantise_int8(x)
     assert float((s * n - x).norm() / x.norm()) == pytest.approx(0.0066, abs=2e-4)
 
 
 def test_the_largest_entry_of_every_token_is_exact_and_rounding_again_changes_nothing() -> None:
     x = noise(3, 4, 6) * 10.0 ** torch.arange(-4, 0).unsqueeze(-1)
-    n, s = quantised(x)
-    assert bool((n.abs().amax(-1) == LARGEST).all())
-    again, _ = quantised(s * n)
+    n, s = quantise_int8(x)
+    assert bool((n.abs().amax(-1) == INT8_MAX).all())
+    again, _ = quantise_int8(s * n)
     assert torch.equal(again, n)
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-44, -1e-44, 3e38])
 def test_no_size_of_entry_gives_nan(x: float) -> None:
-    n, s = quantised(torch.tensor([[x, 0.0]]))
+    n, s = quantise_int8(torch.tensor([[x, 0.0]]))
     assert float((s * n)[0, 0]) == pytest.approx(x, rel=1e-5, abs=1e-40)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fenchel.generation import PromptLookup, Sampling, generate
 from fenchel.generation.prompt_lookup import LONGEST
-from fenchel.generation.sampling import kept
+from fenchel.generation.sampling import filter_probabilities
 from fenchel.generation.session import Session
 from fenchel.model import Transformer
 
@@ -61,13 +61,13 @@ def test_the_text_is_that_of_decoding_one_by_one(
 
 
 def test_guesses_save_calls_of_the_model(lively: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, read, sizes = lively(vocabulary=5, context=64), Session.read, list[int]()
+    model, read, sizes = lively(vocabulary=5, context=64), Session.forward, list[int]()
 
     def count(reader: Session, ids_BT: Tensor, **settings: Any) -> Tensor:
         sizes.append(ids_BT.shape[1])
         return read(reader, ids_BT, **settings)
 
-    monkeypatch.setattr(Session, "read", count)
+    monkeypatch.setattr(Session, "forward", count)
     drawn = generate(model, torch.tensor([[1, 2]]), max_new_tokens=40, temperature=0.0, draft=6)
     assert drawn.shape == (1, 42)
     assert len(sizes) < 30  # a greedy model of few words soon repeats itself
@@ -92,7 +92,7 @@ def chain(model: Transformer, ids: Tensor, tokens: tuple[int, ...]) -> float:
     """The probability of the tokens by the chain rule, everything read again at each."""
     probability, said = 1.0, ids
     for token in tokens:
-        p = kept(torch.softmax(model(said)[:, -1] / 0.8, -1), Sampling(top_p=0.97))
+        p = filter_probabilities(torch.softmax(model(said)[:, -1] / 0.8, -1), Sampling(top_p=0.97))
         probability *= float(p[0, token])
         said = torch.cat([said, torch.tensor([[token]])], dim=-1)
     return probability

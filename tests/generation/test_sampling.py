@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from fenchel.generation import Sampling, sample
-from fenchel.generation.sampling import kept, penalised
+from fenchel.generation.sampling import apply_repetition_penalty, filter_probabilities
 
 
 def slowly(p: list[float], sampling: Sampling) -> set[int]:
@@ -48,7 +48,7 @@ def test_the_right_tokens_stay_and_their_proportions_too(
     p = torch.tensor([weights], dtype=torch.float64)
     p = p / p.sum()
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
-    cut = kept(p, sampling)[0]
+    cut = filter_probabilities(p, sampling)[0]
     stay = slowly(p[0].tolist(), sampling)
     assert {i for i, q in enumerate(cut.tolist()) if q > 0} == stay
     expected = torch.tensor([p[0, i] if i in stay else 0.0 for i in range(len(weights))])
@@ -84,8 +84,8 @@ def test_the_whole_line_is_that_of_transformers(penalty: float) -> None:
         ]
     )(said, logits)
     seen = torch.zeros(5, 40, dtype=torch.bool).scatter(1, said, True)
-    p = torch.softmax(penalised(logits, seen, penalty) / 1.3, -1)
-    ours = kept(p, Sampling(top_k=20, top_p=0.9, min_p=0.02))
+    p = torch.softmax(apply_repetition_penalty(logits, seen, penalty) / 1.3, -1)
+    ours = filter_probabilities(p, Sampling(top_k=20, top_p=0.9, min_p=0.02))
     torch.testing.assert_close(ours, torch.softmax(theirs, -1))
 
 
@@ -93,7 +93,7 @@ def test_what_was_seen_is_chosen_only_if_it_is_better_by_the_penalty() -> None:
     logits, seen = torch.tensor([[2.0, 1.5], [-2.0, -2.5]]), torch.tensor([[True, False]])
     for penalty, expected in ((1.0, [0, 0]), (1.2, [0, 0]), (1.4, [1, 1])):
         sampling = Sampling(temperature=0.0, repetition_penalty=penalty)
-        assert sample(logits, sampling, seen_BV=seen).tolist() == expected
+        assert sample(logits, sampling, previous_BV=seen).tolist() == expected
 
 
 @pytest.mark.parametrize(

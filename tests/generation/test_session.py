@@ -1,25 +1,25 @@
-"""fenchel/generation/session.py: the fill stands on the left and counts for nothing."""
+"""fenchel/generation/session.py: padding is on the left and is masked."""
 
 import torch
 
-from fenchel.generation.session import seen, side_by_side
+from fenchel.generation.session import pad_prompts, previous_tokens
 
 ROWS = [torch.tensor(row) for row in ([7, 8, 9], [5], [3, 3])]
 
 
-def test_all_prompts_end_together_and_the_fill_is_absent() -> None:
-    ids, present = side_by_side(ROWS)
-    assert present is not None
-    for row, got, real in zip(ROWS, ids, present, strict=True):
+def test_all_prompts_end_together_and_padding_is_masked() -> None:
+    ids, mask = pad_prompts(ROWS)
+    assert mask is not None
+    for row, got, real in zip(ROWS, ids, mask, strict=True):
         assert torch.equal(got[3 - len(row) :], row)
         assert torch.equal(got[real], row)
 
 
-def test_equal_prompts_have_no_fill() -> None:
-    assert side_by_side(ROWS[:1]).present is None
-    assert side_by_side(torch.stack(ROWS[:1])).present is None
+def test_equal_prompts_have_no_padding() -> None:
+    assert pad_prompts(ROWS[:1]).token_mask is None
+    assert pad_prompts(torch.stack(ROWS[:1])).token_mask is None
 
 
-def test_the_fill_was_not_seen() -> None:
-    has = [row.nonzero().flatten().tolist() for row in seen(side_by_side(ROWS), 10)]
+def test_padding_is_not_a_previous_token() -> None:
+    has = [row.nonzero().flatten().tolist() for row in previous_tokens(pad_prompts(ROWS), 10)]
     assert has == [[7, 8, 9], [5], [3]]

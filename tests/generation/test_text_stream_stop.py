@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from fenchel.data import encode
 from fenchel.generation import StopStrings, TextStream
-from fenchel.generation.text_stream import Stops
+from fenchel.generation.text_stream import StopCriteria
 
 letters = st.text(alphabet="abc", max_size=30)
 
@@ -30,9 +30,9 @@ def one_by_one(text: str, stops: list[str]) -> str:
 def test_pieces_give_the_text_before_the_first_stop(pieces: list[str], stops: list[str]) -> None:
     strings = StopStrings(stops)
     out = [strings.add(piece) for piece in pieces]
-    found = strings.found
+    found = strings.stopped
     expected = one_by_one("".join(pieces), stops)
-    assert "".join(out) + strings.rest() == expected
+    assert "".join(out) + strings.flush() == expected
     assert found == any(stop in "".join(pieces) for stop in stops)
 
 
@@ -45,7 +45,7 @@ def test_no_more_is_held_back_than_may_be_a_stop() -> None:
         "",
         "\nUse ",
     ]
-    assert strings.rest() == "#"
+    assert strings.flush() == "#"
 
 
 def test_a_stop_split_over_tokens_is_found_and_not_told(tokenizer: Tokenizer) -> None:
@@ -56,7 +56,7 @@ def test_a_stop_split_over_tokens_is_found_and_not_told(tokenizer: Tokenizer) ->
         if telling.stopped:
             break
     assert "".join(pieces) == "größer sea "
-    assert telling.rest() == ""
+    assert telling.flush() == ""
 
 
 def test_a_sequence_stops_at_its_own_token_or_string_and_repeats_it(tokenizer: Tokenizer) -> None:
@@ -64,8 +64,8 @@ def test_a_sequence_stops_at_its_own_token_or_string_and_repeats_it(tokenizer: T
     sea, the = encode(tokenizer, " sea")[0], encode(tokenizer, " the")[0]
     T = max(map(len, ids))
     rows = torch.tensor([row + [the] * (T - len(row)) for row in ids])
-    stops = Stops([sea, "東京"], tokenizer, rows[:, :1])
-    taken = torch.stack([stops.take(rows[:, t]) for t in range(T)], dim=-1)
+    stops = StopCriteria([sea, "東京"], tokenizer, rows[:, :1])
+    taken = torch.stack([stops.update(rows[:, t]) for t in range(T)], dim=-1)
     assert taken[0].tolist() == [the, *[sea] * (T - 1)]
     assert taken[1].tolist() == [sea] * T
     assert torch.equal(taken[2], rows[2])
@@ -75,9 +75,9 @@ def test_a_sequence_stops_at_its_own_token_or_string_and_repeats_it(tokenizer: T
 
 def test_a_string_stops_a_sequence_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
     row = encode(tokenizer, "a京b")
-    stops = Stops(["京"], tokenizer, torch.zeros(1, 1, dtype=torch.long))
+    stops = StopCriteria(["京"], tokenizer, torch.zeros(1, 1, dtype=torch.long))
     for token in row:
-        stops.take(torch.tensor([token]))
+        stops.update(torch.tensor([token]))
         if stops.all_stopped():
             break
     assert stops.counts_B.tolist() == [len(row) - 1]
@@ -85,6 +85,6 @@ def test_a_string_stops_a_sequence_when_its_last_byte_is_there(tokenizer: Tokeni
 
 def test_a_stop_string_needs_a_tokenizer_and_letters(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="give the tokenizer"):
-        Stops(["end"], None, torch.zeros(1, 1, dtype=torch.long))
+        StopCriteria(["end"], None, torch.zeros(1, 1, dtype=torch.long))
     with pytest.raises(ValueError, match="empty"):
         TextStream(tokenizer, [""])

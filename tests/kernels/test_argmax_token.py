@@ -12,7 +12,7 @@ from fenchel.kernels.argmax_token import argmax_token as kernel
 def chosen(z: Tensor, device: str) -> tuple[Tensor, Tensor]:
     """(token, said) of the kernel, after making sure that torch's operations say the same."""
     found = []
-    for way in (kernel, cuda_graph.choose):
+    for way in (kernel, cuda_graph.store_argmax):
         token = torch.full((len(z),), 99, device=device)
         said = torch.full((len(z), 6), 7, device=device)
         way(z.to(device), torch.tensor([4], device=device), token, said)
