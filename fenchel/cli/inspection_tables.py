@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fenchel.inspection import BlockResult, Head, Inspection, Interval
+from fenchel.report.html import format_bracket
 
 _HEADS = 12
 """Heads shown; the page and --json have all of them."""
@@ -26,16 +28,13 @@ def tables(found: Inspection) -> Iterator[Table]:
         yield _network(found)
 
 
-def between(bracket: Interval | None) -> str:
-    """A bracket as text; one number where both ends round to it.
+def interval(bracket: Interval | None) -> str:
+    """A bracket as text; one number if both ends round to it.
 
-    >>> between(Interval(1.0, 1.25, 12)), between(Interval(2.0, 2.0001, 9))
+    >>> interval(Interval(1.0, 1.25, 12)), interval(Interval(2.0, 2.0001, 9))
     ('1-1.25', '2')
     """
-    if bracket is None:
-        return ""
-    low, high = (f"{end:.3g}" for end in (bracket.lower, bracket.upper))
-    return low if low == high else f"{low}-{high}"
+    return format_bracket(None if bracket is None else asdict(bracket), to="-")
 
 
 def _layers(found: Inspection) -> Table:
@@ -62,7 +61,7 @@ def _layers(found: Inspection) -> Table:
             f"{max(h.max_logit.most for h in heads):.1f}",
             f"{_mean(heads, lambda h: h.first):.2f}",
             f"{max(h.sensitivity.most for h in heads):.3f}",
-            between(max((h.sigma["qkv"] for h in heads), key=lambda b: b.lower)),
+            interval(max((h.sigma["qkv"] for h in heads), key=lambda b: b.lower)),
         ]
         table.add_row(*row, *(_block(blocks[number]) if number in blocks else ()))
     return table
@@ -71,7 +70,7 @@ def _layers(found: Inspection) -> Table:
 def _block(layer: BlockResult) -> tuple[str, str, str]:
     gains = [norm.most for norm in layer.norms]
     return (
-        between(layer.block),
+        interval(layer.block),
         f"{layer.token.lower:.3g}",
         f"{max(gains):.3g}" if gains else "",
     )
@@ -96,7 +95,7 @@ def _heads(found: Inspection) -> Table:
             f"{h.first:.2f}",
             f"{h.column:.1f}",
             *sigma,
-            between(h.sigma["qkv"]),
+            interval(h.sigma["qkv"]),
             h.dominant,
         )
     return table
@@ -112,9 +111,9 @@ def _network(found: Inspection) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
-    table.add_row("sigma, stream to stream", between(network.stream))
+    table.add_row("sigma, stream to stream", interval(network.stream))
     if network.logits is not None:
-        table.add_row("sigma, stream to last logits", between(network.logits))
+        table.add_row("sigma, stream to last logits", interval(network.logits))
     each = (
         "" if network.blocks_exponent is None else f"; blocks alone {network.blocks_exponent:.3f}"
     )

@@ -49,7 +49,7 @@ def page(name: str, text: str, found: Confidence) -> str:
             element("p", f"on {shorten(text, 200)}", class_="lead"),
         )
     )
-    return document(title=f"{shorten(name, 200)} · calibration", header=header, parts=[part])
+    return document(title=f"{shorten(name, 200)} · calibration", header=header, sections=[part])
 
 
 def _sentences(found: Confidence) -> Html:

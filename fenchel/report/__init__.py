@@ -1,4 +1,4 @@
-"""A run directory to a page with pictures; needs no torch."""
+"""HTML reports of runs and inspections; imports no torch."""
 
 from fenchel.report.page import page
 

@@ -1,9 +1,8 @@
-"""Where every head looks in one sentence: all maps at a glance, one of them enlarged.
+"""Attention maps of one sentence: an overview of all heads and one map enlarged.
 
-The weights come as bytes b = round(255 sqrt p), row by row (layer, head, query, key), so that
-p = (b / 255)^2 is right to within sqrt(p) / 255, at most 0.004. The square root keeps small
-weights visible; the same bytes are drawn, hovered and tabulated, so the page cannot disagree
-with itself.
+The weights are bytes b = round(255 sqrt p), row-major in (layer, head, query, key), so that
+p = (b / 255)^2 is exact to within sqrt(p) / 255, at most 0.004. The square root keeps small weights
+visible. Drawing, readout and tables all use the same bytes.
 """
 
 import base64
@@ -29,41 +28,43 @@ from fenchel.report.html import (
 )
 from fenchel.report.run_data import RunData, mapping
 
-_BYTES = 16 * 2**20  # of maps in a page; 16 heads of 256 tokens take one sixteenth of it
+_BYTES = 16 * 2**20  # of maps per page; 16 heads on 256 tokens take one sixteenth of it
 _SIZE = 1024
 _TOKEN = 40
 
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """The maps of one sentence: bytes (L, H, T, T) and the T tokens."""
+    """The attention maps of one sentence: bytes (L, H, T, T) and the T tokens."""
 
     data: NDArray[np.uint8]
     tokens: tuple[str, ...]
 
     @property
     def weights(self) -> NDArray[np.float32]:
-        """The weights (L, H, T, T), each row scaled to sum to one as it did before rounding."""
+        """The weights (L, H, T, T), each row rescaled to sum to one as before rounding."""
         p: NDArray[np.float32] = np.square(self.data.astype(np.float32) / np.float32(255))
         p /= np.maximum(p.sum(-1, keepdims=True), np.float32(1e-12))
         return p
 
 
-def maps(sample: Mapping[str, Any]) -> AttentionMaps:
-    """The maps of ``sample.json``; a ValueError says what is wrong with them."""
+def read_maps(sample: Mapping[str, Any]) -> AttentionMaps:
+    """The maps of ``sample.json``; raises ValueError if they are missing or damaged."""
     stated = mapping(sample.get("attention"))
     tokens = sample.get("tokens")
     if not stated or not isinstance(tokens, list):
-        raise ValueError("sample.json holds no attention maps.")
+        raise ValueError("sample.json contains no attention maps.")
     shape = tuple(stated.get(name) for name in ("layers", "heads", "size"))
     if not all(isinstance(n, int) and 0 < n <= _SIZE for n in shape):
         raise ValueError(
             f"the attention maps should have whole numbers of layers, heads and tokens from 1 to "
-            f"{_SIZE:,}; sample.json says {shorten(str(shape), 80)}."
+            f"{_SIZE:,}; sample.json has {shorten(str(shape), 80)}."
         )
     L, H, T = (int(n or 0) for n in shape)
     if stated.get("scale") != "sqrt":
-        raise ValueError("the attention maps are not on the scale this page reads, sqrt.")
+        raise ValueError(
+            'the attention maps should be on the scale "sqrt"; this page reads no other.'
+        )
     if L * H * T * T > _BYTES:
         raise ValueError(f"the attention maps are too large for a page, {L * H * T * T:,} weights.")
     if len(tokens) != T:
@@ -83,30 +84,30 @@ def maps(sample: Mapping[str, Any]) -> AttentionMaps:
 
 def attention_map(run: RunData) -> Section:
     """The section with the overview, the enlarged map and the table of heads."""
-    found = None
+    maps = None
     try:
-        found = maps(run.sample)
-        body = _figure(found)
+        maps = read_maps(run.sample)
+        body = _figure(maps)
     except ValueError as error:
         body = notes(run.troubles.get("sample.json", ()) or [_sentence(error)])
     return Section(
         anchor="maps",
         title="Attention in one sentence",
         body=body,
-        pictures={"attention": _data(found)} if found else {},
+        pictures={"attention": _data(maps)} if maps else {},
     )
 
 
-def heads(found: AttentionMaps) -> list[tuple[str, ...]]:
-    """One row a head: entropy, effective tokens, weight on the first token and itself, distance."""
-    p = found.weights
+def head_rows(maps: AttentionMaps) -> list[tuple[str, ...]]:
+    """Per head: entropy, effective tokens, weight on the first token and on itself, distance."""
+    p = maps.weights
     L, H, T, _ = p.shape
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.where(p > 0, p * np.log(p), 0.0).sum(-1).mean(-1)
     first = p[..., 0].mean(-1)
     itself = np.diagonal(p, axis1=-2, axis2=-1).mean(-1)
-    place = np.arange(T)
-    distance = (p * np.abs(place[:, None] - place[None, :])).sum(-1).mean(-1)
+    position = np.arange(T)
+    distance = (p * np.abs(position[:, None] - position[None, :])).sum(-1).mean(-1)
     measures = (entropy, np.exp(entropy), first, itself, distance)
     return [
         (
@@ -118,8 +119,8 @@ def heads(found: AttentionMaps) -> list[tuple[str, ...]]:
     ]
 
 
-def _figure(found: AttentionMaps) -> Html:
-    L, H, T, _ = found.data.shape
+def _figure(maps: AttentionMaps) -> Html:
+    L, H, T, _ = maps.data.shape
     about = (
         f"{pluralise(L, 'layer')} of {pluralise(H, 'head')} on {pluralise(T, 'token')}. Rows are "
         "queries, columns are keys. Colours run from 0 to 1 on a square-root scale, the same for "
@@ -127,27 +128,27 @@ def _figure(found: AttentionMaps) -> Html:
         "A weight shows which tokens a head reads, not what it does with them."
     )
     head = ("head", "entropy", "effective tokens", "on the first", "on itself", "distance")
-    told = (
-        "Every head, averaged over the tokens that look: entropy in nats, weight on the first "
-        "token and on the token itself, mean distance in tokens; from weights of 8 bits"
+    caption = (
+        "Means over the queries of every head: entropy in nats, weight on the first token and on "
+        "the query itself, distance in tokens; from weights of 8 bits"
     )
     return element(
         "figure",
         element("figcaption", element("p", about, class_="about")),
         element("div", class_="view", data_picture="attention"),
-        details("Every head as a table", table(head, heads(found), caption=told)),
+        details("Every head as a table", table(head, head_rows(maps), caption=caption)),
     )
 
 
-def _data(found: AttentionMaps) -> dict[str, Any]:
-    L, H, T, _ = found.data.shape
+def _data(maps: AttentionMaps) -> dict[str, Any]:
+    L, H, T, _ = maps.data.shape
     return {
         "view": "attention",
         "layers": L,
         "heads": H,
         "size": T,
-        "tokens": list(found.tokens),
-        "data": base64.b64encode(found.data.tobytes()).decode(),
+        "tokens": list(maps.tokens),
+        "data": base64.b64encode(maps.data.tobytes()).decode(),
     }
 
 

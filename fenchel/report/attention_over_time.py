@@ -1,26 +1,20 @@
-"""The health of attention, layer by layer, while the model learned.
+"""Statistics of attention over training, per layer and per head, as strips of colour.
 
-With p the weights of a query over its keys and z the scores,
+With p the weights of a query over its keys and z the scores that enter the choice map,
 
-    entropy    H(p) = - sum_k p_k log p_k      in nats
-    effective  exp H(p)                        the number of tokens it amounts to
-    support    how many keys have p_k > 0      all that are open, under softmax
-    max logit  the largest |z_k|               grows without end before a run diverges
+    entropy          H(p) = - sum_k p_k log p_k, in nats: 0 if a query attends to one key only
+    effective keys   exp H(p), the number of keys with equal weights of the same entropy
+    support          the number of keys with p_k > 0: all admissible ones under softmax
+    largest logit    max |z_k|, which grows without bound before a run diverges
+    RMS score        root mean square of z over the admissible pairs
 
-The first three are means over queries, heads and the batch; the run wrote them, nothing is
-computed here but what a narrow picture needs.
-
-The scores of attention head by head, while the model learned.
-
-    largest logit    max |beta z| of a head: the first to grow when a run goes wrong
-    RMS score        root mean square of beta z over the pairs it may see
-    entropy          mean over its queries, in nats: 0 is a head that looks at one key only
-
-A model may have hundreds of heads, and what matters are those that behave unlike the others, so
-each picture shows the heads that came furthest (highest score, lowest entropy) at any step,
-named layer.head. The run wrote the numbers; nothing is computed here.
+Entropy, effective keys and support are means over queries; those of a layer are also means over its
+heads. Every number comes from metrics.jsonl; here steps are only gathered into spans that are wide
+enough to draw. A model may have hundreds of heads, so a chart of heads shows those with the most
+extreme values (highest score, lowest entropy) at any step, named layer.head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,185 +33,111 @@ from fenchel.report.html import (
 )
 from fenchel.report.run_data import Numbers, RunData, axis_values, even_indices, layer_series
 
-_LAYER_COLUMNS = 240
-_LAYER_ROWS = 30
+_COLUMNS = 240
+_TABLE_ROWS = 30
+_HEADS = 12
 
 
 @dataclass(frozen=True)
-class LayerChart:
-    """A picture of one number a layer over time."""
+class StripChart:
+    """A chart of one strip per layer or head over the steps of a run."""
 
     name: str
     title: str
     caption: str
     column: str
     peak: bool = False
-    """Whether a span too narrow to draw is shown by its largest value, not by its mean."""
+    """Whether a span of steps shows its maximum instead of its mean."""
+    lowest: bool = False
+    """Whether the heads with the lowest values are shown instead of the highest."""
 
 
 LAYER_CHARTS = (
-    LayerChart(
+    StripChart(
         "entropy",
         "Entropy",
-        "In nats: 0 when every query looks at one token only.",
+        "In nats; 0 if every query attends to one token only.",
         "attention/entropy",
     ),
-    LayerChart(
+    StripChart(
         "effective",
         "Effective tokens",
-        "How many tokens a query looks at, counted through its entropy.",
+        "exp of the entropy: how many tokens a query attends to.",
         "attention/effective",
     ),
-    LayerChart(
+    StripChart(
         "max-logit",
         "Largest logit",
-        "The greatest score, by size, that enters the choice; growth without end is a warning.",
+        "The largest absolute score before the choice map; unbounded growth is a warning.",
         "attention/max_logit",
         peak=True,
     ),
-    LayerChart(
+    StripChart(
         "support",
         "Support",
-        "How many keys get any weight: all in sight under softmax, few under a sparse map.",
+        "Keys with a positive weight: all admissible ones under softmax, few under a sparse map.",
         "attention/support",
     ),
 )
 
-
-def layers(run: RunData) -> Section:
-    """The section of all strips for which there is at least one number."""
-    pictures: dict[str, Any] = {}
-    figures, missing = [], []
-    for strip in LAYER_CHARTS:
-        steps, values = layer_series(run, strip.column)
-        if not np.isfinite(values).any():
-            missing.append(strip.title.lower())
-            continue
-        pictures[strip.name] = _layer_data(run, strip, steps, values)
-        figures.append(_layer_figure(strip, steps, values))
-    body: list[Html] = []
-    if figures:
-        told = "Each row is a layer, time runs to the right, the number at the end is the last one."
-        body += [element("p", told, class_="about"), element("div", *figures, class_="charts")]
-    if missing:
-        body.append(notes([f"The metrics hold no number by layer for: {', '.join(missing)}."]))
-    return Section(
-        anchor="health", title="Attention over training", body=join(body, "\n"), pictures=pictures
-    )
-
-
-def reduce_spans(values: Numbers, count: int, *, peak: bool) -> tuple[list[int], Numbers]:
-    """At most ``count`` spans of rows (N, L): where each ends, and its mean or peak (count, L).
-
-    >>> reduce_spans(np.array([[1.0], [3.0], [5.0], [9.0]]), 2, peak=True)
-    ([1, 3], array([[3.],
-           [9.]]))
-    """
-    parts = np.array_split(np.arange(len(values)), min(count, len(values)))
-    ends = [int(part[-1]) for part in parts]
-    gather = np.max if peak else np.mean  # either keeps a NaN, which must be seen
-    with np.errstate(invalid="ignore", over="ignore"):
-        return ends, np.stack([gather(values[part], axis=0) for part in parts])
-
-
-def _layer_data(run: RunData, strip: LayerChart, steps: Numbers, values: Numbers) -> dict[str, Any]:
-    ends, columns = reduce_spans(values, _LAYER_COLUMNS, peak=strip.peak)
-    finite = columns[np.isfinite(columns)]
-    least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
-    return {
-        "view": "strips",
-        "x": axis_values(run, steps[ends]),
-        "layers": [json_numbers(layer) for layer in columns.T],
-        "names": [f"layer {layer + 1}" for layer in range(values.shape[1])],
-        "last": json_numbers(values[-1]),
-        "least": json_numbers([least])[0],
-        "most": json_numbers([most])[0],
-    }
-
-
-def _layer_figure(strip: LayerChart, steps: Numbers, values: Numbers) -> Html:
-    head = ("step", *(f"layer {layer}" for layer in range(1, values.shape[1] + 1)))
-    rows = [
-        [format_number(steps[index]), *(format_number(one) for one in values[index].tolist())]
-        for index in even_indices(len(steps), _LAYER_ROWS)
-    ]
-    told = f"{strip.title}, some of the steps; all are in metrics.jsonl"
-    return picture(strip.name, strip.title, strip.caption, table(head, rows, caption=told))
-
-
-_HEAD_COLUMNS = 240
-_HEAD_ROWS = 30
-_HEADS = 12
-
-
-@dataclass(frozen=True)
-class HeadChart:
-    """A picture of one number a head over time."""
-
-    name: str
-    title: str
-    caption: str
-    column: str
-    lowest: bool = False
-    """Whether the heads to show are those that fell most_extreme, not those that rose."""
-
-
 HEAD_CHARTS = (
-    HeadChart(
+    StripChart(
         "head-max-logit",
-        "Largest logit of a head",
-        "The heads with the greatest score, by size; one that grows alone will diverge first.",
+        "Largest logit per head",
+        "The heads with the largest absolute scores; one that grows alone diverges first.",
         "attention/head_max_logit",
+        peak=True,
     ),
-    HeadChart(
+    StripChart(
         "head-rms",
-        "RMS score of a head",
-        "How large its scores are on the whole, over all pairs that it may see.",
+        "RMS score per head",
+        "Root mean square of the scores over all admissible pairs.",
         "attention/head_rms",
+        peak=True,
     ),
-    HeadChart(
+    StripChart(
         "head-entropy",
-        "Entropy of a head",
-        "The heads whose entropy fell lowest, in nats; at 0 every query reads one key only.",
+        "Entropy per head",
+        "The heads with the lowest entropy, in nats; at 0 every query attends to one key only.",
         "attention/head_entropy",
         lowest=True,
     ),
 )
 
 
+def layers(run: RunData) -> Section:
+    """The section of the charts per layer that have at least one number."""
+    charts = []
+    for chart in LAYER_CHARTS:
+        steps, values = layer_series(run, chart.column)
+        names = [f"layer {layer + 1}" for layer in range(values.shape[1])]
+        charts.append((chart, steps, names, values))
+    about = "One row per layer, time to the right, the last value at the end of the row."
+    return _section(run, charts, anchor="health", title="Attention over training", about=about)
+
+
 def heads(run: RunData) -> Section:
-    """The section of all pictures for which there is at least one number."""
-    pictures: dict[str, Any] = {}
-    figures, missing = [], []
-    for column in HEAD_CHARTS:
-        steps, names, values = by_head(run, column.column)
-        if not np.isfinite(values).any():
-            missing.append(column.title.lower())
-            continue
-        shown = most_extreme(values, _HEADS, lowest=column.lowest)
-        names, values = [names[i] for i in shown], values[:, shown]
-        pictures[column.name] = _head_data(run, column, steps, names, values)
-        figures.append(_head_figure(column, steps, names, values))
-    body: list[Html] = []
-    if figures:
-        told = "Each row is a head, named layer.head; time runs to the right."
-        body += [element("p", told, class_="about"), element("div", *figures, class_="charts")]
-    if missing:
-        body.append(notes([f"The metrics hold no number by head for: {', '.join(missing)}."]))
-    return Section(anchor="heads", title="Scores by head", body=join(body, "\n"), pictures=pictures)
+    """The section of the charts per head that have at least one number."""
+    charts = []
+    for chart in HEAD_CHARTS:
+        steps, names, values = head_series(run, chart.column)
+        shown = most_extreme(values, _HEADS, lowest=chart.lowest)
+        charts.append((chart, steps, [names[i] for i in shown], values[:, shown]))
+    about = "One row per head, named layer.head; time to the right."
+    return _section(run, charts, anchor="heads", title="Scores by head", about=about)
 
 
-def by_head(run: RunData, key: str) -> tuple[Numbers, list[str], Numbers]:
-    """A column with a list a layer: steps (N,), names of heads, values (N, heads)."""
-    steps, whole = layer_series(run, key)
+def head_series(run: RunData, key: str) -> tuple[Numbers, list[str], Numbers]:
+    """A column with one list per layer: steps (N,), names of the heads, values (N, heads)."""
+    steps, per_layer = layer_series(run, key)
     names: list[str] = []
     parts: list[Numbers] = [np.empty((len(steps), 0))]
-    for layer in range(whole.shape[1]):
-        at, values = layer_series(run, f"{key}/{layer}")
-        filled = np.full((len(steps), values.shape[1]), np.nan)
-        filled[np.isin(steps, at)] = values[np.isin(at, steps)]
+    for layer in range(per_layer.shape[1]):
+        own_steps, values = layer_series(run, f"{key}/{layer}")
+        part = np.full((len(steps), values.shape[1]), np.nan)
+        part[np.isin(steps, own_steps)] = values[np.isin(own_steps, steps)]
         names += [f"{layer + 1}.{head + 1}" for head in range(values.shape[1])]
-        parts.append(filled)
+        parts.append(part)
     return steps, names, np.concatenate(parts, axis=1)
 
 
@@ -227,21 +147,62 @@ def most_extreme(values: Numbers, count: int, *, lowest: bool) -> list[int]:
     >>> most_extreme(np.array([[1.0, 5.0, 2.0], [4.0, 3.0, 2.0]]), 2, lowest=False)
     [1, 0]
     """
+    if not len(values):
+        return []
     peaks = np.min(values, axis=0) if lowest else -np.max(values, axis=0)
     order = np.argsort(np.where(np.isnan(peaks), -np.inf, peaks), kind="stable")
     return [int(i) for i in order[:count]]
 
 
-def _head_data(
-    run: RunData, column: HeadChart, steps: Numbers, names: list[str], values: Numbers
+def reduce_spans(values: Numbers, count: int, *, peak: bool) -> tuple[list[int], Numbers]:
+    """At most ``count`` spans of rows (N, L): the last index and the mean or peak (L,) of each.
+
+    >>> reduce_spans(np.array([[1.0], [3.0], [5.0], [9.0]]), 2, peak=True)
+    ([1, 3], array([[3.],
+           [9.]]))
+    """
+    parts = np.array_split(np.arange(len(values)), min(count, len(values)))
+    ends = [int(part[-1]) for part in parts]
+    reduce = np.max if peak else np.mean  # both keep a NaN, which must stay visible
+    with np.errstate(invalid="ignore", over="ignore"):
+        return ends, np.stack([reduce(values[part], axis=0) for part in parts])
+
+
+def _section(
+    run: RunData,
+    charts: Sequence[tuple[StripChart, Numbers, list[str], Numbers]],
+    *,
+    anchor: str,
+    title: str,
+    about: str,
+) -> Section:
+    pictures: dict[str, Any] = {}
+    figures, missing = [], []
+    for chart, steps, names, values in charts:
+        if not np.isfinite(values).any():
+            missing.append(chart.title)
+            continue
+        pictures[chart.name] = _data(run, chart, steps, names, values)
+        figures.append(_figure(chart, steps, names, values))
+    body: list[Html] = []
+    if figures:
+        body += [element("p", about, class_="about"), element("div", *figures, class_="charts")]
+    if missing:
+        body.append(notes([f"The metrics contain no values for: {', '.join(missing)}."]))
+    return Section(anchor=anchor, title=title, body=join(body, "\n"), pictures=pictures)
+
+
+def _data(
+    run: RunData, chart: StripChart, steps: Numbers, names: list[str], values: Numbers
 ) -> dict[str, Any]:
-    ends, drawn = reduce_spans(values, _HEAD_COLUMNS, peak=not column.lowest)
-    finite = drawn[np.isfinite(drawn)]
+    """What ``strips`` of viewer.js takes."""
+    ends, columns = reduce_spans(values, _COLUMNS, peak=chart.peak)
+    finite = columns[np.isfinite(columns)]
     least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
     return {
         "view": "strips",
         "x": axis_values(run, steps[ends]),
-        "layers": [json_numbers(head) for head in drawn.T],
+        "layers": [json_numbers(strip) for strip in columns.T],
         "names": names,
         "last": json_numbers(values[-1]),
         "least": json_numbers([least])[0],
@@ -249,11 +210,11 @@ def _head_data(
     }
 
 
-def _head_figure(column: HeadChart, steps: Numbers, names: list[str], values: Numbers) -> Html:
+def _figure(chart: StripChart, steps: Numbers, names: list[str], values: Numbers) -> Html:
     rows = [
-        [format_number(steps[index]), *(format_number(one) for one in values[index].tolist())]
-        for index in even_indices(len(steps), _HEAD_ROWS)
+        [format_number(steps[index]), *(format_number(value) for value in values[index].tolist())]
+        for index in even_indices(len(steps), _TABLE_ROWS)
     ]
-    told = f"{column.title}, some of the steps; all are in metrics.jsonl"
-    numbers = table(("step", *names), rows, caption=told)
-    return picture(column.name, column.title, column.caption, numbers)
+    caption = f"{chart.title} at some of the steps; metrics.jsonl has all of them"
+    numbers = table(("step", *names), rows, caption=caption)
+    return picture(chart.name, chart.title, chart.caption, numbers)

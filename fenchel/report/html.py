@@ -1,22 +1,19 @@
-"""HTML from values, escaped by construction.
+"""A page in one HTML file: escaped markup, formatted numbers, and the document with its policy.
 
-``Html`` marks text that is markup already; every other string is somebody's data and is
-escaped where it enters, in text and in attributes alike. Control characters, which a browser
-hides and a terminal obeys, become visible signs. There is no way to write a style attribute
-or an event handler: the page's policy forbids both.
+**Markup.** ``Html`` marks a string that is markup already. Every other string is data and is
+escaped where it enters, in text and in attributes alike. Control characters, which browsers hide
+and terminals execute, become visible signs. Style attributes and event handlers cannot be written;
+the page's policy forbids both.
 
-Numbers as a person reads them, and as JSON may hold them.
+**Numbers.** ``format_number``, ``amount``, ``duration`` and ``pluralise`` give text for readers,
+``json_numbers`` values for the charts.
 
-One page in one file: markup, style, script and data, and a policy that admits nothing else.
-
-The data of all pictures stands in one ``<script type="application/json">``, which no browser
-runs, with every ``<`` written as ``\u003c`` so that it cannot end early. The only script and
-the only style are the files beside this one; the policy names their SHA-256, so that even if
-markup of a stranger slipped in, nothing of it would run, load or be sent anywhere.
-
-A ``Section`` is a section: its markup, and the data of its pictures under their names. The element
-with ``data-picture="name"`` is filled from ``pictures[name]`` by ``page.js``, which calls the
-function of ``viewer.js`` that the data names as its "view".
+**Document.** A ``Section`` has markup and the data of its charts by name. The data of all charts
+stands in one ``<script type="application/json">``, which browsers do not run, with every ``<``
+written as ``\\u003c`` so that it cannot end early. ``page.js`` fills each element that has
+``data-picture="name"`` by calling the function of ``viewer.js`` that the data names as its "view".
+The only script and style are the files in this folder. The content security policy names their
+SHA-256, so that injected markup could neither run, load nor send anything.
 """
 
 import base64
@@ -31,20 +28,20 @@ from itertools import islice
 from string import Template
 from typing import Any
 
-_ROWS = 500  # of a table of facts
-_DEPTH = 6  # of nested facts; files from outside nest as deep as they like
+_ROWS = 500  # of a table of settings
+_DEPTH = 6  # of nested settings; a file from elsewhere may nest deeper
 _VOID = {"meta", "br", "hr", "input"}
 _FORBIDDEN = ("style", "on")
 _SIGNS: dict[int, int] = {
     **{code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)},
     0x7F: 0x2421,
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-    **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD),  # half a character cannot be written
+    **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD),  # lone surrogates cannot be encoded
 }
 
 
 class Html(str):
-    """A string that is markup; nothing of it is escaped again."""
+    """A string that is markup and is not escaped again."""
 
     __slots__ = ()
 
@@ -62,7 +59,7 @@ def clean(text: str) -> str:
 
 
 def element(name: str, /, *children: Child, **attributes: str | int | bool | None) -> Html:
-    """One element. Attribute names lose a last underscore and turn the others to hyphens.
+    """One element. Attribute names lose a trailing underscore; other underscores become hyphens.
 
     >>> element("p", "1 < 2", class_="note")
     '<p class="note">1 &lt; 2</p>'
@@ -75,7 +72,7 @@ def element(name: str, /, *children: Child, **attributes: str | int | bool | Non
 
 
 def join(children: Iterable[Child], separator: str = "") -> Html:
-    """Children one after another; a plain string is escaped, None is nothing."""
+    """Children in a row; plain strings are escaped, None is left out."""
     return Html(
         separator.join(
             child if isinstance(child, Html) else html.escape(clean(child))
@@ -88,7 +85,7 @@ def join(children: Iterable[Child], separator: str = "") -> Html:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[Any]], *, caption: str, numeric: bool = True
 ) -> Html:
-    """A table whose first column names its row; ``numeric`` aligns the others to the right.
+    """A table whose first column names the row; ``numeric`` aligns the others to the right.
 
     >>> table(("a", "b"), [(1, "<")], caption="c").count("&lt;")
     1
@@ -113,7 +110,7 @@ def table(
 
 
 def facts(values: Mapping[str, Any], *, caption: str) -> Html:
-    """A mapping as a table of two columns, nested ones under dotted names."""
+    """A mapping as a table of names and values, nested mappings under dotted names."""
     pairs = list(islice(flatten(values), _ROWS + 1))
     rows = [*pairs[:_ROWS], ("…", "and more")] if len(pairs) > _ROWS else pairs
     return table(("name", "value"), rows, caption=caption, numeric=False)
@@ -135,18 +132,18 @@ def flatten(
 
 
 def details(summary: str, child: Html, *, open_: bool = False) -> Html:
-    """A fold with a line that opens it, and a window that scrolls when there is much in it."""
+    """A collapsible element whose content scrolls if it is long."""
     window = element("div", child, class_="scroll", tabindex=0, role="region", aria_label=summary)
     return element("details", element("summary", summary), window, open=open_)
 
 
 def notes(sentences: Iterable[str]) -> Html:
-    """What is missing or doubtful, one paragraph each."""
+    """Notes on missing or doubtful data, one paragraph each."""
     return join(element("p", sentence, class_="note") for sentence in sentences)
 
 
 def shorten(text: str, limit: int) -> str:
-    """The first ``limit`` characters, with a sign where something was left out."""
+    """The first ``limit`` characters, with an ellipsis if there were more."""
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
@@ -171,7 +168,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """The digits that matter.
+    """A number with its significant digits.
 
     >>> [format_number(x) for x in (1.77489, 25465.3, 0.00012, math.nan, 3.0)]
     ['1.775', '25,465', '0.00012', 'nan', '3']
@@ -189,7 +186,7 @@ def format_number(value: float | None, digits: int = 4) -> str:
 
 
 def amount(value: float) -> str:
-    """A count, large ones with a prefix.
+    """A count, from a million on with an SI prefix.
 
     >>> amount(950), amount(13572), amount(4_096_000)
     ('950', '13,572', '4.10 M')
@@ -201,7 +198,7 @@ def amount(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units.
+    """A duration in its two largest units.
 
     >>> duration(8.25), duration(161), duration(7384)
     ('8.2 s', '2 min 41 s', '2 h 3 min')
@@ -218,7 +215,7 @@ def duration(seconds: float) -> str:
 
 
 def pluralise(count: int, word: str) -> str:
-    """A count of things.
+    """A count with its noun.
 
     >>> pluralise(1, "head"), pluralise(1200, "head")
     ('1 head', '1,200 heads')
@@ -227,7 +224,7 @@ def pluralise(count: int, word: str) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """A list as a sentence has it.
+    """A list of words as English prose.
 
     >>> join_words(["a", "b", "c"]), join_words(["a"]), join_words([])
     ('a, b and c', 'a', '')
@@ -238,7 +235,7 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def json_numbers(values: Iterable[float]) -> list[float | None]:
-    """Six digits each, and None for what JSON has no number for.
+    """Values with six digits, and None for those that JSON cannot represent.
 
     >>> json_numbers([1 / 3, math.inf])
     [0.333333, None]
@@ -251,29 +248,29 @@ class Section:
     """One section of a page."""
 
     anchor: str
-    """Its name in the address, ours and never data."""
+    """Its id, a literal of this package."""
     title: str
     """Its heading."""
     body: Html
     """Its markup below the heading."""
     pictures: Mapping[str, Any] = field(default_factory=dict)
-    """The data of its pictures, by name; each says its "view"."""
+    """The data of its charts by name, each with its "view"."""
 
 
 def document(
-    *, title: str, header: Html, parts: Sequence[Section], views: Sequence[str] = ()
+    *, title: str, header: Html, sections: Sequence[Section], views: Sequence[str] = ()
 ) -> str:
-    """The whole page as text; ``views`` are files of more views beside those of viewer.js."""
+    """The page as text; ``views`` are files with views beside those of viewer.js."""
     style = _asset("page.css")
     script = "".join(_asset(name) for name in ("viewer.js", *views, "page.js"))
-    pictures = {name: picture for part in parts for name, picture in part.pictures.items()}
-    links = (element("a", part.title, href=f"#{part.anchor}") for part in parts)
+    pictures = {name: data for part in sections for name, data in part.pictures.items()}
+    links = (element("a", part.title, href=f"#{part.anchor}") for part in sections)
     return Template(_asset("page.html")).substitute(
         policy=policy(script=script, style=style),
         title=join([title]),
         header=header,
         links=join(links, "\n"),
-        parts=join((_section(part) for part in parts), "\n"),
+        sections=join((_section(part) for part in sections), "\n"),
         style=style,
         script=script,
         data=data_block({"pictures": pictures}),
@@ -281,7 +278,7 @@ def document(
 
 
 def picture(name: str, title: str, caption: str, numbers: Html, *, width: str = "half") -> Html:
-    """A drawing with its heading, its explanation and the same numbers as a table."""
+    """A figure: heading, caption, the chart called ``name``, and its numbers as a table."""
     return element(
         "figure",
         element("figcaption", element("h3", title), element("p", caption)),
@@ -292,7 +289,7 @@ def picture(name: str, title: str, caption: str, numbers: Html, *, width: str = 
 
 
 def policy(*, script: str, style: str) -> str:
-    """The content security policy: nothing but this one script and this one style."""
+    """The content security policy that admits this script and this style only."""
     return "; ".join(
         (
             "default-src 'none'",
@@ -306,7 +303,7 @@ def policy(*, script: str, style: str) -> str:
 
 
 def data_block(value: Any) -> str:
-    """JSON that can stand inside a script element: ASCII, without a ``<``.
+    """JSON for the inside of a script element: ASCII, without a ``<``.
 
     >>> data_block({"name": "</script>"})
     '{"name":"\\\\u003c/script>"}'
@@ -330,9 +327,13 @@ def _asset(name: str) -> str:
     return resources.files("fenchel.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def format_bracket(bracket: dict[str, Any] | None) -> str:
-    """A bracket as text; one number where both ends round to it."""
+def format_bracket(bracket: Mapping[str, float] | None, *, to: str = " to ") -> str:
+    """A bracket as text, its ends to three digits; one number if they are then equal.
+
+    >>> [format_bracket({"lower": 2.0, "upper": upper}) for upper in (2.25, 2.0001)]
+    ['2 to 2.25', '2']
+    """
     if not bracket:
         return ""
-    low, high = (format_number(bracket[end], 3) for end in ("lower", "upper"))
-    return low if low == high else f"{low} to {high}"
+    low, high = (format_number(float(f"{bracket[end]:.3g}"), 3) for end in ("lower", "upper"))
+    return low if low == high else f"{low}{to}{high}"

@@ -32,17 +32,17 @@ Data = Mapping[str, Any]
 
 def render(found: Data) -> str:
     """The whole page as text."""
-    parts = [_summary(found), heads(found), rows(found), maps(found)]
+    sections = [_summary(found), heads(found), rows(found), maps(found)]
     if found["layers"]:
-        parts.append(blocks(found))
+        sections.append(blocks(found))
     if found["network"]:
-        parts.append(network(found))
-    parts.append(_method(found))
+        sections.append(network(found))
+    sections.append(_method(found))
     name = shorten(clean(str(found["subject"]["name"])), 200)
     return document(
         title=f"{name} inspected · fenchel",
         header=_header(found, name),
-        parts=parts,
+        sections=sections,
         views=("heat.js",),
     )
 

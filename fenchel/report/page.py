@@ -1,9 +1,7 @@
-"""A run directory to a page: the end of the flow.
+"""The report of a run: run directory -> RunData -> sections -> document -> report.html.
 
-    run directory -> RunData (what can be read) -> parts -> one document -> report.html
-
-The page is a function of the files alone: the same run gives the same bytes, whenever and
-wherever the page is written.
+The page is a function of the files alone: the same run gives the same bytes, whenever and wherever
+the page is written.
 """
 
 from pathlib import Path
@@ -21,7 +19,7 @@ SECTIONS = (headline, curves, layers, heads, attention_map, sample, settings, en
 
 
 def page(run: Path) -> Path:
-    """Write ``report.html`` in the run directory and say where it is."""
+    """Writes ``report.html`` into the run directory and returns its path."""
     target = run / "report.html"
     write_atomic(target, render(read_run(run)))
     return target
@@ -32,5 +30,5 @@ def render(run: RunData) -> str:
     return document(
         title=f"{shorten(run.name, 200)} · fenchel",
         header=header(run),
-        parts=[part(run) for part in SECTIONS],
+        sections=[section(run) for section in SECTIONS],
     )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fenchel.report.attention_map import attention_map, heads, maps
+from fenchel.report.attention_map import attention_map, head_rows, read_maps
 from fenchel.report.run_data import RunData
 
 CausalMaps = Callable[[int, int, int], np.ndarray]
@@ -26,7 +26,7 @@ def sample(weights: np.ndarray, packed: Packed) -> dict[str, Any]:
 def test_weights_come_back_as_near_as_the_page_says(
     weights: np.ndarray, sample: dict[str, Any]
 ) -> None:
-    bytes_ = maps(sample).data.astype(np.float64)
+    bytes_ = read_maps(sample).data.astype(np.float64)
     assert bytes_.shape == (2, 3, 7, 7)
     error = np.abs((bytes_ / 255) ** 2 - weights)
     assert (error <= np.sqrt(weights) / 255 + 1 / 510**2).all()
@@ -36,7 +36,7 @@ def test_weights_come_back_as_near_as_the_page_says(
 def test_the_table_of_heads_tells_what_the_weights_do(
     weights: np.ndarray, sample: dict[str, Any]
 ) -> None:
-    rows = heads(maps(sample))
+    rows = head_rows(read_maps(sample))
     assert [row[0] for row in rows[:4]] == [
         "layer 1, head 1",
         "layer 1, head 2",
@@ -79,7 +79,7 @@ def test_damaged_maps_are_said_in_a_sentence_and_not_drawn(
 ) -> None:
     damaged = {**sample, "attention": {**sample["attention"], **change}}
     with pytest.raises(ValueError, match=said):
-        maps(damaged)
+        read_maps(damaged)
     run = RunData(
         name="r",
         config={},
@@ -97,11 +97,11 @@ def test_damaged_maps_are_said_in_a_sentence_and_not_drawn(
 
 def test_tokens_are_shown_short_and_without_hidden_signs(sample: dict[str, Any]) -> None:
     odd = {**sample, "tokens": ["\x1b[31m", "x" * 1000, 7, None, "\ud800", "a\nb", " the"]}
-    tokens = maps(odd).tokens
+    tokens = read_maps(odd).tokens
     assert tokens == ("␛[31m", "x" * 40 + "…", "7", "None", "�", "a\nb", " the")
 
 
 @pytest.mark.parametrize("sample", [{}, {"tokens": 3, "attention": {}}, {"attention": [1]}])
 def test_a_sample_without_maps_says_so(sample: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="holds no attention maps"):
-        maps(sample)
+    with pytest.raises(ValueError, match="contains no attention maps"):
+        read_maps(sample)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fenchel.report.attention_over_time import by_head, heads, most_extreme
+from fenchel.report.attention_over_time import head_series, heads, most_extreme
 from fenchel.report.run_data import read_run
 
 LINES = [
@@ -26,7 +26,7 @@ def run_of(folder: Path, lines: list[dict[str, Any]]) -> Any:
 
 
 def test_a_list_a_layer_becomes_a_column_a_head(tmp_path: Path) -> None:
-    steps, names, values = by_head(run_of(tmp_path, LINES), "attention/head_rms")
+    steps, names, values = head_series(run_of(tmp_path, LINES), "attention/head_rms")
     assert steps.tolist() == [10, 30]
     assert names == ["1.1", "1.2", "2.1", "2.2"]
     np.testing.assert_equal(values, [[1, 2, 3, 4], [5, 6, 7, np.nan]])
@@ -38,7 +38,7 @@ def test_layers_with_different_numbers_of_heads_and_lines_without_them(tmp_path:
         {"step": 2, "attention/head_rms": [[4.0], 5.0]},
         {"step": 3, "attention/head_rms": [[], [6.0]]},
     ]
-    _, names, values = by_head(run_of(tmp_path, lines), "attention/head_rms")
+    _, names, values = head_series(run_of(tmp_path, lines), "attention/head_rms")
     assert names == ["1.1", "2.1", "2.2"]
     nan = np.nan
     np.testing.assert_equal(values, [[1, 2, 3], [4, nan, nan], [nan, 6, nan]])
@@ -70,4 +70,4 @@ def test_a_picture_shows_twelve_heads_at_most_with_their_names(
 def test_a_run_that_wrote_no_heads_says_so(tmp_path: Path) -> None:
     part = heads(run_of(tmp_path, [{"step": 1, "attention/entropy": [1.0]}]))
     assert not part.pictures
-    assert "no number by head for: largest logit of a head" in part.body
+    assert "no values for: Largest logit per head" in part.body

@@ -21,7 +21,7 @@ def page() -> str:
     part = Section(
         anchor="one", title="One", body=body, pictures={"p": {"view": "bars", "bars": []}}
     )
-    return document(title="A <title>", header=Html("<h1>head</h1>"), parts=[part])
+    return document(title="A <title>", header=Html("<h1>head</h1>"), sections=[part])
 
 
 def test_the_policy_names_the_very_script_and_style(

@@ -50,7 +50,7 @@ def test_the_heat_picture_makes_no_markup_of_data_and_asks_nobody(power: str) ->
 def test_only_this_page_brings_the_heat_picture(inspection: Inspect) -> None:
     with_heat = render(inspection())
     assert "function heat(" in with_heat
-    assert "function heat(" not in document(title="run", header=Html(""), parts=())
+    assert "function heat(" not in document(title="run", header=Html(""), sections=())
 
 
 def test_the_numbers_of_a_head_stand_where_it_stands(inspection: Inspect) -> None:
