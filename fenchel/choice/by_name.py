@@ -50,8 +50,8 @@ def settings_of(name: str) -> tuple[str, ...]:
 def maps_with(setting: str) -> list[str]:
     """The names of the maps that have ``setting``.
 
-    >>> maps_with("beta")
-    ['softmax', 'entmax', 'sparsemax']
+    >>> maps_with("alpha")
+    ['entmax']
     """
     return [name for name in MAPS if setting in settings_of(name)]
 
