@@ -97,6 +97,11 @@ def multipliers(program: ConvexProgram, x: Tensor, active: float = 1e-7) -> Solu
 
     The sign of mu is not imposed: at a point that is no solution mu may be negative, or a residual
     may remain. At a solution grad f lies in the span of these normals.
+
+    >>> import torch
+    >>> program = ConvexProgram(lambda x: (x - 2.0).square().sum(), lambda x: x - 1.0)
+    >>> multipliers(program, torch.ones(1, dtype=torch.float64)).mu
+    tensor([2.], dtype=torch.float64)
     """
     g = program.g(x)
     tight = g >= -active
@@ -108,14 +113,27 @@ def multipliers(program: ConvexProgram, x: Tensor, active: float = 1e-7) -> Solu
 
 
 def licq(program: ConvexProgram, x: Tensor, active: float = 1e-7) -> bool:
-    """Whether the gradients of the active constraints at ``x`` are linearly independent."""
+    """Whether the gradients of the active constraints at ``x`` are linearly independent.
+
+    >>> import torch
+    >>> program = ConvexProgram(lambda x: (x - 2.0).square().sum(), lambda x: x - 1.0)
+    >>> licq(program, torch.ones(1, dtype=torch.float64))
+    True
+    """
     tight = program.g(x) >= -active
     normals = torch.cat([jacrev(program.g)(x)[tight], jacrev(program.h)(x)])
     return int(torch.linalg.matrix_rank(normals)) == normals.shape[0] if normals.numel() else True
 
 
 def slater_point(program: ConvexProgram, start: Tensor) -> Tensor | None:
-    """A point with h = 0 and every g < 0, or None: minimises s subject to g(x) <= s, -1 <= s."""
+    """A point with h = 0 and every g < 0, or None: minimises s subject to g(x) <= s, -1 <= s.
+
+    >>> import torch
+    >>> program = ConvexProgram(lambda x: (x - 2.0).square().sum(), lambda x: x - 1.0)
+    >>> inner = slater_point(program, torch.full((1,), 3.0, dtype=torch.float64))
+    >>> program.g(inner) < 0
+    tensor([True])
+    """
     m = program.g(start).numel()
     lifted = ConvexProgram(
         lambda xs: (
@@ -131,7 +149,14 @@ def slater_point(program: ConvexProgram, start: Tensor) -> Tensor | None:
 
 
 def dual_value(program: ConvexProgram, mu: Tensor, nu: Tensor, start: Tensor) -> Tensor:
-    """min over x of the Lagrangian: for mu >= 0 a lower bound of f on the feasible set."""
+    """min over x of the Lagrangian: for mu >= 0 a lower bound of f on the feasible set.
+
+    >>> import torch
+    >>> program = ConvexProgram(lambda x: (x - 2.0).square().sum(), lambda x: x - 1.0)
+    >>> mu, nu = torch.full((1,), 2.0).double(), torch.zeros(0).double()
+    >>> dual_value(program, mu, nu, start=torch.zeros(1).double())  # = f(1): no gap
+    tensor(1., dtype=torch.float64)
+    """
     free = ConvexProgram(lambda x: program.lagrangian(x, mu, nu))
     x, _ = _newton(free.objective, free, start)
     if not bool(grad(free.objective)(x).abs().amax() < 1e-6):

@@ -1,4 +1,4 @@
-"""fenchel/choice/budget.py: the beta that spends exactly its budget."""
+"""fenchel/choice/budget.py: the beta whose divergence equals the budget."""
 
 import math
 

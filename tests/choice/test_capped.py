@@ -1,4 +1,4 @@
-"""fenchel/choice/capped.py: nobody gets more than the cap, and the cap is worth something."""
+"""fenchel/choice/capped.py: no weight exceeds the cap, whose multiplier is its price."""
 
 import math
 

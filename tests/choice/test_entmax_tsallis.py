@@ -1,4 +1,4 @@
-"""fenchel/choice/entmax.py: an alpha that learns, and the form a compiler sees."""
+"""fenchel/choice/entmax.py: a learnable alpha, and the form for torch.compile and torch.func."""
 
 import pytest
 import torch

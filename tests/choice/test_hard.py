@@ -1,4 +1,4 @@
-"""fenchel/choice/hard.py: the best gets everything, the prior parts ties."""
+"""fenchel/choice/hard.py: all weight on the largest score, ties split by the prior."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""fenchel/choice/kkt.py: each residual sees its own kind of error."""
+"""fenchel/choice/kkt.py: each residual detects its own kind of error."""
 
 import math
 

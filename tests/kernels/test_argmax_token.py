@@ -1,4 +1,4 @@
-"""fenchel/kernels/argmax_token.py against torch's own choice."""
+"""fenchel/kernels/argmax_token.py against torch's argmax."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from fenchel.kernels.argmax_token import argmax_token as kernel
 
 
 def chosen(z: Tensor, device: str) -> tuple[Tensor, Tensor]:
-    """(token, said) of the kernel, after making sure that torch's operations say the same."""
+    """(token, tokens) of the kernel, after a check that torch's operations give the same."""
     found = []
     for way in (kernel, cuda_graph.store_argmax):
         token = torch.full((len(z),), 99, device=device)
-        said = torch.full((len(z), 6), 7, device=device)
-        way(z.to(device), torch.tensor([4], device=device), token, said)
-        found.append((token.cpu(), said.cpu()))
+        tokens = torch.full((len(z), 6), 7, device=device)
+        way(z.to(device), torch.tensor([4], device=device), token, tokens)
+        found.append((token.cpu(), tokens.cpu()))
     assert torch.equal(found[0][1], found[1][1])
     return found[0]
 
@@ -29,10 +29,10 @@ def test_the_likeliest_is_written_at_its_number(
     z = torch.randn(7, V, generator=torch.Generator().manual_seed(V))
     for b in range(7):
         z[b, b * V // 7] = 50.0  # in every block once
-    token, said = chosen(z, device)
+    token, tokens = chosen(z, device)
     assert torch.equal(token, z.argmax(-1))
-    assert torch.equal(said[:, 4], token)
-    assert (said[:, [0, 1, 2, 3, 5]] == 7).all()
+    assert torch.equal(tokens[:, 4], token)
+    assert (tokens[:, [0, 1, 2, 3, 5]] == 7).all()
 
 
 def test_of_equals_the_first_is_taken(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +51,6 @@ def test_a_row_without_a_finite_largest_is_marked(
     z = torch.zeros(3, 40)
     z[1, at] = bad
     z[2] = -torch.inf
-    token, said = chosen(z, device)
-    assert said[:, 4].tolist() == [0, -1, -1]
-    assert ((token >= 0) & (token < 40)).all()  # the next step looks it up whatever it is
+    token, tokens = chosen(z, device)
+    assert tokens[:, 4].tolist() == [0, -1, -1]
+    assert ((token >= 0) & (token < 40)).all()  # the next step embeds it in any case

@@ -1,4 +1,4 @@
-"""fenchel/kernels/cross_entropy.py against the operations it stands for, and against autograd."""
+"""fenchel/kernels/cross_entropy.py against plain operations and against autograd."""
 
 import pytest
 import torch

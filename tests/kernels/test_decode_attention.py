@@ -19,44 +19,44 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("D", [8, 6])
-@pytest.mark.parametrize("turns", [True, False], ids=["turned", "not turned"])
+@pytest.mark.parametrize("rotates", [True, False], ids=["rotary", "no rotary"])
 @pytest.mark.parametrize(
     ("R", "n", "fill"),
     [
-        (40, 0, (0, 0, 0)),  # the first token sees itself alone
+        (40, 0, (0, 0, 0)),  # the first token attends to itself alone
         (40, 21, (0, 0, 0)),
         (40, 39, (7, 0, 38)),  # to the last slot, and a sequence that has only just begun
         (10, 25, (0, 0, 0)),  # a window that has gone round twice
         (10, 9, (0, 0, 0)),
     ],
 )
-def test_it_sees_every_token_that_is_there(
+def test_a_query_attends_to_every_present_token(
     R: int,
     n: int,
     fill: tuple[int, ...],
-    turns: bool,
+    rotates: bool,
     D: int,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decode_attention, "SLOTS", 16)  # several blocks of so few slots
     fill_B = torch.tensor(fill)
-    turn = angles(torch.arange(n + 1), D)
+    rotation = angles(torch.arange(n + 1), D)
     qkv = draw(B, (H + 2 * G) * D)
     heads = qkv.view(B, H + 2 * G, 1, D)
     q, k, v = heads.split([H, G, G], 1)
-    if turns:
-        here = Angles(*(t[n - fill_B][:, None, None] for t in turn))
+    if rotates:
+        here = Angles(*(t[n - fill_B][:, None, None] for t in rotation))
         q, k = rotate(q, here), rotate(k, here)
-    # Tokens 0 to n in the order of reading, and the same in their slots; elsewhere rubbish.
+    # Tokens 0 to n in order, and the same in their slots; arbitrary numbers elsewhere.
     keys, values = draw(B, G, n + 1, D, seed=1), draw(B, G, n + 1, D, seed=2)
-    there = torch.arange(max(0, n + 1 - R), n)
+    present = torch.arange(max(0, n + 1 - R), n)
     cached = [torch.full((B, G, R, D), 9.0) for _ in range(2)]
-    for cache, held in zip(cached, (keys, values), strict=True):
-        cache[:, :, R - 1 - there % R] = held[:, :, there]
+    for cache, source in zip(cached, (keys, values), strict=True):
+        cache[:, :, R - 1 - present % R] = source[:, :, present]
     keys[:, :, n:], values[:, :, n:] = k, v
-    seen = torch.arange(n + 1)
-    forbidden = (seen < fill_B[:, None]) | (seen <= n - R)
+    token = torch.arange(n + 1)
+    forbidden = (token < fill_B[:, None]) | (token <= n - R)
     log_prior = torch.zeros(B, 1, 1, n + 1).masked_fill(forbidden[:, None, None], -torch.inf)
     wanted = attend(q, keys, values, prior=Dense(log_prior), scale=0.7)
 
@@ -64,7 +64,7 @@ def test_it_sees_every_token_that_is_there(
     k_cache, v_cache = (cache.to(device) for cache in cached)
     before = k_cache.clone(), v_cache.clone()
     place = DecodePosition(torch.tensor([n], device=device), fill_B.to(device))
-    at = (turn.cos.to(device), turn.sin.to(device)) if turns else None
+    at = (rotation.cos.to(device), rotation.sin.to(device)) if rotates else None
     attend_decode(qkv.to(device), k_cache, v_cache, place, o, angles=at, scale=0.7)
     torch.testing.assert_close(o.cpu(), wanted.reshape(B, H * D), atol=1e-5, rtol=1e-5)
     slot = R - 1 - n % R

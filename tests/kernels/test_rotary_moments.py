@@ -11,8 +11,8 @@ from fenchel.optim.score.direction import PositionSample, rotated_moments
 SIZES = [(16, 16, "half"), (20, 12, "half"), (16, 16, "pairs"), (20, 12, "pairs")]
 
 
-def a_turn(L: int, n: int, T: int, W: int, own: bool, g: torch.Generator) -> Angles:
-    """Angles of one table for all, or of one for every layer and sequence."""
+def rotation_tables(L: int, n: int, T: int, W: int, own: bool, g: torch.Generator) -> Angles:
+    """Angles of one table for all, or of one per layer and sequence."""
     place = torch.randint(0, 50, (L * n, T) if own else (1, T), generator=g)
     cos, sin = angles(place, W)
     lead = (L, n) if own else (1, 1)
@@ -21,17 +21,17 @@ def a_turn(L: int, n: int, T: int, W: int, own: bool, g: torch.Generator) -> Ang
 
 @pytest.mark.parametrize(("D", "W", "layout"), SIZES)
 @pytest.mark.parametrize("own", [False, True])
-def test_heads_are_turned_where_they_lie(
+def test_heads_of_any_strides_are_rotated(
     D: int, W: int, layout: str, own: bool, device: str
 ) -> None:
     g = torch.Generator().manual_seed(D + W)
     L, n, T, H = 2, 3, 70, 2
-    made = torch.randn(L, n, T, H, D, generator=g)
-    turn = a_turn(L, n, T, W, own, g)
-    x = made.transpose(2, 3)
-    wanted = rotate(x.contiguous(), turn, layout=layout)
+    raw = torch.randn(L, n, T, H, D, generator=g)
+    rotation = rotation_tables(L, n, T, W, own, g)
+    x = raw.transpose(2, 3)
+    wanted = rotate(x.contiguous(), rotation, layout=layout)
     found = rotate_kernel(
-        made.to(device).transpose(2, 3), *(p.to(device) for p in turn), layout=layout
+        raw.to(device).transpose(2, 3), *(p.to(device) for p in rotation), layout=layout
     )
     assert found.is_contiguous()
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=1e-6)
@@ -39,23 +39,23 @@ def test_heads_are_turned_where_they_lie(
 
 @pytest.mark.parametrize(("D", "W", "layout"), SIZES)
 @pytest.mark.parametrize("own", [False, True])
-def test_moments_are_those_of_heads_turned_back(
+def test_moments_are_those_of_heads_rotated_back(
     D: int, W: int, layout: str, own: bool, device: str
 ) -> None:
     g = torch.Generator().manual_seed(D * W)
     L, n, T, H, S = 2, 4, 70, 2, 9
     x = torch.randn(L, n, H, T, D, generator=g)
-    turn = a_turn(L, n, S, W, own, g)
-    open_ = torch.rand((L, n, 1, S, T) if own else (1, 1, 1, S, T), generator=g) < 0.5
+    rotation = rotation_tables(L, n, S, W, own, g)
+    mask = torch.rand((L, n, 1, S, T) if own else (1, 1, 1, S, T), generator=g) < 0.5
     places = PositionSample(first=1, step=2, apart=2, each=2)
     wanted = torch.zeros(L, H, D, D, dtype=torch.float64)
     for i in range(n):
         for s in (1 + 2 * (i % 2), 1 + 2 * (i % 2 + 2)):
-            at = [part.expand(L, n, 1, S, W)[:, i, :, s : s + 1] for part in turn]
+            at = [part.expand(L, n, 1, S, W)[:, i, :, s : s + 1] for part in rotation]
             back = rotate(x[:, i], Angles(at[0], -at[1]), layout=layout).double()
-            heavy = back * open_.expand(L, n, 1, S, T)[:, i, :, s].unsqueeze(-1)
+            heavy = back * mask.expand(L, n, 1, S, T)[:, i, :, s].unsqueeze(-1)
             wanted += heavy.mT @ back
-    on = [p.to(device) for p in (x, *turn, open_)]
+    on = [p.to(device) for p in (x, *rotation, mask)]
     for way in (moments_kernel, rotated_moments):
         found = way(*on, places, layout=layout).cpu().double()
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

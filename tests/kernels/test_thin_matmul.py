@@ -1,4 +1,4 @@
-"""fenchel/kernels/thin_matmul.py against the operations it stands for."""
+"""fenchel/kernels/thin_matmul.py against plain operations."""
 
 from collections.abc import Callable
 
@@ -58,7 +58,7 @@ def test_the_norm_is_torchs(draw: Draw) -> None:
 
 
 @every_size
-def test_a_product_is_of_the_normed_row(B: int, K: int, N: int, draw: Draw) -> None:
+def test_a_product_is_that_of_the_normalised_row(B: int, K: int, N: int, draw: Draw) -> None:
     x, W, b = 1.0 + draw(B, K), draw(N, K), draw(N)
     for norm in (None, *norms(draw, K)):
         y = x if norm is None else normalise(x, norm)
@@ -80,7 +80,7 @@ def test_a_branch_is_added_to_the_stream_in_place(B: int, K: int, N: int, draw: 
 
 @every_size
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_a_gate_bends_one_product_and_weighs_the_other(
+def test_a_gated_product_is_the_activation_of_one_times_the_other(
     activation: str, B: int, K: int, N: int, draw: Draw
 ) -> None:
     x, V, W, b, c = draw(B, K), draw(N, K), draw(N, K), draw(N), draw(N)
@@ -127,5 +127,5 @@ def test_a_thread_asks_for_sixteen_loads_whatever_the_shape() -> None:
     for K in (64, 300, 1024, 4096, 14336, 28672):
         cut = launch_shape(K)
         assert cut.block >= K
-        held = cut.rows * cut.block // (32 * cut.warps)
-        assert held <= page.PER_THREAD or cut.rows == 1
+        per_thread = cut.rows * cut.block // (32 * cut.warps)
+        assert per_thread <= page.PER_THREAD or cut.rows == 1

@@ -29,8 +29,8 @@ def small(**settings: object) -> Transformer:
 def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
     model = small(tied=False, bias=True)
     groups = build_optimiser(model, OptimConfig(optimiser=name)).param_groups
-    held = [id(p) for group in groups for p in group["params"]]
-    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    owned = [id(p) for group in groups for p in group["params"]]
+    assert sorted(owned) == sorted(id(p) for p in model.parameters())
 
 
 @plain_rule
@@ -90,9 +90,9 @@ def test_adamw_is_the_published_formula() -> None:
 
 @every_rule
 def test_state_goes_round(name: str) -> None:
-    def taken(steps: int, optimiser: CombinedOptimiser, model: nn.Module) -> None:
+    def take_steps(steps: int, optimiser: CombinedOptimiser, model: nn.Module) -> None:
         for step in range(steps):
-            model(torch.tensor([[1, 5, 2, 9]]))  # what the score optimisers look at
+            model(torch.tensor([[1, 5, 2, 9]]))  # for the probes of the score optimisers
             for p in model.parameters():
                 p.grad = torch.full_like(p, 0.1 * (step + 1))
             optimiser.step()
@@ -100,11 +100,11 @@ def test_state_goes_round(name: str) -> None:
     one, two = small(bias=True), small(bias=True)
     two.load_state_dict(one.state_dict())
     a, b = (build_optimiser(m, OptimConfig(optimiser=name)) for m in (one, two))
-    taken(3, a, one)
+    take_steps(3, a, one)
     two.load_state_dict(one.state_dict())
     b.load_state_dict(copy.deepcopy(a.state_dict()))  # torch would share the tensors
-    taken(2, a, one)
-    taken(2, b, two)
+    take_steps(2, a, one)
+    take_steps(2, b, two)
     for name, p in one.state_dict().items():
         assert torch.equal(p, two.state_dict()[name]), name
 

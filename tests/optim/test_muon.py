@@ -17,7 +17,7 @@ def test_singular_values_end_near_1_and_vectors_stay(shape: tuple[int, ...]) -> 
     G = draw(*shape).double()
     U, S, Vh = torch.linalg.svd(G, full_matrices=False)
     X = orthogonal(G)
-    inside = U.mT @ X @ Vh.mT  # diagonal when the singular vectors are kept
+    inside = U.mT @ X @ Vh.mT  # diagonal when the singular vectors stay
     sizes = inside.diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(inside, torch.diag_embed(sizes), atol=1e-9, rtol=0)
     share = S / S.square().sum(-1, keepdim=True).sqrt()

@@ -82,13 +82,25 @@ def score_spectrum(X: Tensor, W_Q: Tensor, W_K: Tensor) -> ScoreSpectrum:
 
 
 def reachable_rank(X: Tensor, W_Q: Tensor, W_K: Tensor) -> int:
-    """The dimension of the set of dS that the weights can reach to first order."""
+    """The dimension of the set of dS that the weights can reach to first order.
+
+    >>> import torch
+    >>> X, W = torch.eye(3), torch.eye(3)[:, :2]
+    >>> reachable_rank(X, W, W)  # of the 9 entries of dS
+    8
+    """
     r, r_Q, r_K = (int(torch.linalg.matrix_rank(M)) for M in (X, X @ W_Q, X @ W_K))
     return r_Q * r + r * r_K - r_Q * r_K
 
 
 def efficiency_lower(X: Tensor, W_Q: Tensor, W_K: Tensor) -> float:
-    """A lower bound on the share of the best <G, dS> that the raw step attains, for any G."""
+    """A lower bound on the share of the best <G, dS> that the raw step attains, for any G.
+
+    >>> import torch
+    >>> X, W = torch.eye(3), torch.eye(3)[:, :2]
+    >>> round(efficiency_lower(X, W, W), 4)
+    0.9428
+    """
     s, s_max, _ = score_spectrum(X, W_Q, W_K)
     if s == 0.0:
         return 0.0
@@ -97,7 +109,13 @@ def efficiency_lower(X: Tensor, W_Q: Tensor, W_K: Tensor) -> float:
 
 
 def remainder_upper(X: Tensor, W_Q: Tensor, W_K: Tensor, gamma: float) -> float:
-    """An upper bound on |R| of a gauge-free move with |J| = gamma; inf when J = 0."""
+    """An upper bound on |R| of a gauge-free move with |J| = gamma; inf when J = 0.
+
+    >>> import torch
+    >>> X, W = torch.eye(3), torch.eye(3)[:, :2]
+    >>> round(remainder_upper(X, W, W, gamma=0.1), 6)
+    0.005
+    """
     s = score_spectrum(X, W_Q, W_K).smallest
     if s == 0.0:
         return float("inf")
@@ -105,7 +123,13 @@ def remainder_upper(X: Tensor, W_Q: Tensor, W_K: Tensor, gamma: float) -> float:
 
 
 def reachable_gradient(X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor) -> Tensor:
-    """Pi(G), the projection of G (n, n) onto the reachable score changes."""
+    """Pi(G), the projection of G (n, n) onto the reachable score changes.
+
+    >>> import torch
+    >>> X, W = torch.eye(3), torch.eye(3)[:, :2]
+    >>> round(float(reachable_gradient(X, W, W, torch.ones(3, 3)).norm()), 4)  # sqrt(8), |G| = 3
+    2.8284
+    """
     X, W_Q, W_K, G = (M.double() for M in (X, W_Q, W_K, G))
     scores = ScoreMap(X[None], W_Q, W_K)
     return -scores.linear(exact(scores, G[None], 0.0))[0]
@@ -114,7 +138,13 @@ def reachable_gradient(X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor) -> Tensor
 def gamma_bounds(
     X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor, *, smoothness: float, tau: float = 0.1
 ) -> GammaBounds:
-    """Lengths gamma for a loss with |grad L(S) - grad L(S')| <= smoothness |S - S'|."""
+    """Lengths gamma for a loss with |grad L(S) - grad L(S')| <= smoothness |S - S'|.
+
+    >>> import torch
+    >>> X, W = torch.eye(3), torch.eye(3)[:, :2]
+    >>> round(gamma_bounds(X, W, W, torch.ones(3, 3), smoothness=1.0).best, 4)
+    2.8284
+    """
     if not smoothness > 0.0 or not tau > 0.0:
         raise ValueError(f"smoothness={smoothness} and tau={tau} should be above 0.")
     slope = float(reachable_gradient(X, W_Q, W_K, G).norm())
@@ -125,5 +155,9 @@ def gamma_bounds(
 
 
 def decrease_lower(slope: float, smoothness: float, gamma: float) -> float:
-    """A lower bound on the decrease of the loss, for slope = |Pi(G)| and |dS| = gamma."""
+    """A lower bound on the decrease of the loss, for slope = |Pi(G)| and |dS| = gamma.
+
+    >>> decrease_lower(slope=2.0, smoothness=1.0, gamma=0.5)
+    0.875
+    """
     return gamma * slope - 0.5 * smoothness * gamma**2

@@ -1,6 +1,7 @@
-"""Small models with attention that has something to say, and what their scores are.
+"""Small models whose attention affects the output, and their scores.
 
-A fresh fenchel block ends in zeros, so its queries and keys have no gradient; ``small`` wakes it.
+The output matrices of a fresh fenchel block are zero, so its queries and keys have no gradient;
+``small`` draws them at random.
 """
 
 from collections.abc import Callable
@@ -28,11 +29,11 @@ class NormedAttention(nn.Module):
         self.qkv = nn.Linear(width, (heads + 2 * groups) * self.head_width, bias=False)
         self.q_norm, self.k_norm = nn.RMSNorm(self.head_width), nn.RMSNorm(self.head_width)
 
-    def forward(self, x: Tensor, turn: Angles) -> Tensor:
+    def forward(self, x: Tensor, rotation: Angles) -> Tensor:
         H, G, D = self.heads, self.groups, self.head_width
         q, k, v = self.qkv(x).split([H * D, G * D, G * D], dim=-1)
         q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))
-        q, k = rotate(self.q_norm(q), turn), rotate(self.k_norm(k), turn)
+        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
         mixed = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True
         )
@@ -50,9 +51,9 @@ class Normed(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        turn = angles(torch.arange(ids.shape[1]), x.shape[-1] // 4, dtype=x.dtype)
+        rotation = angles(torch.arange(ids.shape[1]), x.shape[-1] // 4, dtype=x.dtype)
         for layer in self.layers:
-            x = x + layer(nn.functional.rms_norm(x, x.shape[-1:]), turn)
+            x = x + layer(nn.functional.rms_norm(x, x.shape[-1:]), rotation)
         read: Tensor = self.read(x)
         return read
 
@@ -121,14 +122,14 @@ def inputs() -> Callable[
             values = [*args, *kwargs.values()]
             values += [v.rotary[0] for v in values if hasattr(v, "rotary")]
             x = next(v for v in values if isinstance(v, Tensor) and v.ndim == 3)
-            turn = next((v for v in values if isinstance(v, Angles)), None)
+            rotation = next((v for v in values if isinstance(v, Angles)), None)
             pair = kwargs.get("position_embeddings")
             if isinstance(pair, tuple):
                 cos, sin = (part.unsqueeze(1) for part in pair)
                 sign = torch.ones(sin.shape[-1])
                 sign[: sin.shape[-1] // 2] = -1.0
-                turn = Angles(cos, sin * sign)
-            found.append((x, turn))
+                rotation = Angles(cos, sin * sign)
+            found.append((x, rotation))
 
         hooks = [p.module.register_forward_pre_hook(keep, with_kwargs=True) for p in pairs]
         with torch.no_grad():
@@ -142,9 +143,9 @@ def inputs() -> Callable[
 
 @pytest.fixture(scope="session")
 def scores_of() -> Callable[[QueryKeyPair, Tensor, Angles | None], Tensor]:
-    """All the scores of a layer, (B, H, T, T), zero where a query may not look."""
+    """All the scores of a layer, (B, H, T, T), zero where a query may not attend."""
 
-    def scores(pair: QueryKeyPair, x: Tensor, turn: Angles | None) -> Tensor:
+    def scores(pair: QueryKeyPair, x: Tensor, rotation: Angles | None) -> Tensor:
         heads = []
         for rows, norm in ((pair.query, pair.q_norm), (pair.key, pair.k_norm)):
             W = rows.values().to(x.dtype)
@@ -153,7 +154,7 @@ def scores_of() -> Callable[[QueryKeyPair, Tensor, Angles | None], Tensor]:
                 W, bias = W[..., :-1], W[..., -1][None, :, None]
             y = torch.einsum("btm,hdm->bhtd", x, W) + bias
             y = y if norm is None else norm(y)
-            heads.append(y if turn is None else rotate(y, turn))
+            heads.append(y if rotation is None else rotate(y, rotation))
         q, k = heads
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return (pair.scale * q @ k.mT).tril().detach()

@@ -1,7 +1,7 @@
 """What a step of the score optimisers costs beside the model it trains, counted and not timed.
 
-The layers lie on the meta device: nothing is computed, and a step that asked the device for a
-number, and so made it wait, would fail.
+The layers lie on the meta device: nothing is computed, and a step that read a number
+from the device, which synchronises it, would fail.
 """
 
 from typing import Any
@@ -39,9 +39,9 @@ class Attention(nn.Module):
 def stepped(layers: int, rotary: bool, norm: str) -> FlopCounterMode:
     model = nn.ModuleList(Attention() for _ in range(layers))
     score = ScoreDescent(attention_pairs(model), norm=norm)
-    turn = angles(torch.arange(1024, device="meta"), 64) if rotary else None
+    rotation = angles(torch.arange(1024, device="meta"), 64) if rotary else None
     for layer in model:
-        layer(torch.empty(8, 1024, 768, device="meta"), turn)
+        layer(torch.empty(8, 1024, 768, device="meta"), rotation)
         layer.qkv.weight.grad = torch.empty_like(layer.qkv.weight)
     with FlopCounterMode(display=False) as count:
         score.step()
@@ -55,7 +55,7 @@ def test_a_step_is_less_than_a_thousandth_of_the_model_s(rotary: bool) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts what a device is asked to do: every operation that is not a view."""
+    """Counts the operations on the device: all that are not views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,11 +91,11 @@ def test_a_step_launches_no_more_for_more_layers_and_less_than_a_forward_pass(
         pairs = attention_pairs(model)
         muon = Muon(model.parameters())
         optimiser = ScoreDescent(pairs) if name == "score" else ScoreTrust(muon, pairs)
-        turn = angles(torch.arange(1024, device="meta"), 64)
+        rotation = angles(torch.arange(1024, device="meta"), 64)
         count = {}
         for one in (muon, optimiser, muon, optimiser):  # the first step of each prepares more
             for layer in model:
-                layer(torch.empty(8, 1024, 768, device="meta"), turn)
+                layer(torch.empty(8, 1024, 768, device="meta"), rotation)
                 layer.qkv.weight.grad = torch.empty_like(layer.qkv.weight)
             with Launches() as launches:
                 one.step()

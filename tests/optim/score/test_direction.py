@@ -1,4 +1,4 @@
-"""fenchel/optim/score/direction.py and gram.py against dense least squares in float64."""
+"""fenchel/optim/score/direction.py against dense least squares in float64."""
 
 from typing import Any
 
@@ -47,13 +47,13 @@ class Instance:
 
     def dense(self, layer: int) -> Tensor:
         """d scores of that group / d weights, by forward differentiation."""
-        x, turn = self.given[layer]
+        x, rotation = self.given[layer]
         scale = self.pairs[layer].scale
 
         def scores(Wq: Tensor, Wk: Tensor) -> Tensor:
             q, k = (torch.einsum("btm,hdm->bhtd", x, W) for W in (Wq, Wk))
-            if turn is not None:
-                q, k = rotate(q, turn), rotate(k, turn)
+            if rotation is not None:
+                q, k = rotate(q, rotation), rotate(k, rotation)
             return (scale * q @ k.mT).tril().flatten()
 
         parts = jacfwd(scores, (0, 1))(self.W.Q[layer, : self.line.group], self.W.K[layer, :1])
@@ -114,7 +114,7 @@ def test_under_rotation_the_unrotated_gram_is_the_wrong_measure(instance: Any) -
 def test_partner_grams_are_means_over_the_open_pairs(
     kind: str, instance: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pair by pair, with keys turned to where they stand relative to the query, and back."""
+    """Pair by pair, with keys rotated by their position relative to the query."""
     # every position and every sequence, not a sample of them
     monkeypatch.setattr("fenchel.optim.score.direction.ROTATIONS", 24)
     monkeypatch.setattr("fenchel.optim.score.direction.STRIDE", 1)
@@ -138,22 +138,22 @@ def test_partner_grams_are_means_over_the_open_pairs(
 
 @pytest.mark.parametrize("n", [4, 6, 7])
 def test_under_a_mask_each_sequence_counts_its_own_pairs(n: int) -> None:
-    """Turned by its own angles, at the places that it sees, one after another."""
+    """Rotated by its own angles at its own positions, one after another."""
     generator = torch.Generator().manual_seed(n)
     x, dtype = torch.randn(2, n, 3, 16, 4, generator=generator).double(), torch.float64
-    open_ = torch.rand(2, n, 1, 16, 16, generator=generator) < 0.5
+    mask = torch.rand(2, n, 1, 16, 16, generator=generator) < 0.5
     positions = torch.randint(50, (n, 16), generator=generator)
-    turn = Angles(*(part[None] for part in angles(positions, 4, dtype=dtype)))
+    rotation = Angles(*(part[None] for part in angles(positions, 4, dtype=dtype)))
     j = {4: 4, 6: 2, 7: 1}[n]
     A, count = torch.zeros(2, 3, 4, 4, dtype=dtype), torch.zeros(2, dtype=dtype)
     for place, s in enumerate(range(1, 16, 2)):
         for i in range(place % j, n, j):
-            cos, sin = (part[0, i, 0, s] for part in turn)
-            y = rotate(x[:, i], Angles(cos, -sin)) * open_[:, i, :, s].unsqueeze(-1)
+            cos, sin = (part[0, i, 0, s] for part in rotation)
+            y = rotate(x[:, i], Angles(cos, -sin)) * mask[:, i, :, s].unsqueeze(-1)
             A += y.mT @ y
-            count += open_[:, i, 0, s].sum(-1)
+            count += mask[:, i, 0, s].sum(-1)
     torch.testing.assert_close(
-        _rotation_averaged(x, turn, open_, "half"), A / count.view(2, 1, 1, 1)
+        _rotation_averaged(x, rotation, mask, "half"), A / count.view(2, 1, 1, 1)
     )
 
 

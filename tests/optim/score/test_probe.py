@@ -1,4 +1,4 @@
-"""fenchel/optim/score/probe.py inside a compiled pass: one graph, and no more memory than asked."""
+"""fenchel/optim/score/probe.py in a compiled pass: one graph, and no memory beside its buffer."""
 
 from typing import Any
 

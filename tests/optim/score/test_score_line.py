@@ -1,4 +1,4 @@
-"""optim/score/score_line.py and size.py: which pairs are looked at, and where a line ends."""
+"""optim/score/score_line.py and step_size.py: which pairs count, and the length of a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +19,9 @@ def pair(**settings: object) -> QueryKeyPair:
     return QueryKeyPair("layer", nn.Identity(), *rows, scale=0.5, **settings)  # type: ignore[arg-type]
 
 
-def opened(seen: LayerInput, **settings: object) -> Tensor:
-    n = len(seen.x)
-    return stack_inputs([pair(**settings)], [seen]).grid.mask.expand(1, n, 1, -1, -1)[0, :, 0]
+def allowed_pairs(sample: LayerInput, **settings: object) -> Tensor:
+    n = len(sample.x)
+    return stack_inputs([pair(**settings)], [sample]).grid.mask.expand(1, n, 1, -1, -1)[0, :, 0]
 
 
 @pytest.mark.parametrize(
@@ -34,18 +34,18 @@ def opened(seen: LayerInput, **settings: object) -> Tensor:
     ],
 )
 def test_a_query_sees_what_the_layer_lets_it(settings: dict[str, object], distances: range) -> None:
-    open_ = opened(LayerInput(torch.zeros(2, 9, 6), None, None), **settings)
+    mask = allowed_pairs(LayerInput(torch.zeros(2, 9, 6), None, None), **settings)
     for i in range(9):
         for j in range(9):
-            assert bool(open_[1, i, j]) == (i - j in distances)
+            assert bool(mask[1, i, j]) == (i - j in distances)
 
 
 def test_a_mask_closes_pairs_for_its_own_sequence() -> None:
     mask = torch.ones(2, 9, 9, dtype=torch.bool)
     mask[1, :, 4] = False
-    open_ = opened(LayerInput(torch.zeros(2, 9, 6), None, mask))
-    assert open_[0, 8, 4]
-    assert not open_[1, :, 4].any()
+    allowed = allowed_pairs(LayerInput(torch.zeros(2, 9, 6), None, mask))
+    assert allowed[0, 8, 4]
+    assert not allowed[1, :, 4].any()
 
 
 def test_queries_are_sampled_evenly() -> None:

@@ -234,7 +234,7 @@ def test_without_a_probe_sizes_are_those_for_white_inputs(
     model = small(positions="learned")
     pairs = attention_pairs(model)
     backward(model, tokens(0))
-    score = ScoreDescent(pairs, lr=0.2)  # made after the pass, so that it has seen nothing
+    score = ScoreDescent(pairs, lr=0.2)  # created after the pass, so that it has no sample
     before = [(p.query.values(), p.key.values()) for p in pairs]
     score.step()
     for pair, (Q, K) in zip(pairs, before, strict=True):
