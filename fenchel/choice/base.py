@@ -171,12 +171,12 @@ class Choice(ABC):
         """The same map with its tensors laid out for scores whose axis was moved last."""
         if axis == -1:
             return self
-        moved = {
-            name: t.reshape((1,) * (ndim - t.ndim) + t.shape).movedim(axis, -1)
-            for name, t in vars(self).items()
-            if isinstance(t, Tensor) and t.ndim > 0
-        }
-        return replace(self, **moved) if moved else self  # type: ignore[type-var]
+        return self.with_tensors(
+            [
+                t.reshape((1,) * (ndim - t.ndim) + t.shape).movedim(axis, -1) if t.ndim else t
+                for t in self.tensors()
+            ]
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The settings that are tensors, which may learn, in the order of the fields."""
@@ -199,8 +199,8 @@ class Choice(ABC):
         if x.shape[-1] == 0:
             return x.new_full(x.shape[:-1], FORBIDDEN)
         # p carries its own derivative, and J (x - omega'(p)) = 0: so the gradient of this sum
-        # is p, and its Hessian J. With p held constant the
-        # gradient would be right and the Hessian zero.
+        # is p, and its Hessian J. With p held constant the gradient would be right and the Hessian
+        # zero.
         p = self.choose(x)
         peak = x.detach().amax(-1)
         base = torch.where(peak == FORBIDDEN, 0.0, peak)

@@ -2,7 +2,9 @@
 
 import pytest
 
-from fenchel.choice import Entmax, Hard, Softmax, Sparsemax, by_name
+from fenchel.choice import MAPS, Entmax, Hard, Softmax, Sparsemax, by_name, maps_with
+from fenchel.cli.doctor import backends
+from fenchel.model import ModelConfig
 
 
 def test_each_name_gives_its_map() -> None:
@@ -23,3 +25,13 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:
         by_name("sparse-max")
     with pytest.raises(ValueError, match="known: softmax"):
         by_name("zzz")
+
+
+def test_a_row_of_the_table_makes_a_map_a_setting_and_a_line_of_doctor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MAPS, "boltzmann", Softmax)
+    assert by_name("boltzmann", beta=2.0) == Softmax(2.0)
+    assert "boltzmann" in maps_with("beta")
+    assert ModelConfig(vocabulary=16, choice="boltzmann").choice_of(0) == "boltzmann"
+    assert "boltzmann" in backends()
