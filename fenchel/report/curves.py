@@ -1,7 +1,7 @@
-"""What the training loop measured at each step, as curves: loss, perplexity, rate, norm, speed.
+"""Curves of training: loss, bits per byte, perplexity, learning rate, gradient norm, speed.
 
-Every curve can be read against steps, tokens seen or time elapsed. A value that is not finite
-leaves a gap, and a sentence says at which steps.
+Every curve can be drawn against steps, tokens or time. A value that is not finite leaves a gap, and
+the caption names its steps.
 """
 
 import math
@@ -15,12 +15,12 @@ from fenchel.report.html import Html, Section, element, format_number, join, not
 from fenchel.report.run_data import RunData, Series, chart_series, series, table_rows
 from fenchel.report.summary import baselines
 
-_AXES = {"step": "steps", "tokens": "tokens seen", "elapsed": "time"}
+_AXES = {"step": "steps", "tokens": "tokens", "elapsed": "time"}
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of one or two columns of the metrics."""
+    """A chart of one or two columns of the metrics."""
 
     name: str
     title: str
@@ -28,18 +28,18 @@ class Chart:
     columns: Mapping[str, str]
     """HeadChart of the metrics to its name in the legend."""
     spread: float = 1000.0
-    """From what factor between its extremes on a logarithmic scale is used."""
+    """The ratio of largest to smallest value beyond which the scale is logarithmic."""
     zero: bool = False
-    """Whether the vertical axis begins at zero."""
+    """Whether the vertical axis starts at zero."""
     width: str = "third"
-    """How much of a wide page it takes: "whole", "half" or "third"."""
+    """Its share of a wide page: "whole", "half" or "third"."""
 
 
 CHARTS = (
     Chart(
         "loss",
         "Loss",
-        "Cross-entropy in nats a token, on the batch just trained on and on held-out text.",
+        "Nats per token, on the training batch of the step and on held-out text.",
         {"train/loss": "training", "validation/loss": "validation"},
         width="whole",
     ),
@@ -53,7 +53,7 @@ CHARTS = (
     Chart(
         "perplexity",
         "Perplexity",
-        "How many equally likely tokens the model hesitates between, on held-out text.",
+        "exp of the loss on held-out text: the number of equally likely tokens of the same loss.",
         {"validation/perplexity": "validation"},
         spread=1.0,
         width="half",
@@ -61,7 +61,7 @@ CHARTS = (
     Chart(
         "rate",
         "Learning rate",
-        "As the schedule set it.",
+        "Set by the schedule.",
         {"train/learning_rate": "rate"},
         spread=math.inf,
         zero=True,
@@ -69,15 +69,15 @@ CHARTS = (
     Chart(
         "gradient",
         "Gradient norm",
-        "Of all parameters together, before clipping.",
+        "Over all parameters, before clipping.",
         {"train/gradient_norm": "norm"},
         spread=30.0,
     ),
     Chart(
         "speed",
         "Speed",
-        "Tokens trained on a second.",
-        {"time/tokens_per_second": "tokens a second"},
+        "Training tokens per second.",
+        {"time/tokens_per_second": "tokens per second"},
         spread=math.inf,
         zero=True,
     ),
@@ -85,7 +85,7 @@ CHARTS = (
 
 
 def curves(run: RunData) -> Section:
-    """The section of all charts for which there is at least one number."""
+    """The section of the charts that have at least one number."""
     body: list[Html] = [notes(run.troubles.get("metrics.jsonl", ()))]
     pictures: dict[str, Any] = {}
     missing = []
@@ -100,7 +100,7 @@ def curves(run: RunData) -> Section:
     if figures:
         body += [_axis_choice(pictures), element("div", *figures, class_="charts")]
     if missing and run.rows:
-        body.append(notes([f"The metrics hold no number yet for: {', '.join(missing)}."]))
+        body.append(notes([f"The metrics contain no values yet for: {', '.join(missing)}."]))
     return Section(anchor="learning", title="Learning", body=join(body, "\n"), pictures=pictures)
 
 
@@ -122,13 +122,13 @@ def _data(run: RunData, chart: Chart, columns: Mapping[str, Series]) -> dict[str
 
 
 def _figure(chart: Chart, columns: Mapping[str, Series], *, log: bool) -> Html:
-    said = [chart.caption, "Logarithmic scale." if log else ""]
-    said += [_gap(label, column) for label, column in columns.items()]
+    sentences = [chart.caption, "Logarithmic scale." if log else ""]
+    sentences += [_gap(label, column) for label, column in columns.items()]
     head = ("step", *columns)
     rows = [[format_number(cell) for cell in row] for row in table_rows(list(columns.values()))]
-    caption = " ".join(sentence for sentence in said if sentence)
-    told = f"{chart.title}, some of the steps; all are in metrics.jsonl"
-    numbers = table(head, rows, caption=told)
+    caption = " ".join(filter(None, sentences))
+    about = f"{chart.title} at some of the steps; metrics.jsonl has all of them"
+    numbers = table(head, rows, caption=about)
     return picture(chart.name, chart.title, caption, numbers, width=chart.width)
 
 
@@ -138,8 +138,8 @@ def _gap(label: str, column: Series) -> str:
         return ""
     first, last = format_number(holes[0]), format_number(holes[-1])
     where = f"at step {first}" if len(holes) == 1 else f"between steps {first} and {last}"
-    many = "1 value is" if len(holes) == 1 else f"{len(holes):,} values are"
-    return f"{many} not finite ({label}, {where}) and left out of the curve."
+    count = "1 value is" if len(holes) == 1 else f"{len(holes):,} values are"
+    return f"{count} not finite ({label}, {where}) and left out of the curve."
 
 
 def _axis_choice(pictures: Mapping[str, Any]) -> Html:
@@ -154,5 +154,5 @@ def _axis_choice(pictures: Mapping[str, Any]) -> Html:
         if axis in known
     )
     return element(
-        "fieldset", element("legend", "Read all curves against"), *choices, class_="axis"
+        "fieldset", element("legend", "Horizontal axis of all curves"), *choices, class_="axis"
     )

@@ -1,10 +1,10 @@
-"""An inspection to a page: plain data in, one file of text out.
+"""The page of an inspection, from plain data to one HTML file.
 
-    Inspection.plain(maps=True, rows=True) -> parts -> one document
+    Inspection.plain(maps=True, rows=True) -> sections -> document
 
-The data is what ``fenchel inspect --json`` prints, with maps and rows; numbers that were not finite
-come as None. The order is that of a reader's questions: what is it, which heads stand out, where do
-they look, how much does each block magnify, and what does the whole network do to a small change.
+The data is the output of ``fenchel inspect --json`` with maps and rows; numbers that are not finite
+are None. Sections: summary, heads, rows of every head, attention maps, gains of blocks, sensitivity
+of the network, method.
 """
 
 from collections.abc import Mapping
@@ -69,20 +69,20 @@ def _summary(found: Data) -> Section:
     heads = found["heads"]
     top = max(heads, key=lambda head: head["sigma"]["qkv"]["lower"])
     sharp = min(heads, key=lambda head: head["entropy"]["mean"])
-    loud = max(heads, key=lambda head: head["max_logit"]["most"])
+    largest = max(heads, key=lambda head: head["max_logit"]["most"])
     sink = max(heads, key=lambda head: head["first"])
     entries = [
         ("Most sensitive head", format_number(top["sigma"]["qkv"]["lower"], 3), _name(top)),
-        ("Sharpest head", f"{format_number(sharp['entropy']['mean'], 3)} nats", _name(sharp)),
-        ("Largest logit", format_number(loud["max_logit"]["most"], 3), _name(loud)),
-        ("Most on the first token", format_number(sink["first"], 2), _name(sink)),
+        ("Lowest entropy", f"{format_number(sharp['entropy']['mean'], 3)} nats", _name(sharp)),
+        ("Largest logit", format_number(largest["max_logit"]["most"], 3), _name(largest)),
+        ("Most weight on the first token", format_number(sink["first"], 2), _name(sink)),
     ]
     network = found["network"]
     if network:
         ends = network["stream"]
-        told = f"at most {format_number(ends['upper'], 3)}"
-        entries.append(("Network, stream to stream", format_number(ends["lower"], 3), told))
-        entries.append(("Lyapunov exponent", format_number(network["exponent"], 3), "a layer"))
+        bound = f"at most {format_number(ends['upper'], 3)}"
+        entries.append(("Network, stream to stream", format_number(ends["lower"], 3), bound))
+        entries.append(("Lyapunov exponent", format_number(network["exponent"], 3), "per layer"))
     cards = (
         element("div", element("dt", name), element("dd", value, element("small", unit)))
         for name, value, unit in entries
@@ -90,7 +90,7 @@ def _summary(found: Data) -> Section:
     body = [element("dl", *cards)]
     if found["precision"]:
         body.append(element("p", found["precision"]["statement"], class_="note"))
-    return Section(anchor="summary", title="At a glance", body=join(body, "\n"))
+    return Section(anchor="summary", title="Summary", body=join(body, "\n"))
 
 
 def _name(head: Data) -> str:
@@ -99,12 +99,12 @@ def _name(head: Data) -> str:
 
 def _method(found: Data) -> Section:
     method, seconds = found["method"], found["seconds"]
-    told = (
-        "Every spectral norm is a bracket: the lower end is attained by a direction that was "
-        f"found, the upper end is exceeded with probability {method['failure']:g} at the most, "
-        "over the random start of its Golub-Kahan recurrence, which stops when the ends are "
-        f"within {method['tolerance']:.0%} or after {method['iterations']} pairs of products. "
-        "Entropies, row sensitivities, logits and column sums are exact to rounding."
+    about = (
+        "Every spectral norm is a bracket. Its lower end is attained by an explicit direction; its "
+        f"upper end is exceeded with probability at most {method['failure']:g} over the random "
+        "start of the Golub-Kahan recurrence, which stops when the ends are within "
+        f"{method['tolerance']:.0%} of each other or after {method['iterations']} pairs of "
+        "products. Entropies, row sensitivities, logits and column sums are exact to rounding."
     )
     spent = {name: duration(value) for name, value in seconds.items()}
     cards = (
@@ -112,5 +112,5 @@ def _method(found: Data) -> Section:
         facts(method, caption="method"),
         facts(spent, caption="time"),
     )
-    body = (element("p", told, class_="about"), element("div", *cards, class_="cards"))
-    return Section(anchor="method", title="How it was measured", body=join(body, "\n"))
+    body = (element("p", about, class_="about"), element("div", *cards, class_="cards"))
+    return Section(anchor="method", title="Method", body=join(body, "\n"))

@@ -1,6 +1,8 @@
-"""The blocks of an inspection: gains in two norms, and the tokens through which they act.
+"""Sections of an inspection page: gains of the blocks and sensitivity of the whole network.
 
-The network of an inspection: growth with depth, influence between tokens, coarser numbers.
+A block has its spectral norm, its norm per token, the tokens of its top singular vectors, and the
+gains of its normalisations. The network has its growth with depth, the influence of tokens on
+tokens, and its error in a coarser number format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +26,12 @@ from fenchel.report.html import (
 )
 
 Data = Mapping[str, Any]
-_COLUMNS = 256  # tokens, or spans of them, across a picture
+_COLUMNS = 256  # tokens, or spans of tokens, across a chart
 _TOP = 5
 
 
 def blocks(found: Data) -> Section:
-    """The section with every block's numbers and its singular vectors' tokens."""
+    """The section with the gains of every block and the tokens of its top singular vectors."""
     layers = found["layers"]
     names = [f"layer {layer['layer']}" for layer in layers]
     rows = _measures(layers)
@@ -42,7 +44,7 @@ def blocks(found: Data) -> Section:
         "measures": [
             {
                 "name": "gain",
-                "about": "Every row is a measure with a scale of its own, every column a layer.",
+                "about": "One row per measure, each on its own scale, one column per layer.",
                 "bend": "log",
                 "own": True,
                 "values": [json_numbers(values) for _, values in rows],
@@ -69,28 +71,28 @@ def blocks(found: Data) -> Section:
                 (
                     "moved by",
                     "moved_by",
-                    "Share of every input token in the direction to which the block answers most.",
+                    "Share of every input token in the top right singular vector.",
                 ),
                 (
                     "shown at",
                     "shown_at",
-                    "Share of every output token in that answer.",
+                    "Share of every output token in the top left singular vector.",
                 ),
             )
         ],
     }
-    told = (
-        "sigma is the largest singular value of a block's derivative, between token matrices; the "
-        "token norm is the same when a change is measured by its largest token, and does not grow "
-        "with the length of the text by itself."
+    gain_caption = (
+        "sigma is the largest singular value of the Jacobian of a block. The token norm measures "
+        "changes by their largest token instead, so that it does not grow with the length of the "
+        "text by itself."
     )
-    where = (
-        "The squared size of each token's part of the top singular vectors: a row with one bright "
-        "place is a block that one token rules."
+    mass_caption = (
+        "The squared norm of each token's part of the top singular vectors. A row with one strong "
+        "cell is a block that is dominated by one token."
     )
     body = (
-        picture("gains", "Gain of every block", told, _table(layers), width="whole"),
-        picture("mass", "Through which tokens", where, _top(layers, tokens), width="whole"),
+        picture("gains", "Gain of every block", gain_caption, _table(layers), width="whole"),
+        picture("mass", "Dominant tokens", mass_caption, _top(layers, tokens), width="whole"),
     )
     return Section(
         anchor="blocks",
@@ -101,7 +103,7 @@ def blocks(found: Data) -> Section:
 
 
 def span_edges(count: int, most: int) -> list[int]:
-    """Edges of at most ``most`` equal spans of ``count`` things.
+    """Edges of at most ``most`` equal spans of ``count`` items.
 
     >>> span_edges(5, 8), span_edges(10, 4)
     ([0, 1, 2, 3, 4, 5], [0, 2, 5, 8, 10])
@@ -111,7 +113,7 @@ def span_edges(count: int, most: int) -> list[int]:
 
 
 def span_titles(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
-    """What to call every span of tokens: its place, and the first of its words.
+    """The title of every span of tokens: its position and its first token.
 
     >>> span_titles(["a", " b", "c"], [0, 1, 3])
     ['0 “a”', '1 “ b …”']
@@ -123,7 +125,11 @@ def span_titles(tokens: Sequence[str], edges: Sequence[int]) -> list[str]:
 
 
 def span_sums(shares: Sequence[float], edges: Sequence[int]) -> list[float | None]:
-    """The sum of the shares in every span."""
+    """The sum of the shares in every span.
+
+    >>> span_sums([0.5, 0.25, 0.25], [0, 1, 3])
+    [0.5, 0.5]
+    """
     total = np.concatenate([[0.0], np.cumsum(np.asarray(shares, dtype=float))])
     return json_numbers((total[list(edges[1:])] - total[list(edges[:-1])]).tolist())
 
@@ -170,8 +176,10 @@ def _table(layers: Sequence[Data]) -> Html:
         )
         for layer in layers
     ]
-    told = "update is the size of what the block adds over that of the stream; gains over tokens"
-    return table(head, rows, caption=told)
+    caption = (
+        "update: norm of what the block adds over the norm of the stream; gains are over tokens"
+    )
+    return table(head, rows, caption=caption)
 
 
 def _top(layers: Sequence[Data], tokens: Sequence[str]) -> Html:
@@ -179,45 +187,41 @@ def _top(layers: Sequence[Data], tokens: Sequence[str]) -> Html:
     rows = []
     for layer in layers:
         order = np.argsort(layer["moved_by"])[::-1][:_TOP].tolist()
-        said = [_token(tokens, i, layer["moved_by"][i]) for i in order]
-        said += [""] * (_TOP - len(said))
+        cells = [_token(tokens, i, layer["moved_by"][i]) for i in order]
+        cells += [""] * (_TOP - len(cells))
         at = int(np.argmax(layer["shown_at"]))
-        rows.append((str(layer["layer"]), *said, _token(tokens, at, layer["shown_at"][at])))
-    told = "The tokens with the largest shares, place: token (share)"
-    return table(head, rows, caption=told, numeric=False)
+        rows.append((str(layer["layer"]), *cells, _token(tokens, at, layer["shown_at"][at])))
+    caption = "The tokens with the largest shares, as position: token (share)"
+    return table(head, rows, caption=caption, numeric=False)
 
 
-def _token(tokens: Sequence[str], place: int, share: float) -> str:
-    return f"{place}: {shorten(clean(tokens[place]), 20)} ({format_number(share, 2)})"
-
-
-_NETWORK_COLUMNS = 256
-_NETWORK_TOP = 5
+def _token(tokens: Sequence[str], position: int, share: float) -> str:
+    return f"{position}: {shorten(clean(tokens[position]), 20)} ({format_number(share, 2)})"
 
 
 def network(found: Data) -> Section:
-    """The section with the network's numbers, its growth and its influence map."""
+    """The section with the gain of the network, its growth by depth and its influence map."""
     net = found["network"]
     pictures = {"growth": _growth(found), "influence": _influence(found)}
-    told = (
-        "A small change of the stream before the first block grows by sigma at the most until "
-        f"after the last: {format_bracket(net['stream'])}"
+    about = (
+        "A small change of the stream before the first block grows after the last by a factor of "
+        f"at most sigma = {format_bracket(net['stream'])}"
     )
     if net["logits"]:
-        told += (
+        about += (
             f", and moves the last token's logits by {format_bracket(net['logits'])} times its size"
         )
-    told += f". That is exp({format_number(net['exponent'], 3)}) a layer"
+    about += f". That is exp({format_number(net['exponent'], 3)}) per layer"
     if net["blocks_exponent"] is not None:
-        told += (
-            f"; had every block's worst direction been the next one's too, it would have been "
+        about += (
+            "; if the worst directions of successive blocks coincided, it would be "
             f"exp({format_number(net['blocks_exponent'], 3)})"
         )
     growth = picture(
         "growth",
         "Growth by depth",
-        "The direction that grows most over all blocks, block by block: log of its stretch. With "
-        "coarser numbers, how far the stream is off after each block.",
+        "The log of the growth of the direction that grows most over all blocks, block by block, "
+        "and the error of the stream after each block in a coarser number format.",
         _depth(found),
         width="whole",
     )
@@ -225,14 +229,14 @@ def network(found: Data) -> Section:
     influence = picture(
         "influence",
         "Influence of tokens on tokens",
-        "A row is a span of output tokens, a column an input token: how far a change there moves "
-        "the span through all blocks, in Frobenius norm, estimated by one random probe a row, "
+        "One row per span of output tokens, one column per input token: the Frobenius norm of the "
+        "Jacobian between them through all blocks, estimated by one random probe per row, "
         f"relative standard error {format_number(error, 2)}.",
         _strongest(found),
         width="whole",
     )
     body = (
-        element("p", f"{told}.", class_="about"),
+        element("p", f"{about}.", class_="about"),
         element("div", growth, influence, class_="charts"),
     )
     return Section(anchor="network", title="Network", body=join(body, "\n"), pictures=pictures)
@@ -240,7 +244,7 @@ def network(found: Data) -> Section:
 
 def _growth(found: Data) -> dict[str, Any]:
     net, coarse = found["network"], found["precision"]
-    rows = [("log stretch", net["growth"])]
+    rows = [("log growth", net["growth"])]
     if coarse:
         rows.append((f"error in {coarse['rounded']}", coarse["stream"]))
     return {
@@ -252,7 +256,7 @@ def _growth(found: Data) -> dict[str, Any]:
         "measures": [
             {
                 "name": "by depth",
-                "about": "Every row has a scale of its own.",
+                "about": "Every row has its own scale.",
                 "bend": "",
                 "own": True,
                 "values": [json_numbers(_numbers(values)) for _, values in rows],
@@ -263,7 +267,7 @@ def _growth(found: Data) -> dict[str, Any]:
 
 def _influence(found: Data) -> dict[str, Any]:
     values = found["network"]["influence"]["values"]
-    edges = span_edges(len(found["tokens"]), _NETWORK_COLUMNS)
+    edges = span_edges(len(found["tokens"]), _COLUMNS)
     squares = [[x * x for x in _numbers(row)] for row in values]
     return {
         "view": "heat",
@@ -289,31 +293,31 @@ def _influence(found: Data) -> dict[str, Any]:
 
 def _depth(found: Data) -> Any:
     net, coarse = found["network"], found["precision"]
-    head = ("layer", "log stretch", "stream off by")
+    head = ("layer", "log growth", "error of the stream")
     rows = [
         (
             str(i + 1),
-            format_number(grown, 3),
+            format_number(growth, 3),
             format_number(coarse["stream"][i], 3) if coarse else "",
         )
-        for i, grown in enumerate(net["growth"])
+        for i, growth in enumerate(net["growth"])
     ]
-    return table(head, rows, caption="Block by block; the stretches sum to the log of sigma")
+    return table(head, rows, caption="Block by block; the log growths sum to log sigma")
 
 
 def _strongest(found: Data) -> Any:
-    head = ("output tokens", *(f"input {i + 1}" for i in range(_NETWORK_TOP)))
+    head = ("output tokens", *(f"input {i + 1}" for i in range(_TOP)))
     rows = []
     influence = found["network"]["influence"]
     for (first, end), values in zip(influence["spans"], influence["values"], strict=True):
         numbers = _numbers(values)
-        order = sorted(range(len(numbers)), key=lambda i: -numbers[i])[:_NETWORK_TOP]
-        said = [
+        order = sorted(range(len(numbers)), key=lambda i: -numbers[i])[:_TOP]
+        cells = [
             f"{i}: {shorten(clean(found['tokens'][i]), 20)} ({format_number(numbers[i], 2)})"
             for i in order
         ]
-        rows.append((f"{first} to {end - 1}", *said, *[""] * (_NETWORK_TOP - len(said))))
-    return table(head, rows, caption="The strongest inputs of every span", numeric=False)
+        rows.append((f"{first} to {end - 1}", *cells, *[""] * (_TOP - len(cells))))
+    return table(head, rows, caption="The most influential inputs of every span", numeric=False)
 
 
 def _numbers(values: Any) -> list[float]:

@@ -1,7 +1,4 @@
-"""Every row of every head: one number a token that looks, head by head.
-
-The heads of an inspection: one grid for every measure, a table of all of them, and the maps.
-"""
+"""Sections of an inspection page: rows of every head, measures of every head, attention maps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,19 +25,29 @@ from fenchel.report.html import (
 from fenchel.report.inspection_blocks import span_edges, span_titles
 
 Data = Mapping[str, Any]
-_COLUMNS = 128  # tokens, or spans of them
+_COLUMNS = 128  # tokens, or spans of tokens
 
 ROW_MEASURES = (
-    ("entropy", "entropy", "In nats: 0 looks at one key.", ""),
-    ("sensitivity", "row sensitivity", "Exact norm of d weights / d scores of the row.", ""),
-    ("max_logit", "largest logit", "The greatest score, by size, that the row could choose.", ""),
-    ("margin", "margin", "Best score less the second; a row with one key has none.", "root"),
+    ("entropy", "entropy", "In nats; 0 if the query attends to one key only.", ""),
+    (
+        "sensitivity",
+        "row sensitivity",
+        "Exact spectral norm of d weights / d scores of the row.",
+        "",
+    ),
+    ("max_logit", "largest logit", "The largest absolute score of the row.", ""),
+    (
+        "margin",
+        "margin",
+        "Largest score less the second largest; a row with one key has none.",
+        "root",
+    ),
 )
-"""Name in the data, name on the page, what it is, and how its colours bend."""
+"""Name in the data, name on the page, explanation, colour scale ("" is linear)."""
 
 
 def rows(found: Data) -> Section:
-    """The section with one line a head and one column a token."""
+    """The section with one line per head and one column per token."""
     heads, tokens = found["heads"], found["tokens"]
     edges = span_edges(len(tokens), _COLUMNS)
     data = {
@@ -64,22 +71,22 @@ def rows(found: Data) -> Section:
             for key, name, about, bend in ROW_MEASURES
         ],
     }
-    gathered = "" if len(edges) > len(tokens) else " Long texts are shown by means over spans."
-    told = f"A line is a head, layer by layer, a column the token that looks.{gathered}"
-    body = picture("rows", "Every row of every head", told, _row_table(heads), width="whole")
-    return Section(anchor="rows", title="Rows", body=body, pictures={"rows": data})
+    spans = "" if len(edges) > len(tokens) else " Long texts are shown by means over spans."
+    caption = f"One row per head, layer by layer, one column per query.{spans}"
+    body = picture("rows", "Every query of every head", caption, _row_table(heads), width="whole")
+    return Section(anchor="rows", title="Queries", body=body, pictures={"rows": data})
 
 
 def span_means(rows: Sequence[Sequence[float | None]], edges: Sequence[int]) -> NDArray[np.float64]:
-    """For every row, the mean in every span of what is there, nan where nothing is.
+    """Per row and span the mean of the values that are not None; nan for none.
 
     >>> span_means([[1.0, 3.0, None, None]], [0, 2, 3, 4])
     array([[ 2., nan, nan]])
     """
     numbers, starts = np.array(rows, dtype=float), list(edges[:-1])
-    there = ~np.isnan(numbers)
-    count = np.add.reduceat(there.astype(float), starts, axis=1)
-    total = np.add.reduceat(np.where(there, numbers, 0.0), starts, axis=1)
+    valid = ~np.isnan(numbers)
+    count = np.add.reduceat(valid.astype(float), starts, axis=1)
+    total = np.add.reduceat(np.where(valid, numbers, 0.0), starts, axis=1)
     return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
@@ -96,7 +103,7 @@ def _row_table(heads: Sequence[Data]) -> Html:
         )
         for one in heads
     ]
-    return table(head, rows, caption="Quantiles over rows; --json --rows has every row")
+    return table(head, rows, caption="Quantiles over queries; --json --rows has every query")
 
 
 _TOKEN = 40
@@ -104,54 +111,58 @@ _TOKEN = 40
 
 @dataclass(frozen=True)
 class Measure:
-    """One number a head."""
+    """One number per head."""
 
     name: str
     about: str
     of: Callable[[Data], float | None]
     bend: str = ""
-    """"log" where colours follow the logarithm."""
+    """"log" for a logarithmic colour scale."""
 
 
 MEASURES = (
-    Measure("entropy", "Mean over rows, in nats: 0 is one key.", lambda h: h["entropy"]["mean"]),
+    Measure("entropy", "Mean over queries, in nats; 0 is one key.", lambda h: h["entropy"]["mean"]),
     Measure(
         "keys used",
-        "exp of the entropy: how many keys a row uses, as if evenly; mean over rows.",
+        "exp of the entropy: the equivalent number of equally weighted keys; mean over queries.",
         lambda h: h["effective"]["mean"],
         bend="log",
     ),
     Measure(
         "row sensitivity",
-        "Largest over rows of the exact norm of d weights / d scores; 0.5 is the most for softmax.",
+        "Exact norm of d weights / d scores, largest over queries; at most 0.5 for softmax.",
         lambda h: h["sensitivity"]["most"],
     ),
     Measure(
         "largest logit",
-        "The greatest score, by size, that enters the choice.",
+        "The largest absolute score before the choice map.",
         lambda h: h["max_logit"]["most"],
         bend="log",
     ),
     Measure(
         "margin",
-        "Best score less the second best; median over rows.",
+        "Largest score less the second largest; median over queries.",
         lambda h: h["margin"]["median"],
     ),
     Measure(
-        "on the first", "Mean weight on the first token, the usual sink.", lambda h: h["first"]
+        "on the first",
+        "Mean weight on the first token, a common attention sink.",
+        lambda h: h["first"],
     ),
     Measure(
         "column sum",
-        "The largest column sum of the weights: how much of the text looks at one token.",
+        "The largest column sum of the weights: how many queries attend to one token.",
         lambda h: h["column"],
         bend="log",
     ),
     Measure(
-        "likeness",
-        "How alike the nearest other head of the layer looks: 1 is the same, row by row.",
+        "similarity",
+        "Overlap of the weights with the most similar head of the layer; 1 is equal.",
         lambda h: h["overlap"],
     ),
-    Measure("distance", "Mean distance, in tokens, to what is looked at.", lambda h: h["distance"]),
+    Measure(
+        "distance", "Mean distance in tokens from a query to its keys.", lambda h: h["distance"]
+    ),
     *(
         Measure(
             f"sigma {name}",
@@ -195,12 +206,12 @@ def heads(found: Data) -> Section:
             for measure in MEASURES
         ],
     }
-    told = (
-        "A row is a layer, a column a head. Choose a measure, then point at a head or move "
-        "with the arrow keys. Spectral norms show the lower, attained end of their bracket; the "
-        "table has both."
+    caption = (
+        "One row per layer, one column per head. Choose a measure, then point at a head or move "
+        "with the arrow keys. Spectral norms show the lower end of their bracket; the table has "
+        "both ends."
     )
-    figure_ = picture("heads", "Every head", told, _table(all_), width="whole")
+    figure_ = picture("heads", "Every head", caption, _table(all_), width="whole")
     return Section(anchor="heads", title="Heads", body=figure_, pictures={"heads": data})
 
 
@@ -221,13 +232,13 @@ def _table(heads: Sequence[Data]) -> Any:
         "column sum",
         "at token",
         "nearest head",
-        "likeness",
+        "similarity",
         "sigma q",
         "sigma k",
         "sigma v",
         "sigma all",
         "bound",
-        "ruled by",
+        "dominant",
     )
     rows = [
         (
@@ -251,15 +262,15 @@ def _table(heads: Sequence[Data]) -> Any:
         )
         for h in heads
     ]
-    told = (
-        "Means over rows, but the largest row sensitivity and logit and the median margin. Sigma "
-        "is a bracket; bound is a sure upper bound of sigma all"
+    caption = (
+        "Means over queries, except for the largest row sensitivity and logit and the median "
+        "margin. Sigma is a bracket; bound is a guaranteed upper bound of sigma all"
     )
-    return table(head, rows, caption=told)
+    return table(head, rows, caption=caption)
 
 
 def maps(found: Data) -> Section:
-    """The section with every chosen head's map on the first tokens."""
+    """The section with the attention maps of the inspected heads on the first tokens."""
     stated = found["maps"]
     size, layers, heads = stated["size"], stated["layers"], stated["heads"]
     tokens = [shorten(clean(str(token)), _TOKEN) for token in found["tokens"][:size]]
@@ -272,7 +283,7 @@ def maps(found: Data) -> Section:
     )
     if layers != list(range(1, len(layers) + 1)) or heads != list(range(1, len(heads) + 1)):
         about += (
-            f" Layers and heads are counted among those inspected: layers {_list(layers)}, "
+            f" Numbers count the inspected layers and heads only: layers {_list(layers)}, "
             f"heads {_list(heads)}."
         )
     data = {
@@ -283,18 +294,18 @@ def maps(found: Data) -> Section:
         "tokens": tokens,
         "data": stated["data"],
     }
-    rows = [(str(place), token) for place, token in enumerate(tokens)]
+    rows = [(str(position), token) for position, token in enumerate(tokens)]
     body = element(
         "figure",
         element("figcaption", element("p", about, class_="about")),
         element("div", class_="view", data_picture="attention"),
         details(
             "The tokens as a table",
-            table(("place", "token"), rows, caption="Places count from 0", numeric=False),
+            table(("position", "token"), rows, caption="Positions count from 0", numeric=False),
         ),
     )
     return Section(
-        anchor="maps", title="Where they look", body=join([body]), pictures={"attention": data}
+        anchor="maps", title="Attention maps", body=join([body]), pictures={"attention": data}
     )
 
 

@@ -1,8 +1,8 @@
-// A page: every [data-picture] is filled from the JSON block, by the view that its data names.
+// Fills every [data-picture] from the JSON block by the view that its data names.
 
 function mount(root) {
 	const { pictures } = JSON.parse(root.getElementById("data").textContent);
-	const more = typeof heat === "undefined" ? {} : { heat }; // a page may bring heat.js
+	const more = typeof heat === "undefined" ? {} : { heat }; // heat.js is part of some pages only
 	const views = { lineChart, bars, strips, attention, ...more }, state = { axis: "step" }, drawings = new Map(), widths = new Map();
 	for (const host of root.querySelectorAll("[data-picture]")) {
 		const data = pictures[host.dataset.picture];

@@ -1,20 +1,18 @@
-"""What a run directory holds, read by somebody who trusts none of it.
+"""The files of a run directory as values, and the columns of its metrics as arrays.
 
-A report must also come out of a run that was killed, has diverged or still goes on, so a
-file may be missing, empty, cut in the middle of a line or full of nonsense. What can be read
-is kept; what cannot be becomes a sentence in ``troubles``, under the name of its file.
+    config.toml       all settings
+    environment.json  versions, device, commit, start
+    metrics.jsonl     one object per line, each with "step"
+    summary.json      how the run ended
+    sample.json       a generated text and the attention maps of one sentence
 
-config.toml       all settings
-environment.json  versions, device, commit, start
-metrics.jsonl     one object a line, each with "step"
-summary.json      how it ended
-sample.json       a generated text and the attention maps of one sentence
+**Reading.** A report is also made of a run that was killed, has diverged or is still going on, so
+any file may be missing, empty, truncated or invalid. What can be read is returned; what cannot
+becomes a sentence in ``troubles`` under the name of its file.
 
-Columns of the metrics as arrays, thinned to what a screen can show.
-
-A picture has some hundred points across; a run may have a million lines. Two ways to thin:
-``extremes`` keeps the first, least, greatest and last value of every span, so that no spike of
-a curve is lost; ``even_indices`` keeps rows at equal distances for a table a person would read.
+**Thinning.** A chart is some hundred points wide, and a run may have a million lines. ``extremes``
+keeps the first, least, greatest and last value of every span, so that no spike of a curve is lost;
+``even_indices`` keeps rows at equal distances for a table.
 """
 
 import json
@@ -32,50 +30,52 @@ from fenchel.files import read_json
 from fenchel.report.html import json_numbers, pluralise
 
 Row = Mapping[str, float | tuple[float, ...]]
-"""One step: a number, or one a layer, under each name, or one a head of layer n under name/n;
-"step" is always there."""
+"""One step: under each name a number or one number per layer, under name/n one number per head of
+layer n. "step" is always present."""
 
 CONSEQUENCES = {
-    "config.toml": "the settings of this run are not known",
-    "environment.json": "the machine and the versions of this run are not known",
+    "config.toml": "the settings of this run are unknown",
+    "environment.json": "the machine and the versions of this run are unknown",
     "metrics.jsonl": "there are no curves to draw",
-    "summary.json": "how this run ended is not known",
+    "summary.json": "how this run ended is unknown",
     "sample.json": "there is no sample and no attention map to show",
 }
-"""The files of a run, and what a reader loses without each."""
+"""The files of a run, and what the report lacks without each."""
 
 _SETTINGS_LIMIT = 2**20
 _METRICS_LIMIT = 96 * 2**20
 _LINE_LIMIT = 2**20
 _LAYERS_LIMIT = 256
-_STEP_LIMIT = 2**53  # above it a float no longer tells neighbours apart
-_HUGE = 1e100  # no measurement; its square and its neighbours must stay finite in a drawing
+_STEP_LIMIT = 2**53  # beyond it a float cannot represent every integer
+_HUGE = (
+    1e100  # larger values are treated as infinite, so that a chart can square and scale the rest
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run directory in memory; every part may be empty."""
+    """The contents of a run directory; any of them may be empty."""
 
     name: str
     """The folder's name."""
     config: Mapping[str, Any]
     """Settings as nested mappings."""
     config_text: str
-    """Settings as they stand in the file."""
+    """Settings as the text of the file."""
     environment: Mapping[str, Any]
     """Versions, device, commit, start."""
     rows: tuple[Row, ...]
-    """The metrics by increasing step; lines of one step are joined."""
+    """The metrics by increasing step; lines with the same step are merged."""
     summary: Mapping[str, Any]
-    """How it ended."""
+    """How the run ended."""
     sample: Mapping[str, Any]
     """Generated text and attention maps."""
     troubles: Mapping[str, tuple[str, ...]]
-    """File name to sentences that say what could not be read."""
+    """File name to sentences about what could not be read."""
 
     @property
     def last_step(self) -> int | None:
-        """The last step that the metrics tell of."""
+        """The last step in the metrics."""
         return int(number(self.rows[-1]["step"]) or 0) if self.rows else None
 
 
@@ -103,7 +103,7 @@ def read_run(path: Path) -> RunData:
 
 
 def number(value: Any) -> float | None:
-    """A number as JSON may hold it, "nan" and "inf" included; None for anything else."""
+    """A number from JSON, also "nan", "inf" and "-inf"; None for anything else."""
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -138,7 +138,7 @@ def _settings(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[str, Ma
         return text, tomllib.loads(text)
     except (ValueError, OSError, RecursionError) as error:
         sentence = f"{path.name} is not readable as TOML ({_without_folder(error, path)})."
-        _note(troubles, path, f"{sentence} Its text stands below as it is." if text else sentence)
+        _note(troubles, path, f"{sentence} Its text is shown below." if text else sentence)
         return text, {}
 
 
@@ -147,7 +147,7 @@ def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[Row, ...
         return ()
     rows: dict[int, dict[str, float | tuple[float, ...]]] = {}
     bad: list[int] = []
-    cut = False
+    truncated = False
     try:
         stride = max(1, math.ceil(path.stat().st_size / _METRICS_LIMIT))
         for position, line in enumerate(_lines(path), 1):
@@ -155,28 +155,31 @@ def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[Row, ...
                 continue
             row = _row(line)
             if row is not None:
-                _join(rows, row)
+                _merge(rows, row)
             elif line.endswith(b"\n"):
                 bad.append(position)
             else:
-                cut = True
+                truncated = True
     except OSError as error:
         _note(troubles, path, f"{path.name} could not be read to its end ({error.strerror}).")
         stride = 1
     if stride > 1:
         _note(troubles, path, f"{path.name} is large: one training line in {stride} was read.")
-    if cut:
+    if truncated:
         _note(troubles, path, f"The last line of {path.name} was cut short and is left out.")
     if bad:
-        told = f"{pluralise(len(bad), 'line')} of {path.name} could not be read"
-        _note(troubles, path, f"{told}, the first is line {bad[0]:,}.")
+        count = pluralise(len(bad), "line")
+        first = f"the first is line {bad[0]:,}"
+        _note(troubles, path, f"{count} of {path.name} could not be read, {first}.")
     if not rows:
-        _note(troubles, path, f"{path.name} holds no measurement yet: {CONSEQUENCES[path.name]}.")
+        _note(
+            troubles, path, f"{path.name} contains no measurement yet: {CONSEQUENCES[path.name]}."
+        )
     return tuple(rows.values())
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines that are not blank; one without end comes in pieces that will not parse."""
+    """The lines that are not blank; a line that is too long comes in pieces that do not parse."""
     with path.open("rb") as file:
         while line := file.readline(_LINE_LIMIT):
             if line.strip():
@@ -195,7 +198,7 @@ def _row(line: bytes) -> dict[str, float | tuple[float, ...]] | None:
     for key, entry in value.items():
         if isinstance(entry, list):
             row[key] = _numbers(entry)
-            # One list a layer, such as a number a head: each under the number of its layer.
+            # One list per layer, such as one number per head, is stored under name/layer.
             for layer, inner in enumerate(entry[:_LAYERS_LIMIT]):
                 if isinstance(inner, list):
                     row[f"{key}/{layer}"] = _numbers(inner)
@@ -205,15 +208,15 @@ def _row(line: bytes) -> dict[str, float | tuple[float, ...]] | None:
 
 
 def _numbers(entries: list[Any]) -> tuple[float, ...]:
-    found = (number(one) for one in entries[:_LAYERS_LIMIT])
-    return tuple(math.nan if one is None else one for one in found)
+    numbers = (number(entry) for entry in entries[:_LAYERS_LIMIT])
+    return tuple(math.nan if value is None else value for value in numbers)
 
 
-def _join(
+def _merge(
     rows: dict[int, dict[str, float | tuple[float, ...]]],
     row: dict[str, float | tuple[float, ...]],
 ) -> None:
-    """Add a line; one that goes back in time is a resumed run, which replaces what came after."""
+    """Merges a row. A step before the last one means a resumed run, which replaces later rows."""
     step = int(number(row["step"]) or 0)
     while rows and next(reversed(rows)) > step:
         rows.popitem()
@@ -235,7 +238,7 @@ def _note(troubles: dict[str, tuple[str, ...]], path: Path, sentence: str) -> No
 
 
 def _without_folder(error: Exception, path: Path) -> str:
-    """The message without the folders above the run: a page is sent to other people."""
+    """The message without the folders above the run, since pages are sent to other people."""
     return str(error).replace(str(path), path.name)
 
 
@@ -247,26 +250,26 @@ _AXES = {"tokens": "train/tokens", "elapsed": "time/elapsed"}
 
 @dataclass(frozen=True)
 class Series:
-    """One measured quantity: values (N,) at steps (N,), increasing."""
+    """A column of the metrics: values (N,) at increasing steps (N,)."""
 
     steps: Numbers
     values: Numbers
 
     @property
     def finite(self) -> Numbers:
-        """The values that are numbers."""
+        """The values that are finite."""
         return self.values[np.isfinite(self.values)]
 
 
 def series(run: RunData, key: str) -> Series:
     """The column ``key``; rows without it are left out."""
-    found = [(row["step"], row[key]) for row in run.rows if isinstance(row.get(key), float)]
-    pairs = np.array(found, dtype=np.float64).reshape(-1, 2)
+    values = [(row["step"], row[key]) for row in run.rows if isinstance(row.get(key), float)]
+    pairs = np.array(values, dtype=np.float64).reshape(-1, 2)
     return Series(pairs[:, 0], pairs[:, 1])
 
 
 def layer_series(run: RunData, key: str) -> tuple[Numbers, Numbers]:
-    """A column with one number a layer: steps (N,), values (N, L); short rows end in NaN."""
+    """A column with one number per layer: steps (N,), values (N, L); short rows end in NaN."""
     rows: list[tuple[Row, tuple[float, ...]]] = []
     for row in run.rows:
         entry = row.get(key)
@@ -280,28 +283,27 @@ def layer_series(run: RunData, key: str) -> tuple[Numbers, Numbers]:
 
 
 def axis_values(run: RunData, steps: Numbers) -> dict[str, list[float]]:
-    """Where ``steps`` lie on each axis the run knows: step, tokens seen, seconds elapsed.
+    """``steps`` on every axis that the metrics have: steps, tokens, seconds elapsed.
 
-    Between two lines that tell, it is a straight line; before the first, one from step 0 at 0.
+    Values are interpolated linearly between lines of the metrics, from 0 at step 0.
     """
-    found = {"step": _exact(steps)}
+    axes = {"step": _exact(steps)}
     for axis, key in _AXES.items():
         known = series(run, key)
         sound = np.isfinite(known.values)
         if sound.any():
-            told = np.r_[0.0, known.steps[sound]], np.r_[0.0, known.values[sound]]
-            at = np.interp(steps, *told)
-            found[axis] = _exact(np.round(at, 3))
-    return found
+            nodes = np.r_[0.0, known.steps[sound]], np.r_[0.0, known.values[sound]]
+            axes[axis] = _exact(np.round(np.interp(steps, *nodes), 3))
+    return axes
 
 
 def chart_series(run: RunData, name: str, measured: Series) -> Mapping[str, Any]:
     """A series as ``lineChart`` of viewer.js takes it."""
-    kept = extremes(measured.values)
+    shown = extremes(measured.values)
     return {
         "name": name,
-        "x": axis_values(run, measured.steps[kept]),
-        "y": json_numbers(measured.values[kept]),
+        "x": axis_values(run, measured.steps[shown]),
+        "y": json_numbers(measured.values[shown]),
     }
 
 
@@ -313,19 +315,19 @@ def extremes(values: Numbers, spans: int = _SPANS) -> NDArray[np.intp]:
     """
     if len(values) <= 4 * spans:
         return np.arange(len(values))
-    kept: set[int] = set()
+    indices: set[int] = set()
     for span in np.array_split(np.arange(len(values)), spans):
         sound = np.isfinite(values[span])
         finite = span[sound]
-        kept.update((int(span[0]), int(span[-1])), span[~sound][:1].tolist())
+        indices.update((int(span[0]), int(span[-1])), span[~sound][:1].tolist())
         if len(finite):
-            kept.add(int(finite[np.argmin(values[finite])]))
-            kept.add(int(finite[np.argmax(values[finite])]))
-    return np.array(sorted(kept))
+            indices.add(int(finite[np.argmin(values[finite])]))
+            indices.add(int(finite[np.argmax(values[finite])]))
+    return np.array(sorted(indices))
 
 
 def even_indices(count: int, most: int) -> list[int]:
-    """At most ``most`` indices below ``count``, first and last among them.
+    """At most ``most`` indices below ``count``, with the first and the last.
 
     >>> even_indices(10, 4)
     [0, 3, 6, 9]
@@ -336,7 +338,7 @@ def even_indices(count: int, most: int) -> list[int]:
 
 
 def table_rows(columns: Sequence[Series], most: int = 40) -> list[list[float | None]]:
-    """Rows (step, value of each column or None) for a table, thinned but with every end."""
+    """Rows (step, value per column or None) for a table, thinned; the ends of columns are kept."""
     steps: set[float] = set()
     for column in columns:
         steps.update(column.steps[even_indices(len(column.steps), most)].tolist())
@@ -345,5 +347,5 @@ def table_rows(columns: Sequence[Series], most: int = 40) -> list[list[float | N
 
 
 def _exact(values: Numbers) -> list[float]:
-    """Numbers for JSON with all their digits: a step is not rounded."""
+    """Numbers for JSON with all their digits, integers without a fraction."""
     return [int(one) if one == int(one) else one for one in values.tolist()]

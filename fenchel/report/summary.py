@@ -1,9 +1,7 @@
-"""The first thing a reader wants: did it end well, and is it any good?
+"""The parts of a report that are mostly text: result, sample, settings, environment.
 
-Good is measured in bits per byte of text the model has not seen, because that number does not
-depend on the vocabulary, beside coders that anybody can run on the same text.
-
-The parts of a page that are words: the generated sample, the settings, the environment.
+The result is measured in bits per byte of held-out text, which does not depend on the vocabulary,
+beside baselines that need no neural network (``fenchel/evaluate/baseline.py``).
 """
 
 import math
@@ -36,17 +34,17 @@ STATUSES = {
     "interrupted": ("‖", "Interrupted"),
     "diverged": ("✗", "Diverged"),
 }
-"""What a summary may say, with a sign for those who do not see the colour, and a word."""
+"""Every status of a summary with a sign, since colour alone is not visible to all, and a word."""
 
 _UNKNOWN = ("?", "Unknown end")
 _COMPRESSORS = {"bzip2": "bzip2 -9", "gzip": "gzip -9", "xz": "xz -9"}
 _BASELINES = 12
-_BITS = 64.0  # per byte; no coder is worse
+_BITS = 64.0  # per byte; a larger value is not plausible
 _MEASURES = ("loss", "perplexity", "bits_per_byte")
 
 
 def header(run: RunData) -> Html:
-    """The head of the page: name, status, one sentence, and the reason if one was given."""
+    """The header of the page: name, status, one sentence, and the reason if there is one."""
     status = run.summary.get("status")
     kind = status if isinstance(status, str) and status in STATUSES else "unknown"
     sign, word = STATUSES.get(kind, _UNKNOWN)
@@ -55,13 +53,13 @@ def header(run: RunData) -> Html:
     )
     mark = element("span", "fenchel", class_="mark")
     reason = run.summary.get("reason")
-    said = isinstance(reason, str) and reason.strip()
+    has_reason = isinstance(reason, str) and reason.strip()
     return join(
         (
             element("p", mark, " training report", class_="over"),
             element("h1", shorten(run.name, 200)),
             element("p", badge, f" {_sentence(run, kind)}", class_="lead"),
-            element("p", shorten(str(reason), 2000), class_="reason") if said else None,
+            element("p", shorten(str(reason), 2000), class_="reason") if has_reason else None,
         ),
         "\n",
     )
@@ -75,11 +73,11 @@ def headline(run: RunData) -> Section:
     body = [notes(run.troubles.get("summary.json", ()))]
     bars: list[dict[str, Any]] = []
     if bits is None:
-        body.append(notes(["No evaluation was written: the model's bits per byte are not known."]))
+        body.append(notes(["There is no evaluation yet: the bits per byte are unknown."]))
     else:
         bars.append({"name": "this model", "value": bits, "ours": True})
-        told = f"bits per byte of unseen text{where}"
-        body.append(element("p", element("strong", format_number(bits)), told, class_="hero"))
+        unit = f"bits per byte of held-out text{where}"
+        body.append(element("p", element("strong", format_number(bits)), unit, class_="hero"))
     bars += [{"name": name, "value": value, "ours": False} for name, value in others]
     if bars:
         body.append(_beside(bars, _comparison(bits, others)))
@@ -93,25 +91,25 @@ def headline(run: RunData) -> Section:
 
 
 def validation(run: RunData) -> tuple[Mapping[str, float], str]:
-    """The evaluation the summary states, else the last in the metrics, and words for which."""
+    """The evaluation of the summary, else the last one of the metrics, and which step it is of."""
     stated = mapping(run.summary.get("validation"))
-    if found := _finite({name: stated.get(name) for name in _MEASURES}):
-        return found, ""
+    if measures := _finite({name: stated.get(name) for name in _MEASURES}):
+        return measures, ""
     for row in reversed(run.rows):
-        if found := _finite({name: row.get(f"validation/{name}") for name in _MEASURES}):
-            return found, f", at the last evaluation, step {format_number(number(row['step']))}"
+        if measures := _finite({name: row.get(f"validation/{name}") for name in _MEASURES}):
+            return measures, f", at the last evaluation, step {format_number(number(row['step']))}"
     return {}, ""
 
 
 def baselines(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """(name, bits per byte) of every baseline whose number can be one."""
+    """(name, bits per byte) of every baseline with a plausible value."""
     stated = _finite(mapping(summary.get("baselines")))
     sound = [(baseline_name(key), value) for key, value in stated.items() if 0 < value < _BITS]
     return sound[:_BASELINES]
 
 
 def baseline_name(key: str) -> str:
-    """What a baseline of the summary is called on the page.
+    """The name of a baseline on the page.
 
     >>> baseline_name("ngram5"), baseline_name("bzip2"), baseline_name("other")
     ('5-gram', 'bzip2 -9', 'other')
@@ -128,7 +126,7 @@ def _sentence(run: RunData, kind: str) -> str:
     if step is not None and "steps" in stated:
         where += f" of {format_number(stated['steps'])}"
     if kind == "running":
-        where += ", not ended when this page was written"
+        where += ", still running when this page was written"
     went = []
     if "parameters" in stated:
         went.append(f"{amount(stated['parameters'])} parameters")
@@ -143,7 +141,7 @@ def _beside(bars: list[dict[str, Any]], comparison: str) -> Html:
     rows = [(bar["name"], format_number(bar["value"])) for bar in bars]
     return picture(
         "baselines",
-        "Beside other coders of the same text",
+        "Compared with other coders of the same text",
         f"Bits per byte, lower is better. {comparison}",
         table(("coder", "bits per byte"), rows, caption="Bits per byte"),
     )
@@ -154,18 +152,18 @@ def _comparison(bits: float | None, others: list[tuple[str, float]]) -> str:
         return ""
     below = [f"{name} ({format_number(value)})" for name, value in others if bits < value]
     above = [f"{name} ({format_number(value)})" for name, value in others if bits >= value]
-    said = [f"below {join_words(below)}"] if below else []
-    said += [f"not below {join_words(above)}"] if above else []
-    return f"The model needs {format_number(bits)}{': ' if said else ''}{', '.join(said)}."
+    clauses = [f"below {join_words(below)}"] if below else []
+    clauses += [f"not below {join_words(above)}"] if above else []
+    return f"The model needs {format_number(bits)}{': ' if clauses else ''}{', '.join(clauses)}."
 
 
 def _numbers(run: RunData, measured: Mapping[str, float]) -> Html:
     entries = (
-        ("Perplexity", measured.get("perplexity"), "of a token"),
-        ("Loss", measured.get("loss"), "nats a token"),
+        ("Perplexity", measured.get("perplexity"), "per token"),
+        ("Loss", measured.get("loss"), "nats per token"),
         ("Best step", number(run.summary.get("best_step")), "by validation loss"),
         ("Skipped steps", _last(run, "train/skipped"), "loss or gradient not finite"),
-        ("Speed", _last(run, "time/tokens_per_second"), "tokens a second, last"),
+        ("Speed", _last(run, "time/tokens_per_second"), "tokens per second, at the end"),
     )
     return element(
         "dl",
@@ -187,8 +185,8 @@ def _last(run: RunData, key: str) -> float | None:
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     """Those of ``values`` that are finite numbers."""
-    found = ((str(key), number(value)) for key, value in values.items())
-    return {key: one for key, one in found if one is not None and math.isfinite(one)}
+    numbers = ((str(key), number(value)) for key, value in values.items())
+    return {key: x for key, x in numbers if x is not None and math.isfinite(x)}
 
 
 _TEXT = 20_000
@@ -196,15 +194,15 @@ _NESTED = 40
 
 
 def sample(run: RunData) -> Section:
-    """The prompt and what the model made of it, quoted."""
+    """The prompt and its generated continuation, quoted."""
     prompt, text = run.sample.get("prompt"), run.sample.get("text")
     if not isinstance(text, str):
-        missing = run.troubles.get("sample.json", ()) or ["sample.json holds no generated text."]
+        missing = run.troubles.get("sample.json", ()) or ["sample.json contains no generated text."]
         return Section(anchor="sample", title="Sample", body=notes(missing))
     body = join(
         (
             element(
-                "p", "What the model wrote after the prompt, which is in bold.", class_="about"
+                "p", "The prompt in bold, then the text that the model generated.", class_="about"
             ),
             element(
                 "blockquote",
@@ -219,7 +217,7 @@ def sample(run: RunData) -> Section:
 
 
 def settings(run: RunData) -> Section:
-    """Every setting by its table, the text it learned from, and the file as it stands."""
+    """Every setting by table, the training text, and the file itself."""
     tables = {name: value for name, value in run.config.items() if isinstance(value, Mapping)}
     loose = {name: value for name, value in run.config.items() if name not in tables}
     cards = [facts(loose, caption="run")] if loose else []
@@ -229,7 +227,7 @@ def settings(run: RunData) -> Section:
     ]
     text = mapping(run.summary.get("text"))
     if text:
-        cards.append(facts(text, caption="facts of the text"))
+        cards.append(facts(text, caption="training text"))
     whole = element("pre", shorten(run.config_text, _TEXT))
     body = [
         notes(run.troubles.get("config.toml", ())),
@@ -240,11 +238,11 @@ def settings(run: RunData) -> Section:
 
 
 def environment(run: RunData) -> Section:
-    """Where it ran."""
+    """Machine and versions."""
     body: Html = notes(run.troubles.get("environment.json", ()))
     if run.environment:
         values: Mapping[str, Any] = run.environment
         body = element("div", facts(values, caption="machine and versions"), class_="cards")
     elif not body:
-        body = notes(["environment.json is an empty object: the machine is not known."])
+        body = notes(["environment.json is an empty object: the machine is unknown."])
     return Section(anchor="environment", title="Environment", body=body)

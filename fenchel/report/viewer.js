@@ -1,28 +1,29 @@
-// Pictures of a run, drawn from plain data. No library, no request, no markup made of data.
+// Charts drawn from plain data: no library, no request, no markup made from data.
 //
 //   bars(host, {bars: [{name, value, ours}]})
 //   lineChart(host, {series: [{name, tone, x: {step}, y}], references: [{name, value}], log, zero}, state)
 //   strips(host, {x: {step}, layers: [[value]], names, last, least, most}, state)
-//   attention(host, {layers, heads, size, tokens, data}), of the next three:
-//   mapGrid, mapView, sentence(host, unpack(data), choice, changed)
+//   attention(host, {layers, heads, size, tokens, data}), which consists of
+//   mapGrid, mapView and sentence(host, unpack(data), choice, changed)
 //
-// Each gives a function that draws, also after a change of state.axis ("step", "tokens",
-// "elapsed"), width or colours. Weights are bytes round(255 sqrt p), choice {layer, head, query, key}.
+// Each returns a function that draws, again after a change of state.axis ("step", "tokens",
+// "elapsed"), width or colours. Weights are bytes round(255 sqrt p); choice is
+// {layer, head, query, key}.
 
-const SVG = "http://www.w3.org/2000/svg"; // a name, never fetched
+const SVG = "http://www.w3.org/2000/svg"; // a namespace, never fetched
 const SHAPES = ["svg", "g", "path", "line", "rect", "circle", "text"];
 
 function node(name, attributes = {}, ...children) {
-	const made = SHAPES.includes(name) ? document.createElementNS(SVG, name) : document.createElement(name);
-	for (const key in attributes) made.setAttribute(key, attributes[key]);
-	made.append(...children);
-	return made;
+	const element = SHAPES.includes(name) ? document.createElementNS(SVG, name) : document.createElement(name);
+	for (const key in attributes) element.setAttribute(key, attributes[key]);
+	element.append(...children);
+	return element;
 }
 const box = (name, ...children) => node("div", { class: name }, ...children);
 const output = () => node("output", { class: "readout" });
 const range = (count) => Array.from({ length: count }, (_, i) => i);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-const wide = (host) => Math.max(host.clientWidth, 240);
+const widthOf = (host) => Math.max(host.clientWidth, 240);
 
 function digits(value) {
 	if (value === null) return "not finite";
@@ -31,7 +32,7 @@ function digits(value) {
 	return size < 1000 ? String(+value.toPrecision(4)) : Math.round(value).toLocaleString("en");
 }
 
-function brief(value) {
+function compact(value) {
 	const size = Math.abs(value);
 	if (size && (size < 1e-3 || size >= 1e12)) return value.toExponential(0);
 	for (const [unit, prefix] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit) return +(value / unit).toFixed(2) + prefix;
@@ -45,8 +46,8 @@ function clock(seconds) {
 }
 
 const AXES = {
-	step: { name: "step", long: digits, short: (n) => (n < 1e4 ? digits(n) : brief(n)) },
-	tokens: { name: "tokens", long: brief, short: brief },
+	step: { name: "step", long: digits, short: (n) => (n < 1e4 ? digits(n) : compact(n)) },
+	tokens: { name: "tokens", long: compact, short: compact },
 	elapsed: { name: "time", long: clock, short: clock, sixty: true },
 };
 function axisOf(x, state) {
@@ -75,8 +76,8 @@ function scale(low, high, from, to, log) {
 
 const nearest = (places, value) => places.reduce((best, place, i) => (Math.abs(place - value) < Math.abs(places[best] - value) ? i : best), 0);
 
-// Arrow keys, Home and End as (right, down).
-function steer(element, move) {
+// Calls move(right, down) on arrow keys, Home and End.
+function onArrows(element, move) {
 	const keys = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-1e9, 0], End: [1e9, 0] };
 	element.addEventListener("keydown", (event) => {
 		if (!keys[event.key] || event.altKey || event.ctrlKey || event.metaKey) return;
@@ -85,8 +86,8 @@ function steer(element, move) {
 	});
 }
 
-// The pointer as shares (across, down) of the element.
-function follow(element, move) {
+// Calls move(across, down) with the pointer's place as shares of the element.
+function onMove(element, move) {
 	for (const kind of ["pointermove", "pointerdown"])
 		element.addEventListener(kind, (event) => {
 			const at = element.getBoundingClientRect();
@@ -110,8 +111,8 @@ function shade(ramp, t) {
 
 const css = (rgb) => `rgb(${rgb.join(" ")})`;
 
-function prepare(canvas, width, height) {
-	const ratio = Math.max(2, devicePixelRatio); // paper is finer than a screen
+function context(canvas, width, height) {
+	const ratio = Math.max(2, devicePixelRatio); // for print
 	Object.assign(canvas, { width: width * ratio, height: height * ratio });
 	const pen = canvas.getContext("2d");
 	pen.scale(ratio, ratio);
@@ -125,9 +126,9 @@ const rampBar = (low, high) => node("p", { class: "ramp" }, ...(low === high ? [
 export function bars(host, data) {
 	const most = Math.max(...data.bars.map((bar) => bar.value), 1e-12);
 	return () => {
-		const width = wide(host), row = 40, gutter = Math.min(110, width * 0.34), room = width - gutter - 58;
-		const told = data.bars.map((bar) => `${bar.name} ${digits(bar.value)}`).join(", ");
-		const chart = frame(width, data.bars.length * row, { role: "img", "aria-label": told });
+		const width = widthOf(host), row = 40, gutter = Math.min(110, width * 0.34), room = width - gutter - 58;
+		const label = data.bars.map((bar) => `${bar.name} ${digits(bar.value)}`).join(", ");
+		const chart = frame(width, data.bars.length * row, { role: "img", "aria-label": label });
 		data.bars.forEach(({ name, value, ours }, i) => {
 			const y = (i + 0.5) * row, length = Math.max((value / most) * room, 1), kind = ours ? "ours" : "";
 			chart.append(
@@ -146,11 +147,11 @@ export function lineChart(host, data, state) {
 	references.forEach((one, i) => key(`r${i % 3}`, `${one.name} ${digits(one.value)}`));
 	host.replaceChildren(legend, plot, readout);
 	const drawable = (y) => y !== null && (!log || y > 0);
-	let at = null; // the chosen index; null is the end
+	let at = null; // the chosen index; null is the last
 
 	return () => {
 		const { axis, name, long, short, sixty } = axisOf(series[0].x, state);
-		const width = wide(plot), height = width > 700 ? 300 : 200;
+		const width = widthOf(plot), height = width > 700 ? 300 : 200;
 		const left = 46, right = width - 14, top = 10, bottom = height - 30;
 		const xs = series.flatMap((one) => one.x[axis]), first = Math.min(...xs), end = Math.max(...xs);
 		const ys = series.flatMap((one) => one.y).concat(references.map((one) => one.value)).filter(drawable);
@@ -164,7 +165,7 @@ export function lineChart(host, data, state) {
 		const dot = (one, j, r) => node("circle", { cx: X(one.x[axis][j]), cy: Y(one.y[j]), r, class: `dot s${one.tone}` });
 
 		for (const y of (log ? logTicks : ticks)(low, high, height / 45))
-			chart.append(level(y, "rule"), node("text", { x: left - 8, y: Y(y), class: "end" }, brief(y)));
+			chart.append(level(y, "rule"), node("text", { x: left - 8, y: Y(y), class: "end" }, compact(y)));
 		for (const x of ticks(first, end, width / 110, sixty))
 			chart.append(node("text", { x: X(x), y: bottom + 18, class: X(x) > right - 20 ? "end" : "middle" }, short(x)));
 		references.forEach((one, i) => chart.append(level(one.value, `reference r${i % 3}`)));
@@ -193,9 +194,9 @@ export function lineChart(host, data, state) {
 			readout.textContent = `${name} ${long(here)}: ${words.join(", ")}`;
 		}
 		chart.append(mark);
-		follow(chart, (x) => point(nearest(guide.map(X), x * width)));
+		onMove(chart, (x) => point(nearest(guide.map(X), x * width)));
 		chart.addEventListener("pointerleave", () => point(null));
-		steer(chart, (right) => point(clamp((at ?? count - 1) + right * Math.ceil(count / 200), 0, count - 1)));
+		onArrows(chart, (right) => point(clamp((at ?? count - 1) + right * Math.ceil(count / 200), 0, count - 1)));
 		plot.replaceChildren(chart);
 		point(at);
 	};
@@ -210,9 +211,9 @@ export function strips(host, data, state) {
 
 	function draw() {
 		const { axis, name, long, short, sixty } = axisOf(data.x, state), paint = colours();
-		const width = wide(host), right = width - 54, height = count * row + 26, pen = prepare(canvas, width, height);
+		const width = widthOf(host), right = width - 54, height = count * row + 26, pen = context(canvas, width, height);
 		const [first, second] = data.x[axis], before = first - (second - first || 1);
-		const edges = [first > 0 ? Math.max(before, 0) : before, ...data.x[axis]]; // a measurement ends its span
+		const edges = [first > 0 ? Math.max(before, 0) : before, ...data.x[axis]]; // a value stands at the end of its span
 		const X = scale(edges[0], edges[columns], left, right), heat = scale(data.least, data.most, 0, 1);
 		data.layers.forEach((values, i) => {
 			values.forEach((value, j) => {
@@ -238,9 +239,9 @@ export function strips(host, data, state) {
 		[column, layer] = [clamp(j, 0, columns - 1), clamp(i, 0, count - 1)];
 		draw();
 	}
-	follow(canvas, (x, y) => move(...place(x, y)));
+	onMove(canvas, (x, y) => move(...place(x, y)));
 	for (const event of ["pointerleave", "focus", "blur"]) canvas.addEventListener(event, draw);
-	steer(canvas, (right, down) => move(column + right, layer + down));
+	onArrows(canvas, (right, down) => move(column + right, layer + down));
 	return draw;
 }
 
@@ -248,16 +249,16 @@ export function strips(host, data, state) {
 
 export function unpack(data) {
 	const bytes = Uint8Array.from(atob(data.data), (letter) => letter.charCodeAt(0)), area = data.size ** 2;
-	const map = (i) => bytes.subarray(i * area, (i + 1) * area); // the heads of a layer follow each other
+	const map = (i) => bytes.subarray(i * area, (i + 1) * area); // layer-major
 	const at = ({ layer, head, query }, key) => map(layer * data.heads + head)[query * data.size + key];
 	const strongest = (choice) => range(data.size).reduce((best, key) => (at(choice, key) > at(choice, best) ? key : best), 0);
 	return { ...data, map, at, strongest, weight: (choice, key) => ((at(choice, key) / 255) ** 2).toFixed(3) };
 }
 
-const seen = (token) => token.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "∅";
-const quoted = (token) => node("bdi", { class: "token" }, seen(token));
+const visible = (token) => token.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "∅";
+const quoted = (token) => node("bdi", { class: "token" }, visible(token));
 
-// A map, a pixel a weight; with more tokens than pixels, the greatest weight of each block.
+// One pixel per weight; the largest of each block if tokens exceed pixels.
 function paintMap(canvas, bytes, size, most) {
 	const side = Math.min(size, most), greatest = new Uint8Array(side * side), image = new ImageData(side, side);
 	const { ramp } = colours(), colour = range(256).map((b) => [...shade(ramp, b / 255), 255]);
@@ -273,13 +274,13 @@ function paintMap(canvas, bytes, size, most) {
 
 const radio = (attributes, child) => node("button", { type: "button", role: "radio", ...attributes }, child);
 
-// Radio buttons with one stop for the Tab key; the arrow keys go on from there.
-function rove(host, label, items, columns, go) {
+// Radio buttons with a roving tabindex: one stop of the Tab key, arrow keys between them.
+function roving(host, label, items, columns, go) {
 	host.setAttribute("role", "radiogroup");
 	host.setAttribute("aria-label", label);
 	items.forEach((item, i) => {
 		item.addEventListener("click", () => go(i));
-		steer(item, (right, down) => {
+		onArrows(item, (right, down) => {
 			const next = clamp(i + right + down * columns, 0, items.length - 1);
 			go(next);
 			items[next].focus();
@@ -298,7 +299,7 @@ export function mapGrid(host, maps, choice, changed) {
 	host.style.gridTemplateColumns = `auto repeat(${heads}, minmax(0, 6.5rem))`;
 	host.append(node("span"), ...range(heads).map((i) => title("head", i)));
 	for (const i of range(layers)) host.append(title("layer", i), ...cells.slice(i * heads, (i + 1) * heads));
-	const check = rove(host, "Layer and head", cells, heads, (i) => {
+	const check = roving(host, "Layer and head", cells, heads, (i) => {
 		Object.assign(choice, { layer: Math.floor(i / heads), head: i % heads });
 		choice.key = maps.strongest(choice);
 		changed();
@@ -309,9 +310,9 @@ export function mapGrid(host, maps, choice, changed) {
 }
 
 export function mapView(host, maps, choice, changed) {
-	const { size, tokens } = maps, labels = tokens.map(seen), canvas = node("canvas", operable(host)), picture = node("canvas");
+	const { size, tokens } = maps, labels = tokens.map(visible), canvas = node("canvas", operable(host)), picture = node("canvas");
 	host.append(canvas);
-	let gutter = 0, span = 1; // where the map begins and how far it goes, as shares of the width
+	let gutter = 0, span = 1; // start and extent of the map, as shares of the width
 	let painted;
 
 	function move(toKey, toQuery) {
@@ -320,20 +321,20 @@ export function mapView(host, maps, choice, changed) {
 		Object.assign(choice, { key, query });
 		changed();
 	}
-	follow(canvas, (x, y) => {
+	onMove(canvas, (x, y) => {
 		const [key, query] = [x, y].map((share) => Math.floor(((share - gutter) / span) * size));
 		if (key >= 0 && query >= 0) move(key, query);
 	});
-	steer(canvas, (right, down) => move(choice.key + right, choice.query + down));
+	onArrows(canvas, (right, down) => move(choice.key + right, choice.query + down));
 
 	return () => {
-		const width = wide(host), pen = prepare(canvas, width, width), paint = colours();
+		const width = widthOf(host), pen = context(canvas, width, width), paint = colours();
 		const edge = Math.min(Math.max(...labels.map((text) => pen.measureText(text).width)) + 8, width * 0.2);
 		const cell = (width - edge - 6) / size, skip = Math.ceil(11 / cell), place = (i) => edge + i * cell;
 		[gutter, span] = [edge / width, (cell * size) / width];
-		const wanted = [choice.layer, choice.head, paint.ramp].join();
-		if (painted !== wanted) paintMap(picture, maps.map(choice.layer * maps.heads + choice.head), size, size);
-		painted = wanted;
+		const drawn = [choice.layer, choice.head, paint.ramp].join();
+		if (painted !== drawn) paintMap(picture, maps.map(choice.layer * maps.heads + choice.head), size, size);
+		painted = drawn;
 		pen.imageSmoothingEnabled = false;
 		pen.drawImage(picture, edge, edge, cell * size, cell * size);
 		function label(i, chosen, upright) {
@@ -362,9 +363,9 @@ export function mapView(host, maps, choice, changed) {
 }
 
 export function sentence(host, maps, choice, changed) {
-	const items = maps.tokens.map((token) => radio({}, token.trim() ? token : seen(token)));
+	const items = maps.tokens.map((token) => radio({}, token.trim() ? token : visible(token)));
 	host.append(...items);
-	const check = rove(host, "The token that looks", items, 1, (query) => {
+	const check = roving(host, "Query token", items, 1, (query) => {
 		choice.query = query;
 		choice.key = maps.strongest(choice);
 		changed();
@@ -389,11 +390,11 @@ export function attention(host, data) {
 	fold.append(box("scroll", table));
 	host.replaceChildren(box("maps", grid, view, box("map-row", readout, words, fold)));
 
-	const looking = () => [`Layer ${choice.layer + 1}, head ${choice.head + 1}: `, quoted(data.tokens[choice.query]), " looks at "];
+	const prefix = () => [`Layer ${choice.layer + 1}, head ${choice.head + 1}: `, quoted(data.tokens[choice.query]), " attends to "];
 	function tabulate() {
 		if (!fold.open) return;
 		const row = (kind, ...cells) => node("tr", {}, ...cells.map((cell) => node(kind, {}, cell)));
-		table.replaceChildren(node("caption", {}, ...looking()), node("thead", {}, row("th", "key", "token", "weight")),
+		table.replaceChildren(node("caption", {}, ...prefix()), node("thead", {}, row("th", "key", "token", "weight")),
 			node("tbody", {}, ...data.tokens.map((token, key) => row("td", key, quoted(token), maps.weight(choice, key)))));
 	}
 	function changed() {
@@ -401,7 +402,7 @@ export function attention(host, data) {
 		drawView();
 		drawWords();
 		tabulate();
-		readout.replaceChildren(...looking(), quoted(data.tokens[choice.key]), ` with weight ${maps.weight(choice, choice.key)}`);
+		readout.replaceChildren(...prefix(), quoted(data.tokens[choice.key]), ` with weight ${maps.weight(choice, choice.key)}`);
 	}
 	const [drawGrid, drawView, drawWords] = [[mapGrid, grid], [mapView, view], [sentence, words]].map(([make, at]) => make(at, maps, choice, changed));
 	view.append(rampBar("0", "1, square-root scale"));

@@ -188,7 +188,7 @@ def test_every_figure_has_its_numbers_in_a_table_without_the_script_too(
         browser.find("figure summary").click()
         assert table.is_displayed()
         if name != "reliability":
-            assert "script" in browser.text("noscript p")
+            assert "Every number is also in a table." in browser.text("noscript p")
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
@@ -332,7 +332,7 @@ def test_a_measure_of_every_head_is_chosen_and_read(
     browser.focused().send_keys(Keys.ARROW_LEFT)
     assert browser.focused().text == "sigma v"
     assert "sigma v" in browser.text(f"{heads} .readout")
-    browser.hover(f"{heads} canvas", 0.2, 0.1)
+    browser.hover(f"{heads} canvas", 0.08, 0.1)
     assert browser.text(f"{heads} .readout").startswith("layer 1, head 1: sigma v ")
 
 

@@ -277,7 +277,7 @@ def test_a_run_that_diverged_shows_where_and_draws_the_rest(
     [
         ("finished", "Finished at step"),
         ("interrupted", "Interrupted at step"),
-        ("running", "not ended when this page was written"),
+        ("running", "still running when this page was written"),
         ("odd", "Unknown end at step"),
     ],
 )
@@ -295,7 +295,7 @@ def test_without_a_summary_the_last_evaluation_stands_in(
     (folder / "summary.json").unlink()
     found = outline(written(folder))
     assert (
-        "1.647bits per byte of unseen text, at the last evaluation, step 1,000"
+        "1.647bits per byte of held-out text, at the last evaluation, step 1,000"
         in found.text["main"][0]
     )
     assert "Unknown end at step 1,000." in found.text["header"][0]
