@@ -53,6 +53,7 @@ from fenchel.files import (
 from fenchel.model.families.config_reader import CONFIG
 
 FORMAT = 2
+"""The format of a run directory and of its checkpoints."""
 CHECKPOINTS = "checkpoints"
 OPTIMISER, STATE = "optimiser.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d+)(\.damaged)?")
@@ -183,18 +184,25 @@ def check(folder: Path) -> None:
     """Refuse a checkpoint with a byte out of place, of another format or of another step."""
     manifest = verify(folder)
     version, step = manifest.get("format"), manifest.get("step")
-    if isinstance(version, int) and version > FORMAT:
-        raise ValueError(
-            f"{folder} has format {version}, this fenchel reads format {FORMAT}; "
-            "use the newer fenchel that wrote it."
-        )
-    if isinstance(version, int) and version < FORMAT:
-        raise ValueError(
-            f"{folder} has format {version}, this fenchel reads format {FORMAT}; "
-            "use the older fenchel that wrote it, or train again."
-        )
-    if version != FORMAT or step != _step_of(folder):
+    if type(version) is not int:
+        raise Damaged(f"{folder} has no format.")
+    require_format(version, folder)
+    if step != _step_of(folder):
         raise Damaged(f"{folder} holds step {step} of format {version}, not what its name says.")
+
+
+def require_format(version: int, path: Path) -> None:
+    """Refuse a run of another format than ``FORMAT``: it may mean other things by the same names.
+
+    >>> require_format(2, Path("runs/a"))
+    """
+    if version > FORMAT:
+        advice = "use the newer fenchel that wrote it"
+    elif version < FORMAT:
+        advice = "use the older fenchel that wrote it, or train again"
+    else:
+        return
+    raise ValueError(f"{path} has format {version}, this fenchel reads format {FORMAT}; {advice}.")
 
 
 def folders(checkpoints: Path) -> list[Path]:

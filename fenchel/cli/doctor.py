@@ -89,7 +89,6 @@ def backends() -> dict[str, str]:
 def soundness(directory: Path) -> dict[str, str]:
     """Each sealed folder of a run directory, "intact" or what is wrong with it."""
     from fenchel.checkpoints import run_checkpoint
-    from fenchel.files import Damaged
     from fenchel.pipeline import open_corpus
     from fenchel.train import RunDir
 
@@ -100,7 +99,7 @@ def soundness(directory: Path) -> dict[str, str]:
         try:
             run_checkpoint.check(folder)
             found[folder.name] = "intact"
-        except Damaged as error:
+        except ValueError as error:  # damaged, or of another format
             found[folder.name] = str(error)
     try:
         open_corpus(directory)

@@ -27,10 +27,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, FORMAT, require_format
 from fenchel.config import to_toml
 from fenchel.files import LOCK, Damaged, NoSpace, naming_space, sync, write_atomic
-
-FORMAT = 1
 
 
 class RunDir:
@@ -38,7 +37,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.metrics = path / "metrics.jsonl"
         self._unwritten = b""
 
@@ -89,12 +88,8 @@ class RunDir:
             raise Damaged(f"{path} cannot be read ({error}).") from None
         version = settings.pop("format", None)
         if type(version) is not int or version < 1:
-            raise Damaged(f"{path} does not say its format; it should begin with format = 1.")
-        if version > FORMAT:
-            raise ValueError(
-                f"{self.path} has format {version}, this fenchel reads up to {FORMAT}; "
-                "use the newer fenchel that wrote it."
-            )
+            raise Damaged(f"{path} has no format; it should begin with format = {FORMAT}.")
+        require_format(version, self.path)
         return settings
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:

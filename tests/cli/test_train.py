@@ -41,7 +41,7 @@ def test_every_log_line_tells_the_health_of_each_layer(run_directory: Path) -> N
 
 def test_the_settings_kept_are_complete(run_directory: Path) -> None:
     kept = tomllib.loads((run_directory / "config.toml").read_text())
-    assert kept["format"] == 1
+    assert kept["format"] == 2
     assert kept["train"]["steps"] == 20
     assert kept["model"]["vocabulary"] <= 300
     assert kept["optim"]["optimiser"] == "muon"

@@ -183,8 +183,8 @@ def test_a_log_that_was_cut_is_said_and_the_weights_do_not_mind(
 
 def test_a_run_of_a_newer_fenchel_is_refused_in_one_sentence(lab: Any, halfway: Path) -> None:
     path = halfway / "config.toml"
-    path.write_text(path.read_text().replace("format = 1", "format = 2"))
+    path.write_text(path.read_text().replace("format = 2", "format = 3"))
     ended = lab.resume(halfway)
     assert ended.code == 2
     assert ended.said.startswith("fenchel: ")
-    assert "has format 2, this fenchel reads up to 1" in ended.said
+    assert "has format 3, this fenchel reads format 2; use the newer" in ended.said

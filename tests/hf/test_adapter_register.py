@@ -168,7 +168,9 @@ def test_attention_and_mask_stand_under_one_name() -> None:
     assert "fenchel-test" not in AttentionMaskInterface()
 
 
-@pytest.mark.parametrize("name", ["", "someone/kernel", "paged|x", "a@b", "eager", "sdpa"])
+@pytest.mark.parametrize(
+    "name", ["", "someone/kernel", "paged|x", "a@b", "eager", "sdpa", "_fenchel-1"]
+)
 def test_names_that_mean_something_else_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="name"):
         register(name)

@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.models.opt.modeling_opt import OPTAttention
 
 from fenchel.attention import Causal, Window
+from fenchel.checkpoints import directory
 from fenchel.checkpoints.directory import open_directory, read_tokenizer
+from fenchel.choice import Entmax
+from fenchel.hf import register, unregister
 from fenchel.inspection import ForwardTrace, open_model
 from fenchel.inspection.foreign_model import ForeignModel, open_foreign
 
@@ -80,3 +85,50 @@ def test_norms_and_branches_are_found_inside_the_blocks(save: Save, ids: Tensor)
         assert (block.mlp_branch is None) == (family == "bert")  # its MLP is in two parts
         if block.mlp_branch is not None:  # dropout maps the stream too, to itself
             assert not torch.equal(block.mlp_branch.f(block.mlp_branch.x), block.mlp_branch.x)
+
+
+def test_a_name_that_a_user_registered_survives_an_inspection(save: Save, ids: Tensor) -> None:
+    register("fenchel", Entmax(1.5))
+    try:
+        before = AttentionInterface()["fenchel"], AttentionMaskInterface()["fenchel"]
+        read(save("opt"), ids)
+        assert (AttentionInterface()["fenchel"], AttentionMaskInterface()["fenchel"]) == before
+        assert before[0].choice == Entmax(1.5)
+    finally:
+        unregister("fenchel")
+
+
+def test_a_keyword_that_is_not_known_stops_an_inspection(
+    save: Save, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = opened(save("opt"))
+    real = OPTAttention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(self, *args, **kwargs, tree_mask=torch.ones(1))
+
+    monkeypatch.setattr(OPTAttention, "forward", forward)
+    with pytest.raises(ValueError, match="OPTAttention passes tree_mask to its attention"):
+        subject.trace(ids)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_settings_and_headers_are_read_once(
+    family: str, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By fenchel; transformers reads the files of a family that only it has once more."""
+    paths: list[Path] = []
+
+    def counted(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def reader(path: Path) -> Any:
+            paths.append(path)
+            return read(path)
+
+        return reader
+
+    folder = save(family)
+    for name in ("read_json", "read_header", "load_tokenizer"):
+        monkeypatch.setattr(directory, name, counted(getattr(directory, name)))
+    open_model(folder)
+    files = ("config.json", "model.safetensors", "tokenizer.json")
+    assert sorted(paths) == sorted(folder / name for name in files)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fenchel.checkpoints.run_checkpoint import FORMAT
 from fenchel.files import Damaged, NoSpace
 from fenchel.train import RunDir
 
@@ -77,12 +78,12 @@ def test_settings_come_back(run: RunDir) -> None:
     settings = {"seed": 3, "train": {"batch": 4, "log": ["tensorboard"], "clip": 1.0}}
     run.write_settings(settings)
     assert run.read_settings() == settings
-    assert tomllib.loads((run.path / "config.toml").read_text())["format"] == 1
+    assert tomllib.loads((run.path / "config.toml").read_text())["format"] == FORMAT
 
 
 def test_a_newer_format_is_refused_in_one_sentence(run: RunDir) -> None:
-    (run.path / "config.toml").write_text("format = 2\n[future]\nkey = 1\n")
-    with pytest.raises(ValueError, match=r"has format 2, this fenchel reads up to 1"):
+    (run.path / "config.toml").write_text("format = 3\n[future]\nkey = 1\n")
+    with pytest.raises(ValueError, match="has format 3, this fenchel reads format 2"):
         run.read_settings()
 
 

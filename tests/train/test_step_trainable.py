@@ -13,7 +13,7 @@ from fenchel.data import Batches
 from fenchel.model import Transformer
 from fenchel.optim import OptimConfig, build_optimiser, build_schedule
 from fenchel.train import Loop, RunDir, Stepper, Trainable, TrainConfig
-from tests.train.conftest import Ear
+from tests.conftest import Ear
 
 V, M = 13, 6
 
