@@ -22,6 +22,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
 
 from fenchel.cli import reliability
 from fenchel.evaluate import Confidence, outcomes, summarise
@@ -112,6 +113,12 @@ class Browser:
             """,
             self.find(selector),
         )
+
+    def colours_after(self, selector: str, before: list[int]) -> list[int]:
+        """The colours once they differ from ``before``: a new scheme arrives as an event."""
+        waiting = WebDriverWait(self.driver, 10, poll_frequency=0.05)
+        waiting.until(lambda _: self.colours(selector) != before)
+        return self.colours(selector)
 
     def focused(self) -> WebElement:
         return self.driver.switch_to.active_element
@@ -344,11 +351,11 @@ def test_a_change_of_colour_scheme_repaints_what_is_drawn(
     light = browser.colours(canvas)
     assert len(light) == 30  # a ramp, not one flat colour
     browser.set_scheme("dark")
-    dark = browser.colours(canvas)
+    dark = browser.colours_after(canvas, light)
     assert len(dark) == 30
     assert set(dark).isdisjoint(light)
     browser.set_scheme("light")
-    assert browser.colours(canvas) == light
+    assert browser.colours_after(canvas, dark) == light
 
 
 def test_the_reliability_diagram_draws_every_bin(browser: Browser, pages: dict[str, Path]) -> None:
