@@ -261,7 +261,7 @@ def frozen_derivative(
     if keep:
         r = J.rows
         q, k = (x.view(*r.lead, *x.shape[1:]) for x in (r.q, r.k))
-        J.rows = Kept(q, k, r.choice, r.prior, r.scale, strip * r.H * r.S, r.softcap)
+        J.rows = Kept(q, k, r.spec, strip * r.H * r.S)
     return J
 
 

@@ -1,34 +1,46 @@
-"""How far self-attention can move anywhere in a ball: two sure bounds, and the lesser counts.
+"""Bounds on the Jacobian of self-attention that hold everywhere in a ball of inputs.
 
-One head, tokens x_j within ``token`` = r of where they are, s_ij the spread of the choice (p_ij for
-softmax), y_ij = x_j less the s_i-mean; V, M the value and score matrices (scores x_i^T M x_j).
+One head. Queries, keys and values are affine in their token, and queries and keys may be rotated
+by position (RoPE):
 
-Scores. Up to a shift of the row, which does nothing, score ij moves by at most
-    e_ij = r (|M y_ij| + |M^T x_i|) + r^2 |M|,
+    q_i = R_i (W_Q^T x_i + b_Q) = A_i x_i + ...,    k_j = B_j x_j + ...,    v_j = V x_j + ...
+
+Tokens move by at most r = ``token`` each. Scores are scale q_i . k_j, s_ij is the spread of the
+choice (p_ij for softmax), and k-_i, v-_i are the s_i-means of keys and values in row i. Below, the
+factor beta scale belongs to A_i, and M bounds the norms |A_i^T B_j|_2 of all pairs.
+
+Scores. Up to a shift of the row, which changes no weight, score ij moves by at most
+    e_ij = r (|A_i^T (k_j - k-_i)| + |B_j^T q_i|) + r^2 M,
 and weights rise with their own score and fall with the others, so every p'_ij lies between values
 at corners of that box. s' follows from p', and |s'_ij - s_ij| <= d_ij.
 
-Moments. For weights w: c_V(w) = |sum_j w_j V y_j (V y_j)^T|_2, c_M(w) the same with M. A covariance
-about its own mean is the least, and moving tokens changes its root by at most a_i, with
-a_i = r sqrt(sum_j s'_ij):
-    |V C'_i V^T|^(1/2) <= c_V(s_max)^(1/2) + a_i |V|  =: g_i,     |M C'_i M^T|^(1/2) <= ... =: h_i.
+Moments. For weights w: c_V(w) = |sum_j w_j (v_j - v-_i)(v_j - v-_i)^T|_2, and c_K(w) the same with
+A_i^T (k_j - k-_i). A covariance about its own mean is the least, and moving tokens changes its
+root by at most a_i |V| or a_i M, with a_i = r sqrt(sum_j s'_ij):
+    |C'_V|^(1/2) <= c_V(s_max)^(1/2) + a_i |V|  =: g_i,     |C'_K|^(1/2) <= ... + a_i M  =: h_i.
 
 Bound A, anywhere: mixing, query and key of the covariance bound with every quantity at its largest,
-    |V| |p_max|_2 + max_i g_i h_i + K(s_max g^2) + |M| (max_j sum_i s_max g_i^2 r^2)^(1/2),
-    K(w)^2 = max_j lambda_max( sum_i w_ij (M^T x_i)(M^T x_i)^T ).
+    |V| |p_max|_2 + max_i g_i h_i + K(s_max g^2) + M (max_j sum_i s_max g_i^2 r^2)^(1/2),
+    K(w)^2 = max_j lambda_max( sum_i w_ij (B_j^T q_i)(B_j^T q_i)^T ).
 
-Bound B, from the centre: the exact norm there, plus what bounds the change of each term,
+Bound B, from the centre: the exact norm there, plus bounds of the change of each term,
     mixing  |V| |d_p|_2
-    query   max_i  a_i (|M| c_V^(1/2) + |V| c_M^(1/2)) + a_i^2 |V| |M|
-                   + (c_V(d) c_M(d))^(1/2) (1 + sum_j d_ij / sum_j s'_ij)
-    key     |M| (...)^(1/2) as in A  +  |V| K(s_max a^2)
+    query   max_i  a_i (M c_V^(1/2) + |V| c_K^(1/2)) + a_i^2 |V| M
+                   + (c_V(d) c_K(d))^(1/2) (1 + sum_j d_ij / sum_j s'_ij)
+    key     M (...)^(1/2) as in A  +  |V| K(s_max a^2)
                    + K(d c_V(d)) + K(s_max c_V(d) sum d / sum s').
 
-B tends to the exact value as r -> 0, A is the better one for large r. In the norm max_i |x_i| the
-same pieces give max_i |V| + g_i h_i + g_i (sum_j s')^(1/2) (|M^T x_i| + r |M|), free of n.
+B tends to the exact value as r -> 0, A is the smaller one for large r. In the norm max_i |x_i| the
+same pieces give max_i |V| + g_i h_i + g_i (sum_j s')^(1/2) (max_j |B_j^T q_i| + r M), free of n.
 
-Softmax, and Tsallis choices with alpha <= 2, whose spread rises with the weight; others have no
-bound here. O(n^2 d^2) time and O(n^2) memory a head. Derivation: docs/maths/sensitivity.md.
+Rotations enter through A_i and B_j alone: in row i the keys are seen through A_i^T, in column j the
+queries through B_j^T. Without rotations A_i = A and B_j = B, and these are the formulas of
+docs/maths/sensitivity.md. For consecutive positions A_i^T B_j depends on j - i, and M is the
+largest of 2 n - 1 norms; for others M = |A| |B|.
+
+Softmax, and Tsallis choices with alpha <= 2, whose spread rises with the weight; for other choices
+the bounds are infinite. O(n^2 d^2) time and O(n^2) memory per head. Derivation:
+docs/maths/sensitivity.md.
 """
 
 from typing import NamedTuple
@@ -36,7 +48,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.attention import Prior
+from fenchel.attention import AttentionSpec
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.bounds.covariance import factor
@@ -47,18 +59,18 @@ _BLOCK = 1 << 21  # numbers in one (H, t, n, d) tensor
 
 
 class HeadBounds(NamedTuple):
-    """What holds everywhere in a ball, for each head: (H,)."""
+    """Bounds that hold everywhere in a ball, per head: (H,)."""
 
     upper: Tensor
-    """The largest spectral norm, by A."""
+    """Of the spectral norm |J'|_2, by A."""
     variation: Tensor
-    """The largest |J' - J|_2 against the centre, by B."""
+    """Of |J' - J|_2 with J the Jacobian at the centre, by B."""
     token: Tensor
-    """The largest gain in the norm max_i |x_i|."""
+    """Of the gain in the norm max_i |x_i|."""
 
 
 class _Weights(NamedTuple):
-    """Weights at the centre and where they may go: every tensor (H, n, n)."""
+    """Weights and spreads at the centre, their changes and maxima in the ball: (H, n, n) each."""
 
     p: Tensor
     p_off: Tensor
@@ -69,61 +81,97 @@ class _Weights(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """One sequence in the coordinates of its heads."""
+    """The heads of one sequence; A_i and B_j are given by factors with F F^T = A_i A_i^T."""
 
-    a: Tensor
-    """M^T x_i up to a rotation: (H, n, r)."""
-    y: Tensor
-    """M x_j up to a rotation: (H, n, r)."""
+    q: Tensor
+    k: Tensor
+    """(H, n, D)."""
     v: Tensor
     """V x_j up to a rotation: (H, n, E)."""
+    A: Tensor
+    B: Tensor
+    """(H, n, D, r) with rotations, else (H, 1, D, r); beta scale is a factor of A and of q."""
     M: Tensor
     V: Tensor
-    """Spectral norms: (H,)."""
+    """Norms: (H,)."""
+
+    @property
+    def rotated(self) -> bool:
+        """Whether A_i and B_j depend on the position."""
+        return self.A.shape[1] > 1
+
+    def keys(self, centre: Tensor, rows: slice) -> Tensor:
+        """A_i^T (k_j - centre_i) for some rows i: (H, t, n, r), from a centre (H, t, D)."""
+        if not self.rotated:
+            A = self.A[:, 0]
+            return (self.k @ A).unsqueeze(1) - (centre @ A).unsqueeze(2)
+        return (self.k.unsqueeze(1) - centre.unsqueeze(2)) @ self.A[:, rows]
+
+    def query_sizes(self) -> Tensor:
+        """beta scale |B_j^T q_i|: (H, n, n), or (H, n, 1) without rotations."""
+        if not self.rotated:
+            size: Tensor = (self.q @ self.B[:, 0]).norm(dim=-1, keepdim=True)
+            return size
+        sizes = [(self.q @ B).norm(dim=-1) for B in self.B.unbind(1)]  # column by column
+        return torch.stack(sizes, -1)
 
 
 def bounded(choice: Choice) -> bool:
-    """Whether the bounds here hold for this choice."""
+    """Whether this choice has finite bounds here."""
     if isinstance(choice, Entmax):
         return bool(torch.as_tensor(choice.alpha <= 2.0).all())
     return isinstance(choice, Softmax | Sparsemax)
 
 
-def head_bounds(
-    x: Projections,
-    out: Tensor | None,
-    choice: Choice,
-    prior: Prior | None,
-    scale: float,
-    ball: Ball,
-) -> HeadBounds:
-    """Bounds for one sequence and all its heads; ``out`` is W_O by heads, (H, E, M), or none."""
+def head_bounds(x: Projections, out: Tensor | None, spec: AttentionSpec, ball: Ball) -> HeadBounds:
+    """Bounds for one sequence and all its heads; ``out`` is W_O per head, (H, E, M), or None."""
     H, n = x.q.shape[1:3]
-    if not bounded(choice):
+    if not bounded(spec.choice):
         none = x.q.new_full((H,), torch.inf)
         return HeadBounds(none, none, none)
-    head = _coordinates(x, out, choice, scale)
-    w = _weights(x, head, choice, prior, scale, ball)
-    rows = _Rows(head, w, ball, exact_sum=isinstance(choice, Softmax))
+    head = _coordinates(x, out, spec)
+    w = _weights(x, head, spec, ball)
+    rows = _RowBounds(head, w, ball, exact_sum=isinstance(spec.choice, Softmax))
     return rows.bounds(n)
 
 
-def _coordinates(x: Projections, out: Tensor | None, choice: Choice, scale: float) -> _Head:
+def _coordinates(x: Projections, out: Tensor | None, spec: AttentionSpec) -> _Head:
     q, k, v = x.q[0], x.k[0], x.v[0]
+    beta, scale = spec.choice.beta, spec.scale_for(q.shape[-1])
+    factor_of_scores = scale * (beta.reshape(-1, 1, 1) if isinstance(beta, Tensor) else beta)
     F_Q, F_K, F_V = (factor(w[0]) for w in x.W)
-    beta = choice.beta.reshape(-1, 1, 1) if isinstance(choice.beta, Tensor) else choice.beta
     V = F_V.mT
     if out is not None:
         F_O = factor(out.mT)
         v, V = v @ F_O, V @ F_O
-    M = spectral(beta * scale * F_Q.mT @ F_K)
-    return _Head(beta * scale * q @ F_K, beta * scale * k @ F_Q, v, M, spectral(V))
+    A, B = factor_of_scores * F_Q, F_K
+    if x.rotations is None:
+        M = spectral(A.mT @ B)
+        A, B = A.unsqueeze(1), B.unsqueeze(1)
+    else:
+        M = _pair_norm(A, B, x.rotations)
+        A, B = (x.rotations @ F.unsqueeze(1) for F in (A, B))  # (H, n, D, r)
+    return _Head(factor_of_scores * q, k, v, A, B, M, spectral(V))
 
 
-def _weights(
-    x: Projections, head: _Head, choice: Choice, prior: Prior | None, scale: float, ball: Ball
-) -> _Weights:
-    z = scale * x.q @ x.k.mT  # (1, H, n, n)
+def _pair_norm(A: Tensor, B: Tensor, R: Tensor) -> Tensor:
+    """max over i, j of |A^T R_i^T R_j B|_2, from above: A, B (H, D, r), R (n, D, D) -> (H,).
+
+    Rotations in fixed planes commute, so for equal steps R_i^T R_(i+1) the product R_i^T R_j is
+    R_0^T R_(j-i) or its transpose. ``uneven`` bounds what unequal steps add.
+    """
+    n, sizes = len(R), spectral(A) * spectral(B)
+    steps = R[:-1].mT @ R[1:]
+    uneven = 2.0 * n * (steps - steps[:1]).square().sum((-2, -1)).sqrt().max() if n > 1 else 0.0
+    ahead = R[0].mT @ R
+    offsets = torch.cat([ahead, ahead[1:].mT])
+    largest_offset = spectral(A.mT.unsqueeze(1) @ offsets @ B.unsqueeze(1)).amax(-1)
+    return torch.minimum(sizes * spectral(R).amax() ** 2, largest_offset + uneven * sizes)
+
+
+def _weights(x: Projections, head: _Head, spec: AttentionSpec, ball: Ball) -> _Weights:
+    choice, prior = spec.choice, spec.prior
+    z = spec.scale_for(x.q.shape[-1]) * x.q @ x.k.mT  # (1, H, n, n)
     H, n = z.shape[1:3]
     log_prior = None
     if prior is not None:
@@ -136,8 +184,8 @@ def _weights(
     else:
         scores = choice.scores(z, log_prior, -1)[0][0]
         low, high = _threshold_box(choice, scores, e)
-    dust = 16.0 * torch.finfo(p.dtype).eps  # corners are rounded too
-    low, high = low * (1.0 - dust), high * (1.0 + dust)
+    slack = 16.0 * torch.finfo(p.dtype).eps  # corners are rounded too
+    low, high = low * (1.0 - slack), high * (1.0 + slack)
     s_low, s_high = choice.spread(low), choice.spread(high)
     return _Weights(
         p,
@@ -150,18 +198,25 @@ def _weights(
 
 
 def _score_moves(head: _Head, s: Tensor, ball: Ball) -> Tensor:
-    """e_ij: how far score ij can move, up to a shift of its row: (H, n, n)."""
+    """e_ij, the largest move of score ij up to a shift of its row: (H, n, n)."""
     r = ball.token
     total = s.sum(-1, keepdim=True)
-    mean = s @ head.y / torch.where(total > 0, total, 1.0)
-    far = torch.cdist(mean, head.y)  # |M y_ij|
-    own = head.a.norm(dim=-1, keepdim=True)  # |M^T x_i|
-    moves: Tensor = r * (far + own) + r * r * head.M.view(-1, 1, 1)
+    mean = s @ head.k / torch.where(total > 0, total, 1.0)
+    far = [head.keys(mean[:, rows], rows).norm(dim=-1) for rows in _row_slices(head)]
+    moves: Tensor = r * (torch.cat(far, 1) + head.query_sizes()) + r * r * head.M.view(-1, 1, 1)
     return moves
 
 
+def _row_slices(head: _Head) -> list[slice]:
+    """Rows whose (H, t, n, r) tensors have at most ``_BLOCK`` numbers."""
+    H, n, D = head.k.shape
+    width = max(D, head.v.shape[-1], head.A.shape[-1], 1)
+    step = max(1, _BLOCK // max(1, H * n * width))
+    return [slice(first, min(first + step, n)) for first in range(0, n, step)]
+
+
 def _softmax_box(p: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest weights when every score moves by at most e."""
+    """The smallest and largest weights when every score moves by at most e."""
     # Divide by the largest factor of the row first: exp(e) may overflow, ratios do not.
     top = e.amax(-1, keepdim=True)
     rise, fall = p * (e - top).exp(), p * (-e - top).exp()
@@ -172,20 +227,20 @@ def _softmax_box(p: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _threshold_box(choice: Choice, x: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a choice that has a threshold: p = response(x - nu), and nu rises with x."""
+    """The same for a choice with a threshold nu: p = response(x - nu), and nu rises with x."""
     nu_low, nu_high = (_threshold(choice, x + sign * e) for sign in (-1.0, 1.0))
-    dust = 16.0 * torch.finfo(x.dtype).eps
-    nu_low, nu_high = nu_low - dust * (1.0 + nu_low.abs()), nu_high + dust * (1.0 + nu_high.abs())
+    slack = 16.0 * torch.finfo(x.dtype).eps
+    nu_low, nu_high = nu_low - slack * (1.0 + nu_low.abs()), nu_high + slack * (1.0 + nu_high.abs())
     high = choice.response(x + e - nu_low).clamp(0.0, 1.0)
     low = choice.response(x - e - nu_high).clamp(0.0, 1.0)
     # Weights sum to one, so none exceeds what the others leave, nor falls below it.
     open_ = x > -torch.inf
     high = torch.where(open_, high, 0.0)
     low = torch.where(open_, low, 0.0)
-    left = (1.0 + dust) - (low.sum(-1, keepdim=True) - low)
-    kept = (1.0 - dust) - (high.sum(-1, keepdim=True) - high)
-    some = open_.any(-1, keepdim=True)
-    return torch.maximum(low, torch.where(some, kept, 0.0)), torch.minimum(high, left)
+    rest_high = (1.0 + slack) - (low.sum(-1, keepdim=True) - low)
+    rest_low = (1.0 - slack) - (high.sum(-1, keepdim=True) - high)
+    any_open = open_.any(-1, keepdim=True)
+    return torch.maximum(low, torch.where(any_open, rest_low, 0.0)), torch.minimum(high, rest_high)
 
 
 def _threshold(choice: Choice, x: Tensor) -> Tensor:
@@ -199,65 +254,69 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
     return a / torch.where(b > 0, b, 1.0)
 
 
-class _Rows:
-    """The pieces of both bounds, row by row: every tensor (H, n)."""
+class _RowBounds:
+    """The pieces of both bounds row by row: every tensor (H, n)."""
 
     def __init__(self, head: _Head, w: _Weights, ball: Ball, exact_sum: bool) -> None:
         self.head, self.w, self.ball = head, w, ball
         self.sum_max = torch.ones_like(w.s[..., 0]) if exact_sum else w.s_max.sum(-1)
         self.off = w.s_off.sum(-1)
-        # a_i: the tokens row i looks at move, weighted, by at most this
+        # a_i: a bound of the weighted move of the tokens in row i
         widest = w.s_max.amax(-1).sqrt()
         self.shift = torch.minimum(ball.token * self.sum_max.sqrt(), ball.total * widest)
-        self.own = head.a.norm(dim=-1)
+        self.query_size = head.query_sizes().amax(-1)
         self._moments()
 
     def _moments(self) -> None:
+        """c_V and c_K of the changes d and of the maxima s_max."""
         head, w = self.head, self.w
         total = w.s.sum(-1, keepdim=True)
         inverse = torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)
-        found: dict[str, list[Tensor]] = {name: [] for name in ("vd", "md", "vm", "mm")}
-        n = w.p.shape[-1]
-        step = max(1, _BLOCK // max(1, head.v.shape[0] * n * max(head.v.shape[-1], 1)))
-        for first in range(0, n, step):
-            rows = slice(first, min(first + step, n))
-            for name, z in (("v", head.v), ("m", head.y)):
-                mean = (w.s[:, rows] @ z) * inverse[:, rows]
-                y = z.unsqueeze(1) - mean.unsqueeze(2)  # (H, t, n, d)
+        parts: dict[str, list[Tensor]] = {name: [] for name in ("vd", "kd", "vm", "km", "v", "k")}
+        middle = head.v.mean(1, keepdim=True), head.k.mean(1, keepdim=True)
+        for rows in _row_slices(head):
+            mean_v, mean_k = ((w.s[:, rows] @ z) * inverse[:, rows] for z in (head.v, head.k))
+            centred = {
+                "v": (head.v.unsqueeze(1) - mean_v.unsqueeze(2), head.v - middle[0]),
+                "k": (head.keys(mean_k, rows), head.keys(middle[1].expand_as(mean_k), rows)),
+            }
+            for name, (y, about) in centred.items():
                 for kind, weight in (("d", w.s_off), ("m", w.s_max)):
                     half = weight[:, rows].unsqueeze(-1).sqrt() * y
-                    found[name + kind].append(largest(half.mT @ half))
-        self.vd, self.md, vm, mm = (torch.cat(found[k], 1) for k in found)
-        self.vm, self.mm = self._capped(vm, head.v), self._capped(mm, head.y)
-
-    def _capped(self, moment: Tensor, z: Tensor) -> Tensor:
-        """No covariance is larger than the spread of all tokens about one centre."""
-        about = (z - z.mean(1, keepdim=True)).square().sum(-1).amax(-1, keepdim=True)
-        return torch.minimum(moment, about * self.sum_max)
+                    parts[name + kind].append(largest(half.mT @ half))
+                size = about.square().sum(-1).amax(-1, keepdim=name == "v")
+                parts[name].append(size.expand_as(parts[name + "m"][-1]))
+        self.vd, self.kd, vm, km, v, k = (torch.cat(parts[name], 1) for name in parts)
+        # No covariance is larger than the squared distance of the farthest token from one centre.
+        self.vm, self.km = torch.minimum(vm, v * self.sum_max), torch.minimum(km, k * self.sum_max)
 
     def bounds(self, n: int) -> HeadBounds:
         """A, B and the bound in the token norm."""
         head, w, r = self.head, self.w, self.ball.token
         V, M = head.V.unsqueeze(-1), head.M.unsqueeze(-1)
         g = self.vm.sqrt() + self.shift * V
-        h = self.mm.sqrt() + self.shift * M
-        turned = M[:, 0] * self._shared(w.s_max * g.square().unsqueeze(-1))
+        h = self.km.sqrt() + self.shift * M
+        moved_queries = M[:, 0] * self._shared(w.s_max * g.square().unsqueeze(-1))
         mixing = head.V * nonnegative(w.p_max).clamp(max=n**0.5)
-        anywhere = mixing + (g * h).amax(-1) + self._column(w.s_max, g.square()) + turned
-        move = self.shift * (M * self.vm.sqrt() + V * self.mm.sqrt()) + self.shift**2 * V * M
-        switch = (self.vd * self.md).sqrt() * (1.0 + self.off)  # sum_j s'_ij >= 1
+        anywhere = mixing + (g * h).amax(-1) + self._column(w.s_max, g.square()) + moved_queries
+        move = self.shift * (M * self.vm.sqrt() + V * self.km.sqrt()) + self.shift**2 * V * M
+        switch = (self.vd * self.kd).sqrt() * (1.0 + self.off)  # sum_j s'_ij >= 1
         key = head.V * self._column(w.s_max, self.shift.square())
         key = key + self._column(w.s_off, self.vd) + self._column(w.s_max, self.vd * self.off)
-        change = head.V * nonnegative(w.p_off) + (move + switch).amax(-1) + turned + key
-        token = V + g * h + g * self.sum_max.sqrt() * (self.own + r * M)
+        change = head.V * nonnegative(w.p_off) + (move + switch).amax(-1) + moved_queries + key
+        token = V + g * h + g * self.sum_max.sqrt() * (self.query_size + r * M)
         return HeadBounds(outward(anywhere), outward(change), outward(token.amax(-1)))
 
     def _column(self, weights: Tensor, rows: Tensor) -> Tensor:
         """K(w) for w_ij = weights_ij rows_i: (H, n, n), (H, n) -> (H,)."""
-        a = self.head.a
+        head = self.head
         w = (weights * rows.unsqueeze(-1)).mT  # (H, j, i)
-        seen = [w @ (a[..., c : c + 1] * a) for c in range(a.shape[-1])]
-        return largest(torch.stack(seen, -2)).amax(-1).sqrt()
+        q = head.q if head.rotated else head.q @ head.B[:, 0]
+        columns = [w @ (q[..., c : c + 1] * q) for c in range(q.shape[-1])]
+        moments = torch.stack(columns, -2)  # (H, j, D, D)
+        if head.rotated:
+            moments = head.B.mT @ moments @ head.B
+        return largest(moments).amax(-1).sqrt()
 
     def _shared(self, weights: Tensor) -> Tensor:
         """(max_j sum_i w_ij |dx_i|^2)^(1/2) over the ball: (H, n, n) -> (H,)."""

@@ -35,14 +35,14 @@ Forward and reverse are written from the same two lines of algebra, so the ident
 
 from copy import copy
 from functools import cached_property
-from typing import final
+from typing import Unpack, final
 
 import torch
 from torch import Tensor
 
-from fenchel.attention import Prior
+from fenchel.attention import AttentionSpec
 from fenchel.attention.shapes import check, four_axes
-from fenchel.choice import Choice, Softmax
+from fenchel.attention.spec import AttentionKeywords
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
 from fenchel.sensitivity.operator import Operator, Space
 from fenchel.sensitivity.weight_blocks import (
@@ -51,8 +51,8 @@ from fenchel.sensitivity.weight_blocks import (
     WeightBlocks,
     cut,
     flat,
-    heads,
     project,
+    repeat_heads,
     wide,
 )
 
@@ -101,9 +101,6 @@ class OneHead(Operator):
 
     def _turned(self, dz: Tensor) -> Tensor:
         return self.block.turned(dz.unsqueeze(0))[0]
-
-
-_SOFTMAX = Softmax()
 
 
 @final
@@ -250,7 +247,7 @@ class AttentionJacobian(Operator):
         B, H = self.rows.lead
         own = H if name == "q" or self.each else self.G
         move = move.reshape(len(move), B, own, *move.shape[-2:])
-        return heads(move, H, 2).reshape(len(move), B * H, *move.shape[-2:])
+        return repeat_heads(move, H, 2).reshape(len(move), B * H, *move.shape[-2:])
 
     def _of_every_group(self, back: Tensor, name: str) -> Tensor:
         """A gradient (c, N, n, w), summed over the heads that share what it belongs to."""
@@ -331,7 +328,7 @@ class SelfAttentionJacobian(Operator):
         rows, M = inner.rows, self.beside.shape[-2]
         one = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
         block = next(iter(rows), None) if one else None
-        if block is not None and block.keys == slice(0, rows.S):
+        if block is not None and block.keys == slice(0, rows.S) and block.slope is None:
             W_Q, W_K, W_V = (w[0, 0].float() for w in self.W)
             q, k, v = rows.q[0], rows.k[0], inner.v[0]
             return OneHead(block, q, k, v, (W_Q, W_K, W_V), rows.scale, self.domain, self.codomain)
@@ -358,13 +355,10 @@ def attention_jacobian(
     k: Tensor,
     v: Tensor,
     *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     wrt: str = "qkv",
     each: bool = False,
     budget: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> AttentionJacobian:
     """The Jacobian of ``attend`` at q (B, H, T, D), k (B, G, S, D), v (B, G, S, E).
 
@@ -373,7 +367,8 @@ def attention_jacobian(
     """
     if not wrt or any(name not in "qkv" for name in wrt) or len(set(wrt)) < len(wrt):
         raise ValueError(f'wrt names some of "q", "k", "v", each once; got {wrt!r}.')
-    check(q, k, v, softcap=softcap)
+    spec = AttentionSpec(**keywords)
+    check(q, k, v, softcap=spec.softcap)
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(
             f"q and k must hold the same batch; got {tuple(q.shape)}, {tuple(k.shape)}."
@@ -381,9 +376,8 @@ def attention_jacobian(
     axes = tuple(q.shape[:-2])
     q, k, v = (four_axes(x) for x in wide(q, k, v))
     H, G = q.shape[1], k.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rows = WeightBlocks(q, heads(k, H), choice, prior, scale, budget, softcap)
-    return AttentionJacobian(rows, heads(v, H), wrt, each, G, axes)
+    rows = WeightBlocks(q, repeat_heads(k, H), spec, budget)
+    return AttentionJacobian(rows, repeat_heads(v, H), wrt, each, G, axes)
 
 
 def self_attention_jacobian(
@@ -392,11 +386,9 @@ def self_attention_jacobian(
     W_K: Tensor,
     W_V: Tensor,
     *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
     each: bool = False,
     budget: int | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> SelfAttentionJacobian:
     """The Jacobian of Att in X (..., N, M), by W_Q, W_K (M, D) and W_V (M, E).
 
@@ -405,6 +397,5 @@ def self_attention_jacobian(
     sequence and head.
     """
     x = project(X, W_Q, W_K, W_V)
-    scale = x.q.shape[-1] ** -0.5 if scale is None else scale
-    rows = WeightBlocks(x.q, x.k, choice, prior, scale, budget)
+    rows = WeightBlocks(x.q, x.k, AttentionSpec(**keywords), budget)
     return SelfAttentionJacobian(AttentionJacobian(rows, x.v, "qkv", each), x)

@@ -25,7 +25,7 @@ and |J' - J| <= 2 max|gamma| rho / (sqrt(3 d) r^2). The second derivative of x /
 symmetric form, so its norm is reached with all arguments equal, where it is c (3 t - 3 tau t^3).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -33,15 +33,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fenchel.attention import Prior, attend
-from fenchel.choice import Choice, Softmax
-from fenchel.sensitivity.attention_ball import head_bounds
-from fenchel.sensitivity.attention_jacobian import self_attention_jacobian
-from fenchel.sensitivity.autodiff import jacobian, point, space
+from fenchel.attention import Angles, AttentionSpec, Prior, attend, rotate
+from fenchel.attention.spec import SOFTMAX
+from fenchel.choice import Choice
+from fenchel.sensitivity.attention_ball import HeadBounds, head_bounds
+from fenchel.sensitivity.attention_jacobian import attention_jacobian, self_attention_jacobian
+from fenchel.sensitivity.autodiff import point, space
 from fenchel.sensitivity.ball import Ball, BallBound, NormEstimator, TokenLayer
 from fenchel.sensitivity.bounds.feedforward import SLOPES, linear, norm_layer, slope_range
 from fenchel.sensitivity.operator import Operator, Space, identity
-from fenchel.sensitivity.weight_blocks import project
+from fenchel.sensitivity.weight_blocks import project, repeat_heads
 
 
 @final
@@ -125,74 +126,153 @@ class TokenMap(Operator):
         return self.W.square().sum().sqrt()
 
 
-_SOFTMAX = Softmax()
+@final
+class Projection(Operator):
+    """d (q, k, v) of a token matrix (N, M): linear maps per head, queries and keys then rotated."""
+
+    def __init__(self, X: Tensor, W: Sequence[Tensor], rotations: Tensor | None) -> None:
+        """W_Q (H, M, D), W_K (G, M, D) and W_V (G, M, E); ``rotations`` (N, D, D) or None."""
+        self.W, self.rotations = W, rotations
+        self.domain = space((X,), 0, several=False)
+        shapes = tuple((w.shape[0], X.shape[0], w.shape[2]) for w in W)
+        self.codomain = Space(shapes, (), several=True)
+        self.dtype, self.device = X.dtype, X.device
+
+    def apply(self, v: Tensor) -> Tensor:
+        """(dq, dk, dv), flat."""
+        dX = self.domain.lift(v)[0].unsqueeze(1)
+        q, k, values = (dX @ w for w in self.W)
+        if self.rotations is not None:
+            q, k = (rotated(x, self.rotations) for x in (q, k))
+        return self.codomain.lay([q, k, values])
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """The gradient in X, summed over heads."""
+        q, k, values = self.codomain.lift(u)
+        if self.rotations is not None:
+            q, k = (rotated(x, self.rotations.mT) for x in (q, k))
+        parts = zip((q, k, values), self.W, strict=True)
+        return self.domain.lay([sum((g @ w.mT).sum(1) for g, w in parts)])  # type: ignore[list-item]
+
+
+@final
+class HeadJoin(Operator):
+    """Heads (H, N, E) side by side, (N, H E), times W_O if there is one."""
+
+    def __init__(
+        self, heads: Space, W_O: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.domain, self.W_O = heads, W_O
+        H, N, E = heads.shapes[0]
+        self.codomain = Space(((N, H * E if W_O is None else W_O.shape[-1]),))
+        self.dtype, self.device = dtype, device
+
+    def apply(self, v: Tensor) -> Tensor:
+        """Joined and projected."""
+        joined = self.domain.lift(v)[0].transpose(1, 2).flatten(2)
+        return self.codomain.lay([joined if self.W_O is None else joined @ self.W_O])
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """Projected back and cut into heads."""
+        H, _, E = self.domain.shapes[0]
+        g = self.codomain.lift(u)[0]
+        g = g if self.W_O is None else g @ self.W_O.mT
+        return self.domain.lay([g.reshape(*g.shape[:-1], H, E).transpose(1, 2)])
+
+
+def rotated(x: Tensor, rotations: Tensor) -> Tensor:
+    """Each row of x (..., N, D) times the matrix of its position, (N, D, D)."""
+    return torch.einsum("ned,...nd->...ne", rotations, x)
+
+
+def rotation_matrices(angles: Angles, D: int, *, layout: str = "half") -> Tensor:
+    """The rotary angles of N positions as matrices R_i with rotate(q)_i = R_i q_i: (N, D, D)."""
+    N = angles.cos.shape[-2]
+    columns = torch.eye(D, dtype=angles.cos.dtype, device=angles.cos.device)
+    return rotate(columns.unsqueeze(1).expand(D, N, D), angles, layout=layout).permute(1, 2, 0)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class SelfAttention(TokenLayer):
-    """X -> attend(X W_Q, X W_K, X W_V), heads side by side, times W_O if there is one.
+    """X -> attend(q, k, v) for affine q, k, v; heads side by side, times W_O if there is one.
 
-    W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M').
+    W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M'); ``biases``
+    of q (D,) or (H, D), of k and v (D,) or (G, D). ``rotations`` (N, D, D) multiply queries and
+    keys by position (RoPE, see ``rotation_matrices``). A bias after W_O is left out: it moves
+    nothing.
     """
 
     W_Q: Tensor
     W_K: Tensor
     W_V: Tensor
     W_O: Tensor | None = None
-    choice: Choice = _SOFTMAX
+    choice: Choice = SOFTMAX
     prior: Prior | None = None
     scale: float | None = None
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    rotations: Tensor | None = None
 
     def __call__(self, X: Tensor) -> Tensor:
         """(..., N, M) -> (..., N, M')."""
-        q, k, v = (
-            X.unsqueeze(-3) @ (w if w.dim() > 2 else w[None])
-            for w in (self.W_Q, self.W_K, self.W_V)
-        )
-        out = attend(q, k, v, choice=self.choice, prior=self.prior, scale=self.scale)
-        mixed = out.transpose(-3, -2).flatten(-2)
-        return mixed if self.W_O is None else mixed @ self.W_O
+        q, k, v = self._qkv(X)
+        out = attend(q, k, v, **self._spec)
+        joined = out.transpose(-3, -2).flatten(-2)
+        return joined if self.W_O is None else joined @ self.W_O
 
     def jacobian(self, X: Tensor) -> Operator:
         """Streamed: O(n d) memory."""
-        J = self._inner(X)
-        if self.W_O is None and self._heads == 1:
-            return J
-        heads = J.codomain.shapes[0]
-
-        def join(o: Tensor) -> Tensor:
-            mixed = o.transpose(-3, -2).flatten(-2) if o.dim() > 2 else o
-            return mixed if self.W_O is None else mixed @ self.W_O
-
-        return jacobian(join, torch.zeros(heads, dtype=J.dtype, device=J.device)) @ J
+        if self._is_linear and self.W_O is None and self._heads == 1:
+            return self_attention_jacobian(X, self.W_Q, self.W_K, self.W_V, **self._spec)
+        q, k, v = (x.detach() for x in self._qkv(X))
+        J = attention_jacobian(q, k, v, **self._spec) @ Projection(X, self._weights, self.rotations)
+        return HeadJoin(J.codomain, self.W_O, J.dtype, J.device) @ J
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
         """The lesser of bound A and the exact norm at the centre plus bound B."""
-        x = project(X, self.W_Q, self.W_K, self.W_V)
-        scale = x.q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        out = None if self.W_O is None else self.W_O.reshape(self._heads, -1, self.W_O.shape[-1])
-        found = head_bounds(x, out, self.choice, self.prior, scale, ball)
-        if out is None:  # heads stand side by side: squares add
-            upper, variation, token = (float(part.norm()) for part in found)
+        bounds = self.head_bounds(X, ball)
+        if self.W_O is None:  # heads side by side: squares add
+            upper, variation, token = (float(part.norm()) for part in bounds)
         else:  # heads are summed
-            upper, variation, token = (float(part.sum()) for part in found)
+            upper, variation, token = (float(part.sum()) for part in bounds)
         return estimator.from_centre(self.jacobian(X), BallBound(upper, variation, token))
+
+    def head_bounds(self, X: Tensor, ball: Ball) -> HeadBounds:
+        """Bounds per head, each with its own rows of W_O."""
+        W_Q, W_K, W_V = self._weights
+        x = project(X, W_Q, W_K, W_V)
+        q, k, v = (repeat_heads(y, self._heads, -3)[None] for y in self._qkv(X))
+        x = x._replace(q=q, k=k, v=v, rotations=self.rotations)
+        out = None if self.W_O is None else self.W_O.reshape(self._heads, -1, self.W_O.shape[-1])
+        return head_bounds(x, out, self._spec, ball)
 
     @property
     def _heads(self) -> int:
         return self.W_Q.shape[-3] if self.W_Q.dim() > 2 else 1
 
-    def _inner(self, X: Tensor) -> Operator:
-        return self_attention_jacobian(
-            X,
-            self.W_Q,
-            self.W_K,
-            self.W_V,
-            choice=self.choice,
-            prior=self.prior,
-            scale=self.scale,
+    @property
+    def _spec(self) -> AttentionSpec:
+        return AttentionSpec(self.choice, self.prior, self.scale)
+
+    @property
+    def _is_linear(self) -> bool:
+        """Whether q, k and v are X times a matrix and nothing more."""
+        return all(part is None for part in (*self.biases, self.rotations))
+
+    @property
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        W_Q, W_K, W_V = (w if w.dim() > 2 else w[None] for w in (self.W_Q, self.W_K, self.W_V))
+        return W_Q, W_K, W_V
+
+    def _qkv(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (..., H, N, D), k (..., G, N, D), v (..., G, N, E)."""
+        q, k, v = (
+            X.unsqueeze(-3) @ w if b is None else X.unsqueeze(-3) @ w + b.unsqueeze(-2)
+            for w, b in zip(self._weights, self.biases, strict=True)
         )
+        if self.rotations is not None:
+            q, k = (rotated(x, self.rotations) for x in (q, k))
+        return q, k, v
 
 
 @final

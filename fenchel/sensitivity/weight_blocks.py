@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.attention import Prior
+from fenchel.attention import AttentionSpec
 from fenchel.attention.reference import cap, cap_slope
 from fenchel.attention.shapes import four_axes
 from fenchel.choice import Choice
@@ -68,13 +68,12 @@ class WeightBlocks:
         self,
         q: Tensor,
         k: Tensor,
-        choice: Choice,
-        prior: Prior | None,
-        scale: float,
+        spec: AttentionSpec,
         budget: int | None = None,
-        softcap: float | None = None,
     ) -> None:
-        self.choice, self.prior, self.scale, self.softcap = choice, prior, scale, softcap
+        self.spec, self.choice, self.prior = spec, spec.choice, spec.prior
+        self.scale, self.softcap = spec.scale_for(q.shape[-1]), spec.softcap
+        prior, scale = self.prior, self.scale
         self.B, self.H, self.T, _ = q.shape
         self.S = k.shape[2]
         if prior is not None:
@@ -202,12 +201,14 @@ class Projections(NamedTuple):
     """W_Q, W_K, W_V: (B or 1, H, M, D or E)."""
     axes: tuple[int, ...]
     """``lead``, and the heads if the weights had any."""
+    rotations: Tensor | None = None
+    """R_i of each position, (N, D, D), already applied to q and k; None without any."""
 
 
 def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projections:
-    """X (..., N, M) by weights (M, D), or (..., H, M, D) where heads come before.
+    """X (..., N, M) times weights (M, D), or (..., H, M, D) with an axis of heads.
 
-    Weights of keys and values that heads share are repeated, so that every head has its own.
+    Weights of keys and values that several heads share are repeated, one copy per head.
     """
     X, W_Q, W_K, W_V = wide(X, W_Q, W_K, W_V)
     shapes = ", ".join(str(tuple(w.shape)) for w in (W_Q, W_K, W_V))
@@ -224,7 +225,7 @@ def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projections:
             "W_Q and W_K must be equally wide, and heads of keys divide heads of queries; got "
             f"weights {shapes}."
         )
-    W = [heads(w, H, -3) for w in W]
+    W = [repeat_heads(w, H, -3) for w in W]
     lead = _broadcast(X.shape[:-2], *(w.shape[:-3] for w in W))
     X = X.expand(*lead, *X.shape[-2:])
     q, k, v = (four_axes(X.unsqueeze(-3) @ w) for w in W)
@@ -242,7 +243,7 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[2:])
 
 
-def heads(x: Tensor, H: int, dim: int = 1) -> Tensor:
+def repeat_heads(x: Tensor, H: int, dim: int = 1) -> Tensor:
     """One for every head of q, where G heads are shared: (B, G, ...) -> (B, H, ...)."""
     G = x.shape[dim]
     return x if G == H else x.repeat_interleave(H // G, dim)

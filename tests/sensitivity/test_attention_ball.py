@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.attention import ALiBi, Causal, Prior
+from fenchel.attention import ALiBi, AttentionSpec, Causal, Prior
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity import Ball, self_attention_jacobian
 from fenchel.sensitivity.attention_ball import _softmax_box, _threshold_box, bounded, head_bounds
@@ -27,7 +27,7 @@ def test_no_point_of_the_ball_exceeds_any_bound(
         X, W = 2 * draw(n, d), [draw(d, d) for _ in range(3)]
         radius = float(spread_out(-2.5, 0.0, 1))
         ball = Ball.of(radius, norm, n)
-        found = head_bounds(project(X, *W), None, choice, prior, d**-0.5, ball)
+        found = head_bounds(project(X, *W), None, AttentionSpec(choice, prior), ball)
         moves = torch.stack([ball.within(1e6 * draw(n, d)) for _ in range(count)])
         moves[::3] = moves[::3] * torch.rand(len(moves[::3]), 1, 1)
         points = X + moves
@@ -85,7 +85,7 @@ def test_without_a_radius_nothing_varies_and_the_bound_is_the_covariance_bound(
     from fenchel.sensitivity import bounds
 
     X, W = draw(6, 3), [draw(3, 3) for _ in range(3)]
-    found = head_bounds(project(X, *W), None, Softmax(), None, 3**-0.5, Ball(0.0, 0.0))
+    found = head_bounds(project(X, *W), None, AttentionSpec(), Ball(0.0, 0.0))
     assert found.variation < 1e-6
     exact = torch.linalg.matrix_norm(self_attention_jacobian(X, *W).dense(), 2)
     assert exact <= found.upper
@@ -96,10 +96,10 @@ def test_heads_and_an_output_matrix_are_folded_in(draw: Draw) -> None:
     X, W = draw(5, 4), [draw(2, 4, 3), draw(2, 4, 3), draw(2, 4, 2)]
     W_O = draw(2, 2, 6)
     ball = Ball.of(0.05, "token", 5)
-    folded = head_bounds(project(X, *W), W_O, Softmax(), None, 3**-0.5, ball)
+    folded = head_bounds(project(X, *W), W_O, AttentionSpec(), ball)
     for h in range(2):
         merged = [W[0][h], W[1][h], W[2][h] @ W_O[h]]
-        alone = head_bounds(project(X, *merged), None, Softmax(), None, 3**-0.5, ball)
+        alone = head_bounds(project(X, *merged), None, AttentionSpec(), ball)
         for a, b in zip(folded, alone, strict=True):
             torch.testing.assert_close(a[h : h + 1], b)
 

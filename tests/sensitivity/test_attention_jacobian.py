@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev
 
-from fenchel.attention import (
+from fenchel.attention import AttentionSpec, (
     ALiBi,
     Causal,
     Dense,
@@ -139,7 +139,7 @@ def test_no_block_is_larger_than_its_budget_and_forbidden_keys_are_never_touched
     draw: Draw,
 ) -> None:
     q = draw(1, 1, 64, 4)
-    blocks = list(WeightBlocks(q, q, Softmax(), Causal(), 0.5, budget=64 * 8))
+    blocks = list(WeightBlocks(q, q, AttentionSpec(prior=Causal(), scale=0.5), budget=64 * 8))
     assert len(blocks) == 8
     assert all(block.p.numel() <= 64 * 8 for block in blocks)
     assert [block.keys.stop for block in blocks] == [8, 16, 24, 32, 40, 48, 56, 64]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention import Causal, rotary
+from fenchel.attention import Causal, angles, rotary
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity import Ball, jacobian
 from fenchel.sensitivity.ball import NormEstimator, TokenLayer
@@ -19,6 +19,7 @@ from fenchel.sensitivity.layers import (
     Residual,
     SelfAttention,
     layer_of,
+    rotation_matrices,
 )
 
 Draw = Callable[..., Tensor]
@@ -54,6 +55,25 @@ def layers(draw: Draw) -> dict[str, TokenLayer]:
         "attention": SelfAttention(draw(M, 3), draw(M, 3), draw(M, 2)),
         "grouped": SelfAttention(draw(4, M, 2), draw(2, M, 2), draw(2, M, 3), prior=Causal()),
         "mixed": SelfAttention(draw(2, M, 2), draw(2, M, 2), draw(2, M, 3), draw(6, M)),
+        "rotary": SelfAttention(
+            draw(4, M, 4),
+            draw(2, M, 4),
+            draw(2, M, 3),
+            draw(12, M),
+            prior=Causal(),
+            biases=(draw(4, 4), draw(2, 4), draw(2, 3)),
+            rotations=rotation_matrices(angles(torch.arange(5), 4, dtype=torch.float64), 4),
+        ),
+        "partly rotary": SelfAttention(
+            draw(M, 5),
+            draw(M, 5),
+            draw(M, 2),
+            choice=Entmax(1.5),
+            biases=(None, draw(5), None),
+            rotations=rotation_matrices(
+                angles(torch.tensor([3, 4, 9, 10, 40]), 4, dtype=torch.float64), 5
+            ),
+        ),
         "sparse": SelfAttention(draw(M, 3), draw(M, 3), draw(M, 2), choice=Sparsemax()),
         "residual": Residual(SelfAttention(draw(M, 3), draw(M, 3), draw(M, M), choice=Entmax(1.5))),
         "block": block(draw, M),

@@ -80,12 +80,14 @@ Kim, Papamakarios and Mnih (2021), The Lipschitz constant of self-attention, The
 """
 
 import math
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from fenchel.attention import Prior
-from fenchel.choice import Choice, Softmax
+from fenchel.attention import AttentionSpec
+from fenchel.attention.spec import AttentionKeywords
+from fenchel.choice import Choice
 from fenchel.sensitivity.bounds.covariance import factor, mixing, moment
 from fenchel.sensitivity.norms import largest, outward, spectral
 from fenchel.sensitivity.weight_blocks import Projections, WeightBlocks, flat, project, spread
@@ -125,22 +127,16 @@ def entropy(T: int, size: float) -> float:
     return math.log1p(rest) + size * math.sqrt(T * (T - 1)) * b / (1.0 + rest)
 
 
-_SOFTMAX = Softmax()
-
-
 def generic(
     X: Tensor,
     W_Q: Tensor,
     W_K: Tensor,
     W_V: Tensor,
-    *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor:
     """|W_V| (|P| + 2 L |X|^2 |M|). At a point; any choice with a constant L."""
-    x, rows = _at(X, W_Q, W_K, W_V, choice, prior, scale)
-    slope = torch.as_tensor(choice.lipschitz(rows.S), dtype=X.dtype, device=X.device)
+    x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
+    slope = torch.as_tensor(rows.choice.lipschitz(rows.S), dtype=X.dtype, device=X.device)
     return _through_scores(x, rows, slope.amax())
 
 
@@ -149,17 +145,14 @@ def yudin(
     W_Q: Tensor,
     W_K: Tensor,
     W_V: Tensor,
-    *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor:
     """|W_V| (|P| + 2 |X|^2 |M| max_i b_i). At a point; any choice."""
-    x, rows = _at(X, W_Q, W_K, W_V, choice, prior, scale)
+    x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
     slope = x.q.new_zeros(rows.lead)
     for block in rows:
         p = block.p.view(*rows.lead, *block.p.shape[1:])
-        slope = torch.maximum(slope, row(choice, p).amax(-1))
+        slope = torch.maximum(slope, row(rows.choice, p).amax(-1))
     return _through_scores(x, rows, slope)
 
 
@@ -167,7 +160,7 @@ def castin_at(
     X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, scale: float | None = None
 ) -> Tensor:
     """|W_V| sqrt(n + (n + 1) r^2 R^2), the data form. At a point; softmax, masked or not."""
-    x, rows = _at(X, W_Q, W_K, W_V, _SOFTMAX, None, scale)
+    x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(scale=scale))
     n = rows.T
     far = torch.cdist(x.X, x.X).amax((-2, -1)).reshape(-1, 1)
     keys, queries = (
@@ -185,13 +178,10 @@ def token_max(
     W_Q: Tensor,
     W_K: Tensor,
     W_V: Tensor,
-    *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor:
     """How far any token can move when none moves further than 1. At a point; free of n."""
-    x, rows = _at(X, W_Q, W_K, W_V, choice, prior, scale)
+    x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
     F_Q, F_K = (flat(factor(w).expand(*rows.lead, -1, -1)) for w in x.W[:2])
     k, v = (y - y.mean(-2, keepdim=True) for y in (rows.k, flat(x.v)))
     worst = k.new_zeros(len(k))
@@ -210,13 +200,12 @@ def _at(
     W_Q: Tensor,
     W_K: Tensor,
     W_V: Tensor,
-    choice: Choice,
-    prior: Prior | None,
-    scale: float | None,
+    spec: AttentionSpec,
 ) -> tuple[Projections, WeightBlocks]:
+    if spec.softcap is not None:
+        raise ValueError("this bound is for scores without a soft cap; take bounds.covariance.")
     x = project(X, W_Q, W_K, W_V)
-    scale = x.q.shape[-1] ** -0.5 if scale is None else scale
-    return x, WeightBlocks(x.q, x.k, choice, prior, scale)
+    return x, WeightBlocks(x.q, x.k, spec)
 
 
 def _through_scores(x: Projections, rows: WeightBlocks, slope: Tensor) -> Tensor:

@@ -28,17 +28,15 @@ column sum: O(n^2 d) time, O(n d) memory.
 Derivation: docs/maths/sensitivity.md.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from fenchel.attention import Prior
-from fenchel.choice import Choice, Softmax
+from fenchel.attention import AttentionSpec
+from fenchel.attention.spec import AttentionKeywords
 from fenchel.sensitivity.norms import largest, perron, spectral
 from fenchel.sensitivity.weight_blocks import WeightBlocks, flat, project
-
-_SOFTMAX = Softmax()
 
 
 class Terms(NamedTuple):
@@ -79,15 +77,11 @@ def covariance(
     W_K: Tensor,
     W_V: Tensor,
     *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
     cheap: bool = False,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor:
     """sigma_max of self-attention in X (..., N, M) is at most this; one number a head."""
-    return covariance_terms(
-        X, W_Q, W_K, W_V, choice=choice, prior=prior, scale=scale, cheap=cheap
-    ).total
+    return covariance_terms(X, W_Q, W_K, W_V, cheap=cheap, **keywords).total
 
 
 def covariance_terms(
@@ -96,15 +90,12 @@ def covariance_terms(
     W_K: Tensor,
     W_V: Tensor,
     *,
-    choice: Choice = _SOFTMAX,
-    prior: Prior | None = None,
-    scale: float | None = None,
     cheap: bool = False,
+    **keywords: Unpack[AttentionKeywords],
 ) -> Terms:
     """The same, cause by cause: which of mixing, query and key rules."""
     x = project(X, W_Q, W_K, W_V)
-    scale = x.q.shape[-1] ** -0.5 if scale is None else scale
-    rows = WeightBlocks(x.q, x.k, choice, prior, scale)
+    rows = WeightBlocks(x.q, x.k, AttentionSpec(**keywords))
     found = terms(rows, x.v, Factors(*(factor(w) for w in x.W)), cheap=cheap)
     return Terms(*(term.reshape(x.axes) for term in found))
 
