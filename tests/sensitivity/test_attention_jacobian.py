@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.func import jacrev
 
-from fenchel.attention import AttentionSpec, (
+from fenchel.attention import (
     ALiBi,
+    AttentionSpec,
     Causal,
     Dense,
     Padding,
