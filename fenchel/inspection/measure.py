@@ -5,7 +5,7 @@ A subject and a text to an inspection: read once, then heads, blocks, network, p
     inspect(subject, source) -> Inspection;   for a subject see fenchel.inspection.loader
 
 The order is that of cost and of use: what is known of the heads is known before a block is
-differentiated, and ``watch`` hears of every step. Everything random is drawn from one seed.
+differentiated, and ``progress`` is called after every step. Everything random is drawn from one seed.
 """
 
 import time
@@ -90,8 +90,8 @@ def _spelt(tokenizer: Tokenizer, token: int) -> str:
     return str(tokenizer.id_to_token(token) or f"[{token}]")
 
 
-Watch = Callable[[str, int, int], None]
-"""Called with what is done, how much of it, and of how much."""
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, how much of it is done, and its total."""
 
 _MAP_BYTES = 4 << 20
 _MAP_SIZE = 128
@@ -112,7 +112,7 @@ def inspect(
     failure: float = 1e-6,
     device: str = "cpu",
     seed: int = 0,
-    watch: Watch | None = None,
+    progress: Progress | None = None,
 ) -> Inspection:
     """Measure ``subject`` on the first tokens of ``source``.
 
@@ -121,7 +121,7 @@ def inspect(
     ``iterations`` follow from the model's size if left out.
     """
     text = tokenize_text(subject, source, max_tokens)
-    clock, tell = _Clock(), watch or _nobody
+    clock, report = _Clock(), progress or _no_progress
     generator = torch.Generator().manual_seed(seed)
     subject.model.to(device)
     with clock("reading"):
@@ -139,7 +139,7 @@ def inspect(
     L, H = len(trace.blocks), _heads_of(trace)
     chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
     with clock("heads"):
-        found = _heads(trace, chosen, which, method, generator, tell)
+        found = _heads(trace, chosen, which, method, generator, report)
     measured: list[BlockResult] = []
     one = partial(layer, method=method, generator=generator, branches=branches)
     whole = exact = None
@@ -147,11 +147,11 @@ def inspect(
         with clock("blocks"):
             steps = [derivative(block.linearised, block.input) for block in trace.blocks]
             for done, at in enumerate(chosen):
-                tell("blocks", done, len(chosen))
+                report("blocks", done, len(chosen))
                 measured.append(one(trace.blocks[at], steps[at], at + 1))
-            tell("blocks", len(chosen), len(chosen))
+            report("blocks", len(chosen), len(chosen))
         with clock("network"):
-            so_far = partial(_part, tell)
+            so_far = partial(_network_progress, report)
             whole = network(trace, steps, measured, method, generator, so_far)
         with clock("precision"):
             exact = precision(trace, subject.model, found, method, generator)
@@ -207,7 +207,7 @@ def _heads(
     which: list[int],
     method: Method,
     generator: torch.Generator,
-    tell: Watch,
+    report: Progress,
 ) -> list[Head]:
     found: list[Head] = []
     total = len(layers) * len(which)
@@ -215,7 +215,7 @@ def _heads(
         call = trace.blocks[at].attention
         for head in heads(call, at + 1, which, method, generator):
             found.append(head)
-            tell("heads", len(found), total)
+            report("heads", len(found), total)
     return found
 
 
@@ -264,9 +264,9 @@ class _Clock:
         self.seconds[name] = round(time.perf_counter() - begun, 3)
 
 
-def _part(tell: Watch, done: int) -> None:
-    tell("network", done, STEPS)
+def _network_progress(report: Progress, done: int) -> None:
+    report("network", done, STEPS)
 
 
-def _nobody(_what: str, _done: int, _total: int) -> None:
-    """Heard by nobody."""
+def _no_progress(_stage: str, _done: int, _total: int) -> None:
+    """Ignores every report."""

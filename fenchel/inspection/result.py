@@ -7,7 +7,7 @@ by its ``Spread``. Layers and heads count from 1, tokens from 0.
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 
@@ -163,6 +163,68 @@ class Precision:
     divergence: float | None
     """KL of the next-token law, exact against rounded, in nats."""
     statement: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCertificate:
+    """One head with its rows of W_O, in a ball about the input of its layer's attention."""
+
+    head: int
+    centre: Interval
+    """Spectral norm of its Jacobian at the input itself."""
+    upper: float | None
+    """Exceeded nowhere in the ball; None where no finite bound is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCertificate:
+    """The attention of one layer, all heads and W_O, in a ball about its input."""
+
+    layer: int
+    refused: str | None = None
+    """Why there is no certificate; the other fields then have no content."""
+    centre: Interval | None = None
+    """Spectral norm of the Jacobian at the input itself."""
+    lower: float | None = None
+    """Attained at the witness, a point of the ball."""
+    upper: float | None = None
+    """Exceeded nowhere in the ball, but with probability ``failure``; None if not finite."""
+    failure: float = 0.0
+    token_norm: float | None = None
+    """Mean length of the input tokens, to compare the radius with."""
+    moved: list[float] = field(default_factory=list)
+    """Share of each token in the squared distance from the input to the witness."""
+    heads: list[HeadCertificate] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float | None:
+        """upper / lower."""
+        if self.upper is None or not self.lower:
+            return None
+        return self.upper / self.lower
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certification:
+    """Certificates of the attention layers of a model on a text."""
+
+    subject: dict[str, Any]
+    text: str
+    tokens: list[str]
+    radius: float
+    norm: str
+    """"fro": all tokens together move by at most the radius; "token": each of them."""
+    dtype: str
+    device: str
+    seed: int
+    layers: list[LayerCertificate]
+    seconds: dict[str, float]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON: lists, dicts, numbers, strings and None."""
+        plain = _plain(self, set())
+        assert isinstance(plain, dict)
+        return plain
 
 
 @dataclass(frozen=True, kw_only=True)
