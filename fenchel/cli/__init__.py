@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "Continue a prompt with a model.",
     "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
     "inspect": "How sensitive a checkpoint's attention is on a text, row by row to the network.",
+    "certify": "How sensitive attention can be anywhere in a ball around a text, from both sides.",
     "convert": "Write a run or a checkpoint as a Hugging Face directory.",
     "attach": "Swap the attention of a transformers checkpoint, and prove that it happened.",
     "report": "Make the page of a run directory again.",

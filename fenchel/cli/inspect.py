@@ -2,7 +2,7 @@
 
 import json as json_format
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from fenchel.inspection import Inspection
 
 PAGE = Path("inspection.html")
+NormName = Literal["fro", "token"]
+"""What --norm accepts."""
 
 
 def run(
@@ -25,6 +27,8 @@ def run(
     heads: str | None = None,
     blocks: bool = True,
     branches: Annotated[bool, Parameter(negative="")] = False,
+    radius: float | None = None,
+    norm: NormName = "fro",
     rows: Annotated[bool, Parameter(negative="")] = False,
     iterations: int | None = None,
     tolerance: float = 0.05,
@@ -52,6 +56,10 @@ def run(
         Differentiate blocks and network too, which takes most of the time.
     branches
         Also the attention and the MLP of each block alone.
+    radius
+        Certify the attention layers over balls of this radius too; see fenchel certify.
+    norm
+        The norm of the radius: "fro" for all tokens together, "token" for each of them.
     rows
         With --json: the numbers of every row, not only their quantiles.
     iterations
@@ -83,11 +91,13 @@ def run(
         heads=chosen[1],
         blocks=blocks,
         branches=branches,
+        radius=radius,
+        norm=norm,
         iterations=iterations,
         tolerance=tolerance,
         device=str(on),
         seed=seed,
-        watch=console.progress,
+        progress=console.progress,
     )
     console.bars.stop()
     if target is not None:

@@ -1,13 +1,20 @@
 """An inspection as tables for a terminal: layers, the heads that stand out, the network."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fenchel.inspection import BlockResult, Head, Inspection, Interval
+from fenchel.inspection import (
+    BlockResult,
+    Certificates,
+    Head,
+    HeadCertificate,
+    Inspection,
+    Interval,
+)
 from fenchel.report.html import format_bracket
 
 _HEADS = 12
@@ -19,6 +26,12 @@ _LEGEND = (
     "norm from below, 1/s"
 )
 
+_CERTIFICATE_LEGEND = (
+    "spectral norm of the Jacobian of attention with W_O, in the input of attention: at the text "
+    "itself, attained in the ball (lower), exceeded nowhere in it (upper); token length: mean "
+    "length of an input token; witness: tokens by their share of the way to it"
+)
+
 
 def tables(found: Inspection) -> Iterator[Table]:
     """What a person wants first: layer by layer, then the most sensitive heads, then the whole."""
@@ -26,6 +39,8 @@ def tables(found: Inspection) -> Iterator[Table]:
     yield _heads(found)
     if found.network is not None:
         yield _network(found)
+    if found.certificates is not None:
+        yield from certificate_tables(found.certificates, found.tokens)
 
 
 def interval(bracket: Interval | None) -> str:
@@ -122,6 +137,66 @@ def _network(found: Inspection) -> Table:
         "Lyapunov exponent a layer", f"{network.exponent:.3f} ({grown:.2f} times a layer){each}"
     )
     return table
+
+
+def certificate_tables(found: Certificates, tokens: Sequence[str]) -> Iterator[Table]:
+    """The certificates layer by layer, and head by head where there are any."""
+    norm = "each token" if found.norm == "token" else "all tokens together"
+    table = Table(
+        title=f"certificates over radius {found.radius:g}, {norm} ({found.dtype})",
+        title_justify="left",
+        caption=_CERTIFICATE_LEGEND,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("layer", "token length", "centre", "lower", "upper", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("witness moves", justify="left", overflow="fold")
+    for layer in found.layers:
+        if layer.refused is not None:
+            table.add_row(str(layer.layer), *[""] * 5, layer.refused)
+            continue
+        table.add_row(
+            str(layer.layer),
+            _number(layer.token_norm),
+            interval(layer.centre),
+            _number(layer.lower),
+            "none" if layer.upper is None else _number(layer.upper),
+            _number(layer.ratio),
+            _largest_shares(layer.moved, tokens),
+        )
+    yield table
+    heads = [(layer.layer, head) for layer in found.layers for head in layer.heads]
+    if heads:
+        yield _head_certificates(heads)
+
+
+def _head_certificates(heads: list[tuple[int, HeadCertificate]]) -> Table:
+    ranked = sorted(heads, key=lambda pair: -(pair[1].upper or math.inf))[:_HEADS]
+    table = Table(
+        title=f"the {len(ranked)} heads with the largest upper ends, of {len(heads)}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("head", "centre", "upper"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer, head in ranked:
+        upper = "none" if head.upper is None else _number(head.upper)
+        table.add_row(f"{layer}.{head.head}", interval(head.centre), upper)
+    return table
+
+
+def _largest_shares(shares: Sequence[float], tokens: Sequence[str], count: int = 3) -> str:
+    """The tokens that move most on the way to a witness, with their shares."""
+    order = sorted(range(len(shares)), key=lambda i: -shares[i])[:count]
+    parts = [f"{i} {tokens[i]!r} {shares[i]:.0%}" for i in order if shares[i] > 0]
+    return ", ".join(parts) if parts else "the centre itself"
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.3g}"
 
 
 def _mean(heads: list[Head], of: Callable[[Head], float]) -> float:

@@ -1,13 +1,18 @@
 """What a checkpoint's attention does on a text, measured."""
 
+from fenchel.inspection.certificates import Search
 from fenchel.inspection.loader import open_model
-from fenchel.inspection.measure import inspect
+from fenchel.inspection.measure import certify_model, inspect
 from fenchel.inspection.result import (
     BlockResult,
+    Certificates,
+    Certification,
     Head,
+    HeadCertificate,
     Influence,
     Inspection,
     Interval,
+    LayerCertificate,
     Method,
     Network,
     Precision,
@@ -17,15 +22,21 @@ from fenchel.inspection.trace import BlockTrace, ForwardTrace, InspectedModel
 __all__ = [
     "BlockResult",
     "BlockTrace",
+    "Certificates",
+    "Certification",
     "ForwardTrace",
     "Head",
+    "HeadCertificate",
     "Influence",
     "InspectedModel",
     "Inspection",
     "Interval",
+    "LayerCertificate",
     "Method",
     "Network",
     "Precision",
+    "Search",
+    "certify_model",
     "inspect",
     "open_model",
 ]

@@ -11,10 +11,10 @@ x' within a radius of the x that the text produces:
     lower    attained at a point of the ball, the witness, found by ascent
     upper    exceeded nowhere in the ball: |f(x') - f(x'')| <= upper |x' - x''|
 
-Rotary positions, grouped keys, biases, windows and position biases are part of f. Its norm layer is
-not: behind a norm every token has about the length sqrt(M), so one radius means the same in every
-layer. ``certify_layers`` covers the Transformers of fenchel.model, which are runs and checkpoints of
-known families; a layer it has no bound for is listed with the reason.
+Rotary positions, grouped keys, biases, windows and position biases are part of f. The norm layer
+before it is not: after a norm every token has about the length sqrt(M), so a radius means the same
+in every layer. ``certify_layers`` covers the Transformers of fenchel.model: runs, and checkpoints
+of the known families. A layer without a known bound is listed with the reason.
 
 Everything is computed in float64 unless another dtype is given. T tokens, M width of the stream, H
 heads, G heads of keys and values, D width of a head.
@@ -71,6 +71,19 @@ class Search(NamedTuple):
     dtype: torch.dtype = torch.float64
 
 
+SEARCH = Search()
+
+
+def layer_count(model: InspectedModel) -> int:
+    """The number of layers that can be certified; refuses models of transformers."""
+    if not isinstance(model, OurModel):
+        raise ValueError(
+            f"{model.name} is read through transformers; certificates cover runs and the families "
+            "that fenchel reads itself (docs/checkpoints.md)."
+        )
+    return model.model.config.layers
+
+
 def certify_layers(
     model: InspectedModel,
     ids: Tensor,
@@ -85,11 +98,8 @@ def certify_layers(
 
     ``progress`` is called with the number of layers done.
     """
-    if not isinstance(model, OurModel):
-        raise ValueError(
-            f"{model.name} is read through transformers; certificates cover runs and the families "
-            "that fenchel reads itself (docs/checkpoints.md)."
-        )
+    layer_count(model)
+    assert isinstance(model, OurModel)
     inputs = attention_inputs(model.model, ids)
     certificates = []
     for done, index in enumerate(layers):
@@ -183,54 +193,59 @@ def why_not(given: AttentionInput) -> str | None:
 
 def self_attention_layer(given: AttentionInput, dtype: torch.dtype) -> SelfAttention:
     """The attention module at its input as a layer of fenchel.sensitivity."""
-    module, spec, T = given.module, given.call.spec, given.x.shape[0]
+    module, spec = given.module, given.call.spec
     H, G, D = module.heads, module.groups, module.head_width
     sizes = [H * D, G * D, G * D]
-    W = matrix_of(module.qkv).detach().to(dtype).split(sizes)
-    weights = [part.unflatten(0, (-1, D)).mT for part in W]  # (H or G, M, D)
-    biases: list[Tensor | None] = [None, None, None]
-    if module.qkv.bias is not None:
-        parts = module.qkv.bias.detach().to(dtype).split(sizes)
-        biases = [part.unflatten(0, (-1, D)) for part in parts]
-    angles = given.context.rotary[int(module.local)]
-    rotations = None
+    matrix, bias = matrix_of(module.qkv), module.qkv.bias
+    W_Q, W_K, W_V = (
+        rows.detach().to(dtype).view(-1, D, rows.shape[-1]).mT  # (H or G, M, D)
+        for rows in torch.split_with_sizes(matrix, sizes)
+    )
+    b_q = b_k = b_v = None
+    if bias is not None:
+        b_q, b_k, b_v = (
+            rows.detach().to(dtype).view(-1, D) for rows in torch.split_with_sizes(bias, sizes)
+        )
+    angles, rotations = given.context.rotary[int(module.local)], None
     if angles is not None:
         rotations = rotation_matrices(angles, D, layout=module.rotary_layout).to(dtype)
-        assert len(rotations) == T
     return SelfAttention(
-        *weights,
+        W_Q,
+        W_K,
+        W_V,
         matrix_of(module.out).detach().to(dtype).mT,
         choice=spec.choice,
         prior=spec.prior,
         scale=spec.scale,
-        biases=(biases[0], biases[1], biases[2]),
+        biases=(b_q, b_k, b_v),
         rotations=rotations,
     )
 
 
 def split_heads(layer: SelfAttention) -> list[SelfAttention]:
-    """One layer per head, each with its own rows of W_O: the sum of their outputs is the layer's."""
+    """One layer per head with its own rows of W_O: their outputs add up to the layer's."""
     assert layer.W_O is not None
     H, G = len(layer.W_Q), len(layer.W_K)
-    rows = layer.W_O.reshape(H, -1, layer.W_O.shape[-1])
+    rows, prior = layer.W_O.reshape(H, -1, layer.W_O.shape[-1]), layer.prior
     b_q, b_k, b_v = layer.biases
-    heads = []
-    for h in range(H):
-        g, prior = h * G // H, layer.prior
-        heads.append(
-            replace(
-                layer,
-                W_Q=layer.W_Q[h],
-                W_K=layer.W_K[g],
-                W_V=layer.W_V[g],
-                W_O=rows[h],
-                biases=tuple(
-                    None if b is None else b[i] for b, i in ((b_q, h), (b_k, g), (b_v, g))
-                ),
-                prior=HeadSubset(prior, (h,), H) if prior and prior.varies() else prior,
-            )
+
+    def head(h: int) -> SelfAttention:
+        g = h * G // H
+        return replace(
+            layer,
+            W_Q=layer.W_Q[h],
+            W_K=layer.W_K[g],
+            W_V=layer.W_V[g],
+            W_O=rows[h],
+            biases=(
+                None if b_q is None else b_q[h],
+                None if b_k is None else b_k[g],
+                None if b_v is None else b_v[g],
+            ),
+            prior=prior if prior is None or not prior.varies() else HeadSubset(prior, (h,), H),
         )
-    return heads
+
+    return [head(h) for h in range(H)]
 
 
 def _require_agreement(layer: SelfAttention, given: AttentionInput, number: int) -> None:

@@ -1,94 +1,45 @@
-"""A text to the ids of one sequence that a subject can read, and to the words for them.
+"""A model and a text to plain values: ``inspect`` measures, ``certify_model`` certifies.
 
-A subject and a text to an inspection: read once, then heads, blocks, network, precision.
+    inspect(model, source)                 -> Inspection       heads, blocks, network, precision
+    certify_model(model, source, radius)   -> Certification    attention layers over a ball
 
-    inspect(subject, source) -> Inspection;   for a subject see fenchel.inspection.loader
-
-The order is that of cost and of use: what is known of the heads is known before a block is
-differentiated, and ``progress`` is called after every step. Everything random is drawn from one seed.
+``fenchel.inspection.loader.open_model`` opens a model. One forward pass is traced; then the stages
+run in the order of their cost, and ``progress`` is called within each. Every random number comes
+from one seed.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.attention import AttentionCall, pack_weights
-from fenchel.data import decode, encode, end_id, open_text
 from fenchel.inspection.blocks import layer
+from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count
 from fenchel.inspection.heads import heads, row_weights
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.network import STEPS, network
 from fenchel.inspection.precision import precision
-from fenchel.inspection.result import BlockResult, Head, Inspection, Maps, Method
-from fenchel.inspection.trace import BlockTrace, ForwardTrace, InspectedModel
-
-
-class TokenizedText(NamedTuple):
-    """One sequence."""
-
-    name: str
-    """What the text is called."""
-    ids: tuple[int, ...]
-    tokens: tuple[str, ...]
-    """What each id spells, alone."""
-
-
-def tokenize_text(
-    subject: InspectedModel, source: str, max_tokens: int | None = None
-) -> TokenizedText:
-    """The first tokens of a text: all of them, or ``max_tokens`` if it has more.
-
-    A text longer than the subject's context is refused unless ``max_tokens`` cuts it.
-    """
-    context = subject.context
-    if max_tokens is not None and max_tokens < 2:
-        raise ValueError(f"max_tokens={max_tokens} should be 2 or more.")
-    if max_tokens is not None and context is not None and max_tokens > context:
-        raise ValueError(
-            f"max_tokens={max_tokens} is more than the {context} tokens that {subject.name} reads."
-        )
-    limit = context if max_tokens is None else max_tokens
-    text = open_text(source)
-    ids: list[int] = []
-    for document in text.documents():
-        ids += subject.encode(document.text, first=not ids)
-        if limit is not None and len(ids) > limit:
-            break
-    if max_tokens is None and limit is not None and len(ids) > limit:
-        raise ValueError(
-            f"{source} has more tokens than the {limit} that {subject.name} reads; take the first "
-            f"ones with --max-tokens {limit}."
-        )
-    ids = ids[:limit]
-    if len(ids) < 2:
-        raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
-    return TokenizedText(text.name, tuple(ids), tuple(_spelt(subject.tokenizer, i) for i in ids))
-
-
-def framed(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text between the control tokens that the tokenizer itself puts around one."""
-    encode(tokenizer, text)  # what is no text, or spells a control token, is refused there
-    return list(tokenizer.encode(text, add_special_tokens=True).ids)
-
-
-def after_an_end(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text after an end, as documents follow one another in training."""
-    return [end_id(tokenizer), *encode(tokenizer, text)]
-
-
-def _spelt(tokenizer: Tokenizer, token: int) -> str:
-    """The text of one token; a control token by its name, half a character by its bytes."""
-    text = decode(tokenizer, [token])
-    if text and "\ufffd" not in text:
-        return text
-    return str(tokenizer.id_to_token(token) or f"[{token}]")
-
+from fenchel.inspection.result import (
+    BlockResult,
+    Certificates,
+    Certification,
+    Head,
+    Inspection,
+    Maps,
+    Method,
+)
+from fenchel.inspection.trace import (
+    BlockTrace,
+    ForwardTrace,
+    InspectedModel,
+    TokenizedText,
+    tokenize_text,
+)
+from fenchel.sensitivity import Ball
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage, how much of it is done, and its total."""
@@ -99,7 +50,7 @@ _SMALL = 1 << 20  # numbers in the streams before all blocks
 
 
 def inspect(
-    subject: InspectedModel,
+    model: InspectedModel,
     source: str,
     *,
     max_tokens: int | None = None,
@@ -107,6 +58,8 @@ def inspect(
     heads: Sequence[int] | None = None,
     blocks: bool = True,
     branches: bool = False,
+    radius: float | None = None,
+    norm: str = "fro",
     tolerance: float = 0.05,
     iterations: int | None = None,
     failure: float = 1e-6,
@@ -114,18 +67,21 @@ def inspect(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Measure ``subject`` on the first tokens of ``source``.
+    """Measure ``model`` on the first tokens of ``source``.
 
-    ``layers`` and ``heads`` count from 1 and choose; ``blocks=False`` leaves the derivatives of
-    blocks and network out; ``branches`` adds those of each block's attention and MLP alone.
-    ``iterations`` follow from the model's size if left out.
+    ``layers`` and ``heads`` select by numbers from 1. ``blocks=False`` leaves out the derivatives
+    of blocks and network; ``branches`` adds those of each block's attention and MLP alone.
+    ``radius`` adds certificates of the attention layers over balls in ``norm``. ``iterations``
+    defaults to a number that suits the model's size.
     """
-    text = tokenize_text(subject, source, max_tokens)
+    text = tokenize_text(model, source, max_tokens)
+    if radius is not None:
+        Ball.of(radius, norm, 1)  # a wrong radius or norm is refused before the model runs
     clock, report = _Clock(), progress or _no_progress
     generator = torch.Generator().manual_seed(seed)
-    subject.model.to(device)
+    model.model.to(device)
     with clock("reading"):
-        trace = subject.trace(torch.tensor([text.ids], device=device))
+        trace = model.trace(torch.tensor([text.ids], device=device))
     require_finite(trace)
     method = Method(
         dtype="float32",
@@ -154,9 +110,15 @@ def inspect(
             so_far = partial(_network_progress, report)
             whole = network(trace, steps, measured, method, generator, so_far)
         with clock("precision"):
-            exact = precision(trace, subject.model, found, method, generator)
+            exact = precision(trace, model.model, found, method, generator)
+    certificates = None
+    if radius is not None:
+        with clock("certificates"):
+            certificates = _certificates(
+                model, text, radius, norm, chosen, Search(), device, generator, report
+            )
     return Inspection(
-        subject=subject.facts() | _sizes(trace.blocks),
+        subject=model.facts() | _sizes(trace.blocks),
         text=text.name,
         tokens=list(text.tokens),
         method=method,
@@ -164,9 +126,76 @@ def inspect(
         layers=measured,
         network=whole,
         precision=exact,
+        certificates=certificates,
         maps=maps([trace.blocks[at].attention for at in chosen], chosen, which),
         seconds=clock.seconds,
     )
+
+
+def certify_model(
+    model: InspectedModel,
+    source: str,
+    radius: float,
+    *,
+    norm: str = "fro",
+    max_tokens: int | None = 64,
+    layers: Sequence[int] | None = None,
+    search: Search = SEARCH,
+    device: str = "cpu",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Certification:
+    """Certify the attention layers of a model on the first tokens of ``source``.
+
+    ``radius`` is that of the ball about the input of each attention layer, in the norm "fro" or
+    "token"; ``layers`` select by numbers from 1.
+    """
+    Ball.of(radius, norm, 1)  # a wrong radius or norm is refused before the model runs
+    text = tokenize_text(model, source, max_tokens)
+    clock = _Clock()
+    model.model.to(device)
+    chosen = _chosen(layers, layer_count(model), "layer")
+    with clock("certificates"):
+        certificates = _certificates(
+            model,
+            text,
+            radius,
+            norm,
+            chosen,
+            search,
+            device,
+            torch.Generator().manual_seed(seed),
+            progress or _no_progress,
+        )
+    return Certification(
+        subject=model.facts(),
+        text=text.name,
+        tokens=list(text.tokens),
+        device=device,
+        seed=seed,
+        certificates=certificates,
+        seconds=clock.seconds,
+    )
+
+
+def _certificates(
+    model: InspectedModel,
+    text: TokenizedText,
+    radius: float,
+    norm: str,
+    layers: Sequence[int],
+    search: Search,
+    device: str,
+    generator: torch.Generator,
+    report: Progress,
+) -> Certificates:
+    def done(count: int) -> None:
+        report("certificates", count, len(layers))
+
+    ids = torch.tensor([text.ids], device=device)
+    certified = certify_layers(model, ids, radius, norm, layers, search, generator, done)
+    dtype = str(search.dtype).removeprefix("torch.")
+    return Certificates(radius=radius, norm=norm, dtype=dtype, layers=certified)
 
 
 def maps(calls: Sequence[AttentionCall], layers: Sequence[int], heads: Sequence[int]) -> Maps:

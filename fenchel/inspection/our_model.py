@@ -20,9 +20,13 @@ from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
 from fenchel.files import Damaged
 from fenchel.inspection.linearisation import answer, hold
-from fenchel.inspection.measure import after_an_end, framed
 from fenchel.inspection.recorder import Recorder
-from fenchel.inspection.trace import ForwardTrace, InspectedModel
+from fenchel.inspection.trace import (
+    ForwardTrace,
+    InspectedModel,
+    after_end_token,
+    with_special_tokens,
+)
 from fenchel.model import ModelConfig, Transformer, evaluating
 from fenchel.model.families import Family, family_of
 
@@ -74,7 +78,7 @@ def open_run(path: Path) -> OurModel:
         tokenizer=tokenizer,
         context=config.context,
         stored=stored,
-        encode_start=after_an_end,
+        encode_start=after_end_token,
         reads_out=True,
     )
 
@@ -90,7 +94,7 @@ def open_known(directory: CheckpointDirectory, tokenizer: Tokenizer) -> OurModel
         tokenizer=tokenizer,
         context=config.context,
         stored=str(directory.dtype).removeprefix("torch."),
-        encode_start=framed,
+        encode_start=with_special_tokens,
         reads_out=config.kind == "decoder" or config.lm_head_transform,
     )
 

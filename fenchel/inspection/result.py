@@ -205,19 +205,26 @@ class LayerCertificate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certification:
-    """Certificates of the attention layers of a model on a text."""
+class Certificates:
+    """The attention layers of a model over balls of one radius."""
 
-    subject: dict[str, Any]
-    text: str
-    tokens: list[str]
     radius: float
     norm: str
     """"fro": all tokens together move by at most the radius; "token": each of them."""
     dtype: str
+    layers: list[LayerCertificate]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certification:
+    """Certificates of a model on a text."""
+
+    subject: dict[str, Any]
+    text: str
+    tokens: list[str]
     device: str
     seed: int
-    layers: list[LayerCertificate]
+    certificates: Certificates
     seconds: dict[str, float]
 
     def plain(self) -> dict[str, Any]:
@@ -266,6 +273,8 @@ class Inspection:
     layers: list[BlockResult]
     network: Network | None
     precision: Precision | None
+    certificates: Certificates | None
+    """Those asked for by a radius."""
     maps: Maps
     seconds: dict[str, float]
 

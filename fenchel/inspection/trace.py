@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
-from fenchel.data import encode
+from fenchel.data import decode, encode, end_id, open_text
 
 Map = Callable[[Tensor], Tensor]
 """Stream to stream, both (1, T, M), differentiable forward and in reverse."""
@@ -113,3 +113,64 @@ class InspectedModel(ABC):
             "context": self.context,
             "stored": self.stored,
         }
+
+
+class TokenizedText(NamedTuple):
+    """One sequence of tokens."""
+
+    name: str
+    """The name of the text."""
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    """The text of each id alone."""
+
+
+def tokenize_text(
+    model: InspectedModel, source: str, max_tokens: int | None = None
+) -> TokenizedText:
+    """The first tokens of a text: all of them, or ``max_tokens`` if it has more.
+
+    A text longer than the model's context is refused unless ``max_tokens`` cuts it.
+    """
+    context = model.context
+    if max_tokens is not None and max_tokens < 2:
+        raise ValueError(f"max_tokens={max_tokens} should be 2 or more.")
+    if max_tokens is not None and context is not None and max_tokens > context:
+        raise ValueError(
+            f"max_tokens={max_tokens} is more than the {context} tokens that {model.name} reads."
+        )
+    limit = context if max_tokens is None else max_tokens
+    text = open_text(source)
+    ids: list[int] = []
+    for document in text.documents():
+        ids += model.encode(document.text, first=not ids)
+        if limit is not None and len(ids) > limit:
+            break
+    if max_tokens is None and limit is not None and len(ids) > limit:
+        raise ValueError(
+            f"{source} has more tokens than the {limit} that {model.name} reads; take the first "
+            f"ones with --max-tokens {limit}."
+        )
+    ids = ids[:limit]
+    if len(ids) < 2:
+        raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
+    return TokenizedText(text.name, tuple(ids), tuple(_token_text(model.tokenizer, i) for i in ids))
+
+
+def with_special_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text with the control tokens that the tokenizer adds around one."""
+    encode(tokenizer, text)  # refuses what is no text or contains a control token
+    return list(tokenizer.encode(text, add_special_tokens=True).ids)
+
+
+def after_end_token(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text after an end token, as documents follow one another in training."""
+    return [end_id(tokenizer), *encode(tokenizer, text)]
+
+
+def _token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one token; a control token by its name, half a character by its bytes."""
+    text = decode(tokenizer, [token])
+    if text and "\ufffd" not in text:
+        return text
+    return str(tokenizer.id_to_token(token) or f"[{token}]")

@@ -10,6 +10,7 @@ of the network, method.
 from collections.abc import Mapping
 from typing import Any
 
+from fenchel.report.certificates import certificates
 from fenchel.report.html import (
     Html,
     Section,
@@ -37,6 +38,8 @@ def render(found: Data) -> str:
         sections.append(blocks(found))
     if found["network"]:
         sections.append(network(found))
+    if found.get("certificates"):
+        sections.append(certificates(found))
     sections.append(_method(found))
     name = shorten(clean(str(found["subject"]["name"])), 200)
     return document(

@@ -14,7 +14,7 @@ import torch
 
 from fenchel.inspection import Inspection, inspect, open_model
 from fenchel.inspection.heads import row_weights
-from fenchel.inspection.measure import tokenize_text
+from fenchel.inspection.trace import tokenize_text
 
 Save = Callable[[str], Path]
 
@@ -99,7 +99,7 @@ def test_maps_are_the_weights_to_eight_bits(save: Save, text: Path) -> None:
 
 def test_progress_reaches_its_end(save: Save, text: Path) -> None:
     told: dict[str, tuple[int, int]] = {}
-    inspected(save, text, watch=lambda what, done, total: told.update({what: (done, total)}))
+    inspected(save, text, progress=lambda what, done, total: told.update({what: (done, total)}))
     assert set(told) == {"heads", "blocks", "network"}
     assert all(done == total for done, total in told.values())
 

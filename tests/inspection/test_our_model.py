@@ -18,7 +18,7 @@ from fenchel.attention.spec import AttentionCall
 from fenchel.data import end_id, train_tokenizer
 from fenchel.inspection import ForwardTrace, open_model, our_model
 from fenchel.inspection.linearisation import derivative
-from fenchel.inspection.measure import after_an_end
+from fenchel.inspection.measure import after_end_token
 from fenchel.inspection.our_model import OurModel
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model import attention as model_attention
@@ -117,7 +117,10 @@ def test_a_checkpoints_text_is_framed_by_its_tokenizer_and_a_runs_by_an_end(save
     )
     bare = subject.encode("peace", first=False)
     assert subject.encode("peace", first=True) == [end, *bare, end]
-    assert replace(subject, encode_start=after_an_end).encode("peace", first=True) == [end, *bare]
+    assert replace(subject, encode_start=after_end_token).encode("peace", first=True) == [
+        end,
+        *bare,
+    ]
 
 
 MAPS: dict[str, dict[str, Any]] = {
@@ -151,7 +154,7 @@ def run(request: pytest.FixtureRequest) -> OurModel:
         tokenizer=train_tokenizer(["peace and trade"], 280),
         context=12,
         stored="float64",
-        encode_start=after_an_end,
+        encode_start=after_end_token,
         reads_out=True,
     )
 

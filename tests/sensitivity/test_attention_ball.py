@@ -6,10 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.attention import ALiBi, AttentionSpec, Causal, Prior
+from fenchel.attention import ALiBi, AttentionSpec, Causal, Prior, angles
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity import Ball, self_attention_jacobian
-from fenchel.sensitivity.attention_ball import _softmax_box, _threshold_box, bounded, head_bounds
+from fenchel.sensitivity.attention_ball import (
+    _coordinates,
+    _softmax_box,
+    _threshold_box,
+    bounded,
+    head_bounds,
+)
+from fenchel.sensitivity.layers import SelfAttention, rotation_matrices
+from fenchel.sensitivity.norms import spectral
 from fenchel.sensitivity.weight_blocks import project
 
 Draw = Callable[..., Tensor]
@@ -107,3 +115,52 @@ def test_heads_and_an_output_matrix_are_folded_in(draw: Draw) -> None:
 def test_which_choices_are_bounded() -> None:
     assert all(bounded(choice) for choice in CHOICES)
     assert not bounded(Entmax(2.5))
+
+
+@pytest.mark.parametrize("positions", [[4, 5, 6, 7], [0, 1, 5, 40]], ids=["even", "uneven"])
+def test_rotated_coordinates_are_the_derivatives_of_the_scores(
+    positions: list[int], draw: Draw
+) -> None:
+    n, d, D = 4, 3, 4
+    X, W = draw(n, d), [draw(1, d, D) for _ in range(3)]
+    R = rotation_matrices(angles(torch.tensor(positions), D, dtype=torch.float64), D)
+    layer = SelfAttention(*W, choice=Softmax(1.5), biases=(draw(D), draw(D), None), rotations=R)
+    x = project(X, *W)
+
+    def scores(X: Tensor) -> Tensor:
+        q, k, _ = layer._qkv(X)
+        return 1.5 * D**-0.5 * (q @ k.mT)[0]
+
+    q, k, v = layer._qkv(X)
+    rotated = x._replace(q=q[None], k=k[None], v=v[None], rotations=R)
+    head = _coordinates(rotated, None, AttentionSpec(Softmax(1.5)))
+    first = torch.autograd.functional.jacobian(scores, X)  # (n, n, n, d)
+    second = torch.func.hessian(scores)(X)  # (n, n, n, d, n, d)
+    keys = head.keys(torch.zeros(1, n, D, dtype=torch.float64), slice(0, n)).norm(dim=-1)[0]
+    queries = head.query_sizes()[0]
+    pair = X.new_zeros(())
+    for i in range(n):
+        for j in range(n):
+            if i != j:
+                torch.testing.assert_close(keys[i, j], first[i, j, i].norm())
+                torch.testing.assert_close(queries[i, j], first[i, j, j].norm())
+                mixed = torch.linalg.matrix_norm(second[i, j, i, :, j], 2)
+                pair = torch.maximum(pair, mixed)
+    assert head.M[0] >= pair * (1 - 1e-9)
+    if positions[-1] == 7:  # even steps: no more than the largest of the offsets, 0 among them
+        own = torch.linalg.matrix_norm(1.5 * D**-0.5 * W[0][0] @ W[1][0].mT, 2)
+        torch.testing.assert_close(head.M[0], torch.maximum(pair, own))
+    else:
+        product = spectral(W[0][0]) * spectral(W[1][0]) * 1.5 * D**-0.5
+        torch.testing.assert_close(head.M[0], product)
+
+
+def test_a_rotation_common_to_all_positions_changes_no_bound(draw: Draw) -> None:
+    n, d, D = 5, 3, 4
+    X, W = draw(n, d), [draw(2, d, D) for _ in range(3)]
+    same = torch.linalg.qr(draw(D, D)).Q.expand(n, D, D)
+    ball = Ball.of(0.1, "token", n)
+    plain = SelfAttention(*W, prior=Causal()).head_bounds(X, ball)
+    turned = SelfAttention(*W, prior=Causal(), rotations=same).head_bounds(X, ball)
+    for a, b in zip(plain, turned, strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,109 @@
+"""fenchel certify: how sensitive attention can be anywhere in a ball around a text."""
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from fenchel.cli.console import Console, device_and_dtype
+from fenchel.cli.inspect import NormName, numbers, require_ours
+
+PAGE = Path("certificates.html")
+
+
+def run(
+    directory: Path,
+    /,
+    *,
+    text: str,
+    radius: float,
+    norm: NormName = "fro",
+    out: Path | None = None,
+    max_tokens: int = 64,
+    layers: str | None = None,
+    heads: Annotated[bool, Parameter(negative="")] = False,
+    steps: int = 20,
+    restarts: int = 1,
+    failure: float = 1e-9,
+    device: str | None = None,
+    dtype: Literal["float64", "float32"] = "float64",
+    seed: int = 0,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """How sensitive attention can be anywhere in a ball around a text: a table, JSON and a page.
+
+    For every attention layer, the spectral norm of its Jacobian at the text itself, the largest
+    norm found in the ball with the point that attains it, and a bound that no point of the ball
+    exceeds. The ball is about the input of attention, behind its norm layer.
+
+    Parameters
+    ----------
+    directory
+        A run directory, or a Hugging Face directory of a family that fenchel reads itself.
+    text
+        "sotu", "kjv", a text file, a folder or a .jsonl file; its beginning is read.
+    radius
+        The radius of the ball. An input token has a length of about sqrt(width).
+    norm
+        "fro": all tokens together move by at most the radius; "token": each of them.
+    out
+        The page; certificates.html when left out, and none with --json.
+    max_tokens
+        Read this many tokens; time grows with their square.
+    layers
+        Only these layers, counted from 1: 3 or 1-4,12.
+    heads
+        An upper end for every head alone, too.
+    steps
+        Steps of the ascent that looks for the lower end.
+    restarts
+        Random points of the ball from which it starts, beside others.
+    failure
+        Probability that a norm at the centre, on which upper ends rest, is too small.
+    device
+        "cpu" or "cuda"; the GPU where there is one.
+    dtype
+        float32 is faster, and its upper ends do not cover all of its rounding.
+    seed
+        The same seed gives the same numbers.
+    json
+        Print one JSON object instead of a table.
+    """
+    chosen = numbers(layers, "--layers")
+    target = out if json else out or PAGE
+    if target is not None:
+        require_ours(target)
+
+    from fenchel.inspection import Search, certify_model, open_model
+
+    on, kind = device_and_dtype(device, dtype)
+    assert kind is not None
+    console = Console(quiet=json)
+    certification = certify_model(
+        open_model(directory),
+        text,
+        radius,
+        norm=norm,
+        max_tokens=max_tokens,
+        layers=chosen,
+        search=Search(steps, restarts, failure, heads, kind),
+        device=str(on),
+        seed=seed,
+        progress=console.progress,
+    )
+    console.bars.stop()
+    if target is not None:
+        from fenchel.files import write_atomic
+        from fenchel.report.certificates import render
+
+        write_atomic(target, render(certification.plain()))
+    if json:
+        print(json_format.dumps(certification.plain()))
+        return 0
+    from fenchel.cli.inspection_tables import certificate_tables
+
+    for table in certificate_tables(certification.certificates, certification.tokens):
+        console.terminal.print(table)
+    console.message(f"Page  {target}")
+    return 0

@@ -1,0 +1,84 @@
+"""fenchel certify on a run directory: the table, the page, the JSON, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fenchel.cli import main
+
+
+def arguments(run: Path, text: Path, *more: str) -> list[str]:
+    short = ["--max-tokens", "8", "--steps", "2", "--restarts", "0"]
+    return ["certify", str(run), "--text", str(text), *short, *more]
+
+
+def test_a_table_and_a_page_come_out(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    line = arguments(run_directory, text_file, "--radius", "0.05", "--heads", "--out", str(out))
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    assert "certificates over radius 0.05, all tokens together" in printed
+    assert "largest upper ends" in printed
+    page = out.read_text()
+    assert "certified" in page
+    assert "upper / lower" in page
+    assert main(line) == 0  # a page of ours is written over
+
+
+def test_json_is_one_object_and_writes_nothing(
+    run_directory: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = ("--radius", "0.05", "--norm", "token", "--layers", "1", "--json")
+    assert main(arguments(run_directory, text_file, *more)) == 0
+    found = json.loads(capsys.readouterr().out)["certificates"]
+    assert (found["radius"], found["norm"]) == (0.05, "token")
+    (layer,) = found["layers"]
+    assert layer["refused"] is None
+    assert layer["centre"]["lower"] <= layer["lower"] <= layer["upper"] < 100 * layer["lower"]
+    assert len(layer["moved"]) == 8
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_adds_the_same_certificates(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    line = ["inspect", str(run_directory), "--text", str(text_file), "--max-tokens", "8"]
+    line += ["--no-blocks", "--layers", "1", "--radius", "0.05", "--json", "--out", str(out)]
+    assert main(line) == 0
+    inspected = json.loads(capsys.readouterr().out)["certificates"]
+    assert main(arguments(run_directory, text_file, "--radius", "0.05", "--json")) == 0
+    certified = json.loads(capsys.readouterr().out)["certificates"]
+    assert len(inspected["layers"]) == 1
+    for name in ("upper", "token_norm"):  # the lower end follows from random starts
+        assert inspected["layers"][0][name] == pytest.approx(certified["layers"][0][name], rel=1e-2)
+    assert "Witnesses" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--radius", "-1"], "a radius is a finite number >= 0"),
+        (["--radius", "nan"], "a radius is a finite number >= 0"),
+        (["--radius", "0.1", "--layers", "9"], "there is no layer 9"),
+        (["--radius", "0.1", "--norm", "max"], "norm"),
+        ([], "radius"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    more: list[str],
+    sentence: str,
+    run_directory: Path,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(arguments(run_directory, text_file, *more)) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,168 @@
+"""fenchel/inspection/certificates.py: the attention of a model, attacked inside its ball."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.data import train_tokenizer
+from fenchel.inspection.certificates import (
+    AttentionInput,
+    Search,
+    attention_inputs,
+    certify_layer,
+    certify_layers,
+    self_attention_layer,
+    split_heads,
+)
+from fenchel.inspection.our_model import OurModel
+from fenchel.inspection.trace import with_special_tokens
+from fenchel.model import ModelConfig, Transformer
+from fenchel.sensitivity import Ball
+
+SMALL: dict[str, Any] = {
+    "vocabulary": 40,
+    "context": 16,
+    "width": 12,
+    "layers": 2,
+    "heads": 2,
+    "initial": "xavier",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "grouped rotary": {"heads": 4, "kv_heads": 2, "head_size": 4},
+    "pairs": {"rotary_layout": "pairs", "bias": True},
+    "partly rotary": {"head_size": 6, "rotary_fraction": 0.67},
+    "stretched": {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_trained_context": 8},
+    "learned, layer norm": {"positions": "learned", "norm": "layer", "bias": True},
+    "alibi": {"positions": "alibi"},
+    "window": {"windows": (3,)},
+    "entmax": {"choice": "entmax"},
+    "post norm": {"norm_place": "post"},
+    "sigma reparam": {"sigma_reparam": True},
+}
+IDS = torch.tensor([[1, 7, 7, 30, 2, 11]])
+
+
+def model_of(**settings: Any) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**SMALL | settings)).double().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # scores large enough for attention to matter
+            if name.endswith(("qkv.weight", "qkv.gain", "attention.out.weight")):
+                p.mul_(4.0 if p.dim() else 8.0)
+            if name.endswith("bias"):
+                p.normal_()
+    return model.requires_grad_(False)
+
+
+def own_norm(given: AttentionInput, x: Tensor) -> Tensor:
+    """|J|_2 of the model's own attention module at x, by autograd."""
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = given.module(x[None], given.context)[0]
+        return out
+
+    J = torch.autograd.functional.jacobian(forward, x)
+    return torch.linalg.matrix_norm(J.reshape(x.numel(), x.numel()), 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("radius", "norm"), [(0.02, "fro"), (0.2, "token")])
+def test_the_models_own_attention_never_exceeds_its_certificate(
+    radius: float, norm: str, name: str
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for number, given in enumerate(attention_inputs(model_of(**MODELS[name]), IDS)[:1], 1):
+        given = given._replace(context=replace(given.context, attention_override=None))
+        search = Search(steps=6, restarts=0, heads=True)
+        found = certify_layer(given, number, radius, norm, search, generator)
+        assert found.refused is None
+        assert found.centre is not None
+        assert found.lower is not None
+        assert found.upper is not None
+        exact = float(own_norm(given, given.x))
+        assert found.centre.lower * (1 - 1e-6) <= exact <= found.centre.upper * (1 + 1e-6)
+        ball = Ball.of(radius, norm, len(given.x))
+        moves, best = torch.zeros_like(given.x), exact
+        for trial in range(12):  # hill climbing by mutation, from the centre
+            draw = torch.randn(given.x.shape, dtype=torch.float64, generator=generator)
+            tried = ball.within(moves + (3.0 if trial < 5 else 0.5) * radius * draw)
+            sigma = float(own_norm(given, given.x + tried))
+            assert sigma <= found.upper * (1 + 1e-9)
+            if sigma > best:
+                moves, best = tried, sigma
+        assert best > exact  # or the attack says nothing
+        assert exact <= found.lower * (1 + 1e-6)
+        assert found.lower <= found.upper
+        assert math.isclose(sum(found.moved), 1.0, abs_tol=1e-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_heads_of_a_layer_add_up_to_it_and_are_certified_alone(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    given = attention_inputs(model_of(**MODELS[name]), IDS)[1]
+    layer = self_attention_layer(given, torch.float64)
+    heads = split_heads(layer)
+    parts = torch.stack([head(given.x) for head in heads])
+    torch.testing.assert_close(parts.sum(0), layer(given.x))
+    search = Search(steps=1, restarts=0, heads=True)
+    found = certify_layer(given, 2, 0.05, "token", search, generator)
+    ball = Ball.of(0.05, "token", len(given.x))
+    for head, certificate in zip(heads, found.heads, strict=True):
+        assert certificate.upper is not None
+        for _ in range(5):
+            draw = torch.randn(given.x.shape, dtype=torch.float64, generator=generator)
+            J = head.jacobian(given.x + ball.within(draw)).dense()
+            assert torch.linalg.matrix_norm(J, 2) <= certificate.upper
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"qk_norm": True}, "layer 1 normalises its queries and keys"),
+        ({"softcap": 5.0}, "layer 1 caps its scores"),
+        ({"scores": "l2"}, "layer 1 scores by distance"),
+        ({"choice": "hard"}, "layer 1 chooses by Hard"),
+    ],
+)
+def test_a_layer_without_a_bound_is_refused_in_a_sentence(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    given = attention_inputs(model_of(**settings), IDS)[0]
+    generator = torch.Generator().manual_seed(0)
+    found = certify_layer(given, 1, 0.1, "fro", Search(), generator)
+    assert found.refused is not None
+    assert found.refused.startswith(sentence)
+    assert found.upper is None
+    assert found.ratio is None
+
+
+def test_some_layers_are_certified_where_others_are_refused() -> None:
+    model = OurModel(
+        name="mixed",
+        family="fenchel",
+        model=model_of(layer_choices=("hard", "softmax")),
+        tokenizer=train_tokenizer(["peace and trade"], 280),
+        context=16,
+        stored="float64",
+        encode_start=with_special_tokens,
+        reads_out=True,
+    )
+    done: list[int] = []
+    generator = torch.Generator().manual_seed(0)
+    search = Search(steps=1, restarts=0)
+    found = certify_layers(model, IDS, 0.1, "fro", [0, 1], search, generator, done.append)
+    assert [layer.refused is None for layer in found] == [False, True]
+    assert done == [0, 1, 2]
+    assert found[1].upper is not None
+
+
+def test_a_layer_that_does_not_compute_what_the_model_computes_is_not_certified() -> None:
+    given = attention_inputs(model_of(), IDS)[0]
+    wrong = given._replace(output=1.01 * given.output)
+    with pytest.raises(ValueError, match=r"layer 1 written out differs from the model's own"):
+        certify_layer(wrong, 1, 0.1, "fro", Search(), torch.Generator())
