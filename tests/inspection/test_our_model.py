@@ -18,8 +18,8 @@ from fenchel.attention.spec import AttentionCall
 from fenchel.data import end_id, train_tokenizer
 from fenchel.inspection import ForwardTrace, open_model, our_model
 from fenchel.inspection.linearisation import derivative
-from fenchel.inspection.measure import after_end_token
 from fenchel.inspection.our_model import OurModel
+from fenchel.inspection.trace import after_end_token
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model import attention as model_attention
 from fenchel.sensitivity import spectral_norm
