@@ -39,7 +39,7 @@ def render(found: Data) -> str:
     return document(
         title=f"{name} certified · fenchel",
         header=_header(found, name),
-        parts=[certificates(found), _method(found)],
+        sections=[certificates(found), _method(found)],
         views=("heat.js",),
     )
 
