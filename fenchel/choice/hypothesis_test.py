@@ -34,8 +34,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.choice.softmax import Softmax
-
 
 class TiltedDistribution(NamedTuple):
     """The distribution tilted by beta, the mean and variance of z under it, and KL(p || u)."""
@@ -52,16 +50,6 @@ class LargeDeviation(NamedTuple):
     beta: Tensor
     p: Tensor
     rate: Tensor
-
-
-def entropy(p: Tensor) -> Tensor:
-    """-sum_i p_i log p_i, in nats: (..., K) -> (...).
-
-    >>> import torch
-    >>> entropy(torch.tensor([0.5, 0.5]))
-    tensor(0.6931)
-    """
-    return -Softmax().regulariser(p)
 
 
 def divergence(p: Tensor, u: Tensor) -> Tensor:

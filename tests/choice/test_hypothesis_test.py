@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from fenchel.attention import entropy
 from fenchel.choice import Hard, Softmax
 from fenchel.choice.hypothesis_test import (
     chernoff_information,
     divergence,
     divergence_upper,
-    entropy,
     evidence,
     large_deviation,
     pinsker_upper,

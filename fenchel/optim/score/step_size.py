@@ -65,6 +65,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fenchel.attention import entropy
+from fenchel.attention.spec import SOFTMAX
 from fenchel.optim.score.score_line import HeadFactors, HeadWeights, ScoreLine, by_group
 
 POINTS = 512
@@ -287,7 +289,7 @@ class StepRecord(NamedTuple):
             return HeadStats(change, unknown, score, unknown, unknown, capped)
         after = ScoreLine(self.line.pairs, self.line.inputs, W)
         S, dS = after.start, after.start - self.line.start
-        return HeadStats(change, _largest(dS), score, _largest(S), _entropy(after), capped)
+        return HeadStats(change, _largest(dS), score, _largest(S), _mean_entropy(after), capped)
 
 
 def _times(x: HeadFactors, y: HeadFactors | None) -> HeadFactors:
@@ -298,14 +300,12 @@ def _largest(S: Tensor) -> Tensor:
     return S.abs().amax(dim=(1, 3, 4))
 
 
-def _entropy(line: ScoreLine) -> Tensor:
+def _mean_entropy(line: ScoreLine) -> Tensor:
+    """Of the softmax per row, over the rows in which a query may attend to any key: (L, H)."""
     mask = line.inputs.grid.mask
-    log_p = line.start.masked_fill(~mask, -torch.inf).log_softmax(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(~mask, 0.0)).sum(-1)
-    nonempty = mask.any(-1).expand(entropy.shape[0], entropy.shape[1], 1, -1)
-    return entropy.masked_fill(~nonempty, 0.0).sum(dim=(1, 3)) / nonempty.sum(dim=(1, 3)).clamp(
-        min=1
-    )
+    p = SOFTMAX.weights(line.start.masked_fill(~mask, -torch.inf))
+    rows = mask.any(-1).expand(p.shape[0], p.shape[1], 1, -1).sum(dim=(1, 3))
+    return entropy(p).sum(dim=(1, 3)) / rows.clamp(min=1)
 
 
 PROBING = 1e-3
