@@ -49,9 +49,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fenchel.attention.spec import SOFTMAX
 from fenchel.generation.kv_cache import CacheKind, KVCache
 from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_norm, why_not_plain
 from fenchel.model import ModelConfig, Transformer
+from fenchel.model.attention import Attention
 from fenchel.model.rotary_table import RotaryTable
 
 if TYPE_CHECKING:
@@ -248,6 +250,11 @@ def why_not_recorded(model: Transformer, *, padded: bool) -> str | None:
         return f"positions={model.config.positions!r} are distances between slots"
     if model.config.experts:
         return "experts take as many tokens as choose them, which varies from step to step"
+    for module in model.modules():
+        # The solvers of other maps decide on the host when they have converged, and a capture that
+        # fails there leaves the random generators of the device unusable.
+        if isinstance(module, Attention) and not isinstance(module.choice, type(SOFTMAX)):
+            return f"{module.choice} is solved by iterations that the host counts"
     if padded and any(model.config.windows):
         return "prompts of unequal lengths do not fit layers with windows"
     return None

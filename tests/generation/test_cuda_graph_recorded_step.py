@@ -216,6 +216,10 @@ def test_a_graph_is_replayed_by_itself_where_that_pays(
 
 
 def test_what_cannot_be_recorded_is_named(lively: Build) -> None:
+    assert "Entmax" in str(why_not_recorded(lively(choice="entmax"), padded=False))
+    assert "Sparsemax" in str(
+        why_not_recorded(lively(layer_choices=("softmax", "sparsemax")), padded=False)
+    )
     assert "experts" in str(why_not_recorded(lively(experts=2), padded=False))
     assert why_not_recorded(lively(), padded=True) is None
     assert why_not_recorded(lively(windows=(3,)), padded=False) is None
