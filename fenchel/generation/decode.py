@@ -49,8 +49,8 @@ class GenerationSettings:
     draft: int = 0
     """Tokens to guess ahead, for a single sequence; changes the speed, not the text."""
     record: Record | None = "auto"
-    """Whether to replay one recorded step: "graph", None for never, or "auto" on a GPU where it pays.
-    A recorded step rounds differently in half precision."""
+    """Whether to replay a recorded step: "graph", None for never, "auto" on a GPU where it pays. A
+    recorded step rounds differently in half precision."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:

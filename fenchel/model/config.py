@@ -1,8 +1,8 @@
-"""The settings of a model. A setting is written here once and read everywhere.
+"""ModelConfig: the settings of a model.
 
-Defaults are a small Llama-shaped decoder. What a setting adds to the names of the parameters
-stands in docs/maths/model.md. Settings that differ between layers are patterns: (4096, 0) is
-4096, 0, 4096, 0, ... over the layers, and an empty pattern says the same of all of them.
+The defaults are a small Llama-shaped decoder. docs/maths/model.md lists which setting creates which
+parameter. Settings that differ between layers are patterns: (4096, 0) is 4096, 0, 4096, 0, ... over
+the layers, and an empty pattern is the default for all of them.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 from fenchel.choice import by_name
 
 LARGEST = 2**24
-"""No size is larger: products of two stay far from what a tensor can hold."""
+"""The largest size accepted: a product of two stays far below the limit of a tensor."""
 GATED = ("swiglu", "geglu", "geglu_tanh")
 _KINDS = {
     "kind": ("decoder", "encoder", "encoder-decoder"),
@@ -49,138 +49,144 @@ _POSITIVE_OR_NONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """All that is needed to build a Transformer, and nothing about training it."""
+    """All settings of a Transformer; none of its training.
+
+    >>> config = ModelConfig(vocabulary=256, width=128, heads=4, kv_heads=2)
+    >>> config.head_width, config.groups, config.mlp_width
+    (32, 2, 352)
+    """
 
     vocabulary: int
     """Rows of the embedding, V; at least as many as the tokenizer has ids."""
     context: int = 128
-    """The longest sequence the model reads, T."""
+    """The longest sequence, T."""
     width: int = 128
     """Width of the residual stream, M."""
     layers: int = 4
     """Blocks, one after another; those of the decoder where there is an encoder too."""
     heads: int = 2
-    """Attention heads, H. Divides ``width`` unless ``head_size`` is given."""
+    """Attention heads, H; divides ``width`` unless ``head_size`` is given."""
     kv_heads: int | None = None
-    """Heads of keys and values, G; divides ``heads``. None is one for each head."""
+    """Heads of keys and values, G; divides ``heads``. None is one per head."""
     hidden: int | None = None
     """Width inside the MLP. None is 4 x width, or 8/3 x width when the MLP is gated."""
     norm: str = "rms"
-    """"rms" or "layer": what normalises the stream before each branch."""
+    """"rms" or "layer": the norm before each branch."""
     positions: str = "rotary"
-    """"rotary" turns queries and keys, "learned" and "sinusoidal" add a table, "alibi" and
-    "buckets" (T5) are priors over distances, "none" leaves order out."""
+    """"rotary" rotates queries and keys, "learned" and "sinusoidal" add a table to the embedding,
+    "alibi" and "buckets" (T5) are priors over distances, "none" ignores order."""
     rotary_base: float = 10000.0
-    """Slowest rotation is about one turn in 2 pi x this many positions."""
+    """The slowest pair rotates once in about 2 pi x this many positions."""
     mlp: str = "swiglu"
     """Gated: "swiglu", "geglu", "geglu_tanh". Plain: "gelu" (exact), "gelu_tanh", "relu"."""
     choice: str = "softmax"
     """How a query chooses among keys: "softmax", "entmax", "sparsemax" or "hard"."""
     alpha: float = 1.5
-    """Exponent of entmax; no other choice reads it."""
+    """Exponent of entmax; unused by other choices."""
     tied: bool = True
-    """Read out with the embedding itself instead of a second table."""
+    """Use the embedding as the matrix of the LM head."""
     bias: bool = False
-    """Give every linear map inside a block a bias."""
+    """Whether linear maps inside a block have a bias."""
     dropout: float = 0.0
     """Probability of dropping a branch's output, an attention weight or an embedding."""
     epsilon: float = 1e-5
-    """Added under the root of every norm."""
+    """Added under the square root of every norm."""
 
     kind: str = "decoder"
-    """"decoder" looks back, "encoder" both ways, "encoder-decoder" also at what was encoded."""
+    """"decoder" is causal, "encoder" is not, "encoder-decoder" has one of each."""
     encoder_layers: int | None = None
     """Blocks of the encoder beside a decoder. None is as many as ``layers``."""
     distinct_layers: int | None = None
-    """Different blocks, each used for equally many layers in a row (ALBERT). None is all."""
+    """Blocks with parameters of their own, each used for equally many layers in a row (ALBERT).
+    None is one per layer."""
     head_size: int | None = None
-    """Width of a head. None is width / heads."""
+    """Width per head. None is width / heads."""
     embedding_width: int | None = None
-    """Width of the embedding, lifted to ``width`` by a map of its own (ALBERT). None is none."""
+    """Width of the embedding, mapped to ``width`` by a linear map (ALBERT). None is ``width``."""
     token_types: int = 0
-    """Kinds of segments a token may belong to (BERT: 2), each with a vector added to it."""
+    """Number of token types (segments; 2 in BERT), each with an embedding of its own."""
     embedding_scale: float = 1.0
-    """Multiplies the embedding as it is read in: sqrt(width) in Gemma and the first Transformer."""
+    """Factor on the embedding: sqrt(width) in Gemma and the original Transformer."""
     embedding_norm: bool = False
-    """Normalise the embedding, positions included, before the first block (BLOOM, BERT)."""
+    """A norm after the embedding, positions included (BLOOM, BERT)."""
 
     norm_place: str = "pre"
     """"pre" x + f(n(x)), "post" n(x + f(x)), "both" x + n(f(n(x)))."""
     norm_plus_one: bool = False
-    """The gain of an RMS norm is 1 + weight (Gemma), so that decay pulls it to 1."""
+    """The gain of an RMS norm is 1 + weight (Gemma), so that weight decay pulls it to 1."""
     final_norm: bool = True
-    """Normalise what the last block gives. Off where norms stand after branches (BERT)."""
+    """A norm after the last block. Off where norms come after the branches (BERT)."""
     qk_norm: bool = False
-    """Normalise every query and key over its head before it is turned."""
+    """Normalise queries and keys per head, before their rotation."""
     residual_scale: float | str = 1.0
-    """Factor on what a branch adds; "depth" is (2 layers)^-1/2, which bounds the stream."""
+    """Factor on each branch; "depth" is (2 layers)^-1/2, which bounds the stream."""
     parallel: bool = False
-    """Both branches read the same stream: x + attention(n(x)) + mlp(n'(x))."""
+    """Both branches have the same input: x + attention(n(x)) + mlp(n'(x))."""
 
     rotary_layout: str = "half"
-    """Which entries are turned together: "half" i with i + W/2, "pairs" 2i with 2i + 1."""
+    """Which entries form a pair: "half" i with i + W/2, "pairs" 2i with 2i + 1."""
     rotary_fraction: float = 1.0
-    """Share of a head's width that is turned; the rest knows no position."""
+    """Fraction of each head that is rotated; the rest has no position."""
     rotary_local_base: float | None = None
     """Base in layers with a window, unscaled (Gemma 3). None is ``rotary_base`` everywhere."""
     rotary_scaling: str | None = None
-    """For longer contexts than were trained: "linear", "ntk", "yarn" or "llama3"."""
+    """Frequency scaling for contexts longer than in training: "linear", "ntk", "yarn", "llama3"."""
     rotary_factor: float = 1.0
-    """By how much the context grows under ``rotary_scaling``."""
+    """The factor by which ``rotary_scaling`` extends the context."""
     rotary_trained_context: int | None = None
-    """Positions seen in training, for "yarn" and "llama3". None is ``context``."""
+    """The context of training, for "yarn" and "llama3". None is ``context``."""
     rotary_slow: float | None = None
-    """Turns in the trained context below which speeds are divided. None is 1."""
+    """Rotations within the trained context below which frequencies are divided. None is 1."""
     rotary_fast: float | None = None
-    """Turns above which speeds are kept. None is 32 for "yarn", 4 for "llama3"."""
+    """Rotations above which frequencies stay. None is 32 for "yarn", 4 for "llama3"."""
     rotary_attention: float | None = None
     """Factor on cos and sin under "yarn". None is 0.1 log(rotary_factor) + 1."""
     rotary_truncate: bool = True
-    """Round the ends of the blend of "yarn" outward to whole pairs."""
+    """Round the ends of the ramp of "yarn" outward to whole pairs."""
     buckets: int = 32
-    """Rows of the table of relative positions "buckets"; a multiple of 4."""
+    """Rows of the relative bias under positions="buckets"; a multiple of 4."""
     bucket_distance: int = 128
     """Distances from here on share the last bucket."""
 
     windows: tuple[int, ...] = ()
-    """Pattern of how many keys a query sees, itself among them; 0 is all."""
+    """Pattern of window sizes: how many keys a query sees, its own included; 0 is all."""
     layer_choices: tuple[str, ...] = ()
-    """Pattern of choice maps in place of ``choice``."""
+    """Pattern of choice maps, in place of ``choice``."""
     scores: str = "dot"
     """"dot" products, or "l2": -|q - k|^2 with one matrix for q and k, which is Lipschitz."""
     score_scale: float | None = None
-    """Factor on q.k. None is head_width^-1/2; T5 has 1."""
+    """Factor on q.k. None is head_width^-1/2; 1 in T5."""
     softcap: float | None = None
     """Scores s become c tanh(s / c) before any prior (Gemma 2: 50)."""
     sinks: bool = False
-    """A learned score a head for looking at nothing, so that weights may sum to less than 1."""
+    """A learned score per head for a key with value 0, so that weights may sum to less than 1."""
     qkv_bias: bool | None = None
-    """A bias for queries, keys and values. None is as ``bias``; Qwen2 has only this one."""
+    """A bias for queries, keys and values. None is ``bias``; Qwen2 has only this one."""
     sigma_reparam: bool = False
     """Linear maps inside a block are gain W / sigma(W), sigma the largest singular value."""
 
     experts: int = 0
-    """MLPs among which each token chooses. 0 is one MLP for all, without a choice."""
+    """Experts among which each token is routed. 0 is one MLP without a router."""
     experts_per_token: int = 2
-    """How many experts a token is sent to."""
+    """Experts per token."""
     router: str = "softmax"
-    """How a token chooses among experts; a map as in ``choice``."""
+    """Choice map of the router, as in ``choice``."""
 
     attention_dropout: float | None = None
-    """Probability of dropping an attention weight. None is as ``dropout``."""
+    """Probability of dropping an attention weight. None is ``dropout``."""
     mlp_dropout: float = 0.0
     """Probability of dropping an entry inside the MLP, after the activation."""
 
     logit_scale: float = 1.0
-    """Multiplies the stream before it is read out: width^-1/2 in a tied T5."""
+    """Factor on the input of the LM head: width^-1/2 in a tied T5."""
     logit_softcap: float | None = None
     """Logits z become c tanh(z / c) (Gemma 2: 30)."""
     lm_head_bias: bool = False
-    """A bias for every logit."""
+    """Whether the LM head has a bias."""
     lm_head_transform: bool = False
-    """A map, a GELU and a norm before reading out (BERT's head for masked words)."""
+    """A linear map, an activation and a norm before the LM head (BERT's masked-language head)."""
     pooler: bool = False
-    """A map with tanh on the first position, for whole sequences (BERT)."""
+    """A linear map with tanh on the first position, a vector per sequence (BERT)."""
 
     initial: str = "zero"
     """"zero" N(0, 1/inputs) and branches that start at 0; "normal" N(0, initial_std^2);
@@ -188,9 +194,9 @@ class ModelConfig:
     initial_std: float = 0.02
     """Standard deviation of a fresh embedding, and of everything under "normal"."""
     initial_qk: float = 1.0
-    """Factor on the standard deviation of fresh queries and keys: smaller is more even."""
+    """Factor on the standard deviation of fresh queries and keys; smaller is more even."""
     initial_depth: bool = False
-    """Draw the last map of every branch (2 layers)^-1/2 as large (not under "zero")."""
+    """Scale the fresh last map of every branch by (2 layers)^-1/2 (not under "zero")."""
 
     def __post_init__(self) -> None:
         self._require_sizes()
@@ -220,7 +226,7 @@ class ModelConfig:
         for window in self.windows:
             _require_whole("a window", window, 0)
         for name in (self.choice, self.router, *self.layer_choices):
-            by_name(str(name), alpha=self.alpha)  # says itself what it takes
+            by_name(str(name), alpha=self.alpha)  # raises with the names there are
         if self.distinct_layers is not None and max(len(self.windows), len(self.layer_choices)) > 1:
             raise ValueError(
                 "distinct_layers shares blocks between layers; windows and layer_choices should "
@@ -269,7 +275,7 @@ class ModelConfig:
             )
         if self.positions == "rotary" and (self.rotary_width < 2 or self.rotary_width % 2):
             raise ValueError(
-                f"rotary positions turn pairs, and a head of width {self.rotary_width} is odd; "
+                f"rotary positions need pairs; {self.rotary_width} entries per head are not even; "
                 f"change width={self.width} or heads={self.heads}."
             )
         if self.experts and self.experts_per_token > self.experts:
@@ -278,11 +284,11 @@ class ModelConfig:
             )
 
     def _require_use(self) -> None:
-        """A setting that nothing would read is a mistake of whoever set it."""
+        """Raise for a setting that would have no effect."""
         defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        for names, read, wanted in _uses(self):
+        for names, used, wanted in _uses(self):
             for name in names:
-                if not read and getattr(self, name) != defaults[name]:
+                if not used and getattr(self, name) != defaults[name]:
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} would do nothing; it needs {wanted}."
                     )
@@ -292,15 +298,19 @@ class ModelConfig:
                 "qk_norm=False and no bias."
             )
         if self.scores == "l2" and (self.softcap is not None or self.sinks):
-            raise ValueError('scores="l2" are known up to a shift: set softcap=None, sinks=False.')
+            raise ValueError(
+                'scores="l2" leaves scores open to a shift: set softcap=None, sinks=False.'
+            )
         if self.experts and (self.bias or self.sigma_reparam):
-            raise ValueError("experts are plain maps: set bias=False and sigma_reparam=False.")
+            raise ValueError(
+                "experts are plain linear maps: set bias=False and sigma_reparam=False."
+            )
         if self.parallel and (self.norm_place == "post" or self.kind == "encoder-decoder"):
             raise ValueError('parallel=True needs norm_place="pre" or "both" and no encoder.')
 
     @property
     def head_width(self) -> int:
-        """Width of a query, a key and a value, D."""
+        """Width of queries, keys and values per head, D."""
         return self.width // self.heads if self.head_size is None else self.head_size
 
     @property
@@ -310,12 +320,12 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies two maps of the stream."""
+        """Whether the MLP is gated."""
         return self.mlp in GATED
 
     @property
     def mlp_width(self) -> int:
-        """Width inside the MLP; the gated one is rounded up to a multiple of 32."""
+        """Width inside the MLP; for a gated one rounded up to a multiple of 32."""
         if self.hidden is not None:
             return self.hidden
         return -(-8 * self.width // 96) * 32 if self.gated else 4 * self.width
@@ -337,28 +347,28 @@ class ModelConfig:
 
     @property
     def branch_scale(self) -> float:
-        """Factor on what a branch adds to the stream."""
+        """``residual_scale`` as a number."""
         if isinstance(self.residual_scale, str):
             return 1.0 / math.sqrt(2 * self.layers)
         return self.residual_scale
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of this layer sees, itself among them; None is all."""
+        """How many keys a query of this layer sees, its own included; None is all."""
         return (self.windows[layer % len(self.windows)] or None) if self.windows else None
 
     def choice_of(self, layer: int) -> str:
-        """The name of the map with which this layer's queries choose."""
+        """The name of the choice map of this layer."""
         choices = self.layer_choices or (self.choice,)
         return choices[layer % len(choices)]
 
 
 def _uses(c: ModelConfig) -> tuple[tuple[tuple[str, ...], bool, str], ...]:
-    """(settings, whether something reads them, what would)."""
+    """(settings, whether they have an effect, what they need)."""
     scaled = c.rotary_scaling is not None
-    turned = ("rotary_layout", "rotary_fraction", "rotary_scaling", "rotary_local_base")
+    rotary = ("rotary_layout", "rotary_fraction", "rotary_scaling", "rotary_local_base")
     blended = ("rotary_trained_context", "rotary_slow", "rotary_fast")
     return (
-        (turned, c.positions == "rotary", 'positions="rotary"'),
+        (rotary, c.positions == "rotary", 'positions="rotary"'),
         (("rotary_local_base",), any(c.windows), "windows"),
         (("rotary_factor",), scaled, "rotary_scaling"),
         (blended, c.rotary_scaling in ("yarn", "llama3"), 'rotary_scaling="yarn" or "llama3"'),

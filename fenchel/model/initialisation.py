@@ -1,8 +1,7 @@
-"""Fresh parameters.
+"""Initialisation: fresh parameters of a model.
 
-    zero      a map of I inputs draws N(0, 1/I); the last map of every branch and an untied read-out
-              are zero, so the logits start as those of the embedding alone and no depth rule is
-              needed
+    zero      a map of I inputs draws N(0, 1/I); the last map of every branch and an untied LM head
+              are zero, so a fresh block is the identity and no depth rule is needed
     normal    every map draws N(0, s^2), s = ``initial_std``
     xavier    every map of I inputs and O outputs draws N(0, 2 / (I + O))
 
@@ -11,8 +10,8 @@ of sinks are zero, norms have gain 1. ``initial_qk`` multiplies the standard dev
 and keys: smaller scores, more even attention. ``initial_depth`` multiplies that of the last map of
 every branch by (2 L)^(-1/2), L layers: the sum of 2 L branches then varies like one.
 
-Queries, keys and values lie in one matrix and are drawn as three. Under ``sigma_reparam`` a map
-that would start at zero is drawn, and has gain 0 instead.
+Queries, keys and values are one matrix and are drawn as three. Under ``sigma_reparam`` a map that
+would start at zero is drawn, and has gain 0 instead.
 
 Glorot and Bengio (2010), Understanding the difficulty of training deep feedforward networks.
 """
@@ -46,27 +45,27 @@ def initialise(model: nn.Module, config: ModelConfig, generator: Generator = Non
                     _draw(weight, config, generator)
     for module in model.modules():
         if isinstance(module, Attention | CrossAttention):
-            _shape_scores(module, config, generator)
+            _draw_qkv(module, config, generator)
     for module in model.modules():
         if isinstance(module, SigmaLinear):
-            module.begin(1.0, generator)
+            module.reset(1.0, generator)
     for last in last_maps(model):
-        _begin_branch(last, config)
+        _scale_branch(last, config)
 
 
 def last_maps(model: nn.Module) -> list[nn.Linear | nn.Parameter]:
     """The last map of every branch, in order."""
-    found: list[nn.Linear | nn.Parameter] = []
+    maps: list[nn.Linear | nn.Parameter] = []
     for module in model.modules():
         if isinstance(module, Attention | CrossAttention):
-            found.append(module.out)
+            maps.append(module.out)
         elif isinstance(module, Mlp | MixtureOfExperts):
-            found.append(module.down)
-    return found
+            maps.append(module.down)
+    return maps
 
 
 def _draw(weight: Tensor, config: ModelConfig, generator: Generator) -> None:
-    """weight (..., O, I)."""
+    """Draw a weight (..., O, I)."""
     outputs, inputs = weight.shape[-2:]
     weight.normal_(0.0, _deviation(config, inputs, outputs), generator=generator)
 
@@ -77,10 +76,8 @@ def _deviation(config: ModelConfig, inputs: int, outputs: int) -> float:
     return inputs**-0.5 if config.initial == "zero" else math.sqrt(2.0 / (inputs + outputs))
 
 
-def _shape_scores(
-    layer: Attention | CrossAttention, config: ModelConfig, generator: Generator
-) -> None:
-    """Queries, keys and values by their own sizes, and the first two smaller where asked."""
+def _draw_qkv(layer: Attention | CrossAttention, config: ModelConfig, generator: Generator) -> None:
+    """Draw queries, keys and values by their own sizes, and scale the first two."""
     fused = layer.qkv if isinstance(layer, Attention) else layer.kv
     M, D = fused.in_features, config.head_width
     for rows, heads, scores in _parts(layer, config):
@@ -94,7 +91,7 @@ def _shape_scores(
 def _parts(
     layer: Attention | CrossAttention, config: ModelConfig
 ) -> list[tuple[Tensor, int, bool]]:
-    """(rows of a weight, how many heads they make, whether those are compared)."""
+    """(rows of a weight, number of heads, whether they are queries or keys)."""
     H, G, D = config.heads, config.groups, config.head_width
     if isinstance(layer, CrossAttention):
         k, v = split(layer.kv.weight, G * D)
@@ -106,7 +103,7 @@ def _parts(
     return [(q, H, True), (k, G, True), (v, G, False)]
 
 
-def _begin_branch(last: nn.Linear | nn.Parameter, config: ModelConfig) -> None:
+def _scale_branch(last: nn.Linear | nn.Parameter, config: ModelConfig) -> None:
     factor = 0.0 if config.initial == "zero" else 1.0
     if config.initial_depth:
         factor *= (2 * config.layers) ** -0.5

@@ -1,11 +1,11 @@
-"""Low-rank adapters: a trained model learns something new in few numbers, and forgets nothing.
+"""LoRA: low-rank adapters beside the frozen linear maps of a trained model.
 
-    W' = W + (a / r) B A         A (r, I) drawn, B (O, r) zero, W (O, I) stays as it is
+    W' = W + (alpha / r) B A         A (r, I) drawn, B (O, r) zero, W (O, I) frozen
 
 A fresh adapter changes nothing, since B is zero. Only A and B learn: r (I + O) numbers instead of
-I O. ``merge`` adds the product to W for good; the model is then as large and as quick as before.
+I O. ``merge`` adds the product to W; the model is then as large and as fast as before.
 
-Names of parameters: beside ``weight`` stand ``narrow`` (A) and ``widen`` (B).
+Names of parameters: beside ``weight`` are ``lora_A`` and ``lora_B``.
 
 Hu et al. (2021), LoRA: low-rank adaptation of large language models.
 """
@@ -19,8 +19,8 @@ from torch.nn.functional import linear
 from fenchel.model.sigma_linear import SigmaLinear
 
 
-class Adapted(nn.Linear):
-    """A linear map with an adapter of rank ``r`` beside it; its own weight is frozen."""
+class LoraLinear(nn.Linear):
+    """A frozen linear map with an adapter of rank r."""
 
     def __init__(
         self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator | None
@@ -29,24 +29,24 @@ class Adapted(nn.Linear):
         self.weight, self.bias = base.weight, base.bias
         like = base.weight
         self.scale = alpha / rank
-        self.narrow = nn.Parameter(like.new_empty(rank, base.in_features))
-        self.widen = nn.Parameter(like.new_zeros(base.out_features, rank))
+        self.lora_A = nn.Parameter(like.new_empty(rank, base.in_features))
+        self.lora_B = nn.Parameter(like.new_zeros(base.out_features, rank))
         with torch.no_grad():
-            self.narrow.normal_(0.0, base.in_features**-0.5, generator=generator)
+            self.lora_A.normal_(0.0, base.in_features**-0.5, generator=generator)
         self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) -> (..., O): two thin products beside the wide one."""
-        beside = linear(linear(x, self.narrow), self.widen)
-        return linear(x, self.weight, self.bias) + self.scale * beside
+        """(..., I) -> (..., O)."""
+        adapter = linear(linear(x, self.lora_A), self.lora_B)
+        return linear(x, self.weight, self.bias) + self.scale * adapter
 
     @property
     def matrix(self) -> Tensor:
         """W', (O, I)."""
-        return self.weight + self.scale * self.widen @ self.narrow
+        return self.weight + self.scale * self.lora_B @ self.lora_A
 
 
-def adapt(
+def add_lora(
     model: nn.Module,
     *,
     rank: int = 8,
@@ -54,61 +54,61 @@ def adapt(
     targets: Sequence[str] = ("qkv", "out"),
     generator: torch.Generator | None = None,
 ) -> list[str]:
-    """Freeze ``model`` and put adapters on its linear maps called one of ``targets``.
+    """Freeze ``model`` and add adapters to its linear maps named in ``targets``.
 
-    Gives the names of the maps. All of ``model`` but the adapters stops learning.
+    Returns the names of the maps. Only the adapters are trainable afterwards.
     """
     if rank < 1:
         raise ValueError(f"an adapter needs rank 1 or more, got rank={rank}.")
-    found = [
+    maps = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets
     ]
-    if not found:
+    if not maps:
         raise ValueError(f"no linear map of this model is called one of {tuple(targets)}.")
-    for name, module in found:
-        if isinstance(module, Adapted):
+    for name, module in maps:
+        if isinstance(module, LoraLinear):
             raise ValueError(f"{name} has an adapter already; merge it first.")
         if isinstance(module, SigmaLinear):
-            raise ValueError(f"{name} is divided by its norm, which an adapter would not see.")
+            raise ValueError(f"{name} is divided by its norm, which leaves out the adapter.")
     model.requires_grad_(requires_grad=False)
-    for name, module in found:
-        _replace(model, name, Adapted(module, rank, alpha, generator))
-    return [name for name, _ in found]
+    for name, module in maps:
+        _replace(model, name, LoraLinear(module, rank, alpha, generator))
+    return [name for name, _ in maps]
 
 
 @torch.no_grad()
 def merge(model: nn.Module) -> list[str]:
-    """Add every adapter to the weight it stands beside and take it away; gives their names.
+    """Add every adapter to its weight and remove it; returns their names.
 
-    What is left learns again as a whole.
+    All parameters are trainable afterwards.
     """
-    found = list(_adapted(model))
-    for name, module in found:
+    maps = list(_lora_layers(model))
+    for name, module in maps:
         plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
         plain.weight, plain.bias = module.weight, module.bias
         plain.weight.copy_(module.matrix)
         _replace(model, name, plain.train(module.training))
     model.requires_grad_(requires_grad=True)
-    return [name for name, _ in found]
+    return [name for name, _ in maps]
 
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters alone, by the names they have in the model: what is worth keeping of it.
+    """The tensors of the adapters by their names in the model, for saving.
 
-    ``model.load_state_dict(kept, strict=False)`` puts them back onto an adapted model.
+    ``model.load_state_dict(tensors, strict=False)`` puts them back onto a model with adapters.
     """
     return {
         f"{name}.{part}": getattr(module, part).detach()
-        for name, module in _adapted(model)
-        for part in ("narrow", "widen")
+        for name, module in _lora_layers(model)
+        for part in ("lora_A", "lora_B")
     }
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
     for name, module in model.named_modules():
-        if isinstance(module, Adapted):
+        if isinstance(module, LoraLinear):
             yield name, module
 
 

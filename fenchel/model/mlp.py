@@ -1,30 +1,28 @@
-"""The same map at every position: widen, bend, narrow.
+"""Feed-forward layers: an MLP, and a mixture of experts.
 
     plain    down( f(up(x)) )                  f = GELU (exact or by tanh), ReLU
     gated    down( f(gate(x)) * up(x) )        f = SiLU (SwiGLU), GELU (GeGLU)
 
-GELU(x) = x Phi(x) is what is left on average of an x that survives with probability Phi(x); its
-form by tanh differs from it by at most 4.73e-4. Dropout stands after f, before ``down``.
+GELU(x) = x Phi(x) is the mean of x kept with probability Phi(x); its form by tanh differs by at
+most 4.73e-4. Dropout comes after f, before ``down``.
 
-M width of the stream, F width inside.
-
-A mixture of experts: X MLPs, of which every token reads the k it chooses.
+**Mixture of experts**: X MLPs, of which each token uses k.
 
     z = W_r x                           scores of the experts, (X,)
     p = choice.weights(z)               as a query chooses among keys
     y = sum over the k largest p_e of  w_e MLP_e(x),     w = those p_e over their sum
 
-A sparse map may give fewer than k experts any weight; the others are then not asked. Tokens are
-sorted by expert, so that each expert reads its tokens at once: N k rows of work, not N X. How many
-tokens an expert gets depends on them, so a compiler cuts its graph here.
+A sparse choice map may give fewer than k experts any weight; the others are then not computed.
+Tokens are sorted by expert, so that each expert computes its tokens at once: N k rows of work, not
+N X. The number of tokens per expert depends on the data, so a compiler breaks its graph here.
 
-Left alone, a few experts take all tokens. The balance is 1 when tokens spread evenly and grows as
-they gather,
+Without a penalty a few experts take all tokens. The load-balancing loss is 1 when tokens spread
+evenly and grows as they concentrate,
 
-    balance = X sum_e f_e P_e        f_e share of all choices that fell on e, P_e mean of p_e,
+    balance = X sum_e f_e P_e        f_e fraction of all choices that fell on e, P_e mean of p_e,
 
-with a derivative through P alone: it pushes down the scores of experts that are chosen too often.
-A trainer adds a small multiple of it to its loss (``Transformer.balance``).
+with a derivative through P alone: it lowers the scores of experts that are chosen too often. A
+trainer adds a small multiple of it to its loss (``Transformer.balance``).
 
 N tokens, M width of the stream, F width inside, X experts.
 
@@ -54,7 +52,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mlp(nn.Module):
-    """One MLP, read by every token."""
+    """An MLP, gated or plain."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,15 +76,15 @@ class Mlp(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts side by side: gate, up (X, F, M) and down (X, M, F), without biases."""
+    """A router and X experts: gate, up (X, F, M) and down (X, M, F), without biases."""
 
     balance: Tensor | None
-    """Of the last batch that was read in training."""
+    """The load-balancing loss of the last training batch."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         X, M, F = config.experts, config.width, config.mlp_width
-        self.count = config.experts_per_token
+        self.per_token = config.experts_per_token
         self.choice = by_name(config.router, alpha=config.alpha)
         self.activation, self.dropout = ACTIVATIONS[config.mlp], config.mlp_dropout
         self.router = nn.Linear(M, X, bias=False)
@@ -100,18 +98,18 @@ class MixtureOfExperts(nn.Module):
         x_NM = x_BTM.flatten(0, -2)
         z_NX = self.router(x_NM)
         p_NX = self.choice.weights(z_NX.to(torch.promote_types(z_NX.dtype, torch.float32)))
-        p_Nk, expert_Nk = p_NX.topk(self.count, dim=-1)
+        p_Nk, expert_Nk = p_NX.topk(self.per_token, dim=-1)
         w_Nk = (p_Nk / p_Nk.sum(-1, keepdim=True)).to(x_NM.dtype)
         if self.training:
             self.balance = balance(p_NX, expert_Nk)
-        return self._read(x_NM, w_Nk, expert_Nk).view_as(x_BTM)
+        return self._experts(x_NM, w_Nk, expert_Nk).view_as(x_BTM)
 
-    def _read(self, x_NM: Tensor, w_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
-        """Each expert's tokens together, then back to where they came from."""
+    def _experts(self, x_NM: Tensor, w_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
+        """Tokens sorted by expert, each expert at once, and the results added where they belong."""
         chosen = expert_Nk.masked_fill(w_Nk == 0.0, len(self.up)).flatten()
         order = chosen.argsort(stable=True)
         sizes = chosen.bincount(minlength=len(self.up) + 1).tolist()
-        tokens, y_NM = order // self.count, torch.zeros_like(x_NM)
+        tokens, y_NM = order // self.per_token, torch.zeros_like(x_NM)
         for e, (rows, at) in enumerate(zip(split(tokens, sizes), split(order, sizes), strict=True)):
             if len(rows) and e < len(self.up):
                 w = w_Nk.flatten()[at].unsqueeze(-1)
@@ -128,8 +126,12 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance(p_NX: Tensor, expert_Nk: Tensor) -> Tensor:
-    """X sum_e f_e P_e: 1 when tokens spread evenly over the experts, X when all choose one."""
+    """X sum_e f_e P_e: 1 when tokens spread evenly over the experts, X when all choose one.
+
+    >>> balance(torch.full((4, 2), 0.5), torch.tensor([[0], [1], [0], [1]])).item()
+    1.0
+    """
     X = p_NX.shape[-1]
-    asked = expert_Nk[p_NX.gather(-1, expert_Nk) > 0]
-    f_X = asked.bincount(minlength=X).to(p_NX.dtype) / max(1, len(asked))
+    counted = expert_Nk[p_NX.gather(-1, expert_Nk) > 0]
+    f_X = counted.bincount(minlength=X).to(p_NX.dtype) / max(1, len(counted))
     return X * (f_X @ p_NX.mean(0))

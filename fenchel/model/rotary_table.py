@@ -1,8 +1,8 @@
-"""The rotation of queries and keys by position, from a table that is kept.
+"""Rotary angles from a table; sinusoidal position embeddings.
 
-The angles of all positions are a tenth of the work of decoding one token of a small model, and
-they never change; they are computed once, in float32 or better, for as many positions as were
-asked for, and cut or gathered afterwards.
+Computing the angles takes a tenth of the time of decoding one token of a small model, and they
+never change. They are computed once, in float32 or better, for the largest position so far, and
+sliced or gathered afterwards.
 """
 
 import torch
@@ -12,12 +12,12 @@ from fenchel.attention import Angles, LinearScaling, Llama3Scaling, NTKScaling, 
 from fenchel.attention.rotary import RotaryScaling
 from fenchel.model.config import ModelConfig
 
-WHOLE = 8192
-"""Positions up to which a compiled pass is given the table of the whole context."""
+COMPILED_POSITIONS = 8192
+"""Contexts up to which a compiled pass uses the table of the whole context."""
 
 
 class RotaryTable:
-    """One base and scaling, for heads of which ``config.rotary_width`` entries are turned."""
+    """cos and sin for the ``config.rotary_width`` rotated entries per head, with one base."""
 
     def __init__(self, config: ModelConfig, *, local: bool = False) -> None:
         self.width, self.context = config.rotary_width, config.context
@@ -27,42 +27,42 @@ class RotaryTable:
         self._table = torch.empty(2, 0, 0)
 
     def between(self, start: int, end: int, like: Tensor) -> Angles:
-        """Those of positions ``start`` to ``end``, (T, W)."""
-        cos, sin = self._upto(end, like)
+        """Angles of positions ``start`` to ``end``, (T, W)."""
+        cos, sin = self._angles_below(end, like)
         return Angles(cos[start:end], sin[start:end])
 
     def at(self, positions_BT: Tensor, end: int, like: Tensor) -> Angles:
-        """Those of any positions below ``end``, (B, 1, T, W)."""
-        cos, sin = self._upto(end, like)
+        """Angles of positions below ``end``, (B, 1, T, W)."""
+        cos, sin = self._angles_below(end, like)
         return Angles(cos[positions_BT].unsqueeze(1), sin[positions_BT].unsqueeze(1))
 
-    def _upto(self, end: int, like: Tensor) -> Angles:
+    def _angles_below(self, end: int, like: Tensor) -> Angles:
         exact = torch.promote_types(like.dtype, torch.float32)
-        if torch.compiler.is_compiling() and self.context <= WHOLE:
-            end = self.context  # any length may come: of one table they are all parts
-        cos, sin = self._kept(end, like.device, exact).unbind()
+        if torch.compiler.is_compiling() and self.context <= COMPILED_POSITIONS:
+            end = self.context  # one constant for all lengths, instead of a graph per length
+        cos, sin = self._cached_table(end, like.device, exact).unbind()
         return Angles(cos, sin)
 
-    def _kept(self, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The table, cos above sin, (2, positions, W), with at least ``end`` positions."""
-        kept = self._table
-        if kept.shape[1] < end or kept.device != device or kept.dtype != dtype:
+    def _cached_table(self, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """cos and sin, (2, positions, W), of at least ``end`` positions."""
+        table = self._table
+        if table.shape[1] < end or table.device != device or table.dtype != dtype:
             with torch.inference_mode(False):  # a table made while decoding serves training too
                 positions = torch.arange(min(self.context, 2 * end), device=device)
-                table = angles(
+                cos_sin = angles(
                     positions, self.width, base=self.base, scaling=self.scaling, dtype=dtype
                 )
-                self._table = torch.stack(table)
+                self._table = torch.stack(cos_sin)
         return self._table
 
-    # A constant of what is compiled: made inside of it, the angles would be computed anew for every
-    # entry that they turn, forward and backward. torch.compiler.assume_constant_result does this,
-    # and loads the compiler for everybody who imports this page.
-    _kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    # A constant to the compiler: traced, the angles would be computed anew for every entry, forward
+    # and backward. torch.compiler.assume_constant_result does the same, but loads the compiler when
+    # this module is imported.
+    _cached_table._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def scaling(config: ModelConfig) -> RotaryScaling | None:
-    """The change of speeds that the settings ask for."""
+    """The frequency scaling of the settings."""
     factor, trained = config.rotary_factor, config.rotary_trained_context or config.context
     slow, fast = config.rotary_slow or 1.0, config.rotary_fast
     match config.rotary_scaling:
@@ -79,9 +79,12 @@ def scaling(config: ModelConfig) -> RotaryScaling | None:
 
 
 def sinusoids(positions: Tensor, width: int, *, base: float = 10000.0) -> Tensor:
-    """The encoding of the first Transformer: positions (...) -> (..., width).
+    """Position embeddings of the original Transformer: positions (...) -> (..., width).
 
     Entry 2i is sin(m t_i), entry 2i + 1 is cos(m t_i), t_i = base^(-2i/width).
+
+    >>> sinusoids(torch.tensor([0]), 4).tolist()
+    [[0.0, 1.0, 0.0, 1.0]]
     """
     i = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
     angle = positions.to(torch.float64).unsqueeze(-1) * base ** (-i / width)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fenchel.model import Transformer
-from fenchel.model.lora import adapt, adapters, merge
+from fenchel.model.lora import adapters, add_lora, merge
 
 Build = Callable[..., Transformer]
 WHERE = ("qkv", "out", "up")
@@ -18,31 +18,31 @@ def stir(model: Transformer) -> None:
     for name, p in model.named_parameters():
         if p.requires_grad:
             noise = torch.randn(p.shape, dtype=p.dtype, generator=generator)
-            p.data += noise if "widen" in name else 0
+            p.data += noise if "lora_B" in name else 0
 
 
 def test_a_fresh_adapter_changes_nothing(build: Build, ids: Tensor) -> None:
     model = build()
     before = model(ids)
     names = [f"blocks.{n}.attention.{part}" for n in range(3) for part in ("qkv", "out")]
-    assert adapt(model, rank=2) == names
+    assert add_lora(model, rank=2) == names
     assert torch.equal(model(ids), before)
 
 
 def test_it_is_the_low_rank_sum_that_its_page_says(build: Build) -> None:
     model = build(layers=1)
-    adapt(model, rank=2, alpha=3.0, targets=["up"])
+    add_lora(model, rank=2, alpha=3.0, targets=["up"])
     stir(model)
     up = model.blocks[0].mlp.up
     x = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole = up.weight + 1.5 * sum(torch.outer(up.widen[:, r], up.narrow[r]) for r in range(2))
+    whole = up.weight + 1.5 * sum(torch.outer(up.lora_B[:, r], up.lora_A[r]) for r in range(2))
     torch.testing.assert_close(up(x), x @ whole.T)
     torch.testing.assert_close(up.matrix, whole)
 
 
 def test_only_the_adapters_learn_and_they_are_few(build: Build, ids: Tensor) -> None:
     model = build()
-    adapt(model, rank=2, targets=WHERE)
+    add_lora(model, rank=2, targets=WHERE)
     stir(model)
     model(ids).square().sum().backward()
     learn = {name for name, p in model.named_parameters() if p.grad is not None}
@@ -55,7 +55,7 @@ def test_only_the_adapters_learn_and_they_are_few(build: Build, ids: Tensor) -> 
 
 def test_merging_is_exact_and_leaves_no_trace(build: Build, ids: Tensor) -> None:
     plain, model = build(), build()
-    adapt(model, rank=3, targets=WHERE)
+    add_lora(model, rank=3, targets=WHERE)
     stir(model)
     adapted = model(ids)
     assert not torch.allclose(adapted, plain(ids))
@@ -67,9 +67,9 @@ def test_merging_is_exact_and_leaves_no_trace(build: Build, ids: Tensor) -> None
 
 def test_adapters_alone_are_enough_to_keep(build: Build, ids: Tensor) -> None:
     one, two = build(), build()
-    adapt(one, rank=2)
+    add_lora(one, rank=2)
     stir(one)
-    adapt(two, rank=2)
+    add_lora(two, rank=2)
     rest = two.load_state_dict(adapters(one), strict=False)
     assert not rest.unexpected_keys
     assert torch.equal(two(ids), one(ids))
@@ -77,7 +77,7 @@ def test_adapters_alone_are_enough_to_keep(build: Build, ids: Tensor) -> None:
 
 def test_attention_by_distance_reads_the_adapted_matrix(build: Build, ids: Tensor) -> None:
     model = build(scores="l2", kv_heads=None)
-    adapt(model, rank=2)
+    add_lora(model, rank=2)
     stir(model)
     adapted = model(ids)
     merge(model)
@@ -86,14 +86,14 @@ def test_attention_by_distance_reads_the_adapted_matrix(build: Build, ids: Tenso
 
 def test_what_cannot_be_adapted_is_refused(build: Build) -> None:
     with pytest.raises(ValueError, match=r"no linear map of this model is called one of \('wq',\)"):
-        adapt(build(), targets=["wq"])
+        add_lora(build(), targets=["wq"])
     with pytest.raises(ValueError, match="rank 1 or more"):
-        adapt(build(), rank=0)
+        add_lora(build(), rank=0)
     model = build()
-    adapt(model)
+    add_lora(model)
     with pytest.raises(ValueError, match=r"blocks\.0\.attention\.qkv has an adapter already"):
-        adapt(model)
+        add_lora(model)
     sigma = build(sigma_reparam=True)
     with pytest.raises(ValueError, match="divided by its norm"):
-        adapt(sigma)
+        add_lora(sigma)
     assert all(p.requires_grad for p in sigma.parameters())

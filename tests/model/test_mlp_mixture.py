@@ -33,7 +33,7 @@ def by_token(part: MixtureOfExperts, x: Tensor, router: str, mlp: str) -> Tensor
     rows = []
     for token in x.flatten(0, 1):
         p = by_name(router).weights(part.router.weight @ token)
-        best = p.sort(descending=True).indices[: part.count]
+        best = p.sort(descending=True).indices[: part.per_token]
         w = p[best] / p[best].sum()
         y = torch.zeros_like(token)
         for e, share in zip(best, w, strict=True):

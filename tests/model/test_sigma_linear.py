@@ -16,12 +16,12 @@ def drawn(inputs: int = 7, outputs: int = 5) -> SigmaLinear:
     with torch.no_grad():
         layer.weight.normal_(generator=generator)
         layer.bias.normal_(generator=generator)
-    layer.begin(1.7, generator)
+    layer.reset(1.7, generator)
     return layer
 
 
 def settled(layer: SigmaLinear) -> SigmaLinear:
-    layer.follow(500)
+    layer.power_iterate(500)
     return layer
 
 
