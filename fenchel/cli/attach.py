@@ -39,7 +39,8 @@ def run(
         A checkpoint of transformers: config.json and weights as safetensors. No code in it is run
         and nothing is downloaded.
     map
-        softmax, entmax, sparsemax or hard; when left out, the map the checkpoint was saved with.
+        A choice map, such as softmax or entmax (fenchel doctor lists them); when left out, the one
+        that the checkpoint was saved with.
     alpha
         The exponent of entmax, 1.5 when left out.
     beta

@@ -65,14 +65,14 @@ def rotated_moments(
     """Sums over sequences and pairs of the mask, (L, H, D, D) in float32.
 
     ``x`` (L, n, H, T, D), cos and sin (L or 1, n or 1, 1, S, W), ``mask``
-    (L or 1, n or 1, 1, S, T). ``positions`` are (first, step, apart, each): sequence i uses the s
-    at first + step (i mod apart + k apart), k < each.
+    (L or 1, n or 1, 1, S, T). ``positions`` are (first, step, stride, count): sequence i uses the
+    s at first + step (i mod stride + k stride), k < count.
     """
     L, n, H, T, D = x.shape
-    *first_step_apart, each = positions
-    out = torch.empty(L, n, H, each, D, D, dtype=torch.float32, device=x.device)
+    *first_step_stride, count = positions
+    out = torch.empty(L, n, H, count, D, D, dtype=torch.float32, device=x.device)
     cos, sin, strides = _contiguous_tables(cos, sin)
-    _rotated_moments[(L * n * H, each)](
+    _rotated_moments[(L * n * H, count)](
         x.contiguous(),
         cos,
         sin,
@@ -85,7 +85,7 @@ def rotated_moments(
         *_outer_strides(mask),
         mask.stride(3),
         mask.stride(4),
-        *first_step_apart,
+        *first_step_stride,
         D=D,
         W=cos.shape[-1],
         PAIRS=_is_interleaved(layout),

@@ -80,7 +80,7 @@ class ModelConfig:
     mlp: str = "swiglu"
     """Gated: "swiglu", "geglu", "geglu_tanh". Plain: "gelu" (exact), "gelu_tanh", "relu"."""
     choice: str = "softmax"
-    """How a query chooses among keys: "softmax", "entmax", "sparsemax" or "hard"."""
+    """How a query chooses among keys: a name in fenchel.choice.MAPS, such as "entmax"."""
     alpha: float = 1.5
     """Exponent of entmax; unused by other choices."""
     tied: bool = True

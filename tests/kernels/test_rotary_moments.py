@@ -47,7 +47,7 @@ def test_moments_are_those_of_heads_rotated_back(
     x = torch.randn(L, n, H, T, D, generator=g)
     rotation = rotation_tables(L, n, S, W, own, g)
     mask = torch.rand((L, n, 1, S, T) if own else (1, 1, 1, S, T), generator=g) < 0.5
-    places = PositionSample(first=1, step=2, apart=2, each=2)
+    places = PositionSample(first=1, step=2, stride=2, per_sequence=2)
     wanted = torch.zeros(L, H, D, D, dtype=torch.float64)
     for i in range(n):
         for s in (1 + 2 * (i % 2), 1 + 2 * (i % 2 + 2)):

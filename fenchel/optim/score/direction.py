@@ -72,14 +72,14 @@ def partner_grams(line: ScoreLine) -> PartnerGrams:
 class PositionSample(NamedTuple):
     """Positions s at which rotations are sampled.
 
-    Sequence i uses the positions first + step (i mod apart + k apart), k < each: some of the
-    apart * each positions in every sequence, and all of them equally often over the batch.
+    Sequence i uses the positions first + step (i mod stride + k stride), k < per_sequence: some of
+    the stride * per_sequence positions, and all of them are used equally often over the batch.
     """
 
     first: int
     step: int
-    apart: int
-    each: int
+    stride: int
+    per_sequence: int
 
 
 def _rotation_averaged(x: Tensor, angles: Angles, mask: Tensor, layout: str) -> Tensor:
@@ -89,8 +89,8 @@ def _rotation_averaged(x: Tensor, angles: Angles, mask: Tensor, layout: str) -> 
     """
     n, S = x.shape[1], mask.shape[3]
     J = min(ROTATIONS, S)
-    apart = next(j for j in range(STRIDE, 0, -1) if n % j == 0 and J % j == 0)
-    positions = PositionSample(S // J // 2, S // J, apart, J // apart)
+    stride = next(j for j in range(STRIDE, 0, -1) if n % j == 0 and J % j == 0)
+    positions = PositionSample(S // J // 2, S // J, stride, J // stride)
     if fused(x):
         from fenchel.kernels.rotary_moments import rotated_moments as rotated_moments_kernel
 
@@ -98,7 +98,7 @@ def _rotation_averaged(x: Tensor, angles: Angles, mask: Tensor, layout: str) -> 
     else:
         sums = rotated_moments(x, *angles, mask, positions, layout=layout)
     pairs = _per_sequence(mask, n, positions)
-    count = pairs.sum(dim=(1, 2, 3, 4), dtype=sums.dtype) * (n // apart // pairs.shape[1])
+    count = pairs.sum(dim=(1, 2, 3, 4), dtype=sums.dtype) * (n // stride // pairs.shape[1])
     return mean_over_processes(sums / count.clamp(min=1).view(-1, 1, 1, 1))
 
 
@@ -107,12 +107,12 @@ def rotated_moments(
 ) -> Tensor:
     """The sums of fenchel/kernels/rotary_moments.py, in float32 or better: (L, H, D, D)."""
     L, n, H, _, D = x.shape
-    apart, each = positions.apart, positions.each
-    x = torch.unflatten(x, 1, (n // apart, apart))
-    weight = _per_sequence(mask, n, positions).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, each, X)
-    heavy = x.unsqueeze(5) * weight.mT.unsqueeze(-1)  # (L, n / j, j, H, X, each, D)
+    stride, per_sequence = positions.stride, positions.per_sequence
+    x = torch.unflatten(x, 1, (n // stride, stride))
+    weight = _per_sequence(mask, n, positions).unsqueeze(3).to(x.dtype)  # (L, n / j, j, 1, k, X)
+    heavy = x.unsqueeze(5) * weight.mT.unsqueeze(-1)  # (L, n / j, j, H, X, k, D)
     sums = _bmm_float32(heavy.flatten(5).mT.flatten(0, 3), x.flatten(0, 3))
-    sums = sums.view(L, n // apart, apart, H, each, D, D)
+    sums = sums.view(L, n // stride, stride, H, per_sequence, D, D)
     c, s = (
         _per_sequence(part, n, positions)[:, :, :, None, :, None].to(sums.dtype)
         for part in (cos, sin)
@@ -124,14 +124,15 @@ def rotated_moments(
 def _per_sequence(y: Tensor, n: int, positions: PositionSample) -> Tensor:
     """y at the positions of sequence (i, j).
 
-    (L or 1, n or 1, 1, S, X) -> (L or 1, n / apart or 1, j, k, X).
+    (L or 1, n or 1, 1, S, X) -> (L or 1, n / stride or 1, j, k, X).
     """
-    first, step, apart, each = positions
-    y = y[..., first : first + step * apart * each : step, :]
-    y = torch.unflatten(y, 3, (each, apart)).transpose(3, 4)  # axis 3 is now that of the sequence
+    first, step, stride, per_sequence = positions
+    y = y[..., first : first + step * stride * per_sequence : step, :]
+    # after the transpose axis 3 is that of the sequence
+    y = torch.unflatten(y, 3, (per_sequence, stride)).transpose(3, 4)
     if y.shape[1] == 1:
         return y.squeeze(2)
-    own = torch.unflatten(y.squeeze(2), 1, (n // apart, apart))
+    own = torch.unflatten(y.squeeze(2), 1, (n // stride, stride))
     return own.diagonal(dim1=2, dim2=3).movedim(-1, 2)
 
 
