@@ -5,6 +5,7 @@ contract of its own. Tiles are made tiny, so that the blocked back end has many 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -252,3 +253,95 @@ def test_layouts_in_memory_do_not_matter(claim: Claim, choice: Choice) -> None:
     laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in at]
     f = call(claim, choice, Causal())
     torch.testing.assert_close(f(*laid), f(*at))
+
+
+@dataclass(frozen=True)
+class Tempered(Choice):
+    """Softmax whose scores are divided by a tensor under a name that no back end knows."""
+
+    temperature_map: Tensor
+    """Broadcasts against the scores, with one entry along the keys."""
+    beta: float | Tensor = 1.0
+
+    def choose(self, x: Tensor) -> Tensor:
+        shut = x == -torch.inf
+        z = x.masked_fill(shut, 0.0) / self.temperature_map
+        return Softmax().choose(z.masked_fill(shut, -torch.inf))
+
+    def omega(self, p: Tensor) -> Tensor:
+        return self.temperature_map * Softmax().omega(p)
+
+    def slope(self, p: Tensor) -> Tensor:
+        return self.temperature_map * Softmax().slope(p)
+
+    def response(self, y: Tensor) -> Tensor:
+        return Softmax().response(y / self.temperature_map)
+
+    def spread(self, p: Tensor) -> Tensor:
+        return p / self.temperature_map
+
+    def lipschitz(self, K: int) -> float | Tensor:
+        return Softmax(self.beta).lipschitz(K) / self.temperature_map.min()
+
+
+@pytest.mark.parametrize("one_piece", [0, 1 << 16], ids=["in tiles", "in one piece"])
+@pytest.mark.parametrize("backend", ["reference", "blocked", "auto"])
+@pytest.mark.parametrize("shape", [(), (H, 1, 1), (B, 1, T, 1)], ids=str)
+def test_a_tensor_of_a_map_learns_whatever_its_name(
+    backend: str, shape: tuple[int, ...], one_piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_ONE_PIECE", one_piece)
+    at = inputs(3)
+    temperature = (1.5 + 0.4 * draw_like(torch.zeros(shape, dtype=torch.float64))[0].sin()).detach()
+    temperature.requires_grad_()
+
+    def ours(*x: Tensor) -> Tensor:
+        return attend(
+            *x[:3], choice=Tempered(x[3], 1.3), prior=Causal(), scale=0.6, backend=backend
+        )
+
+    def exact(*x: Tensor) -> Tensor:
+        return definition(*x[:3], Tempered(x[3], 1.3), Causal())
+
+    everything = (*at, temperature)
+    (g,) = draw_like(exact(*everything))
+    torch.testing.assert_close(ours(*everything), exact(*everything))
+    slopes = torch.autograd.grad(ours(*everything), everything, g)
+    torch.testing.assert_close(slopes, torch.autograd.grad(exact(*everything), everything, g))
+    assert slopes[3].abs().max() > 1e-3
+    moves = draw_like(*everything)
+    still = [x.detach() for x in everything]
+    _, tangent = jvp(ours, tuple(still), moves)
+    torch.testing.assert_close(tangent, jvp(exact, tuple(still), moves)[1])
+
+
+OURS = ("reference", "blocked")
+"""Back ends whose products autocast must leave alone; torch's kernels sum in float32 anyway."""
+
+
+@every_pair
+def test_autocast_changes_no_number_of_ours(claim: Claim, choice: Choice) -> None:
+    at = [x.detach().float().requires_grad_() for x in inputs(3)]
+    moves = draw_like(*at)
+    (g,) = draw_like(at[0].new_zeros(B, H, T, E))
+    f = call(claim, choice, Causal())
+
+    def numbers() -> list[Tensor]:
+        out = f(*at)
+        slopes = torch.autograd.grad(out, at, g.to(out.dtype), create_graph=claim.second)
+        found = [out, *slopes]
+        if claim.second:
+            found += torch.autograd.grad(sum(x.sin().sum() for x in slopes), at)
+        if claim.tangents:
+            still = [x.detach() for x in at]
+            found.append(jvp(f, tuple(still), moves)[1])
+            with forward_ad.dual_level():
+                dual = f(*map(forward_ad.make_dual, still, moves))
+                found.append(forward_ad.unpack_dual(dual).tangent)
+        return [x.detach().float() for x in found]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = numbers()
+    fused = isinstance(choice, Softmax) and claim.backend not in OURS
+    near = {"atol": 0.1, "rtol": 0.1} if fused else {"atol": 1e-6, "rtol": 1e-6}
+    torch.testing.assert_close(narrow, numbers(), **near)
