@@ -9,17 +9,18 @@ is one entry of it, its file, and a line of the contract test. An entry has
 
 A call is described by plain facts (``CallFacts``), so that nothing is computed to decide.
 
-**The costs.** On a CPU and on a GPU, a pass over the scores takes about
+**The costs.** A call takes about
 
-    start + rate * (scores visited)       microseconds
+    start + score * (scores visited) + entry * (entries of log u written out)
 
-where the scores visited are all of them, or with ``key_range`` those that the prior leaves open
-to some row of a tile. The constants are measured by ``python -m benchmarks attention_auto``.
+where the scores visited are all of them, or for back ends that skip keys those that the prior's
+``key_range`` leaves open to some row of a tile. ``_RATES`` has the measured constants.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch.autograd import forward_ad
 from fenchel.attention import blocked, flex, reference, sdpa
 from fenchel.attention.prior import Prior
 from fenchel.attention.spec import AttentionSpec
+from fenchel.attention.tiles import tile_height
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +130,8 @@ def _flex(call: CallFacts) -> str | None:
         return "FlexAttention's kernels take float16, bfloat16 and float32"
     if call.device == "cpu" and call.gradient:
         return "FlexAttention has no backward on a CPU"
+    if call.device != "cpu" and min(call.D, call.E) < 16:
+        return "FlexAttention's kernels take heads of width 16 or more"
     if min(call.T, call.S) == 0:
         return "FlexAttention needs at least one query and one key"
     return None
@@ -143,24 +147,124 @@ def _only_softmax(call: CallFacts, who: str) -> str | None:
     return None
 
 
+class _Rate(NamedTuple):
+    """What a back end takes for one call on one kind of device."""
+
+    start: float
+    """Microseconds before the first score."""
+    score: float
+    """Picoseconds per score visited."""
+    entry: float = 0.0
+    """Picoseconds per entry of log u that is written out."""
+
+
+# Measured by ``python -m benchmarks attention_auto``, forward and forward with backward. The CPU:
+# one core of a Xeon with AVX-512, float32, 4 heads of 64, 512 to 4096 keys, by its own clock (CPU
+# seconds). The GPU: an H200, bfloat16, 32k tokens in 16 heads of 64: fused softmax 1.25 and 4.6 ms
+# at 8k, with a dense window mask 5.3 and 15.6, with a dense ALiBi bias 14.0 and 24.5; FlexAttention
+# 0.38 and 1.49 under a window of 512, 2.6 and 8.2 under causal ALiBi.
+_RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
+    ("cpu", False): {
+        "reference": _Rate(0.0, 10e3),
+        "blocked": _Rate(800.0, 9e3, 1e3),
+        "sdpa": _Rate(0.0, 4.5e3, 1e3),
+        "fused": _Rate(0.0, 4.5e3),
+    },
+    ("cpu", True): {
+        "reference": _Rate(0.0, 19e3),
+        "blocked": _Rate(1500.0, 26e3, 9e3),
+        "sdpa": _Rate(0.0, 13.8e3, 1e3),
+        "fused": _Rate(0.0, 13.8e3),
+    },
+    ("cuda", False): {
+        "reference": _Rate(150.0, 20.0, 8.0),
+        "blocked": _Rate(600.0, 15.0, 8.0),
+        "sdpa": _Rate(60.0, 1.2, 8.0),
+        "fused": _Rate(20.0, 0.6),
+        "flex": _Rate(300.0, 1.25),
+    },
+    ("cuda", True): {
+        "reference": _Rate(400.0, 50.0, 8.0),
+        "blocked": _Rate(1500.0, 40.0, 16.0),
+        "sdpa": _Rate(150.0, 3.6, 8.0),
+        "fused": _Rate(50.0, 2.1),
+        "flex": _Rate(600.0, 4.5),
+    },
+}
 _ONE_PIECE = 1 << 16
-"""Scores: up to here the square in one piece is quicker than tiles of it."""
+"""Scores up to which a map other than softmax trains on the square in one piece, not in tiles."""
+_LARGE_SQUARE = 1 << 20
+"""Scores above which the square outgrows the caches and its memory counts: three times the rate."""
+_WORTH_COMPILING = 1 << 24
+"""Scores below which no kernel is compiled: that takes seconds, and saves microseconds per call."""
+_FLEX_ROWS = 128
+"""Rows of a block of FlexAttention's mask."""
+_SAMPLES = 8
+"""Bands of rows whose keys are counted to estimate how many scores are visited."""
+
+
+def _cost(call: CallFacts, rate: str, visited: float, entries: float = 0.0) -> float:
+    """Microseconds; ``visited`` and ``entries`` are parts of the scores of one head."""
+    known = _RATES.get((call.device, call.gradient)) or _RATES["cuda", call.gradient]
+    start, score, entry = known[rate]
+    heads = call.B * call.H
+    # log u is written once if it is the same for all heads, but by every tile for its own
+    shared = call.prior is not None and not call.prior.varies() and rate != "blocked"
+    written = entry * entries * (1 if shared else heads)
+    return start + 1e-6 * call.T * call.S * (score * visited * heads + written)
 
 
 def _reference_cost(call: CallFacts) -> float:
-    return 1.0 if call.B * call.H * call.T * call.S <= _ONE_PIECE else 3.0
+    scores = call.B * call.H * call.T * call.S
+    if call.compiling or (call.gradient and call.choice != "Softmax"):
+        return 0.0 if scores <= _ONE_PIECE else math.inf
+    return _cost(call, "reference", 1.0 if scores <= _LARGE_SQUARE else 3.0, 1.0)
 
 
-def _blocked_cost(call: CallFacts) -> float:  # noqa: ARG001
-    return 2.0
+def _blocked_cost(call: CallFacts) -> float:
+    if call.compiling:  # whose sizes may be symbols: no comparison of costs
+        return 2.0
+    visited, entries = _visited(call, tile_height(call.T, call.S, call.device))
+    return _cost(call, "blocked", visited, entries)
 
 
-def _sdpa_cost(call: CallFacts) -> float:  # noqa: ARG001
-    return 0.0
+def _sdpa_cost(call: CallFacts) -> float:
+    if call.compiling:
+        return 1.0
+    flag = sdpa.causal_flag(call.prior, call.T, call.S)
+    if flag is None:
+        return _cost(call, "sdpa", 1.0, 1.0)
+    return _cost(call, "fused", 0.5 if flag else 1.0)
 
 
-def _flex_cost(call: CallFacts) -> float:  # noqa: ARG001
-    return 4.0
+def _flex_cost(call: CallFacts) -> float:
+    """Infinite where auto leaves it out, though it serves.
+
+    On a CPU its C++ does not compile for every prior (torch 2.13). The gradient of a prior that
+    learns is added up in no fixed order, so that two runs would differ. Inside torch.func and
+    torch.compile it has not been proved.
+    """
+    if call.device != "cuda" or call.learns or call.compiling or call.transformed:
+        return math.inf
+    if call.B * call.H * call.T * call.S < _WORTH_COMPILING or not flex.can_compile():
+        return math.inf
+    return _cost(call, "flex", _visited(call, _FLEX_ROWS)[0])
+
+
+def _visited(call: CallFacts, height: int) -> tuple[float, float]:
+    """The parts of the square that bands of ``height`` rows visit, and where log u is not 0."""
+    prior, T, S = call.prior, call.T, call.S
+    if prior is None or not T or not S:
+        return 1.0, 0.0
+    keys = entries = 0
+    for i in range(_SAMPLES):
+        row = i * max(0, T - height) // (_SAMPLES - 1)
+        first, last = row + S - T, min(row + height, T) - 1 + S - T
+        low, high = prior.key_range(first, last, S)
+        zero_low, zero_high = prior.zero_range(first, last, S)
+        keys += high - low
+        entries += high - low - max(0, min(high, zero_high) - max(low, zero_low))
+    return keys / (_SAMPLES * S), entries / (_SAMPLES * S)
 
 
 def _without_weights(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:

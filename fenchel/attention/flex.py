@@ -5,15 +5,18 @@ becomes the mask, from which whole blocks of keys are skipped, and ``bias`` is a
 inside the kernel. So no prior is ever written out, and one that learns gets its gradient.
 
 Reverse derivative on a GPU, forward only on a CPU; torch raises on forward mode. The kernel is
-compiled at the first call of a process, once more at the first change of length (from then on for
-any length), and for every new kind of prior, which takes seconds each time. Lengths enter the
+compiled for every new kind of prior, which takes seconds: for exactly the lengths of the first call
+of the process, as a training run has them, and once more for all other lengths. Lengths enter the
 kernel as tensors wherever a prior computes with them, so that a new length compiles nothing. torch
 would give up after eight kinds and fall back to a dense square; the limit is raised. Block masks of
 priors that carry no tensor are kept for the next call with the same lengths.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache, lru_cache
+from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import torch
@@ -48,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
         mask = _mask(prior, B, H, T, S, device)
     score = _score(prior if biased else None, capped, T, S, device)
     with torch._dynamo.config.patch(recompile_limit=_KINDS):
-        out: Tensor = _compiled()(
+        out: Tensor = _compiled(_any_length(T, S))(
             q,
             k,
             v,
@@ -66,8 +69,25 @@ def _learns(prior: Prior) -> bool:
 
 
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention)
+def can_compile() -> bool:
+    """Whether this machine can compile kernels for its GPU: Triton, and a C compiler for it."""
+    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
+    return find_spec("triton") is not None and any(c and which(c) for c in compilers)
+
+
+@cache
+def _compiled(any_length: bool) -> Any:
+    return torch.compile(flex_attention, dynamic=True if any_length else None)
+
+
+_EXACT: list[tuple[int, int]] = []
+"""(T, S) of the first call."""
+
+
+def _any_length(T: int, S: int) -> bool:
+    if not _EXACT:
+        _EXACT.append((T, S))
+    return (T, S) not in _EXACT
 
 
 def _capped(softcap: float, beta: float | Tensor) -> Callable[[Tensor], Tensor]:

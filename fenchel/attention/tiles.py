@@ -62,13 +62,19 @@ class Tile(NamedTuple):
         return Block(B, H, T, k.shape[2], q.device, self.batch, self.heads, self.rows, self.keys)
 
 
+def tile_height(T: int, keys: int, device: str) -> int:
+    """Rows of a tile, for rows of ``keys`` scores and T rows in all."""
+    room = _CACHED if device == "cpu" else _MANY
+    return min(max(T, 1), max(room // max(1, keys), _FEWEST_ROWS))
+
+
 def tiles(q: Tensor, k: Tensor, prior: Prior | None) -> list[Tile]:
     """The tiles of q (B, H, T, D) on k (B, G, S, D), sized for the device."""
     (B, H, T, _), (_, G, S, _) = q.shape, k.shape
     R = H // G
     room = _CACHED if q.device.type == "cpu" else _MANY
     row = max(1, R * S)
-    high = min(max(T, 1), max(room // row, _FEWEST_ROWS))
+    high = tile_height(T, row, q.device.type)
     many = max(1, room // (row * high)) if high >= T else 1
     groups = min(G, many)
     batch = max(1, many // G)

@@ -75,14 +75,17 @@ def backends() -> dict[str, str]:
     """Which back end serves which kind of call here, and why the others do not."""
     import torch
 
-    from fenchel.attention import Causal, serves
+    from fenchel.attention import AttentionSpec, Causal, selected, serves
     from fenchel.choice import MAPS, by_name
 
     q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
     found = {}
     for name in MAPS:
-        told = serves(q, q, q, choice=by_name(name), prior=Causal())
-        found[name] = "; ".join(f"{end}: {reason or 'yes'}" for end, reason in told.items())
+        call = AttentionSpec(choice=by_name(name), prior=Causal())
+        answers = {"auto": selected(q, q, q, **call)} | {
+            backend: reason or "yes" for backend, reason in serves(q, q, q, **call).items()
+        }
+        found[name] = "; ".join(f"{backend}: {answer}" for backend, answer in answers.items())
     return found
 
 

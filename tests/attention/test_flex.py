@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from fenchel.attention import (
@@ -42,7 +43,7 @@ PRIORS = {
 def test_point_by_point_it_is_the_reference(
     qkv, prior: Prior | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)  # compiling takes long
+    monkeypatch.setattr(flex, "_compiled", lambda _: flex_attention)  # compiling takes long
     q, k, v = qkv
     for choice in (Softmax(), Softmax(1.7), Softmax(torch.tensor(0.6, dtype=torch.float64))):
         ours = attend(q, k, v, choice=choice, prior=prior, backend="flex")
@@ -53,11 +54,19 @@ def test_point_by_point_it_is_the_reference(
         torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-6)
 
 
-def test_compiled_it_is_the_reference() -> None:
-    q = torch.randn(1, 2, 8, 8, generator=generator)
+def test_compiled_it_is_the_reference_and_new_lengths_compile_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flex, "_EXACT", [])
+    torch._dynamo.reset()
     prior = ALiBi(2) + Causal()
-    ours = attend(q, q, q, prior=prior, backend="flex")
-    torch.testing.assert_close(ours, attend(q, q, q, prior=prior, backend="reference"))
+    graphs = []
+    for T, S in ((130, 260), (140, 300), (150, 410), (260, 500)):
+        q, k = (torch.randn(1, 2, n, 8, generator=generator) for n in (T, S))
+        ours = attend(q, k, k, prior=prior, backend="flex")
+        torch.testing.assert_close(ours, attend(q, k, k, prior=prior, backend="reference"))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[1]  # one for the first lengths, one for all others
 
 
 def test_masks_of_priors_without_tensors_are_made_once() -> None:
