@@ -78,7 +78,7 @@ def run(
         outcome = pipeline.resume(path, console, changes=mapping, accept_new_text=accept_new_text)
     else:
         chosen = pipeline.settings(mapping)
-        path = out or pipeline.fresh_path(Path("runs"), chosen)
+        path = out or pipeline.new_run_path(Path("runs"), chosen)
         outcome = pipeline.begin(chosen, path, console)
     console.end(path, outcome.status, outcome.reason, json=json)
     if outcome.status == "diverged":

@@ -21,11 +21,12 @@ from fenchel.evaluate.calibration import (
 )
 from fenchel.evaluate.compare import Comparison, Evaluation, compare, fingerprint
 from fenchel.evaluate.harness import HarnessAdapter, harness_model
-from fenchel.evaluate.score import Score, score, text_ids, truncate_ids
+from fenchel.evaluate.score import ChoiceScore, Score, score, score_choice, text_ids, truncate_ids
 
 __all__ = [
     "Bin",
     "Calibration",
+    "ChoiceScore",
     "Comparison",
     "Confidence",
     "Evaluation",
@@ -50,6 +51,7 @@ __all__ = [
     "reliability",
     "sample",
     "score",
+    "score_choice",
     "smoothed_targets",
     "summarise",
     "text_ids",

@@ -37,7 +37,7 @@ Loshchilov and Hutter (2019), Decoupled weight decay regularization.
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -132,6 +132,14 @@ def adamw(
     return torch.optim.AdamW(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
 
+@runtime_checkable
+class _Hooked(Protocol):
+    """An optimiser that registers hooks on a model, such as ``ScoreDescent``."""
+
+    def close(self) -> None:
+        """Remove them."""
+
+
 class CombinedOptimiser:
     """Several optimisers as one: steps its members in order, and its state is theirs by number.
 
@@ -159,6 +167,12 @@ class CombinedOptimiser:
         """Set every gradient to None."""
         for member in self.members:
             member.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        """Remove the hooks that members have registered on a model."""
+        for member in self.members:
+            if isinstance(member, _Hooked):
+                member.close()
 
     def state_dict(self) -> dict[str, Any]:
         """{"0": state of the first member, "1": ...}."""

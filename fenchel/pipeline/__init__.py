@@ -1,12 +1,13 @@
-"""The whole flow: settings in, run directory out.
+"""A run from settings to report.
 
     text -> tokens -> batches -> model -> loss -> optimiser -> run directory -> report
 
-Each stage is a package; here they are handed to one another and nothing else happens.
-``begin`` starts a run, ``resume`` goes on with one (run.py), and both end in ``train_and_report``.
+Each stage is a package; this one passes the result of each to the next. ``begin`` starts a run and
+``resume`` continues one (run.py); both end in ``train_and_report``. A run builds one model, which
+first serves to time a few steps (preparation.py).
 """
 
-from fenchel.pipeline.config import RunCallback, RunConfig, fresh_path, settings
+from fenchel.pipeline.config import RunCallback, RunConfig, new_run_path, settings
 from fenchel.pipeline.preparation import open_corpus, speed
 from fenchel.pipeline.run import baselines, begin, resume
 
@@ -15,7 +16,7 @@ __all__ = [
     "RunConfig",
     "baselines",
     "begin",
-    "fresh_path",
+    "new_run_path",
     "open_corpus",
     "resume",
     "settings",

@@ -1,4 +1,4 @@
-"""The settings of a whole run, what of them a resume may change, and who watches it."""
+"""The settings of a whole run, which of them a resume may change, and its callback."""
 
 import time
 from collections.abc import Mapping
@@ -13,14 +13,15 @@ from fenchel.model import ModelConfig
 from fenchel.optim import OptimConfig
 from fenchel.train import Callback, TrainConfig
 
-HARMLESS = {
+NO_EFFECT_ON_WEIGHTS = {
     f"train.{name}"
     for name in "log_every evaluate_every evaluate_tokens save_every keep patience log".split()
 }
-"""Settings that no weight depends on."""
-FIXED = {
+UNCHANGEABLE = {
     "optim.optimiser": "its state belongs to the one that wrote it",
     "train.budget": "it was turned into steps when the run began, so give --steps",
+    "train.loss": "the best step so far was chosen by it",
+    "train.loss_alpha": "the best step so far was chosen by it",
 }
 """Settings besides the model's and the text's that a resume cannot change, and why."""
 
@@ -30,7 +31,7 @@ class RunConfig:
     """Every setting of a run, by stage."""
 
     seed: int = 0
-    """The only source of chance: initial weights, order of batches, dropout, the sample."""
+    """The only source of randomness: initial weights, order of batches, dropout, the sample."""
     text: TextConfig = field(default_factory=TextConfig)
     model: ModelConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -45,26 +46,30 @@ class RunConfig:
 
 
 class RunCallback(Callback, Protocol):
-    """A callback that also sees the stages before training."""
+    """A callback that also follows the stages before training."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """``done`` of ``total`` of something slow."""
+        """``done`` of ``total`` units of the stage ``what`` are complete."""
 
 
 def settings(mapping: Mapping[str, Any]) -> RunConfig:
-    """Nested plain values to settings; the vocabulary is the tokenizer's unless given."""
+    """Nested plain values to settings; the vocabulary is the tokenizer's unless given.
+
+    >>> settings({"model": {"width": 64}}).model.vocabulary
+    4096
+    """
     model = dict(mapping.get("model", {}))
     text = mapping.get("text", {})
     model.setdefault("vocabulary", text.get("vocabulary", TextConfig().vocabulary))
     return from_mapping(RunConfig, {**mapping, "model": model})
 
 
-def changed(
+def change_settings(
     before: Mapping[str, Any], changes: Mapping[str, Any], callback: RunCallback
 ) -> RunConfig:
-    """Settings of a run with some of them changed: refused where the state would not fit."""
+    """The settings of a run with ``changes``; refused where its state would not fit them."""
     after = {key: dict(v) if isinstance(v, Mapping) else v for key, v in before.items()}
-    told = []
+    messages = []
     for section, values in changes.items():
         for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             name = f"{section}.{key}" if key else section
@@ -73,20 +78,20 @@ def changed(
                 raise ValueError(f"there is no setting {name!r}.")
             if place.get(key or section) == value:
                 continue
-            if section in ("model", "text") or name in FIXED:
-                instead = FIXED.get(name, "start a new run instead")
+            if section in ("model", "text") or name in UNCHANGEABLE:
+                instead = UNCHANGEABLE.get(name, "start a new run instead")
                 raise ValueError(f"{name} cannot change in a run that has begun; {instead}.")
             place[key or section] = value
-            exactly = "" if name in HARMLESS else ", no longer bit for bit as begun"
-            told.append(f"{name} is now {value}: the run goes on{exactly}.")
+            exactly = "" if name in NO_EFFECT_ON_WEIGHTS else ", no longer bit for bit as begun"
+            messages.append(f"{name} is now {value}: the run goes on{exactly}.")
     config = settings(after)
-    for sentence in told:
-        callback.message(sentence)
+    for message in messages:
+        callback.message(message)
     return config
 
 
-def fresh_path(parent: Path, config: RunConfig) -> Path:
-    """A folder name for a run that begins now: runs/2026-11-15_143205_sotu."""
+def new_run_path(parent: Path, config: RunConfig) -> Path:
+    """The folder of a run that begins now: runs/2026-11-15_143205_sotu."""
     name = f"{time.strftime('%Y-%m-%d_%H%M%S')}_{Path(config.text.source).stem or 'text'}"
     names = (name if n == 1 else f"{name}_{n}" for n in count(1))
     return next(parent / name for name in names if not (parent / name).exists())

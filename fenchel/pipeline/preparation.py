@@ -1,6 +1,10 @@
-"""Which text a run reads: recorded when it begins, found again, and not another one.
+"""Before a run trains: its text is checked, its steps are timed, its disk space is ensured.
 
-What a run needs before it begins: a device, room on the disk, its pace and so its steps.
+A run records which token files it reads, with the hashes of their text and tokenizer. A resume
+opens them again and refuses others; damaged ones are made again from the text.
+
+The number of steps follows from a time budget and the time of a step, which is measured on the
+model of the run; its initial weights are restored afterwards, bit for bit.
 """
 
 from dataclasses import asdict, replace
@@ -8,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from fenchel.data import Batches, Corpus, Ids, open_text, prepare
 from fenchel.files import Damaged, read_json, require_space, sha256, write_atomic
@@ -16,58 +21,62 @@ from fenchel.optim import build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
 
+EVALUATION_SHARE = 0.1
+"""Part of a time budget that is left to evaluations and checkpoints."""
+
 
 def record_corpus(run: RunDir, corpus: Corpus) -> None:
-    """Record in the run which token files it reads, and keep its tokenizer."""
+    """Record in the run which token files it reads, and copy its tokenizer there."""
     inside = corpus.folder.parent == run.path
     folder = corpus.folder.name if inside else str(corpus.folder.resolve())
-    kept = {"folder": folder, "source": corpus.source, **asdict(corpus.facts)}
-    run.write_json("text.json", kept)
+    record = {"folder": folder, "source": corpus.source, **asdict(corpus.facts)}
+    run.write_json("text.json", record)
     write_atomic(run.path / "tokenizer.json", (corpus.folder / "tokenizer.json").read_bytes())
 
 
 def open_corpus(path: Path) -> Corpus:
-    """The token files that the run in ``path`` reads, if they are still those of its text."""
-    kept = _read_kept(path)
-    corpus = replace(Corpus.open(path / kept["folder"]), source=kept["source"])
+    """The token files that the run in ``path`` reads, refused if they are of another text."""
+    record = _read_record(path)
+    corpus = replace(Corpus.open(path / record["folder"]), source=record["source"])
     for what in ("text_sha256", "tokenizer_sha256"):
-        there = getattr(corpus.facts, what)
-        if there != kept[what]:
+        digest = getattr(corpus.facts, what)
+        if digest != record[what]:
             raise ValueError(
                 f"{corpus.folder} holds token files of another {what.partition('_')[0]} than the "
-                f"run began with (SHA-256 {there[:12]}, was {kept[what][:12]})."
+                f"run began with (SHA-256 {digest[:12]}, was {record[what][:12]})."
             )
     return corpus
 
 
-def _read_kept(path: Path) -> dict[str, str]:
-    kept = read_json(path / "text.json")
+def _read_record(path: Path) -> dict[str, str]:
+    record = read_json(path / "text.json")
     wanted = ("folder", "source", "text_sha256", "tokenizer_sha256")
-    if not all(isinstance(kept.get(name), str) for name in wanted):
+    if not all(isinstance(record.get(name), str) for name in wanted):
         raise Damaged(f"{path / 'text.json'} does not say which text the run reads.")
-    return {name: kept[name] for name in wanted}
+    return {name: record[name] for name in wanted}
 
 
-def reopen(config: RunConfig, path: Path, callback: RunCallback) -> Corpus:
+def reopen_corpus(config: RunConfig, path: Path, callback: RunCallback) -> Corpus:
     """The token files of a run, made again from its text if they are damaged."""
-    kept, own = _read_kept(path), path / "tokenizer.json"
-    if not own.is_file() or sha256(own) != kept["tokenizer_sha256"]:
+    record, own = _read_record(path), path / "tokenizer.json"
+    if not own.is_file() or sha256(own) != record["tokenizer_sha256"]:
         raise ValueError(
             f"{own} is not the tokenizer the run began with (SHA-256 was "
-            f"{kept['tokenizer_sha256'][:12]}); put that one back."
+            f"{record['tokenizer_sha256'][:12]}); put that one back."
         )
     try:
         return open_corpus(path)
     except Damaged as error:
-        _require_text(kept["source"], open_text(kept["source"]).sha256(), kept["text_sha256"])
+        digest = open_text(record["source"]).sha256()
+        _require_text(record["source"], digest, record["text_sha256"])
         callback.message(f"{error} The token files are made again.")
-        same_ids = replace(config.text, source=kept["source"], tokenizer=str(own))
-        prepare(same_ids, path / kept["folder"], progress=callback.progress)
+        same_ids = replace(config.text, source=record["source"], tokenizer=str(own))
+        prepare(same_ids, path / record["folder"], progress=callback.progress)
         return open_corpus(path)
 
 
-def text_changed(corpus: Corpus, callback: RunCallback, accept: bool) -> str | None:
-    """The hash of the text if it is not the one the run began with; refused unless accepted."""
+def new_text(corpus: Corpus, callback: RunCallback, accept: bool) -> str | None:
+    """The hash of a text that is not the one the run began with, else None, or refused."""
     try:
         now = open_text(corpus.source).sha256()
     except ValueError as error:
@@ -91,60 +100,60 @@ def _require_text(source: str, now: str, then: str) -> None:
         )
 
 
-EVALUATION_SHARE = 0.1
-"""Part of a time budget that is left to evaluations and checkpoints."""
-
-
 def build_batches(config: RunConfig, ids: Ids) -> Batches:
-    """The batches of a run: nothing but the seed decides their order."""
+    """The batches of a run; their order depends on the seed alone."""
     return Batches(ids, batch=config.train.batch, context=config.model.context, seed=config.seed)
 
 
 def build_model(config: RunConfig) -> Transformer:
-    """A fresh model of a run: nothing but the seed decides its weights."""
-    return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
+    """The model of a run, on the CPU; its initial weights depend on the seed alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several threads may add in another order
+    try:
+        return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
+    finally:
+        torch.set_num_threads(threads)
 
 
-def require_room(config: RunConfig, run: RunDir) -> None:
+def require_room(model: nn.Module, run: RunDir) -> None:
     """Refuse to train where not even one checkpoint fits: weights, and two moments of each."""
-    with torch.device("meta"):
-        parameters = Transformer(config.model).parameters()
-    weights = sum(p.numel() * p.element_size() for p in parameters)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
     require_space(run.path, int(1.2 * 3 * weights) + 2**20)
 
 
-def resolve(config: RunConfig, batches: Batches, callback: RunCallback) -> RunConfig:
-    """Threads and, from a time budget, steps: measured once, then part of the settings."""
-    pace, parameters = _trial(config, batches)
+def resolve_steps(
+    config: RunConfig, model: nn.Module, batches: Batches, callback: RunCallback
+) -> RunConfig:
+    """``config`` with its threads and, from a time budget, its steps: measured once per run."""
+    time = _time_steps(config, model, batches)
     steps = config.train.steps
     if steps is None:
         budget = seconds(config.train.budget or "")
-        steps = max(1, int(budget * (1.0 - EVALUATION_SHARE) / pace.seconds))
+        steps = max(1, int(budget * (1.0 - EVALUATION_SHARE) / time.seconds))
+    parameters = sum(p.numel() for p in model.parameters())
     callback.message(
-        f"{parameters:,} parameters; {1e3 * pace.seconds:.0f} ms a step with "
-        f"{pace.threads} threads; {steps:,} steps."
+        f"{parameters:,} parameters; {1e3 * time.seconds:.0f} ms per step with "
+        f"{time.threads} threads; {steps:,} steps."
     )
-    return replace(config, train=replace(config.train, threads=pace.threads, steps=steps))
+    return replace(config, train=replace(config.train, threads=time.threads, steps=steps))
 
 
-def _trial(config: RunConfig, batches: Batches) -> tuple[StepTime, int]:
-    """How fast steps of this run are, on a model that is thrown away, and its parameters."""
-    model = build_model(config).to(select_device(config.train.device))
-    stepper = Stepper(
-        model,
-        batches,
-        build_optimiser(model, config.optim),
-        constant(),
-        config=config.train,
-        seed=config.seed,
-    )
-    pace = time_steps(lambda: stepper(0), threads=config.train.threads)
-    return pace, sum(p.numel() for p in model.parameters())
+def _time_steps(config: RunConfig, model: nn.Module, batches: Batches) -> StepTime:
+    """The time of a step of this run; afterwards ``model`` is as it was, bit for bit."""
+    initial = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    optimiser = build_optimiser(model, config.optim)
+    stepper = Stepper(model, batches, optimiser, constant(), config=config.train, seed=config.seed)
+    try:
+        return time_steps(lambda: stepper(0), threads=config.train.threads)
+    finally:
+        optimiser.close()  # or its hooks would sample for it as long as the model lives
+        model.load_state_dict(initial)
 
 
 def speed() -> tuple[StepTime, int]:
-    """The pace of the default run on random tokens, and the tokens of one of its steps."""
+    """The step time of the default run on random tokens, and the tokens of one of its steps."""
     config = settings({})
     size = config.train.batch * config.model.context
     ids = np.random.default_rng(0).integers(config.model.vocabulary, size=2 * size)
-    return _trial(config, build_batches(config, ids))[0], size
+    model = build_model(config).to(select_device(config.train.device))
+    return _time_steps(config, model, build_batches(config, ids)), size

@@ -1,8 +1,10 @@
-"""Train, evaluate, report: what a run that begins and one that goes on have in common.
+"""``begin`` starts a run, ``resume`` continues one, and both end in ``train_and_report``.
 
-A run from settings to report: one that begins, and one that goes on.
+A directory becomes a run when its settings are written, after everything that can be refused has
+been checked: a run that cannot begin leaves nothing behind.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,18 +17,27 @@ from torch import nn
 from fenchel.checkpoints import Progress, run_checkpoint
 from fenchel.config import to_mapping
 from fenchel.data import Batch, Batches, Corpus, open_text, prepare
-from fenchel.evaluate import Score, attention_health, bzip2_bits, ngram_bits, sample, score
+from fenchel.evaluate import (
+    attention_health,
+    bzip2_bits,
+    ngram_bits,
+    sample,
+    score,
+    score_choice,
+)
 from fenchel.files import Damaged, StorageFailed, locked, read_json, sweep
+from fenchel.model import Transformer
+from fenchel.model.transformer import meta_model
 from fenchel.optim import CombinedOptimiser, build_beta2, build_optimiser, build_schedule
-from fenchel.pipeline.config import RunCallback, RunConfig, changed, settings
+from fenchel.pipeline.config import RunCallback, RunConfig, change_settings, settings
 from fenchel.pipeline.preparation import (
     build_batches,
     build_model,
+    new_text,
     record_corpus,
-    reopen,
+    reopen_corpus,
     require_room,
-    resolve,
-    text_changed,
+    resolve_steps,
 )
 from fenchel.report import page
 from fenchel.train import (
@@ -38,42 +49,96 @@ from fenchel.train import (
     TensorBoard,
     environment,
     explain_out_of_memory,
+    named_loss,
     require_loggers,
     select_device,
 )
 
+TOKENS = "tokens"
+"""Folder of a run's token files, unless they are shared."""
 BASELINE_BYTES = 64 * 2**20
-"""A longer text than this would need a table too large; its baselines are left out."""
+"""A longer text than this would need too large a table; its baselines are left out."""
+
+
+def begin(config: RunConfig, path: Path, callback: RunCallback) -> Outcome:
+    """Start a run in ``path``: text to tokens, a fresh model, training, the report."""
+    run = RunDir(path)
+    new = run.create()
+    with locked(path):
+        try:
+            run.require_free()  # again, under the lock: another process may have been faster
+            sweep(path)
+            require_loggers(config.train.log)
+            shared = config.text.prepared
+            folder = path / TOKENS if shared is None else Path(shared).expanduser()
+            corpus = prepare(config.text, folder, progress=callback.progress)
+            config = _fit_vocabulary(config, corpus)
+            batches = build_batches(config, corpus.train)
+            with explain_out_of_memory("nothing was begun"):
+                model = build_model(config).to(select_device(config.train.device))
+                config = resolve_steps(config, model, batches, callback)
+            require_room(model, run)
+            record_corpus(run, corpus)
+            run.write_settings(to_mapping(config))
+        except BaseException:
+            if new:
+                run.abandon()
+            raise
+        return train_and_report(config, model, run, corpus, batches, callback)
+
+
+def resume(
+    path: Path, callback: RunCallback, *, changes: Mapping[str, Any], accept_new_text: bool = False
+) -> Outcome:
+    """Continue the run in ``path`` from its newest intact checkpoint."""
+    run = RunDir(path)
+    before = run.read_settings()
+    with locked(path):
+        sweep(path)
+        sweep(run.checkpoints)
+        config = change_settings(before, changes, callback)
+        device = select_device(config.train.device)  # refused before anything is written
+        require_loggers(config.train.log)
+        require_room(meta_model(config.model), run)
+        corpus = reopen_corpus(config, path, callback)
+        if digest := new_text(corpus, callback, accept_new_text):
+            same_ids = replace(
+                config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
+            )
+            folder = path / f"{TOKENS}-{digest[:12]}"
+            corpus = prepare(same_ids, folder, progress=callback.progress)
+            record_corpus(run, corpus)
+        if config != settings(before):
+            run.write_settings(to_mapping(config))
+        model, batches = build_model(config).to(device), build_batches(config, corpus.train)
+        return train_and_report(config, model, run, corpus, batches, callback)
 
 
 def train_and_report(
-    config: RunConfig, run: RunDir, corpus: Corpus, batches: Batches, callback: RunCallback
+    config: RunConfig,
+    model: Transformer,
+    run: RunDir,
+    corpus: Corpus,
+    batches: Batches,
+    callback: RunCallback,
 ) -> Outcome:
-    """Train what is left of the run in its directory, read the validation text, write the page."""
-    steps = config.train.steps
+    """Take the remaining steps of the run, evaluate the model, write the report."""
+    steps, device = config.train.steps, model.lm_head_weight.device
     if steps is None:
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
-    device = select_device(config.train.device)
-    model = build_model(config).to(device)
     optimiser = build_optimiser(model, config.optim)
     progress = _restore(config, run, model, optimiser, callback)
     if progress.step >= steps:
         callback.message(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
-        told = _summary(run).get("status") == "finished"
-        if told and (run.path / "report.html").is_file():
+        complete = _read_summary(run).get("status") == "finished"
+        if complete and (run.path / "report.html").is_file():
             return Outcome("finished", progress)
-    _keep_environment(run, device, progress, callback)
+    _record_environment(run, device, progress, callback)
     run.write_json("summary.json", {"status": "running", "step": progress.step, "steps": steps})
 
-    def validate(model: nn.Module, limit: int | None = config.train.evaluate_tokens) -> Score:
-        return score(
-            model,
-            corpus.validation,
-            bytes=corpus.facts.validation_bytes,
-            context=config.model.context,
-            limit=limit,
-        )
+    def validate(model: nn.Module, limit: int | None) -> dict[str, float]:
+        return _evaluate(config, model, corpus, limit)
 
     def probe(batch: Batch) -> dict[str, list[float]]:
         return attention_health(model, batch.inputs[:2])
@@ -92,12 +157,12 @@ def train_and_report(
         steps=steps,
         run=run,
         settings=to_mapping(config.model),
-        validate=lambda model: validate(model)._asdict(),
+        validate=lambda model: validate(model, config.train.evaluate_tokens),
         probe=probe,
         callback=CallbackList(callback, *loggers),
         progress=progress,
     )
-    with _under_way(run):
+    with _explain_failure(run):
         outcome = loop.train()
         summary: dict[str, Any] = {
             "status": outcome.status,
@@ -109,15 +174,37 @@ def train_and_report(
         }
         if outcome.status == "finished":
             callback.message("Reading all of the validation text, and the baselines.")
-            summary["validation"] = validate(model, None)._asdict()
+            summary["validation"] = validate(model, None)
             summary["baselines"] = _baselines(corpus, callback)
         run.write_json("summary.json", summary)
         if outcome.status != "diverged":
+            # Sampling draws from the softmax of the logits, which another loss does not fit; their
+            # largest is the most probable token under every map.
+            temperature = 0.8 if config.train.loss == "cross_entropy" else 0.0
+            ids = corpus.validation
             run.write_json(
-                "sample.json", sample(model, corpus.tokenizer, corpus.validation, seed=config.seed)
+                "sample.json",
+                sample(model, corpus.tokenizer, ids, seed=config.seed, temperature=temperature),
             )
         page(run.path)
     return outcome
+
+
+def _evaluate(
+    config: RunConfig, model: nn.Module, corpus: Corpus, limit: int | None
+) -> dict[str, float]:
+    """Metrics of the validation text, "loss" being the one that was trained.
+
+    With another loss than cross-entropy, perplexity and bits per byte are those of its own choice
+    map, and are left out where a target has probability 0.
+    """
+    choice = named_loss(config.train.loss, alpha=config.train.loss_alpha)
+    ids, size = corpus.validation, corpus.facts.validation_bytes
+    context = config.model.context
+    if choice is None:
+        return score(model, ids, bytes=size, context=context, limit=limit)._asdict()
+    scores = score_choice(model, ids, choice=choice, bytes=size, context=context, limit=limit)
+    return {name: value for name, value in scores._asdict().items() if math.isfinite(value)}
 
 
 def _restore(
@@ -127,13 +214,13 @@ def _restore(
     optimiser: CombinedOptimiser,
     callback: RunCallback,
 ) -> Progress:
-    """Fill the model from the newest intact checkpoint, and forget metrics past it."""
-    folder, wrong = run_checkpoint.newest(run.checkpoints)
-    for damaged, error in wrong.items():
+    """Load the newest intact checkpoint into the model, and remove metrics past it."""
+    folder, damaged = run_checkpoint.newest(run.checkpoints)
+    for bad, error in damaged.items():
         instead = f"{folder.name} is used instead" if folder else "it cannot be used"
-        callback.message(f"{damaged.name} is damaged, {instead}: {error}")
+        callback.message(f"{bad.name} is damaged, {instead}: {error}")
     if folder is None:
-        if wrong or _summary(run).get("step"):  # it has been further than its first step
+        if damaged or _read_summary(run).get("step"):  # it has been past its first step
             raise ValueError(
                 f"{run.checkpoints} holds no intact checkpoint; "
                 "start a new run, or restore one of them from a backup."
@@ -145,8 +232,8 @@ def _restore(
         run.rewind(0)
         return Progress()
     progress = run_checkpoint.restore(folder, model, optimiser, to_mapping(config.model))
-    for damaged in wrong:
-        run_checkpoint.set_aside(damaged)
+    for bad in damaged:
+        run_checkpoint.set_aside(bad)
     if lost := run.rewind(progress.metrics_bytes):
         callback.message(lost)
     callback.message(f"Resuming from {folder.name}.")
@@ -154,8 +241,8 @@ def _restore(
 
 
 @contextmanager
-def _under_way(run: RunDir) -> Iterator[None]:
-    """Tell a disk or a memory that fails a run in the middle from one that never let it begin."""
+def _explain_failure(run: RunDir) -> Iterator[None]:
+    """Say of a disk or memory that fails during a run what is saved and how to go on."""
     saved = f"what was saved before is intact, go on with --resume {run.path}"
     try:
         with explain_out_of_memory(saved):
@@ -166,18 +253,18 @@ def _under_way(run: RunDir) -> Iterator[None]:
         raise StorageFailed(f"{error}; {saved}.") from error
 
 
-def _summary(run: RunDir) -> dict[str, Any]:
-    """How the run stood when it was last here, as far as that can be read."""
+def _read_summary(run: RunDir) -> dict[str, Any]:
+    """The summary of an earlier process, empty if it cannot be read."""
     try:
         return read_json(run.path / "summary.json")
     except Damaged:
         return {}
 
 
-def _keep_environment(
+def _record_environment(
     run: RunDir, device: torch.device, progress: Progress, callback: RunCallback
 ) -> None:
-    """Record what the bits depend on, and say what has changed since the run was here."""
+    """Record what the bits depend on, and report what has changed since the last process."""
     now = environment(device)
     try:
         before = read_json(run.path / "environment.json") if progress.step else now
@@ -202,7 +289,7 @@ def baselines(corpus: Corpus) -> dict[str, float]:
 
 
 def _baselines(corpus: Corpus, callback: RunCallback) -> dict[str, float]:
-    """The baselines, unless the text has gone or changed while the run went on."""
+    """The baselines, or none if the text was removed or changed during the run."""
     try:
         return baselines(corpus)
     except (ValueError, OSError) as error:
@@ -210,66 +297,11 @@ def _baselines(corpus: Corpus, callback: RunCallback) -> dict[str, float]:
         return {}
 
 
-TOKENS = "tokens"
-"""Folder of a run's token files, unless they are shared."""
-
-
-def begin(config: RunConfig, path: Path, callback: RunCallback) -> Outcome:
-    """A new run in ``path``: text to tokens, a fresh model, training, the report."""
-    run = RunDir(path)
-    new = run.create()
-    with locked(path):
-        try:
-            run.require_free()  # asked again: another process may have been quicker
-            sweep(path)
-            require_loggers(config.train.log)
-            shared = config.text.prepared
-            folder = path / TOKENS if shared is None else Path(shared).expanduser()
-            corpus = prepare(config.text, folder, progress=callback.progress)
-            config = _fit_vocabulary(config, corpus)
-            batches = build_batches(config, corpus.train)
-            with explain_out_of_memory("nothing was begun"):
-                config = resolve(config, batches, callback)
-            require_room(config, run)
-            record_corpus(run, corpus)
-            run.write_settings(to_mapping(config))
-        except BaseException:
-            if new:
-                run.abandon()
-            raise
-        return train_and_report(config, run, corpus, batches, callback)
-
-
-def resume(
-    path: Path, callback: RunCallback, *, changes: Mapping[str, Any], accept_new_text: bool = False
-) -> Outcome:
-    """Go on with the run in ``path`` from its newest intact checkpoint."""
-    run = RunDir(path)
-    before = run.read_settings()
-    with locked(path):
-        sweep(path)
-        sweep(run.checkpoints)
-        config = changed(before, changes, callback)
-        select_device(config.train.device)  # refused before anything is written
-        require_loggers(config.train.log)
-        require_room(config, run)
-        corpus = reopen(config, path, callback)
-        if now := text_changed(corpus, callback, accept_new_text):
-            same_ids = replace(
-                config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
-            )
-            corpus = prepare(same_ids, path / f"{TOKENS}-{now[:12]}", progress=callback.progress)
-            record_corpus(run, corpus)
-        if config != settings(before):
-            run.write_settings(to_mapping(config))
-        return train_and_report(config, run, corpus, build_batches(config, corpus.train), callback)
-
-
 def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """The tokenizer's size, unless the settings ask for more rows than it has ids."""
+    """Set model.vocabulary to the size of the tokenizer, unless a larger one is given."""
     size = corpus.tokenizer.get_vocab_size()
-    asked = config.model.vocabulary
-    if asked < size:
-        raise ValueError(f"model.vocabulary={asked} is fewer than the tokenizer's {size} ids.")
-    given = asked != config.text.vocabulary
+    rows = config.model.vocabulary
+    if rows < size:
+        raise ValueError(f"model.vocabulary={rows} is fewer than the tokenizer's {size} ids.")
+    given = rows != config.text.vocabulary
     return config if given else replace(config, model=replace(config.model, vocabulary=size))

@@ -3,6 +3,7 @@
 from fenchel.train.config import TrainConfig, seconds
 from fenchel.train.logger import CallbackList, TensorBoard, require_loggers
 from fenchel.train.loop import Callback, Loop, Outcome
+from fenchel.train.loss import lm_head_loss, named_loss, total_loss
 from fenchel.train.machine import (
     StepTime,
     environment,
@@ -28,9 +29,12 @@ __all__ = [
     "Trainable",
     "environment",
     "explain_out_of_memory",
+    "lm_head_loss",
+    "named_loss",
     "require_loggers",
     "retain_freed_memory",
     "seconds",
     "select_device",
     "time_steps",
+    "total_loss",
 ]
