@@ -182,7 +182,7 @@ class Console:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """A line of metrics was written."""
         self.told.update(metrics)
-        validated = "validation/bits_per_byte" in metrics
+        validated = "validation/loss" in metrics
         if self.live and "training" in self.tasks:
             self.bars.update(self.tasks["training"], told=one_line(self.told))
         elif validated or time.monotonic() - self.printed > PLAIN_EVERY:
@@ -239,6 +239,11 @@ def one_line(told: Mapping[str, Any]) -> str:
         parts.append(f"loss {told['train/loss']:.3f}")
     if "validation/bits_per_byte" in told:
         parts.append(f"validation {told['validation/bits_per_byte']:.3f} bits/byte")
+    elif "validation/accuracy" in told:  # a sparse loss: bits per byte may be infinite
+        parts.append(
+            f"validation loss {told['validation/loss']:.3f}, "
+            f"accuracy {100 * told['validation/accuracy']:.1f} %"
+        )
     if "attention/entropy" in told:
         keys = fmean(told["attention/effective"])
         parts.append(f"entropy {fmean(told['attention/entropy']):.2f} nats ({keys:.1f} keys)")
@@ -257,12 +262,18 @@ def verdict(summary: Mapping[str, Any]) -> Table:
     table.add_column("")
     table.add_column("bits/byte", justify="right")
     rows = {
-        f"this model ({summary['parameters']:,} parameters)": found["bits_per_byte"],
+        f"this model ({summary['parameters']:,} parameters)": found.get("bits_per_byte"),
         "5-byte n-gram, Witten-Bell": baselines.get("ngram5"),
         "bzip2 -9": baselines.get("bzip2"),
     }
     for name, value in sorted(rows.items(), key=lambda row: row[1] or 99.0):
         table.add_row(name, "not computed" if value is None else f"{value:.3f}")
+    if "uncovered" in found:
+        table.caption = (
+            f"loss {found['loss']:.3f}, accuracy {100 * found['accuracy']:.1f} %; "
+            f"{100 * found['uncovered']:.1f} % of the targets have probability 0, "
+            "and one is enough to make bits per byte infinite"
+        )
     return table
 
 

@@ -69,9 +69,34 @@ def test_a_program_gets_the_summary_as_json(
     assert told["step"] == 2
 
 
+@pytest.mark.parametrize("loss", ["entmax", "sparsemax", "hard"])
+def test_a_sparse_loss_trains_and_says_what_it_measures(
+    loss: str, text_file: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = ["train", "--text", str(text_file), "--steps", "5", "--set", f"train.loss={loss}"]
+    assert main([*words, *flags, "--set", "train.log_every=1", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    validation = json.loads((out / "summary.json").read_text())["validation"]
+    assert {"loss", "accuracy", "support", "uncovered"} <= validation.keys()
+    assert validation["loss"] > 0.0
+    assert 0.0 <= validation["accuracy"] <= 1.0
+    assert validation["support"] >= 1.0
+    assert ("bits_per_byte" in validation) == (validation["uncovered"] == 0.0)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses[-1] < losses[0]
+    if validation["uncovered"]:
+        assert "of the targets have probability 0" in " ".join(shown.split())
+        assert "of the targets probability 0" in (out / "report.html").read_text()
+    words = ["train", "--resume", str(out), "--steps", "6", "--set", "train.loss_alpha=1.2"]
+    assert "the best step so far was chosen by it" in error_of(words, capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--set", "train.loss=softmax"], "should be one of ('cross_entropy', 'entmax'"),
         (["--text", "no/such/file"], "no text"),
         (["--set", "model.widht=8"], "did you mean model.width"),
         (["--set", "modle.width=8"], "did you mean model"),

@@ -3,13 +3,15 @@
 import math
 from pathlib import Path
 
+import entmax as peer
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fenchel.choice import Entmax, Softmax
 from fenchel.data import train_tokenizer
-from fenchel.evaluate import score, text_ids, truncate_ids
+from fenchel.evaluate import score, score_choice, text_ids, truncate_ids
 from fenchel.model import ModelConfig, Transformer
 
 V = 23
@@ -115,3 +117,42 @@ def test_the_bytes_of_a_text_are_those_of_its_documents(tmp_path: Path) -> None:
     ids, size = text_ids(tokenizer, str(tmp_path))
     assert size == len("größer\n".encode()) + 3
     assert (ids == 0).sum() == 3  # before, between, after
+
+
+class Ahead(nn.Module):
+    """The logits of the next token from a table of the last one, drawn once."""
+
+    def __init__(self, spread: float) -> None:
+        super().__init__()
+        drawn = torch.randn(V, V, generator=torch.Generator().manual_seed(0))
+        self.table = nn.Parameter(spread * drawn)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return self.table[ids_BT.long()]
+
+
+def test_with_softmax_the_score_of_a_map_is_the_score() -> None:
+    model, ids = Ahead(1.0), some_ids(60)
+    plain = score(model, ids, bytes=90, context=8, limit=40)
+    ours = score_choice(model, ids, choice=Softmax(), bytes=90, context=8, limit=40)
+    for name in ("loss", "perplexity", "bits_per_byte", "tokens"):
+        assert getattr(ours, name) == pytest.approx(getattr(plain, name), rel=1e-6)
+    assert (ours.support, ours.uncovered) == (V, 0.0)
+
+
+@pytest.mark.parametrize("spread", [0.1, 2.0])
+def test_a_sparse_map_is_measured_as_its_peer_computes_it(spread: float) -> None:
+    model, ids = Ahead(spread), some_ids(60)
+    ours = score_choice(model, ids, choice=Entmax(1.5), bytes=90, context=8)
+    last, target = torch.from_numpy(ids[:-1].astype("int64")), torch.from_numpy(ids[1:].astype(int))
+    logits = model.table.detach()[last]
+    p = peer.entmax15(logits)
+    losses = peer.entmax15_loss(logits, target)
+    of_target = p.gather(-1, target[:, None])
+    assert ours.loss == pytest.approx(losses.mean().item(), rel=1e-4)
+    assert ours.accuracy == pytest.approx((logits.argmax(-1) == target).double().mean().item())
+    assert ours.support == pytest.approx((p > 0).sum(-1).double().mean().item())
+    assert ours.uncovered == pytest.approx((of_target == 0).double().mean().item())
+    bits = -of_target.log2().double().sum().item() / 90
+    assert ours.bits_per_byte == pytest.approx(bits, rel=1e-4)
+    assert math.isinf(ours.bits_per_byte) == (spread == 2.0)  # or one case is not covered

@@ -1,0 +1,99 @@
+"""fenchel/pipeline/preparation.py: a run builds one model, and timing steps moves no bit of it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fenchel import pipeline
+from fenchel.checkpoints import run_checkpoint
+from fenchel.model import Transformer
+from fenchel.pipeline import preparation
+from fenchel.train import StepTime
+
+SMALL: dict[str, Any] = {
+    "text": {"vocabulary": 280},
+    "model": {"context": 16, "width": 16, "heads": 2, "layers": 2, "dropout": 0.1},
+    "train": {"batch": 2, "steps": 3, "threads": 1, "precision": "float32"},
+}
+
+
+class Silent:
+    def step(self, step: int, steps: int) -> None: ...
+
+    def log(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def progress(self, what: str, done: int, total: int) -> None: ...
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("she sells sea shells on the sea shore;\n" * 60)
+    return path
+
+
+def config_of(text: Path | None = None, **sections: Mapping[str, Any]) -> pipeline.RunConfig:
+    mapping = {name: {**values, **sections.get(name, {})} for name, values in SMALL.items()}
+    if text is not None:
+        mapping["text"]["source"] = str(text)
+    return pipeline.settings({**mapping, "optim": sections.get("optim", {})})
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "model"),
+    [
+        *((name, {}) for name in ("muon", "score", "trust", "adamw")),
+        *((name, {"experts": 3}) for name in ("muon", "score", "trust")),
+        ("muon", {"sigma_reparam": True}),
+        ("muon", {"tied": False}),
+    ],
+)
+def test_timing_steps_leaves_the_model_as_it_was(optimiser: str, model: dict[str, Any]) -> None:
+    config = config_of(model=model, optim={"optimiser": optimiser})
+    ids = np.random.default_rng(0).integers(280, size=200).astype("uint16")
+    batches, ours = preparation.build_batches(config, ids), preparation.build_model(config)
+    moved = []
+    hook = ours.register_forward_hook(lambda *_: moved.append(ours.embed.weight.sum().item()))
+    preparation.resolve_steps(config, ours, batches, Silent())
+    hook.remove()
+    assert len(set(moved)) > 1  # or nothing was there to be restored
+    fresh = preparation.build_model(config).state_dict()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, fresh[name]), name
+    assert all(p.grad is None for p in ours.parameters())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in ours.modules())
+
+
+def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[bool] = []
+    build: Callable[..., None] = Transformer.__init__
+
+    def counted(self: Transformer, *args: Any, **keywords: Any) -> None:
+        build(self, *args, **keywords)
+        built.append(not self.embed.weight.is_meta)
+
+    monkeypatch.setattr(Transformer, "__init__", counted)
+    config = config_of(text)
+    assert pipeline.begin(config, tmp_path / "timed", Silent()).status == "finished"
+    assert built == [True]
+    monkeypatch.setattr(preparation, "time_steps", lambda *_, **__: StepTime(1, 1.0))
+    pipeline.begin(config, tmp_path / "not", Silent())
+    assert weights_of(tmp_path / "timed") == weights_of(tmp_path / "not")
+    built.clear()
+    changes = {"train": {"steps": 4}}
+    assert pipeline.resume(tmp_path / "timed", Silent(), changes=changes).progress.step == 4
+    assert built == [False, True]  # shapes alone for the disk space, then the model
+
+
+def weights_of(run: Path) -> dict[str, bytes]:
+    folder, _ = run_checkpoint.newest(run / "checkpoints")
+    assert folder is not None
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
