@@ -59,9 +59,7 @@ def _rms_norm(x: Tensor, w: Tensor, epsilon: float) -> Tensor:
     plain = x.device.type == "cpu" and x.dtype == w.dtype and x.dtype.itemsize >= 4
     if not plain or torch.compiler.is_compiling():  # a compiler fuses it itself
         return functional.rms_norm(x, w.shape, w.to(x.dtype), epsilon)
-    if (
-        not torch.is_grad_enabled()
-    ):  # decoding: the overhead of a Function exceeds the norm of a row
+    if not torch.is_grad_enabled():  # decoding: a Function costs more than the norm of a row
         return _RMSNorm.forward(x, w, epsilon)[0]
     y, _ = _RMSNorm.apply(x, w, epsilon)  # type: ignore[no-untyped-call]
     return y  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""fenchel/model/attention.py and block.py: each setting against its statement, written out."""
+"""fenchel/model/attention.py and block.py: each setting against its formula, written out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from fenchel.attention import rotary
-from fenchel.choice import Choice, Entmax, Softmax, by_name
-from fenchel.model import Transformer
+from fenchel.attention import Causal, attend, rotary
+from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax, by_name
+from fenchel.model import Transformer, l2_as_dot_product
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
@@ -259,3 +259,13 @@ def test_a_whole_sequence_is_its_tokens_one_by_one(build: Build) -> None:
     whole = layer(x, ForwardContext())
     for t in range(T):
         torch.testing.assert_close(layer(x[:, : t + 1], ForwardContext())[:, t], whole[:, t])
+
+
+@pytest.mark.parametrize("choice", [Softmax(), Entmax(1.5), Sparsemax(), Hard()], ids=repr)
+def test_near_keys_are_chosen(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice) -> None:
+    q, k, v = qkv
+    far = torch.cdist(q, k.repeat_interleave(2, 1)).square()
+    log_u = Causal().log(4, 7, dtype=q.dtype)
+    exact = choice.weights(-0.3 * far, log_u) @ v.repeat_interleave(2, 1)
+    ours = attend(*l2_as_dot_product(q, k), v, choice=choice, prior=Causal(), scale=0.6)
+    torch.testing.assert_close(ours, exact)
