@@ -1,4 +1,4 @@
-"""Text to tokens to batches; knows no model."""
+"""Text to tokens to batches, without a model."""
 
 from fenchel.data.batches import Batch, Batches, EvalBatch, windows
 from fenchel.data.config import TextConfig

@@ -1,17 +1,16 @@
-"""Ids to batches: what is read at a step is a function of the seed and the step alone.
+"""Ids to batches: the batch of a step is a function of the seed and the step alone.
 
-The N ids are taken as a ring. An epoch tiles it with W = N // context windows of context + 1
-tokens, neighbours sharing one token so that no target is predicted twice:
+The N ids are a ring. An epoch covers it with W = N // context windows of context + 1 tokens;
+neighbouring windows share one token, so that no target is predicted twice:
 
-    window j begins at  offset + j * context  (mod N),     j = 0, ..., W - 1
+    window j starts at  offset + j * context  (mod N),     j = 0, ..., W - 1
 
-``offset`` and the order of the windows come from the Philox generator with the key
-(seed, epoch). Example number e = step * batch + row is window order[e mod W] of epoch e // W,
-so that batches run on across the ends of epochs and nothing is left over. To go on from a
-step one needs the step: there is no state. Up to context - 1 tokens of an epoch are no
-target in it; where they lie changes with the offset.
+``offset`` and the order of the windows come from the Philox generator with the key (seed, epoch).
+Example number e = step * batch + row is window order[e mod W] of epoch e // W, so batches continue
+across the ends of epochs. To resume, only the step is needed: there is no state. Up to context - 1
+tokens are not a target in an epoch; which ones depends on the offset.
 
-B rows of a batch, T = context positions.
+A batch has B rows of T = context positions.
 """
 
 from collections.abc import Iterator
@@ -25,25 +24,28 @@ from fenchel.data.tokens import Ids
 
 
 class Batch(NamedTuple):
-    """Windows and what follows each position of them; int64, both (B, T)."""
+    """Inputs and the token after each of them; int64, both (B, T)."""
 
     inputs: Tensor
     targets: Tensor
 
 
 class EvalBatch(NamedTuple):
-    """Windows for evaluation, and which of their targets to count; all (B, T)."""
+    """Inputs and targets of an evaluation, and which targets count; all (B, T)."""
 
     inputs: Tensor
     targets: Tensor
     scored: Tensor
-    """True where the target is counted here; elsewhere it is context, counted before."""
+    """True where the target counts; elsewhere it is context and counted in an earlier window."""
 
 
 class Batches:
-    """Batches of ``batch`` windows of ``context`` tokens.
+    """Batches of ``batch`` windows of ``context`` tokens, by step.
 
-    With ``world`` processes each takes its own rows of the same global batch.
+    Each of ``world`` processes gets its own rows of the same global batch.
+
+    >>> Batches(np.arange(100), batch=2, context=4, seed=0).at(step=7).inputs.shape
+    torch.Size([2, 4])
     """
 
     def __init__(
@@ -66,44 +68,39 @@ class Batches:
         self._starts: dict[int, Ids] = {}
 
     def at(self, step: int) -> Batch:
-        """This process's rows of the batch of a step: (batch / world, context)."""
-        return self.micro(step, 0, 1)
-
-    def micro(self, step: int, part: int, parts: int) -> Batch:
-        """The same in ``parts`` equal parts, to add up gradients over: part 0, 1, ..."""
-        shares = self.world * parts
-        if parts < 1 or self.batch % shares:
+        """The rows of this process in the batch of a step: (batch / world, context)."""
+        if self.batch % self.world:
             raise ValueError(
-                f"batch={self.batch} does not split over {self.world} processes "
-                f"in {parts} parts each; make it a multiple of {shares}."
+                f"batch={self.batch} does not split over {self.world} processes; "
+                f"make it a multiple of {self.world}."
             )
-        if step < 0 or not 0 <= part < parts:
-            raise ValueError(f"there is no part {part} of {parts} of step {step}.")
-        rows = self.batch // shares
-        first = step * self.batch + (self.rank * parts + part) * rows
+        if step < 0:
+            raise ValueError(f"step={step} should be at least 0.")
+        rows = self.batch // self.world
+        first = step * self.batch + self.rank * rows
         return _batch(self._read(np.arange(first, first + rows)))
 
     def _read(self, examples: Ids) -> Ids:
-        """Windows by their number in the endless row of epochs: (B,) -> (B, T + 1)."""
-        epochs, places = np.divmod(examples, self.per_epoch)
+        """Windows by example number: (B,) -> (B, T + 1)."""
+        epochs, positions = np.divmod(examples, self.per_epoch)
         starts = np.empty_like(examples)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            starts[here] = self._epoch(int(epoch))[places[here]]
+            starts[here] = self._epoch(int(epoch))[positions[here]]
         window = np.arange(self.context + 1)
         return self.ids[(starts[:, None] + window) % len(self.ids)]
 
     def _epoch(self, epoch: int) -> Ids:
-        """Where the windows of an epoch begin, in the order they are read: (W,)."""
+        """The starts of the windows of an epoch in their order: (W,)."""
         if epoch not in self._starts:
-            if len(self._starts) > 1:  # a batch seldom spans more than two
+            if len(self._starts) > 1:  # a batch rarely spans more than two
                 self._starts.clear()
             self._starts[epoch] = self._draw(epoch)
         return self._starts[epoch]
 
     def _draw(self, epoch: int) -> Ids:
-        # Raw words of the bit generator are the same in every version of numpy, which its
-        # methods for drawing do not promise; sorting random words is a random order.
+        # numpy guarantees the raw words of a bit generator across versions, but not the results
+        # of its drawing methods. Sorting random words gives a random order.
         philox = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))
         offset = int(philox.random_raw()) % len(self.ids)
         order = np.argsort(philox.random_raw(self.per_epoch), kind="stable")
@@ -113,19 +110,22 @@ class Batches:
 def windows(
     ids: Ids, *, context: int, stride: int | None = None, batch: int = 1
 ) -> Iterator[EvalBatch]:
-    """Windows in which every id but the very first is a target that counts exactly once.
+    """Windows in which every id except the first is a target that counts exactly once.
 
-    The first window counts all its targets, each later one the next ``stride`` (``context``
-    unless given), so that a counted target sees at least context - stride tokens before its
-    own input, except at the start. The last window is moved back to end with the text; ids
-    that fill no window make one shorter one.
+    The first window counts all its targets, each later one the next ``stride`` (by default
+    ``context``), so that a counted target has at least context - stride tokens before its own
+    input, except at the start. The last window ends with the text; a text shorter than a window
+    gives one shorter window.
+
+    >>> [int(window.scored.sum()) for window in windows(np.arange(10), context=4, stride=2)]
+    [4, 2, 2, 1]
     """
     stride = context if stride is None else stride
     _require_positive(context=context, stride=stride, batch=batch)
     if stride > context:
-        raise ValueError(f"stride={stride} would pass over tokens between windows of {context}.")
+        raise ValueError(f"stride={stride} would skip tokens between windows of {context}.")
     if len(ids) < 2:
-        raise ValueError(f"the text has {len(ids)} tokens; to predict one takes at least 2.")
+        raise ValueError(f"the text has {len(ids)} tokens; a prediction needs at least 2.")
     return _windows(ids, context, stride, batch)
 
 
@@ -144,8 +144,8 @@ def _windows(ids: Ids, context: int, stride: int, batch: int) -> Iterator[EvalBa
 
 
 def _batch(block: Ids) -> Batch:
-    whole = np.asarray(block, dtype=np.int64)
-    inputs, targets = np.ascontiguousarray(whole[:, :-1]), np.ascontiguousarray(whole[:, 1:])
+    ids = np.asarray(block, dtype=np.int64)
+    inputs, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
     return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
 
 

@@ -1,4 +1,4 @@
-"""The settings of a text: where it comes from, how it is divided and made into tokens."""
+"""Settings of a text: its source, its division and its tokenizer."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ LARGEST_VOCABULARY = 2**19
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """All that is needed to make token files of a text."""
+    """The settings from which the token files of a text are made."""
 
     source: str = "sotu"
     """A built-in text (sotu, kjv), a text file, a folder of them, or a JSON-lines file."""
     vocabulary: int = 4096
-    """Tokens to train for, at most; a given ``tokenizer`` brings its own number instead."""
+    """The largest size of the trained tokenizer; a given ``tokenizer`` has its own."""
     tokenizer: str | None = None
-    """Path of a tokenizer.json to use instead of training one."""
+    """Path of a tokenizer.json to use instead of a trained one."""
     validation: int = 10
-    """Every tenth document is for validation; a text of fewer than 20 gives its last tenth."""
+    """k: every k-th document is for validation; of fewer than 2k documents, the last k-th."""
     prepared: str | None = None
-    """Folder where token files are kept and shared between runs; by default inside the run."""
+    """Folder for token files that runs share; by default inside the run."""
 
     def __post_init__(self) -> None:
         for name in ("source", "tokenizer", "prepared"):

@@ -1,14 +1,14 @@
-"""A text to token files: two streams of ids, the tokenizer, and the facts of both.
+"""Token files of a text: two streams of ids, the tokenizer, and facts about them.
 
     train.bin, validation.bin   END d1 END d2 END ...   ids as uint16, uint32 for V > 65536
-    tokenizer.json              trained on the training stream only, or the one that was given
+    tokenizer.json              trained on the training stream only, or a given one
     facts.json                  ``CorpusFacts``
-    manifest.json               the recipe they were made by, sizes and SHA-256 (fenchel/files.py)
+    manifest.json               the recipe of the files, sizes and SHA-256 (fenchel/files.py)
 
-Each stream begins with END, so that every byte of the text is predicted from something.
-The recipe is the hash of the text, the split and the tokenizer asked for; a folder with the
-same recipe and every checksum right is used again, however old its files and wherever the
-text lies now. The text is read three times (measured, trained on, encoded) in blocks.
+Each stream starts with END, so that every byte of the text is predicted from a token before it.
+The recipe is the hash of the text, the split and the tokenizer. A folder with the same recipe and
+correct checksums is used again, whatever the age of its files and the present place of the text.
+The text is read three times (to measure, to train the tokenizer, to encode), in blocks.
 """
 
 import errno
@@ -50,21 +50,21 @@ _TOKENIZER, _FACTS = "tokenizer.json", "facts.json"
 _STREAMS = ("train.bin", "validation.bin")  # indexed by whether a part is for validation
 _OURS = {*_STREAMS, _TOKENIZER, _FACTS, MANIFEST}
 _BLOCK = 2**22  # characters encoded at once
-_BETWEEN = b"\f"  # separates documents where a baseline reads them as bytes
+_BETWEEN = b"\f"  # between documents where a baseline reads them as bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
-    """What a run records of its text, and compares before it goes on."""
+    """Facts about a text that a run records, and compares when it resumes."""
 
     text_name: str
     text_sha256: str
     tokenizer_sha256: str
     split: str
-    """The rule in words."""
+    """The split as a sentence."""
     documents: int
     vocabulary: int
-    """Tokens the tokenizer has, which may be fewer than were asked for."""
+    """The size of the tokenizer, which may be below the setting."""
     train_bytes: int
     validation_bytes: int
     train_tokens: int
@@ -73,22 +73,22 @@ class CorpusFacts:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token files, open for reading."""
+    """Token files, memory-mapped."""
 
     folder: Path
     tokenizer: Tokenizer
     train: Ids
-    """Ids to train on, memory-mapped: (N,)."""
+    """Ids for training: (N,)."""
     validation: Ids
-    """Ids to judge by, memory-mapped: (N,)."""
+    """Ids for validation: (N,)."""
     facts: CorpusFacts
     source: str
-    """Where the text was read from, for the baselines, which read it again."""
+    """The source of the text, which the baselines read again."""
     recipe: Mapping[str, Any]
 
     @classmethod
     def open(cls, folder: Path) -> "Corpus":
-        """The token files in ``folder``, after every byte of them was checked."""
+        """The token files in ``folder``, after checking every byte of them."""
         manifest = verify(folder)
         if manifest.get("kind") != _KIND:
             raise ValueError(f"{folder} does not hold token files.")
@@ -113,11 +113,11 @@ class Corpus:
         )
 
     def train_text(self, limit: int | None = None) -> bytes:
-        """The training text read again, documents parted by form feeds, ``limit`` bytes at most."""
+        """The training text, documents separated by form feeds, at most ``limit`` bytes."""
         return self._text(limit, validation=False)
 
     def validation_text(self, limit: int | None = None) -> bytes:
-        """The validation text read again, likewise."""
+        """The validation text, likewise."""
         return self._text(limit, validation=True)
 
     def _text(self, limit: int | None, *, validation: bool) -> bytes:
@@ -125,27 +125,26 @@ class Corpus:
         facts = self.facts
         bytes_read = facts.train_bytes + facts.validation_bytes
         split = Split(self.recipe["validation"], facts.documents, bytes_read)
-        found, size = [], 0
+        documents, size = [], 0
         for part in split.parts(tally.watch(open_text(self.source).documents())):
             if part.validation == validation:
-                found.append(part.document.text.encode())
-                size += len(found[-1]) + len(_BETWEEN)
+                documents.append(part.document.text.encode())
+                size += len(documents[-1]) + len(_BETWEEN)
                 if limit is not None and size - len(_BETWEEN) >= limit:
-                    return _BETWEEN.join(found)[:limit]  # the rest was not read, nor checked
+                    return _BETWEEN.join(documents)[:limit]  # the rest is neither read nor checked
         _require_same(facts.text_sha256, tally.sha256(), self.source)
-        return _BETWEEN.join(found)
+        return _BETWEEN.join(documents)
 
 
 def prepare(
     config: TextConfig, folder: Path, *, progress: ProgressCallback | None = None
 ) -> Corpus:
-    """Make the token files of a text in ``folder``, or use those that are there.
+    """Makes the token files of a text in ``folder``, or opens those that are there.
 
-    The caller says where: inside the run, or in ``config.prepared``. Files that are damaged
-    are made again; a folder that holds another text, or anything else, is left alone and
-    refused. What a killed call left beside it is removed.
+    Damaged files are made again. A folder that holds another text or other files is refused and
+    not changed. Temporary files of an earlier call that was killed are removed.
     """
-    progress = progress or _silence
+    progress = progress or _no_progress
     sweep_beside(folder, _OURS)
     text = open_text(config.source)
     tally = _measure(text, progress)
@@ -157,7 +156,7 @@ def prepare(
     }
     if (corpus := _reusable(folder, recipe)) is None:
         split = Split(config.validation, tally.documents, tally.bytes)
-        with _made(folder, text, tally, recipe) as fresh:
+        with _new_folder(folder, text, tally, recipe) as fresh:
             if given is None:
                 given = _train(text, split, config.vocabulary, progress)
             (fresh / _TOKENIZER).write_bytes(given)
@@ -178,7 +177,7 @@ def _measure(text: Text, progress: ProgressCallback) -> Tally:
 
 
 def _read_tokenizer(path: Path) -> bytes:
-    tokens.load_tokenizer(path.expanduser())  # refused before any work is done
+    tokens.load_tokenizer(path.expanduser())  # an unusable file is refused before any work
     return path.expanduser().read_bytes()
 
 
@@ -201,30 +200,32 @@ def _reusable(folder: Path, recipe: Mapping[str, Any]) -> Corpus | None:
 
 def _require_recipe(corpus: Corpus, recipe: Mapping[str, Any]) -> None:
     for key, wanted in recipe.items():
-        if (there := corpus.recipe.get(key)) != wanted:
+        if (present := corpus.recipe.get(key)) != wanted:
             raise ValueError(
-                f"{corpus.folder} holds token files with another {key} ({there}, now {wanted}); "
+                f"{corpus.folder} holds token files with another {key} ({present}, now {wanted}); "
                 "name another folder, or remove it to make them anew."
             )
 
 
 @contextmanager
-def _made(folder: Path, text: Text, tally: Tally, recipe: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder to fill, which takes the place of ``folder`` when it is whole."""
+def _new_folder(
+    folder: Path, text: Text, tally: Tally, recipe: Mapping[str, Any]
+) -> Iterator[Path]:
+    """A temporary folder that becomes ``folder`` when it is complete."""
     header = {"kind": _KIND, "version": _VERSION, "recipe": recipe, "source": text.source}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    require_space(folder.parent, tally.bytes // 2)  # about four bytes a token, two for its id
+    require_space(folder.parent, tally.bytes // 2)  # about four bytes per token, two for its id
     try:
         with committed(folder, header) as fresh:
             yield fresh
     except OSError as error:
-        # Two runs may make the same files at once: the second to end finds those of the first.
+        # Two runs may make the same files at once: the second to finish uses those of the first.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
 
 
 def _train(text: Text, split: Split, vocabulary: int, progress: ProgressCallback) -> bytes:
-    """A tokenizer of the training stream, or of documents spread evenly over a large one."""
+    """A tokenizer of the training stream, or of every k-th document of a large one."""
     stride = math.ceil(split.bytes / tokens.TRAINED_ON)
     total = split.bytes // stride
 
@@ -245,7 +246,7 @@ def _train(text: Text, split: Split, vocabulary: int, progress: ProgressCallback
 def _encode(
     folder: Path, text: Text, split: Split, sha256: str, progress: ProgressCallback
 ) -> CorpusFacts:
-    """Write both streams by the tokenizer in ``folder``, and give the facts."""
+    """Writes both streams with the tokenizer in ``folder`` and returns the facts."""
     tokenizer = tokens.load_tokenizer(folder / _TOKENIZER)
     end = tokens.end_id(tokenizer)
     dtype = _dtype(tokenizer.get_vocab_size())
@@ -268,7 +269,7 @@ def _encode(
                 tokens_of[part.validation] += len(row) + 1
             progress("encoding the text", min(sum(bytes_of), split.bytes), split.bytes)
     _require_same(sha256, tally.sha256(), text.source)
-    for size, use in zip(bytes_of, ("train on", "judge by"), strict=True):
+    for size, use in zip(bytes_of, ("train on", "validate on"), strict=True):
         if not size:
             raise ValueError(
                 f"{text.source} has {tally.bytes} bytes, which leaves nothing to {use} "
@@ -302,19 +303,19 @@ def _blocks(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 
 def _require_exact(tokenizer: Tokenizer, ids: list[int], document: Document) -> None:
-    """Bits per byte mean something only if the tokens hold all the bytes."""
+    """Bits per byte are meaningful only if the tokens represent all bytes."""
     if tokens.decode(tokenizer, ids) != document.text:
         raise ValueError(
-            f"the tokenizer does not give back the text of {document.name!r} that it was given, "
-            "so bits per byte would be wrong; use one that loses nothing, or train one."
+            f"decoding the tokens of {document.name!r} does not give its text back, "
+            "so bits per byte would be wrong; use a lossless tokenizer, or train one."
         )
 
 
-def _require_same(expected: str, came: str, source: str) -> None:
-    if came != expected:
+def _require_same(expected: str, actual: str, source: str) -> None:
+    if actual != expected:
         raise ValueError(
             f"{source} has changed since its tokens were made "
-            f"(SHA-256 {came[:16]}, was {expected[:16]}); prepare it again."
+            f"(SHA-256 {actual[:16]}, was {expected[:16]}); prepare it again."
         )
 
 
@@ -331,7 +332,7 @@ def _read_facts(path: Path) -> CorpusFacts:
     try:
         return from_mapping(CorpusFacts, read_json(path))
     except (TypeError, ValueError) as error:
-        raise Damaged(f"{path} does not hold the facts of a text ({error}).") from None
+        raise Damaged(f"{path} does not contain the facts of a text ({error}).") from None
 
 
 def _map(path: Path, count: int, vocabulary: int) -> Ids:
@@ -349,8 +350,8 @@ def _dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
-def _silence(what: str, done: int, total: int) -> None:
-    del what, done, total
+def _no_progress(stage: str, done: int, total: int) -> None:
+    del stage, done, total
 
 
 def _sha256(content: bytes) -> str:

@@ -1,8 +1,8 @@
-"""Documents to two streams: most to train on, the rest to judge by.
+"""Division of a text into a training and a validation stream.
 
-With ``every`` = k, documents k, 2k, 3k, ... are for validation, so that both streams sample
-the whole text. A text of fewer than 2k documents is divided by length instead: its last k-th
-is for validation, cut at a line end where there is one nearby.
+With ``every`` = k, documents k, 2k, 3k, ... are for validation, so that both streams sample the
+whole text. A text of fewer than 2k documents is divided by length instead: its last k-th is for
+validation, cut at a line end where there is one nearby.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from fenchel.data.text import Document
 
 
 class Part(NamedTuple):
-    """A document, or a part of one, and the stream it belongs to."""
+    """A document, or a part of one, and its stream."""
 
     validation: bool
     document: Document
@@ -21,7 +21,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The rule for a text of ``documents`` documents and ``bytes`` bytes."""
+    """The division of a text of ``documents`` documents and ``bytes`` bytes.
+
+    >>> str(Split(every=10, documents=140, bytes=10**6))
+    'every 10th of 140 documents is for validation'
+    """
 
     every: int
     documents: int
@@ -38,7 +42,7 @@ class Split:
         return f"the last {_ordinal(self.every)} of the text is for validation"
 
     def parts(self, documents: Iterable[Document]) -> Iterator[Part]:
-        """Each document with its stream, in order; at the cut one document becomes two."""
+        """Every document with its stream, in order; the document at the cut becomes two."""
         if self.by_document:
             for number, document in enumerate(documents, start=1):
                 yield Part(number % self.every == 0, document)

@@ -1,16 +1,16 @@
-"""A source to documents: a built-in text, a file, a folder, or JSON lines.
+"""Text from a built-in source, a file, a folder or JSON lines, as a sequence of documents.
 
-    open_text("sotu")          messages to Congress, 1790 to 1928, one document a message
-    open_text("kjv")           the King James Bible, one document a book, one line a verse
+    open_text("sotu")          messages to Congress, 1790 to 1928, one document per message
+    open_text("kjv")           the King James Bible, one document per book, one line per verse
     open_text("notes.txt")     a text file; "./sotu" is a file even if a built-in has its name
-    open_text("papers/")       every file below a folder, in order of its path, but hidden ones
-    open_text("web.jsonl")     one document a line, the field "text" of the object on it
+    open_text("papers/")       every file below a folder in order of its path, except hidden ones
+    open_text("web.jsonl")     one document per line, the field "text" of the object on it
 
-Documents are read as they are asked for, so a text may be larger than memory: a file of more
-than ``PIECE`` bytes comes as several documents, cut at line ends. Characters are composed
-(NFC) and lines end in "\\n". What is not text is refused with the byte or line that shows it.
+Documents are read lazily, so a text may be larger than memory: a file of more than ``PIECE`` bytes
+comes as several documents, cut at line ends. Characters are composed (NFC) and lines end in "\\n".
+Input that is not text is refused with the byte or line that shows it.
 
-The built-in texts are files of the packages of the extra ``text``. They are found without
+The built-in texts are files of the packages of the extra ``text``. They are located without
 importing those packages, since importing sotu loads pandas.
 """
 
@@ -42,17 +42,17 @@ Colossians 1Thessalonians 2Thessalonians 1Timothy 2Timothy Titus Philemon Hebrew
 
 
 class Document(NamedTuple):
-    """One document and what to call it."""
+    """A document and its name."""
 
     name: str
     text: str
 
 
 class Tally:
-    """What has been read: how many documents and bytes, and their SHA-256.
+    """Number, bytes and SHA-256 of the documents read so far.
 
-    Names and texts enter the hash behind their lengths, so that no two lists of documents
-    give the same bytes to it.
+    Every name and text enters the hash after its length, so that different lists of documents are
+    different inputs of the hash.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Tally:
         self._hash = hashlib.sha256()
 
     def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """The same documents, counted as they pass."""
+        """Yields the documents and counts them."""
         for document in documents:
             name = document.name.encode("utf-8", "surrogateescape")
             text = document.text.encode()
@@ -73,17 +73,17 @@ class Tally:
             yield document
 
     def sha256(self) -> str:
-        """The hash of all that has passed."""
+        """The hash of the documents so far."""
         return self._hash.hexdigest()
 
 
 @dataclass(frozen=True)
 class Text:
-    """Documents that can be read again and again; nothing is kept between readings."""
+    """A text whose documents can be read repeatedly; nothing is cached."""
 
     name: str
     source: str
-    """What ``open_text`` takes to open the same text from any folder."""
+    """The argument of ``open_text`` that opens the same text from any folder."""
     files: tuple[tuple[str, Path], ...]
     """A name and a path for each file, in the order they are read."""
     reader: Callable[[str, Path], Iterator[Document]]
@@ -91,11 +91,11 @@ class Text:
 
     @property
     def size(self) -> int:
-        """Bytes on disk, which is about ``bytes()`` and is known without reading."""
+        """Bytes on disk, close to the bytes of the documents and known without reading them."""
         return sum(path.stat().st_size for _, path in self.files)
 
     def documents(self) -> Iterator[Document]:
-        """All documents in order; those that are empty are left out."""
+        """All documents in order, without empty ones."""
         empty = True
         for name, path in self.files:
             for document in self.reader(name, path):
@@ -170,14 +170,14 @@ def _read_pieces(file: BinaryIO, name: str, where: str) -> Iterator[Document]:
 
 
 def _cut(block: bytes) -> int:
-    """Where to part a block that the text runs beyond: after a line, else before a character."""
+    """Where to cut a block before the end of its text: after a line, else before a character."""
     if line := block.rfind(b"\n") + 1:
         return line
-    # The last character may be unfinished, or a "\r" whose "\n" comes next: leave it over.
+    # The last character may be incomplete, or a "\r" before a "\n": it goes to the next block.
     for end in range(len(block) - 1, len(block) - 5, -1):
         if block[end] & 0xC0 != 0x80 and end > 0:
             return end
-    return len(block)  # not UTF-8: the decoder will say where
+    return len(block)  # not UTF-8: the decoder reports the position
 
 
 def _decode(block: bytes, where: str, offset: int) -> str:

@@ -1,15 +1,15 @@
 """Text to token ids and back: byte-level byte-pair encoding.
 
-A text is UTF-8 bytes; training merges the most frequent neighbours again and again until the
-vocabulary is full. Every byte is a token of its own, so any string has ids and no unknown
-token is needed, and decoding gives back the string that was encoded, exactly.
+A text is UTF-8 bytes. Training merges the most frequent pair of neighbours until the vocabulary is
+full. Every byte is a token of its own, so any string has ids without an unknown token, and decoding
+returns exactly the string that was encoded.
 
     id 0  ``END``   after every document, and before the first
     id 1  ``PAD``   fills rows of unequal length; never in a text
-    then 256 bytes, then the merges in the order they were found
+    then 256 bytes, then the merges in the order of training
 
-Control tokens come from us, never from a text: text that spells ``<|end|>`` becomes the
-tokens of those seven characters. A tokenizer.json from elsewhere is hostile until checked.
+Control tokens are never the result of encoding a text: a text that contains ``<|end|>`` becomes the
+tokens of those seven characters. A tokenizer.json from elsewhere is untrusted until checked.
 """
 
 import json
@@ -26,28 +26,33 @@ from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from fenchel.files import read_json
 
 Ids = np.ndarray[Any, np.dtype[Any]]
-"""Token ids in a row, or rows of them."""
+"""An array of token ids, of one or two axes."""
 END = "<|end|>"
 PAD = "<|pad|>"
 TRAINED_ON = 2**26
-"""The most bytes a vocabulary is trained on; more changes it little."""
+"""The most bytes that a vocabulary is trained on; more change it little."""
 
 _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _PADS = (PAD, "<pad>", "[PAD]")
 _FILE_LIMIT = 48 * 2**20  # the largest in use, of 256,000 tokens, is 33 MB
 _SPECIAL_LIMIT = 256  # characters in an added token
-_GROWTH_LIMIT = 64  # characters that replacements may make of one
+_GROWTH_LIMIT = 64  # characters that replacements may make from one
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of at most ``vocabulary`` tokens; reads ``TRAINED_ON`` bytes at most."""
+    """A tokenizer of at most ``vocabulary`` tokens, trained on at most ``TRAINED_ON`` bytes.
+
+    >>> tokenizer = train_tokenizer(["the cat sat on the mat"], 300)
+    >>> decode(tokenizer, encode(tokenizer, "the hat"))
+    'the hat'
+    """
     if not SMALLEST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
         raise ValueError(
             f"vocabulary={vocabulary} is outside {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY}."
         )
     tokenizer = Tokenizer(models.BPE())
-    # The pattern behind use_regex parts letters from signs, so no merge can ever spell END
-    # or PAD: a merge that did would take the id of the control token.
+    # The pattern of use_regex separates letters from signs, so that no merge can spell END or PAD
+    # and thereby take the id of the control token.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -62,11 +67,11 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json from a file nobody has vouched for; ValueError says what is wrong."""
+    """A tokenizer from an untrusted tokenizer.json; raises ValueError if it is invalid."""
     raw = read_json(path, limit=_FILE_LIMIT)
     _check_tokens(raw, path)
     _check_growth(raw, path)
-    # These belong to somebody's pipeline; here a text has one encoding, of its own length.
+    # Truncation, padding and dropout belong to a pipeline; here every text has one full encoding.
     raw["truncation"] = raw["padding"] = None
     if isinstance(model := raw.get("model"), dict) and model.get("dropout"):
         model["dropout"] = None
@@ -78,13 +83,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"{path} has no special token that ends a document; it needs one of {', '.join(_ENDS)}."
         )
     _spell_out_specials(tokenizer)
-    with _rust(f"use {path}"):  # what only breaks in use breaks here, before any work
+    with _rust(f"use {path}"):  # errors that appear only in use appear here, before any work
         tokenizer.decode(tokenizer.encode("Ab 12\n\té中😀").ids)
     return tokenizer
 
 
 def end_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a document, and stands before the first."""
+    """The id of the token that ends a document and precedes the first."""
     end = _first_special(tokenizer, _ENDS)
     if end is None:
         raise ValueError(f"the tokenizer has no special token among {', '.join(_ENDS)}.")
@@ -92,13 +97,13 @@ def end_id(tokenizer: Tokenizer) -> int:
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-    """The token that fills rows; a tokenizer that has none fills with its end."""
+    """The id of the padding token; the end token if there is none."""
     pad = _first_special(tokenizer, _PADS)
     return end_id(tokenizer) if pad is None else pad
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text, with no control token among them."""
+    """The ids of a text, without control tokens."""
     return encode_batch(tokenizer, [text])[0]
 
 
@@ -106,11 +111,11 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """``encode`` of many texts, on all cores."""
     for text in texts:
         if not _is_unicode(text):
-            raise ValueError("the text holds half a surrogate pair, which no UTF-8 text can.")
+            raise ValueError("the text contains a lone surrogate, which UTF-8 cannot represent.")
     with _rust("encode the text"):
         encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         rows = [row.ids for row in encoded]
-    # A model that holds the whole spelling as a piece can still choose it.
+    # A model whose vocabulary has the whole spelling can still produce it.
     control = _control_ids(tokenizer)
     for row in rows:
         if not control.isdisjoint(row):
@@ -123,14 +128,14 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text of some ids; control tokens are left out, half a character becomes U+FFFD."""
+    """The text of ids, without control tokens; an incomplete character becomes U+FFFD."""
     with _rust("decode the tokens"):
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 @contextmanager
 def _rust(doing: str) -> Iterator[None]:
-    """The one boundary to the library beneath: whatever goes wrong there is a ValueError."""
+    """Turns every error of the Rust library into a ValueError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, OSError, ValueError):
@@ -151,7 +156,7 @@ def _at_most(limit: int, texts: Iterable[str]) -> Iterator[str]:
 
 
 def _spell_out_specials(tokenizer: Tokenizer) -> Tokenizer:
-    # The switch is not kept in tokenizer.json, so it is set each time one is made or read.
+    # tokenizer.json does not store this switch, so it is set whenever a tokenizer is made or read.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -172,7 +177,7 @@ def _first_special(tokenizer: Tokenizer, spellings: Sequence[str]) -> int | None
 
 def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
     added = tokenizer.get_added_tokens_decoder()
-    unknown = getattr(tokenizer.model, "unk_token", None)  # says "not in here", controls nothing
+    unknown = getattr(tokenizer.model, "unk_token", None)  # marks unknown text, controls nothing
     return frozenset(id for id, t in added.items() if t.special and t.content != unknown)
 
 
@@ -195,7 +200,7 @@ def _check_tokens(raw: dict[str, Any], path: Path) -> None:
 
 
 def _check_growth(raw: dict[str, Any], path: Path) -> None:
-    """Refuse replacements that, one after another, could turn a little text into a lot."""
+    """Refuses replacements that together could expand a short text into a very long one."""
     growth = prod(_growth(part) for part in _typed_parts(raw) if part["type"] == "Replace")
     if growth > _GROWTH_LIMIT:
         raise ValueError(
@@ -208,7 +213,7 @@ def _growth(replace: dict[str, Any]) -> int:
     size = len(str(replace.get("content", "")))
     pattern = replace.get("pattern")
     literal = isinstance(pattern, dict) and bool(pattern.get("String"))
-    return max(1, size if literal else 1 + size)  # an empty match adds to what is there
+    return max(1, size if literal else 1 + size)  # an empty match inserts text
 
 
 def _typed_parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -89,19 +89,16 @@ def test_the_bits_of_the_first_batch_are_those_of_the_day_it_was_written() -> No
 
 
 @quickly
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 50))
-def test_parts_of_all_ranks_put_together_are_the_whole_batch(
-    rows: int, parts: int, world: int, step: int
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 50))
+def test_rows_of_all_ranks_put_together_are_the_whole_batch(
+    rows: int, world: int, step: int
 ) -> None:
-    batch = rows * parts * world
+    batch = rows * world
     ids = places(83)
     whole = Batches(ids, batch=batch, context=6, seed=3).at(step)
     pieces = [
-        Batches(ids, batch=batch, context=6, seed=3, rank=rank, world=world).micro(
-            step, part, parts
-        )
+        Batches(ids, batch=batch, context=6, seed=3, rank=rank, world=world).at(step)
         for rank in range(world)
-        for part in range(parts)
     ]
     joined = Batch(*(torch.cat(each) for each in zip(*pieces, strict=True)))
     assert same(joined, whole)
@@ -131,12 +128,10 @@ def test_what_cannot_be_read_is_refused_with_its_numbers(change: dict[str, int],
 
 
 def test_a_batch_that_does_not_split_is_refused() -> None:
-    batches = Batches(places(50), batch=6, context=5, seed=0, rank=0, world=2)
     with pytest.raises(ValueError, match="make it a multiple of 4"):
-        batches.micro(0, 0, 2)
-    for step, part, parts in ((0, 3, 3), (0, -1, 3), (-1, 0, 1)):
-        with pytest.raises(ValueError, match="there is no part"):
-            batches.micro(step, part, parts)
+        Batches(places(50), batch=6, context=5, seed=0, rank=0, world=4).at(0)
+    with pytest.raises(ValueError, match="step=-1"):
+        Batches(places(50), batch=6, context=5, seed=0).at(-1)
 
 
 # evaluation

@@ -322,8 +322,8 @@ def test_facts_that_do_not_fit_the_files_are_refused(config: TextConfig, there: 
     for change, says in (
         ({"train_tokens": 7}, r"train\.bin has"),
         ({"vocabulary": facts["vocabulary"] + 1}, r"tokenizer\.json has not as many tokens"),
-        ({"train_tokens": "many"}, r"facts\.json does not hold"),
-        ({"odd": 1}, r"facts\.json does not hold"),
+        ({"train_tokens": "many"}, r"facts\.json does not contain"),
+        ({"odd": 1}, r"facts\.json does not contain"),
     ):
         sealed(there, "facts.json", json.dumps({**facts, **change}).encode())
         with pytest.raises(Damaged, match=says):
@@ -368,7 +368,7 @@ def test_files_of_a_newer_version_are_not_replaced(config: TextConfig, there: Pa
 def test_a_text_too_short_to_divide_is_refused(text: str, tmp_path: Path, there: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text(text)
-    with pytest.raises(ValueError, match="leaves nothing to judge by"):
+    with pytest.raises(ValueError, match="leaves nothing to validate on"):
         prepare(TextConfig(source=str(path)), there)
     assert not there.exists()
 
@@ -389,7 +389,7 @@ def test_a_tokenizer_that_loses_letters_is_refused(
     lossy.pre_tokenizer = pre_tokenizers.Whitespace()
     lossy.add_special_tokens(["</s>"])
     lossy.save(str(tmp_path / "lossy.json"))
-    with pytest.raises(ValueError, match=r"does not give back the text of '09\.txt'"):
+    with pytest.raises(ValueError, match=r"the tokens of '09\.txt' does not give its text back"):
         prepare(TextConfig(source=str(folder), tokenizer=str(tmp_path / "lossy.json")), there)
 
 
