@@ -12,11 +12,14 @@ and v for H of q, H = R G) the R query heads of a group are stacked along the ro
 are never repeated.
 
 torch.autocast would narrow the products again. ``without_autocast`` switches it off around a block
-of code, and ``product`` for one matrix product and all its derivatives.
+of code, ``full_precision`` around a function, and ``product`` computes one matrix product and all
+its derivatives without it.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +28,9 @@ from torch.nn.functional import dropout as drop
 from fenchel.attention.prior import Prior
 from fenchel.attention.spec import AttentionSpec
 from fenchel.choice.base import plain
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def score(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -97,6 +103,30 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+def full_precision(f: Callable[P, R]) -> Callable[P, R]:
+    """f with torch.autocast switched off on every device, as a decorator.
+
+    >>> @full_precision
+    ... def square(x):
+    ...     return x @ x
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     square(torch.eye(2)).dtype
+    torch.float32
+    """
+
+    @wraps(f)
+    def exact(*args: P.args, **kwargs: P.kwargs) -> R:
+        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        if not on:
+            return f(*args, **kwargs)
+        with ExitStack() as stack:
+            for device in on:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return f(*args, **kwargs)
+
+    return exact
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:

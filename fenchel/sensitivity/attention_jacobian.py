@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import AttentionSpec
+from fenchel.attention.reference import full_precision
 from fenchel.attention.shapes import check, four_axes
 from fenchel.attention.spec import AttentionKeywords
 from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
@@ -79,10 +80,12 @@ class OneHead(Operator):
         self.domain, self.codomain = domain, codomain
         self.dtype, self.device = v.dtype, v.device
 
+    @full_precision
     def apply(self, v: Tensor) -> Tensor:
         """J dX."""
         return torch.stack([self._push(one) for one in v]) if len(v) > 1 else self._push(v)
 
+    @full_precision
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T g."""
         return torch.stack([self._pull(one) for one in u]) if len(u) > 1 else self._pull(u)
@@ -132,6 +135,7 @@ class AttentionJacobian(Operator):
             self.codomain = Space(((*lead, T, E),))
         self.dtype, self.device = v.dtype, v.device
 
+    @full_precision
     def apply(self, v: Tensor) -> Tensor:
         """J v, one pass over the weights for the whole stack."""
         moves = {
@@ -140,6 +144,7 @@ class AttentionJacobian(Operator):
         }
         return self.push(**moves).reshape(len(v), *self.codomain.batch, -1)
 
+    @full_precision
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T u, one pass over the weights for the whole stack."""
         backs = self.pull(u.reshape(len(u), len(self.v), self.rows.T, -1))
@@ -256,6 +261,7 @@ class AttentionJacobian(Operator):
             return back
         return back.reshape(len(back), B, self.G, H // self.G, *back.shape[-2:]).sum(3)
 
+    @full_precision
     def single(self) -> Operator:
         """The same in float32; weights that are kept are rounded, not computed again."""
         return self._single()
@@ -267,10 +273,12 @@ class AttentionJacobian(Operator):
             other.__dict__.pop(name, None)
         return other
 
+    @full_precision
     def parts(self) -> Terms:
         """The covariance bound's three numbers for every sequence and head: (B, H)."""
         return terms(self.rows, self.v.view(*self.rows.lead, *self.v.shape[1:]))
 
+    @full_precision
     def ceiling(self) -> Tensor:
         """The covariance bound: (B, H) with ``each``, else one number."""
         t = self.parts()
@@ -302,6 +310,7 @@ class SelfAttentionJacobian(Operator):
             self.domain, self.codomain = Space((tuple(x.X.shape),)), Space(((*x.axes, *out),))
         self.dtype, self.device = inner.dtype, inner.device
 
+    @full_precision
     def apply(self, v: Tensor) -> Tensor:
         """J dX."""
         rows, c = self.inner.rows, len(v)
@@ -310,6 +319,7 @@ class SelfAttentionJacobian(Operator):
         moves = moved.view(c, -1, rows.T, moved.shape[-1]).split_with_sizes(self.widths, -1)
         return self.inner.push(*moves).reshape(c, *self.codomain.batch, -1)
 
+    @full_precision
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T G."""
         rows, c = self.inner.rows, len(u)
@@ -322,6 +332,7 @@ class SelfAttentionJacobian(Operator):
             total = total.sum(2)  # one X feeds every head
         return total.reshape(c, *self.domain.batch, -1)
 
+    @full_precision
     def single(self) -> Operator:
         """The same in float32; without bookkeeping for one head that is small."""
         inner = self.inner._single()
@@ -336,12 +347,14 @@ class SelfAttentionJacobian(Operator):
         other.inner, other.dtype, other.beside = inner, torch.float32, self.beside.float()
         return other
 
+    @full_precision
     def parts(self) -> Terms:
         """The covariance bound's three numbers for every sequence and head: (B, H)."""
         rows, v = self.inner.rows, self.inner.v
         factors = Factors(*(factor(w) for w in self.W))
         return terms(rows, v.view(*rows.lead, *v.shape[1:]), factors)
 
+    @full_precision
     def ceiling(self) -> Tensor:
         """The covariance bound; heads taken together stand on one another, so squares add."""
         total = self.parts().total
@@ -380,6 +393,7 @@ def attention_jacobian(
     return AttentionJacobian(rows, repeat_heads(v, H), wrt, each, G, axes)
 
 
+@full_precision
 def self_attention_jacobian(
     X: Tensor,
     W_Q: Tensor,

@@ -212,3 +212,19 @@ def test_mistakes_are_refused_in_one_sentence(draw: Draw) -> None:
         self_attention_jacobian(draw(5, 4), draw(3, 4, 2), draw(2, 4, 2), draw(2, 4, 2))
     with pytest.raises(ValueError, match=r"weights \(\.\.\., M, D\)"):
         self_attention_jacobian(draw(5, 4), draw(3, 3), draw(4, 3), draw(4, 3))
+
+
+@pytest.mark.parametrize("choice", [Softmax(), Entmax(1.5)], ids=repr)
+def test_autocast_changes_no_number(choice: Choice) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, X = (torch.randn(1, 2, 6, 4, generator=generator) for _ in range(4))
+    W = torch.randn(4, 4, generator=generator)
+
+    def numbers() -> list[Tensor]:
+        J = attention_jacobian(q, k, v, wrt="qk", choice=choice)
+        of_self = self_attention_jacobian(X[0], W, W, W, choice=choice)
+        return [J @ (q, k), *(J.T @ v), J.ceiling(), of_self @ X[0], of_self.ceiling()]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = numbers()
+    torch.testing.assert_close(narrow, numbers(), atol=1e-6, rtol=1e-6)
