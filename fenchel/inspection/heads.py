@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fenchel.attention import AttentionCall, Prior
 from fenchel.attention.prior import ScoreIndex
-from fenchel.attention.reference import cap
+from fenchel.attention.tiles import row_tiles, score_tiles
 from fenchel.inspection.linearisation import frozen_derivative
 from fenchel.inspection.result import Head, Interval, Method, Spread
 from fenchel.sensitivity import spectral_norm
@@ -134,27 +134,24 @@ def _numbers(call: AttentionCall, block: _RowBlock, shift: int) -> list[Tensor]:
 
 
 def _row_blocks(call: AttentionCall, last: int | None = None) -> Iterator[_RowBlock]:
-    q, k, prior = call.q[0].float(), call.k[0].float(), call.spec.prior
-    (H, T, _), (G, S, _) = q.shape, k.shape
-    k = k if G == H else k.repeat_interleave(H // G, 0)
-    beta = call.spec.choice.score_scale
-    scale = call.spec.scale_for(q.shape[-1])
-    near = q.device.type == "cpu"
-    most = min(_STRIP, _BLOCK // (H * S)) if near else _GPU_BLOCK // (H * S)
-    step, shift = max(1, most), S - T
-    for start in range(0, T if last is None else last, step):
-        some = slice(start, min(start + step, T if last is None else last))
-        low, high = 0, S
-        if prior is not None:
-            low, high = prior.key_range(some.start + shift, some.stop - 1 + shift, S)
-        keys = slice(low, max(high, low + 1))
-        z = cap(scale * (q[:, some] @ k[:, keys].mT), call.spec.softcap)
-        log_u = None
-        if prior is not None:
-            log_u = prior.log(T, S, B=1, H=H, device=z.device, dtype=z.dtype, rows=some, keys=keys)[
-                0
-            ]
-        yield _RowBlock(some, keys, z * beta, log_u, call.spec.choice.weights(z, log_u))
+    """The rows of a call up to ``last``; every block has at least one key."""
+    q, k, spec = call.q.float(), call.k.float(), call.spec
+    H, S = q.shape[1], k.shape[2]
+    most = _GPU_BLOCK // (H * S)
+    if q.device.type == "cpu":
+        most = min(_STRIP, _BLOCK // (H * S))
+    cut = row_tiles(q, k, spec.prior, height=max(1, most), last=last)
+    cut = [tile._replace(keys=_at_least_one(tile.keys)) for tile in cut]
+    for scored in score_tiles(q, k, spec, cut):
+        log_u = scored.log_prior()
+        z = scored.z * spec.choice.score_scale
+        p = scored.weights()
+        rows, keys = scored.tile.rows, scored.tile.keys
+        yield _RowBlock(rows, keys, z[0], None if log_u is None else log_u[0], p[0])
+
+
+def _at_least_one(keys: slice) -> slice:
+    return slice(keys.start, max(keys.stop, keys.start + 1))
 
 
 _WEIGHTS = {"cpu": 1 << 21, "cuda": 1 << 26}  # of the heads measured together

@@ -41,7 +41,7 @@ How it gets inside: ``hold`` makes the parts of a block that are there for deriv
 is held while they run, and whoever calls attention in them asks ``answer`` first.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, final
@@ -57,7 +57,6 @@ from fenchel.inspection.trace import BlockTrace, Branch, Map
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian, attention_jacobian
 from fenchel.sensitivity.autodiff import point, space
 from fenchel.sensitivity.operator import Operator
-from fenchel.sensitivity.weight_blocks import WeightBlock, WeightBlocks
 
 
 @final
@@ -167,28 +166,6 @@ ROOM = 1 << 28
 """Weights kept at the most, over all layers of a model."""
 # Queries at a time: fewer and products are small, more and the future is computed too.
 _STRIP, _GPU_STRIP = 128, 1024
-_SETTLED = 1e-4  # a row whose lighter keys weigh more than this needs no shift to stay exact
-
-
-class Kept(WeightBlocks):
-    """WeightBlocks whose blocks are computed once."""
-
-    _strips: list[WeightBlock] | None = None
-
-    def __iter__(self) -> Iterator[WeightBlock]:
-        if self._strips is None:
-            self._strips = [_eased(block) for block in super().__iter__()]
-        return iter(self._strips)
-
-    def ready(self) -> Sequence[WeightBlock]:
-        """All of them."""
-        return tuple(self)
-
-    def single(self) -> WeightBlocks:
-        """In float32, with nothing kept yet."""
-        other = super().single()
-        other._strips = None  # type: ignore[attr-defined]
-        return other
 
 
 class FrozenAttention:
@@ -254,25 +231,12 @@ def _answered(f: Map, held: FrozenAttention) -> Map:
 def frozen_derivative(
     call: AttentionCall, *, keep: bool = True, each: bool = False
 ) -> AttentionJacobian:
-    """The derivative of a call in (q, k, v), one operator, or one a head with ``each``."""
+    """The derivative of a call in (q, k, v): one operator, or one per head with ``each``."""
     strip = _STRIP if call.q.device.type == "cpu" else _GPU_STRIP
     budget = strip * call.q.shape[1] * call.k.shape[2]
-    J = attention_jacobian(call.q, call.k, call.v, **call.spec, each=each, budget=budget)
-    if keep:
-        r = J.rows
-        q, k = (x.view(*r.lead, *x.shape[1:]) for x in (r.q, r.k))
-        J.rows = Kept(q, k, r.spec, strip * r.H * r.S)
-    return J
-
-
-def _eased(block: WeightBlock) -> WeightBlock:
-    """A block that will be used often, without the shift that only saturated rows need."""
-    s = block.s
-    sure = (s > 0).sum(-1, keepdim=True) <= 1  # one key to choose: nothing can move
-    s = s.masked_fill(sure, 0.0) if bool(sure.any()) else s
-    rest = (s.sum(-1, keepdim=True) - s.amax(-1, keepdim=True)) * block.inverse
-    settled = bool((sure | (rest > _SETTLED)).all())
-    return block._replace(s=s, heaviest=None if settled else block.heaviest)
+    return attention_jacobian(
+        call.q, call.k, call.v, **call.spec, each=each, budget=budget, cache=keep
+    )
 
 
 class _Held(torch.autograd.Function):

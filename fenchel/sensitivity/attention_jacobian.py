@@ -103,7 +103,7 @@ class OneHead(Operator):
         return gX.addmm_(torch.mm(self.p.mT, g), self.W_V.mT).view(*gradient.shape[:-1], -1)
 
     def _turned(self, dz: Tensor) -> Tensor:
-        return self.block.turned(dz.unsqueeze(0))[0]
+        return self.block.choice_jvp_(dz.unsqueeze(0))[0]
 
 
 @final
@@ -191,7 +191,7 @@ class AttentionJacobian(Operator):
         """(J dz) v on a block: (N, t, E); dz is overwritten."""
         v = cut(self.v, block.keys)
         if block.heaviest is not None:
-            return torch.bmm(block.turned(dz), v)
+            return torch.bmm(block.choice_jvp_(dz), v)
         dz *= block.s
         drop = dz.sum(-1, keepdim=True)
         return torch.bmm(dz, v).addcmul_(drop, cut(self._mean, block.rows), value=-1.0)
@@ -199,7 +199,7 @@ class AttentionJacobian(Operator):
     def _questioned(self, block: WeightBlock, here: Tensor, beside: Tensor) -> Tensor:
         """gz on a block, for the gradient ``here`` (N, t, E); ``beside`` has -<g, m> with it."""
         if block.heaviest is not None:
-            gz = block.turned(torch.bmm(here, cut(self.v, block.keys).mT))
+            gz = block.choice_jvp_(torch.bmm(here, cut(self.v, block.keys).mT))
         else:
             gz = torch.bmm(cut(beside, block.rows), cut(self._values_and_one, block.keys).mT)
             gz *= block.s
@@ -230,7 +230,7 @@ class AttentionJacobian(Operator):
             if name in self.wrt
         }
         beside = g
-        if self.wrt != "v" and any(block.heaviest is None for block in r.ready()):
+        if self.wrt != "v" and any(block.heaviest is None for block in r.cached()):
             beside = torch.cat([g, (g * self._mean).sum(-1, keepdim=True).neg_()], -1)
         for block in r:
             rows, keys = block.rows, block.keys
@@ -371,6 +371,7 @@ def attention_jacobian(
     wrt: str = "qkv",
     each: bool = False,
     budget: int | None = None,
+    cache: bool = False,
     **keywords: Unpack[AttentionKeywords],
 ) -> AttentionJacobian:
     """The Jacobian of ``attend`` at q (B, H, T, D), k (B, G, S, D), v (B, G, S, E).
@@ -389,7 +390,7 @@ def attention_jacobian(
     axes = tuple(q.shape[:-2])
     q, k, v = (four_axes(x) for x in wide(q, k, v))
     H, G = q.shape[1], k.shape[1]
-    rows = WeightBlocks(q, repeat_heads(k, H), spec, budget)
+    rows = WeightBlocks(q, repeat_heads(k, H), spec, budget, cache=cache)
     return AttentionJacobian(rows, repeat_heads(v, H), wrt, each, G, axes)
 
 

@@ -1,17 +1,17 @@
-"""Attention weights a block of rows at a time, so that no n by n matrix is ever held.
+"""Attention weights one block of rows at a time, so that no n by n matrix is stored.
 
     p = choice.weights(z, log_prior),  z = scale q k^T        one block: (N, t, s) with N = B H
 
-Under a cap c the scores are c tanh(z / c), and of a move dz of what is capped 1 - tanh(z / c)^2 is
-left, entry by entry: the ``slope`` of a block.
+Under a soft cap c the scores are c tanh(z / c), and a move dz is multiplied by 1 - tanh(z / c)^2,
+entry by entry: the ``slope`` of a block.
 
-A block has some queries (rows) and the keys that the prior's ``key_range`` gives for them:
-under a causal prior half of the work is never done. Its size is chosen for a fixed budget of
-numbers, so memory is O(n d) and the multiplications stay large. Weights that fit in one block are
-kept; otherwise every pass computes them again.
+A block is a tile of rows (fenchel/attention/tiles.py) with the keys that the prior leaves open to
+any of them: under a causal prior half of the work is never done. Its size follows from a budget of
+numbers, so memory is O(n d) and the products stay large. Weights that fit in one block are cached;
+others are computed again in every pass unless ``cache`` is set.
 
-Keys and values shared by a group of heads are repeated, O(n d) numbers, so that every product is
-one batched multiplication.
+Keys and values that several heads share are repeated, O(n d) numbers, so that every product is one
+batched multiplication.
 """
 
 import math
@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import AttentionSpec
-from fenchel.attention.reference import cap, cap_slope
+from fenchel.attention.reference import cap_slope
 from fenchel.attention.shapes import four_axes
+from fenchel.attention.tiles import ScoreTile, row_tiles, score_tiles
 from fenchel.choice import Choice
 
-# Numbers in a block: on a CPU what stays near the cores, on a GPU what keeps all of it busy.
+# Numbers in a block: on a CPU as many as the cache holds, on a GPU enough to fill it.
 BUDGET, GPU_BUDGET = 1 << 21, 1 << 26
 _SPREAD = 1e-4  # a row whose lighter keys weigh more than this loses four digits at the most
 
@@ -46,14 +47,14 @@ class WeightBlock(NamedTuple):
     heaviest: Tensor | None
     """The key of largest s, (N, t, 1); None where no row is near to one-hot."""
     slope: Tensor | None = None
-    """What a cap leaves of a move of the scores, (N, t, s); None without one."""
+    """The derivative of the soft cap, (N, t, s); None without one."""
 
-    def turned(self, dz: Tensor) -> Tensor:
-        """The move of the weights when the scores move by dz (N, t, s), which is overwritten.
+    def choice_jvp_(self, dz: Tensor) -> Tensor:
+        """The move of the weights for a move dz of the scores (N, t, s), which is overwritten.
 
-        ``Choice.jacobian_product`` with s kept from product to product. A common shift of dz does
-        nothing; the one that makes the heaviest key stand still keeps saturated rows exact, where
-        the plain difference of two large numbers would leave rounding for an answer.
+        ``Choice.jacobian_product`` with s computed once. A common shift of dz changes nothing;
+        the shift that makes dz 0 at the heaviest key keeps saturated rows exact, where the plain
+        difference of two large numbers would be rounding alone.
         """
         if self.heaviest is not None:
             dz -= dz.gather(-1, self.heaviest)
@@ -62,7 +63,7 @@ class WeightBlock(NamedTuple):
 
 
 class WeightBlocks:
-    """The weights of q (B, H, T, D) on k (B, H, S, D), to be walked through block by block."""
+    """The weights of q (B, H, T, D) on k (B, H, S, D), iterated block by block."""
 
     def __init__(
         self,
@@ -70,122 +71,95 @@ class WeightBlocks:
         k: Tensor,
         spec: AttentionSpec,
         budget: int | None = None,
+        *,
+        cache: bool = False,
     ) -> None:
-        self.spec, self.choice, self.prior = spec, spec.choice, spec.prior
-        self.scale, self.softcap = spec.scale_for(q.shape[-1]), spec.softcap
-        prior, scale = self.prior, self.scale
+        """``budget`` bounds the numbers in one block; ``cache`` keeps all blocks once computed."""
+        self.spec, self.scale = spec, spec.scale_for(q.shape[-1])
         self.B, self.H, self.T, _ = q.shape
         self.S = k.shape[2]
-        if prior is not None:
-            prior.check(self.B, self.H, self.T, self.S)
+        if spec.prior is not None:
+            spec.prior.check(self.B, self.H, self.T, self.S)
         self.q, self.k = flat(q), flat(k)
-        self.scaled_q, self.scaled_k = scale * self.q, scale * self.k
+        self.scaled_q, self.scaled_k = self.scale * self.q, self.scale * self.k
         if budget is None:
             budget = BUDGET if q.device.type == "cpu" else GPU_BUDGET
-        self.step = max(1, budget // max(1, self.B * self.H * self.S))
-        self._kept: WeightBlock | None = None
+        self.height = max(1, budget // max(1, self.B * self.H * self.S))
+        self.cache = cache or self.whole
+        self._cached: tuple[WeightBlock, ...] | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether one block holds all rows, and is kept."""
-        return self.step >= self.T
+        """Whether one block has all rows."""
+        return self.height >= self.T
 
     def single(self) -> "WeightBlocks":
-        """The same weights in float32: rounded from what is kept, or computed so."""
+        """The same weights in float32: rounded where one block has them all, else recomputed."""
         other = copy(self)
         for name in ("q", "k", "scaled_q", "scaled_k"):
             setattr(other, name, getattr(self, name).float())
-        if self.whole:
-            for block in self:
-                p, s, inverse = (x.float() for x in (block.p, block.s, block.inverse))
-                slope = None if block.slope is None else block.slope.float()
-                other._kept = block._replace(p=p, s=s, inverse=inverse, slope=slope)
+        other._cached = tuple(_rounded(block) for block in self) if self.whole else None
         return other
 
     @property
     def lead(self) -> tuple[int, int]:
-        """(B, H), which stand as one axis in every block."""
+        """(B, H), which are one axis in every block."""
         return self.B, self.H
 
     def __iter__(self) -> Iterator[WeightBlock]:
-        if self._kept is not None:
-            yield self._kept
-            return
-        for first in range(0, self.T, self.step):
-            rows = slice(first, min(first + self.step, self.T))
-            keys = self._reach(rows)
-            if keys.start < keys.stop:
-                block = self._block(rows, keys)
-                if self.whole:
-                    self._kept = block = _eased(block)
-                yield block
+        if not self.cache:
+            return self._compute()
+        if self._cached is None:
+            self._cached = tuple(_without_shift(block) for block in self._compute())
+        return iter(self._cached)
 
-    def ready(self) -> Sequence[WeightBlock]:
-        """The blocks if all are kept; others come with every key of theirs to be shifted by."""
-        return tuple(self) if self.whole else ()
+    def cached(self) -> Sequence[WeightBlock]:
+        """The blocks if they are cached, else none; blocks computed anew all have a shift."""
+        return tuple(self) if self.cache else ()
 
-    def _reach(self, rows: slice) -> slice:
-        if self.prior is None:
-            return slice(0, self.S)
-        shift = self.S - self.T  # the last query stands at the last key
-        return slice(*self.prior.key_range(rows.start + shift, rows.stop - 1 + shift, self.S))
+    def _compute(self) -> Iterator[WeightBlock]:
+        q, k = (x.view(self.B, self.H, *x.shape[1:]) for x in (self.q, self.k))
+        rows = row_tiles(q, k, self.spec.prior, height=self.height)
+        open_rows = [tile for tile in rows if tile.keys.start < tile.keys.stop]
+        for scored in score_tiles(q, k, self.spec, open_rows):
+            yield self._block(scored)
 
-    def _block(self, rows: slice, keys: slice) -> WeightBlock:
-        weights, slope = self._weights(rows, keys)
-        p, s = flat(weights), flat(spread(self.choice, weights))
+    def _block(self, scored: ScoreTile) -> WeightBlock:
+        tile, choice = scored.tile, self.spec.choice
+        slope = cap_slope(scored.z, self.spec.softcap)  # before the prior is added to the scores
+        weights = self._weights(scored)
+        p, s = flat(weights), flat(spread(choice, weights))
         total = s.sum(-1, keepdim=True)
         inverse = torch.where(total > 0, 1.0 / total, 0.0)
-        return WeightBlock(rows, keys, p, s, inverse, s.argmax(-1, keepdim=True), slope)
+        slope = None if slope is None else flat(slope)
+        heaviest = s.argmax(-1, keepdim=True)
+        return WeightBlock(tile.rows, tile.keys, p, s, inverse, heaviest, slope)
 
-    def _weights(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
-        """The weights (B, H, t, s), and the slope of the cap (N, t, s) where there is one."""
-        z = cap(torch.bmm(self.scaled_q[:, rows], self.k[:, keys].mT), self.softcap)
-        slope = cap_slope(z, self.softcap)  # before the prior joins the scores
-        return self._chosen(z.view(self.B, self.H, *z.shape[1:]), rows, keys), slope
-
-    def _chosen(self, z: Tensor, rows: slice, keys: slice) -> Tensor:
-        """The weights for scores z (B, H, t, s), which may be overwritten."""
-        if self.prior is None:
-            return self.choice.weights(z)
-        beta = self.choice.beta
-        if isinstance(beta, Tensor) or beta == math.inf:  # under Hard a prior shifts no score
-            return self.choice.weights(z, self._log_prior(rows, keys))
-        # beta z + log u = beta (z + log u / beta): the prior is added where it is not 0 alone,
+    def _weights(self, scored: ScoreTile) -> Tensor:
+        """The weights (B, H, t, s); the scores may be overwritten."""
+        choice = self.spec.choice
+        if isinstance(choice.beta, Tensor) or choice.beta == math.inf:
+            return scored.weights()  # under Hard a prior shifts no score
+        # beta z + log u = beta (z + log u / beta): the prior is added only where it is not 0,
         # which under a causal mask is a strip along the diagonal.
-        shift = self.S - self.T
-        low, high = self.prior.zero_range(rows.start + shift, rows.stop - 1 + shift, self.S)
-        low, high = max(low, keys.start), min(high, keys.stop)
-        if low >= high:
-            low = high = keys.start
-        for part in (slice(keys.start, low), slice(high, keys.stop)):
-            if part.start < part.stop:
-                inside = z[..., part.start - keys.start : part.stop - keys.start]
-                inside += self._log_prior(rows, part) / beta
-        return self.choice.weights(z)
-
-    def _log_prior(self, rows: slice, keys: slice) -> Tensor:
-        assert self.prior is not None
-        return self.prior.log(
-            self.T,
-            self.S,
-            B=self.B,
-            H=self.H,
-            device=self.q.device,
-            dtype=self.q.dtype,
-            rows=rows,
-            keys=keys,
-        )
+        return choice.weights(scored.add_log_prior_(1.0 / choice.beta))
 
 
-def _eased(block: WeightBlock) -> WeightBlock:
-    """A block that will be used often, without what its rows turn out not to need."""
+def _rounded(block: WeightBlock) -> WeightBlock:
+    """The block in float32."""
+    p, s, inverse = (x.float() for x in (block.p, block.s, block.inverse))
+    slope = None if block.slope is None else block.slope.float()
+    return block._replace(p=p, s=s, inverse=inverse, slope=slope)
+
+
+def _without_shift(block: WeightBlock) -> WeightBlock:
+    """A block for many products, without the shift that only rows near to one-hot need."""
     s = block.s
-    # A row with one key to choose cannot move: its s counts for nothing, and neither does rounding.
-    sure = (s > 0).sum(-1, keepdim=True) <= 1
-    s = s.masked_fill(sure, 0.0)
+    fixed = (s > 0).sum(-1, keepdim=True) <= 1  # one key to choose from: nothing can move
+    s = s.masked_fill(fixed, 0.0)
     rest = (s.sum(-1, keepdim=True) - s.amax(-1, keepdim=True)) * block.inverse
-    settled = bool((sure | (rest > _SPREAD)).all())
-    return block._replace(s=s, heaviest=None if settled else block.heaviest)
+    spread_out = bool((fixed | (rest > _SPREAD)).all())
+    return block._replace(s=s, heaviest=None if spread_out else block.heaviest)
 
 
 class Projections(NamedTuple):

@@ -136,7 +136,7 @@ def generic(
 ) -> Tensor:
     """|W_V| (|P| + 2 L |X|^2 |M|). At a point; any choice with a constant L."""
     x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
-    slope = torch.as_tensor(rows.choice.lipschitz(rows.S), dtype=X.dtype, device=X.device)
+    slope = torch.as_tensor(rows.spec.choice.lipschitz(rows.S), dtype=X.dtype, device=X.device)
     return _through_scores(x, rows, slope.amax())
 
 
@@ -152,7 +152,7 @@ def yudin(
     slope = x.q.new_zeros(rows.lead)
     for block in rows:
         p = block.p.view(*rows.lead, *block.p.shape[1:])
-        slope = torch.maximum(slope, row(rows.choice, p).amax(-1))
+        slope = torch.maximum(slope, row(rows.spec.choice, p).amax(-1))
     return _through_scores(x, rows, slope)
 
 

@@ -106,7 +106,7 @@ def terms(rows: WeightBlocks, v: Tensor, factors: Factors = _NONE, *, cheap: boo
     F = Factors(*(None if f is None else flat(f.expand(B, H, *f.shape[2:])) for f in factors))
     k, v = rows.k, flat(v)
     v = v - v.mean(-2, keepdim=True)  # moments forget origins, unless slopes multiply
-    k = k - k.mean(-2, keepdim=True) if rows.softcap is None else k
+    k = k - k.mean(-2, keepdim=True) if rows.spec.softcap is None else k
     found = _cheap(rows, k, v, F) if cheap else _full(rows, k, v, F)
     gain = 1.0 if F.v is None else spectral(F.v)
     # Moments are differences of sums: allow for their rounding before calling this a bound.
