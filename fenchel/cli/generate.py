@@ -97,17 +97,17 @@ def run(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    given = {name: value for name, value in flags.items() if value is not None}
-    sampling = sampling_settings(directory, given)
+    flags = {name: value for name, value in flags.items() if value is not None}
+    sampling = sampling_settings(directory, flags)
     on, as_dtype = device_and_dtype(device, dtype)
     model, tokenizer, config = load(directory, dtype=as_dtype)
     model.to(on)
-    end, words = end_id(tokenizer), encode(tokenizer, prompt)
+    end, prompt_ids = end_id(tokenizer), encode(tokenizer, prompt)
     # What a tokenizer adds to an empty text is how its texts begin; ours adds nothing.
-    ids = [*(tokenizer.encode("").ids or [end]), *words]
+    ids = [*(tokenizer.encode("").ids or [end]), *prompt_ids]
     source = None
     if config.kind == "encoder-decoder":
-        ids, source = [pad_id(tokenizer)], torch.tensor([*words, end], device=on)
+        ids, source = [pad_id(tokenizer)], torch.tensor([*prompt_ids, end], device=on)
     ends = sampling.ends or (end,)
     borrowed = sampling.borrowed if ends == (end,) else {**sampling.borrowed, "ends": list(ends)}
     settings = GenerationSettings(

@@ -49,7 +49,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention.spec import SOFTMAX
+from fenchel.attention.spec import SOFTMAX, AttentionSpec
 from fenchel.generation.kv_cache import CacheKind, KVCache
 from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_norm, why_not_plain
 from fenchel.model import ModelConfig, Transformer
@@ -145,7 +145,7 @@ class FusedStep:
         self.embed, self.lm_head_weight = model.embed.weight, table
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
         self.activation, self.norm = c.mlp, _norm(plain_norm(model.norm))
-        self.scale = c.head_width**-0.5 if c.score_scale is None else c.score_scale
+        self.scale = AttentionSpec(scale=c.score_scale).scale_for(c.head_width)
         self.rotary: tuple[Tensor, Tensor] | None = None
         if c.positions == "rotary":
             cos, sin = RotaryTable(c).between(0, S, table)
@@ -231,7 +231,8 @@ def use_recorded_step(
         reason = "a step reads one token, and draft reads several"
     if record == "auto":
         pays = device.type == "cuda" and tokens >= AUTO_TOKENS
-        return pays and reason is None and not _has_hooks(model)
+        plain = not torch.is_autocast_enabled(device.type) and not _has_hooks(model)
+        return pays and plain and reason is None
     if reason is not None:
         raise ValueError(f"record={record!r} cannot serve this call: {reason}.")
     return True

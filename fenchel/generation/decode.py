@@ -148,7 +148,14 @@ def stream(
     source: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """The new tokens as they are drawn, (B,) each; arguments as in ``generate``."""
+    """The new tokens as they are drawn, (B,) each; arguments as in ``generate``.
+
+    >>> from fenchel.model import ModelConfig
+    >>> model = Transformer(ModelConfig(vocabulary=10, width=8, layers=1, heads=2))
+    >>> tokens = stream(model, torch.tensor([[1, 2]]), GenerationSettings(max_new_tokens=3))
+    >>> len(list(tokens))
+    3
+    """
     run = _start(model, ids, settings, tokenizer=tokenizer, source=source, generator=generator)
     return run.tokens
 
