@@ -2,8 +2,8 @@
 
 Every ``python`` block is executed, the blocks of a page one after another in one namespace, in a
 folder that holds ``speech.txt``, a run ``runs/demo`` and the same model as a Hugging Face directory
-``llama``. Where a ``print`` is followed by a comment, the words of the comment up to a colon must
-begin the words that were printed. A block that cannot run here stands below a line
+``llama``. Every ``print`` is one line and has a comment behind it: the words of the comment, up to
+a colon, must begin the words that are printed. A block that cannot run here stands below a line
 ``<!-- not run: reason -->``, and NOT_RUN lists it.
 """
 
@@ -95,8 +95,7 @@ def test_the_python_of_a_page_runs(page: Path, desk: Path, monkeypatch: pytest.M
         with redirect_stdout(printed):
             exec(compile(padding + block.text, str(page), "exec"), namespace)
         comments = COMMENTED_PRINT.findall(block.text)
-        if comments:
-            assert prints_agree(comments, printed.getvalue().splitlines()), printed.getvalue()
+        assert prints_agree(comments, printed.getvalue().splitlines()), printed.getvalue()
 
 
 def prints_agree(comments: list[str], lines: list[str]) -> bool:
