@@ -1,8 +1,8 @@
 """Settings: frozen dataclasses to and from plain mappings and TOML, strictly.
 
-A setting is written once, in the dataclass of the package that reads it. Here are only the
-two directions between such a dataclass and text: an unknown key or a value of the wrong type
-is an error that names the nearest right one.
+A setting is defined once, in the dataclass of the package that reads it. This module converts
+between such a dataclass and text. An unknown key is an error that names the nearest known one, and
+a value of the wrong type one that names the type.
 """
 
 import json
@@ -17,7 +17,12 @@ T = TypeVar("T")
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
-    """Build ``cls`` from ``values``, nested mappings into nested dataclasses."""
+    """Build ``cls`` from ``values``, nested mappings into nested dataclasses.
+
+    >>> from fenchel.optim import OptimConfig
+    >>> from_mapping(OptimConfig, {"learning_rate": 1}).learning_rate
+    1.0
+    """
     types = get_type_hints(cls)
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     built = {}
@@ -45,7 +50,7 @@ def did_you_mean(
 
 
 def to_mapping(settings: Any) -> dict[str, Any]:
-    """The settings as nested plain values; what is None is left out, as TOML has no null."""
+    """The settings as nested plain values; None is left out, as TOML has no null."""
     plain = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -57,7 +62,14 @@ def to_mapping(settings: Any) -> dict[str, Any]:
 
 
 def to_toml(mapping: Mapping[str, Any]) -> str:
-    """Nested mappings of strings, numbers, booleans and lists of them as TOML text."""
+    """Nested mappings of strings, numbers, booleans and lists of them as TOML text.
+
+    >>> print(to_toml({"seed": 1, "train": {"steps": 3}}), end="")
+    seed = 1
+    <BLANKLINE>
+    [train]
+    steps = 3
+    """
     lines = [f"{k} = {_toml(v)}" for k, v in mapping.items() if not isinstance(v, Mapping)]
     for name, section in mapping.items():
         if isinstance(section, Mapping):
@@ -66,7 +78,11 @@ def to_toml(mapping: Mapping[str, Any]) -> str:
 
 
 def assign(mapping: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any]:
-    """A copy of ``mapping`` with ``section.key``, or ``key``, set to a value."""
+    """A copy of ``mapping`` with ``section.key``, or ``key``, set to a value.
+
+    >>> assign({"seed": 1}, "train.steps", 3)
+    {'seed': 1, 'train': {'steps': 3}}
+    """
     head, _, rest = dotted.partition(".")
     if not rest:
         return {**mapping, head: value}
@@ -77,7 +93,11 @@ def assign(mapping: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any
 
 
 def parse_value(text: str) -> Any:
-    """A number, boolean or quoted string as TOML reads it; anything else is the text itself."""
+    """A number, boolean or quoted string as in TOML; anything else is the text itself.
+
+    >>> parse_value("3"), parse_value("true"), parse_value("entmax")
+    (3, True, 'entmax')
+    """
     if text in ("true", "false"):
         return text == "true"
     for convert in (int, float, json.loads):

@@ -1,14 +1,17 @@
-"""Writing files so that a crash leaves the old state or the new one, and nothing between.
+"""Atomic files and folders: a crash leaves the old state or the new one, and nothing between.
 
 A file is written beside its final name, synced, then renamed over it. A folder of several
 files is committed the same way: written under a temporary name, sealed by ``manifest.json``
 with the size and SHA-256 of every file in it, synced, renamed. The rename is the commit.
 A sealed folder is read back by ``verify``, which names the first thing that is wrong.
 
-    Damaged         what was read is not what was written
+    Damaged         a file is not what was written
     NoSpace         a write does not fit; nothing of it is left behind
-    Busy            another process writes here
-    StorageFailed   a run under way could not keep what it did
+    Busy            another process writes to the folder
+    StorageFailed   a run could not save its work
+
+Locks are those of ``flock`` and end with their process, so this module, and with it training, runs
+on Linux and macOS and not on Windows.
 """
 
 import errno
@@ -38,19 +41,19 @@ class Damaged(ValueError):
 
 
 class NoSpace(OSError):
-    """A write was not begun, or not finished, for want of disk space."""
+    """A write was not begun or not finished because the disk is full."""
 
 
 class Busy(OSError):
-    """Another process writes this folder."""
+    """Another process writes to this folder."""
 
 
 class StorageFailed(OSError):
-    """A run that was under way could not keep what it did."""
+    """A run could not save its work."""
 
 
 class Notice(UserWarning):
-    """Something in a file that its owner should know of, and that stops nothing."""
+    """A warning about a file that can be used all the same."""
 
 
 def sha256(path: Path) -> str:
@@ -60,7 +63,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -70,9 +73,9 @@ def sync(path: Path) -> None:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace ``path`` by ``content``; a reader sees the old file or the new one."""
-    temporary = _beside(path)
+    temporary = _temporary_path(path)
     try:
-        with naming_space(path):
+        with full_disk_as_no_space(path):
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
             sync(temporary)
             temporary.replace(path)
@@ -84,16 +87,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def committed(path: Path, header: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder to fill; on leaving it is sealed and becomes ``path`` in one rename."""
-    temporary = _beside(path)
+    """Yield a folder to fill; on exit it is sealed and renamed to ``path``."""
+    temporary = _temporary_path(path)
     _remove(temporary)
     try:
-        with naming_space(path), _written(temporary):
+        with full_disk_as_no_space(path), _marked_folder(temporary):
             readable = temporary.stat().st_mode & 0o666
             yield temporary
             contents = {}
             for file in sorted(temporary.iterdir()):
-                file.chmod(readable)  # safetensors writes for the owner's eyes only
+                file.chmod(readable)  # safetensors creates files that only their owner can read
                 sync(file)
                 contents[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
             sealed = {**header, "files": contents}
@@ -106,7 +109,7 @@ def committed(path: Path, header: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a sealed folder, after every byte in the folder was checked."""
+    """Check every byte of a sealed folder and return its manifest."""
     path = folder / MANIFEST
     manifest = read_json(path)
     try:
@@ -117,23 +120,23 @@ def verify(folder: Path) -> dict[str, Any]:
         contents = _contents(manifest, path)
         for name, (size, digest) in contents.items():
             _verify_file(folder / name, size, digest)
-        strangers = {file.name for file in folder.iterdir()} - contents.keys() - {MANIFEST}
+        unnamed = {file.name for file in folder.iterdir()} - contents.keys() - {MANIFEST}
     except OSError as error:
         raise Damaged(f"{folder} cannot be read ({error}).") from error
-    if strangers:
-        raise Damaged(f"{folder} holds {min(strangers)}, which its manifest does not name.")
+    if unnamed:
+        raise Damaged(f"{folder} holds {min(unnamed)}, which its manifest does not name.")
     return manifest
 
 
 def read_json(path: Path, *, limit: int = 64 * 2**20) -> dict[str, Any]:
-    """A JSON object from a file nobody has vouched for: size, form and depth are checked."""
+    """Read a JSON object from an untrusted file: its size, form and depth are checked."""
     _require_plain(path)
     try:
         if (size := path.stat().st_size) <= limit:
             value = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_no_duplicates)
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long
         raise Damaged(f"{path} is not JSON ({error}).") from None
     if size > limit:
         raise Damaged(f"{path} has {size} bytes; more than {limit} is not read.")
@@ -143,7 +146,7 @@ def read_json(path: Path, *, limit: int = 64 * 2**20) -> dict[str, Any]:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Refuse a write of ``needed`` bytes that the disk has no room for."""
+    """Raise NoSpace unless the disk has ``needed`` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise NoSpace(
@@ -153,8 +156,8 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 @contextmanager
-def naming_space(path: Path) -> Iterator[None]:
-    """Turn the ways in which a system says that a disk is full into NoSpace."""
+def full_disk_as_no_space(path: Path) -> Iterator[None]:
+    """Within, every error of a full disk becomes NoSpace."""
     try:
         yield
     except OSError as error:
@@ -164,45 +167,45 @@ def naming_space(path: Path) -> Iterator[None]:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder; one that a crash leaves half deleted no longer has its name."""
-    _remove(folder.rename(_beside(folder)))
+    """Delete a folder. It is renamed first: a crash cannot leave half of it under its name."""
+    _remove(folder.rename(_temporary_path(folder)))
 
 
 def sweep(folder: Path) -> None:
-    """Remove what writers that died left behind; call it only while holding the lock."""
+    """Remove the temporary files of dead writers in ``folder``, whose lock the caller holds."""
     for stray in folder.glob("*.tmp-*"):
         if _TEMPORARY.fullmatch(stray.suffix):
             _remove(stray)
 
 
 def sweep_beside(path: Path, names: Collection[str]) -> None:
-    """Remove what writers of the folder ``path`` that died left beside it, no lock being held.
+    """Remove the temporary folders of dead writers of ``path`` beside it, without a lock.
 
-    A writer lives while its process is here or its lock is held, wherever it runs. A folder that
-    holds more than files by these ``names`` is somebody's, and so is one that cannot be locked.
+    A writer is alive while its process exists here or its lock is held, on any machine. A folder
+    that holds other files than ``names``, or cannot be locked, is left alone.
     """
     for stray in path.parent.glob(f"{escape(path.name)}.tmp-*"):
         process = _TEMPORARY.fullmatch(stray.suffix)
         if process is None or _alive(int(process[1])):
             continue
-        with suppress(OSError), _alone(stray):
+        with suppress(OSError), _folder_lock(stray):
             inside = {_TEMPORARY.sub("", file.name) for file in stray.iterdir()}
             if inside <= set(names):
                 _remove(stray)
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """Make a folder, marked by a lock that ends with this process, however it ends."""
+def _marked_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, marked as in use by a lock that ends with this process."""
     folder.mkdir(parents=True)
     with ExitStack() as stack:
-        with suppress(OSError):  # some file systems lock no folders; nobody sweeps those
-            stack.enter_context(_alone(folder))
+        with suppress(OSError):  # some file systems lock no folders; those are not swept
+            stack.enter_context(_folder_lock(folder))
         yield
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,13 +216,13 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Be the only writer of ``folder``; the lock ends with the process, however it ends."""
+    """Hold the lock of ``folder``, which ends with the process; raise Busy if another holds it."""
     path = folder / LOCK
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _holder(file.fileno())
+            holder = _lock_holder(file.fileno())
             raise Busy(f"{folder} is being written by {holder}; wait or choose another.") from None
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
             raise Busy(f"{folder} was taken away by another process; try again.")
@@ -232,13 +235,13 @@ def locked(folder: Path) -> Iterator[None]:
             file.truncate(0)
 
 
-def _holder(handle: int) -> str:
-    """Who has the lock. It signs right after taking it, over the name of one that may be dead."""
+def _lock_holder(handle: int) -> str:
+    """The holder of a lock. It writes its name just after locking, over one that may be dead."""
     for _ in range(200):
-        told = os.pread(handle, 512, 0).decode(errors="replace")
-        signed = re.fullmatch(r"process (\d+) on (.*)", told)
-        if signed and (signed[2] != socket.gethostname() or _alive(int(signed[1]))):
-            return told
+        name = os.pread(handle, 512, 0).decode(errors="replace")
+        match = re.fullmatch(r"process (\d+) on (.*)", name)
+        if match and (match[2] != socket.gethostname() or _alive(int(match[1]))):
+            return name
         time.sleep(0.02)
     return "another process"
 
@@ -248,12 +251,12 @@ def _alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # a process of another user
         return True
     return True
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
@@ -271,14 +274,14 @@ def _require_plain(path: Path) -> None:
 
 def _verify_file(file: Path, size: int, digest: str) -> None:
     _require_plain(file)
-    if (there := file.stat().st_size) != size:
-        raise Damaged(f"{file} has {there} bytes, its manifest says {size}.")
+    if (actual := file.stat().st_size) != size:
+        raise Damaged(f"{file} has {actual} bytes, its manifest says {size}.")
     if sha256(file) != digest:
         raise Damaged(f"{file} has changed since it was written (SHA-256 differs).")
 
 
 def _contents(manifest: Mapping[str, Any], path: Path) -> dict[str, tuple[int, str]]:
-    """The size and hash of each file that a manifest names; plain names only."""
+    """The size and hash of each file that a manifest names; names with a path are refused."""
     try:
         files = {name: (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -305,7 +308,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def printable(said: object, limit: int = 80) -> str:
-    """Words of a stranger inside a sentence of ours: short, and nothing a terminal obeys."""
-    text = "".join(c if c.isprintable() else "?" for c in str(said))
+def printable(value: object, limit: int = 80) -> str:
+    """Untrusted text for a message: shortened, without control characters.
+
+    >>> printable("a\x1b[2Jb")
+    'a?[2Jb'
+    """
+    text = "".join(c if c.isprintable() else "?" for c in str(value))
     return text if len(text) <= limit else f"{text[:limit]}..."

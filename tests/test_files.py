@@ -417,7 +417,7 @@ def test_the_lock_of_a_killed_process_is_free_and_its_name_is_not_given(tmp_path
         assert str(os.getpid()) in signed
         (tmp_path / "run.lock").write_text(left)  # as if the new holder had not signed yet
         with (tmp_path / "run.lock").open() as file:
-            assert files._holder(file.fileno()) == "another process"
+            assert files._lock_holder(file.fileno()) == "another process"
 
 
 def test_a_lock_ends_with_its_block_however_that_ends(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""fenchel train: text to a run directory in one command."""
+"""fenchel train: train a model on a text, from settings to a run directory with a report."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ def run(
     config
         A TOML file of settings; see config.toml of any run.
     set
-        One setting, such as model.width=256; may be repeated and wins over the file.
+        One setting, such as model.width=256 or train.loss=entmax; repeatable, overrides the file.
     text
         "sotu", "kjv", a text file, a folder of them, or a .jsonl file. Short for text.source.
     budget
@@ -42,13 +42,13 @@ def run(
     steps
         Steps instead of a time. Short for train.steps.
     seed
-        Another number gives other first weights and another order of the batches.
+        Seed of the initial weights, the order of batches and dropout.
     out
-        The run directory; runs/DATE_TIME_TEXT when left out. One that holds a run is refused.
+        The run directory, by default runs/DATE_TIME_TEXT; refused if it holds a run.
     resume
-        Go on with the run in this directory, bit for bit as if it had never stopped.
+        Continue the run in this directory, bit for bit as if it had not stopped.
     accept_new_text
-        With --resume: go on although the text has changed.
+        With --resume: continue although the text has changed.
     log
         Loggers beside metrics.jsonl: tensorboard.
     json

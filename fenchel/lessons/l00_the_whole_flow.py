@@ -1,7 +1,7 @@
 """Lesson 0. The whole flow on one page: text in, report out.
 
 Each line's result is the next line's argument. Follow any name to the file it comes from: the
-package is the stage. `fenchel train` does the same with more care (fenchel/pipeline/).
+package is the stage. `fenchel train` does the same, with checks and resume (fenchel/pipeline/).
 
 Run it:  python -m fenchel.lessons.l00_the_whole_flow
 """
@@ -27,7 +27,7 @@ text = TextConfig(source=str(folder / "shells.txt"), vocabulary=300)
 corpus = prepare(text, folder / "tokens")
 print(f"{corpus.facts.train_bytes} bytes became {corpus.facts.train_tokens} tokens")
 
-# %% tokens -> batches: what is read at step 7 depends on the seed and on 7, nothing else
+# %% tokens -> batches: the batch of step 7 depends on the seed and on 7, nothing else
 batches = Batches(corpus.train, batch=8, context=32, seed=0)
 assert torch.equal(
     batches.at(7).inputs, Batches(corpus.train, batch=8, context=32, seed=0).at(7)[0]
@@ -54,16 +54,16 @@ step = Stepper(
 
 
 class Quiet:
-    """Nobody watches this run."""
+    """A callback that prints messages only."""
 
     def step(self, step: int, steps: int) -> None:
-        """Say nothing."""
+        """A step is complete."""
 
     def log(self, metrics: object) -> None:
-        """Say nothing."""
+        """A line of metrics was written."""
 
     def message(self, text: str) -> None:
-        """Pass on what matters."""
+        """A sentence for the person who runs it."""
         print(text)
 
 
@@ -80,18 +80,18 @@ loop = Loop(
 )
 assert loop.train().status == "finished"
 
-# %% what was learnt: a repeating text costs almost nothing to predict
+# %% evaluate: a repeating text costs almost no bits
 bits = score(model, corpus.validation, bytes=size, context=32).bits_per_byte
 print(f"{bits:.3f} bits per byte")
 assert bits < 0.5
 
-# %% generate: the model goes on with the sentence
+# %% generate: the model continues the sentence
 prompt = torch.tensor([encode(corpus.tokenizer, "she sells sea")])
 longer = generate(model, prompt, max_new_tokens=8, temperature=0.0)
 print(decode(corpus.tokenizer, longer[0].tolist()))
 assert "shells on the sea shore" in decode(corpus.tokenizer, longer[0].tolist())
 
-# %% report: one file, nothing from outside
+# %% report: one self-contained file
 assert page(run.path).stat().st_size > 1000
 
 # %% Try it

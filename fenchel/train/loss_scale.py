@@ -1,15 +1,15 @@
-"""Loss scaling: gradients that float16 can hold.
+"""Loss scaling: gradients that fit into float16.
 
 Activations and their gradients are computed in float16, weights and their steps in float32. A
 gradient of 1e-8 is 0 in float16; of the loss times c = 65536 it is 6.6e-4, and dividing by c in
 float32 gives it back. c is halved when a gradient overflows and doubled after 2000 steps in which
 none did (``torch.amp.GradScaler``). bfloat16 has float32's range and needs none of this.
 
-A step whose gradient overflows is not lost here: it is read again at half the scale, as often as
+A step whose gradient overflows is not skipped: it is computed again at half the scale, as often as
 needed while the scale is above 1, so that a step remains a function of its number, the weights
-and the scale. What is not finite at scale 1 was not made so by scaling: the scale is put back to
-what it was, and the step is broken like any other. The scale and the count of steps since it last
-changed are part of a checkpoint.
+and the scale. A gradient that is not finite at scale 1 has another cause: the scale is restored to
+what it was, and the step is skipped like any other that is not finite. The scale and the number of
+steps since it last changed are part of a checkpoint.
 """
 
 import math
@@ -21,46 +21,46 @@ from torch import Tensor, nn
 
 
 class LossScale(NamedTuple):
-    """All that the next step depends on."""
+    """The state of the scaler, all that the next step depends on."""
 
     factor: float
-    """What the loss is multiplied by."""
+    """The factor on the loss."""
     age: int
-    """Steps since it changed."""
+    """Steps since the factor changed."""
 
 
 class LossScaler:
-    """The scale of the loss, and how it changes."""
+    """Scales the loss, and adapts the scale to overflows."""
 
     def __init__(self, device: torch.device, parameters: Iterable[nn.Parameter]) -> None:
         self.scaler = torch.amp.GradScaler(device.type)
-        # What the scaler takes in place of a list. Optimisers themselves may hold a parameter
-        # twice, and its gradient would be divided twice.
-        self._every = torch.optim.SGD(parameters, lr=0.0)
+        # The scaler unscales an optimiser, not a list of parameters. The optimisers of the run may
+        # hold a parameter twice, and its gradient would be divided twice.
+        self._all_parameters = torch.optim.SGD(parameters, lr=0.0)
 
-    def gradient(self, read: Callable[[], float]) -> float:
-        """Have ``read`` add up a gradient by ``backward`` until none overflows; its loss."""
+    def gradient(self, accumulate: Callable[[], float]) -> float:
+        """Call ``accumulate``, which calls ``backward``, until no gradient overflows; its loss."""
         before = self.scale
         while True:
-            tried = self.scaler.get_scale()
-            loss = read()
-            self.scaler.unscale_(self._every)
+            scale = self.scaler.get_scale()
+            loss = accumulate()
+            self.scaler.unscale_(self._all_parameters)
             self.scaler.update()  # halves it if a gradient was not finite
-            left = self.scaler.get_scale()
-            if left >= tried:
+            halved = self.scaler.get_scale()
+            if halved >= scale:
                 return loss
-            if left < 1.0 or not math.isfinite(loss):
+            if halved < 1.0 or not math.isfinite(loss):
                 self.scale = before
                 return loss
-            self._every.zero_grad()
+            self._all_parameters.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """The gradient of the loss times the scale, added to what is there."""
+        """Accumulate the gradient of the loss times the scale."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     @property
     def scale(self) -> LossScale:
-        """The scale and its age."""
+        """The factor and its age."""
         state = self.scaler.state_dict()
         return LossScale(state["scale"], state["_growth_tracker"])
 
