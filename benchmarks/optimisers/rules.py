@@ -22,7 +22,7 @@ from fenchel.optim import (
     attention_pairs,
     build_optimiser,
 )
-from fenchel.optim.config import split
+from fenchel.optim.config import split_matrices
 
 Build = Callable[[nn.Module, OptimConfig], CombinedOptimiser]
 
@@ -60,7 +60,7 @@ def bare(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> Combin
 
 def compositional(model: Any, config: OptimConfig) -> CombinedOptimiser:
     """Compositional Muon for matrices, AdamW for the others."""
-    matrices, others = split(model)
+    matrices, others = split_matrices(model)
     muon = CompositionalMuon(
         matrices,
         [block.attention for block in model.blocks],

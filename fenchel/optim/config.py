@@ -106,7 +106,7 @@ def build_optimiser(model: nn.Module, config: OptimConfig) -> CombinedOptimiser:
 
 def _muon(model: nn.Module, config: OptimConfig) -> Members:
     """Muon for matrices, AdamW for the rest."""
-    return _muon_and_adamw(config, *split(model))
+    return _muon_and_adamw(config, *split_matrices(model))
 
 
 def _score(model: nn.Module, config: OptimConfig) -> Members:
@@ -118,7 +118,7 @@ def _score(model: nn.Module, config: OptimConfig) -> Members:
     slices = remaining_parameters(pairs, model.parameters())
     matrices, others = (
         [piece.part for piece in slices if any(piece.whole is p for p in kind)]
-        for kind in split(model)
+        for kind in split_matrices(model)
     )
     rest = _muon_and_adamw(config, matrices, others)
     for optimiser in rest:
@@ -154,7 +154,7 @@ def _single_rule(rule: Callable[..., torch.optim.Optimizer], *settings: str) -> 
             "momentum": config.momentum,
             "betas": (config.beta1, config.beta2),
         }
-        matrices, others = split(model)
+        matrices, others = split_matrices(model)
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": others},
@@ -178,8 +178,8 @@ BUILDERS: dict[str, Builder] = {
 OPTIMISERS = tuple(BUILDERS)
 
 
-def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices of linear maps inside blocks, or stacks of them; the rest), each once."""
+def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(matrices of linear maps inside blocks, or stacks of them; the rest), each parameter once."""
     inside = {
         id(module.weight)
         for name, module in model.named_modules()
@@ -188,11 +188,9 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     inside |= {
         id(p) for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim > 2
     }
-    learning = [
-        p for p in model.parameters() if p.requires_grad
-    ]  # not the weights under an adapter
-    matrices = [p for p in learning if id(p) in inside]
-    return matrices, [p for p in learning if id(p) not in inside]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if id(p) in inside]
+    return matrices, [p for p in trained if id(p) not in inside]
 
 
 def build_schedule(config: OptimConfig, steps: int) -> Schedule:

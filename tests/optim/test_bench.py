@@ -20,7 +20,7 @@ from benchmarks.optimisers.sizes import SIZES
 from benchmarks.optimisers.studies import STUDIES, tune
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import Muon, OptimConfig
-from fenchel.optim.config import split
+from fenchel.optim.config import split_matrices
 from fenchel.optim.muon import orthogonal
 
 
@@ -197,9 +197,9 @@ def test_compositional_muon_whitens_queries_and_keys_and_moves_the_rest_as_muon(
     attention = ours.blocks[0].attention
     before = attention.qkv.weight.detach().clone()
     a = CompositionalMuon(
-        split(ours)[0], [attention], damping=1e-2, lr=0.1, momentum=0.0, weight_decay=0.5
+        split_matrices(ours)[0], [attention], damping=1e-2, lr=0.1, momentum=0.0, weight_decay=0.5
     )
-    b = Muon(split(plain)[0], lr=0.1, momentum=0.0, weight_decay=0.5)
+    b = Muon(split_matrices(plain)[0], lr=0.1, momentum=0.0, weight_decay=0.5)
     for model, optimiser in ((ours, a), (plain, b)):
         draw(model)
         optimiser.step()

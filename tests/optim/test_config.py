@@ -14,7 +14,7 @@ from fenchel.optim import (
     build_optimiser,
     build_schedule,
 )
-from fenchel.optim.config import split
+from fenchel.optim.config import split_matrices
 
 PLAIN = ["muon", "adamw", "adam_l2", "sgd", "sgd_average", "nesterov"]
 plain_rule = pytest.mark.parametrize("name", PLAIN)
@@ -64,7 +64,7 @@ def test_experts_decay_as_matrices_and_muon_moves_each(name: str) -> None:
 
 def test_a_tied_table_is_not_a_matrix_inside_a_block() -> None:
     model = small()
-    matrices, others = split(model)
+    matrices, others = split_matrices(model)
     assert any(p is model.embed.weight for p in others)
     assert all(p.ndim == 2 for p in matrices)
 
