@@ -1,35 +1,34 @@
-"""Positions as priors: biases that depend on the distance of a query and a key.
+"""Biases as priors: ALiBi, T5's relative bias, and attention sinks.
 
-    ALiBi           log u_ij = -m_h |i - j|                 a slope m_h a head, not learned
-    RelativeBias    log u_ij = table[bucket(j - i), h]      a learned number a bucket and a head
+**Positions.** A bias that depends on the distance between a query and a key:
 
-Both are log-priors over the keys: near keys are likelier before anything is compared. They are
-added after the scale, so 1/sqrt(D) does not weaken them. Under a causal mask -m |i - j|, -m (i - j)
-and +m j give the same weights, since a row may be shifted as a whole.
+    ALiBi           log u_ij = -m_h |i - j|                 a fixed slope m_h per head
+    RelativeBias    log u_ij = table[bucket(j - i), h]      a learned number per bucket and head
+
+Both are log-priors over the keys: near keys are likelier before any score is known. They are added
+after the scale, so 1/sqrt(D) does not weaken them. Under a causal mask -m |i - j|, -m (i - j) and
++m j give the same weights, since a common shift of a row changes nothing.
 
 The slopes of h heads, h a power of two, are 2^(-8k/h), k = 1..h; otherwise those of the next
 smaller power of two, then every second one of the next larger. T5's buckets: half of them for the
 distances 0, 1, 2, ... one by one, the rest spaced logarithmically up to ``distance``; both
-directions share them evenly when a query may look ahead.
+directions share them evenly where a query may attend to later keys.
 
-Press, Smith and Lewis (2022), ALiBi; Raffel et al. (2020), T5.
-
-A sink: one more key to look at, whose value is zero.
-
-Weights sum to 1, so a head that has nothing to say must still say something. A sink takes the
-rest: with a score r_h of its own in head h,
+**A sink** is one more key, whose value is zero. Weights sum to 1, so a head cannot give all true
+keys a small weight; a sink takes the rest. With a score r_h of its own in head h,
 
     p = choice.weights((r_h, z), (0, log u)),     o = sum over the true keys of p_j v_j,
 
 so that the true weights may sum to less than 1. For softmax the outputs shrink by
 Z / (Z + e^(r_h)), Z = sum_j u_j e^(z_j).
 
-The sink is key 0: a key of zeros, whose score before the prior is 0 (and stays 0 under a soft-cap),
+The sink is key 0: a key of zeros, whose score before the prior is 0 (and stays 0 under a soft cap),
 and a prior that gives it log u = r_h. Queries are aligned to the end of the keys, so nothing else
-moves; ``Sink(prior)`` looks at the true keys one place further on and is open to every query. A row
-that no true key is open to still chooses the sink, and gives zeros.
+moves; ``Sink(prior)`` applies its prior to the true keys, one index further on, and is open to
+every query. A row that no true key is open to still has the sink, and gives zeros.
 
-Xiao et al. (2023), Efficient streaming language models with attention sinks.
+Press, Smith and Lewis (2022), ALiBi; Raffel et al. (2020), T5; Xiao et al. (2023), Efficient
+streaming language models with attention sinks.
 """
 
 import math
@@ -45,7 +44,7 @@ from fenchel.attention.prior import Prior, ScoreIndex
 
 @dataclass(frozen=True)
 class ALiBi(Prior):
-    """A penalty of m_h for each step of distance; ``heads`` sets the slopes.
+    """A penalty of m_h per step of distance; ``heads`` sets the slopes.
 
     >>> slope(torch.arange(8), 8)
     tensor([0.5000, 0.2500, 0.1250, 0.0625, 0.0312, 0.0156, 0.0078, 0.0039])
@@ -69,7 +68,7 @@ class ALiBi(Prior):
         return -m * (at.i - at.j).abs()
 
     def with_tables(self, device: torch.device) -> Prior:
-        """The slopes written out."""
+        """The slopes as a tensor."""
         return ALiBi(self.heads, slope(torch.arange(self.heads, device=device), self.heads))
 
     def varies(self) -> bool:
@@ -77,20 +76,20 @@ class ALiBi(Prior):
         return True
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """A slope a head."""
+        """One slope per head."""
         if self.heads != H:
             raise ValueError(f"ALiBi has slopes for {self.heads} heads, the call has {H}.")
 
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias(Prior):
-    """T5's bias: ``table`` (buckets, H) learned, one row a bucket of distances."""
+    """T5's bias: a learned ``table`` (buckets, H), one row per bucket of distances."""
 
     table: Tensor
     both_sides: bool = False
-    """Whether keys after the query have buckets of their own (an encoder) or share bucket 0."""
+    """Whether keys after the query have their own buckets (an encoder) or share bucket 0."""
     distance: int = 128
-    """All distances from here on share the last bucket."""
+    """Distances from here on share the last bucket."""
 
     def __post_init__(self) -> None:
         if self.table.dim() != 2 or self.table.shape[0] < 4 or self.table.shape[0] % 4:
@@ -104,7 +103,7 @@ class RelativeBias(Prior):
         return
 
     def bias(self, at: ScoreIndex) -> Tensor:
-        """The number of the bucket and the head."""
+        """The entry of the bucket and the head."""
         where = bucket(
             at.j - at.i, self.table.shape[0], both_sides=self.both_sides, distance=self.distance
         )
@@ -119,11 +118,11 @@ class RelativeBias(Prior):
         return (self.table,)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """Another table in its place."""
+        """The same with another table."""
         return RelativeBias(tensors[0], self.both_sides, self.distance)
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """A column a head."""
+        """One column per head."""
         if self.table.shape[1] != H:
             raise ValueError(
                 f"a relative bias has columns for {self.table.shape[1]} heads, the call has {H}."
@@ -157,7 +156,7 @@ def bucket(
 
 @dataclass(frozen=True, eq=False)
 class Sink(Prior):
-    """``prior`` over all keys but the first, which every query of head h sees by ``scores[h]``."""
+    """``prior`` over all keys but the first, the sink, whose log u in head h is ``scores[h]``."""
 
     scores: Tensor
     prior: Prior | None = None
@@ -165,12 +164,12 @@ class Sink(Prior):
     def __post_init__(self) -> None:
         if self.scores.dim() != 1 or not self.scores.is_floating_point():
             raise ValueError(
-                "a sink needs one score a head, shape (H,), got "
+                "a sink needs one score per head, shape (H,), got "
                 f"{tuple(self.scores.shape)} of {self.scores.dtype}."
             )
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """What the prior admits, and the sink."""
+        """The keys that the prior admits, and the sink."""
         open_ = None if self.prior is None else self.prior.admits(_inner(at))
         return None if open_ is None else open_ | (at.j == 0)
 
@@ -181,12 +180,12 @@ class Sink(Prior):
         return torch.where(at.j == 0, sink, 0.0 if bias is None else bias.to(sink.dtype))
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """From the sink to the last key that the prior reaches."""
-        return 0, 1 + self._inside(first, last, S, "key_range")[1]
+        """From the sink to the end of the range of the prior."""
+        return 0, 1 + self._of_prior(first, last, S, "key_range")[1]
 
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """What the prior leaves free."""
-        low, high = self._inside(first, last, S, "zero_range")
+        """The keys at which the prior is 0."""
+        low, high = self._of_prior(first, last, S, "zero_range")
         return low + 1, high + 1
 
     def varies(self) -> bool:
@@ -194,20 +193,20 @@ class Sink(Prior):
         return True
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The scores, then what the prior carries."""
+        """The scores, then the tensors of the prior."""
         return (self.scores, *(() if self.prior is None else self.prior.tensors()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """Others in their place."""
+        """The same with other tensors."""
         inner = None if self.prior is None else self.prior.with_tensors(tensors[1:])
         return Sink(tensors[0], inner)
 
     def with_tables(self, device: torch.device) -> Prior:
-        """The prior made ready."""
+        """The prior with its tables."""
         return Sink(self.scores, None if self.prior is None else self.prior.with_tables(device))
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
-        """A score a head, a key to be the sink, and a prior that fits the others."""
+        """One score per head, a key to be the sink, and a prior that fits the others."""
         if len(self.scores) != H or S < 1:
             raise ValueError(
                 f"a sink has scores for {len(self.scores)} heads and is one key; "
@@ -216,7 +215,7 @@ class Sink(Prior):
         if self.prior is not None:
             self.prior.check(B, H, T, S - 1)
 
-    def _inside(self, first: int, last: int, S: int, what: str) -> tuple[int, int]:
+    def _of_prior(self, first: int, last: int, S: int, what: str) -> tuple[int, int]:
         if self.prior is None:
             return 0, S - 1
         low, high = getattr(self.prior, what)(first - 1, last - 1, S - 1)
@@ -224,10 +223,16 @@ class Sink(Prior):
 
 
 def with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values behind one of zeros: (..., S, D), (..., S, E) -> the same with S + 1."""
+    """Keys and values with zeros in front: (..., S, D), (..., S, E) -> the same with S + 1.
+
+    >>> k, v = with_sink(torch.ones(1, 2), torch.ones(1, 3))
+    >>> k
+    tensor([[0., 0.],
+            [1., 1.]])
+    """
     return pad(k, (0, 0, 1, 0)), pad(v, (0, 0, 1, 0))
 
 
 def _inner(at: ScoreIndex) -> ScoreIndex:
-    # The sink itself is asked about as key 0 of the others: any answer, which is then replaced.
+    # The sink is looked up as key 0 of the others; the caller replaces that value.
     return ScoreIndex(at.b, at.h, at.i - 1, (at.j - 1).clamp(min=0), at.S - 1)

@@ -7,15 +7,16 @@ With features phi(x) > 0 and the kernel phi(q).phi(k) in place of exp(q.k),
 
 M and n do not depend on t: O(S m E) time for m features instead of O(T S D), better once the length
 exceeds m. Causal attention sums j <= t; the sums up to the start of each chunk carry over, and
-inside a chunk the masked square is small. Step by step, (M, n) is the whole memory of the past.
+inside a chunk the masked square is small. In decoding, (M, n) is the whole state.
 
 Two feature maps. "elu": phi(x) = elu(x) + 1, a kernel of its own, not close to softmax.
 ``RandomFeatures``: phi(x) = exp(w.x' - |x'|^2 / 2) / sqrt(m), x' = x / D^(1/4), w normal, for which
 phi(q).phi(k) has the mean exp(q.k / sqrt(D)): softmax attention in the limit of many features, with
 an error that falls like 1/sqrt(m) and is large for large scores.
 
-This is no choice: rows of phi(q) phi(k)^T sum to one only after the division, and nothing is
-argmax of anything. Shapes and grouped heads as in ``attend``; T queries stand at the end of S keys.
+This is no choice map: rows of phi(q) phi(k)^T sum to one only after the division, and the weights
+are the argmax of no problem. Shapes and grouped heads as in ``attend``; the T queries are aligned
+to the end of the S keys.
 
 Katharopoulos et al. (2020), Transformers are RNNs; Choromanski et al. (2021), Performers.
 """
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fenchel.attention.reference import mix, score
+from fenchel.attention.reference import full_precision, mix, score
 from fenchel.attention.shapes import broadcast_batch, check, output_axes
 
 _CHUNK = 64
@@ -41,7 +42,7 @@ class RandomFeatures:
 
 
 class LinearState(NamedTuple):
-    """The past: M (B, G, m, E) and n (B, G, m, 1), in float32 or better."""
+    """The sums over past keys: M (B, G, m, E) and n (B, G, m, 1), in float32 or better."""
 
     M: Tensor
     n: Tensor
@@ -52,7 +53,10 @@ def random_features(
 ) -> RandomFeatures:
     """``count`` rows for heads of ``width``, orthogonal in groups of ``width``.
 
-    Orthogonal directions lower the error; lengths of their own keep every single row normal.
+    Orthogonal directions lower the error; lengths drawn apart from them keep every row normal.
+
+    >>> random_features(4, 6, generator=torch.Generator().manual_seed(0)).w.shape
+    torch.Size([6, 4])
     """
     blocks = []
     for _ in range(-(-count // width)):
@@ -64,6 +68,7 @@ def random_features(
     return RandomFeatures(torch.cat(blocks)[:count].to(dtype))
 
 
+@full_precision
 def linear_attend(
     q: Tensor,
     k: Tensor,
@@ -72,7 +77,13 @@ def linear_attend(
     features: str | RandomFeatures = "elu",
     causal: bool = False,
 ) -> Tensor:
-    """Outputs: q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E)."""
+    """Outputs: q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E).
+
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> linear_attend(q, q, torch.eye(2).view(1, 1, 2, 2), causal=True)
+    tensor([[[[1.0000, 0.0000],
+              [0.5000, 0.5000]]]])
+    """
     check(q, k, v)
     axes = output_axes(q, k)
     q, k, v = broadcast_batch(q, k, v)
@@ -85,6 +96,7 @@ def linear_attend(
     return _divide(top, bottom).to(v.dtype).reshape(*axes, q.shape[2], v.shape[3])
 
 
+@full_precision
 def linear_step(
     q: Tensor,
     k: Tensor,
@@ -93,11 +105,11 @@ def linear_step(
     *,
     features: str | RandomFeatures = "elu",
 ) -> tuple[Tensor, LinearState]:
-    """One more token, or a few: (outputs for them, the state after them); None is an empty past."""
+    """(outputs, state) after one more token or a few; a ``state`` of None is an empty past."""
     check(q, k, v)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(
-            f"a step brings a key for each query; got {q.shape[-2]} and {k.shape[-2]}."
+            f"a step needs one key per query; got {k.shape[-2]} keys for {q.shape[-2]} queries."
         )
     q, k, v = broadcast_batch(q, k, v)
     phi_q, phi_k, wide = _features(q, features, query=True), _features(k, features), _wide(v)
@@ -117,7 +129,7 @@ def _features(x: Tensor, features: str | RandomFeatures, *, query: bool = False)
             raise ValueError(f"the features are for heads {D} wide, the call has {x.shape[-1]}.")
         x = x / D**0.25
         log_phi = x @ features.w.to(x).mT - x.square().sum(-1, keepdim=True) / 2
-        if query:  # a common factor of a query's features cancels; keys keep theirs
+        if query:  # a factor common to all features of a query cancels
             log_phi = log_phi - log_phi.detach().amax(-1, keepdim=True)
         phi: Tensor = log_phi.exp() / m**0.5
         return phi
@@ -129,13 +141,13 @@ def _features(x: Tensor, features: str | RandomFeatures, *, query: bool = False)
 def _causal(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Numerators (B, H, T, E), denominators (B, H, T, 1): each query on the keys up to its own."""
     T, S = phi_q.shape[2], phi_k.shape[2]
-    if T > S:  # the first queries stand before every key
+    if T > S:  # the first queries come before every key
         top, bottom = _causal(phi_q[:, :, T - S :], phi_k, v)
         return pad(top, (0, 0, T - S, 0)), pad(bottom, (0, 0, T - S, 0))
     past = _sums(phi_k[:, :, : S - T], v[:, :, : S - T])
     q_c, k_c, v_c = (_chunks(x) for x in (phi_q, phi_k[:, :, S - T :], v[:, :, S - T :]))
-    # Sums of each chunk, then of all before it. A sum minus its own last term would let the
-    # future in through rounding, so each chunk's own sum is left out before adding up.
+    # The sum of each chunk, then of all chunks before it. Subtracting the last term from an
+    # inclusive sum would leak the future through rounding, so it is left out before the cumsum.
     own = _sums(k_c, v_c)
     before = [
         torch.cat((x.unsqueeze(2), y[:, :, :-1]), 2).cumsum(2)

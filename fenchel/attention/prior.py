@@ -1,4 +1,4 @@
-"""Priors over keys: where a query may look, and where it looks by default.
+"""Priors over keys: masks, padding, windows and biases as one argument of attention.
 
 A prior gives every query a measure u over the keys; attention uses its logarithm,
 
@@ -9,11 +9,11 @@ and finite where it is allowed. Two priors multiply, so their logarithms add: ``
 also be joined, ``a | b``: open where either is.
 
 Queries are aligned to the END of the keys: the last query sits at the last key, and query t of T
-stands at position i = t + S - T among S keys. With T = S this is the usual square; with a cache of
+is at position i = t + S - T among S keys. With T = S this is the usual square; with a cache of
 S keys and T new queries it is what decoding needs (one new query sees the whole cache).
 
-Each prior is written once, point by point, and that one definition serves dense tensors, blocks,
-FlexAttention and kernels. At a place (b, h, i, j, S), that is sequence b, head h, position i,
+Each prior is written once, point by point, and that one definition serves dense tensors, tiles,
+FlexAttention and kernels. At an index (b, h, i, j, S), that is sequence b, head h, position i,
 key j of S,
 
     admits(at)                    whether position i may attend to key j; None for always
@@ -23,14 +23,14 @@ key j of S,
 
 b, h, i, j are integer tensors that broadcast against one another. log u broadcasts to (B, H, T, S).
 
-Sparse patterns: masks under which a query sees a few keys of many.
+Sparse patterns are masks under which a query sees a few keys of many:
 
     Window(w) | Strided(m)              local and every m-th key (Child et al. 2019)
     Window(w, w) | Global(n)            local and a few global tokens (Beltagy et al. 2020)
     (Window(w) | Strided(m)) + Causal() the same, without the future
 
-Fewer open keys save time only where a back end can skip whole blocks of them (``key_range``, or the
-block mask of FlexAttention); elsewhere they are scored and then weigh nothing.
+They save time only where a back end skips whole blocks of keys (``key_range``, or the block mask of
+FlexAttention); elsewhere all keys are scored and the forbidden ones get weight 0.
 """
 
 from abc import ABC, abstractmethod
@@ -102,7 +102,7 @@ class Prior(ABC):
         return None
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
-        """Half-open range of the keys that positions first..last can see at all."""
+        """Half-open range of the keys that are open to some position of first..last."""
         return 0, S
 
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:  # noqa: ARG002
@@ -114,19 +114,19 @@ class Prior(ABC):
         return False
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The numbers it carries, which may learn."""
+        """The tensors it carries, which may learn."""
         return ()
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Prior":  # noqa: ARG002
-        """The same prior with other numbers in place of ``tensors()``."""
+        """The same prior with other tensors in place of ``tensors()``."""
         return self
 
     def with_tables(self, device: torch.device) -> "Prior":  # noqa: ARG002
-        """The same prior with what it would compute at every point looked up instead."""
+        """The same prior with per-head functions replaced by lookup tables, for kernels."""
         return self
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027
-        """Refuse, in one sentence, a call that this prior does not fit."""
+        """Raises ValueError for a call that this prior does not fit."""
 
     def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
         """log u on a block, four axes that broadcast to (b, h, t, s)."""
@@ -150,7 +150,7 @@ class Prior(ABC):
         rows: slice = slice(None),
         keys: slice = slice(None),
     ) -> Tensor:
-        """log u for T queries on S keys, or some rows and keys of it.
+        """log u for T queries on S keys, or for some rows and keys of them.
 
         -> four axes that broadcast to (B, H, T, S)
         """
@@ -193,7 +193,13 @@ class Causal(Prior):
 
 @dataclass(frozen=True)
 class Window(Prior):
-    """Position i sees keys from i - left to i + right; None leaves a side open."""
+    """Position i sees keys from i - left to i + right; None leaves a side open.
+
+    >>> Window(1).log(3, 3)[0, 0]
+    tensor([[0., -inf, -inf],
+            [0., 0., -inf],
+            [-inf, 0., 0.]])
+    """
 
     left: int | None
     right: int | None = 0
@@ -224,7 +230,12 @@ class Window(Prior):
 
 @dataclass(frozen=True, eq=False)
 class Padding(Prior):
-    """Sequence b has ``lengths[b]`` real keys, the first ones or (side="left") the last ones."""
+    """Sequence b has ``lengths[b]`` real keys, the first ones or (side="left") the last ones.
+
+    >>> Padding(torch.tensor([1, 2])).log(1, 2, B=2)[:, 0, 0]
+    tensor([[0., -inf],
+            [0., 0.]])
+    """
 
     lengths: Tensor
     side: str = "right"
@@ -234,7 +245,7 @@ class Padding(Prior):
             raise ValueError(f'padding stands on side "right" or "left", got {self.side!r}.')
         if self.lengths.dim() != 1 or self.lengths.is_floating_point():
             raise ValueError(
-                "padding needs one whole number a sequence, shape (B,), got "
+                "padding needs one whole number per sequence, shape (B,), got "
                 f"{tuple(self.lengths.shape)} of {self.lengths.dtype}."
             )
 
@@ -248,14 +259,14 @@ class Padding(Prior):
         return True
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
-        """One length a sequence."""
+        """One length per sequence."""
         if len(self.lengths) != B:
             raise ValueError(f"padding gives {len(self.lengths)} lengths for {B} sequences.")
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Prior):
-    """log u entry by entry, finite or -inf; True in a bool tensor means "may look".
+    """log u entry by entry, finite or -inf; True in a bool tensor means "may attend".
 
     Any shape that broadcasts to (B, H, T, S).
     """
@@ -283,7 +294,7 @@ class Dense(Prior):
         return self._four().shape[:2] != (1, 1)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The given tensor, if it holds numbers."""
+        """The given tensor, unless it is bool."""
         return () if self.log_prior.dtype == torch.bool else (self.log_prior,)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
@@ -301,7 +312,7 @@ class Dense(Prior):
             )
 
     def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """The tensor itself, cut: gathering it point by point would copy it."""
+        """A view of the tensor: gathering it point by point would copy it."""
         x = block.cut(self._four()).to(block.device)
         return _forbid(x, dtype) if x.dtype == torch.bool else x.to(dtype)
 
@@ -312,12 +323,12 @@ class Dense(Prior):
     def _at(self, at: ScoreIndex) -> Tensor:
         x = self._four()
         t = at.i - (at.S - x.shape[2])  # from a position among the keys to the number of a query
-        places = zip((at.b, at.h, t, at.j), x.shape, strict=True)
-        return x[tuple(place if size > 1 else torch.zeros_like(place) for place, size in places)]
+        index = zip((at.b, at.h, t, at.j), x.shape, strict=True)
+        return x[tuple(i if size > 1 else torch.zeros_like(i) for i, size in index)]
 
 
 class Combined(Prior):
-    """What priors made of several parts share."""
+    """The base of priors made of several parts."""
 
     parts: tuple[Prior, ...]
 
@@ -326,11 +337,11 @@ class Combined(Prior):
         return any(part.varies() for part in self.parts)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The numbers of all parts."""
+        """The tensors of all parts."""
         return tuple(tensor for part in self.parts for tensor in part.tensors())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Prior:
-        """Each part gets as many as it gave."""
+        """Each part gets as many as it has."""
         left = list(tensors)
         parts = []
         for part in self.parts:
@@ -340,7 +351,7 @@ class Combined(Prior):
         return type(self)(tuple(parts))  # type: ignore[call-arg]
 
     def with_tables(self, device: torch.device) -> Prior:
-        """Every part made ready."""
+        """Every part with its tables."""
         return type(self)(tuple(part.with_tables(device) for part in self.parts))  # type: ignore[call-arg]
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
@@ -356,61 +367,61 @@ class Sum(Combined):
     parts: tuple[Prior, ...]
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """What all parts admit."""
-        found = None
+        """Keys that all parts admit."""
+        open_ = None
         for part in self.parts:
-            found = _both(found, part.admits(at))
-        return found
+            open_ = _both(open_, part.admits(at))
+        return open_
 
     def bias(self, at: ScoreIndex) -> Tensor | None:
         """The sum of the parts' biases."""
         total = None
         for part in self.parts:
-            one = part.bias(at)
-            total = one if total is None else (total if one is None else total + one)
+            bias = part.bias(at)
+            total = bias if total is None else (total if bias is None else total + bias)
         return total
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """What all parts reach."""
+        """The keys in the range of every part."""
         return _common([part.key_range(first, last, S) for part in self.parts])
 
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """What all parts leave free."""
+        """The keys at which every part is 0."""
         return _common([part.zero_range(first, last, S) for part in self.parts])
 
     def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Part by part, so that a part with a quicker dense form uses it."""
-        first, *rest = (part.dense(block, dtype) for part in self.parts)
-        for one in rest:
-            first = first + one
-        return first
+        total, *rest = (part.dense(block, dtype) for part in self.parts)
+        for log_u in rest:
+            total = total + log_u
+        return total
 
 
 @dataclass(frozen=True)
 class Either(Combined):
-    """What at least one of several masks admits; made by ``a | b``."""
+    """Keys that at least one of several masks admits; made by ``a | b``."""
 
     parts: tuple[Prior, ...]
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """What some part admits."""
-        found = None
+        """Keys that some part admits."""
+        open_ = None
         for part in self.parts:
-            one = part.admits(at)
+            mask = part.admits(at)
             if part.bias(at) is not None:
                 raise ValueError(f"a | b joins masks, and {type(part).__name__} is a bias; use +.")
-            if one is None:
+            if mask is None:
                 return None
-            found = one if found is None else found | one
-        return found
+            open_ = mask if open_ is None else open_ | mask
+        return open_
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """From the first key that some part reaches to the last."""
+        """From the first key in the range of some part to the last."""
         ranges = [part.key_range(first, last, S) for part in self.parts]
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     def zero_range(self, first: int, last: int, S: int) -> tuple[int, int]:
-        """The longest stretch that some part leaves free."""
+        """The longest range at which some part is 0."""
         ranges = [part.zero_range(first, last, S) for part in self.parts]
         return max(ranges, key=lambda ends: ends[1] - ends[0])
 

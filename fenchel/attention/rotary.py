@@ -1,22 +1,23 @@
-"""Rotary positions: queries and keys turned by an angle that grows with their position.
+"""Rotary position embedding (RoPE): queries and keys rotated by an angle that grows with position.
 
-Pairs of entries of x are points in a plane; pair i of a head W wide turns, at position m, by m t_i:
+Pairs of entries of x are points in a plane; at position m, pair i of a head of width W is rotated
+by the angle m t_i:
 
     (a, b) -> (a cos m t_i - b sin m t_i,  a sin m t_i + b cos m t_i),     t_i = base^(-2i/W)
 
-The product of a query turned at m and a key turned at n depends on m - n alone, and turning keeps
-norms. Positions count from 0; W is the width of a head, not of the model.
+The product of a query rotated at m and a key rotated at n depends on m - n alone, and a rotation
+keeps norms. Positions count from 0; W is the width of a head, not of the model.
 
-Two layouts are in use and are silently wrong when mixed up: "half" pairs entry i with i + W/2
+Two layouts are in use, and mixing them up raises no error: "half" pairs entry i with i + W/2
 (Llama, NeoX), "pairs" pairs 2i with 2i + 1 (the original paper, GPT-J). ``to_half`` reorders the
 last axis of the second into the first.
 
-Longer contexts than those trained on lower the speeds t_i:
+For contexts longer than those trained on, the frequencies t_i are lowered:
 
-    Linear   t_i / s                                    positions interpolated
-    NTK      base s^(W/(W-2)) in place of base          slowest speed / s exactly, fastest kept
-    Yarn     t_i (c_i + (1 - c_i)/s), c_i by the index i; scores tempered by a factor
-    Llama3   t_i (c_i + (1 - c_i)/s), c_i by how often t_i turns within the trained context
+    LinearScaling   t_i / s                             positions interpolated
+    NTKScaling      base s^(W/(W-2)) in place of base   lowest frequency / s, highest unchanged
+    YarnScaling     t_i (c_i + (1 - c_i)/s), c_i by the index i; scores multiplied by a factor
+    Llama3Scaling   t_i (c_i + (1 - c_i)/s), c_i by the rotations of t_i in the trained context
 
 Su et al. (2021), RoFormer; Peng et al. (2023), YaRN.
 """
@@ -30,19 +31,19 @@ from torch import Tensor
 
 
 class RotaryScaling(Protocol):
-    """Speeds for a longer context, and the factor by which cos and sin grow with it."""
+    """Frequencies for a longer context, and a factor on cos and sin."""
 
     def speeds(self, t: Tensor, base: float, width: int) -> Tensor:
-        """From the unscaled t (W/2,) to the scaled ones."""
+        """The scaled frequencies from the unscaled t (W/2,)."""
 
     @property
     def magnitude(self) -> float:
-        """Multiplies cos and sin, so that scores are multiplied by its square."""
+        """The factor on cos and sin: scores are multiplied by its square."""
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions interpolated: every speed divided by ``factor``."""
+    """Positions interpolated: every frequency divided by ``factor``."""
 
     factor: float
 
@@ -54,7 +55,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class NTKScaling:
-    """A larger base: the slowest speed is divided by ``factor``, the fastest stays."""
+    """A larger base: the lowest frequency is divided by ``factor``, the highest is unchanged."""
 
     factor: float
 
@@ -68,10 +69,10 @@ class NTKScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Fast pairs kept, slow ones interpolated, those between blended linearly in their index.
+    """High frequencies kept, low ones interpolated, those between blended linearly by index.
 
-    ``fast`` and ``slow`` are the turns within ``trained`` positions at which the blend begins and
-    ends; ``attention`` overrides the factor 0.1 log(factor) + 1 on cos and sin.
+    ``fast`` and ``slow`` are the rotations within ``trained`` positions at which the blend begins
+    and ends; ``attention`` overrides the factor 0.1 log(factor) + 1 on cos and sin.
     """
 
     factor: float
@@ -97,13 +98,13 @@ class YarnScaling:
         return t * (keep + (1 - keep) / self.factor)
 
     def _index(self, turns: float, base: float, width: int) -> float:
-        """The pair that makes so many turns within the trained context."""
+        """The index of the pair that makes ``turns`` rotations within the trained context."""
         return width * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Speeds kept above ``high`` turns within ``trained`` positions, divided below ``low``."""
+    """Frequencies kept above ``high`` rotations in ``trained`` positions, divided below ``low``."""
 
     factor: float
     trained: int
@@ -119,7 +120,7 @@ class Llama3Scaling:
 
 
 class Angles(NamedTuple):
-    """cos and sin of the angles, (T, W) or (B, 1, T, W), laid out so that a rotation is cheap.
+    """cos and sin of the angles, (T, W) or (B, 1, T, W), as ``rotate`` multiplies by them.
 
     With c, s the W/2 cosines and sines of the pairs, cos = (c, c) and sin = (-s, s).
     """
@@ -136,12 +137,15 @@ def angles(
     scaling: RotaryScaling | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Angles:
-    """Once a forward pass: positions (T,) or (B, T) -> Angles for heads of ``width``.
+    """cos and sin for positions (T,) or (B, T) and heads of ``width``, once per forward pass.
 
-    Computed in float32 as trained checkpoints did, or better when ``dtype`` is.
+    Computed in float32, as in the training of public checkpoints, or better when ``dtype`` is.
+
+    >>> angles(torch.arange(4), 8).cos.shape
+    torch.Size([4, 8])
     """
     if width < 2 or width % 2:
-        raise ValueError(f"rotary positions turn pairs, so the width must be even; got {width}.")
+        raise ValueError(f"rotary positions rotate pairs, so the width must be even; got {width}.")
     if positions.dim() not in (1, 2):
         raise ValueError(f"positions are (T,) or (B, T), got {tuple(positions.shape)}.")
     exact = torch.promote_types(dtype, torch.float32)
@@ -157,17 +161,21 @@ def angles(
     return Angles(torch.cat((c, c), -1).to(dtype), torch.cat((-s, s), -1).to(dtype))
 
 
-def rotate(x: Tensor, turn: Angles, *, layout: str = "half") -> Tensor:
-    """Every layer: x (B, H, T, D) turned; entries beyond the angles' width pass unchanged."""
-    cos, sin = turn.cos, turn.sin
+def rotate(x: Tensor, by: Angles, *, layout: str = "half") -> Tensor:
+    """x (B, H, T, D) rotated; entries beyond the width of the angles are unchanged.
+
+    >>> rotate(torch.ones(1, 1, 1, 2), angles(torch.tensor([0]), 2))
+    tensor([[[[1., 1.]]]])
+    """
+    cos, sin = by.cos, by.sin
     W = cos.shape[-1]
     if x.shape[-1] > W:
-        return torch.cat((rotate(x[..., :W], turn, layout=layout), x[..., W:]), -1)
+        return torch.cat((rotate(x[..., :W], by, layout=layout), x[..., W:]), -1)
     if x.shape[-1] < W:
         raise ValueError(f"the angles are {W} wide and the heads only {x.shape[-1]}.")
     if cos.dtype != x.dtype:
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    if layout == "half":  # (a, b) (c, c) + (b, a) (-s, s): three passes, no cutting
+    if layout == "half":  # (a, b) (c, c) + (b, a) (-s, s): three passes, no slices
         return torch.addcmul(x * cos, x.roll(W // 2, -1), sin)
     if layout == "pairs":
         a, b = x[..., 0::2], x[..., 1::2]
@@ -184,10 +192,14 @@ def rotary(
     scaling: RotaryScaling | None = None,
     layout: str = "half",
 ) -> Tensor:
-    """Both at once: x (B, H, T, D) at positions (T,) or (B, T)."""
+    """x (B, H, T, D) rotated for positions (T,) or (B, T): ``angles`` and ``rotate`` in one call.
+
+    >>> rotary(torch.ones(1, 1, 2, 2), torch.tensor([0, 1])).norm(dim=-1)
+    tensor([[[1.4142, 1.4142]]])
+    """
     exact = torch.promote_types(x.dtype, torch.float32)
-    turn = angles(positions, x.shape[-1], base=base, scaling=scaling, dtype=exact)
-    return rotate(x, turn, layout=layout)
+    by = angles(positions, x.shape[-1], base=base, scaling=scaling, dtype=exact)
+    return rotate(x, by, layout=layout)
 
 
 def to_half(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The axes of an attention call: checked once, and brought to four.
+"""The axes of an attention call: checked, and reshaped to four.
 
     q (B, H, T, D)      k (B, G, S, D)      v (B, G, S, E)      G divides H
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def output_axes(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """The axes of the outputs before T: the common batch, then the heads of q."""
+    """The axes of the outputs before T: the broadcast batch, then the heads of q."""
     return (*_batch(q, k), *q.shape[-3:-2])
 
 
@@ -36,7 +36,7 @@ def four_axes(x: Tensor) -> Tensor:
 def check(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, softcap: float | None = None
 ) -> None:
-    """Shapes that fit, said in one sentence when they do not."""
+    """Raises ValueError with the shapes where they do not fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if min(q.dim(), k.dim(), v.dim()) < 2 or not q.dim() == k.dim() == v.dim():
         raise ValueError(

@@ -60,5 +60,5 @@ def test_the_number_of_heads_must_fit(qkv: tuple[Tensor, Tensor, Tensor]) -> Non
     q, k, v = qkv
     with pytest.raises(ValueError, match="a sink has scores for 5 heads"):
         attend(q, *with_sink(k, v), prior=Sink(torch.zeros(5)))
-    with pytest.raises(ValueError, match="one score a head"):
+    with pytest.raises(ValueError, match="one score per head"):
         Sink(torch.zeros(2, 3))

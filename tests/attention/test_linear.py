@@ -115,5 +115,5 @@ def test_edges_are_defined(draw) -> None:
         linear_attend(q, k, v, features="relu")
     with pytest.raises(ValueError, match="5 wide, the call has 3"):
         linear_attend(q, k, v, features=FEATURES[1])
-    with pytest.raises(ValueError, match="a key for each query"):
+    with pytest.raises(ValueError, match="one key per query"):
         linear_step(q, k, v)
