@@ -1,9 +1,11 @@
-"""fenchel COMMAND [options]: one file a command, named for it.
+"""fenchel COMMAND [options]: one module per command, named after it.
 
-A command's file states its words and loads the library when it is called, so that help and
-mistakes are answered at once. Results go to standard output; a trouble is one sentence on
-standard error, and so is a notice. Exit codes: 0 done, 1 doctor found damage, 2 wrong input, 3 the
-run diverged, 4 storage failed, 128 + n stopped by signal n.
+The module of a command declares its options and imports the library when it is called, so that
+help and usage errors need no torch. Results go to standard output. Errors and notices are one
+sentence on standard error.
+
+Exit codes: 0 success, 1 doctor found damage, 2 wrong input, 3 the run diverged, 4 storage failed,
+128 + n stopped by signal n.
 """
 
 import sys
@@ -20,16 +22,16 @@ from fenchel.cli.console import may_close
 from fenchel.files import Notice, StorageFailed
 
 COMMANDS = {
-    "train": "Train a model on a text and leave a run directory with a report.",
+    "train": "Train a model on a text; write a run directory with a report.",
     "generate": "Continue a prompt with a model.",
     "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
-    "inspect": "How sensitive a checkpoint's attention is on a text, row by row to the network.",
+    "inspect": "Sensitivity of a checkpoint's attention on a text, from rows to the whole network.",
     "certify": "How sensitive attention can be anywhere in a ball around a text, from both sides.",
     "convert": "Write a run or a checkpoint as a Hugging Face directory.",
-    "attach": "Swap the attention of a transformers checkpoint, and prove that it happened.",
-    "report": "Make the page of a run directory again.",
-    "bench": "Run a benchmark of the source tree: peers and ours in one process.",
-    "doctor": "What this machine can do, and whether a run directory is sound.",
+    "attach": "Replace the attention of a transformers checkpoint, and prove the replacement.",
+    "report": "Write the page of a run directory again.",
+    "bench": "Run a benchmark of the source tree: fenchel and its peers in one process.",
+    "doctor": "What this machine supports, and whether a run directory is intact.",
 }
 
 app = App(
@@ -37,62 +39,62 @@ app = App(
     help="Transformers whose attention can be derived, measured and steered.",
     version=__version__,
     help_format="plaintext",
-    suppress_keyboard_interrupt=False,  # main answers it
+    suppress_keyboard_interrupt=False,  # main handles it
 )
-for _name, _does in COMMANDS.items():
-    app.command(f"fenchel.cli.{_name}:run", name=_name, help=_does)
+for _name, _help in COMMANDS.items():
+    app.command(f"fenchel.cli.{_name}:run", name=_name, help=_help)
 app.register_install_completion_command(add_to_startup=False)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Hand the line to its command; a trouble becomes one sentence and an exit code."""
+    """Runs a command line; an error becomes one sentence and an exit code."""
     with may_close(), _plain_notices():
-        return _answer(argv)
+        return _dispatch(argv)
 
 
-def _answer(argv: list[str] | None) -> int:
+def _dispatch(argv: list[str] | None) -> int:
     try:
         code = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        return _trouble(str(error), 2)
+        return _error(str(error), 2)
     except StorageFailed as error:
-        return _trouble(str(error), 4)
+        return _error(str(error), 4)
     except (ValueError, OSError) as error:
-        return _trouble(str(error), 2)
+        return _error(str(error), 2)
     except (MemoryError, RuntimeError) as error:
         from fenchel.train.machine import (
-            out_of_memory,  # a command that came so far has loaded torch
+            out_of_memory,  # torch is loaded by then
         )
 
         if (wanted := out_of_memory(error)) is None:
             raise
-        return _trouble(f"memory ran out ({wanted}); give it less to do at once.", 2)
+        return _error(f"memory ran out ({wanted}); give it less to do at once.", 2)
     except KeyboardInterrupt as error:
         signal = error.args[0] if error.args else SIGINT
-        return _trouble("stopped at once; what was saved before is intact.", 128 + signal)
+        return _error("stopped at once; what was saved before is intact.", 128 + signal)
     return code if isinstance(code, int) else 0
 
 
-def _trouble(sentence: str, code: int) -> int:
-    _say(sentence)
+def _error(sentence: str, code: int) -> int:
+    _print_error(sentence)
     return code
 
 
-def _say(sentence: str) -> None:
+def _print_error(sentence: str) -> None:
     print(f"fenchel: {' '.join(sentence.split())}", file=sys.stderr)
 
 
 @contextmanager
 def _plain_notices() -> Iterator[None]:
-    """Within, a notice is one sentence too, without the line of the source that it came from."""
+    """Prints a ``Notice`` as one sentence, without the source line of a Python warning."""
     with warnings.catch_warnings():
-        otherwise = warnings.showwarning
+        default = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, Notice):
-                _say(str(message))
+                _print_error(str(message))
             else:
-                otherwise(message, category, *where, **more)
+                default(message, category, *where, **more)
 
         warnings.showwarning = show
         yield

@@ -1,6 +1,6 @@
-"""fenchel bench: peers and ours in one process, ratios printed.
+"""fenchel bench: runs a benchmark of fenchel beside its peers in one process and prints ratios.
 
-The benchmarks stand in the source tree, beside the package, since they need the peers.
+The benchmarks are part of the source tree and not of the package, since they need the peers.
 """
 
 import subprocess
@@ -20,19 +20,21 @@ def run(
     /,
     *options: Annotated[str, Parameter(allow_leading_hyphen=True)],
 ) -> int:
-    """Run a benchmark of the source tree: peers and ours in one process.
+    """Run a benchmark of the source tree: fenchel and its peers in one process.
 
     Parameters
     ----------
     name
-        Its file's name, such as attention_cpu; attention alone will do.
+        The name of its file, such as attention_cpu, or without _cpu.
     options
-        What the benchmark itself takes, such as --quick for optim.
+        Options of the benchmark itself, such as --quick for optim.
     """
     known = sorted(path.stem for path in FOLDER.glob("*.py")) if FOLDER.is_dir() else []
     known = [stem for stem in known if stem not in ("__main__", "harness")]
     if not known:
-        raise ValueError("benchmarks are kept in the source tree of fenchel; run it from there.")
+        raise ValueError(
+            "the benchmarks are in the source tree of fenchel; run the command from there."
+        )
     chosen = next((stem for stem in known if stem in (name, f"{name}_cpu")), None)
     if chosen is None:
         hint = did_you_mean(name, known, show=str, cutoff=0.4)

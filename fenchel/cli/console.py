@@ -1,13 +1,15 @@
-"""A terminal that closes: SIGHUP is heard as Ctrl-C is, and what is still said harms nobody.
+"""What commands share: options, progress and results, a terminal that closes.
 
-When its window closes, a command gets SIGHUP, often twice (from the kernel and from the shell), and
-from then on every write to the terminal is an error, EIO. Left alone that error would end a run
-before it could keep what it did.
+**Options.** ``settings_from`` merges a settings file, ``--set`` and short options.
+``device_and_dtype`` reads ``--device`` and ``--dtype``.
 
-What a person sees while a run goes on, and how words become settings.
+**Output.** ``Console`` shows a run: on a terminal a progress bar with a line of metrics, in a pipe
+or a log file plain lines at intervals.
 
-On a terminal: one live line under a progress bar. In a pipe or a log file: plain lines, now
-and then, and never a bar.
+**A terminal that closes.** The command then receives SIGHUP, often twice (from the kernel and from
+the shell), and every further write to the terminal fails with EIO. That error would end a run
+before it could save its state, so ``may_close`` turns the first SIGHUP into KeyboardInterrupt, like
+Ctrl-C, and discards further output.
 """
 
 import errno
@@ -55,23 +57,23 @@ def device_and_dtype(
 
 @contextmanager
 def may_close() -> Iterator[None]:
-    """Within, SIGHUP raises KeyboardInterrupt, once, and words to a closed terminal are lost."""
+    """Within, SIGHUP raises KeyboardInterrupt once; output to a closed terminal is discarded."""
     with ExitStack() as stack:
         for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
             if stream is not None and stream.isatty():
-                stack.enter_context(redirect(_Lossy(stream)))
-        stack.enter_context(_hearing())
+                stack.enter_context(redirect(_TerminalStream(stream)))
+        stack.enter_context(_sighup_as_interrupt())
         yield
 
 
 @contextmanager
-def _hearing() -> Iterator[None]:
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:  # nohup has it ignored
+def _sighup_as_interrupt() -> Iterator[None]:
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:  # nohup ignores it
         yield
         return
     try:
         signal.signal(signal.SIGHUP, _interrupt)
-    except ValueError:  # not in the main thread, whose owner keeps its signals
+    except ValueError:  # not in the main thread, where alone handlers can be set
         yield
         return
     try:
@@ -81,12 +83,12 @@ def _hearing() -> Iterator[None]:
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # the second time is the shell's, not an order
+    signal.signal(number, signal.SIG_IGN)  # the shell sends it a second time
     raise KeyboardInterrupt(signal.Signals(number))
 
 
-class _Lossy:
-    """A stream to a terminal; once that has closed, to nowhere."""
+class _TerminalStream:
+    """A stream to a terminal that discards its output once the terminal has closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -95,11 +97,11 @@ class _Lossy:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Say it, if anybody can hear."""
+        """Writes, or discards the text if the terminal has closed."""
         try:
             return self._stream.write(text)
         except OSError as error:
-            self._lose(error)
+            self._discard(error)
             return len(text)
 
     def flush(self) -> None:
@@ -107,24 +109,28 @@ class _Lossy:
         try:
             self._stream.flush()
         except OSError as error:
-            self._lose(error)
+            self._discard(error)
 
-    def _lose(self, error: OSError) -> None:
+    def _discard(self, error: OSError) -> None:
         if error.errno != errno.EIO:
             raise error
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # what is in its buffer goes there too
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())  # buffered output is discarded too
+        os.close(null)
 
 
 PLAIN_EVERY = 5.0
-"""Seconds between lines when there is no terminal."""
+"""Seconds between lines without a terminal."""
 
 
 def settings_from(
     file: Path | None, assignments: tuple[str, ...], short: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Settings as nested values: the file, then --set, then the short flags."""
+    """Settings as nested mappings: the file, overridden by --set, overridden by short options.
+
+    >>> settings_from(None, ("model.width=64",), {"train.steps": 10, "seed": None})
+    {'model': {'width': 64}, 'train': {'steps': 10}}
+    """
     mapping: dict[str, Any] = {}
     if file is not None:
         try:
@@ -146,10 +152,10 @@ def settings_from(
 
 
 class Console:
-    """Watches a run (fenchel.pipeline.RunCallback) and shows it."""
+    """Shows a run on the terminal; a ``fenchel.pipeline.RunCallback``."""
 
     def __init__(self, *, quiet: bool = False, aside: bool = False) -> None:
-        """``aside`` keeps standard output for results, and tells of long stages in a pipe too."""
+        """``aside`` keeps standard output for results and also reports progress in a pipe."""
         self.aside = aside
         self.terminal = Terminal(stderr=quiet or aside, quiet=quiet and not sys.stderr.isatty())
         self.live = self.terminal.is_terminal and not quiet
@@ -158,7 +164,7 @@ class Console:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[metrics]}"),
             console=self.terminal,
             transient=True,
             disable=not self.live,
@@ -166,40 +172,40 @@ class Console:
         self.tasks: dict[str, Any] = {}
         self.printed = 0.0
         self.staged = time.monotonic()
-        self.told: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
 
-    def progress(self, what: str, done: int, total: int) -> None:
-        """Progress of something that is not training."""
-        self._bar(what, done, total)
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Progress of a stage other than training."""
+        self._bar(stage, done, total)
         if self.aside and not self.live and time.monotonic() - self.staged > PLAIN_EVERY:
             self.staged = time.monotonic()
-            self.message(f"{what}: {done:,} of {total:,}")
+            self.message(f"{stage}: {done:,} of {total:,}")
 
     def step(self, step: int, steps: int) -> None:
-        """A step was taken."""
+        """Called after every training step."""
         self._bar("training", step, steps)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """A line of metrics was written."""
-        self.told.update(metrics)
+        """Called with every line of metrics."""
+        self.metrics.update(metrics)
         validated = "validation/loss" in metrics
         if self.live and "training" in self.tasks:
-            self.bars.update(self.tasks["training"], told=one_line(self.told))
+            self.bars.update(self.tasks["training"], metrics=one_line(self.metrics))
         elif validated or time.monotonic() - self.printed > PLAIN_EVERY:
             self.printed = time.monotonic()
             self.terminal.print(
-                f"step {metrics['step']:6d}  {one_line(self.told)}",
+                f"step {metrics['step']:6d}  {one_line(self.metrics)}",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,
             )
 
     def message(self, text: str) -> None:
-        """Something a person should know."""
+        """Prints a sentence without control characters."""
         self.terminal.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def end(self, path: Path, status: str, reason: str, *, json: bool) -> None:
-        """The last words: what came out and what to do with it."""
+        """Prints the result of a run and the commands that follow it."""
         self.bars.stop()
         summary = _read(path / "summary.json")
         if json:
@@ -221,42 +227,42 @@ class Console:
         self.message(f"Run directory  {path}\nReport         {path / 'report.html'}")
         self.message(f'Try            fenchel generate {path} --prompt "The people"')
 
-    def _bar(self, what: str, done: int, total: int) -> None:
+    def _bar(self, stage: str, done: int, total: int) -> None:
         if not self.live:
             return
-        if what not in self.tasks:
+        if stage not in self.tasks:
             self.bars.start()
-            self.tasks[what] = self.bars.add_task(what, total=total, told="")
-        self.bars.update(self.tasks[what], completed=done, total=total)
+            self.tasks[stage] = self.bars.add_task(stage, total=total, metrics="")
+        self.bars.update(self.tasks[stage], completed=done, total=total)
         if done >= total:
-            self.bars.remove_task(self.tasks.pop(what))
+            self.bars.remove_task(self.tasks.pop(stage))
 
 
-def one_line(told: Mapping[str, Any]) -> str:
-    """The state of a run in one line; per-layer lists are given by the mean or the largest."""
+def one_line(metrics: Mapping[str, Any]) -> str:
+    """The state of a run in one line; of values per layer the mean or the largest."""
     parts = []
-    if "train/loss" in told:
-        parts.append(f"loss {told['train/loss']:.3f}")
-    if "validation/bits_per_byte" in told:
-        parts.append(f"validation {told['validation/bits_per_byte']:.3f} bits/byte")
-    elif "validation/accuracy" in told:  # a sparse loss: bits per byte may be infinite
+    if "train/loss" in metrics:
+        parts.append(f"loss {metrics['train/loss']:.3f}")
+    if "validation/bits_per_byte" in metrics:
+        parts.append(f"validation {metrics['validation/bits_per_byte']:.3f} bits/byte")
+    elif "validation/accuracy" in metrics:  # a sparse loss: bits per byte may be infinite
         parts.append(
-            f"validation loss {told['validation/loss']:.3f}, "
-            f"accuracy {100 * told['validation/accuracy']:.1f} %"
+            f"validation loss {metrics['validation/loss']:.3f}, "
+            f"accuracy {100 * metrics['validation/accuracy']:.1f} %"
         )
-    if "attention/entropy" in told:
-        keys = fmean(told["attention/effective"])
-        parts.append(f"entropy {fmean(told['attention/entropy']):.2f} nats ({keys:.1f} keys)")
-        parts.append(f"max logit {max(told['attention/max_logit']):.1f}")
-    if "train/gradient_norm" in told:
-        parts.append(f"gradient {told['train/gradient_norm']:.2f}")
-    if "time/tokens_per_second" in told:
-        parts.append(f"{told['time/tokens_per_second'] / 1e3:.1f}k tokens/s")
+    if "attention/entropy" in metrics:
+        keys = fmean(metrics["attention/effective"])
+        parts.append(f"entropy {fmean(metrics['attention/entropy']):.2f} nats ({keys:.1f} keys)")
+        parts.append(f"max logit {max(metrics['attention/max_logit']):.1f}")
+    if "train/gradient_norm" in metrics:
+        parts.append(f"gradient {metrics['train/gradient_norm']:.2f}")
+    if "time/tokens_per_second" in metrics:
+        parts.append(f"{metrics['time/tokens_per_second'] / 1e3:.1f}k tokens/s")
     return " · ".join(parts)
 
 
 def verdict(summary: Mapping[str, Any]) -> Table:
-    """Bits per byte beside what needs no model at all."""
+    """Bits per byte of the model and of the baselines, as a table."""
     found, baselines = summary["validation"], summary.get("baselines", {})
     table = Table(title="validation text, bits per byte (lower is better)", title_justify="left")
     table.add_column("")
@@ -278,7 +284,7 @@ def verdict(summary: Mapping[str, Any]) -> Table:
 
 
 def printable(text: str) -> str:
-    """Text without control characters, so that nothing from a file steers the terminal."""
+    """Text without control characters, so that text from a file cannot control the terminal."""
     return "".join(c for c in text if c in "\n\t" or c.isprintable())
 
 

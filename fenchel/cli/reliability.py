@@ -1,8 +1,8 @@
-"""The reliability diagram of a model as a page in one file.
+"""The page of a reliability diagram, for ``fenchel eval --page``.
 
-Each bin of predictions is a point: how sure the model was (to the right) and how often it was right
-(upwards). On the diagonal the two agree; below it the model is too sure, above it too modest. The
-area of a point is its share of the predictions. The picture is drawn here, without a script.
+Every bin of predictions is a point: its mean confidence to the right, its accuracy upwards. On the
+diagonal the two agree; below it the model is overconfident, above it underconfident. The area of a
+point is its share of the predictions. The diagram is drawn as SVG, without a script.
 """
 
 from fenchel.evaluate import Bin, Calibration, Confidence
@@ -20,28 +20,31 @@ from fenchel.report.html import (
 )
 
 _SIDE, _LEFT, _TOP = 320, 40, 10
-_RADIUS = 14.0  # of a point that holds every prediction
+_RADIUS = 14.0  # of a point with all predictions
 
 
-def page(name: str, text: str, found: Confidence) -> str:
-    """The whole page as text."""
-    kinds = {"as it is": found.plain}
-    if found.scaled is not None:
-        kinds[f"at T = {found.temperature:.3f}"] = found.scaled
+def page(name: str, text: str, result: Confidence) -> str:
+    """The page as text."""
+    kinds = {"T = 1": result.plain}
+    if result.scaled is not None:
+        kinds[f"T = {result.temperature:.3f}"] = result.scaled
     figure_ = element(
         "figure",
         element(
             "figcaption",
             element("h3", "Confidence and accuracy"),
-            element("p", "Right: how sure. Up: how often right. Dashed: calibrated."),
+            element(
+                "p",
+                "Confidence to the right, accuracy upwards; dashed: perfect calibration.",
+            ),
         ),
         _picture(kinds),
-        *(details(f"Bins {kind}", _bins(kind, one)) for kind, one in kinds.items()),
+        *(details(f"Bins at {kind}", _bins(kind, one)) for kind, one in kinds.items()),
         class_="half",
     )
-    beside = element("div", _sentences(found), _measures(kinds), class_="half")
+    beside = element("div", _sentences(result), _measures(kinds), class_="half")
     charts = element("div", figure_, beside, class_="charts")
-    part = Section(anchor="reliability", title="Reliability", body=charts)
+    section = Section(anchor="reliability", title="Reliability", body=charts)
     header = join(
         (
             element("p", element("span", "fenchel", class_="mark"), " calibration", class_="over"),
@@ -49,20 +52,22 @@ def page(name: str, text: str, found: Confidence) -> str:
             element("p", f"on {shorten(text, 200)}", class_="lead"),
         )
     )
-    return document(title=f"{shorten(name, 200)} · calibration", header=header, sections=[part])
+    return document(title=f"{shorten(name, 200)} · calibration", header=header, sections=[section])
 
 
-def _sentences(found: Confidence) -> Html:
-    fitted = (
-        f"The temperature {found.temperature:.4g} was fitted by the loss on {found.fitted_on:,} "
-        "predictions of the first half of the text; everything here is measured on the second."
+def _sentences(result: Confidence) -> Html:
+    if result.scaled is None:
+        return notes(["No finite temperature is best on the first half of the text."])
+    return notes(
+        [
+            f"The temperature {result.temperature:.4g} minimises the loss of {result.fitted_on:,} "
+            "predictions of the first half of the text; all numbers are measured on the second."
+        ]
     )
-    none = "No finite temperature is best on the first half of the text, so none was applied."
-    return notes([fitted if found.scaled is not None else none])
 
 
 def _picture(kinds: dict[str, Calibration]) -> Html:
-    told = "; ".join(f"{kind}: ECE {one.ece:.4f}" for kind, one in kinds.items())
+    label = "; ".join(f"{kind}: ECE {one.ece:.4f}" for kind, one in kinds.items())
     marks = [0.0, 0.25, 0.5, 0.75, 1.0]
     parts: list[Html] = []
     for value in marks:
@@ -79,7 +84,7 @@ def _picture(kinds: dict[str, Calibration]) -> Html:
         parts.append(element("text", kind, x=_LEFT + 26, y=_TOP + 14 + 18 * tone, class_="label"))
         parts.append(_dot(_LEFT + 14, _TOP + 14 + 18 * tone, 5.0, tone))
     size = f"0 0 {_LEFT + _SIDE + 20} {_TOP + _SIDE + 30}"
-    return element("svg", *parts, viewBox=size, role="img", aria_label=told)
+    return element("svg", *parts, viewBox=size, role="img", aria_label=label)
 
 
 def _points(one: Calibration, tone: int) -> list[Html]:
@@ -118,7 +123,7 @@ def _bins(kind: str, one: Calibration) -> Html:
         for b in one.bins
     ]
     head = ("confidence", "predictions", "mean confidence", "accuracy")
-    return table(head, rows, caption=f"Bins {kind}; empty ones are left out")
+    return table(head, rows, caption=f"Bins at {kind}, without empty ones")
 
 
 def _measures(kinds: dict[str, Calibration]) -> Html:
@@ -131,7 +136,7 @@ def _measures(kinds: dict[str, Calibration]) -> Html:
         "ece_mass": "ECE, bins of equal mass",
     }
     rows = [
-        (told, *(format_number(getattr(one, name)) for one in kinds.values()))
-        for name, told in names.items()
+        (label, *(format_number(getattr(one, name)) for one in kinds.values()))
+        for name, label in names.items()
     ]
     return table(("", *kinds), rows, caption="Measured on the second half of the text")

@@ -1,18 +1,18 @@
-"""fenchel report: the page of a run directory, made again."""
+"""fenchel report: writes the page of a run directory again."""
 
 from pathlib import Path
 
 
 def run(directory: Path, /) -> int:
-    """Make the page of a run directory again.
+    """Write the page of a run directory again.
 
     Parameters
     ----------
     directory
-        A run directory; an interrupted or running one gives the page of what is there.
+        A run directory; of a run that was interrupted or still goes on, the page shows what exists.
     """
     from fenchel.report import page
 
     path = page(directory)
-    print(f"{path}  {path.stat().st_size / 2**20:.1f} MiB, nothing from outside")
+    print(f"{path}  {path.stat().st_size / 2**20:.1f} MiB, self-contained")
     return 0

@@ -52,7 +52,7 @@ def precision(
         logits=logits,
         divergence=divergence,
         statement=(
-            f"SpectralBracket in {method.dtype}; the largest head norm agrees with float64 to "
+            f"Measured in {method.dtype}; the largest head norm agrees with float64 to "
             f"{apart:.1e}. With weights and stream rounded to {name}, {told}."
         ),
     )

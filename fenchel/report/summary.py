@@ -40,7 +40,7 @@ _UNKNOWN = ("?", "Unknown end")
 _COMPRESSORS = {"bzip2": "bzip2 -9", "gzip": "gzip -9", "xz": "xz -9"}
 _BASELINES = 12
 _BITS = 64.0  # per byte; a larger value is not plausible
-_MEASURES = ("loss", "perplexity", "bits_per_byte")
+_MEASURES = ("loss", "perplexity", "bits_per_byte", "accuracy")
 
 
 def header(run: RunData) -> Html:
@@ -172,6 +172,7 @@ def _numbers(run: RunData, measured: Mapping[str, float]) -> Html:
     entries = (
         ("Perplexity", measured.get("perplexity"), "per token"),
         ("Loss", measured.get("loss"), "nats per token"),
+        ("Accuracy", measured.get("accuracy"), "of held-out tokens"),
         ("Best step", number(run.summary.get("best_step")), "by validation loss"),
         ("Skipped steps", _last(run, "train/skipped"), "loss or gradient not finite"),
         ("Speed", _last(run, "time/tokens_per_second"), "tokens per second, at the end"),

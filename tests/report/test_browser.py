@@ -364,4 +364,4 @@ def test_the_reliability_diagram_draws_every_bin(browser: Browser, pages: dict[s
     dots = browser.driver.find_elements(By.CSS_SELECTOR, "figure svg circle.dot")
     assert len(bins) > 10
     assert len(dots) == len(bins) + 2  # two are in the legend
-    assert browser.text("figure svg").count("at T = 4.000") == 1
+    assert browser.text("figure svg").count("T = 4.000") == 1
