@@ -1,4 +1,4 @@
-"""report/run_data.py and layers.py: thinning loses points, never what a reader looks for."""
+"""fenchel/report/run_data.py, attention_over_time.py: thinning keeps what a reader looks for."""
 
 import math
 from collections.abc import Callable

@@ -1,0 +1,87 @@
+"""Every module has a test that can be found by its name.
+
+The tests of fenchel/a/b.py are tests/a/test_b.py or tests/a/test_b_<aspect>.py. A module without
+such a file is tested together with others, by a contract or through a command: its test stands in
+``ELSEWHERE``.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import fenchel
+
+PACKAGE, TESTS = Path(fenchel.__file__).parent, Path(__file__).parent
+
+ELSEWHERE = {
+    "attention/reference": "attention/test_contract.py",
+    "attention/sdpa": "attention/test_contract.py",
+    "attention/shapes": "attention/test_attend.py",
+    "checkpoints/weights": "model/families/test_published.py",
+    "choice/base": "choice/test_contract.py",
+    "cli/bench": "cli/test_main.py",
+    "cli/doctor": "cli/test_reading_commands.py",
+    "cli/inspection_tables": "cli/test_inspect.py",
+    "cli/reliability": "cli/test_eval.py",
+    "cli/report": "cli/test_reading_commands.py",
+    "generation/plain_decoder": "generation/test_cpu_step.py",
+    "hf/loader": "hf/test_adapter_attach.py",
+    "hf/proof": "hf/test_adapter_attach.py",
+    "inspection/loader": "inspection/test_refusals.py",
+    "inspection/network": "inspection/test_measure.py",
+    "inspection/recorder": "inspection/test_foreign_model.py",
+    "inspection/result": "inspection/test_measure.py",
+    "inspection/trace": "inspection/test_foreign_model.py",
+    "lessons": "lessons/test_lessons.py",
+    "model/families": "model/families/test_contract.py",
+    "model/forward_context": "model/test_attention.py",
+    "optim/score/descent": "optim/score/test_control.py",
+    "optim/score/step_size": "optim/score/test_score_line.py",
+    "optim/score/trust": "optim/score/test_control.py",
+    "pipeline/config": "cli/test_train.py",
+    "pipeline/run": "cli/test_train.py",
+    "report/certificates": "cli/test_certify.py",
+    "report/curves": "report/test_page.py",
+    "report/inspection_blocks": "report/test_inspection.py",
+    "report/inspection_heads": "report/test_inspection.py",
+    "report/summary": "report/test_page.py",
+    "sensitivity/ball": "sensitivity/test_attention_ball.py",
+    "sensitivity/bounds/covariance": "sensitivity/test_bounds_attention.py",
+    "sensitivity/bounds/feedforward": "sensitivity/test_bounds_layers.py",
+    "sensitivity/weight_blocks": "sensitivity/test_attention_jacobian.py",
+}
+"""A module, or a package of modules that one contract tests, to its test."""
+
+MODULES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix()
+    for path in PACKAGE.rglob("*.py")
+    if not path.stem.startswith("__")
+}
+
+
+def named_tests(module: str) -> list[Path]:
+    """Test files named after a module, in the folder of its package or of the parent package."""
+    folder, stem = Path(module).parent, Path(module).name
+    names = {f"{folder.name}_{stem}", stem} if len(folder.parts) > 1 else {stem}
+    folders = {folder, folder.parent} if len(folder.parts) > 1 else {folder}
+    return [
+        path
+        for place in folders
+        for name in names
+        for pattern in (f"test_{name}.py", f"test_{name}_*.py")
+        for path in (TESTS / place).glob(pattern)
+    ]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_has_a_test_of_its_name_or_a_row_in_the_table(module: str) -> None:
+    rows = [row for row in ELSEWHERE if module == row or module.startswith(f"{row}/")]
+    assert named_tests(module) or rows, f"add tests/{module} as test_*.py, or a row to ELSEWHERE"
+
+
+@pytest.mark.parametrize("row", ELSEWHERE)
+def test_a_row_of_the_table_is_needed_and_true(row: str) -> None:
+    assert (TESTS / ELSEWHERE[row]).is_file()
+    modules = [module for module in MODULES if module == row or module.startswith(f"{row}/")]
+    assert modules, f"there is no module {row}"
+    assert not named_tests(row), f"{row} has a test of its name; remove the row"
