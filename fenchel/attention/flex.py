@@ -142,7 +142,8 @@ def _block_mask(
         assert open_ is not None
         return open_
 
-    return create_block_mask(admits, B, H, T, S, device=str(device))
+    with torch.inference_mode(False):  # kept, it may serve a training step later
+        return create_block_mask(admits, B, H, T, S, device=str(device))
 
 
 _cached_block_mask = lru_cache(maxsize=64)(_block_mask)
@@ -162,7 +163,8 @@ def _lengths(T: int, S: int, device: torch.device) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=1024)
 def _scalar(n: int, device: torch.device) -> Tensor:
-    return torch.tensor(n, device=device)
+    with torch.inference_mode(False):
+        return torch.tensor(n, device=device)
 
 
 def _probe(device: torch.device, S: int) -> ScoreIndex:

@@ -79,6 +79,13 @@ def test_masks_of_priors_without_tensors_are_made_once() -> None:
     assert flex._mask(ALiBi(2), 1, 2, 8, 8, q.device) is None
 
 
+def test_a_mask_made_in_inference_mode_serves_training_too() -> None:
+    with torch.inference_mode():
+        mask = flex._mask(Window(5), 1, 2, 9, 12, torch.device("cpu"))
+    assert not mask.kv_indices.is_inference()
+    assert not flex._scalar(12, torch.device("cpu")).is_inference()
+
+
 def test_what_it_cannot_serve_it_refuses(qkv) -> None:
     q, k, v = qkv
     assert "backward on a CPU" in (serves(q.requires_grad_(), k, v)["flex"] or "")
