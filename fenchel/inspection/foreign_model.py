@@ -1,16 +1,16 @@
-"""Any decoder or encoder that transformers builds and fenchel does not, as a subject.
+"""Any decoder or encoder that transformers builds and fenchel does not, for inspection.
 
 The model is loaded by ``fenchel.hf.loader`` and its attention is switched by ``fenchel.hf.attach``,
 which works for every family that uses the attention registry of transformers: each layer passes its
 queries, keys and values to ``fenchel.attention.attend``, which has derivatives in both directions
-and keeps no n by n weights, and the call is reported to the recorder of the reading. A family that
+and keeps no n by n weights, and the call is passed to the recorder. A family that
 computes its attention itself is refused, and so is one whose attention is not a plain choice (a
 sink that is not a key): on the first tokens the model must agree with its own eager attention
 before anything is reported.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -23,8 +23,7 @@ from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.hf.adapter import Attachment, attach
 from fenchel.hf.loader import gives_logits, load_transformers_model, one_sentence, quiet
-from fenchel.inspection.linearisation import answer, hold
-from fenchel.inspection.recorder import Recorder, first_of
+from fenchel.inspection.recorder import CallArguments, Override, Recorder, first_of
 from fenchel.inspection.trace import ForwardTrace, InspectedModel, Map, with_special_tokens
 
 _CHECKED = 64  # tokens on which the model must agree with its own eager attention
@@ -33,19 +32,33 @@ _AGREES = 1e-3  # of the largest output; two orders of float32 sums differ by fa
 
 @dataclass
 class _Listener:
-    """Passes every attention call of a model on to the recorder of the reading in progress."""
+    """The attention of an attached model: recorded in a trace, overridden in a linearised block."""
 
     recorder: Recorder | None = None
+    override: Override | None = None
 
-    def __call__(self, module: nn.Module, call: AttentionCall, mask: str) -> None:  # noqa: ARG002
-        q, k, v, spec = call
-        if isinstance(spec.prior, Sink):
+    def observe(self, module: nn.Module, call: AttentionCall, mask: str) -> None:  # noqa: ARG002
+        """Pass an attention call on to the recorder."""
+        if isinstance(call.spec.prior, Sink):
             raise ValueError(
                 "this family's attention has a sink that is not a key, which cannot be inspected."
             )
         if self.recorder is not None:
-            spec = replace(spec, scale=spec.scale_for(q.shape[-1]))
-            self.recorder.attended(AttentionCall(q, k, v, spec))
+            self.recorder.record_attention(call)
+
+    def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """The output that replaces attention; None where it is to be computed."""
+        return None if self.override is None else self.override(q, k, v)
+
+    def run(
+        self, module: nn.Module, arguments: CallArguments, x: Tensor, override: Override | None
+    ) -> Tensor:
+        """A module of the model on the stream x, with ``override`` for its attention."""
+        self.override = override
+        try:
+            return arguments.call(module, x)
+        finally:
+            self.override = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,23 +74,23 @@ class ForeignModel(InspectedModel):
         """Run it once; its attention reports to the recorder."""
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         self.require_known(ids, table.num_embeddings)
-        recorder = Recorder(self.model)
+        recorder = Recorder(self.model, self.listener.run)
         with one_sentence(f"read this text with this {self.family!r} model"):
             self._require_agreement(ids[:, :_CHECKED])
-            told = self._note(recorder, ids)
-        found = tuple(recorder.traces)
-        if not found:
+            logits = self._record(recorder, ids)
+        if not recorder.modules:
             raise ValueError(
                 f"the family {self.family!r} does not use the attention registry of transformers, "
                 "so it cannot be inspected."
             )
-        blocks = hold(found)
-        if told is None:
+        blocks = recorder.block_traces()
+        if logits is None:
             return ForwardTrace(blocks, None)
-        return ForwardTrace(blocks, self._read_out(ids, recorder.modules, found[-1].output, told))
+        lm_head = self._lm_head(ids, recorder.modules, blocks[-1].output, logits)
+        return ForwardTrace(blocks, lm_head)
 
-    def _note(self, recorder: Recorder, ids: Tensor) -> Tensor | None:
-        """Run it for the recorder; the logits of the last token, (V,), where it gives any."""
+    def _record(self, recorder: Recorder, ids: Tensor) -> Tensor | None:
+        """Run the model for the recorder; the logits of the last token, (V,), where it has any."""
         self.listener.recorder = recorder
         try:
             with torch.no_grad(), recorder:
@@ -91,21 +104,25 @@ class ForeignModel(InspectedModel):
         out = self.model(input_ids=ids, **_BARE, **last)
         return out.logits[0, -1] if self.reads_out else None
 
-    def _read_out(
-        self, ids: Tensor, blocks: Sequence[nn.Module], after: Tensor, told: Tensor
+    def _lm_head(
+        self, ids: Tensor, blocks: Sequence[nn.Module], output: Tensor, logits: Tensor
     ) -> Map:
-        """x_L -> logits of the last token, as the model told them.
+        """x_L -> logits of the last token.
 
-        A read-out looks at one token at a time, so the model is run on the last one alone; one
-        that looks further is found out by its logits, and run on all of them.
+        An LM head acts on one token at a time, so the model is run on the last one alone; where
+        that does not reproduce ``logits`` it is run on all of them.
         """
         alone = self._ending(ids[:, -1:], blocks)
         with torch.no_grad():
-            off = float((alone(after) - told).abs().amax())
-        return alone if off <= _AGREES * float(told.abs().amax()) else self._ending(ids, blocks)
+            difference = float((alone(output) - logits).abs().amax())
+        return (
+            alone
+            if difference <= _AGREES * float(logits.abs().amax())
+            else self._ending(ids, blocks)
+        )
 
     def _ending(self, ids: Tensor, blocks: Sequence[nn.Module]) -> Map:
-        """The whole model on ids, but its last block gives what it is told to."""
+        """The whole model on ids with the output of its last block replaced by x."""
         calls = sum(block is blocks[-1] for block in blocks)  # layers may be shared
 
         def lm_head(x: Tensor) -> Tensor:
@@ -119,11 +136,11 @@ class ForeignModel(InspectedModel):
 
             handle = blocks[-1].register_forward_hook(swap)
             try:
-                found = self._last_logits(ids)
+                logits = self._last_logits(ids)
             finally:
                 handle.remove()
-            assert found is not None
-            return found
+            assert logits is not None
+            return logits
 
         return lm_head
 
@@ -133,7 +150,7 @@ class ForeignModel(InspectedModel):
         with quiet(), self.attachment.eager():
             theirs = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
         if not bool(theirs.isfinite().all()):
-            return  # which block it was is said later
+            return  # measure.require_finite names the block
         size = float(theirs.abs().amax())
         apart = float((ours - theirs).abs().amax())
         if not apart <= _AGREES * max(size, 1e-30):
@@ -158,7 +175,9 @@ def open_foreign(directory: CheckpointDirectory, tokenizer: Tokenizer) -> Foreig
     model = (model if reads_out else model.base_model).requires_grad_(False)
     listener = _Listener()
     with quiet():
-        attachment = attach(model, SOFTMAX, observer=listener, override=answer, backend="blocked")
+        attachment = attach(
+            model, SOFTMAX, observer=listener.observe, override=listener.output, backend="blocked"
+        )
     return ForeignModel(
         name=directory.name,
         family=directory.model_type,

@@ -1,48 +1,37 @@
-"""The derivative of a map at a point, both directions from one graph that is kept.
+"""Linearisation: a block as a function whose derivative at one input is cheap.
+
+A spectral norm takes a dozen products with the derivative of a block at one input. Three things
+are computed once instead of in every product.
+
+The graph. ``GraphJacobian`` keeps the graph of f(x) and serves both directions from it:
 
     J^T u    one reverse pass through the graph of f(x)
     J v      J^T u is linear in u, and its own reverse pass takes v to J v
 
-So the map itself is computed once, where forward mode would compute it again at every product: a
-spectral norm of a block takes two thirds of the time. The price is memory, that of training on one
-sequence, and that everything in f must be differentiable twice.
+Forward mode would compute f again in every product; a spectral norm of a block takes two thirds of
+that time. The price is memory, that of training on one sequence, and that f must be differentiable
+twice.
 
-Activations at a point: their slopes kept.
-
-At x0 the derivative of y = f(x), number by number, is diag(f'(x0)), so around x0 the tangent
+Activations. Elementwise y = f(x) has the derivative diag(f'(x0)) at x0, so the tangent
 
     y0 + f'(x0) (x - x0)
 
-has the value and the first derivative of f. Autodiff goes through the tangent in one product where
-GPT-2's activation alone takes it a dozen, each over the widest tensor of a block and at every step
-of a spectral norm.
+has the value and the first derivative of f there. Autodiff goes through the tangent in one product
+where GPT-2's activation takes a dozen, each over the widest tensor of a block
+(``tangent_activations``). Some models have modules for their activations and some call torch's
+functions, so both are replaced. Whether a module acts elementwise is tested, not read off its name:
+its derivative must take a vector u of unequal numbers to f'(x0) u.
 
-Some models have modules for their activations and some call torch's functions, so both are met.
-Which modules act number by number is not read off their names: a module without weights is put to
-the test, on the tensor it was given. Its derivative takes a vector u of unequal numbers to
-f'(x0) u if it is diagonal, and to something else if it is not.
+Attention. ``FrozenAttention`` is a function of (q, k, v) whose value is the attention output at the
+recorded call, whatever its arguments, and whose derivatives are those of attention there. Blocks
+call it as their attention override. Its weights are cached, strip by strip of rows, up to ``ROOM``
+numbers over all layers, and computed again in every pass beyond that, so that memory stays O(n d)
+for long texts.
 
-Attention held at a point: its outputs and its weights kept, its derivatives in both directions.
-
-A spectral norm takes a dozen products with the derivative at one place. Between them q, k and v
-stay as they are, so the weights are computed once and kept, a strip of rows at a time: under a
-causal prior a strip ends where its last query stands, and what no query may see costs nothing.
-
-``Held`` is a function of (q, k, v) for autodiff (``fenchel.inspection.linearisation``) to meet
-inside a
-module: its value is the output
-that was kept, whatever it is given, and its derivatives are those of attention at the place it was
-made. It is right wherever derivatives at that place are asked for, and nowhere else.
-
-Weights are kept up to ``ROOM`` numbers and computed again at every pass beyond, so memory stays
-O(n d) for long texts.
-
-How it gets inside: ``hold`` makes the parts of a block that are there for derivatives name what
-is held while they run, and whoever calls attention in them asks ``answer`` first.
+A linearised block is right for first derivatives at the recorded input, and for nothing else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, final
 
@@ -53,7 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from fenchel.attention import AttentionCall, attend
-from fenchel.inspection.trace import BlockTrace, Branch, Map
+from fenchel.inspection.trace import Map
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian, attention_jacobian
 from fenchel.sensitivity.autodiff import point, space
 from fenchel.sensitivity.operator import Operator
@@ -75,16 +64,16 @@ class GraphJacobian(Operator):
         self.dtype, self.device = x.dtype, x.device
 
     def apply(self, v: Tensor) -> Tensor:
-        """J v, a pass a vector."""
+        """J v, one pass per vector."""
         return self._through(self.back, self.u, v.reshape(len(v), *self.x.shape))
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """J^T u, a pass a vector."""
+        """J^T u, one pass per vector."""
         return self._through(self.y, self.x, u.reshape(len(u), *self.y.shape))
 
     def _through(self, of: Tensor, at: Tensor, seeds: Tensor) -> Tensor:
-        found = [torch.autograd.grad(of, at, seed, retain_graph=True)[0] for seed in seeds]
-        return torch.stack(found).reshape(len(seeds), -1)
+        products = [torch.autograd.grad(of, at, seed, retain_graph=True)[0] for seed in seeds]
+        return torch.stack(products).reshape(len(seeds), -1)
 
 
 def derivative(f: Map, x: Tensor) -> GraphJacobian:
@@ -97,18 +86,18 @@ def derivative(f: Map, x: Tensor) -> GraphJacobian:
     return GraphJacobian(of_one, x[0])
 
 
-BENT = frozenset({functional.gelu, functional.silu, functional.relu})
-"""Functions that are activations wherever they are called."""
+ACTIVATIONS = frozenset({functional.gelu, functional.silu, functional.relu})
+"""Functions of torch that are replaced by their tangents."""
 
 _STEP = 0.6180339887498949  # of the golden ratio: multiples of it never repeat modulo 1
 _AGREES = 1e-5  # of the largest number compared
 
 
 def tangent_activations(module: nn.Module, f: Map) -> Map:
-    """``f`` for derivatives where it is called, with the activations of ``module`` as tangents."""
+    """``f`` with the activations of ``module`` replaced by their tangents at its argument."""
     parts = [part for part in module.modules() if _bare(part)]
 
-    def near(x: Tensor) -> Tensor:
+    def linearised(x: Tensor) -> Tensor:
         handles = [part.register_forward_hook(_tangent) for part in parts]
         try:
             with _Tangents():
@@ -117,17 +106,17 @@ def tangent_activations(module: nn.Module, f: Map) -> Map:
             for handle in handles:
                 handle.remove()
 
-    return near
+    return linearised
 
 
 def _bare(module: nn.Module) -> bool:
-    """Whether it holds nothing: no part, no weight, no buffer."""
-    held = (module.children(), module.parameters(), module.buffers())
-    return all(next(iter(some), None) is None for some in held)
+    """Whether it has no submodule, parameter or buffer."""
+    members = (module.children(), module.parameters(), module.buffers())
+    return all(next(iter(member), None) is None for member in members)
 
 
 class _Tangents(TorchFunctionMode):
-    """Inside, the functions in ``BENT`` give their tangents."""
+    """Within, the functions in ``ACTIVATIONS`` return their tangents."""
 
     def __torch_function__(
         self,
@@ -137,12 +126,12 @@ class _Tangents(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **kwargs or {})
-        straight = _tangent(func, args, out) if func in BENT else None
-        return out if straight is None else straight
+        tangent = _tangent(func, args, out) if func in ACTIVATIONS else None
+        return out if tangent is None else tangent
 
 
 def _tangent(_: Any, args: tuple[Any, ...], out: Any) -> Tensor | None:
-    """What a module or function is to give instead of ``out``; None to leave it."""
+    """The tangent that replaces ``out``; None where the function is not elementwise."""
     if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
         return None
     x = args[0]
@@ -151,37 +140,37 @@ def _tangent(_: Any, args: tuple[Any, ...], out: Any) -> Tensor | None:
     slope = _back(out, x, torch.ones_like(out))
     u = torch.arange(out.numel(), device=out.device, dtype=torch.float64).mul_(_STEP).frac_()
     u = u.sub_(0.5).to(out.dtype).view_as(out)
-    wanted, found = slope * u, _back(out, x, u)
-    if not bool((wanted - found).abs().amax() <= _AGREES * wanted.abs().amax()):
+    diagonal, product = slope * u, _back(out, x, u)
+    if not bool((diagonal - product).abs().amax() <= _AGREES * diagonal.abs().amax()):
         return None
     return out.detach() + slope * (x - x.detach())
 
 
 def _back(out: Tensor, x: Tensor, u: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(out, x, u, retain_graph=True)
-    return found
+    (gradient,) = torch.autograd.grad(out, x, u, retain_graph=True)
+    return gradient
 
 
 ROOM = 1 << 28
-"""Weights kept at the most, over all layers of a model."""
-# Queries at a time: fewer and products are small, more and the future is computed too.
+"""The most weights that are cached, over all layers of a model."""
+# Rows of a strip: with fewer the products are small, with more the masked future is computed too.
 _STRIP, _GPU_STRIP = 128, 1024
 
 
 class FrozenAttention:
-    """One call of attention at the place where it was made."""
+    """An attention call, linearised where it was made."""
 
     def __init__(self, call: AttentionCall, *, keep: bool) -> None:
         self.call, self.keep = call, keep
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The output that was kept, (1, H, T, E), for autodiff to take the derivative of."""
-        out: Tensor = _Held.apply(self.derivative, self.output, q, k, v)  # type: ignore[no-untyped-call]
+        """The recorded output, (1, H, T, E), with the derivative of attention in q, k and v."""
+        out: Tensor = _Frozen.apply(self.derivative, self.output, q, k, v)  # type: ignore[no-untyped-call]
         return out
 
     @cached_property
     def output(self) -> Tensor:
-        """attend at the place."""
+        """The attention output of the call."""
         call = self.call
         with torch.no_grad():
             output: Tensor = attend(call.q, call.k, call.v, **call.spec, backend="blocked")
@@ -189,43 +178,14 @@ class FrozenAttention:
 
     @cached_property
     def derivative(self) -> AttentionJacobian:
-        """All heads together, in (q, k, v)."""
+        """Of all heads together, in (q, k, v)."""
         return frozen_derivative(self.call, keep=self.keep)
 
 
-_answering: ContextVar[FrozenAttention | None] = ContextVar("answering", default=None)
-
-
-def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """What is held for the call of attention under way, (1, H, T, E); None where nothing is."""
-    held = _answering.get()
-    return None if held is None else held(q, k, v)
-
-
-def hold(blocks: Sequence[BlockTrace]) -> tuple[BlockTrace, ...]:
-    """The blocks, with the attention of each held for its derivatives."""
-    calls = [block.attention for block in blocks]
-    keep = sum(c.q.shape[1] * c.q.shape[2] * c.k.shape[2] for c in calls) <= ROOM
-    return tuple(_with(block, FrozenAttention(block.attention, keep=keep)) for block in blocks)
-
-
-def _with(block: BlockTrace, held: FrozenAttention) -> BlockTrace:
-    near, branch = _answered(block.linearised, held), block.attention_branch
-    attending = None if branch is None else Branch(_answered(branch.f, held), branch.x)
-    return block._replace(linearised=near, attention_branch=attending)
-
-
-def _answered(f: Map, held: FrozenAttention) -> Map:
-    """``f`` with its call of attention answered by what is held."""
-
-    def near(x: Tensor) -> Tensor:
-        token = _answering.set(held)
-        try:
-            return f(x)
-        finally:
-            _answering.reset(token)
-
-    return near
+def freeze(calls: Sequence[AttentionCall]) -> list[FrozenAttention]:
+    """The calls of a forward pass, linearised; their weights are cached if all of them fit."""
+    numbers = sum(call.q.shape[1] * call.q.shape[2] * call.k.shape[2] for call in calls)
+    return [FrozenAttention(call, keep=numbers <= ROOM) for call in calls]
 
 
 def frozen_derivative(
@@ -239,8 +199,8 @@ def frozen_derivative(
     )
 
 
-class _Held(torch.autograd.Function):
-    """The value that is kept, with the derivative that is kept."""
+class _Frozen(torch.autograd.Function):
+    """A constant value with a given derivative J."""
 
     @staticmethod
     def forward(ctx: Any, J: AttentionJacobian, output: Tensor, *_: Tensor) -> Tensor:
@@ -249,10 +209,10 @@ class _Held(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return None, None, *_Pulled.apply(ctx.J, g)  # type: ignore[no-untyped-call]
+        return None, None, *_Adjoint.apply(ctx.J, g)  # type: ignore[no-untyped-call]
 
 
-class _Pulled(torch.autograd.Function):
+class _Adjoint(torch.autograd.Function):
     """J^T g, which is linear in g: its own reverse is J."""
 
     @staticmethod

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
 from fenchel.checkpoints import load
@@ -19,8 +19,7 @@ from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
 from fenchel.files import Damaged
-from fenchel.inspection.linearisation import answer, hold
-from fenchel.inspection.recorder import Recorder
+from fenchel.inspection.recorder import CallArguments, Override, Recorder
 from fenchel.inspection.trace import (
     ForwardTrace,
     InspectedModel,
@@ -29,6 +28,7 @@ from fenchel.inspection.trace import (
 )
 from fenchel.model import ModelConfig, Transformer, evaluating
 from fenchel.model.families import Family, family_of
+from fenchel.model.forward_context import ForwardContext
 
 
 class Unsupported(ValueError):
@@ -44,26 +44,35 @@ class OurModel(InspectedModel):
     """Whether its logits mean anything: an encoder may come without its head."""
 
     def trace(self, ids: Tensor) -> ForwardTrace:
-        """Run it once; its attention calls arrive through ``attention_override``."""
+        """Run the model once; its attention calls arrive through ``attention_override``."""
         model = self.model
         self.require_known(ids, model.config.vocabulary)
-        recorder = Recorder(model)
-        recording = True
+        recorder = Recorder(model, run_module)
 
-        def override(_layer: int, call: AttentionCall) -> Tensor | None:
-            q, k, v, spec = call
-            if recording:  # blocks keep their arguments, this one too, and are called again
-                spec = replace(spec, scale=spec.scale_for(q.shape[-1]))
-                recorder.attended(AttentionCall(q, k, v, spec))
-            return answer(q, k, v)
+        def record(_layer: int, call: AttentionCall) -> None:
+            recorder.record_attention(call)
 
         with torch.no_grad(), evaluating(model), recorder:
-            model(ids, attention_override=override, last=True, return_hidden=True)
-        recording = False
-        return ForwardTrace(hold(recorder.traces), self._read_out if self.reads_out else None)
+            model(ids, attention_override=record, last=True, return_hidden=True)
+        return ForwardTrace(recorder.block_traces(), self._lm_head if self.reads_out else None)
 
-    def _read_out(self, x: Tensor) -> Tensor:
+    def _lm_head(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.lm_head_input(x[:, -1:]))[0, 0]
+
+
+def run_module(
+    module: nn.Module, arguments: CallArguments, x: Tensor, override: Override | None
+) -> Tensor:
+    """A module of a Transformer on the stream x, with ``override`` in its forward context."""
+
+    def replaced(_layer: int, call: AttentionCall) -> Tensor | None:
+        return None if override is None else override(call.q, call.k, call.v)
+
+    args = (
+        replace(arg, attention_override=replaced) if isinstance(arg, ForwardContext) else arg
+        for arg in arguments.args
+    )
+    return CallArguments(tuple(args), arguments.kwargs).call(module, x)
 
 
 def open_run(path: Path) -> OurModel:

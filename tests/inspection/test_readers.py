@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fenchel.checkpoints.hf_check import look_at
 from torch import Tensor
 
+from fenchel.checkpoints.directory import open_directory, read_tokenizer
 from fenchel.inspection import ForwardTrace
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.heads import row_stats, row_weights
@@ -26,9 +26,8 @@ def trace(
 ) -> tuple[str, ForwardTrace]:
     """A family, and what a reader made of it."""
     reader, family = request.param
-    found = look_at(save(family))
-    assert found is not None
-    return family, reader(found).trace(ids)
+    folder = save(family)
+    return family, reader(open_directory(folder), read_tokenizer(folder)).trace(ids)
 
 
 def test_maps_and_entropies_are_those_of_eager_attention(
