@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
-from fenchel.attention.backends import BACKENDS, backend_named, describe
+from fenchel.attention.backends import BACKENDS, backend_named, describe, leave_out
+from fenchel.attention.flex import failed_to_compile
 from fenchel.attention.prior import Prior
 from fenchel.attention.sdpa import causal_flag
 from fenchel.attention.shapes import broadcast_batch, check, output_axes
@@ -113,7 +114,14 @@ def attend(
     if prior is not None:
         prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     facts = describe(q, k, v, spec, dropout, return_weights)
-    out, p = backend_named(backend, facts).attend(q, k, v, spec, dropout)
+    selected_backend = backend_named(backend, facts)
+    try:
+        out, p = selected_backend.attend(q, k, v, spec, dropout)
+    except RuntimeError as error:
+        if backend != "auto" or not failed_to_compile(error):
+            raise
+        leave_out(selected_backend, facts)
+        out, p = backend_named(backend, facts).attend(q, k, v, spec, dropout)
     out = out.reshape(*axes_out, *out.shape[-2:])
     if not return_weights:
         return out

@@ -20,6 +20,7 @@ where the scores visited are all of them, or for back ends that skip keys those 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fenchel.attention import blocked, flex, reference, sdpa
-from fenchel.attention.prior import Prior
+from fenchel.attention.prior import Combined, Prior
 from fenchel.attention.spec import AttentionSpec
 from fenchel.attention.tiles import tile_height
 
@@ -179,16 +180,16 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
     ("cuda", False): {
         "reference": _Rate(150.0, 20.0, 8.0),
         "blocked": _Rate(600.0, 15.0, 8.0),
-        "sdpa": _Rate(60.0, 1.2, 8.0),
+        "sdpa": _Rate(220.0, 1.2, 9.0),
         "fused": _Rate(20.0, 0.6),
-        "flex": _Rate(300.0, 1.25),
+        "flex": _Rate(400.0, 1.3, 8.0),
     },
     ("cuda", True): {
         "reference": _Rate(400.0, 50.0, 8.0),
         "blocked": _Rate(1500.0, 40.0, 16.0),
-        "sdpa": _Rate(150.0, 3.6, 8.0),
+        "sdpa": _Rate(500.0, 3.6, 9.0),
         "fused": _Rate(50.0, 2.1),
-        "flex": _Rate(600.0, 4.5),
+        "flex": _Rate(1100.0, 4.0, 8.0),
     },
 }
 _ONE_PIECE = 1 << 16
@@ -207,11 +208,11 @@ def _cost(call: CallFacts, rate: str, visited: float, entries: float = 0.0) -> f
     """Microseconds; ``visited`` and ``entries`` are parts of the scores of one head."""
     known = _RATES.get((call.device, call.gradient)) or _RATES["cuda", call.gradient]
     start, score, entry = known[rate]
-    heads = call.B * call.H
-    # log u is written once if it is the same for all heads, but by every tile for its own
-    shared = call.prior is not None and not call.prior.varies() and rate != "blocked"
-    written = entry * entries * (1 if shared else heads)
-    return start + 1e-6 * call.T * call.S * (score * visited * heads + written)
+    heads = squares = call.B * call.H
+    if entries and rate != "blocked":  # every tile writes its own part of log u
+        by_sequence, by_head = (False, False) if call.prior is None else call.prior.varies()
+        squares = (call.B if by_sequence else 1) * (call.H if by_head else 1)
+    return start + 1e-6 * call.T * call.S * (score * visited * heads + entry * entries * squares)
 
 
 def _reference_cost(call: CallFacts) -> float:
@@ -224,6 +225,8 @@ def _reference_cost(call: CallFacts) -> float:
 def _blocked_cost(call: CallFacts) -> float:
     if call.compiling:  # whose sizes may be symbols: no comparison of costs
         return 2.0
+    if call.device == "cuda" and _sdpa(call) is None:  # far behind the fused kernels there
+        return math.inf
     visited, entries = _visited(call, tile_height(call.T, call.S, call.device))
     return _cost(call, "blocked", visited, entries)
 
@@ -248,7 +251,8 @@ def _flex_cost(call: CallFacts) -> float:
         return math.inf
     if call.B * call.H * call.T * call.S < _WORTH_COMPILING or not flex.can_compile():
         return math.inf
-    return _cost(call, "flex", _visited(call, _FLEX_ROWS)[0])
+    remade = call.prior is not None and flex.remakes_mask(call.prior)
+    return _cost(call, "flex", _visited(call, _FLEX_ROWS)[0], 1.0 if remade else 0.0)
 
 
 def _visited(call: CallFacts, height: int) -> tuple[float, float]:
@@ -308,8 +312,35 @@ def backend_named(name: str, call: CallFacts) -> Backend:
 
 def cheapest(call: CallFacts) -> Backend:
     """The back end that ``auto`` takes."""
+    if call.compiling or not (call.prior is None or flex.has_value_equality(call.prior)):
+        return _cheapest(call)
+    return _remembered_cheapest(call)
+
+
+def _cheapest(call: CallFacts) -> Backend:
     best, least = BACKENDS["reference"], math.inf
     for backend in BACKENDS.values():  # a loop that torch.compile can trace
-        if backend.why_not(call) is None and (cost := backend.cost(call)) < least:
+        if (
+            backend.why_not(call) is None
+            and (cost := backend.cost(call)) < least
+            and not (_LEFT_OUT and (backend.name, *_kind(call)) in _LEFT_OUT)
+        ):
             best, least = backend, cost
     return best
+
+
+_remembered_cheapest = lru_cache(maxsize=1024)(_cheapest)
+_LEFT_OUT: set[tuple[object, ...]] = set()
+"""Back ends and kinds of calls for which no kernel could be compiled on this machine."""
+
+
+def leave_out(backend: Backend, call: CallFacts) -> None:
+    """Let ``auto`` take another back end for calls of this kind from now on."""
+    _LEFT_OUT.add((backend.name, *_kind(call)))
+    _remembered_cheapest.cache_clear()
+
+
+def _kind(call: CallFacts) -> tuple[object, ...]:
+    """What a compiled kernel depends on."""
+    parts = call.prior.parts if isinstance(call.prior, Combined) else (call.prior,)
+    return *(type(part) for part in parts), call.softcap, call.gradient, call.dtype, call.D, call.E

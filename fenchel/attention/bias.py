@@ -71,9 +71,9 @@ class ALiBi(Prior):
         """The slopes as a tensor."""
         return ALiBi(self.heads, slope(torch.arange(self.heads, device=device), self.heads))
 
-    def varies(self) -> bool:
+    def varies(self) -> tuple[bool, bool]:
         """Between heads."""
-        return True
+        return False, True
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
         """One slope per head."""
@@ -109,9 +109,9 @@ class RelativeBias(Prior):
         )
         return self.table[where, at.h]
 
-    def varies(self) -> bool:
+    def varies(self) -> tuple[bool, bool]:
         """Between heads."""
-        return True
+        return False, True
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The table."""
@@ -188,9 +188,9 @@ class Sink(Prior):
         low, high = self._of_prior(first, last, S, "zero_range")
         return low + 1, high + 1
 
-    def varies(self) -> bool:
-        """Between heads."""
-        return True
+    def varies(self) -> tuple[bool, bool]:
+        """Between heads, and between sequences where the prior does."""
+        return self.prior is not None and self.prior.varies()[0], True
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The scores, then the tensors of the prior."""

@@ -30,7 +30,7 @@ _KINDS = 64
 _SMALL = {"BLOCK_M": 64, "BLOCK_N": 64} | dict.fromkeys(
     ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32
 )
-"""Tiles for a prior that learns: with torch's own it does not fit into shared memory."""
+"""Tiles for a prior that learns or is a table: torch's own do not fit into shared memory."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
@@ -59,13 +59,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
             block_mask=mask,
             scale=scale * beta if capped is None else scale,
             enable_gqa=k.shape[1] != H,
-            kernel_options=_SMALL if q.is_cuda and prior is not None and _learns(prior) else None,
+            kernel_options=_SMALL if q.is_cuda and biased and _has_table(prior) else None,
         )
     return out
 
 
-def _learns(prior: Prior) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in prior.tensors())
+def _has_table(prior: Prior | None) -> bool:
+    """Whether log u is looked up, or learns."""
+    tensors = () if prior is None else prior.tensors()
+    return any(x.ndim > 1 or (torch.is_grad_enabled() and x.requires_grad) for x in tensors)
 
 
 @cache
@@ -125,16 +127,15 @@ def _mask(prior: Prior, B: int, H: int, T: int, S: int, device: torch.device) ->
     if not parts:
         return None
     masks = Sum(parts)
-    make = _cached_block_mask if all(map(_has_value_equality, parts)) else _block_mask
-    if not masks.varies():
-        return make(masks, None, None, T, S, device)
-    return make(masks, B, H, T, S, device)
+    make = _cached_block_mask if all(map(has_value_equality, parts)) else _block_mask
+    by_sequence, by_head = masks.varies()
+    return make(masks, B if by_sequence else None, H if by_head else None, T, S, device)
 
 
 def _block_mask(
     prior: Prior, B: int | None, H: int | None, T: int, S: int, device: torch.device
 ) -> BlockMask:
-    """Which blocks are open; B and H are None for a mask that is the same for all."""
+    """Which blocks are open; B or H is None for a mask that does not vary along that axis."""
     offset, keys = _lengths(T, S, device)
 
     def admits(b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
@@ -149,10 +150,23 @@ def _block_mask(
 _cached_block_mask = lru_cache(maxsize=64)(_block_mask)
 
 
-def _has_value_equality(prior: Prior) -> bool:
+def remakes_mask(prior: Prior) -> bool:
+    """Whether the block mask is made at every call: a mask that depends on a tensor is."""
+    parts = prior.parts if isinstance(prior, Sum) else (prior,)
+    return any(
+        type(part).admits is not Prior.admits and not has_value_equality(part) for part in parts
+    )
+
+
+def failed_to_compile(error: Exception) -> bool:
+    """Whether an error says that torch.compile made no kernel."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+
+
+def has_value_equality(prior: Prior) -> bool:
     """Whether equal priors compare equal, so that a mask made for one serves the other."""
     if isinstance(prior, Combined):
-        return all(map(_has_value_equality, prior.parts))
+        return all(map(has_value_equality, prior.parts))
     return type(prior).__eq__ is not object.__eq__
 
 

@@ -273,7 +273,7 @@ class _Selected(Prior):
         """As the whole prior at the selected head and row."""
         return self.whole.bias(self._index(at))
 
-    def varies(self) -> bool:
+    def varies(self) -> tuple[bool, bool]:
         """As the whole prior."""
         return self.whole.varies()
 

@@ -109,9 +109,9 @@ class Prior(ABC):
         """Half-open range of keys at which log u is 0 for all positions first..last."""
         return 0, 0
 
-    def varies(self) -> bool:
-        """Whether log u differs between sequences or heads."""
-        return False
+    def varies(self) -> tuple[bool, bool]:
+        """Whether log u differs between sequences, and whether it differs between heads."""
+        return False, False
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors it carries, which may learn."""
@@ -254,9 +254,9 @@ class Padding(Prior):
         real = self.lengths.to(at.b.device)[at.b]
         return at.j < real if self.side == "right" else at.j >= at.S - real
 
-    def varies(self) -> bool:
+    def varies(self) -> tuple[bool, bool]:
         """Between sequences."""
-        return True
+        return True, False
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
         """One length per sequence."""
@@ -289,9 +289,10 @@ class Dense(Prior):
         """The entry, if entries are numbers."""
         return None if self.log_prior.dtype == torch.bool else self._at(at)
 
-    def varies(self) -> bool:
-        """As its shape says."""
-        return self._four().shape[:2] != (1, 1)
+    def varies(self) -> tuple[bool, bool]:
+        """Along the axes that are longer than 1."""
+        B, H = self._four().shape[:2]
+        return B != 1, H != 1
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The given tensor, unless it is bool."""
@@ -332,9 +333,10 @@ class Combined(Prior):
 
     parts: tuple[Prior, ...]
 
-    def varies(self) -> bool:
+    def varies(self) -> tuple[bool, bool]:
         """Whether a part does."""
-        return any(part.varies() for part in self.parts)
+        each = [part.varies() for part in self.parts]
+        return any(batch for batch, _ in each), any(heads for _, heads in each)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of all parts."""

@@ -214,7 +214,7 @@ class _LogPrior:
         if self.last is not None and self.last[0] == where:
             return self.last[1]
         log_u = self.prior.dense(tile.block(self.q, self.k), dtype)
-        if not self.prior.varies():
+        if not any(self.prior.varies()):
             self.last = where, log_u  # every head of every sequence has the same
         return log_u
 

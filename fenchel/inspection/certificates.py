@@ -242,7 +242,7 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
                 None if b_k is None else b_k[g],
                 None if b_v is None else b_v[g],
             ),
-            prior=prior if prior is None or not prior.varies() else HeadSubset(prior, (h,), H),
+            prior=prior if prior is None or not any(prior.varies()) else HeadSubset(prior, (h,), H),
         )
 
     return [head(h) for h in range(H)]

@@ -179,9 +179,9 @@ class HeadSubset(Prior):
         """The same for every head."""
         return self.whole.key_range(first, last, S)
 
-    def varies(self) -> bool:
-        """Between heads."""
-        return True
+    def varies(self) -> tuple[bool, bool]:
+        """As the whole prior does between sequences, and between heads."""
+        return self.whole.varies()[0], True
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
         """The whole prior fits all heads."""
@@ -251,7 +251,7 @@ def only(call: AttentionCall, chosen: list[int]) -> AttentionCall:
     H, G = call.q.shape[1], call.k.shape[1]
     group = torch.tensor(chosen, device=call.q.device) // (H // G)
     prior = call.spec.prior
-    if prior is not None and prior.varies():
+    if prior is not None and any(prior.varies()):
         prior = HeadSubset(prior, tuple(chosen), H)
     spec = replace(call.spec, prior=prior)
     return AttentionCall(call.q[:, chosen], call.k[:, group], call.v[:, group], spec)

@@ -1,11 +1,24 @@
 """fenchel/attention/backends.py: every refusal says why, and who serves is who should."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from fenchel.attention import ALiBi, Causal, Padding, Prior, Sink, Window, flex
+from fenchel.attention import (
+    ALiBi,
+    Causal,
+    Dense,
+    Padding,
+    Prior,
+    Sink,
+    Window,
+    attend,
+    backends,
+    flex,
+)
 from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, cheapest
 
 PLAIN = CallFacts(
@@ -59,8 +72,11 @@ PRIORS: dict[str, Prior] = {
 
 
 @pytest.fixture
-def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flex, "can_compile", lambda: True)
+    backends._remembered_cheapest.cache_clear()
+    yield
+    backends._remembered_cheapest.cache_clear()
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -75,6 +91,7 @@ def test_auto_compiles_for_a_long_call_on_a_gpu_and_only_then(
     for change in (*elsewhere, {"device": "cpu"}, {"dropout": 0.1}):
         assert cheapest(replace(long, **change)).name != "flex"
     monkeypatch.setattr(flex, "can_compile", lambda: False)
+    backends._remembered_cheapest.cache_clear()
     assert cheapest(long).name == "sdpa"
 
 
@@ -93,3 +110,46 @@ def test_auto_on_a_cpu_skips_keys_where_a_window_leaves_few(gradient: bool) -> N
     assert cheapest(call).name == "blocked"
     assert cheapest(replace(call, prior=Window(8000, 8000))).name == "sdpa"
     assert cheapest(replace(call, T=64, S=64)).name == "sdpa"
+
+
+def test_auto_takes_another_back_end_where_no_kernel_compiles(
+    monkeypatch: pytest.MonkeyPatch, qkv: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    tries = []
+
+    def broken(*_: object) -> tuple[Tensor, None]:
+        tries.append(1)
+        raise torch._dynamo.exc.TorchDynamoException("no kernel")
+
+    cheap = replace(backends.BACKENDS["flex"], cost=lambda _: -1.0, attend=broken)
+    monkeypatch.setitem(backends.BACKENDS, "flex", cheap)
+    monkeypatch.setattr(backends, "_LEFT_OUT", set())
+    backends._remembered_cheapest.cache_clear()
+    wanted = attend(*qkv, prior=Window(2), backend="reference")
+    for _ in range(2):
+        torch.testing.assert_close(attend(*qkv, prior=Window(2)), wanted)
+    assert len(tries) == 1  # the failure is remembered for calls of this kind
+    with pytest.raises(RuntimeError, match="no kernel"):  # asked for by name, it is an error
+        attend(*qkv, prior=Window(2), backend="flex")
+    backends._remembered_cheapest.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("prior", "axes"),
+    [
+        (Causal(), (False, False)),
+        (Window(2) + Causal(), (False, False)),
+        (Padding(torch.tensor([3, 5])), (True, False)),
+        (Causal() + ALiBi(6), (False, True)),
+        (Padding(torch.tensor([3, 5])) + ALiBi(6), (True, True)),
+        (Dense(torch.zeros(2, 1, 4, 7)), (True, False)),
+    ],
+)
+def test_a_prior_names_the_axes_along_which_it_varies(
+    prior: Prior, axes: tuple[bool, bool]
+) -> None:
+    assert prior.varies() == axes
+    log_u = prior.log(4, 7, B=2, H=6, device=torch.device("cpu"), dtype=torch.float64)
+    log_u = log_u.expand(2, 6, 4, 7)
+    differs = (log_u != log_u[:1]).any(), (log_u != log_u[:, :1]).any()
+    assert all(axis or not differ for axis, differ in zip(axes, differs, strict=True))
