@@ -44,12 +44,12 @@ def read_generation_config(path: str | Path) -> GenerationConfig:
     said = ConfigReader(read_bounded_json(path, name), (), path / name)
     drawn = said.has("do_sample") and said.flag("do_sample")
     return GenerationConfig(
-        bos=said.whole_or_none("bos_token_id", least=0),
+        bos=said.integer_or_none("bos_token_id", least=0),
         eos=_eos(said),
-        pad=said.whole_or_none("pad_token_id", least=0),
-        decoder_start=said.whole_or_none("decoder_start_token_id", least=0),
+        pad=said.integer_or_none("pad_token_id", least=0),
+        decoder_start=said.integer_or_none("decoder_start_token_id", least=0),
         temperature=_within(said, "temperature", 100.0) or 1.0 if drawn else 0.0,
-        top_k=(said.whole_or_none("top_k", least=0) or None) if drawn else None,
+        top_k=(said.integer_or_none("top_k", least=0) or None) if drawn else None,
         top_p=_within(said, "top_p", 1.0) if drawn else None,
         min_p=(_within(said, "min_p", 1.0) or None) if drawn else None,
         repetition_penalty=_within(said, "repetition_penalty", 100.0) or 1.0,
@@ -60,12 +60,12 @@ def _eos(said: ConfigReader) -> tuple[int, ...]:
     """One token or a list of them."""
     value: Any = said.settings.get("eos_token_id")
     if not isinstance(value, list):
-        one = said.whole_or_none("eos_token_id", least=0)
+        one = said.integer_or_none("eos_token_id", least=0)
         return () if one is None else (one,)
     if len(value) > _MOST_EOS:
         raise said.wrong("eos_token_id", value, f"at most {_MOST_EOS} tokens")
     each = (ConfigReader({"eos_token_id": one}, (), said.where) for one in value)
-    return tuple(one.whole("eos_token_id", least=0) for one in each)
+    return tuple(one.integer("eos_token_id", least=0) for one in each)
 
 
 def _within(said: ConfigReader, key: str, most: float) -> float | None:

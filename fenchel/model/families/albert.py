@@ -1,9 +1,9 @@
-"""ALBERT: a BERT whose layers share their weights and whose embedding is narrow, then lifted."""
+"""ALBERT: a BERT with layers that share their weights and a narrow embedding with a projection."""
 
 from fenchel.model.families.bert import SETTINGS
 from fenchel.model.families.family import Family
-from fenchel.model.families.setting_rows import PLAIN, always, only, size, unread, word
-from fenchel.model.families.tensor_rows import SAME, STACKED, Row, both, weight
+from fenchel.model.families.setting_rows import PLAIN, constant, only, size, unread, word
+from fenchel.model.families.tensor_rows import FUSED_QKV, SAME, Row, weight, weight_and_bias
 
 _LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0"
 
@@ -15,7 +15,7 @@ ALBERT = Family(
         word("mlp", "hidden_act", PLAIN, "gelu_new"),
         size("embedding_width", "embedding_size"),
         size("distinct_layers", "num_hidden_groups"),
-        always(lm_head_transform=True, lm_head_bias=True),
+        constant(lm_head_transform=True, lm_head_bias=True),
         only("inner_group_num", 1),
         unread("classifier_dropout_prob", "down_scale_factor", "gap_size", "net_structure_type"),
         unread("num_memory_blocks"),
@@ -24,20 +24,20 @@ ALBERT = Family(
         weight("embed", "albert.embeddings.word_embeddings"),
         weight("pos_embed", "albert.embeddings.position_embeddings"),
         weight("type_embed", "albert.embeddings.token_type_embeddings"),
-        *both("embed_norm", "albert.embeddings.LayerNorm"),
-        *both("embed_proj", "albert.encoder.embedding_hidden_mapping_in"),
-        *both(
+        *weight_and_bias("embed_norm", "albert.embeddings.LayerNorm"),
+        *weight_and_bias("embed_proj", "albert.encoder.embedding_hidden_mapping_in"),
+        *weight_and_bias(
             "blocks.{}.attention.qkv",
             [f"{_LAYER}.attention.{x}" for x in ("query", "key", "value")],
-            STACKED,
+            FUSED_QKV,
         ),
-        *both("blocks.{}.attention.out", f"{_LAYER}.attention.dense"),
-        *both("blocks.{}.attention_norm", f"{_LAYER}.attention.LayerNorm"),
-        *both("blocks.{}.mlp.up", f"{_LAYER}.ffn"),
-        *both("blocks.{}.mlp.down", f"{_LAYER}.ffn_output"),
-        *both("blocks.{}.mlp_norm", f"{_LAYER}.full_layer_layer_norm"),
-        *both("lm_head_proj", "predictions.dense"),
-        *both("lm_head_norm", "predictions.LayerNorm"),
+        *weight_and_bias("blocks.{}.attention.out", f"{_LAYER}.attention.dense"),
+        *weight_and_bias("blocks.{}.attention_norm", f"{_LAYER}.attention.LayerNorm"),
+        *weight_and_bias("blocks.{}.mlp.up", f"{_LAYER}.ffn"),
+        *weight_and_bias("blocks.{}.mlp.down", f"{_LAYER}.ffn_output"),
+        *weight_and_bias("blocks.{}.mlp_norm", f"{_LAYER}.full_layer_layer_norm"),
+        *weight_and_bias("lm_head_proj", "predictions.dense"),
+        *weight_and_bias("lm_head_norm", "predictions.LayerNorm"),
         Row("lm_head_bias", ("predictions.bias",), SAME),
         weight("lm_head", "predictions.decoder"),
     ),
@@ -50,5 +50,5 @@ ALBERT = Family(
         r"albert\.pooler\.(weight|bias)",
         r"sop_classifier\..*",
     ),
-    known_by="predictions.dense.weight",
+    marker="predictions.dense.weight",
 )

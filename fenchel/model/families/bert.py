@@ -1,14 +1,14 @@
-"""BERT (MiniLM): an encoder whose norms stand after its branches, and a head for masked words.
+"""BERT (MiniLM): an encoder with post-norm blocks and a head for masked tokens.
 
-Files without the head are read as well; they end with a pooler, or with nothing.
+Files without the head are read too; they end with a pooler or with the last block.
 """
 
 from fenchel.model.families.family import Family
 from fenchel.model.families.setting_rows import (
     PLAIN,
     Setting,
-    always,
     attention_dropout,
+    constant,
     flag,
     number,
     only,
@@ -16,7 +16,7 @@ from fenchel.model.families.setting_rows import (
     unread,
     word,
 )
-from fenchel.model.families.tensor_rows import SAME, STACKED, Row, both, weight
+from fenchel.model.families.tensor_rows import FUSED_QKV, SAME, Row, weight, weight_and_bias
 
 WORDS = {"gelu": "gelu", **PLAIN}
 SETTINGS = (
@@ -27,46 +27,48 @@ SETTINGS = (
     size("heads", "num_attention_heads"),
     size("hidden", "intermediate_size", written="mlp_width"),
     Setting(
-        lambda c: {"token_types": c.whole("type_vocab_size", 2, least=0)},
+        lambda c: {"token_types": c.integer("type_vocab_size", 2, least=0)},
         lambda m: {"type_vocab_size": m.token_types},
     ),
     number("epsilon", "layer_norm_eps", 1e-12),
     number("dropout", "hidden_dropout_prob", 0.1),
     attention_dropout("attention_probs_dropout_prob", 0.1),
     flag("tied", "tie_word_embeddings", True),
-    always(kind="encoder", norm="layer", norm_place="post", final_norm=False, bias=True),
-    always(positions="learned", embedding_norm=True),
+    constant(kind="encoder", norm="layer", norm_place="post", final_norm=False, bias=True),
+    constant(positions="learned", embedding_norm=True),
     only("is_decoder", False),
     only("add_cross_attention", False),
     only("position_embedding_type", "absolute"),
     unread("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
     unread("pooler_size_per_head", "pooler_type"),
 )
-"""Settings that BERT and ALBERT say alike."""
+"""Settings that BERT and ALBERT share."""
 _BODY = (
     weight("embed", "bert.embeddings.word_embeddings"),
     weight("pos_embed", "bert.embeddings.position_embeddings"),
     weight("type_embed", "bert.embeddings.token_type_embeddings"),
-    *both("embed_norm", "bert.embeddings.LayerNorm"),
-    *both(
+    *weight_and_bias("embed_norm", "bert.embeddings.LayerNorm"),
+    *weight_and_bias(
         "blocks.{}.attention.qkv",
         [f"bert.encoder.layer.{{}}.attention.self.{x}" for x in ("query", "key", "value")],
-        STACKED,
+        FUSED_QKV,
     ),
-    *both("blocks.{}.attention.out", "bert.encoder.layer.{}.attention.output.dense"),
-    *both("blocks.{}.attention_norm", "bert.encoder.layer.{}.attention.output.LayerNorm"),
-    *both("blocks.{}.mlp.up", "bert.encoder.layer.{}.intermediate.dense"),
-    *both("blocks.{}.mlp.down", "bert.encoder.layer.{}.output.dense"),
-    *both("blocks.{}.mlp_norm", "bert.encoder.layer.{}.output.LayerNorm"),
+    *weight_and_bias("blocks.{}.attention.out", "bert.encoder.layer.{}.attention.output.dense"),
+    *weight_and_bias(
+        "blocks.{}.attention_norm", "bert.encoder.layer.{}.attention.output.LayerNorm"
+    ),
+    *weight_and_bias("blocks.{}.mlp.up", "bert.encoder.layer.{}.intermediate.dense"),
+    *weight_and_bias("blocks.{}.mlp.down", "bert.encoder.layer.{}.output.dense"),
+    *weight_and_bias("blocks.{}.mlp_norm", "bert.encoder.layer.{}.output.LayerNorm"),
 )
 _HEAD = (
-    *both("lm_head_proj", "cls.predictions.transform.dense"),
-    *both("lm_head_norm", "cls.predictions.transform.LayerNorm"),
+    *weight_and_bias("lm_head_proj", "cls.predictions.transform.dense"),
+    *weight_and_bias("lm_head_norm", "cls.predictions.transform.LayerNorm"),
     Row("lm_head_bias", ("cls.predictions.bias",), SAME),
     weight("lm_head", "cls.predictions.decoder"),
 )
 _POOLER = "bert.pooler.dense.weight"
-_OLDER = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+_LEGACY = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 _POSITIONS = r"(bert\.)?embeddings\.position_ids"
 
 BERT = Family(
@@ -75,7 +77,7 @@ BERT = Family(
     settings=(
         *SETTINGS,
         word("mlp", "hidden_act", WORDS, "gelu"),
-        always(lm_head_transform=True, lm_head_bias=True),
+        constant(lm_head_transform=True, lm_head_bias=True),
     ),
     tensors=(*_BODY, *_HEAD),
     copies={
@@ -83,8 +85,8 @@ BERT = Family(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     ignored=(_POSITIONS, r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\..*"),
-    older=_OLDER,
-    known_by="cls.predictions.transform.dense.weight",
+    legacy_suffixes=_LEGACY,
+    marker="cls.predictions.transform.dense.weight",
 )
 BERT_BODY = Family(
     name="bert",
@@ -97,8 +99,8 @@ BERT_BODY = Family(
             lambda _: {},
         ),
     ),
-    tensors=(*_BODY, *both("pooler", "bert.pooler.dense")),
+    tensors=(*_BODY, *weight_and_bias("pooler", "bert.pooler.dense")),
     prefix="bert.",
     ignored=(_POSITIONS,),
-    older=_OLDER,
+    legacy_suffixes=_LEGACY,
 )

@@ -1,20 +1,20 @@
-"""BLOOM: ALiBi, a norm right after the embedding, an MLP four times as wide.
+"""BLOOM: ALiBi, a norm after the embedding, an MLP four times as wide as the model.
 
-It reads texts of any length. ``seq_length``, which transformers does not use, keeps the length
-that ours was made for.
+It reads texts of any length. ``seq_length``, which transformers does not use, stores the context
+of ModelConfig.
 """
 
 from fenchel.model.families.family import Family
 from fenchel.model.families.setting_rows import (
-    always,
     attention_dropout,
+    constant,
     flag,
     number,
     only,
     size,
     unread,
 )
-from fenchel.model.families.tensor_rows import HEAD_BY_HEAD, both, weight
+from fenchel.model.families.tensor_rows import INTERLEAVED_QKV, weight, weight_and_bias
 
 BLOOM = Family(
     name="bloom",
@@ -29,7 +29,7 @@ BLOOM = Family(
         number("dropout", "hidden_dropout", 0.0),
         attention_dropout("attention_dropout", 0.0),
         flag("tied", "tie_word_embeddings", True),
-        always(norm="layer", positions="alibi", bias=True, mlp="gelu_tanh", embedding_norm=True),
+        constant(norm="layer", positions="alibi", bias=True, mlp="gelu_tanh", embedding_norm=True),
         only("apply_residual_connection_post_layernorm", False),
         only("n_inner", None),
         unread("slow_but_exact", "offset_alibi", "bias_dropout_fusion", "masked_softmax_fusion"),
@@ -37,18 +37,18 @@ BLOOM = Family(
     ),
     tensors=(
         weight("embed", "transformer.word_embeddings"),
-        *both("embed_norm", "transformer.word_embeddings_layernorm"),
-        *both("blocks.{}.attention_norm", "transformer.h.{}.input_layernorm"),
-        *both(
+        *weight_and_bias("embed_norm", "transformer.word_embeddings_layernorm"),
+        *weight_and_bias("blocks.{}.attention_norm", "transformer.h.{}.input_layernorm"),
+        *weight_and_bias(
             "blocks.{}.attention.qkv",
             "transformer.h.{}.self_attention.query_key_value",
-            HEAD_BY_HEAD,
+            INTERLEAVED_QKV,
         ),
-        *both("blocks.{}.attention.out", "transformer.h.{}.self_attention.dense"),
-        *both("blocks.{}.mlp_norm", "transformer.h.{}.post_attention_layernorm"),
-        *both("blocks.{}.mlp.up", "transformer.h.{}.mlp.dense_h_to_4h"),
-        *both("blocks.{}.mlp.down", "transformer.h.{}.mlp.dense_4h_to_h"),
-        *both("norm", "transformer.ln_f"),
+        *weight_and_bias("blocks.{}.attention.out", "transformer.h.{}.self_attention.dense"),
+        *weight_and_bias("blocks.{}.mlp_norm", "transformer.h.{}.post_attention_layernorm"),
+        *weight_and_bias("blocks.{}.mlp.up", "transformer.h.{}.mlp.dense_h_to_4h"),
+        *weight_and_bias("blocks.{}.mlp.down", "transformer.h.{}.mlp.dense_4h_to_h"),
+        *weight_and_bias("norm", "transformer.ln_f"),
         weight("lm_head", "lm_head"),
     ),
     prefix="transformer.",

@@ -1,8 +1,8 @@
-"""What a config.json says, asked for one setting at a time and held to its type and range.
+"""Settings of a config.json, read one at a time and checked for type and range.
 
-A question gives a plain value, or a sentence that names the file, the key and what was wanted.
-Sizes are bounded here, before anybody multiplies two of them. What was never asked about is
-named in the end, so that nothing is accepted and then silently unused.
+Each read returns a plain value, or raises a sentence that names the file, the key and what was
+expected. Sizes are bounded here, before any two of them are multiplied. Keys that were never read
+are listed at the end (``unread_keys``), so that no setting is accepted and then silently unused.
 """
 
 import math
@@ -18,26 +18,35 @@ _MISSING = object()
 
 
 class ConfigReader:
-    """The settings of a config.json, the tensors beside it, and what was asked so far."""
+    """The settings of a config.json, the names of the tensors beside it, and the keys read so far.
+
+    >>> reader = ConfigReader({"n_layer": 12, "n_head": 0}, (), Path("config.json"))
+    >>> reader.integer("n_layer"), reader.unread_keys()
+    (12, ['n_head'])
+    >>> reader.integer("n_head")
+    Traceback (most recent call last):
+        ...
+    ValueError: config.json: n_head=0 should be a whole number, 1 to 16777216.
+    """
 
     def __init__(self, settings: Mapping[str, Any], tensors: Collection[str], where: Path) -> None:
         self.settings, self.tensors, self.where = settings, tensors, where
         self.read_keys: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether something other than null is said."""
+        """Whether the key has a value other than null."""
         return self._get(key, None) is not None
 
-    def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number, ``least`` to 2^24."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer, ``least`` to 2^24."""
         value = self._value(key, default)
         if type(value) is not int or not least <= value <= LARGEST:
             raise self.wrong(key, value, f"a whole number, {least} to {LARGEST}")
         return value
 
-    def whole_or_none(self, key: str, *, least: int = 1) -> int | None:
-        """A whole number, or None where there is none or null."""
-        return self.whole(key, least=least) if self.has(key) else None
+    def integer_or_none(self, key: str, *, least: int = 1) -> int | None:
+        """An integer, or None where there is none or null."""
+        return self.integer(key, least=least) if self.has(key) else None
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
@@ -49,7 +58,7 @@ class ConfigReader:
         return float(value)
 
     def number_or_none(self, key: str, default: float | None = None) -> float | None:
-        """A finite number, or None where null is said."""
+        """A finite number, None for null, or the default for a missing key."""
         if key in self.settings:
             return self.number(key) if self.has(key) else None
         return default
@@ -62,14 +71,14 @@ class ConfigReader:
         return value
 
     def word(self, key: str, words: Mapping[str, str], default: str | None = None) -> str:
-        """The meaning here of one of the words that a family uses."""
+        """Our value for one of the strings that a family uses."""
         value = self._value(key, default)
         if not isinstance(value, str) or value not in words:
             raise self.wrong(key, value, f"one of {', '.join(words)}")
         return words[value]
 
     def part(self, key: str) -> "ConfigReader":
-        """The settings of an object inside; empty where there is none or null."""
+        """A reader of the object under a key; empty where it is missing or null."""
         value = self._get(key, None)
         if value is None:
             value = {}
@@ -78,7 +87,7 @@ class ConfigReader:
         return ConfigReader(value, self.tensors, self.where)
 
     def words(self, key: str, words: Collection[str], count: int) -> list[str] | None:
-        """A list of ``count`` words out of ``words``, or None where there is none or null."""
+        """A list of ``count`` strings out of ``words``, or None where it is missing or null."""
         value = self._get(key, None)
         if value is None:
             return None
@@ -90,7 +99,7 @@ class ConfigReader:
         return value
 
     def only(self, key: str, allowed: Collection[Any]) -> None:
-        """Refuse what is said, unless nothing is or it is what we do anyway."""
+        """Refuse a value that is present and not one of ``allowed``."""
         value = self._get(key, _MISSING)
         if value is not _MISSING and not any(value is a or _same(value, a) for a in allowed):
             raise ValueError(
@@ -99,17 +108,17 @@ class ConfigReader:
             )
 
     def ignore(self, keys: Collection[str]) -> None:
-        """These have no bearing on what the model computes."""
+        """Count these keys as read: they do not affect what the model computes."""
         self.read_keys.update(keys)
 
     def unread_keys(self) -> list[str]:
-        """Keys that say something, and that nobody asked about."""
+        """Keys with a value other than null that were not read."""
         return sorted(
             k for k, v in self.settings.items() if k not in self.read_keys and v is not None
         )
 
     def wrong(self, key: str, value: Any, wanted: str) -> ValueError:
-        """The sentence for a value that is not what was ``wanted``."""
+        """The error for a value that is not what was ``wanted``."""
         if value is _MISSING:
             return ValueError(f"{self.where} lacks {key}, which should be {wanted}.")
         return ValueError(f"{self.where}: {key}={printable(repr(value))} should be {wanted}.")

@@ -1,8 +1,8 @@
-"""What a family is: a table of settings and a table of names, each read in both directions.
+"""A family: a table of settings and a table of tensor names, each read in both directions.
 
-In and out use the same rows, so they cannot disagree. Whether a ModelConfig can be said in a
-family needs no list of exceptions: it is written, read back and compared, and what comes back
-different is what the family has no words for.
+Loading and saving use the same rows, so they cannot disagree. Whether a family can express a
+ModelConfig needs no list of exceptions: it is written, read back and compared, and what comes back
+different is what the family cannot express.
 """
 
 import math
@@ -22,7 +22,7 @@ from fenchel.model.families.tensor_rows import Layout, Row
 
 
 class Match(NamedTuple):
-    """One of our tensors, where it lies in theirs, and how."""
+    """One of our tensors, the tensors of the family that hold it, and their layout."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -31,7 +31,7 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: its two tables, and the few names that files may hold besides."""
+    """A model_type: its two tables, and the few other names that its files may hold."""
 
     name: str
     """The model_type."""
@@ -42,23 +42,23 @@ class Family:
     tensors: tuple[Row, ...]
     """Names in the files <-> names in the Transformer."""
     prefix: str = ""
-    """Begins the names of all but the head; files saved without a head leave it out."""
+    """Prefix of all names but those of the head; files saved without a head leave it out."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Names under which a file may repeat another tensor."""
     ignored: tuple[str, ...] = ()
-    """Patterns of names that a file may hold and that nothing here needs: masks, tables."""
-    older: Mapping[str, str] = field(default_factory=dict)
-    """Endings of names in older files, and what they became."""
-    known_by: str = ""
-    """A tensor that tells this one from others of the same model_type."""
+    """Patterns of names that a file may hold and the model does not need: masks, tables."""
+    legacy_suffixes: Mapping[str, str] = field(default_factory=dict)
+    """Suffixes of names in older files, and their current form."""
+    marker: str = ""
+    """A tensor that distinguishes this family from others of the same model_type."""
 
     def read(self, config: Mapping[str, Any], tensors: Collection[str], where: Path) -> ModelConfig:
-        """Our settings of what a config.json says, with the names of the tensors beside it."""
-        said = ConfigReader(config, tensors, where)
-        said.ignore(HARMLESS)
-        said.only("quantization_config", (None,))
-        ours = {name: value for row in self.settings for name, value in row.read(said).items()}
-        if unread := said.unread_keys():
+        """The ModelConfig of a config.json, given the names of the tensors beside it."""
+        reader = ConfigReader(config, tensors, where)
+        reader.ignore(HARMLESS)
+        reader.only("quantization_config", (None,))
+        ours = {name: value for row in self.settings for name, value in row.read(reader).items()}
+        if unread := reader.unread_keys():
             warnings.warn(
                 f"{where}: {printable(unread[0])} is no setting of {self.name} "
                 "known here; not used.",
@@ -73,55 +73,55 @@ class Family:
             ) from None
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """What a config.json of this family says for our settings; see ``cannot_express``."""
+        """The config.json of this family for a ModelConfig; see ``cannot_express``."""
         theirs: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         for row in self.settings:
             theirs |= row.write(config)
         return theirs
 
     def matches(self, config: ModelConfig, ours: Iterable[str]) -> list[Match]:
-        """Where each of our tensors lies; ValueError names one that has no place."""
-        found, homeless = self._placed(config, ours)
-        if homeless:
-            raise ValueError(f"{self.name} has no place for {homeless[0]}.")
-        return found
+        """The match of each of our tensors; raises for one that the family has no tensor for."""
+        matches, unmatched = self._match_all(config, ours)
+        if unmatched:
+            raise ValueError(f"{self.name} has no place for {unmatched[0]}.")
+        return matches
 
-    def _placed(self, config: ModelConfig, ours: Iterable[str]) -> tuple[list[Match], list[str]]:
-        """Where our tensors layout, and those that have no place."""
+    def _match_all(self, config: ModelConfig, ours: Iterable[str]) -> tuple[list[Match], list[str]]:
+        """The matches of our tensors, and the names of those without one."""
         rows = [row for row in self.tensors if row.when(config)]
-        tried = {name: _match(name, rows) for name in ours}
-        found = [match for match in tried.values() if match is not None]
-        return found, [name for name, match in tried.items() if match is None]
+        matches = {name: _match(name, rows) for name in ours}
+        unmatched = [name for name, match in matches.items() if match is None]
+        return [match for match in matches.values() if match is not None], unmatched
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a file may hold ``name`` although nothing here needs it."""
+        """Whether a file may hold ``name`` although the model does not need it."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def current_name(self, name: str) -> str:
-        """The name that newer files give what an older one calls ``name``."""
-        for old, new in self.older.items():
+        """The current form of a name of an older file."""
+        for old, new in self.legacy_suffixes.items():
             if name.endswith(old):
                 return name.removesuffix(old) + new
         return name
 
     def cannot_express(self, config: ModelConfig, ours: Iterable[str]) -> list[str]:
-        """What this family has no words for: settings, as name=value, and tensors."""
-        found, homeless = self._placed(config, ours)
-        theirs = [name for match in found for name in match.theirs]
+        """What this family has no place for: settings, as name=value, and tensors."""
+        matches, unmatched = self._match_all(config, ours)
+        theirs = [name for match in matches for name in match.theirs]
         try:
             back = self.read(self.write(config), theirs, Path(CONFIG))
         except ValueError as error:
-            return [str(error), *homeless]
+            return [str(error), *unmatched]
         wanted, got = resolved(config), resolved(back)
         other = [name for name in wanted if wanted[name] != got.get(name)]
-        return [*(f"{name}={wanted[name]!r}" for name in other), *homeless]
+        return [*(f"{name}={wanted[name]!r}" for name in other), *unmatched]
 
 
 def resolved(config: ModelConfig) -> dict[str, Any]:
-    """What a model computes, by setting: defaults filled in, what only training reads left out."""
+    """The settings that decide what a model computes, with defaults filled in."""
     layers = range(config.layers)
-    kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _TRAINING}
-    kept |= {
+    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _TRAINING}
+    settings |= {
         "kv_heads": config.groups,
         "head_size": config.head_width,
         "hidden": config.mlp_width,
@@ -133,12 +133,12 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
         "windows": _alike(config.window(layer) for layer in layers),
         "choice": _alike(config.choice_of(layer) for layer in layers),
     }
-    del kept["layer_choices"]
-    if "entmax" not in kept["choice"]:
-        del kept["alpha"]
+    del settings["layer_choices"]
+    if "entmax" not in settings["choice"]:
+        del settings["alpha"]
     if config.positions != "rotary":
-        return {name: value for name, value in kept.items() if not name.startswith("rotary_")}
-    return kept | _resolved_rotary(config)
+        return {name: value for name, value in settings.items() if not name.startswith("rotary_")}
+    return settings | _resolved_rotary(config)
 
 
 def _alike(values: Iterable[Any]) -> Any:
@@ -165,8 +165,8 @@ def _resolved_rotary(config: ModelConfig) -> dict[str, Any]:
 
 def _match(name: str, rows: Iterable[Row]) -> Match | None:
     for row in rows:
-        if found := _pattern(row.ours).fullmatch(name):
-            theirs = tuple(one.format(*found.groups()) for one in row.theirs)
+        if match := _pattern(row.ours).fullmatch(name):
+            theirs = tuple(their_name.format(*match.groups()) for their_name in row.theirs)
             return Match(name, theirs, row.layout)
     return None
 

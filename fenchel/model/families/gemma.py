@@ -1,24 +1,24 @@
 """Gemma 1, 2 and 3 (text): Llama's names; gains of 1 + weight, an embedding scaled by its width.
 
-gemma         GeGLU, heads of a width of their own
+gemma         GeGLU, a head width independent of the model width
 gemma2        norms on both sides of a branch, soft caps, every second layer with a window
-gemma3_text   queries and keys normalised, five layers of six with a window and base of their own
+gemma3_text   QK-norm; five layers of six have a window and another rotary base
 """
 
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.family import Family
 from fenchel.model.families.llama import NAMES, SIZES
-from fenchel.model.families.rope import rope, rope_of_two
-from fenchel.model.families.setting_rows import Setting, Settings, always, flag, only, word
+from fenchel.model.families.rope import rope, rope_with_local_base
+from fenchel.model.families.setting_rows import Setting, Settings, constant, flag, only, word
 from fenchel.model.families.tensor_rows import Row, weight
-from fenchel.model.families.windows import repeated
+from fenchel.model.families.windows import periodic
 
 _GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release said gelu
 _COMMON = (
     *SIZES,
     flag("tied", "tie_word_embeddings", True),
-    Setting(lambda c: {"embedding_scale": c.whole("hidden_size") ** 0.5}, lambda _: {}),
-    always(norm_plus_one=True),
+    Setting(lambda c: {"embedding_scale": c.integer("hidden_size") ** 0.5}, lambda _: {}),
+    constant(norm_plus_one=True),
     only("attention_bias", False),
     only("use_bidirectional_attention", None, False),
 )
@@ -31,13 +31,15 @@ _BOTH_SIDES = (
 
 
 def _query_scale() -> Setting:
-    """Scores are divided by the root of a whole number of its own."""
+    """Scores are divided by the root of ``query_pre_attn_scalar``."""
 
     def write(m: ModelConfig) -> Settings:
         scale = m.score_scale or m.head_width**-0.5
         return {"query_pre_attn_scalar": round(scale**-2)}
 
-    return Setting(lambda c: {"score_scale": c.whole("query_pre_attn_scalar", 256) ** -0.5}, write)
+    return Setting(
+        lambda c: {"score_scale": c.integer("query_pre_attn_scalar", 256) ** -0.5}, write
+    )
 
 
 def _cap(ours: str, theirs: str, default: float | None) -> Setting:
@@ -47,10 +49,10 @@ def _cap(ours: str, theirs: str, default: float | None) -> Setting:
 
 
 def _later(scores: float | None, logits: float | None) -> tuple[Setting, ...]:
-    """What Gemma 2 and 3 share; their caps where unsaid."""
+    """Settings that Gemma 2 and 3 share, with the default soft caps."""
     return (
         word("mlp", "hidden_activation", _GATES, "gelu_pytorch_tanh"),
-        always(norm_place="both"),
+        constant(norm_place="both"),
         _query_scale(),
         _cap("softcap", "attn_logit_softcapping", scores),
         _cap("logit_softcap", "final_logit_softcapping", logits),
@@ -81,15 +83,15 @@ GEMMA = _family(
     _GEMMA1,
 )
 GEMMA2 = _family(
-    "gemma2", "Gemma2ForCausalLM", (*_later(50.0, 30.0), rope(), repeated(2)), *_BOTH_SIDES
+    "gemma2", "Gemma2ForCausalLM", (*_later(50.0, 30.0), rope(), periodic(2)), *_BOTH_SIDES
 )
 GEMMA3 = _family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     (
         *_later(None, None),
-        always(qk_norm=True),
-        rope_of_two(1e6, 1e4, windows=repeated(6)),
+        constant(qk_norm=True),
+        rope_with_local_base(1e6, 1e4, windows=periodic(6)),
     ),
     *_BOTH_SIDES,
 )

@@ -1,9 +1,9 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, maps stored inputs first."""
+"""GPT-2: learned positions, LayerNorm, biases everywhere, weight matrices stored transposed."""
 
 from fenchel.model.families.family import Family
 from fenchel.model.families.setting_rows import (
     PLAIN,
-    always,
+    constant,
     flag,
     number,
     only,
@@ -12,7 +12,7 @@ from fenchel.model.families.setting_rows import (
     unread,
     word,
 )
-from fenchel.model.families.tensor_rows import TURNED, both, weight
+from fenchel.model.families.tensor_rows import TRANSPOSED, weight, weight_and_bias
 
 GPT2 = Family(
     name="gpt2",
@@ -28,7 +28,7 @@ GPT2 = Family(
         number("epsilon", "layer_norm_epsilon", 1e-5),
         number("dropout", "resid_pdrop", 0.1),
         flag("tied", "tie_word_embeddings", True),
-        always(norm="layer", positions="learned", bias=True),
+        constant(norm="layer", positions="learned", bias=True),
         only("scale_attn_weights", True),
         only("scale_attn_by_inverse_layer_idx", False),
         only("add_cross_attention", False),
@@ -39,13 +39,13 @@ GPT2 = Family(
     tensors=(
         weight("embed", "transformer.wte"),
         weight("pos_embed", "transformer.wpe"),
-        *both("blocks.{}.attention_norm", "transformer.h.{}.ln_1"),
-        *both("blocks.{}.attention.qkv", "transformer.h.{}.attn.c_attn", TURNED),
-        *both("blocks.{}.attention.out", "transformer.h.{}.attn.c_proj", TURNED),
-        *both("blocks.{}.mlp_norm", "transformer.h.{}.ln_2"),
-        *both("blocks.{}.mlp.up", "transformer.h.{}.mlp.c_fc", TURNED),
-        *both("blocks.{}.mlp.down", "transformer.h.{}.mlp.c_proj", TURNED),
-        *both("norm", "transformer.ln_f"),
+        *weight_and_bias("blocks.{}.attention_norm", "transformer.h.{}.ln_1"),
+        *weight_and_bias("blocks.{}.attention.qkv", "transformer.h.{}.attn.c_attn", TRANSPOSED),
+        *weight_and_bias("blocks.{}.attention.out", "transformer.h.{}.attn.c_proj", TRANSPOSED),
+        *weight_and_bias("blocks.{}.mlp_norm", "transformer.h.{}.ln_2"),
+        *weight_and_bias("blocks.{}.mlp.up", "transformer.h.{}.mlp.c_fc", TRANSPOSED),
+        *weight_and_bias("blocks.{}.mlp.down", "transformer.h.{}.mlp.c_proj", TRANSPOSED),
+        *weight_and_bias("norm", "transformer.ln_f"),
         weight("lm_head", "lm_head"),
     ),
     prefix="transformer.",

@@ -1,11 +1,11 @@
-"""GPT-NeoX (Pythia): a quarter of each head turned, both branches reading the same stream."""
+"""GPT-NeoX (Pythia): rotary on a quarter of each head, attention and MLP in parallel."""
 
 from fenchel.model.families.family import Family
 from fenchel.model.families.rope import rope
 from fenchel.model.families.setting_rows import (
     PLAIN,
-    always,
     attention_dropout,
+    constant,
     flag,
     number,
     only,
@@ -13,7 +13,7 @@ from fenchel.model.families.setting_rows import (
     unread,
     word,
 )
-from fenchel.model.families.tensor_rows import HEAD_BY_HEAD, both, weight
+from fenchel.model.families.tensor_rows import INTERLEAVED_QKV, weight, weight_and_bias
 
 _WORDS = {"gelu": "gelu", **PLAIN}
 
@@ -34,23 +34,23 @@ GPT_NEOX = Family(
         flag("parallel", "use_parallel_residual", True),
         flag("tied", "tie_word_embeddings", False),
         rope(share=0.25),
-        always(norm="layer", bias=True),
+        constant(norm="layer", bias=True),
         only("attention_bias", True),
         unread("is_decoder"),
     ),
     tensors=(
         weight("embed", "gpt_neox.embed_in"),
-        *both("blocks.{}.attention_norm", "gpt_neox.layers.{}.input_layernorm"),
-        *both(
+        *weight_and_bias("blocks.{}.attention_norm", "gpt_neox.layers.{}.input_layernorm"),
+        *weight_and_bias(
             "blocks.{}.attention.qkv",
             "gpt_neox.layers.{}.attention.query_key_value",
-            HEAD_BY_HEAD,
+            INTERLEAVED_QKV,
         ),
-        *both("blocks.{}.attention.out", "gpt_neox.layers.{}.attention.dense"),
-        *both("blocks.{}.mlp_norm", "gpt_neox.layers.{}.post_attention_layernorm"),
-        *both("blocks.{}.mlp.up", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
-        *both("blocks.{}.mlp.down", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
-        *both("norm", "gpt_neox.final_layer_norm"),
+        *weight_and_bias("blocks.{}.attention.out", "gpt_neox.layers.{}.attention.dense"),
+        *weight_and_bias("blocks.{}.mlp_norm", "gpt_neox.layers.{}.post_attention_layernorm"),
+        *weight_and_bias("blocks.{}.mlp.up", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
+        *weight_and_bias("blocks.{}.mlp.down", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+        *weight_and_bias("norm", "gpt_neox.final_layer_norm"),
         weight("lm_head", "embed_out"),
     ),
     prefix="gpt_neox.",

@@ -3,7 +3,7 @@
 llama     also TinyLlama, SmolLM, SmolLM2
 mistral   a window in every layer, or none
 qwen2     a bias for queries, keys and values only
-qwen3     queries and keys normalised over their head
+qwen3     RMSNorm of queries and keys per head
 """
 
 from fenchel.model.families.config_reader import ConfigReader
@@ -13,8 +13,8 @@ from fenchel.model.families.setting_rows import (
     GATED,
     Setting,
     Settings,
-    always,
     attention_dropout,
+    constant,
     flag,
     number,
     only,
@@ -22,8 +22,8 @@ from fenchel.model.families.setting_rows import (
     size_or_none,
     word,
 )
-from fenchel.model.families.tensor_rows import STACKED, both, weight
-from fenchel.model.families.windows import everywhere, switched
+from fenchel.model.families.tensor_rows import FUSED_QKV, weight, weight_and_bias
+from fenchel.model.families.windows import switchable, uniform
 
 SIZES = (
     size("vocabulary", "vocab_size"),
@@ -37,25 +37,25 @@ SIZES = (
     number("epsilon", "rms_norm_eps", 1e-6),
     attention_dropout("attention_dropout", 0.0),
 )
-"""Settings that all of these say alike, and the Gemmas too."""
+"""Settings that these families and the Gemmas share."""
 NAMES = (
     weight("embed", "model.embed_tokens"),
     weight("blocks.{}.attention_norm", "model.layers.{}.input_layernorm"),
-    *both(
+    *weight_and_bias(
         "blocks.{}.attention.qkv",
         [f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkv"],
-        STACKED,
+        FUSED_QKV,
     ),
     weight("blocks.{}.attention.q_norm", "model.layers.{}.self_attn.q_norm"),
     weight("blocks.{}.attention.k_norm", "model.layers.{}.self_attn.k_norm"),
-    *both("blocks.{}.attention.out", "model.layers.{}.self_attn.o_proj"),
-    *both("blocks.{}.mlp.gate", "model.layers.{}.mlp.gate_proj"),
-    *both("blocks.{}.mlp.up", "model.layers.{}.mlp.up_proj"),
-    *both("blocks.{}.mlp.down", "model.layers.{}.mlp.down_proj"),
+    *weight_and_bias("blocks.{}.attention.out", "model.layers.{}.self_attn.o_proj"),
+    *weight_and_bias("blocks.{}.mlp.gate", "model.layers.{}.mlp.gate_proj"),
+    *weight_and_bias("blocks.{}.mlp.up", "model.layers.{}.mlp.up_proj"),
+    *weight_and_bias("blocks.{}.mlp.down", "model.layers.{}.mlp.down_proj"),
     weight("norm", "model.norm"),
     weight("lm_head", "lm_head"),
 )
-"""Tensors that all of these name alike, and the Gemmas too."""
+"""Tensor names that these families and the Gemmas share."""
 _COMMON = (
     *SIZES,
     word("mlp", "hidden_act", GATED, "silu"),
@@ -68,7 +68,7 @@ _IGNORED = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 def _biases() -> Setting:
-    """Llama's two switches are one of ours."""
+    """Llama has two switches for biases, ModelConfig has one."""
 
     def read(c: ConfigReader) -> Settings:
         attention, mlp = c.flag("attention_bias", False), c.flag("mlp_bias", False)
@@ -80,10 +80,10 @@ def _biases() -> Setting:
 
 
 def _even_heads() -> Setting:
-    """transformers takes no Llama whose width does not split over its heads."""
+    """transformers refuses a Llama whose width is not a multiple of its heads."""
 
     def read(c: ConfigReader) -> Settings:
-        width, heads = c.whole("hidden_size"), c.whole("num_attention_heads")
+        width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
         if width % heads:
             raise c.wrong("hidden_size", width, f"a multiple of num_attention_heads={heads}")
         return {}
@@ -106,10 +106,10 @@ def _family(name: str, architecture: str, *rows: Setting) -> Family:
 LLAMA = _family(
     "llama", "LlamaForCausalLM", _biases(), _even_heads(), only("rope_interleaved", False)
 )
-MISTRAL = _family("mistral", "MistralForCausalLM", everywhere(), only("attention_bias", False))
+MISTRAL = _family("mistral", "MistralForCausalLM", uniform(), only("attention_bias", False))
 QWEN2 = _family(
-    "qwen2", "Qwen2ForCausalLM", switched(), always(qkv_bias=True), only("use_mrope", False)
+    "qwen2", "Qwen2ForCausalLM", switchable(), constant(qkv_bias=True), only("use_mrope", False)
 )
 QWEN3 = _family(
-    "qwen3", "Qwen3ForCausalLM", switched(), always(qk_norm=True), only("attention_bias", False)
+    "qwen3", "Qwen3ForCausalLM", switchable(), constant(qk_norm=True), only("attention_bias", False)
 )

@@ -1,4 +1,4 @@
-"""Which family a directory is of, and which can say what a model of ours is."""
+"""The families, the one of a directory, and one that can express a given model."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -22,13 +22,13 @@ FAMILIES = (
     *(GEMMA, GEMMA2, GEMMA3),
     *(BERT, BERT_BODY, ALBERT, T5),
 )
-"""In the order in which they are tried for a model of ours: the widest known first."""
+"""In the order in which they are tried for a model to be saved, the most common first."""
 
 
 def family_of(model_type: str, tensors: Collection[str], where: Path) -> Family:
-    """The family that a config.json names; of two by the same name, the one its tensors show."""
+    """The family of a model_type; its marker tensor decides between two of the same name."""
     for family in FAMILIES:
-        if family.name == model_type and (not family.known_by or family.known_by in tensors):
+        if family.name == model_type and (not family.marker or family.marker in tensors):
             return family
     names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
     raise ValueError(
@@ -38,14 +38,14 @@ def family_of(model_type: str, tensors: Collection[str], where: Path) -> Family:
 
 
 def family_for(config: ModelConfig, tensors: Collection[str]) -> Family:
-    """A family that says exactly ``config``, whose model has ``tensors``; else why none does."""
+    """The first family that expresses ``config`` with ``tensors``; raises with the nearest gap."""
     tried = []
     for family in FAMILIES:
         gaps = family.cannot_express(config, tensors)
         if not gaps:
             return family
         tried.append((gaps[0].startswith(CONFIG), len(gaps), family.name, gaps))
-    *_, name, gaps = min(tried)  # one that can at least be read back, and says the most
+    *_, name, gaps = min(tried)  # one that can be read back, with the fewest gaps
     what = [one for one in gaps if "=" in one] or gaps  # tensors follow from settings
     raise ValueError(
         f"no Hugging Face family can express this model: the nearest, {name}, has no "

@@ -1,10 +1,10 @@
-"""Rotary positions as config.json says them: the newer form and the older one.
+"""Rotary positions in config.json: the newer form and the older one.
 
     newer   "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ...}
     older   "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}
 
-The newer form is written. Speeds that depend on the length of what is read ("dynamic",
-"longrope") are refused: a key turned once would have to be turned again.
+The newer form is written. Frequencies that depend on the length of the sequence ("dynamic",
+"longrope") are refused: keys in a cache would have to be rotated again.
 """
 
 from typing import Any
@@ -18,93 +18,96 @@ _TRAINED = "original_max_position_embeddings"
 
 
 def rope(base: float = 10000.0, share: float = 1.0) -> Setting:
-    """The row of a family whose layers all turn alike; ``base`` and ``share`` where unsaid."""
+    """One rotary embedding for all layers; ``base`` and ``share`` are the defaults."""
 
     def read(c: ConfigReader) -> Settings:
-        said = c.part(_which(c))
+        parameters = c.part(_key(c))
         older = c.number("rotary_pct", share)
         older = c.number("partial_rotary_factor", older)
-        turned = {"rotary_fraction": said.number("partial_rotary_factor", older)}
-        return turned | _turned(c, said, base)
+        settings = {"rotary_fraction": parameters.number("partial_rotary_factor", older)}
+        return settings | _read_parameters(c, parameters, base)
 
     def write(m: ModelConfig) -> Settings:
-        said = _said(m, m.rotary_base)
+        parameters = _parameters(m, m.rotary_base)
         if m.rotary_fraction != share:
-            said["partial_rotary_factor"] = m.rotary_fraction
-        return {"rope_parameters": said}
+            parameters["partial_rotary_factor"] = m.rotary_fraction
+        return {"rope_parameters": parameters}
 
     return Setting(read, write)
 
 
-def rope_of_two(base: float, local: float, windows: Setting) -> Setting:
-    """The rows of a family whose layers with a window turn by a base of their own."""
+def rope_with_local_base(base: float, local: float, windows: Setting) -> Setting:
+    """Layers with a window have a rotary base of their own, ``local`` by default."""
 
     def read(c: ConfigReader) -> Settings:
-        said = c.part(_which(c))
-        nested = said.has("full_attention") or said.has("sliding_attention")
-        turned = _turned(c, said.part("full_attention") if nested else said, base)
-        near = said.part("sliding_attention") if nested else ConfigReader({}, (), c.where)
-        near.only("rope_type", ("default",))
-        turned |= windows.read(c)
-        older = near.number("rope_theta", c.number("rope_local_base_freq", local))
-        return turned | ({"rotary_local_base": older} if "windows" in turned else {})
+        parameters = c.part(_key(c))
+        nested = parameters.has("full_attention") or parameters.has("sliding_attention")
+        full = parameters.part("full_attention") if nested else parameters
+        sliding = parameters.part("sliding_attention") if nested else ConfigReader({}, (), c.where)
+        settings = _read_parameters(c, full, base) | windows.read(c)
+        sliding.only("rope_type", ("default",))
+        older = c.number("rope_local_base_freq", local)
+        local_base = sliding.number("rope_theta", older)
+        return settings | ({"rotary_local_base": local_base} if "windows" in settings else {})
 
     def write(m: ModelConfig) -> Settings:
-        near = m.rotary_base if m.rotary_local_base is None else m.rotary_local_base
+        local_base = m.rotary_base if m.rotary_local_base is None else m.rotary_local_base
         layers = {
-            "full_attention": _said(m, m.rotary_base),
-            "sliding_attention": {"rope_type": "default", "rope_theta": near},
+            "full_attention": _parameters(m, m.rotary_base),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
         }
         return windows.write(m) | {"rope_parameters": layers}
 
     return Setting(read, write)
 
 
-def _which(c: ConfigReader) -> str:
-    """The key under which scaling is said; ``rope_scaling`` wins, as it does in transformers."""
+def _key(c: ConfigReader) -> str:
+    """The key that holds the parameters; ``rope_scaling`` wins, as it does in transformers."""
     c.ignore(("rope_parameters", "rope_scaling"))
     return "rope_scaling" if c.has("rope_scaling") else "rope_parameters"
 
 
-def _turned(c: ConfigReader, said: ConfigReader, base: float) -> Settings:
-    kind = said.word("rope_type" if said.has("rope_type") else "type", _TYPES, "default")
+def _read_parameters(c: ConfigReader, parameters: ConfigReader, base: float) -> Settings:
+    key = "rope_type" if parameters.has("rope_type") else "type"
+    kind = parameters.word(key, _TYPES, "default")
     older = c.number("rotary_emb_base" if c.has("rotary_emb_base") else "rope_theta", base)
-    turned: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "positions": "rotary",
-        "rotary_base": said.number("rope_theta", older),
+        "rotary_base": parameters.number("rope_theta", older),
     }
     if kind == "default":
-        return turned
-    turned |= {"rotary_scaling": kind, "rotary_factor": said.number("factor")}
+        return settings
+    settings |= {"rotary_scaling": kind, "rotary_factor": parameters.number("factor")}
     if kind == "linear":
-        return turned
-    turned["rotary_trained_context"] = said.whole_or_none(_TRAINED) or c.whole_or_none(_TRAINED)
+        return settings
+    older_length = c.integer_or_none(_TRAINED)
+    settings["rotary_trained_context"] = parameters.integer_or_none(_TRAINED) or older_length
     if kind == "llama3":
-        slow, fast = said.number("low_freq_factor"), said.number("high_freq_factor")
-        return turned | {"rotary_slow": slow, "rotary_fast": fast}
+        slow, fast = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
+        return settings | {"rotary_slow": slow, "rotary_fast": fast}
     for key in ("mscale", "mscale_all_dim"):
-        said.only(key, (None,))
-    return turned | {
-        "rotary_fast": said.number_or_none("beta_fast"),
-        "rotary_slow": said.number_or_none("beta_slow"),
-        "rotary_attention": said.number_or_none("attention_factor"),
-        "rotary_truncate": said.flag("truncate", True),
+        parameters.only(key, (None,))
+    return settings | {
+        "rotary_fast": parameters.number_or_none("beta_fast"),
+        "rotary_slow": parameters.number_or_none("beta_slow"),
+        "rotary_attention": parameters.number_or_none("attention_factor"),
+        "rotary_truncate": parameters.flag("truncate", True),
     }
 
 
-def _said(m: ModelConfig, base: float) -> dict[str, Any]:
+def _parameters(m: ModelConfig, base: float) -> dict[str, Any]:
     kind = _TYPES.get(m.rotary_scaling or "", "default")
-    said: dict[str, Any] = {"rope_type": kind, "rope_theta": base}
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": base}
     if kind == "default":
-        return said
-    said["factor"] = m.rotary_factor
+        return parameters
+    parameters["factor"] = m.rotary_factor
     if m.rotary_scaling == "linear":
-        return said
-    said[_TRAINED] = m.rotary_trained_context or m.context
+        return parameters
+    parameters[_TRAINED] = m.rotary_trained_context or m.context
     slow, fast = m.rotary_slow or 1.0, m.rotary_fast
     if m.rotary_scaling == "llama3":
-        return said | {"low_freq_factor": slow, "high_freq_factor": fast or 4.0}
-    said |= {"beta_slow": slow, "beta_fast": fast or 32.0, "truncate": m.rotary_truncate}
+        return parameters | {"low_freq_factor": slow, "high_freq_factor": fast or 4.0}
+    parameters |= {"beta_slow": slow, "beta_fast": fast or 32.0, "truncate": m.rotary_truncate}
     if m.rotary_attention is not None:
-        said["attention_factor"] = m.rotary_attention
-    return said
+        parameters["attention_factor"] = m.rotary_attention
+    return parameters

@@ -1,7 +1,8 @@
-"""Rows of the table of settings: config.json to ModelConfig and back, a key or a few at a time.
+"""Rows of a family's table of settings: config.json to ModelConfig and back, one or few keys each.
 
-Words are theirs to ours. What a row writes, the same row reads; a value of ours that a row
-cannot write comes back different, which is how ``Family.cannot_express`` finds it.
+A row reads what it writes. A value of ModelConfig that a row cannot write comes back different,
+which is how ``Family.cannot_express`` detects it. ``ours`` names a field of ModelConfig, ``theirs``
+a key of config.json.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ PLAIN = {
     "gelu": "gelu",
     "relu": "relu",
 }
-"""Activations of a plain MLP, from their words to ours."""
+"""Activations of an MLP without a gate, theirs to ours."""
 GATED = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -26,11 +27,11 @@ GATED = {
     "gelu_new": "geglu_tanh",
     "gelu": "geglu",
 }
-"""Activations of the gate of an MLP."""
+"""Activations of a gated MLP, theirs to ours."""
 
 
 class Setting(NamedTuple):
-    """A row of the first table: what config.json says to ours, and ours to what it says."""
+    """A row: keys of config.json to fields of ModelConfig, and the inverse."""
 
     read: Callable[[ConfigReader], Settings]
     write: Callable[[ModelConfig], Settings]
@@ -39,21 +40,21 @@ class Setting(NamedTuple):
 def size(
     ours: str, *theirs: str, default: int | None = None, written: str | None = None
 ) -> Setting:
-    """A whole number, which must be said unless it has a default; written by its first name.
+    """An integer, required unless it has a default; written under the first of its names.
 
-    ``written`` names the property of ModelConfig that fills it in, where ours may be None.
+    ``written`` names the property of ModelConfig to write where ``ours`` may be None.
     """
 
     def read(c: ConfigReader) -> Settings:
-        return {ours: c.whole(next((name for name in theirs if c.has(name)), theirs[0]), default)}
+        return {ours: c.integer(next((name for name in theirs if c.has(name)), theirs[0]), default)}
 
     return Setting(read, lambda m: {theirs[0]: getattr(m, written or ours)})
 
 
 def size_or_none(ours: str, theirs: str, written: str) -> Setting:
-    """A whole number or null; what is written is the property that fills it in."""
+    """An integer or null; the property ``written`` is what is written."""
     return Setting(
-        lambda c: {ours: c.whole_or_none(theirs)}, lambda m: {theirs: getattr(m, written)}
+        lambda c: {ours: c.integer_or_none(theirs)}, lambda m: {theirs: getattr(m, written)}
     )
 
 
@@ -70,7 +71,7 @@ def flag(ours: str, theirs: str, default: bool) -> Setting:
 
 
 def word(ours: str, theirs: str, words: Mapping[str, str], default: str | None = None) -> Setting:
-    """A word; ``words`` is from theirs to ours, and the first of several is the one written."""
+    """A string; ``words`` maps theirs to ours, and the first of several equal ones is written."""
     back = {mine: yours for yours, mine in reversed(list(words.items()))}
     return Setting(
         lambda c: {ours: c.word(theirs, words, default)},
@@ -79,7 +80,7 @@ def word(ours: str, theirs: str, words: Mapping[str, str], default: str | None =
 
 
 def attention_dropout(theirs: str, default: float) -> Setting:
-    """Dropout of attention weights, which is that of branches where ours does not say."""
+    """Dropout of attention weights; that of the branches where ModelConfig has None."""
 
     def write(m: ModelConfig) -> Settings:
         return {theirs: m.dropout if m.attention_dropout is None else m.attention_dropout}
@@ -87,13 +88,13 @@ def attention_dropout(theirs: str, default: float) -> Setting:
     return Setting(lambda c: {"attention_dropout": c.number(theirs, default)}, write)
 
 
-def always(**ours: Any) -> Setting:
-    """What is so in every model of the family, and not said."""
+def constant(**ours: Any) -> Setting:
+    """Fields of ModelConfig that every model of the family has, without a key in config.json."""
     return Setting(lambda _: ours, lambda _: {})
 
 
 def only(theirs: str, *allowed: Any) -> Setting:
-    """Variants that we do not have: anything but ``allowed`` is refused."""
+    """A key whose other variants fenchel does not have: all values but ``allowed`` are refused."""
 
     def read(c: ConfigReader) -> Settings:
         c.only(theirs, allowed)
@@ -103,7 +104,7 @@ def only(theirs: str, *allowed: Any) -> Setting:
 
 
 def unread(*theirs: str) -> Setting:
-    """Keys that have no bearing on what the model computes."""
+    """Keys that do not affect what the model computes."""
 
     def read(c: ConfigReader) -> Settings:
         c.ignore(theirs)
@@ -125,4 +126,4 @@ HARMLESS = frozenset(
     use_bfloat16 use_cache
     """.split()
 )
-"""Keys of any family that say nothing about what its model computes."""
+"""Keys of any family that do not affect what its model computes."""

@@ -1,8 +1,7 @@
-"""T5: encoder and decoder, distances in buckets, scores without a scale.
+"""T5: encoder and decoder, bucketed relative positions, unscaled scores.
 
-It reads texts of any length. ``n_positions``, which transformers does not use, keeps the length
-that ours was made for. Version 1.1 has a read-out of its own, and does not scale the stream
-before it.
+It reads texts of any length. ``n_positions``, which transformers does not use, stores the context
+of ModelConfig. Version 1.1 has an untied lm_head and does not scale its input.
 """
 
 from collections.abc import Iterator
@@ -13,25 +12,25 @@ from fenchel.model.families.family import Family
 from fenchel.model.families.setting_rows import (
     Setting,
     Settings,
-    always,
+    constant,
     number,
     size,
     size_or_none,
     unread,
     word,
 )
-from fenchel.model.families.tensor_rows import PAIRED, STACKED, Row, weight
+from fenchel.model.families.tensor_rows import FUSED_KV, FUSED_QKV, Row, weight
 
 _WORDS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu"}
 
 
-def _read_out() -> Setting:
-    """Untied where files hold a read-out; older files say by the same key not to scale."""
+def _lm_head() -> Setting:
+    """Untied where the files hold an lm_head; older files turn scaling off by the same key."""
 
     def read(c: ConfigReader) -> Settings:
         tied = c.flag("tie_word_embeddings", True)
         scaled = c.flag("scale_decoder_outputs", tied)
-        scale = c.whole("d_model") ** -0.5 if scaled else 1.0
+        scale = c.integer("d_model") ** -0.5 if scaled else 1.0
         return {"tied": "lm_head.weight" not in c.tensors, "logit_scale": scale}
 
     def write(m: ModelConfig) -> Settings:
@@ -42,10 +41,10 @@ def _read_out() -> Setting:
 
 def _layers() -> Setting:
     def read(c: ConfigReader) -> Settings:
-        encoder = c.whole("num_layers")
+        encoder = c.integer("num_layers")
         return {
             "encoder_layers": encoder,
-            "layers": c.whole_or_none("num_decoder_layers") or encoder,
+            "layers": c.integer_or_none("num_decoder_layers") or encoder,
         }
 
     def write(m: ModelConfig) -> Settings:
@@ -55,11 +54,11 @@ def _layers() -> Setting:
 
 
 def _stack(ours: str, theirs: str, mlp: int) -> Iterator[Row]:
-    """A block of the encoder or the decoder; its MLP is their layer number ``mlp``."""
+    """The rows of one stack; its MLP is sublayer number ``mlp`` of a block."""
     layer = f"{theirs}.block.{{}}.layer"
     attention = f"{layer}.0.SelfAttention"
     names = tuple(f"{attention}.{x}.weight" for x in "qkv")
-    yield Row(f"{ours}blocks.{{}}.attention.qkv.weight", names, STACKED)
+    yield Row(f"{ours}blocks.{{}}.attention.qkv.weight", names, FUSED_QKV)
     yield weight(f"{ours}blocks.{{}}.attention.out", f"{attention}.o")
     yield weight(f"{ours}blocks.{{}}.attention_norm", f"{layer}.0.layer_norm")
     dense = f"{layer}.{mlp}.DenseReluDense"
@@ -92,8 +91,8 @@ T5 = Family(
         number("dropout", "dropout_rate", 0.1),
         size("buckets", "relative_attention_num_buckets", default=32),
         size("bucket_distance", "relative_attention_max_distance", default=128),
-        _read_out(),
-        always(kind="encoder-decoder", positions="buckets", score_scale=1.0),
+        _lm_head(),
+        constant(kind="encoder-decoder", positions="buckets", score_scale=1.0),
         unread("is_decoder", "dense_act_fn", "is_gated_act"),
     ),
     tensors=(
@@ -104,7 +103,7 @@ T5 = Family(
         Row(
             "blocks.{}.cross_attention.kv.weight",
             (f"{_CROSS}.k.weight", f"{_CROSS}.v.weight"),
-            PAIRED,
+            FUSED_KV,
         ),
         weight("blocks.{}.cross_attention.out", f"{_CROSS}.o"),
         weight("blocks.{}.cross_attention_norm", "decoder.block.{}.layer.1.layer_norm"),

@@ -1,12 +1,12 @@
-"""Rows of the table of names: where one of our tensors lies in theirs, and how.
+"""Rows of a family's table of tensor names: the tensors that hold one of ours, and in what layout.
 
-    SAME           number for number
-    TURNED         theirs maps by x W, ours by x W^T (GPT-2)
-    STACKED        our queries, keys and values in one map are three of theirs
-    PAIRED         our keys and values in one map are two of theirs
-    HEAD_BY_HEAD   theirs has head 1's query, key and value, then head 2's (NeoX, BLOOM)
+    SAME               the same numbers in the same order
+    TRANSPOSED         theirs computes x W, ours x W^T (GPT-2)
+    FUSED_QKV          queries, keys and values are one matrix here and three there
+    FUSED_KV           keys and values are one matrix here and two there
+    INTERLEAVED_QKV    theirs has query, key and value of head 1, then of head 2 (NeoX, BLOOM)
 
-``join`` gives ours, ``split`` theirs; each undoes the other. All but SAME copy.
+``join`` maps theirs to ours, ``split`` ours to theirs; each inverts the other. All but SAME copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from fenchel.model.config import ModelConfig
 
 
 class Layout(Protocol):
-    """How the numbers of one of our tensors layout in theirs."""
+    """How one of our tensors is laid out in the tensors of a family."""
 
     def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
         """Theirs to ours."""
@@ -29,7 +29,7 @@ class Layout(Protocol):
 
 
 class Row(NamedTuple):
-    """A row of the second table; {} stands for the number of a layer."""
+    """One of our tensors and those of the family that hold it; {} is the number of a layer."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 class _Same:
-    """Number for number."""
+    """The same numbers in the same order."""
 
     def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
         return theirs[0]
@@ -47,8 +47,8 @@ class _Same:
         return [ours]
 
 
-class _Turned:
-    """Theirs maps by x W, ours by x W^T; copied, since a checkpoint is saved row by row."""
+class _Transposed:
+    """Theirs computes x W, ours x W^T; copied, since safetensors needs contiguous tensors."""
 
     def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
         return theirs[0].t().contiguous()
@@ -57,8 +57,8 @@ class _Turned:
         return [ours.t()]
 
 
-class _Stacked:
-    """Queries, keys and values are one map of ours and three of theirs; joined by copying."""
+class _FusedQKV:
+    """Queries, keys and values are one matrix of ours and three of theirs; joined by a copy."""
 
     def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
         return torch.cat(list(theirs))
@@ -68,8 +68,8 @@ class _Stacked:
         return list(torch.split(ours, [H * D, G * D, G * D]))
 
 
-class _Paired:
-    """Keys and values alone are one map of ours and two of theirs; joined by copying."""
+class _FusedKV:
+    """Keys and values are one matrix of ours and two of theirs; joined by a copy."""
 
     def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:  # noqa: ARG002
         return torch.cat(list(theirs))
@@ -78,8 +78,8 @@ class _Paired:
         return list(ours.chunk(2))
 
 
-class _HeadByHead:
-    """Theirs has head 1's query, key and value, then head 2's; ours all queries first."""
+class _InterleavedQKV:
+    """Theirs has query, key and value of head 1, then of head 2; ours has all queries first."""
 
     def join(self, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
         H, D = config.heads, config.head_width
@@ -92,21 +92,23 @@ class _HeadByHead:
         return [x.reshape(ours.shape)]
 
 
-SAME, TURNED, STACKED, PAIRED = _Same(), _Turned(), _Stacked(), _Paired()
-HEAD_BY_HEAD = _HeadByHead()
+SAME, TRANSPOSED, FUSED_QKV, FUSED_KV = _Same(), _Transposed(), _FusedQKV(), _FusedKV()
+INTERLEAVED_QKV = _InterleavedQKV()
 
 
-def both(ours: str, theirs: str | Sequence[str], layout: Layout = SAME) -> tuple[Row, Row]:
-    """Rows for the weight and the bias of a map or a norm."""
+def weight_and_bias(
+    ours: str, theirs: str | Sequence[str], layout: Layout = SAME
+) -> tuple[Row, Row]:
+    """Rows for the weight and the bias of a linear map or a norm."""
     names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
     weight = Row(f"{ours}.weight", tuple(f"{n}.weight" for n in names), layout)
-    return weight, Row(f"{ours}.bias", tuple(f"{n}.bias" for n in names), _of_bias(layout))
+    return weight, Row(f"{ours}.bias", tuple(f"{n}.bias" for n in names), _bias_layout(layout))
 
 
 def weight(ours: str, theirs: str, layout: Layout = SAME) -> Row:
-    """The row for a map or a table without bias."""
+    """The row for the weight of a linear map, an embedding or a norm without a bias."""
     return Row(f"{ours}.weight", (f"{theirs}.weight",), layout)
 
 
-def _of_bias(layout: Layout) -> Layout:
-    return SAME if layout is TURNED else layout
+def _bias_layout(layout: Layout) -> Layout:
+    return SAME if layout is TRANSPOSED else layout

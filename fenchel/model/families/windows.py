@@ -1,8 +1,8 @@
-"""Sliding windows as config.json says them: one width, and which layers have it.
+"""Sliding windows in config.json: one width, and which layers have it.
 
     "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention", ...]
 
-A window counts keys, the query's own among them, there as here.
+A window counts keys including the query's own position, in transformers as here.
 """
 
 from collections.abc import Callable
@@ -11,32 +11,32 @@ from fenchel.model.config import ModelConfig
 from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.setting_rows import Setting, Settings
 
-NEAR, ALL = "sliding_attention", "full_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
 _LAYERS = 4096  # more are not listed one by one
 
 
-def everywhere() -> Setting:
+def uniform() -> Setting:
     """All layers have the window, or none (Mistral)."""
 
     def read(c: ConfigReader) -> Settings:
-        width = c.whole_or_none("sliding_window")
+        width = c.integer_or_none("sliding_window")
         return {"windows": () if width is None else (width,)}
 
     return Setting(read, lambda m: {"sliding_window": m.window(0)})
 
 
-def listed(default_types: Callable[[ConfigReader, int], list[str]]) -> Setting:
-    """Layers are listed; ``default_types`` gives the list that an older file leaves out."""
+def per_layer(default_types: Callable[[ConfigReader, int], list[str]]) -> Setting:
+    """Layers are listed; ``default_types`` gives the list where an older file has none."""
 
     def read(c: ConfigReader) -> Settings:
-        layers = c.whole("num_hidden_layers")
+        layers = c.integer("num_hidden_layers")
         if layers > _LAYERS:
             raise c.wrong("num_hidden_layers", layers, f"at most {_LAYERS} where layers differ")
-        types = c.words("layer_types", (NEAR, ALL), layers) or default_types(c, layers)
-        width = c.whole_or_none("sliding_window")
-        if width is None or NEAR not in types:
+        types = c.words("layer_types", (SLIDING, FULL), layers) or default_types(c, layers)
+        width = c.integer_or_none("sliding_window")
+        if width is None or SLIDING not in types:
             return {}
-        return {"windows": tuple(width if kind == NEAR else 0 for kind in types)}
+        return {"windows": tuple(width if kind == SLIDING else 0 for kind in types)}
 
     return Setting(read, _write)
 
@@ -46,18 +46,18 @@ def _write(m: ModelConfig) -> Settings:
     width = next((w for w in windows if w is not None), None)
     return {
         "sliding_window": width,
-        "layer_types": [ALL if w is None else NEAR for w in windows],
+        "layer_types": [FULL if w is None else SLIDING for w in windows],
     }
 
 
-def switched() -> Setting:
-    """The list may be switched off, and older files let the first layers see all (Qwen)."""
+def switchable() -> Setting:
+    """Windows may be switched off; in older files the first layers have none (Qwen)."""
 
     def default_types(c: ConfigReader, layers: int) -> list[str]:
-        first = c.whole("max_window_layers", 28, least=0)
-        return [ALL if layer < first else NEAR for layer in range(layers)]
+        first = c.integer("max_window_layers", 28, least=0)
+        return [FULL if layer < first else SLIDING for layer in range(layers)]
 
-    rows = listed(default_types)
+    rows = per_layer(default_types)
 
     def read(c: ConfigReader) -> Settings:
         c.ignore(("layer_types", "sliding_window", "max_window_layers"))
@@ -69,15 +69,15 @@ def switched() -> Setting:
     return Setting(read, write)
 
 
-def repeated(default: int) -> Setting:
-    """Every so many layers one sees all; the others have the window (Gemma)."""
+def periodic(default: int) -> Setting:
+    """One layer of every ``default`` has full attention, the others the window (Gemma)."""
 
     def default_types(c: ConfigReader, layers: int) -> list[str]:
         key = "sliding_window_pattern"
-        every = c.whole(key if c.has(key) else f"_{key}", default)
-        return [NEAR if (layer + 1) % every else ALL for layer in range(layers)]
+        every = c.integer(key if c.has(key) else f"_{key}", default)
+        return [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
 
-    rows = listed(default_types)
+    rows = per_layer(default_types)
 
     def read(c: ConfigReader) -> Settings:
         c.ignore(("sliding_window_pattern", "_sliding_window_pattern"))
