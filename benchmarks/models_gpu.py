@@ -2,7 +2,7 @@
 
 Both sides: one process, in turn (harness.py), weights in float32 under bfloat16 autocast, fused
 AdamW, torch.compile with its default mode. Theirs: sdpa attention, logits of the whole batch.
-Ours: the readout in parts (train/loss.py).
+Ours: the loss from the LM head in parts (train/loss.py).
 
     train     tokens a second of forward, loss, backward and optimiser; share of the peak rate
 
