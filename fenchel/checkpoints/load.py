@@ -10,6 +10,8 @@ compared with what the settings imply before a byte of weights is read, and what
 the file's own pages.
 """
 
+import tomllib
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ from fenchel.checkpoints.weights import (
     require_enough_tensors,
 )
 from fenchel.config import from_mapping
+from fenchel.files import Notice, printable
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import family_of
 from fenchel.model.families.config_reader import CONFIG
@@ -68,6 +71,7 @@ def load_model(
         raise ValueError(f'which={which!r} should be "best" or "newest".')
     if is_run(path):
         config, weights = _read_run(open_checkpoint(path, which), dtype)
+        _warn_of_loss(path / "config.toml")
     elif has_file(path, CONFIG):
         config, weights = _read_family(open_directory(path), dtype)
     else:
@@ -90,6 +94,23 @@ def _read_run(
     config = from_mapping(ModelConfig, directory.config)
     require_enough_tensors(directory, config, per_layer=_TENSORS_PER_LAYER)
     return config, read_state_dict(directory, meta_state_dict(config), dtype)
+
+
+def _warn_of_loss(settings: Path) -> None:
+    """Warn of a run that was trained by a loss whose predictions are not a softmax."""
+    try:
+        text = settings.read_text(encoding="utf-8") if settings.stat().st_size < 2**20 else ""
+        train = tomllib.loads(text).get("train", {})
+    except (OSError, ValueError):  # the weights can be used without it
+        return
+    loss = train.get("loss", "cross_entropy") if isinstance(train, dict) else "cross_entropy"
+    if loss != "cross_entropy":
+        warnings.warn(
+            f"{settings.parent} was trained by train.loss={printable(loss)}: its logits are not "
+            "those of a softmax, so perplexity and sampling fit them badly; --temperature 0 does.",
+            Notice,
+            stacklevel=4,
+        )
 
 
 def _read_family(

@@ -29,6 +29,13 @@ def test_a_run_directory_holds_the_whole_story(run_directory: Path) -> None:
     assert summary["validation"]["bits_per_byte"] > 0
 
 
+def test_a_run_by_cross_entropy_is_read_without_a_warning(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(run_directory), "--prompt", "the", "--max-new-tokens", "1"]) == 0
+    assert "train.loss" not in capsys.readouterr().err
+
+
 def test_every_log_line_tells_the_health_of_each_layer(run_directory: Path) -> None:
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").open()]
     trained = [line for line in lines if "train/loss" in line]
@@ -89,6 +96,8 @@ def test_a_sparse_loss_trains_and_says_what_it_measures(
     if validation["uncovered"]:
         assert "of the targets have probability 0" in " ".join(shown.split())
         assert "of the targets probability 0" in (out / "report.html").read_text()
+    assert main(["generate", str(out), "--prompt", "the", "--max-new-tokens", "1"]) == 0
+    assert f"trained by train.loss={loss}" in capsys.readouterr().err
     words = ["train", "--resume", str(out), "--steps", "6", "--set", "train.loss_alpha=1.2"]
     assert "the best step so far was chosen by it" in error_of(words, capsys)
 
