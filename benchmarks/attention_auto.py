@@ -6,7 +6,8 @@ process (harness.py); a row gives the median milliseconds of each, the back end 
 
     auto / best      the median over rounds of auto's time by that of the quickest back end
 
-On a CPU: float32, 4 heads of 64. On a GPU: bfloat16, 16 heads of 64. At the end, the graphs that
+On a CPU: float32, 4 heads of 64. On a GPU: bfloat16, 16 heads of 64, 16384
+tokens. At the end, the graphs that
 torch.compile makes for ten lengths that did not come before, per prior: 0 where nothing is compiled
 or the kernel for any length exists, which every length but the first of the process uses. On a GPU,
 what a kernel compiled for exactly its lengths gains over that one.
@@ -52,14 +53,20 @@ class Machine(NamedTuple):
     dtype: torch.dtype
     heads: int
     lengths: tuple[int, ...]
+    tokens: int
+    """Tokens per call: as many sequences as make them up, and at least one."""
     largest_square: int
     """Scores above which the reference back end is left out: it writes all of them, in float32."""
     budget: float
     """Seconds after which no further case is begun."""
 
+    def batch(self, n: int) -> int:
+        """Sequences of n tokens per call."""
+        return max(1, self.tokens // n)
 
-CPU = Machine("cpu", torch.float32, 4, (64, 256, 1024, 4096), 1 << 26, 900.0)
-GPU = Machine("cuda", torch.bfloat16, 16, (256, 1024, 2048, 8192), 1 << 30, 230.0)
+
+CPU = Machine("cpu", torch.float32, 4, (64, 256, 1024, 4096), 1, 1 << 26, 900.0)
+GPU = Machine("cuda", torch.bfloat16, 16, (256, 1024, 2048, 8192), 1 << 14, 1 << 30, 230.0)
 WIDTH = 64
 
 
@@ -75,7 +82,7 @@ def cases(machine: Machine, n: int) -> dict[str, Case]:
     H, device = machine.heads, machine.device
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(32, H, generator=generator).to(device)
-    padding = Padding(torch.tensor([n - n // 4], device=device))
+    padding = Padding(torch.tensor([n - n // 4] * machine.batch(n), device=device))
     window = Window(max(16, min(512, n // 8)))
     return {
         "none": Case(AttentionSpec()),
@@ -97,7 +104,7 @@ def cases(machine: Machine, n: int) -> dict[str, Case]:
 def inputs(machine: Machine, T: int, S: int, train: bool) -> list[Tensor]:
     """q, k, v and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, machine.heads, n, WIDTH) for n in (T, S, S, T)]
+    shapes = [(machine.batch(S), machine.heads, n, WIDTH) for n in (T, S, S, T)]
     drawn = [torch.randn(shape, generator=generator) for shape in shapes]
     placed = [x.to(machine.device, machine.dtype) for x in drawn]
     return [*(x.requires_grad_(train) for x in placed[:3]), placed[3]]
@@ -130,7 +137,7 @@ def measure(machine: Machine, name: str, n: int, train: bool) -> dict[str, Any]:
     names = [backend for backend, reason in reasons.items() if reason is None]
     if "sdpa" in names and causal_flag(case.spec.prior, T, n) is not None and "flex" in names:
         names.remove("flex")  # torch's own kernels are ahead of it, and compiling takes long
-    if machine.heads * T * n > machine.largest_square:
+    if machine.batch(n) * machine.heads * T * n > machine.largest_square:
         names.remove("reference")
     calls = {backend: call(case.spec, backend, at, train) for backend in (*names, "auto")}
     for backend in list(calls):  # compiles what is compiled, at the first call
