@@ -18,10 +18,12 @@ Shapes: ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fenchel.generation import cuda_graph
 from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
@@ -29,6 +31,8 @@ from fenchel.generation.cuda_graph import RECORDERS, PendingTokens, RecordedStep
 from fenchel.generation.kv_cache import CacheKind, KVCache
 from fenchel.model import Transformer
 
+NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""The kernels of torch's fused attention that serve a new length at once."""
 PAD = 0
 """The id at padding; any id serves, since padding is never attended to."""
 
@@ -151,14 +155,17 @@ class Session:
         if self._cpu_step is not None and ids_BT.shape[1] == 1:
             return self._cpu_step.step(ids_BT[:, 0], token_mask_BS).unsqueeze(1)
         memory_BSM, memory_mask_BS = self.memory
-        logits_BTV: Tensor = self.model(
-            ids_BT,
-            cache=self.cache,
-            token_mask_BS=token_mask_BS,
-            memory_BSM=memory_BSM,
-            memory_mask_BS=memory_mask_BS,
-            last=last,
-        )
+        # cuDNN's attention builds a plan for every new length, about 60 ms on an H200: more than
+        # ten times a step, at each token.
+        with sdpa_kernel(NO_PLANS) if ids_BT.is_cuda else nullcontext():
+            logits_BTV: Tensor = self.model(
+                ids_BT,
+                cache=self.cache,
+                token_mask_BS=token_mask_BS,
+                memory_BSM=memory_BSM,
+                memory_mask_BS=memory_mask_BS,
+                last=last,
+            )
         return logits_BTV
 
     def uses_recorded_step(self, ids_BT: Tensor) -> bool:
