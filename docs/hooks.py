@@ -25,7 +25,7 @@ PICTURES = ("benchmarks/results/optim_full.svg", "benchmarks/results/optim_cuda.
 
 
 def packages() -> list[str]:
-    """``fenchel`` and every package below it that lists public names."""
+    """Every package below ``fenchel`` that lists public names."""
     files = (ROOT / "fenchel").rglob("__init__.py")
     return sorted(
         ".".join(file.parent.relative_to(ROOT).parts)
@@ -45,7 +45,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not files of docs/."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=moved((ROOT / source).read_text())))
+        files.append(
+            File.generated(config, page, content=relocate_links((ROOT / source).read_text()))
+        )
     for picture in PICTURES:
         files.append(File.generated(config, picture, abs_src_path=str(ROOT / picture)))
     files.append(File.generated(config, "commands.md", content=commands()))
@@ -76,8 +78,8 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return markdown.replace("](../benchmarks/", "](benchmarks/")
 
 
-def moved(text: str) -> str:
-    """Links of a page of the repository's root, as seen from docs/."""
+def relocate_links(text: str) -> str:
+    """The links of a page of the repository's root, relative to docs/."""
     for source, page in PAGES.items():
         text = text.replace(f"]({source}", f"]({page}")
     return re.sub(r"\]\(docs/", "](", text)

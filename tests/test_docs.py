@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs say what is so: their Python runs, their commands and links exist.
+"""README, CONTRIBUTING and docs are true: their Python runs, their commands and links exist.
 
 Every ``python`` block is executed, the blocks of a page one after another in one namespace, in a
 folder that holds ``speech.txt``, a run ``runs/demo`` and the same model as a Hugging Face directory
@@ -54,12 +54,12 @@ def blocks(page: Path) -> list[Block]:
     content = page.read_text()
     return [
         Block(
-            content.count("\n", 0, found.start("text")) + 1,
-            found["language"],
-            found["text"],
-            found["reason"],
+            content.count("\n", 0, match.start("text")) + 1,
+            match["language"],
+            match["text"],
+            match["reason"],
         )
-        for found in FENCE.finditer(content)
+        for match in FENCE.finditer(content)
     ]
 
 
@@ -68,9 +68,9 @@ def python_blocks(page: Path) -> list[Block]:
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text, a run and a Hugging Face directory."""
-    folder = tmp_path_factory.mktemp("desk")
+    folder = tmp_path_factory.mktemp("workspace")
     draw = random.Random(0)
     words = "the people of these States have peace and trade with every nation".split()
     lines = (" ".join(draw.choices(words, k=9)) + "." for _ in range(400))
@@ -84,8 +84,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name)
-def test_the_python_of_a_page_runs(page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(desk)
+def test_the_python_of_a_page_runs(
+    page: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace)
     namespace: dict[str, object] = {"__name__": "page"}
     for block in python_blocks(page):
         if block.reason is not None:
