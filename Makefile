@@ -1,11 +1,11 @@
-# demo and test do all set-up in .venv; the stamps make a second call quick and need no network.
+# demo and test do all set-up in .venv; stamps make a second call quick and free of the network.
 PYTHON ?= python3
 BIN := .venv/bin
 
 demo: .venv/.demo
 	$(BIN)/fenchel train
 
-# One process a core, one thread a process: threads of several processes would wait for each other.
+# One process per core and one thread per process: more threads would wait for each other.
 test: .venv/.dev lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 

@@ -1,9 +1,9 @@
 """The pages in a real browser: fenchel/report's .js, .css and .html, driven through Chromium.
 
-One headless session opens a run report, an inspection page and a reliability page from file://,
-watches the console and the network, uses the controls with mouse and keyboard, and compares what
-the page then says with the numbers it was made of. Without Chromium and its driver the tests are
-skipped, and the summary of the suite says so in one line (tests/conftest.py).
+One headless session opens the pages of a run, an inspection, certificates and a calibration from
+file://, watches the console and the network, uses the controls with mouse and keyboard, and
+compares what the page then shows with the numbers it was made of. Without Chromium and its driver
+the tests are skipped, and the summary of the suite says so in one line (tests/conftest.py).
 """
 
 import base64
@@ -26,6 +26,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from fenchel.cli import reliability
 from fenchel.evaluate import Confidence, outcomes, summarise
+from fenchel.report import certificates
 from fenchel.report import page as run_page
 from fenchel.report.inspection import render
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"
 )
 
-PAGES = ("run", "inspection", "reliability")
+PAGES = ("run", "inspection", "certificates", "reliability")
 DESKTOP, PHONE = 1280, 390
 
 
@@ -131,13 +132,44 @@ def browser() -> Iterator[Browser]:
     session.driver.quit()
 
 
+def certification(inspection: dict[str, Any]) -> dict[str, Any]:
+    """The data of a certificates page: two layers, and a third that is refused."""
+    tokens = inspection["tokens"]
+    layer = {
+        "layer": 1,
+        "refused": None,
+        "centre": {"lower": 0.47, "upper": 0.48, "iterations": 27},
+        "lower": 0.473,
+        "upper": 1.127,
+        "failure": 1e-9,
+        "token_norm": 7.46,
+        "moved": [1.0 / len(tokens)] * len(tokens),
+        "heads": [],
+    }
+    refusal = {**layer, "layer": 3, "refused": "Layer 3 has no certificate."}
+    return {
+        "subject": inspection["subject"],
+        "text": inspection["text"],
+        "tokens": tokens,
+        "device": "cpu",
+        "seed": 0,
+        "certificates": {
+            "radius": 0.05,
+            "norm": "fro",
+            "dtype": "float64",
+            "layers": [layer, {**layer, "layer": 2, "upper": 2.5}, refusal],
+        },
+        "seconds": {"certificates": 1.0},
+    }
+
+
 @pytest.fixture(scope="module")
 def pages(
     make_run: Callable[..., Path],
     inspection: Callable[..., dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
-    """The three kinds of page as files."""
+    """The four kinds of page as files."""
     folder = tmp_path_factory.mktemp("pages")
     data = inspection()
     area = data["maps"]["size"] ** 2
@@ -145,6 +177,8 @@ def pages(
     data["maps"]["data"] = base64.b64encode(draw.tobytes()).decode()
     (folder / "inspection.html").write_text(render(data), encoding="utf-8")
     (folder / "inspection.json").write_text(json.dumps(data))
+    certified = certificates.render(certification(data))
+    (folder / "certificates.html").write_text(certified, encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     logits = 3.0 * torch.randn(400, 5, generator=generator)
     targets = torch.randint(5, (400,), generator=generator)
@@ -156,6 +190,7 @@ def pages(
     return {
         "run": run_page(make_run("browsed", steps=500)),
         "inspection": folder / "inspection.html",
+        "certificates": folder / "certificates.html",
         "reliability": folder / "reliability.html",
     }
 
@@ -171,7 +206,7 @@ def test_a_page_opens_in_silence_and_fits_the_screen(
     assert browser.requests() == [pages[name].as_uri()]
     assert browser.run("return document.documentElement.scrollWidth") == width
     hosts = browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture]")
-    assert len(hosts) == {"run": 15, "inspection": 7, "reliability": 0}[name]
+    assert len(hosts) == {"run": 15, "inspection": 7, "certificates": 2, "reliability": 0}[name]
     drawings = browser.driver.find_elements(By.CSS_SELECTOR, "figure svg, figure canvas")
     assert len(drawings) >= max(len(hosts), 1)
     for drawing in drawings:
@@ -341,6 +376,17 @@ def test_a_measure_of_every_head_is_chosen_and_read(
     assert "sigma v" in browser.text(f"{heads} .readout")
     browser.hover(f"{heads} canvas", 0.08, 0.1)
     assert browser.text(f"{heads} .readout").startswith("layer 1, head 1: sigma v ")
+
+
+def test_the_ends_of_a_certificate_are_read_by_keyboard(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    browser.open(pages["certificates"])
+    host = "[data-picture=certificates]"
+    assert browser.text(f"{host} .readout") == "centre, layer 1: sigma 0.47"
+    browser.find(f"{host} canvas").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    assert browser.text(f"{host} .readout") == "upper, layer 2: sigma 2.5"
+    assert "Layer 3 has no certificate." in browser.text("#certificates")
 
 
 def test_a_change_of_colour_scheme_repaints_what_is_drawn(
