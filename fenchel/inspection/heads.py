@@ -1,28 +1,23 @@
-"""Every row of every head's weights, told in a few numbers; a block of rows at a time.
+"""Every head of a layer: statistics of its rows, and how far its outputs can move.
 
-For query i, with z = scale q k^T under its cap, p = choice.weights(z, log u) and S the keys:
+Rows. For query i, with z = scale q k^T under its soft cap, p = choice.weights(z, log u):
 
     entropy      -sum_j p_ij log p_ij              sensitivity   lambda_max of dp_i/dz_i, exact
     support      how many p_ij > 0                 max_logit     max over open j of |beta z_ij|
     margin       best less second best of beta z_ij + log u_ij
     first        p_i0                              itself        p_ii
-    distance     sum_j p_ij |i - j|                columns       sum_i p_ij, one number a key
+    distance     sum_j p_ij |i - j|                columns       sum_i p_ij, one number per key
 
-``overlap`` compares heads with one another: 1 for two that look alike, 0 for two that share no key.
+``overlap`` compares heads: 1 for two with the same weights, 0 for two that share no key. Memory is
+O(n d): at most ``_BLOCK`` weights at a time, on a GPU ``_GPU_BLOCK``.
 
-Memory is O(n d): no more than ``_BLOCK`` weights are held, on a GPU ``_GPU_BLOCK``.
-
-Every head of a layer: its rows, and how far its outputs can move.
-
-With o = attend(q, k, v) of one head, sigma in q, k, v and all three together is the spectral norm
-of the derivative of o in them, bracketed by Golub-Kahan on streamed products. The derivative in v
-is the matrix of weights for every column of v alike, so one column is enough for its norm.
-
-Which of the three rules says what the head is exposed to: "query" (a query chooses otherwise
-because it moved), "key" (queries choose otherwise because keys moved) or "mixing" (what is chosen
-moved). ``bound`` is the covariance bound in its cheap form: sure, and never below sigma.
-
-Heads are measured a few at a time, so that their weights stay near the cores.
+Sensitivity. With o = attend(q, k, v) of one head, sigma in q, k, v and all three together is the
+spectral norm of the derivative of o in them, bracketed by Golub-Kahan on streamed products. The
+derivative in v is the matrix of weights for every column of v alike, so one column is enough for
+its norm. The largest of the three is the head's dominant cause: "query" (a query chooses otherwise
+because it moved), "key" (queries choose otherwise because keys moved) or "mixing" (the chosen
+values moved). ``bound`` is the covariance bound in its cheap form, never below sigma. Heads are
+measured a few at a time, so that their weights stay in the cache.
 """
 
 from collections.abc import Iterator
@@ -48,7 +43,7 @@ _GPU_BLOCK = 1 << 26
 
 
 class RowStats(NamedTuple):
-    """One number a row, (H, T) each; ``columns`` is (H, S)."""
+    """One number per row, (H, T) each; ``columns`` is (H, S)."""
 
     entropy: Tensor
     support: Tensor
@@ -95,9 +90,9 @@ def row_weights(call: AttentionCall, size: int) -> Tensor:
 
 @torch.no_grad()
 def overlap(call: AttentionCall) -> Tensor:
-    """How alike two heads look: mean over rows of sum_j sqrt(p_ij p'_ij), (H, H), 1 for the same.
+    """Similarity of two heads: mean over rows of sum_j sqrt(p_ij p'_ij), (H, H), 1 for equal ones.
 
-    Rows that nothing is open to are left out.
+    Rows without an open key are left out.
     """
     H = call.q.shape[1]
     total, count = call.q.new_zeros(H, H, dtype=torch.float64), 0
@@ -113,8 +108,8 @@ def _numbers(call: AttentionCall, block: _RowBlock, shift: int) -> list[Tensor]:
     H, t, s = z.shape
     open_ = None if log_u is None else log_u > -torch.inf
     size = z.abs() if open_ is None else torch.where(open_, z.abs(), 0.0)
-    told = z if log_u is None else z + log_u
-    best = told.topk(min(2, s), -1).values
+    biased = z if log_u is None else z + log_u
+    best = biased.topk(min(2, s), -1).values
     margin = best[..., 0] - best[..., 1] if s > 1 else best[..., 0] * torch.nan
     margin = torch.where(margin.isfinite(), margin, torch.nan)  # a row with one open key
     i = torch.arange(block.rows.start, block.rows.stop, device=z.device) + shift
@@ -161,19 +156,19 @@ _SPREADS = ("entropy", "effective", "support", "sensitivity", "max_logit", "marg
 
 @dataclass(frozen=True, eq=False)
 class HeadSubset(Prior):
-    """Some heads of a prior that differs between them, such as ALiBi's."""
+    """Some of the heads of a prior that differs between heads, such as ALiBi."""
 
     whole: Prior
     chosen: tuple[int, ...]
     H: int
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
-        """As the head it was."""
-        return self.whole.admits(self._there(at))
+        """That of the original heads."""
+        return self.whole.admits(self._original(at))
 
     def bias(self, at: ScoreIndex) -> Tensor | None:
-        """As the head it was."""
-        return self.whole.bias(self._there(at))
+        """That of the original heads."""
+        return self.whole.bias(self._original(at))
 
     def key_range(self, first: int, last: int, S: int) -> tuple[int, int]:
         """The same for every head."""
@@ -187,23 +182,23 @@ class HeadSubset(Prior):
         """The whole prior fits all heads."""
         self.whole.check(B, self.H, T, S)
 
-    def _there(self, at: ScoreIndex) -> ScoreIndex:
+    def _original(self, at: ScoreIndex) -> ScoreIndex:
         return at._replace(h=torch.tensor(self.chosen, device=at.h.device)[at.h])
 
 
 class Sensitivities(NamedTuple):
-    """What some heads are exposed to; lists over heads."""
+    """The sensitivity of some heads; lists over heads."""
 
     sigma: dict[str, list[Interval]]
     """In q, k, v and all of them."""
     bound: list[float]
-    """The sure bound of the last."""
+    """The covariance bound of the last."""
     top: list[list[float]]
     """Lower bounds of its four largest singular values."""
 
 
 class WithCeiling(Operator):
-    """A derivative of attention whose sure upper bound is the cheap one, known beforehand."""
+    """A Jacobian of attention with a given upper bound in place of its own."""
 
     def __init__(self, J: AttentionJacobian, bound: Tensor) -> None:
         self.J, self.bound = J, bound
@@ -237,17 +232,17 @@ def heads(
     alike = overlap(call).fill_diagonal_(-1.0).cpu()
     for first in range(0, len(chosen), together):
         some = chosen[first : first + together]
-        part = only(call, some)
-        told = RowStats(*(x.cpu() for x in row_stats(part)))  # once: what follows is small
+        part = select_heads(call, some)
+        stats = RowStats(*(x.cpu() for x in row_stats(part)))  # copied once
         sigma, bound, top = sensitivities(part, method, generator)
         for place, head in enumerate(some):
             of_q = {name: bracket[place] for name, bracket in sigma.items()}
-            found = _head(told, place, layer, head + 1, of_q, bound[place], top[place])
+            found = _head(stats, place, layer, head + 1, of_q, bound[place], top[place])
             yield replace(found, **_twin(alike[head]))
 
 
-def only(call: AttentionCall, chosen: list[int]) -> AttentionCall:
-    """The same call with some of its heads; shared keys and values once for each."""
+def select_heads(call: AttentionCall, chosen: list[int]) -> AttentionCall:
+    """The same call with some of its heads; shared keys and values are repeated."""
     H, G = call.q.shape[1], call.k.shape[1]
     group = torch.tensor(chosen, device=call.q.device) // (H // G)
     prior = call.spec.prior
@@ -293,7 +288,7 @@ def _bound(found: Terms, wrt: str) -> Tensor:
 
 
 def _twin(alike: Tensor) -> dict[str, Any]:
-    """The nearest of the other heads, by its number from 1."""
+    """The most similar of the other heads, by its number from 1."""
     if len(alike) < 2:
         return {"twin": None, "overlap": 0.0}
     best = alike.max(0)
@@ -301,7 +296,7 @@ def _twin(alike: Tensor) -> dict[str, Any]:
 
 
 def _head(
-    told: RowStats,
+    stats: RowStats,
     place: int,
     layer: int,
     head: int,
@@ -309,17 +304,17 @@ def _head(
     bound: float,
     top: list[float],
 ) -> Head:
-    numbers = {name: getattr(told, name)[place] for name in _SPREADS if name != "effective"}
+    numbers = {name: getattr(stats, name)[place] for name in _SPREADS if name != "effective"}
     numbers["effective"] = numbers["entropy"].exp()
-    most = told.columns[place].max(0)
+    most = stats.columns[place].max(0)
     ruling = max("qkv", key=lambda name: sigma[name].lower)
     return Head(
         layer=layer,
         head=head,
         **{name: spread(numbers[name]) for name in _SPREADS},
-        first=float(told.first[place].mean()),
-        itself=float(told.itself[place].mean()),
-        distance=float(told.distance[place].mean()),
+        first=float(stats.first[place].mean()),
+        itself=float(stats.itself[place].mean()),
+        distance=float(stats.distance[place].mean()),
         column=float(most.values),
         column_token=int(most.indices),
         twin=None,
@@ -333,7 +328,7 @@ def _head(
 
 
 def spread(x: Tensor) -> Spread:
-    """Quantiles and mean of the numbers that are there."""
+    """Quantiles and mean of the numbers that are not nan."""
     x = x[~x.isnan()].double()
     if not len(x):
         return Spread(*(float("nan"),) * 6)

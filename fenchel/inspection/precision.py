@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fenchel.inspection.heads import only, sensitivities
+from fenchel.inspection.heads import select_heads, sensitivities
 from fenchel.inspection.result import Head, Method, Precision
 from fenchel.inspection.trace import ForwardTrace
 
@@ -31,7 +31,7 @@ def precision(
 ) -> Precision:
     """Both answers."""
     top = max(heads, key=lambda head: head.sigma["qkv"].lower)
-    call = only(trace.blocks[top.layer - 1].attention, [top.head - 1])
+    call = select_heads(trace.blocks[top.layer - 1].attention, [top.head - 1])
     fine = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double())
     to_the_end = replace(method, tolerance=1e-4, iterations=_CONVERGED)
     one, two = (
@@ -41,9 +41,9 @@ def precision(
     apart = abs(one / two - 1.0) if two > 0 else 0.0
     streams, logits, divergence = _coarse(trace, model, coarse)
     name = str(coarse).removeprefix("torch.")
-    told = f"after the last block the stream is off by {streams[-1]:.2g}"
+    effect = f"after the last block the stream is off by {streams[-1]:.2g}"
     if divergence is not None:
-        told += f", the next-token law by {divergence:.2g} nats"
+        effect += f", the next-token law by {divergence:.2g} nats"
     return Precision(
         again=apart,
         again_head=(top.layer, top.head),
@@ -53,7 +53,7 @@ def precision(
         divergence=divergence,
         statement=(
             f"Measured in {method.dtype}; the largest head norm agrees with float64 to "
-            f"{apart:.1e}. With weights and stream rounded to {name}, {told}."
+            f"{apart:.1e}. With weights and stream rounded to {name}, {effect}."
         ),
     )
 

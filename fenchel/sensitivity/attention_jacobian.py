@@ -1,15 +1,4 @@
-"""One head whose weights fit in one block: its derivative in eight products, without bookkeeping.
-
-With A = scale W_Q k^T (M, S), B = scale q W_K^T (T, M), and J_p the derivative of the choice,
-
-    dz = dX A + B dX^T                        gz = J_p(g v^T)
-    do = J_p(dz) v + p (dX W_V)               gX = gz A^T + gz^T B + (p^T g) W_V^T
-
-A small operator spends its time on calls, not on arithmetic, so this halves what a step of
-Golub-Kahan takes (fenchel/sensitivity/golub_kahan.py). A has M S numbers where k has D S: it is for
-a width M that is not much larger than D.
-
-The Jacobian of attention, streamed: both products in O(n d) memory, for any choice.
+"""The Jacobian of attention, streamed: both products in O(n d) memory, for any choice.
 
 With z = scale q k^T, p = choice.weights(z, log_prior), o = p v and J the derivative of the choice,
 
@@ -17,20 +6,27 @@ With z = scale q k^T, p = choice.weights(z, log_prior), o = p v and J the deriva
     reverse    gv = p^T g,   gz = J (g v^T),   gq = scale gz k,   gk = scale gz^T q
 
 one block of rows at a time. With J_i = diag(s) - s s^T / sum(s) and m_i the s-weighted mean of the
-values, rows that are not near to one-hot take
+values, rows that are not near to one-hot use
 
     (J dz)_i v = (s dz_i) v - <s, dz_i> m_i,       gz_i = s (g_i v^T - <g_i, m_i>),
 
-where what is subtracted is small or rides along in the product. Under a cap on the scores, z =
-c tanh(scale q k^T / c), dz before J and gz after it take the factor 1 - (z / c)^2, entry by entry.
+where the subtracted term is small or one more column of the product. Under a soft cap on the
+scores, z = c tanh(scale q k^T / c), dz before J and gz after it take the factor 1 - (z / c)^2.
 
 ``attention_jacobian`` is the derivative in (q, k, v), or in some of them;
-``self_attention_jacobian`` puts q = X W_Q, k = X W_K, v = X W_V before it and is the derivative in
-X. With ``each`` the operator is a batch, one for every sequence and head; without,
-one operator for all of them together.
-
-Forward and reverse are written from the same two lines of algebra, so the identity
+``self_attention_jacobian`` is the derivative in X for q = X W_Q, k = X W_K, v = X W_V. With
+``each`` the operator is a batch, one per sequence and head; without, one operator for all of them.
+Forward and reverse come from the same two lines of algebra, so the identity
 <J v, u> = <v, J^T u> tests one against the other.
+
+``OneHead`` is the case of one head whose weights fit in one block, in eight products. With
+A = scale W_Q k^T (M, S) and B = scale q W_K^T (T, M),
+
+    dz = dX A + B dX^T                        gz = J(g v^T)
+    do = J(dz) v + p (dX W_V)                 gX = gz A^T + gz^T B + (p^T g) W_V^T
+
+A small operator spends its time on calls and not on arithmetic, so this halves the time of a step
+of Golub-Kahan. A has M S numbers where k has D S: it is for M not much larger than D.
 """
 
 from copy import copy
@@ -93,16 +89,16 @@ class OneHead(Operator):
     def _push(self, move: Tensor) -> Tensor:
         dX = move.view(self.B.shape)
         dz = torch.mm(dX, self.A).addmm_(self.B, dX.mT)
-        out = torch.mm(self._turned(dz), self.v).addmm_(self.p, torch.mm(dX, self.W_V))
+        out = torch.mm(self._choice_jvp(dz), self.v).addmm_(self.p, torch.mm(dX, self.W_V))
         return out.view(*move.shape[:-1], -1)
 
     def _pull(self, gradient: Tensor) -> Tensor:
         g = gradient.view(-1, self.v.shape[1])
-        gz = self._turned(torch.mm(g, self.v.mT))
+        gz = self._choice_jvp(torch.mm(g, self.v.mT))
         gX = torch.mm(gz, self.A.mT).addmm_(gz.mT, self.B)
         return gX.addmm_(torch.mm(self.p.mT, g), self.W_V.mT).view(*gradient.shape[:-1], -1)
 
-    def _turned(self, dz: Tensor) -> Tensor:
+    def _choice_jvp(self, dz: Tensor) -> Tensor:
         return self.block.choice_jvp_(dz.unsqueeze(0))[0]
 
 
@@ -180,14 +176,14 @@ class AttentionJacobian(Operator):
             dz = torch.bmm(scaled_q, dk) if dz is None else dz.baddbmm_(scaled_q, dk)
         if dz is not None and block.slope is not None:
             dz *= block.slope
-        moved = None if dz is None else self._chosen(block, dz)
+        moved = None if dz is None else self._moved_by_choice(block, dz)
         if v is not None:
             dv = cut(v[i], keys)
             moved = torch.bmm(block.p, dv) if moved is None else moved.baddbmm_(block.p, dv)
         assert moved is not None
         return moved
 
-    def _chosen(self, block: WeightBlock, dz: Tensor) -> Tensor:
+    def _moved_by_choice(self, block: WeightBlock, dz: Tensor) -> Tensor:
         """(J dz) v on a block: (N, t, E); dz is overwritten."""
         v = cut(self.v, block.keys)
         if block.heaviest is not None:
@@ -196,7 +192,7 @@ class AttentionJacobian(Operator):
         drop = dz.sum(-1, keepdim=True)
         return torch.bmm(dz, v).addcmul_(drop, cut(self._mean, block.rows), value=-1.0)
 
-    def _questioned(self, block: WeightBlock, here: Tensor, beside: Tensor) -> Tensor:
+    def _score_gradient(self, block: WeightBlock, here: Tensor, beside: Tensor) -> Tensor:
         """gz on a block, for the gradient ``here`` (N, t, E); ``beside`` has -<g, m> with it."""
         if block.heaviest is not None:
             gz = block.choice_jvp_(torch.bmm(here, cut(self.v, block.keys).mT))
@@ -240,7 +236,7 @@ class AttentionJacobian(Operator):
                     cut(back["v"][i], keys).baddbmm_(block.p.mT, here)
                 if self.wrt == "v":
                     continue
-                gz = self._questioned(block, here, beside[i])
+                gz = self._score_gradient(block, here, beside[i])
                 if "q" in self.wrt:
                     cut(back["q"][i], rows).baddbmm_(gz, cut(r.scaled_k, keys))
                 if "k" in self.wrt:
@@ -263,7 +259,7 @@ class AttentionJacobian(Operator):
 
     @full_precision
     def single(self) -> Operator:
-        """The same in float32; weights that are kept are rounded, not computed again."""
+        """The same operator in float32; cached weights are rounded, not computed again."""
         return self._single()
 
     def _single(self) -> "AttentionJacobian":
@@ -334,7 +330,7 @@ class SelfAttentionJacobian(Operator):
 
     @full_precision
     def single(self) -> Operator:
-        """The same in float32; without bookkeeping for one head that is small."""
+        """The same operator in float32; ``OneHead`` where there is one small head."""
         inner = self.inner._single()
         rows, M = inner.rows, self.beside.shape[-2]
         one = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
@@ -377,7 +373,7 @@ def attention_jacobian(
     """The Jacobian of ``attend`` at q (B, H, T, D), k (B, G, S, D), v (B, G, S, E).
 
     ``wrt`` names the inputs that move; vectors are a tuple when there are several. ``each`` gives
-    one operator a sequence and head, batch (B, H), where grouped keys count for each head anew.
+    one operator per sequence and head, batch (B, H), in which shared keys count once per head.
     """
     if not wrt or any(name not in "qkv" for name in wrt) or len(set(wrt)) < len(wrt):
         raise ValueError(f'wrt names some of "q", "k", "v", each once; got {wrt!r}.')

@@ -1,27 +1,23 @@
-"""A neighbourhood of a sequence of tokens.
+"""Balls of token sequences, and bounds on a layer that hold everywhere in one.
 
     |x'_j - x_j| <= token  for every token j,        |X' - X|_F <= total.
 
-Both at once: "token" of radius r among n tokens is (r, r sqrt n), "fro" of radius r is (r, r).
-Layers say how far they can carry such a set, so one description serves both norms and whole
-networks.
-
-What one token may use of the whole is a small linear programme: for w >= 0,
+Both at once: "token" of radius r among n tokens is (r, r sqrt n), "fro" of radius r is (r, r). A
+layer maps such a set into another one, so one description serves both norms and whole networks.
+What one token may use of the total is a small linear programme: for w >= 0,
 
     share(w) = max  sum_i w_i t_i     over  0 <= t_i <= token^2,  sum_i t_i <= total^2,
 
 solved by spending on the largest w first.
 
-What a layer can do everywhere in a ball, and how that is measured at its centre.
-
-With J the Jacobian at the centre X and J' that at another point of the ball,
+A ``BallBound``, with J the Jacobian at the centre X and J' that at any other point of the ball:
 
     upper       |J'|_2 <= upper
     variation   |J' - J|_2 <= variation
     token       the gain in the norm max_i |x_i|
 
-|J|_2 itself need not be bounded: it is measured. So |J|_2 + variation is an upper bound too, and
-the better one in small balls.
+|J|_2 at the centre is measured, so |J|_2 + variation is an upper bound too, and the smaller one in
+small balls (``NormEstimator.from_centre``).
 """
 
 import math
@@ -40,12 +36,16 @@ from fenchel.sensitivity.operator import Operator
 
 @dataclass(frozen=True)
 class Ball:
-    """All sequences near a given one."""
+    """All token sequences near a given one; the centre is not part of it.
+
+    >>> Ball.of(0.5, "token", n=4)
+    Ball(token=0.5, total=1.0)
+    """
 
     token: float
-    """No token moves further than this."""
+    """The largest move of one token."""
     total: float
-    """All of them together, as one vector, move no further than this."""
+    """The largest move of all of them together, as one vector."""
 
     @classmethod
     def of(cls, radius: float, norm: str, n: int) -> "Ball":
@@ -67,7 +67,7 @@ class Ball:
         return self.token**2 * (w.sort(dim=-1, descending=True).values * spent).sum(-1)
 
     def within(self, moves: Tensor) -> Tensor:
-        """The moves shortened, if they must be, to lie in the ball: (n, d) -> (n, d)."""
+        """The moves, shortened where needed to lie in the ball: (n, d) -> (n, d)."""
         length = moves.norm(dim=-1, keepdim=True)
         moves = moves * (self.token / length.clamp(min=self.token)) if self.token else moves * 0.0
         size = float(moves.norm())
@@ -75,21 +75,21 @@ class Ball:
 
 
 class BallBound(NamedTuple):
-    """What holds everywhere in a ball."""
+    """Bounds on a layer that hold everywhere in a ball."""
 
     upper: float
     variation: float
     token: float
 
     def carry(self, ball: Ball) -> Ball:
-        """Where the ball is taken."""
+        """A ball that contains the image of ``ball``."""
         grow = 1.0 + 1e-12  # a product is rounded too
         total = self.upper * ball.total * grow
         return Ball(min(self.token * ball.token * grow, total), total)
 
 
 class NormEstimator:
-    """Norms at a centre, measured from above, and the chance that one of them was too small."""
+    """Upper ends of norms at a centre, and the probability that one of them is too small."""
 
     def __init__(self, failure: float, generator: torch.Generator | None = None) -> None:
         self.failure, self.generator = failure, generator
@@ -111,7 +111,7 @@ class NormEstimator:
         return float(bracket.upper)
 
     def from_centre(self, J: Operator, reach: BallBound) -> BallBound:
-        """The same reach, with the norm at the centre plus the variation where that is less."""
+        """The same bound, with the norm at the centre plus the variation where that is less."""
         if reach.variation >= reach.upper:
             return reach
         return BallBound(
@@ -131,5 +131,5 @@ class TokenLayer(ABC):
         """Bounds that hold everywhere in the ball about X."""
 
     def jacobian(self, X: Tensor) -> Operator:
-        """Its derivative at X."""
+        """The derivative at X."""
         return jacobian(self, X)

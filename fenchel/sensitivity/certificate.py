@@ -1,25 +1,23 @@
-"""Climbing to the point of a ball where a function is most sensitive.
-
-sigma(X) = |J(X)|_2 has, where the top singular value is simple, the gradient
-
-    d sigma = < d/dX of <u, J(X) v>, dX >        u, v the top singular vectors at X,
-
-which is a second derivative of f and costs two reverse passes. Each step moves towards the point of
-the ball furthest along it, by a share that grows while sigma does and is halved when it does not;
-u and v are kept warm from step to step. Large balls have many hills, so random points are looked at
-first and the best of them climbed. Whatever is found is a lower bound, however it was found.
-
-Certificates: how sensitive a function can be anywhere in a ball, from both sides.
+"""Certificates: the largest spectral norm of a Jacobian anywhere in a ball, from both sides.
 
     lower <= max over X' in the ball of |J(X')|_2 <= upper
 
-``lower`` comes with the X' that attains it, found by ascent; ``upper`` is what the layer's reach
-proves. |J|_2 is the spectral norm between token matrices under the Frobenius norm, and so upper is
-a Lipschitz constant on the ball, which is convex. The ball is measured in the Frobenius norm
-("fro") or token by token ("token"); see fenchel.sensitivity.layers.
+``lower`` is attained at a point X' of the ball, the witness. ``upper`` is the layer's bound over
+the ball (fenchel/sensitivity/layers.py). |J|_2 is the spectral norm between token matrices under
+the Frobenius norm, so ``upper`` is a Lipschitz constant on the ball, which is convex. The ball is
+measured in the Frobenius norm ("fro") or per token ("token"). For a function that is neither a
+layer nor a torch module with a known layer, nothing is proved and ``upper`` is infinite.
 
-For a function that is not one of fenchel.sensitivity.layers, or a torch module that is one, nothing
-is proved and upper is infinite.
+The witness is found by ascent. sigma(X) = |J(X)|_2 has, where the top singular value is simple, the
+gradient
+
+    d sigma = < d/dX of <u, J(X) v>, dX >        u, v the top singular vectors at X,
+
+a second derivative of f that costs two reverse passes. Each step goes towards the point of the ball
+that is furthest along it (Frank and Wolfe), by a fraction that grows while sigma does and shrinks
+when it does not; u and v start from the last step's. Large balls have many local maxima, so the
+best of some random points are starts too. Any point of the ball gives a lower bound, however it was
+found.
 """
 
 import json
@@ -45,7 +43,7 @@ from fenchel.sensitivity.witness import families
 
 
 class Maximum(NamedTuple):
-    """The best point met."""
+    """The point of the largest norm found."""
 
     X: Tensor
     sigma: float
@@ -61,7 +59,7 @@ def ascend(
     steps: int,
     generator: torch.Generator | None = None,
 ) -> Maximum:
-    """The largest sigma met within the ball about X, from each of ``starts`` in turn."""
+    """The largest sigma found in the ball about X by ascent from each of ``starts``."""
     best = Maximum(X, -1.0)
     for start in starts:
         Y = X + ball.within(start - X)
@@ -93,7 +91,7 @@ def random_starts(
     looks: int = 12,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
-    """The ``keep`` most sensitive of ``looks`` random points of the ball's edge, for each."""
+    """The ``keep`` most sensitive of ``looks * keep`` random points on the edge of the ball."""
     if keep == 0:
         return []
     points = []
@@ -121,7 +119,7 @@ def sigma_gradient(f: Callable[[Tensor], Tensor], X: Tensor, u: Tensor, v: Tenso
 
 
 def linear_maximiser(ball: Ball, g: Tensor) -> Tensor:
-    """The move of the ball with the largest product with g: (n, d) -> (n, d)."""
+    """The move in the ball with the largest inner product with g: (n, d) -> (n, d)."""
     length = g.norm(dim=-1, keepdim=True)
     unit = g / torch.where(length > 0, length, 1.0)
     if ball.total >= ball.token * len(g) ** 0.5 * (1.0 - 1e-12):
@@ -144,7 +142,7 @@ def _warm(J: Operator, v: Tensor, rounds: int) -> tuple[float, Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """What is known of the sensitivity in a ball about ``centre``."""
+    """Both ends of the sensitivity of a function in a ball about ``centre``."""
 
     lower: float
     """Attained at ``witness``."""
@@ -155,7 +153,7 @@ class Certificate:
     norm: str
     centre: Tensor
     failure: float
-    """The chance, over the random starts, that a norm measured at a centre came out too small."""
+    """Probability, over random starts, that a norm measured at a centre is too small."""
 
     @property
     def ratio(self) -> float:
@@ -163,7 +161,7 @@ class Certificate:
         return self.upper / self.lower if self.lower > 0 else (math.inf if self.upper > 0 else 1.0)
 
     def replay(self, f: Callable[..., Any], *, failure: float = 1e-9) -> Bracket:
-        """Measure ``f`` at the witness again; refuse if the certificate does not hold there."""
+        """Measure ``f`` at the witness again; raises if the certificate does not hold there."""
         moves = self.witness - self.centre
         ball = Ball.of(self.radius, self.norm, _tokens(self.centre))
         if float((ball.within(moves) - moves).norm()) > 1e-6 * (1.0 + self.radius):
@@ -177,7 +175,7 @@ class Certificate:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write it to a safetensors file, for others to replay."""
+        """Write the certificate to a safetensors file, for others to replay."""
         numbers = {
             name: getattr(self, name) for name in ("lower", "upper", "radius", "norm", "failure")
         }
@@ -186,7 +184,7 @@ class Certificate:
 
     @classmethod
     def load(cls, path: str | Path) -> "Certificate":
-        """Read what ``save`` wrote."""
+        """Read a file that ``save`` wrote."""
         try:
             with safe_open(path, framework="pt") as file:
                 numbers = json.loads((file.metadata() or {})["certificate"])
@@ -222,8 +220,8 @@ def certify(
     upper = math.inf if layer is None else layer.ball_bound(x, ball, estimator).upper
     derivative = _derivative(f)
     starts = _starts(layer, derivative, x, ball, restarts, generator)
-    climbed = layer if layer is not None else f
-    peak = ascend(climbed, derivative, x, ball, starts, steps=steps, generator=generator)
+    function = layer if layer is not None else f
+    peak = ascend(function, derivative, x, ball, starts, steps=steps, generator=generator)
     found = spectral_norm(derivative(peak.X), tol=1e-6, generator=generator)
     return Certificate(float(found.lower), upper, radius, peak.X, norm, x, estimator.spent)
 

@@ -1,26 +1,27 @@
-"""The Jacobian of a function that can only be evaluated, or that has no forward derivative.
+"""Finite differences: Jacobians of functions without a forward derivative, and Taylor remainders.
 
-With D(h) = (f(x + h t) - f(x - h t)) / 2h for the unit vector t along v,
+``difference_jacobian``. With D(h) = (f(x + h t) - f(x - h t)) / 2h for the unit vector t along v,
 
     J v = |v| (4 D(h) - D(2h)) / 3  +  O(h^4),
 
-four evaluations a product. The step h is ``step`` times the length of x. Unless given it is found
-at the first product, among eps^(1/5) and its halves, as the one of least error: too large and the
-series is cut too early, too small and the rounding of f shows. J^T u is f's own reverse derivative,
-exact whatever kernel computes it; where there is none, ``J.T`` says so.
+four evaluations per product. The step h is ``step`` times the length of x; by default it is chosen
+at the first product among eps^(1/5) and its halves, as the one of least error: a larger step cuts
+the series too early, a smaller one shows the rounding of f. J^T u is f's own reverse derivative,
+exact whatever kernel computes it; where there is none, ``J.T`` raises.
 
-These products are estimates, and the operator says their error: four times the last correction,
-(4/3) |D(h) - D(2h)|, the largest met so far, relative to the largest |J v|. While the series rules
-that is far too much; where the rounding of f rules, its share in J v is four times that in the
-correction, and that is what the factor is for. ``spectral_norm`` widens its upper end by it; its
-lower end |J^T u| needs the reverse derivative alone and stays exact.
+These products are estimates, and ``error`` bounds their error: four times the last correction,
+(4/3) |D(h) - D(2h)|, the largest so far, relative to the largest |J v|. Where the series dominates,
+that is far too much; where the rounding of f dominates, its share in J v is four times that in the
+correction, hence the factor. ``spectral_norm`` widens its upper end by it; its lower end |J^T u|
+needs the reverse derivative alone and stays exact.
 
-The first-order expansion, looked at: how fast what it leaves out disappears.
+``remainder``. The first-order expansion and what it leaves out,
 
-    f(x + h d) = f(x) + h J d + o(h),        remainder(h) = |f(x + h d) - f(x) - h J d|
+    f(x + h d) = f(x) + h J d + o(h),        remainder(h) = |f(x + h d) - f(x) - h J d|.
 
-For a smooth f the remainder falls like h^2, a straight line of slope 2 in logarithms until rounding
-stops it. A wrong derivative leaves a slope of 1, a kink on the way something between.
+For a smooth f the remainder falls like h^2, a line of slope 2 in logarithms until rounding stops
+it. A wrong derivative gives slope 1, a kink on the way something between. Lesson: the derivative
+of attention.
 """
 
 from collections.abc import Callable

@@ -1,28 +1,29 @@
-"""The derivatives of the small layers, written out.
+"""Layers with a Jacobian in closed form and a bound that holds over a ball, and their chains.
 
-LayerNorm and RMSNorm, token by token, with x^ = (x - mean) / s or x / r and 1 / s the gain:
+Every layer maps tokens (N, M) to tokens (N, M') and has ``ball_bound(X, ball)``: an upper bound of
+|J'|_2, of |J' - J|_2 and of the gain in the norm max_i |x_i|, for all J' in the ball about X
+(fenchel/sensitivity/ball.py).
+
+Jacobians. LayerNorm and RMSNorm act on each token; with x^ = (x - mean) / s or x / r and 1 / s the
+gain,
 
     J v   = gamma / s (v~ - x^ <x^, v~> / d)         v~ = v - mean v for LayerNorm, v for RMSNorm
     J^T u = 1 / s (g~ - x^ <x^, g~> / d),            g = gamma u,  g~ centred in the same way
 
 The projection inside is symmetric, so forward and reverse differ by where gamma stands. An
-activation multiplies by its slope: GELU by Phi(x) + x phi(x). A rotation of queries and keys (RoPE)
-is orthogonal: its reverse is the rotation by the opposite angles, and its gain is 1.
+activation multiplies by its slope: GELU by Phi(x) + x phi(x). Self-attention is the Jacobian of
+attention between two linear maps, ``Projection`` (with the rotations of RoPE) and ``HeadJoin``.
 
-Layers that know how far they can move, and what follows when they stand in a row.
+Norm layers over a ball: with r the least sqrt(var + eps) in the ball and d the width,
+|J'| <= max|gamma| / r and |J' - J| <= 2 max|gamma| rho / (sqrt(3 d) r^2). The second derivative of
+maps like x / |x| is a symmetric form, so its norm is reached with all arguments equal, where it is
+c (3 t - 3 tau t^3).
 
-Every layer maps tokens (N, M) to tokens (N, M') and answers ``reach(X, ball)``; see
-fenchel.sensitivity.layers for the words.
-
-In a row, the ball is carried on: what the first layer does to it is the ball of the second. Uppers
-multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the variation. Beside
-a skip connection the upper grows by one and the variation stays. So a whole network has a
-variation, and its own norm at the centre plus that variation bounds it; the product of uppers is
-the other choice. Never a product of global constants.
-
-Norm layers: with r the least sqrt(var + eps) in the ball and d the width, |J'| <= max|gamma| / r
-and |J' - J| <= 2 max|gamma| rho / (sqrt(3 d) r^2). The second derivative of x / |x| type maps is a
-symmetric form, so its norm is reached with all arguments equal, where it is c (3 t - 3 tau t^3).
+Chains. The ball is carried on: the image of the first layer's ball lies in the ball of the second.
+Uppers multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the variation.
+A skip connection adds one to the upper and nothing to the variation. So a network has a variation
+of its own, and its norm at the centre plus that variation bounds it; the product of uppers is the
+alternative, and the lesser counts. No product of global constants is ever used.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ class NormJacobian(Operator):
 
 @final
 class Diagonal(Operator):
-    """Multiplication by a tensor, number by number."""
+    """Elementwise multiplication by a tensor."""
 
     def __init__(self, slopes: Tensor) -> None:
         self.slopes = slopes
@@ -298,7 +299,7 @@ class NormLayer(TokenLayer):
         return NormJacobian(X, self.weight, self.eps, self.kind)
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
-        """1 / r at its least r, and its slope."""
+        """max|gamma| / r at the least r of the ball, and the variation that follows from it."""
         gain = norm_layer(X, self.weight, eps=self.eps, kind=self.kind, radius=ball.token)
         upper = float(gain.amax())
         size = 1.0 if self.weight is None else float(self.weight.abs().amax())
@@ -319,7 +320,7 @@ class LinearLayer(TokenLayer):
         return X @ self.W if self.b is None else X @ self.W + self.b
 
     def jacobian(self, X: Tensor) -> Operator:
-        """W, for every token."""
+        """v -> v W for every token."""
         return TokenMap(X, self.W)
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
@@ -340,11 +341,11 @@ class ActivationLayer(TokenLayer):
         return _FUNCTIONS[self.name](X)
 
     def jacobian(self, X: Tensor) -> Operator:
-        """The slopes, number by number."""
+        """Multiplication by the slopes."""
         return Diagonal(SLOPES[self.name].at(X))
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
-        """The steepest slope near any number, and how far slopes differ from those at X."""
+        """The largest slope within the ball, and the largest change of a slope."""
         low, here, high = slope_range(self.name, X, ball.token)
         upper = float(torch.maximum(low.abs(), high.abs()).amax())
         return BallBound(upper, float(torch.maximum(high - here, here - low).amax()), upper)
@@ -366,7 +367,7 @@ class Residual(TokenLayer):
         return identity(X) + self.branch.jacobian(X)
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
-        """One more than the branch, and its variation."""
+        """The branch's upper end plus one, and its variation."""
         inner = self.branch.ball_bound(X, ball, estimator)
         apart = BallBound(1.0 + inner.upper, inner.variation, 1.0 + inner.token)
         return estimator.from_centre(self.jacobian(X), apart)
@@ -386,14 +387,14 @@ class Chain(TokenLayer):
         return X
 
     def jacobian(self, X: Tensor) -> Operator:
-        """The product of theirs."""
+        """The product of the Jacobians."""
         J = identity(X)
         for layer in self.layers:
             J, X = layer.jacobian(X) @ J, layer(X)
         return J
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
-        """The ball is carried through; uppers multiply, variations add up behind them."""
+        """The bounds of a product, and the norm at the centre plus the variation if it is less."""
         whole, J = BallBound(1.0, 0.0, 1.0), identity(X)
         for layer in self.layers:
             one = layer.ball_bound(X, ball, estimator)
@@ -407,16 +408,16 @@ class Chain(TokenLayer):
 
 
 def layer_of(f: object) -> TokenLayer | None:
-    """The layer that a module of torch.nn is, in evaluation; None where none is known."""
+    """The layer that computes what a module of torch.nn does; None where there is none."""
     if isinstance(f, TokenLayer):
         return f
     if isinstance(f, nn.Sequential):
         parts = [layer_of(part) for part in f]
         known = [part for part in parts if part is not None]
         return Chain(tuple(known)) if len(known) == len(parts) else None
-    if isinstance(f, nn.Linear):
+    if type(f) is nn.Linear:  # a subclass may multiply by something else than its weight
         return LinearLayer(f.weight.detach().mT, None if f.bias is None else f.bias.detach())
-    if isinstance(f, nn.LayerNorm | nn.RMSNorm) and len(f.normalized_shape) == 1:
+    if isinstance(f, nn.LayerNorm | nn.RMSNorm) and _is_plain_norm(f):
         weight, bias = (
             None if part is None else part.detach() for part in (f.weight, getattr(f, "bias", None))
         )
@@ -428,6 +429,11 @@ def layer_of(f: object) -> TokenLayer | None:
         return ActivationLayer("gelu" if f.approximate == "none" else "gelu_tanh")
     name = _MODULES.get(type(f))
     return None if name is None else ActivationLayer(name)
+
+
+def _is_plain_norm(module: nn.LayerNorm | nn.RMSNorm) -> bool:
+    """Whether it is torch's own over one axis; a subclass may use 1 + weight, as Gemma does."""
+    return type(module) in (nn.LayerNorm, nn.RMSNorm) and len(module.normalized_shape) == 1
 
 
 _MODULES: dict[type, str] = {

@@ -9,7 +9,7 @@ from torch.autograd.functional import jacobian
 
 from fenchel.attention import ALiBi, AttentionCall, AttentionSpec, Causal, Prior, attend
 from fenchel.choice import Choice, Entmax, Softmax
-from fenchel.inspection.heads import heads, only, row_stats, sensitivities, spread
+from fenchel.inspection.heads import heads, row_stats, select_heads, sensitivities, spread
 from fenchel.inspection.result import Method
 
 H, G, T, D, E = 4, 2, 6, 3, 5
@@ -59,7 +59,7 @@ def test_every_bracket_holds_the_singular_value(
 ) -> None:
     c = call(choice=choice, prior=prior, softcap=softcap)
     draw = torch.Generator().manual_seed(0)
-    sigma, bound, _ = sensitivities(only(c, [0, 1, 2, 3]), METHOD, draw)
+    sigma, bound, _ = sensitivities(select_heads(c, [0, 1, 2, 3]), METHOD, draw)
     for head in range(H):
         wanted = dense(c, head)
         for name, brackets in sigma.items():
@@ -95,7 +95,7 @@ def test_the_four_largest_singular_values_are_told_from_below() -> None:
 
 def test_some_heads_of_a_prior_keep_their_own_part_of_it() -> None:
     c = call(prior=Causal() + ALiBi(H))
-    whole, some = row_stats(c), row_stats(only(c, [3, 1]))
+    whole, some = row_stats(c), row_stats(select_heads(c, [3, 1]))
     for name in ("entropy", "margin", "columns"):
         ours, theirs = getattr(some, name), getattr(whole, name)[[3, 1]]
         torch.testing.assert_close(ours, theirs, equal_nan=True)
@@ -104,7 +104,7 @@ def test_some_heads_of_a_prior_keep_their_own_part_of_it() -> None:
 def test_few_iterations_widen_a_bracket_and_never_break_it() -> None:
     c = call(prior=Causal())
     quick = replace(METHOD, iterations=2)
-    sigma = sensitivities(only(c, [2]), quick, torch.Generator().manual_seed(0)).sigma
+    sigma = sensitivities(select_heads(c, [2]), quick, torch.Generator().manual_seed(0)).sigma
     true = float(dense(c, 2)["qkv"][0])
     assert sigma["qkv"][0].lower <= true <= sigma["qkv"][0].upper
     assert sigma["qkv"][0].iterations == 2

@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/layers.py, rules.py, ball.py, reach.py: layers in a row."""
+"""fenchel/sensitivity/layers.py and ball.py: Jacobians, bounds over a ball, chains."""
 
 import math
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from fenchel.attention import Causal, angles, rotary
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
+from fenchel.model.norm import RMSNormPlusOne
+from fenchel.model.sigma_linear import SigmaLinear
 from fenchel.sensitivity import Ball, jacobian
 from fenchel.sensitivity.ball import NormEstimator, TokenLayer
 from fenchel.sensitivity.layers import (
@@ -165,6 +167,8 @@ def test_torch_modules_are_known_as_layers(draw: Draw) -> None:
         layer = layer_of(module)
         assert layer is not None
         torch.testing.assert_close(layer(X), module(X), msg=str(module))
+    assert layer_of(RMSNormPlusOne(6)) is None  # its gain is 1 + weight
+    assert layer_of(SigmaLinear(6, 6)) is None  # its matrix is gain * weight / sigma
     assert layer_of(nn.Conv1d(1, 1, 1)) is None
     assert layer_of(nn.Sequential(nn.Identity(), nn.Conv1d(1, 1, 1))) is None
     assert layer_of(torch.sin) is None

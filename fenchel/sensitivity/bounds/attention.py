@@ -1,53 +1,41 @@
-"""Bounds of one row: scores to weights.
+"""Upper bounds of attention: of one row of weights, of self-attention at a point, on a ball.
 
-The derivative of a choice is J = diag(s) - s s^T / sum(s). ``Choice.sensitivity`` gives its largest
-eigenvalue lambda exactly. With s_1 >= s_2 >= ... and R = s_2 + s_3 + ... there is also
+One row, scores to weights (``row``, ``penalty``, ``entropy``). The derivative of a choice is
+J = diag(s) - s s^T / sum(s); ``Choice.sensitivity`` gives its largest eigenvalue lambda exactly.
+With s_1 >= s_2 >= ... and R = s_2 + s_3 + ... there is also
 
     lambda <= s_1 (R + s_2) / (s_1 + R),          for softmax p_1 (1 - p_1 + p_2) times beta,
 
 smooth enough to train against. Proof: lambda in [s_2, s_1] solves s_1 / (s_1 - lambda) = sum over
 i >= 2 of s_i / (lambda - s_i), the right side is at most R / (lambda - s_2), and clearing
 denominators is the claim. Equality when the smaller weights are all equal, as they are for two.
-R is a sum and never 1 - p_1: in a saturated row that difference has no correct digit, and the
-"bound" came out below the truth.
+R is a sum and never 1 - p_1: in a saturated row that difference has no correct digit.
 
-Entropy. If the scores of a row of T have length at most s, centred or not, its entropy is at least
+If T scores have length at most s, centred or not, the entropy of their softmax is at least
 
     log(1 + (T - 1) b) + s sqrt(T (T - 1)) b / (1 + (T - 1) b),       b = exp(-s sqrt(T / (T - 1))),
 
 attained by s sqrt((T-1)/T) (1, -1/(T-1), ..., -1/(T-1)).
 
-Yudin, Gaponov, Kudriashov and Rakhuba (2025), Pay attention to attention distribution (lambda).
-Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy collapse.
-
-Bounds of self-attention at a point, by others and by us: sigma_max of the Jacobian in X.
-
-With M = scale W_Q W_K^T, P the weights and lambda_i the sensitivity of row i,
+Self-attention at a point X (n tokens): sigma_max of its Jacobian in X. With M = scale W_Q W_K^T, P
+the weights, lambda_i the sensitivity of row i and spectral norms,
 
     generic    |W_V| (|P| + 2 L |X|^2 |M|)                   L the choice's own constant
-    yudin      |W_V| (|P| + 2 |X|^2 |M| max_i b_i)           b_i >= lambda_i, the closed form
+    yudin      |W_V| (|P| + 2 |X|^2 |M| max_i b_i)           b_i >= lambda_i, the closed form above
     castin_at  |W_V| sqrt(n + (n + 1) r^2 R^2)               r the diameter of the tokens,
                                                              R = max over i of |M^T x_i|, |M x_i|
 
-Norms are spectral. The first two hold since the weights move by dP_i = J_i dS_i, |dS| <=
-2 |X| |M| |dX|, and |dP X| <= max_i |J_i| |dS| |X|. The third is evaluated, for softmax, by the code
-released with its paper; we can prove it when r R is at least about 4 / (3 sqrt n), and take the
-larger of it and |W_V| (sqrt(n + n r^2 R^2 / 4) + r R / 2), which always holds. Proofs:
-docs/maths/sensitivity.md. All three grow with |X| or n where the truth need not:
-``covariance`` is the one to use.
+The first two hold since the weights move by dP_i = J_i dS_i, |dS| <= 2 |X| |M| |dX|, and
+|dP X| <= max_i |J_i| |dS| |X|. The third is evaluated, for softmax, by the code released with its
+paper; a proof is known when r R is at least about 4 / (3 sqrt n), so the function returns the
+larger of it and |W_V| (sqrt(n + n r^2 R^2 / 4) + r R / 2), which always holds. All three grow with
+|X| or n where the truth need not: ``covariance`` is tighter, and these are here for comparison. In
+the norm max_i |x_i|, for any number of tokens and with C_i and D_i as in bounds/covariance.py,
 
-Token by token, for |X| = max_i |x_i| and any number of tokens,
+    token_max  max_i  |W_V| + |C_i W_Q^T| scale + sqrt(|D_i| sum_j s_ij) |W_K q_i| scale.
 
-    token_max  max_i  |W_V| + |C_i W_Q^T| scale + sqrt(|D_i| sum_j s_ij) |W_K q_i| scale,
-
-with C_i and D_i as in fenchel.sensitivity.bounds.covariance.
-
-Yudin et al. (2025). Castin, Ablin and Peyre (2024), How smooth is attention?
-
-Bounds of softmax self-attention for all tokens of length at most R, from the weights alone.
-
-With A = scale W_Q W_K^T and n tokens, the Lipschitz constant between any two inputs whose tokens
-lie in the ball of radius R about the origin is at most
+Softmax self-attention for all tokens of length at most R, from the weights alone. With
+A = scale W_Q W_K^T, its Lipschitz constant on that set is at most
 
     ball            |W_V| ((1 + sqrt n) |A| R^2 + sqrt n)
     castin          sqrt(3) |W_V| sqrt(|A|^2 R^4 (4 n + 1) + n)
@@ -55,28 +43,26 @@ lie in the ball of radius R about the origin is at most
 
 Row i moves by W_V^T [C_i A^T dx_i + sum_j p_ij (x_j - m_i)(a_i . dx_j) + sum_j p_ij dx_j], with
 |C_i| <= R^2 and |a_i| <= |A| R; Cauchy and Schwarz in p_i, and column sums of at most n, give the
-first. The second, of Castin, Ablin and Peyre, is larger: |A| R^2 + 2 sqrt(n) |A| R^2 + sqrt(n) is
-more than the first, and at most it by Cauchy and Schwarz. The third has no n: rows sum to one.
-They hold under any prior. R^2 cannot be improved: fenchel.sensitivity.witness.blowup.
+first. The second is larger: |A| R^2 + 2 sqrt(n) |A| R^2 + sqrt(n) exceeds the first and is at most
+the second. The third has no n, since rows sum to one. They hold under any prior. R^2 cannot be
+improved (``witness.blowup``). After a norm layer R is ``normalised_radius``.
 
-A norm layer before attention gives R: ``normalised_radius``.
-
-Attention by distances, the Lipschitz relative of dot-product attention.
+Attention by distances, which is Lipschitz on the whole space (``l2_attention``):
 
     Z = X W_Q,   P = softmax(-|z_i - z_j|^2 tau),   f(X) = P X A W_V,   A = tau W_Q W_Q^T
 
-with tau = 1 / sqrt(D) and queries and keys made by one matrix. For n tokens and H heads side by
-side, mixed by W_O, on the whole space
+with tau = 1 / sqrt(D) and one matrix for queries and keys. For n tokens and H heads side by side,
+mixed by W_O, and with phi(x) = x e^(x+1),
 
-    Lip <= sqrt(n) tau (4 phi^-1(n - 1) + 1) sqrt(sum_h |W_Q^h|^4 |W_V^h|^2) |W_O|,
+    Lip <= sqrt(n) tau (4 phi^-1(n - 1) + 1) sqrt(sum_h |W_Q^h|^4 |W_V^h|^2) |W_O|.
 
-phi(x) = x e^(x+1).
+The paper is often quoted with the first power of |W_Q|. f is quadratic in W_Q at fixed weights, and
+the first power is violated as soon as W_Q is scaled up by ten; the square is what the proof gives.
 
-The paper is often quoted with the first power of |W_Q|. f(X) is quadratic in W_Q at fixed weights,
-and the first power is violated as soon as W_Q is scaled up by ten; the square is what the proof
-gives (docs/maths/sensitivity.md).
-
-Kim, Papamakarios and Mnih (2021), The Lipschitz constant of self-attention, Theorem 3.2.
+Proofs: docs/maths/sensitivity.md. Kim, Papamakarios and Mnih (2021), The Lipschitz constant of
+self-attention. Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy
+collapse. Castin, Ablin and Peyre (2024), How smooth is attention? Yudin, Gaponov, Kudriashov and
+Rakhuba (2025), Pay attention to attention distribution.
 """
 
 import math
