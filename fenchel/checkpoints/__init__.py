@@ -1,4 +1,4 @@
-"""TODO"""
+"""The one reader and the one writer of run directories and Hugging Face directories."""
 
 from fenchel.checkpoints.generation_config import GenerationConfig, read_generation_config
 from fenchel.checkpoints.load import Loaded, load, load_model

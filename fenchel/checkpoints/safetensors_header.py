@@ -1,14 +1,14 @@
-"""The head of a safetensors file, read before anything else believes it.
+"""The header of a safetensors file, verified before anything relies on it.
 
-A file is  n (8 bytes, little endian) | a JSON object of n bytes | data,  and the object says of
+A file is  n (8 bytes, little endian) | a JSON object of n bytes | data,  and the object has for
 each tensor
 
     "name": {"dtype": "F32", "shape": [3, 4], "data_offsets": [begin, end]}
 
-Here it is held to more than the library beneath holds it to: no name twice, none that a terminal
-would obey, no field besides those three, at most 8 axes, and the tensors fill the data from its
-first byte to its last without gap or overlap. What a header claims is checked in whole numbers,
-so a claim of any size costs nothing; the largest that is read at all costs about 0.1 GB.
+The checks are stricter than those of the safetensors library: no name twice, no unprintable name,
+no field besides those three, at most 8 axes, and tensors that fill the data from its first byte to
+its last without gap or overlap. Sizes are compared as integers, so that a false size costs no
+memory; parsing the largest header that is accepted takes about 0.1 GB.
 """
 
 import json
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from fenchel.files import Damaged, printable
 
-LONGEST = 8 * 2**20
-"""Bytes of a header; the largest in use are a tenth of it."""
-MOST = 100_000
+MAX_BYTES = 8 * 2**20
+"""The most bytes of a header; the largest in use have a tenth of it."""
+MAX_TENSORS = 100_000
 """TensorReader in one file."""
 BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 8),
@@ -29,12 +29,12 @@ BITS = {
 }
 """Bits per number, by the name that safetensors gives the dtype."""
 _AXES = 8
-_SEPARATORS = 16 * MOST
+_SEPARATORS = 16 * MAX_TENSORS
 _NAME = 512
 
 
 class TensorEntry(NamedTuple):
-    """What a header says of one tensor."""
+    """The header's entry for one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,19 +43,19 @@ class TensorEntry(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """How much of the file it takes."""
+        """Size of the tensor in the file."""
         return self.end - self.begin
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a file by name, in the order in which they lie there."""
+    """Every tensor of a file by name, in the order of the data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 10 or not 2 <= length <= min(LONGEST, size - 8):
+        if size < 10 or not 2 <= length <= min(MAX_BYTES, size - 8):
             raise Damaged(
                 f"{path} is not a safetensors file: of its {size} bytes it claims "
-                f"{length} for a header, and 2 to {LONGEST} can be."
+                f"{length} for a header, and 2 to {MAX_BYTES} can be."
             )
         text = file.read(length)
     entries = _entries(text, path)
@@ -66,28 +66,28 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def _entries(text: bytes, path: Path) -> dict[str, TensorEntry]:
     if not text.startswith(b"{"):
         raise Damaged(f"{path} is not a safetensors file: its header does not begin with {{.")
-    if sum(text.count(sign) for sign in b",:[{") > _SEPARATORS:  # a list of lists is memory
-        raise Damaged(f"{path} has a header of more values than {MOST} tensors need.")
+    if sum(text.count(sign) for sign in b",:[{") > _SEPARATORS:  # nested lists take memory
+        raise Damaged(f"{path} has a header of more values than {MAX_TENSORS} tensors need.")
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_each_once)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} has a header that is not JSON ({printable(error)}).") from None
-    about = found.pop("__metadata__", {})
-    if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise Damaged(f"{path} has a __metadata__ that is not an object of strings.")
-    if len(found) > MOST:
-        raise Damaged(f"{path} holds {len(found)} tensors; more than {MOST} are not read.")
-    entries = {name: _entry(name, said, path) for name, said in found.items()}
+    if len(header) > MAX_TENSORS:
+        raise Damaged(f"{path} holds {len(header)} tensors; more than {MAX_TENSORS} are not read.")
+    entries = {name: _entry(name, fields, path) for name, fields in header.items()}
     return dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
 
 
-def _entry(name: str, said: Any, path: Path) -> TensorEntry:
+def _entry(name: str, fields: Any, path: Path) -> TensorEntry:
     if not 0 < len(name) <= _NAME or not name.isprintable():
         raise Damaged(f"{path} names a tensor {printable(repr(name))}, which is not a plain name.")
     where = f"{path}: {printable(name)}"
-    if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise Damaged(f"{where} should have a dtype, a shape and data_offsets, and nothing else.")
-    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise Damaged(f"{where} is of {printable(repr(dtype))}, which is no dtype known here.")
     if not _are_sizes(shape) or len(shape) > _AXES:
@@ -106,17 +106,17 @@ def _entry(name: str, said: Any, path: Path) -> TensorEntry:
 
 
 def _require_filled(entries: dict[str, TensorEntry], size: int, path: Path) -> None:
-    at = 0
+    offset = 0
     for name, entry in entries.items():
-        if entry.begin != at:
+        if entry.begin != offset:
             raise Damaged(
                 f"{path}: {printable(name)} begins at byte {entry.begin} of the data and the one "
-                f"before it ends at {at}; tensors may neither overlap nor leave a gap."
+                f"before it ends at {offset}; tensors may neither overlap nor leave a gap."
             )
-        at = entry.end
-    if at != size:
+        offset = entry.end
+    if offset != size:
         raise Damaged(
-            f"{path} has {size} bytes of data and its tensors take {at}; it is not whole."
+            f"{path} has {size} bytes of data and its tensors take {offset}; it is not whole."
         )
 
 

@@ -1,21 +1,19 @@
-"""A model to a Hugging Face directory, which transformers loads and agrees with.
+"""A model, a run or a directory to a Hugging Face directory that transformers loads.
 
-    config.json               settings in the words of the first family that says exactly them
-    model.safetensors         weights by that family's names; beyond SHARD bytes in several files
+    config.json               settings of the first family that expresses them exactly
+    model.safetensors         weights by the names of that family; beyond SHARD bytes several files
                               and an index of them
-    generation_config.json    which tokens begin, end and fill
+    generation_config.json    ids of the tokens that begin, end and pad a text
     tokenizer.json, tokenizer_config.json
     manifest.json             size and SHA-256 of each of these
 
 The directory appears whole or not at all. A model that no family can express is refused in one
-sentence, before anything is written.
+sentence before anything is written.
 
-A directory to a Hugging Face directory: a run exported, or a checkpoint in another dtype.
-
-A run is written in the words of the first family that says exactly its settings. A Hugging Face
-directory stays of its family: config.json keeps every key but the dtype, the tokenizer's files
-are carried over as they are, and the weights pass the same checks as in ``load``. Masks, tables
-and repeated tensors that nothing needs are left behind.
+``convert`` exports a run, or writes a Hugging Face directory again in another dtype. The latter
+keeps its family: config.json keeps every key but the dtype and ``auto_map``, the files of the
+tokenizer are copied byte for byte, and the weights pass the same checks as in ``load``. Masks,
+tables and repeated tensors that the model does not need are left out.
 """
 
 import json
@@ -64,8 +62,8 @@ def save(
     overwrite: bool = False,
     shard: int = SHARD,
 ) -> None:
-    """Write ``path``, a Hugging Face directory; weights as they are or in another ``dtype``."""
-    config, weights = plain(model)
+    """Write a Hugging Face directory, with the weights as they are or in another ``dtype``."""
+    config, weights = export_state(model)
     family = family_for(config, weights)
     theirs = write_weights(weights, family, config, dtype)
     tokens = token_ids(tokenizer, config.kind)
@@ -80,8 +78,8 @@ def save(
     write_directory(Path(path), files, theirs, overwrite=overwrite, shard=shard)
 
 
-def plain(model: Transformer) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Settings and weights with every map as the matrix it is: gain W / sigma(W) is one."""
+def export_state(model: Transformer) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """Settings and weights without reparametrisation: gain W / sigma(W) becomes a plain matrix."""
     weights = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, SigmaLinear):
@@ -99,7 +97,7 @@ def write_directory(
     overwrite: bool,
     shard: int = SHARD,
 ) -> None:
-    """Small files and tensors to a directory that is there whole, or as it was before."""
+    """Write files and tensors to a directory; a crash leaves it complete or as it was before."""
     require_free(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -116,19 +114,19 @@ def write_directory(
 
 
 def require_free(path: Path, *, overwrite: bool) -> None:
-    """Refuse to write where something is, unless asked to."""
+    """Refuse a target that exists and is not empty, unless ``overwrite`` is set."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ValueError(f"{path} is there already and is no directory; choose another.")
+        raise ValueError(f"{path} exists and is no directory; choose another.")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise ValueError(
-            f"{path} is not empty; choose another, or have it replaced (--force, overwrite=True)."
+            f"{path} is not empty; choose another, or replace it with --force (overwrite=True)."
         )
 
 
 def token_ids(tokenizer: Tokenizer | None, kind: str) -> dict[str, int | None]:
-    """The tokens that begin, end and fill, by the names that Hugging Face gives them."""
+    """The ids of the tokens that begin, end and pad, by their names in Hugging Face configs."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    if tokenizer is None:  # said to be none, or each family would put in those of its own
+    if tokenizer is None:  # explicit nulls: transformers would fill in the family's defaults
         return dict.fromkeys(names)
     end, pad = end_id(tokenizer), pad_id(tokenizer)
     begin = next((i for s in _BEGINNINGS if (i := tokenizer.token_to_id(s)) is not None), end)
@@ -137,14 +135,14 @@ def token_ids(tokenizer: Tokenizer | None, kind: str) -> dict[str, int | None]:
 
 
 def dumps(settings: Mapping[str, Any]) -> str:
-    """JSON as these directories have it."""
+    """JSON in the form of Hugging Face directories."""
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
 def _tokenizer_config(
     tokenizer: Tokenizer, tokens: Mapping[str, int | None], context: int
 ) -> dict[str, Any]:
-    spelt = {
+    special_tokens = {
         name.removesuffix("_id"): tokenizer.id_to_token(token)
         for name, token in tokens.items()
         if token is not None and name != "decoder_start_token_id"
@@ -153,7 +151,7 @@ def _tokenizer_config(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        **spelt,
+        **special_tokens,
     }
 
 
@@ -180,11 +178,11 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard: int
 
 _JSON = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "added_tokens.json")
 _TEXT = ("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")
-_LONGEST = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 
 
 class Converted(NamedTuple):
-    """What was written."""
+    """The family, size and dtype of the directory that ``convert`` wrote."""
 
     family: str
     parameters: int
@@ -199,16 +197,19 @@ def convert(
     which: str = "best",
     overwrite: bool = False,
 ) -> Converted:
-    """Write ``target``; of a run its ``best`` or its ``newest`` checkpoint."""
+    """Write a run or a Hugging Face directory as the Hugging Face directory ``target``.
+
+    ``which`` selects the ``best`` or the ``newest`` checkpoint of a run.
+    """
     source, target = Path(source), Path(target)
     if target.resolve() == source.resolve():
-        raise ValueError(f"{target} is the directory that is read; choose another.")
+        raise ValueError(f"{target} is also the source; choose another.")
     require_free(target, overwrite=overwrite)  # before the work, and again when it is done
     if source.is_dir() and not is_run(source):
         return _recast(source, target, dtype, overwrite=overwrite)
     model, tokenizer, _ = load(source, which=which)
     save(model, tokenizer, target, dtype=dtype, overwrite=overwrite)
-    config, weights = plain(model)
+    config, weights = export_state(model)
     kind = dtype or next(iter(weights.values())).dtype
     count = sum(weight.numel() for weight in weights.values())
     return Converted(family_for(config, weights).name, count, kind)
@@ -221,20 +222,20 @@ def _recast(source: Path, target: Path, dtype: torch.dtype | None, *, overwrite:
     weights = read_weights(directory, family, config)
     tensors = write_weights(weights, family, config, dtype)
     kind = next(iter(tensors.values())).dtype
-    said = {k: v for k, v in directory.config.items() if k not in ("torch_dtype", "auto_map")}
-    files = {CONFIG: dumps({**said, "dtype": str(kind).removeprefix("torch.")}).encode()}
-    write_directory(target, files | _carried(source), tensors, overwrite=overwrite)
+    settings = {k: v for k, v in directory.config.items() if k not in ("torch_dtype", "auto_map")}
+    files = {CONFIG: dumps({**settings, "dtype": str(kind).removeprefix("torch.")}).encode()}
+    write_directory(target, files | _copied_files(source), tensors, overwrite=overwrite)
     return Converted(family.name, sum(t.numel() for t in tensors.values()), kind)
 
 
-def _carried(source: Path) -> dict[str, bytes]:
-    """The tokenizer's files and what is said about generating, byte for byte."""
-    carried = {}
+def _copied_files(source: Path) -> dict[str, bytes]:
+    """The files of the tokenizer and generation_config.json, byte for byte."""
+    files = {}
     for name in (*_JSON, *_TEXT):
         if not has_file(source, name):
             continue
         file = bounded_json_file(source, name) if name in _JSON else regular_file(source, name)
-        if (size := file.stat().st_size) > _LONGEST:
-            raise ValueError(f"{file} has {size} bytes; more than {_LONGEST} is not carried over.")
-        carried[name] = file.read_bytes()
-    return carried
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise ValueError(f"{file} has {size} bytes; more than {_MAX_BYTES} is not copied.")
+        files[name] = file.read_bytes()
+    return files

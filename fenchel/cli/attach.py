@@ -1,4 +1,4 @@
-"""fenchel attach: another attention in a transformers checkpoint, proved to be there."""
+"""fenchel attach: replace the attention of a transformers checkpoint, with a proof."""
 
 import json as json_format
 import shutil
@@ -70,14 +70,14 @@ def run(
         ids, size = text_ids(read_tokenizer(directory, vocabulary), text)
         _require_next_token(model)
     proof = prove(model, choice, _probe(model, ids))
-    told = _plain(type(model).__name__, proof)
+    record = _plain(type(model).__name__, proof)
     lines = _lines(directory, type(model).__name__, proof)
     if ids is not None:
         scores = {
             name: _score(model, one, ids, size, context, tokens)
-            for name, one in (("eager", None), (told["map"]["map"], choice))
+            for name, one in (("eager", None), (record["map"]["map"], choice))
         }
-        told["text"] = {name: score._asdict() for name, score in scores.items()}
+        record["text"] = {name: score._asdict() for name, score in scores.items()}
         lines += _score_lines(scores)
     if out is not None:
         with attach(model, choice):
@@ -86,7 +86,7 @@ def run(
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, out / name)
         lines.append(f"saved to {out}; fenchel attach {out} finds the map in its config")
-    print(json_format.dumps(told) if json else "\n".join(lines))
+    print(json_format.dumps(record) if json else "\n".join(lines))
     return 0
 
 
@@ -122,7 +122,7 @@ def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None
         return by_name(map, **settings)
     stored = getattr(model.config, FIELD, None)
     if stored is None:
-        raise ValueError("the checkpoint was not saved with a map of ours; name one with --map.")
+        raise ValueError("the checkpoint was not saved with a map of fenchel; name one with --map.")
     return choice_from_record(stored)
 
 
@@ -155,7 +155,7 @@ def _probe(model: Any, ids: Any) -> dict[str, Any]:
 def _score(
     model: Any, choice: "Choice | None", ids: Any, size: int, context: int, tokens: int
 ) -> "Score":
-    """How well the model predicts the text by its own attention (None), or by ours."""
+    """How well the model predicts the text by its own attention (None), or by ``choice``."""
     from contextlib import nullcontext
 
     from torch import Tensor, nn

@@ -26,13 +26,13 @@ def run(
     directory
         A run directory, or a Hugging Face directory of a family that fenchel reads.
     out
-        Where to write; a directory that is not there yet, or is empty.
+        Where to write; a directory that does not exist yet, or is empty.
     dtype
-        What numbers the weights should be; as they are when left out.
+        The dtype of the weights; unchanged when left out.
     which
         Which checkpoint of a run.
     force
-        Replace what is in OUT.
+        Replace the contents of OUT.
     json
         Print one JSON object instead of a sentence.
     """
@@ -41,11 +41,11 @@ def run(
     from fenchel.checkpoints import convert
 
     kind = None if dtype is None else getattr(torch, dtype)
-    found = convert(directory, out, dtype=kind, which=which, overwrite=force)
-    name = str(found.dtype).removeprefix("torch.")
+    result = convert(directory, out, dtype=kind, which=which, overwrite=force)
+    name = str(result.dtype).removeprefix("torch.")
     if json:
-        said = {"out": str(out), "family": found.family, "parameters": found.parameters}
-        print(json_format.dumps({**said, "dtype": name}))
+        record = {"out": str(out), "family": result.family, "parameters": result.parameters}
+        print(json_format.dumps({**record, "dtype": name}))
     else:
-        print(f"{out}: {found.family}, {found.parameters:,} parameters in {name}")
+        print(f"{out}: {result.family}, {result.parameters:,} parameters in {name}")
     return 0

@@ -56,7 +56,7 @@ def machine() -> dict[str, Any]:
         **{key: found[key] for key in ("fenchel", "python", "torch", "device", "cores")},
         "platform": platform.platform(),
         "fastest with": f"{pace.threads} threads",
-        "default model": f"{tokens / pace.seconds / 1e3:.1f}k tokens a second",
+        "default model": f"{tokens / pace.seconds / 1e3:.1f}k tokens per second",
     }
 
 
@@ -90,7 +90,7 @@ def backends() -> dict[str, str]:
 
 
 def soundness(directory: Path) -> dict[str, str]:
-    """Each sealed folder of a run directory, "intact" or what is wrong with it."""
+    """Each sealed folder of a run directory, with "intact" or what is wrong with it."""
     from fenchel.checkpoints import run_checkpoint
     from fenchel.pipeline import open_corpus
     from fenchel.train import RunDir

@@ -1,18 +1,18 @@
-"""That a swap of attention happened, and that nothing else did.
+"""A proof that a model's attention was replaced, and that nothing else changed.
 
-A model is read three times on the same inputs: with its own eager attention, with ours and
-softmax, with ours and the new map. The proof holds when
+A model runs three times on the same inputs: with its own eager attention, with fenchel's attention
+and softmax, with fenchel's attention and the new map. The proof holds when
 
-    every attention layer called us                        no layer computes attention by itself
-    every causal layer was handed a mask                   the function itself refuses otherwise
-    |softmax by us - eager|  <=  tolerance * max(1, |eager|)       nothing was left out
-    |new map - eager|  >  0                                the swap had an effect
-    another last token moves no earlier output             the new map keeps a causal mask
+    every attention layer called fenchel's attention       no layer computes attention by itself
+    every causal layer passed a mask                       the function itself refuses otherwise
+    |our softmax - eager|  <=  tolerance * max(1, |eager|)         nothing was left out
+    |new map - eager|  >  0                                the replacement had an effect
+    another last token moves no earlier output             the new map respects a causal mask
 
 Each failure is a ValueError in one sentence. An attention layer is a module with "Attention" in
-the name of its class and no such module inside it; it counts as called when we were called by it,
-by a module around it or by one inside it. Positions that the inputs' attention mask pads are
-left out: what a model computes there nobody reads, and eager attention fills them otherwise.
+the name of its class and no such module inside it; it counts as called if it, a module around it
+or a module inside it made the call. Positions that the inputs' attention mask pads are left out:
+their outputs are not used, and eager attention computes other values there.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,8 +28,8 @@ from fenchel.choice import Choice
 from fenchel.hf.adapter import attach
 
 
-class Layer(NamedTuple):
-    """One layer that attended by us."""
+class ProvedLayer(NamedTuple):
+    """One layer that called fenchel's attention."""
 
     name: str
     kind: str
@@ -39,14 +39,14 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Proof:
-    """What was seen; an object of this class exists only when everything held."""
+    """The measurements of a proof that holds; ``prove`` raises otherwise."""
 
     choice: Choice
-    layers: tuple[Layer, ...]
+    layers: tuple[ProvedLayer, ...]
     softmax_difference: float
-    """Largest change of an output when softmax by us stands for eager attention."""
+    """Largest change of an output when our softmax replaces eager attention."""
     tolerance: float
-    """What that was allowed to be."""
+    """The largest ``softmax_difference`` allowed."""
     change: float
     """Largest change of an output under the new map."""
     leak: float | None
@@ -54,12 +54,12 @@ class Proof:
 
     @property
     def calls(self) -> int:
-        """Of all layers together."""
+        """The calls of all layers together."""
         return sum(layer.calls for layer in self.layers)
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """The kinds of mask that some layer was handed."""
+        """The kinds of mask that the layers passed."""
         return tuple(sorted({mask for layer in self.layers for mask in layer.masks}))
 
 
@@ -67,11 +67,11 @@ class Proof:
 def prove(
     model: Any, choice: Choice, inputs: Mapping[str, Tensor], *, tolerance: float | None = None
 ) -> Proof:
-    """Read ``inputs``, what the model is called with, three times; it comes back as it was.
+    """Run the model on ``inputs``, its keyword arguments, three times, and restore it.
 
     ``tolerance`` is 1e-5 unless given, and 2e-2 for a model in half precision.
     """
-    with _reading(model):
+    with _evaluation_mode(model):
         with attach(model, SOFTMAX) as attachment:
             ours = _output(model, inputs)
             layers = _layers(model, attachment.calls, attachment.masks)
@@ -104,27 +104,27 @@ def prove(
 
 def attention_layers(model: nn.Module) -> dict[str, str]:
     """Innermost modules that are attention by the name of their class: name -> class."""
-    found = {n: type(m).__name__ for n, m in model.named_modules() if _is_attention(m)}
-    return {n: kind for n, kind in found.items() if not any(m.startswith(f"{n}.") for m in found)}
+    kinds = {n: type(m).__name__ for n, m in model.named_modules() if _is_attention(m)}
+    return {n: kind for n, kind in kinds.items() if not any(m.startswith(f"{n}.") for m in kinds)}
 
 
 def _layers(
     model: nn.Module, calls: Mapping[str, int], masks: Mapping[str, set[str]]
-) -> tuple[Layer, ...]:
-    """The layers that called us, once all are known to have."""
-    there = attention_layers(model)
-    if not there and not calls:
+) -> tuple[ProvedLayer, ...]:
+    """The layers that called fenchel's attention; raises if one did not."""
+    layers = attention_layers(model)
+    if not layers and not calls:
         raise ValueError(f"{type(model).__name__} has no attention layer to swap.")
-    missed = [name for name in there if not any(_same(name, caller) for caller in calls)]
+    missed = [name for name in layers if not any(_same(name, caller) for caller in calls)]
     if missed:
         raise ValueError(
-            f"{len(missed)} of the {len(there)} attention layers of {type(model).__name__} never "
-            f"called the attention they were given ({missed[0]}, {there[missed[0]]}, is the "
+            f"{len(missed)} of the {len(layers)} attention layers of {type(model).__name__} never "
+            f"called the attention they were given ({missed[0]}, {layers[missed[0]]}, is the "
             "first), so the swap did not happen."
         )
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     return tuple(
-        Layer(name, kinds.get(name, name), calls[name], tuple(sorted(masks[name])))
+        ProvedLayer(name, kinds.get(name, name), calls[name], tuple(sorted(masks[name])))
         for name in calls
     )
 
@@ -138,18 +138,18 @@ def _output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     return out.flatten(0, -2)
 
 
-def _rows(found: Any) -> Tensor:
+def _rows(output: Any) -> Tensor:
     """Logits, or else the last hidden states: (B, T, V)."""
-    rows: Tensor = found.logits if getattr(found, "logits", None) is not None else found[0]
+    rows: Tensor = output.logits if getattr(output, "logits", None) is not None else output[0]
     return rows
 
 
-def _all_causal(layers: tuple[Layer, ...]) -> bool:
+def _all_causal(layers: tuple[ProvedLayer, ...]) -> bool:
     return all(mask.startswith(("causal", "window")) for one in layers for mask in one.masks)
 
 
 def _leak(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
-    """How far outputs before the last move when the last id is another one."""
+    """How far the outputs before the last move when the last id is replaced."""
     ids = inputs.get("input_ids")
     if ids is None or ids.shape[1] < 2:
         return None
@@ -172,8 +172,8 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _reading(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and afterwards as it was."""
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, restored on leaving."""
     training = model.training
     model.eval()
     try:
