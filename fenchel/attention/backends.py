@@ -149,7 +149,7 @@ def _only_softmax(call: CallFacts, who: str) -> str | None:
 
 
 class _Rate(NamedTuple):
-    """What a back end takes for one call on one kind of device."""
+    """The time that a back end takes for one call on one kind of device."""
 
     start: float
     """Microseconds before the first score."""
@@ -159,11 +159,13 @@ class _Rate(NamedTuple):
     """Picoseconds per entry of log u that is written out."""
 
 
-# Measured by ``python -m benchmarks attention_auto``, forward and forward with backward. The CPU:
-# one core of a Xeon with AVX-512, float32, 4 heads of 64, 512 to 4096 keys, by its own clock (CPU
-# seconds). The GPU: an H200, bfloat16, 32k tokens in 16 heads of 64: fused softmax 1.25 and 4.6 ms
-# at 8k, with a dense window mask 5.3 and 15.6, with a dense ALiBi bias 14.0 and 24.5; FlexAttention
-# 0.38 and 1.49 under a window of 512, 2.6 and 8.2 under causal ALiBi.
+# Fitted to measurements, forward (False) and forward with backward (True).
+#   cpu     the cases of benchmarks/attention_auto.py, float32, 4 heads of 64, 512 to 4096 keys, on
+#           one core with AVX-512, in CPU seconds. It has no rate for flex, which auto leaves out.
+#   cuda    an H200, bfloat16, 32k tokens in 16 heads of 64, sequences of 8k, milliseconds forward /
+#           with backward: fused softmax 1.25 / 4.6, a dense window mask 5.3 / 15.6, a dense ALiBi
+#           bias 14.0 / 24.5; flex .38 / 1.49 under a window of 512, 2.6 / 8.2 under causal ALiBi.
+#           The rates of reference and blocked are estimates.
 _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
     ("cpu", False): {
         "reference": _Rate(0.0, 10e3),
@@ -195,9 +197,9 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
 _ONE_PIECE = 1 << 16
 """Scores up to which a map other than softmax trains on the square in one piece, not in tiles."""
 _LARGE_SQUARE = 1 << 20
-"""Scores above which the square outgrows the caches and its memory counts: three times the rate."""
+"""Scores above which the square no longer fits the caches: it then costs three times the rate."""
 _WORTH_COMPILING = 1 << 24
-"""Scores below which no kernel is compiled: that takes seconds, and saves microseconds per call."""
+"""Scores below which no kernel is compiled: compiling takes seconds and would save microseconds."""
 _FLEX_ROWS = 128
 """Rows of a block of FlexAttention's mask."""
 _SAMPLES = 8
@@ -233,7 +235,7 @@ def _blocked_cost(call: CallFacts) -> float:
 
 def _sdpa_cost(call: CallFacts) -> float:
     if call.compiling:
-        return 1.0
+        return -1.0
     flag = sdpa.causal_flag(call.prior, call.T, call.S)
     if flag is None:
         return _cost(call, "sdpa", 1.0, 1.0)
@@ -244,8 +246,8 @@ def _flex_cost(call: CallFacts) -> float:
     """Infinite where auto leaves it out, though it serves.
 
     On a CPU its C++ does not compile for every prior (torch 2.13). The gradient of a prior that
-    learns is added up in no fixed order, so that two runs would differ. Inside torch.func and
-    torch.compile it has not been proved.
+    learns is summed in no fixed order, so that two runs would differ. Inside torch.func and
+    torch.compile it is untested.
     """
     if call.device != "cuda" or call.learns or call.compiling or call.transformed:
         return math.inf

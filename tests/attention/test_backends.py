@@ -153,3 +153,12 @@ def test_a_prior_names_the_axes_along_which_it_varies(
     log_u = log_u.expand(2, 6, 4, 7)
     differs = (log_u != log_u[:1]).any(), (log_u != log_u[:, :1]).any()
     assert all(axis or not differ for axis, differ in zip(axes, differs, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"T": 8, "S": 8}], ids=["long", "short"])
+def test_under_torch_compile_softmax_goes_to_the_fused_kernels(sizes: dict[str, int]) -> None:
+    call = replace(LONG, compiling=True, prior=Window(512), **sizes)
+    assert cheapest(call).name == "sdpa"
+    assert cheapest(replace(call, B=1, H=1, choice="Entmax")).name == (
+        "reference" if sizes else "blocked"
+    )
