@@ -88,7 +88,7 @@ def test_a_directory_is_not_converted_onto_itself(
 ) -> None:
     words = ["convert", str(run_directory), str(run_directory / "." / ""), "--force"]
     assert main(words) == 2
-    assert "the directory that is read" in capsys.readouterr().err
+    assert "is also the source" in capsys.readouterr().err
     assert (run_directory / "checkpoints").is_dir()
 
 
