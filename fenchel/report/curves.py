@@ -26,7 +26,7 @@ class Chart:
     title: str
     caption: str
     columns: Mapping[str, str]
-    """HeadChart of the metrics to its name in the legend."""
+    """Column of the metrics to its label in the legend."""
     spread: float = 1000.0
     """The ratio of largest to smallest value beyond which the scale is logarithmic."""
     zero: bool = False

@@ -47,9 +47,7 @@ _METRICS_LIMIT = 96 * 2**20
 _LINE_LIMIT = 2**20
 _LAYERS_LIMIT = 256
 _STEP_LIMIT = 2**53  # beyond it a float cannot represent every integer
-_HUGE = (
-    1e100  # larger values are treated as infinite, so that a chart can square and scale the rest
-)
+_HUGE = 1e100  # larger values count as infinite, so that a chart can square and scale the rest
 
 
 @dataclass(frozen=True, kw_only=True)
