@@ -1,9 +1,9 @@
-"""A folder to a subject: who reads which.
+"""Opens a folder for inspection, with fenchel's own loader or with transformers.
 
-A run directory is ours, and so is a Hugging Face directory of a family that ``fenchel.model``
-reads: its loader is there at once, where importing ``transformers`` alone takes seconds.
-``transformers`` reads every other family, and of ours what ours does not have: a variant of the
-settings, another head. What was found damaged is handed on to nobody.
+fenchel's loader reads run directories and Hugging Face directories of the families in
+fenchel/model/families; it starts at once, where importing ``transformers`` takes seconds.
+``transformers`` reads every other family, and variants of the known ones that fenchel does not
+have: other settings, another head. A damaged directory is refused before either loads it.
 """
 
 from importlib.util import find_spec
@@ -58,8 +58,8 @@ def open_checkpoint(directory: CheckpointDirectory, tokenizer: Tokenizer) -> Ins
     except Unsupported as why:
         reason = str(why)
     if not _installed():
-        told = reason.rstrip(".")
-        raise ValueError(f"{told}; transformers may have it: pip install 'fenchel[hf]'.")
+        sentence = reason.rstrip(".")
+        raise ValueError(f"{sentence}; transformers may have it: pip install 'fenchel[hf]'.")
     try:
         return open_foreign(directory, tokenizer)
     except ValueError:

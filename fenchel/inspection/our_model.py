@@ -1,9 +1,9 @@
-"""A Transformer of fenchel.model as a subject: one of our runs, or a checkpoint of a known family.
+"""A Transformer of fenchel.model for inspection: a run, or a checkpoint of a known family.
 
-Every layer reports its queries, keys and values to an observer as it reads, and what it asks of
-``attend`` with them (``Transformer.question``) is what is measured: its map, prior, scale and cap.
-When a derivative is taken the same observer answers in ``attend``'s place with what is held of the
-call (``fenchel.inspection.linearisation``), whatever the map.
+Every layer passes its call of ``attend`` (queries, keys, values, choice, prior, scale and soft cap)
+to the ``attention_override`` of the forward pass, where it is recorded. A recorded block is called
+again with another override in its forward context: none, or the linearised attention of
+fenchel/inspection/linearisation.py.
 """
 
 from dataclasses import dataclass, replace

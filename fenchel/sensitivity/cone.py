@@ -3,8 +3,10 @@
     |f(x) - f(x_0)| <= L |x - x_0|
 
 puts the graph of f between two cones of slope +L and -L with their tip at (x_0, f(x_0)). ``cone``
-looks at points and counts those outside; for a function of a vector, lengths take the place of
-absolute values and the picture shows |f(x) - f(x_0)| over |x - x_0|.
+evaluates f at points and counts those outside; for a function of a vector, lengths take the place
+of absolute values and the picture shows |f(x) - f(x_0)| over |x - x_0|.
+
+Lesson: the Lipschitz cone and why attention is not Lipschitz.
 """
 
 from collections.abc import Callable
@@ -22,10 +24,10 @@ _GRID = 600
 
 @dataclass(frozen=True, eq=False)
 class Cone:
-    """A function seen from one point."""
+    """Values of a function and the cone of slope L about one of them."""
 
     x: Tensor
-    """The points looked at: (N,) or (N, d)."""
+    """The points: (N,) or (N, d)."""
     y: Tensor
     """f there: (N,) or (N, m)."""
     x0: Tensor
@@ -105,7 +107,7 @@ def cone(
     *,
     x: Tensor | None = None,
 ) -> Cone:
-    """Look at ``f`` from ``x0`` and compare it with the cone of slope ``L``.
+    """Compare ``f`` with the cone of slope ``L`` whose tip is at ``x0``.
 
     For a number x0, ``f`` acts on a whole tensor of numbers, and ``x`` is by default 600 points
     within 3 pi / 2 on either side. For a vector x0 (d,), ``x`` is (N, d) and ``f`` acts on rows.
@@ -119,7 +121,7 @@ def cone(
     start = start if start.is_floating_point() and start.dim() else start.double()
     if x is None:
         if start.dim():
-            raise ValueError("for a vector x0 say where to look: x of shape (N, d).")
+            raise ValueError("for a vector x0 give the points to evaluate: x of shape (N, d).")
         x = start + torch.linspace(-1.5 * pi, 1.5 * pi, _GRID, dtype=torch.float64)
     if x.dim() != start.dim() + 1 or x.shape[1:] != start.shape:
         raise ValueError(
@@ -128,7 +130,7 @@ def cone(
         )
     values = f(torch.cat([start.unsqueeze(0).to(x), x]))
     if len(values) != len(x) + 1:
-        raise ValueError(f"f must give one value a point; got {len(values)} for {len(x) + 1}.")
+        raise ValueError(f"f must give one value per point; got {len(values)} for {len(x) + 1}.")
     return Cone(x, values[1:], start.to(x), values[0], float(L))
 
 

@@ -8,7 +8,8 @@ once more and a small decomposition of the result gives values, left and right v
     J right_i = value_i left_i           J^T left_i = value_i right_i + (a rest of length error_i)
 
 so some singular value of J lies within error_i of value_i. That these are the largest ones is not
-certain but near to it: the start is random (see fenchel.sensitivity.golub_kahan for the odds).
+certain but nearly so: the start is random (fenchel/sensitivity/golub_kahan.py has the
+probability). Lesson: the derivative of attention.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Inputs that show a growth rate: nothing smaller could be a bound.
+"""Inputs that attain a growth rate, so that no smaller rate is a bound.
 
 ``blowup``: self-attention has no Lipschitz constant on all of R^(n x M). Let A = scale W_Q W_K^T,
 n >= 2, A != 0, W_V != 0. Put token i at 0 and the others at +t u and -t u. Scores of row i are 0
@@ -20,7 +20,8 @@ a prior that shows no row two keys; then Att is Lipschitz, and ``blowup`` says w
     minus    R (-u, u, ..., u)           u the eigenvector of the most negative u^T A u: a sink
     plus     R (u, u/2, ..., u/2)        u that of the most positive: peaks, then falls as n grows
 
-Proof and sources: docs/maths/sensitivity.md. Kim, Papamakarios and Mnih (2021); Castin, Ablin and
+Lesson: the Lipschitz cone and why attention is not Lipschitz. Proof and sources:
+docs/maths/sensitivity.md. Kim, Papamakarios and Mnih (2021); Castin, Ablin and
 Peyre (2024).
 """
 
@@ -39,7 +40,7 @@ _SOFTMAX = Softmax()
 
 
 class Witness(NamedTuple):
-    """An input, a unit direction, and how fast the output runs along it."""
+    """An input, a unit direction, and how fast the output moves along it."""
 
     X: Tensor
     direction: Tensor

@@ -49,11 +49,11 @@ def test_a_function_of_vectors_is_measured_by_lengths(draw: Draw) -> None:
 def test_mistakes_are_refused(draw: Draw) -> None:
     with pytest.raises(ValueError, match="not negative"):
         cone(torch.sin, 0.0, -1.0)
-    with pytest.raises(ValueError, match="where to look"):
+    with pytest.raises(ValueError, match="points to evaluate"):
         cone(torch.sin, draw(3), 1.0)
     with pytest.raises(ValueError, match="list of points"):
         cone(torch.sin, draw(3), 1.0, x=draw(5, 2))
-    with pytest.raises(ValueError, match="one value a point"):
+    with pytest.raises(ValueError, match="one value per point"):
         cone(lambda x: x[:-1], 0.0, 1.0)
 
 
