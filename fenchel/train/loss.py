@@ -202,10 +202,9 @@ class _LMHeadLoss(torch.autograd.Function):
             raise RuntimeError("lm_head_loss was differentiated already; compute it again.")
         gh_NM, gW_VM = ctx.gradients
         ctx.gradients = None  # no other reference is left, so autograd need not copy them
-        return (
-            *(gh_NM.mul_(g.to(gh_NM.dtype)), gW_VM.mul_(g.to(gW_VM.dtype))),
-            *(None, None, None, None, None),
-        )
+        gh_NM.mul_(g.to(gh_NM.dtype))
+        gW_VM.mul_(g.to(gW_VM.dtype))
+        return gh_NM, gW_VM, None, None, None, None, None
 
 
 def _fused(h_NM: Tensor) -> bool:
