@@ -134,7 +134,7 @@ def _network(found: Inspection) -> Table:
     )
     grown = math.exp(network.exponent)
     table.add_row(
-        "Lyapunov exponent a layer", f"{network.exponent:.3f} ({grown:.2f} times a layer){each}"
+        "Lyapunov exponent per layer", f"{network.exponent:.3f} ({grown:.2f} times per layer){each}"
     )
     return table
 

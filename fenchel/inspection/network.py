@@ -3,11 +3,11 @@
 J is the derivative of x_L in x_0: the product of those of the blocks, whose graphs are kept.
 
     stream     |J|_2                    logits    |d logits of the last token / d x_0|_2
-    exponent   log|J|_2 / L, the finite-time Lyapunov exponent of a layer; beside it the mean of
+    exponent   log|J|_2 / L, the finite-time Lyapunov exponent per layer; beside it the mean of
                log|J_l|_2 over blocks, which would be reached only if every block's top direction
                were handed on to the next one's
     growth     with v the top right singular vector of J: log |J_l .. J_1 v| - log |J_(l-1) .. v|,
-               one number a block; they sum to log|J|_2
+               one number per block; they sum to log|J|_2
 
     influence  |J_ij|_F from input token j to output token i. A Gaussian u that is zero outside a
                span of output tokens has E |(J^T u)_j|^2 = sum over i in the span of |J_ij|_F^2, so
@@ -42,26 +42,26 @@ def network(
     layers: list[BlockResult],
     method: Method,
     generator: torch.Generator,
-    tell: Callable[[int], None],
+    progress: Callable[[int], None],
 ) -> Network:
     """The network of blocks whose derivatives are ``steps``; ``layers`` are those measured.
 
-    ``tell`` hears how many of the ``STEPS`` are done.
+    ``progress`` is called with the number of ``STEPS`` that are done.
     """
-    tell(0)
+    progress(0)
     L = len(steps)
     J = reduce(lambda before, one: one @ before, steps)
     found = measured(J, method, generator)
     assert isinstance(found.right, Tensor)
-    tell(1)
+    progress(1)
     tokens = influence(J, generator)
-    tell(2)
+    progress(2)
     logits = None
     if trace.lm_head is not None:
         out = derivative(trace.lm_head, trace.blocks[-1].output) @ J
         few = replace(method, iterations=-(-2 * method.iterations // 3))
         logits = bracket(measured(out.T, few, generator))  # logits are fewer: a better start
-    tell(STEPS)
+    progress(STEPS)
     norms = [_log(one.block.lower) for one in layers]
     return Network(
         stream=bracket(found),
@@ -85,7 +85,7 @@ def growth(steps: Sequence[Operator], v: Tensor) -> list[float]:
 
 
 def influence(J: Operator, generator: torch.Generator, spans: int = SPANS) -> Influence:
-    """The map, one reverse product a span and some more for its error; J between (T, M)."""
+    """The map, one reverse product per span and some more for its error; J between (T, M)."""
     T = J.codomain.shapes[0][0]
     edges = [round(i * T / min(spans, T)) for i in range(min(spans, T) + 1)]
     parts = list(pairwise(edges))

@@ -1,7 +1,7 @@
 """What an inspection found, as plain values: numbers, words and lists that JSON can hold.
 
 A number that was computed exactly (to rounding) stands alone. One that was approached from both
-sides is a ``Interval``; what its ends promise is said once, in ``Method``. One number a row is told
+sides is an ``Interval``; ``Method`` says what its ends promise. One number per row is summarised
 by its ``Spread``. Layers and heads count from 1, tokens from 0.
 """
 
@@ -25,7 +25,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Spread:
-    """One number a row, told by its quantiles and its mean."""
+    """Quantiles and mean of one number per row."""
 
     least: float
     low: float
@@ -274,12 +274,12 @@ class Inspection:
     network: Network | None
     precision: Precision | None
     certificates: Certificates | None
-    """Those asked for by a radius."""
+    """None without a radius."""
     maps: Maps
     seconds: dict[str, float]
 
     def plain(self, *, maps: bool = False, rows: bool = False) -> dict[str, Any]:
-        """For JSON: what is not finite becomes None; maps and every row only if asked for."""
+        """As JSON has it: None for what is not finite; maps and the rows of heads are optional."""
         without = set() if maps else {"maps"}
         without |= set() if rows else {"rows"}
         plain = _plain(self, without)

@@ -8,7 +8,7 @@ both directions of the same function.
 
 f is a function of one tensor, of several (then x is a tuple), or a module. What it returns may be
 a tensor, a tuple that begins with one, or a Hugging Face output, of which ``logits`` or
-``last_hidden_state`` is taken. A Hugging Face model is asked through ``inputs_embeds``.
+``last_hidden_state`` is taken. A Hugging Face model receives x as ``inputs_embeds``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +42,13 @@ class Jacobian(Operator):
         self.dtype, self.device = self.x[0].dtype, self.x[0].device
 
     def apply(self, v: Tensor) -> Tensor:
-        """J v, one forward-mode pass a vector."""
+        """J v, one forward-mode pass per vector."""
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             moves = [torch.func.jvp(self.f, self.x, self._parts(one))[1] for one in v]
         return self.codomain.lay([torch.stack(moves)])
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """J^T u, one reverse-mode pass a vector."""
+        """J^T u, one reverse-mode pass per vector."""
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             backs = [self._pull(self.codomain.lift(one[None])[0][0]) for one in u]
         return self.domain.lay([torch.stack(parts) for parts in zip(*backs, strict=True)])
@@ -66,7 +66,7 @@ def jacobian(f: Function, x: Tensors, *, batch: int = 0) -> Jacobian:
     """The Jacobian of ``f`` at ``x``, matrix-free.
 
     ``batch`` leading axes are declared independent: f must act on each of their indices by itself,
-    and J is then one operator an index.
+    and J is then one operator per index.
 
     >>> J = jacobian(torch.sin, torch.zeros(3))
     >>> J @ torch.ones(3), J.shape

@@ -56,7 +56,7 @@ Array = npt.NDArray[np.float64]
 # Places at which the polynomials are evaluated at once, and how often: a root to three digits.
 _GRID, _FINE_GRID = (48, 3), (400, 2)
 _EVERY = 3  # a look at the bracket costs about as much as a product of a small operator
-_VALUES = 4  # singular values told from below
+_VALUES = 4  # singular values with lower bounds
 _WIDEST = 40.0  # log of the largest ratio of upper to lower that is still looked at
 
 
@@ -246,8 +246,8 @@ class _Run:
         if clear.all():
             self.v = w / (rest.unsqueeze(-1).to(w.dtype) if b.ndim else float(b))
         else:
-            fresh, told = self._fresh(b), torch.as_tensor(clear, device=w.device)
-            self.v = torch.where(told.unsqueeze(-1), scaled(w, rest), fresh)
+            fresh, usable = self._fresh(b), torch.as_tensor(clear, device=w.device)
+            self.v = torch.where(usable.unsqueeze(-1), scaled(w, rest), fresh)
         self.b.append(np.maximum(b, dust))
 
     def _fresh(self, b: Array) -> Tensor:

@@ -38,7 +38,7 @@ class TokenBracket(NamedTuple):
     lower: Tensor
     upper: Tensor
     direction: Tensor
-    """One unit vector a token; it moves some output token by ``lower``."""
+    """One unit vector per token; it moves some output token by ``lower``."""
 
 
 def largest(A: Tensor) -> Tensor:
@@ -110,14 +110,14 @@ def token_norm(
     N, M = _tokens(J.domain)
     N_out, M_out = _tokens(J.codomain)
     sums = influence(J).sum(-1)
-    asked = sums.topk(min(rows, N_out)).indices
-    c = len(asked)
+    outputs = sums.topk(min(rows, N_out)).indices
+    c = len(outputs)
     d = _unit(torch.randn(c, N, M, dtype=J.dtype, device=J.device, generator=generator))
     here = torch.arange(c, device=J.device)
     for _ in range(steps):
         moved = J.apply(d.reshape(c, -1)).reshape(c, N_out, M_out)
         pull = torch.zeros_like(moved)
-        pull[here, asked] = _unit(moved[here, asked])
+        pull[here, outputs] = _unit(moved[here, outputs])
         back = J.adjoint(pull.reshape(c, -1)).reshape(c, N, M)
         d = torch.where(back.norm(dim=-1, keepdim=True) > 0, _unit(back), d)
     reached = J.apply(d.reshape(c, -1)).reshape(c, N_out, M_out).norm(dim=-1).amax(-1)

@@ -10,7 +10,7 @@ map of several tensors takes a tuple. The same numbers may also be given laid ou
     (n,)  or  (n, k)                 -> (m,)  or  (m, k), as for a matrix
 
 Operators may stand side by side in a batch, one for each index of the leading axes ``batch``: every
-rule above then holds behind those axes, and a spectral norm is one number an index. ``A @ B``,
+rule above then holds behind those axes, and a spectral norm is one number per index. ``A @ B``,
 ``A + B`` and ``-A`` are operators again, so a block of a network is written as it is drawn:
 ``identity(x) + attention @ norm``.
 
@@ -35,7 +35,7 @@ class Space:
     """Tensors that travel together, and how they lie end to end in one vector."""
 
     shapes: tuple[Shape, ...]
-    """One shape a tensor, without the axes of ``batch``."""
+    """One shape per tensor, without the axes of ``batch``."""
     batch: Shape = ()
     several: bool = False
     """Whether they come as a tuple."""
@@ -72,7 +72,7 @@ class Space:
         raise ValueError(f"this operator takes {self._wanted()}; got shapes {got}.")
 
     def write(self, flat: Tensor, layout: str) -> Tensor | tuple[Tensor, ...]:
-        """The inverse of ``read`` for a result: (k, *batch, size) -> the layout asked for."""
+        """The inverse of ``read`` for a result: (k, *batch, size) -> that layout."""
         if layout == "vector":
             return flat[0]
         if layout == "columns":
