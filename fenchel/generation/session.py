@@ -155,8 +155,8 @@ class Session:
         if self._cpu_step is not None and ids_BT.shape[1] == 1:
             return self._cpu_step.step(ids_BT[:, 0], token_mask_BS).unsqueeze(1)
         memory_BSM, memory_mask_BS = self.memory
-        # cuDNN's attention builds a plan for every new length, about 60 ms on an H200: more than
-        # ten times a step, at each token.
+        # cuDNN's attention builds a plan for every new length: 64 tokens of six layers in bfloat16
+        # took 3.5 s on an H200 instead of 0.16.
         with sdpa_kernel(NO_PLANS) if ids_BT.is_cuda else nullcontext():
             logits_BTV: Tensor = self.model(
                 ids_BT,
