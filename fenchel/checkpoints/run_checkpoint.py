@@ -63,34 +63,34 @@ class Stateful(Protocol):
     """An optimiser, or several behind one: {member: {"state": ..., "param_groups": ...}}."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimiser remembers, and its settings."""
+        """The state per parameter, and the settings of the groups."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The other way round."""
+        """Restore what ``state_dict`` returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run has come: all that a step number alone does not tell."""
+    """The position of a run: all that does not follow from its settings and the step number."""
 
     step: int = 0
-    """Steps behind us, skipped ones included."""
+    """Steps taken, skipped ones included."""
     tokens: int = 0
-    """Targets learnt from; those of skipped steps are not counted."""
+    """Targets trained on, without those of skipped steps."""
     seconds: float = 0.0
-    """Time spent training before this moment, over all resumes."""
+    """Time spent training so far, over all resumes."""
     skipped: tuple[int, ...] = ()
     """Steps whose loss or gradient was not finite, numbered as in the metrics."""
     loss_sum: float = 0.0
     """Sum of losses since the last line of metrics."""
     loss_count: int = 0
-    """How many losses that is."""
+    """Number of losses in ``loss_sum``."""
     best: float | None = None
     """Lowest validation loss so far."""
     best_step: int | None = None
     """The step that had it."""
     metrics_bytes: int = 0
-    """Length of metrics.jsonl at this moment; what is beyond has yet to happen again."""
+    """Length of metrics.jsonl at this step; a resume truncates it to this."""
     loss_scale: float | None = None
     """Factor on the loss in float16; None in any other precision."""
     loss_scale_age: int = 0
@@ -206,7 +206,7 @@ def require_format(version: int, path: Path) -> None:
 
 
 def folders(checkpoints: Path) -> list[Path]:
-    """All checkpoints that were committed, oldest first."""
+    """All committed checkpoints, oldest first."""
     return _named(checkpoints, damaged=False)
 
 
@@ -223,7 +223,7 @@ def newest(checkpoints: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a checkpoint so that it is neither resumed from nor counted, and still there."""
+    """Rename a checkpoint so that it is kept but neither resumed from nor counted."""
     aside = folder.with_name(f"{folder.name}.damaged")
     if aside.exists():
         discard(aside)
@@ -231,12 +231,12 @@ def set_aside(folder: Path) -> None:
 
 
 def rotate(checkpoints: Path, *, keep: int, best_step: int | None) -> None:
-    """Delete the oldest beyond ``keep``, never the best, and what was set aside up to here."""
-    there = folders(checkpoints)
-    old = [folder for folder in there[:-keep] if _step_of(folder) != best_step]
-    done = max(map(_step_of, there), default=-1)
-    again = [f for f in _named(checkpoints, damaged=True) if _step_of(f) <= done]
-    for folder in (*old, *again):
+    """Delete the oldest beyond ``keep``, never the best, and renamed ones up to the newest step."""
+    committed_folders = folders(checkpoints)
+    old = [folder for folder in committed_folders[:-keep] if _step_of(folder) != best_step]
+    newest_step = max(map(_step_of, committed_folders), default=-1)
+    retaken = [f for f in _named(checkpoints, damaged=True) if _step_of(f) <= newest_step]
+    for folder in (*old, *retaken):
         with suppress(OSError):  # an old one too many does no harm; the next rotation tries again
             discard(folder)
 
@@ -275,8 +275,8 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[st
 
 
 def _named(checkpoints: Path, *, damaged: bool) -> list[Path]:
-    found = ((path, _NAME.fullmatch(path.name)) for path in checkpoints.glob("step-*"))
-    return sorted((p for p, name in found if name and bool(name[2]) == damaged), key=_step_of)
+    names = ((path, _NAME.fullmatch(path.name)) for path in checkpoints.glob("step-*"))
+    return sorted((p for p, name in names if name and bool(name[2]) == damaged), key=_step_of)
 
 
 def _step_of(folder: Path) -> int:
@@ -322,11 +322,11 @@ def _same_optimiser(fresh: Mapping[str, Any] | None, saved: Mapping[str, Any] | 
 def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # it tells the number of a system's error only in words
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        if told is None:
+    except SafetensorError as error:  # it gives the errno only in its message
+        errno = re.search(r"\(os error (\d+)\)", str(error))
+        if errno is None:
             raise
-        raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from error
+        raise OSError(int(errno[1]), os.strerror(int(errno[1])), str(path)) from error
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """A Hugging Face directory to a model of transformers, in float32 with its own eager attention.
 
 The directory has passed the guarded reader (``fenchel.checkpoints.directory``): its files, headers,
-dtypes and sizes are checked before transformers sees them. transformers itself is told to stay on
-the local disk, to read safetensors only and to run no code of the directory. Afterwards every
+dtypes and sizes are checked before transformers sees them. transformers is restricted to local
+files, to safetensors and to its own classes: no code of the directory runs. Afterwards every
 tensor must have come from the files, and every number must be finite.
 
 Written against transformers 5.22; nothing of it is imported before a model is loaded.

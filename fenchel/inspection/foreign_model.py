@@ -99,8 +99,8 @@ class ForeignModel(InspectedModel):
             self.listener.recorder = None
 
     def _last_logits(self, ids: Tensor) -> Tensor | None:
-        asks = signature(self.model.forward).parameters
-        last = {"logits_to_keep": 1} if "logits_to_keep" in asks else {}
+        parameters = signature(self.model.forward).parameters
+        last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         out = self.model(input_ids=ids, **_BARE, **last)
         return out.logits[0, -1] if self.reads_out else None
 
