@@ -76,7 +76,8 @@ def inspect(
     """
     text = tokenize_text(model, source, max_tokens)
     if radius is not None:
-        Ball.of(radius, norm, 1)  # a wrong radius or norm is refused before the model runs
+        Ball.of(radius, norm, 1)  # a wrong radius, norm or model is refused before it runs
+        layer_count(model)
     clock, report = _Clock(), progress or _no_progress
     generator = torch.Generator().manual_seed(seed)
     model.model.to(device)

@@ -122,6 +122,14 @@ def test_a_text_is_cut_only_when_told(save: Save, text: Path) -> None:
         tokenize_text(subject, str(text), 1)
 
 
+def test_certificates_of_a_model_of_transformers_are_refused_at_once(
+    save: Save, text: Path
+) -> None:
+    model = open_model(save("opt"))
+    with pytest.raises(ValueError, match="is read through transformers; certificates cover runs"):
+        inspect(model, str(text), max_tokens=8, radius=0.1)
+
+
 def test_tokens_spell_the_text(save: Save, text: Path, tmp_path: Path) -> None:
     subject = open_model(save("gpt2"))
     assert text.read_text().startswith("".join(tokenize_text(subject, str(text), 20).tokens))
