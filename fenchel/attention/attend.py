@@ -117,8 +117,8 @@ def attend(
     selected_backend = backend_named(backend, facts)
     try:
         out, p = selected_backend.attend(q, k, v, spec, dropout)
-    except RuntimeError as error:
-        if backend != "auto" or not failed_to_compile(error):
+    except Exception as error:
+        if backend != "auto" or selected_backend.name != "flex" or not failed_to_compile(error):
             raise
         leave_out(selected_backend, facts)
         out, p = backend_named(backend, facts).attend(q, k, v, spec, dropout)

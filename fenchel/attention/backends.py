@@ -164,8 +164,9 @@ class _Rate(NamedTuple):
 #           one core with AVX-512, in CPU seconds. It has no rate for flex, which auto leaves out.
 #   cuda    an H200, bfloat16, 32k tokens in 16 heads of 64, sequences of 8k, milliseconds forward /
 #           with backward: fused softmax 1.25 / 4.6, a dense window mask 5.3 / 15.6, a dense ALiBi
-#           bias 14.0 / 24.5; flex .38 / 1.49 under a window of 512, 2.6 / 8.2 under causal ALiBi.
-#           The rates of reference and blocked are estimates.
+#           bias 14.0 / 24.5; flex .38 / 1.49 under a window of 512, 2.6 / 8.2 under causal ALiBi
+#           (1.5 to 2 times that when compiled for any length). The starts come from 16k to 32k
+#           tokens in sequences of 256 to 2048. Those of reference and blocked are estimates.
 _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
     ("cpu", False): {
         "reference": _Rate(0.0, 10e3),
@@ -202,6 +203,8 @@ _WORTH_COMPILING = 1 << 24
 """Scores below which no kernel is compiled: compiling takes seconds and would save microseconds."""
 _FLEX_ROWS = 128
 """Rows of a block of FlexAttention's mask."""
+_MASK_START = 5000.0
+"""Microseconds to make FlexAttention's mask anew, as padding and sinks need it at every call."""
 _SAMPLES = 8
 """Bands of rows whose keys are counted to estimate how many scores are visited."""
 
@@ -253,8 +256,10 @@ def _flex_cost(call: CallFacts) -> float:
         return math.inf
     if call.B * call.H * call.T * call.S < _WORTH_COMPILING or not flex.can_compile():
         return math.inf
-    remade = call.prior is not None and flex.remakes_mask(call.prior)
-    return _cost(call, "flex", _visited(call, _FLEX_ROWS)[0], 1.0 if remade else 0.0)
+    visited, _ = _visited(call, _FLEX_ROWS)
+    if call.prior is not None and flex.remakes_mask(call.prior):
+        return _MASK_START + _cost(call, "flex", visited, 1.0)
+    return _cost(call, "flex", visited)
 
 
 def _visited(call: CallFacts, height: int) -> tuple[float, float]:

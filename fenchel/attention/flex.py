@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
         q, k, v = (x.to(torch.get_autocast_dtype(device.type)) for x in (q, k, v))
     B, H, T, S = *q.shape[:3], k.shape[2]
     scale, beta, prior = spec.scale_for(q.shape[-1]), spec.choice.beta, spec.prior
-    capped = None if spec.softcap is None else _capped(spec.softcap, beta)
+    capped = None if spec.softcap is None else _capped(spec.softcap, beta, device)
     if isinstance(beta, Tensor) and capped is None:  # a learned temperature must stay in the graph
         q, beta = q * beta.to(q.dtype), 1.0
     mask, biased = None, False
@@ -92,11 +92,15 @@ def _any_length(T: int, S: int) -> bool:
     return (T, S) not in _EXACT
 
 
-def _capped(softcap: float, beta: float | Tensor) -> Callable[[Tensor], Tensor]:
+def _capped(
+    softcap: float, beta: float | Tensor, device: torch.device
+) -> Callable[[Tensor], Tensor]:
     """beta c tanh(s / c): the temperature comes after the cap."""
+    c = _scalar(softcap, device)  # a Python float is a symbol in a kernel for any length
+    factor = (beta if isinstance(beta, Tensor) else _scalar(beta, device)) * c
 
     def capped(s: Tensor) -> Tensor:
-        return beta * (softcap * torch.tanh(s / softcap))
+        return factor * torch.tanh(s / c)
 
     return capped
 
@@ -159,8 +163,8 @@ def remakes_mask(prior: Prior) -> bool:
 
 
 def failed_to_compile(error: Exception) -> bool:
-    """Whether an error says that torch.compile made no kernel."""
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+    """Whether no kernel was made: torch.compile also fails with errors that are not its own."""
+    return not isinstance(error, torch.OutOfMemoryError)
 
 
 def has_value_equality(prior: Prior) -> bool:
@@ -175,8 +179,8 @@ def _lengths(T: int, S: int, device: torch.device) -> tuple[Any, Any]:
     return _scalar(S - T, device) if S != T else 0, _scalar(S, device)
 
 
-@lru_cache(maxsize=1024)
-def _scalar(n: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=1024, typed=True)  # 1 and 1.0 are tensors of two kinds
+def _scalar(n: float, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(n, device=device)
 

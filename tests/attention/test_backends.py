@@ -86,7 +86,9 @@ def test_auto_compiles_for_a_long_call_on_a_gpu_and_only_then(
     prior: Prior, gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = replace(LONG, prior=prior, gradient=gradient)
-    assert cheapest(long).name == "flex"
+    # A mask that is made at every call costs more than a forward pass saves.
+    dense = flex.remakes_mask(prior) and not gradient
+    assert cheapest(long).name == ("sdpa" if dense else "flex")
     elsewhere = {"T": 64, "S": 64}, {"learns": True}, {"transformed": True}, {"compiling": True}
     for change in (*elsewhere, {"device": "cpu"}, {"dropout": 0.1}):
         assert cheapest(replace(long, **change)).name != "flex"
@@ -119,7 +121,7 @@ def test_auto_takes_another_back_end_where_no_kernel_compiles(
 
     def broken(*_: object) -> tuple[Tensor, None]:
         tries.append(1)
-        raise torch._dynamo.exc.TorchDynamoException("no kernel")
+        raise AssertionError("no kernel")  # the compiler fails with errors of any kind
 
     cheap = replace(backends.BACKENDS["flex"], cost=lambda _: -1.0, attend=broken)
     monkeypatch.setitem(backends.BACKENDS, "flex", cheap)
@@ -129,7 +131,7 @@ def test_auto_takes_another_back_end_where_no_kernel_compiles(
     for _ in range(2):
         torch.testing.assert_close(attend(*qkv, prior=Window(2)), wanted)
     assert len(tries) == 1  # the failure is remembered for calls of this kind
-    with pytest.raises(RuntimeError, match="no kernel"):  # asked for by name, it is an error
+    with pytest.raises(AssertionError, match="no kernel"):  # asked for by name, it is an error
         attend(*qkv, prior=Window(2), backend="flex")
     backends._remembered_cheapest.cache_clear()
 

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from fenchel.attention import (
     ALiBi,
+    AttentionSpec,
     Causal,
     Dense,
     Global,
@@ -54,17 +55,19 @@ def test_point_by_point_it_is_the_reference(
         torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.5])
 def test_compiled_it_is_the_reference_and_new_lengths_compile_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "_EXACT", [])
     torch._dynamo.reset()
-    prior = ALiBi(5) + Causal()  # as many heads as no axis of the mask has blocks
+    # As many heads as no axis of the mask has blocks.
+    spec = AttentionSpec(prior=ALiBi(5) + Causal(), softcap=softcap)
     graphs = []
     for T, S in ((130, 260), (140, 300), (150, 410), (260, 500)):
         q, k = (torch.randn(1, 5, n, 8, generator=generator) for n in (T, S))
-        ours = attend(q, k, k, prior=prior, backend="flex")
-        torch.testing.assert_close(ours, attend(q, k, k, prior=prior, backend="reference"))
+        ours = attend(q, k, k, **spec, backend="flex")
+        torch.testing.assert_close(ours, attend(q, k, k, **spec, backend="reference"))
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[1]  # one for the first lengths, one for all others
 
