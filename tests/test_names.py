@@ -45,7 +45,7 @@ ELSEWHERE = {
     "report/inspection_blocks": "report/test_inspection.py",
     "report/inspection_heads": "report/test_inspection.py",
     "report/summary": "report/test_page.py",
-    "sensitivity/ball": "sensitivity/test_attention_ball.py",
+    "sensitivity/perturbation": "sensitivity/test_attention_ball.py",
     "sensitivity/bounds/covariance": "sensitivity/test_bounds_attention.py",
     "sensitivity/bounds/feedforward": "sensitivity/test_bounds_layers.py",
     "sensitivity/weight_blocks": "sensitivity/test_attention_jacobian.py",

@@ -17,6 +17,7 @@ from fenchel.attention.linear import (
     linear_step,
     random_features,
 )
+from fenchel.attention.mask import Causal, Global, Padding, Strided, Window
 from fenchel.attention.measure import (
     HeadHealth,
     HeadPatterns,
@@ -32,15 +33,7 @@ from fenchel.attention.measure import (
     scale_warning,
     trace,
 )
-from fenchel.attention.prior import (
-    Causal,
-    Dense,
-    Global,
-    Padding,
-    Prior,
-    Strided,
-    Window,
-)
+from fenchel.attention.prior import Dense, Prior
 from fenchel.attention.rotary import (
     Angles,
     LinearScaling,

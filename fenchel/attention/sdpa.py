@@ -12,7 +12,8 @@ return zeros. ``attend`` therefore never picks this back end while a tangent is 
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fenchel.attention.prior import Causal, Prior
+from fenchel.attention.mask import Causal
+from fenchel.attention.prior import Prior
 from fenchel.attention.spec import AttentionSpec
 
 

@@ -1,9 +1,9 @@
 """The one reader and the one writer of run directories and Hugging Face directories."""
 
 from fenchel.checkpoints.generation_config import GenerationConfig, read_generation_config
+from fenchel.checkpoints.hf_export import Converted, convert, save
 from fenchel.checkpoints.load import Loaded, load, load_model
 from fenchel.checkpoints.run_checkpoint import Progress
-from fenchel.checkpoints.save import Converted, convert, save
 
 __all__ = [
     "Converted",

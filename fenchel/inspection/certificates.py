@@ -39,8 +39,8 @@ from fenchel.model.forward_context import ForwardContext
 from fenchel.model.sigma_linear import matrix_of
 from fenchel.sensitivity import certify, spectral_norm
 from fenchel.sensitivity.attention_ball import bounded
-from fenchel.sensitivity.ball import Ball, NormEstimator
 from fenchel.sensitivity.layers import SelfAttention, rotation_matrices
+from fenchel.sensitivity.perturbation import Ball, NormEstimator
 
 _AGREEMENT = 1e-3  # of the largest output, between a layer written out and the model's own
 

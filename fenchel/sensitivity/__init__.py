@@ -6,13 +6,13 @@ from fenchel.sensitivity.attention_jacobian import (
     self_attention_jacobian,
 )
 from fenchel.sensitivity.autodiff import jacobian
-from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.certificate import Certificate, certify
 from fenchel.sensitivity.cone import Cone, cone
 from fenchel.sensitivity.finite_difference import Remainder, difference_jacobian, remainder
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.norms import TokenBracket, influence, token_norm
 from fenchel.sensitivity.operator import Matrix, Operator, identity
+from fenchel.sensitivity.perturbation import Ball
 from fenchel.sensitivity.spectrum import SingularValues, singular_values
 from fenchel.sensitivity.witness import Witness
 

@@ -50,9 +50,9 @@ from torch import Tensor
 
 from fenchel.attention import AttentionSpec
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
-from fenchel.sensitivity.ball import Ball
 from fenchel.sensitivity.bounds.covariance import factor
 from fenchel.sensitivity.norms import largest, nonnegative, outward, spectral
+from fenchel.sensitivity.perturbation import Ball
 from fenchel.sensitivity.weight_blocks import Projections
 
 _BLOCK = 1 << 21  # numbers in one (H, t, n, d) tensor

@@ -35,10 +35,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fenchel.files import write_atomic
 from fenchel.sensitivity.autodiff import jacobian, plain, point
-from fenchel.sensitivity.ball import Ball, NormEstimator, TokenLayer
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.layers import SelfAttention, layer_of
 from fenchel.sensitivity.operator import Operator
+from fenchel.sensitivity.perturbation import Ball, NormEstimator, TokenLayer
 from fenchel.sensitivity.witness import families
 
 

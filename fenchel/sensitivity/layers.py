@@ -2,7 +2,7 @@
 
 Every layer maps tokens (N, M) to tokens (N, M') and has ``ball_bound(X, ball)``: an upper bound of
 |J'|_2, of |J' - J|_2 and of the gain in the norm max_i |x_i|, for all J' in the ball about X
-(fenchel/sensitivity/ball.py).
+(fenchel/sensitivity/perturbation.py).
 
 Jacobians. LayerNorm and RMSNorm act on each token; with x^ = (x - mean) / s or x / r and 1 / s the
 gain,
@@ -40,9 +40,9 @@ from fenchel.choice import Choice
 from fenchel.sensitivity.attention_ball import HeadBounds, head_bounds
 from fenchel.sensitivity.attention_jacobian import attention_jacobian, self_attention_jacobian
 from fenchel.sensitivity.autodiff import point, space
-from fenchel.sensitivity.ball import Ball, BallBound, NormEstimator, TokenLayer
 from fenchel.sensitivity.bounds.feedforward import SLOPES, linear, norm_layer, slope_range
 from fenchel.sensitivity.operator import Operator, Space, identity
+from fenchel.sensitivity.perturbation import Ball, BallBound, NormEstimator, TokenLayer
 from fenchel.sensitivity.weight_blocks import project, repeat_heads
 
 

@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/layers.py and ball.py: Jacobians, bounds over a ball, chains."""
+"""fenchel/sensitivity/layers.py and perturbation.py: Jacobians, bounds over a ball, chains."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.model.norm import RMSNormPlusOne
 from fenchel.model.sigma_linear import SigmaLinear
 from fenchel.sensitivity import Ball, jacobian
-from fenchel.sensitivity.ball import NormEstimator, TokenLayer
 from fenchel.sensitivity.layers import (
     ActivationLayer,
     Chain,
@@ -23,6 +22,7 @@ from fenchel.sensitivity.layers import (
     layer_of,
     rotation_matrices,
 )
+from fenchel.sensitivity.perturbation import NormEstimator, TokenLayer
 
 Draw = Callable[..., Tensor]
 

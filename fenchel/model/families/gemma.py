@@ -8,10 +8,10 @@ gemma3_text   QK-norm; five layers of six have a window and another rotary base
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.family import Family
 from fenchel.model.families.llama import NAMES, SIZES
-from fenchel.model.families.rope import rope, rope_with_local_base
+from fenchel.model.families.rope_settings import rope, rope_with_local_base
 from fenchel.model.families.setting_rows import Setting, Settings, constant, flag, only, word
 from fenchel.model.families.tensor_rows import Row, weight
-from fenchel.model.families.windows import periodic
+from fenchel.model.families.window_settings import periodic
 
 _GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"}  # the first release said gelu
 _COMMON = (

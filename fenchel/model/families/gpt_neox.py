@@ -1,7 +1,7 @@
 """GPT-NeoX (Pythia): rotary on a quarter of each head, attention and MLP in parallel."""
 
 from fenchel.model.families.family import Family
-from fenchel.model.families.rope import rope
+from fenchel.model.families.rope_settings import rope
 from fenchel.model.families.setting_rows import (
     PLAIN,
     attention_dropout,

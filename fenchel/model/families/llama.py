@@ -8,7 +8,7 @@ qwen3     RMSNorm of queries and keys per head
 
 from fenchel.model.families.config_reader import ConfigReader
 from fenchel.model.families.family import Family
-from fenchel.model.families.rope import rope
+from fenchel.model.families.rope_settings import rope
 from fenchel.model.families.setting_rows import (
     GATED,
     Setting,
@@ -23,7 +23,7 @@ from fenchel.model.families.setting_rows import (
     word,
 )
 from fenchel.model.families.tensor_rows import FUSED_QKV, weight, weight_and_bias
-from fenchel.model.families.windows import switchable, uniform
+from fenchel.model.families.window_settings import switchable, uniform
 
 SIZES = (
     size("vocabulary", "vocab_size"),

@@ -1,4 +1,4 @@
-"""checkpoints/save.py: a directory that is there whole or not at all, or a sentence why not."""
+"""checkpoints/hf_export.py: a directory is there whole or not at all."""
 
 import json
 from importlib import import_module
@@ -155,7 +155,7 @@ def test_a_failed_write_leaves_what_was_there(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(import_module("fenchel.checkpoints.save"), "save_file", full)
+    monkeypatch.setattr(import_module("fenchel.checkpoints.hf_export"), "save_file", full)
     with pytest.raises(OSError, match="space"):
         save(model_of(tied=False), None, tmp_path / "out", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

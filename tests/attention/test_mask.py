@@ -1,4 +1,4 @@
-"""fenchel/attention/prior.py: which keys a sparse pattern leaves open."""
+"""fenchel/attention/mask.py: which keys a sparse pattern leaves open."""
 
 import pytest
 import torch
