@@ -9,8 +9,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import hessian, jacfwd, jacrev
 from torch.nn.functional import cross_entropy
 
+from fenchel.attention import entropy
 from fenchel.choice import Hard, Softmax
-from fenchel.choice.hypothesis_test import divergence, entropy
+from fenchel.choice.hypothesis_test import divergence
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
