@@ -160,8 +160,8 @@ class _Rate(NamedTuple):
 
 
 # Fitted to measurements, forward (False) and forward with backward (True).
-#   cpu     the cases of benchmarks/attention_auto.py, float32, 4 heads of 64, 512 to 4096 keys, on
-#           one core with AVX-512, in CPU seconds. It has no rate for flex, which auto leaves out.
+#   cpu     the cases of benchmarks/attention_auto.py, float32, 4 heads of 64, 512 to 4096 keys, in
+#           CPU seconds of one core with AVX-512; the start of blocked and the rates of flex on two.
 #   cuda    an H200, bfloat16, 32k tokens in 16 heads of 64, sequences of 8k, milliseconds forward /
 #           with backward: fused softmax 1.25 / 4.6, a dense window mask 5.3 / 15.6, a dense ALiBi
 #           bias 14.0 / 24.5; flex .38 / 1.49 under a window of 512, 2.6 / 8.2 under causal ALiBi
@@ -170,9 +170,10 @@ class _Rate(NamedTuple):
 _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
     ("cpu", False): {
         "reference": _Rate(0.0, 10e3),
-        "blocked": _Rate(800.0, 9e3, 1e3),
-        "sdpa": _Rate(0.0, 4.5e3, 1e3),
+        "blocked": _Rate(10000.0, 9e3, 1e3),
+        "sdpa": _Rate(0.0, 4.5e3, 2.5e3),
         "fused": _Rate(0.0, 4.5e3),
+        "flex": _Rate(300.0, 6e3, 5e3),
     },
     ("cpu", True): {
         "reference": _Rate(0.0, 19e3),
@@ -248,13 +249,13 @@ def _sdpa_cost(call: CallFacts) -> float:
 def _flex_cost(call: CallFacts) -> float:
     """Infinite where auto leaves it out, though it serves.
 
-    On a CPU its C++ does not compile for every prior (torch 2.13). The gradient of a prior that
-    learns is summed in no fixed order, so that two runs would differ. Inside torch.func and
-    torch.compile it is untested.
+    The gradient of a prior that learns is added up in no fixed order, so that two runs would
+    differ. Inside torch.func and torch.compile it has not been proved.
     """
-    if call.device != "cuda" or call.learns or call.compiling or call.transformed:
+    if call.learns or call.compiling or call.transformed or call.tangent:
         return math.inf
-    if call.B * call.H * call.T * call.S < _WORTH_COMPILING or not flex.can_compile():
+    scores = call.B * call.H * call.T * call.S
+    if scores < _WORTH_COMPILING or not flex.can_compile(call.device):
         return math.inf
     visited, _ = _visited(call, _FLEX_ROWS)
     if call.prior is not None and flex.remakes_mask(call.prior):

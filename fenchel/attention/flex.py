@@ -71,10 +71,12 @@ def _has_table(prior: Prior | None) -> bool:
 
 
 @cache
-def can_compile() -> bool:
-    """Whether this machine can compile kernels for its GPU: Triton, and a C compiler for it."""
-    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return find_spec("triton") is not None and any(c and which(c) for c in compilers)
+def can_compile(device: str) -> bool:
+    """Whether kernels can be compiled: by Triton and a C compiler, for a CPU by a C++ compiler."""
+    if device == "cuda":
+        compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
+        return find_spec("triton") is not None and any(c and which(c) for c in compilers)
+    return device == "cpu" and any(c and which(c) for c in (os.environ.get("CXX"), "g++"))
 
 
 @cache

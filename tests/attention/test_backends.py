@@ -73,7 +73,7 @@ PRIORS: dict[str, Prior] = {
 
 @pytest.fixture
 def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flex, "can_compile", lambda: True)
+    monkeypatch.setattr(flex, "can_compile", lambda _: True)
     backends._remembered_cheapest.cache_clear()
     yield
     backends._remembered_cheapest.cache_clear()
@@ -82,7 +82,7 @@ def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS.keys())
 @pytest.mark.parametrize("gradient", [False, True])
-def test_auto_compiles_for_a_long_call_on_a_gpu_and_only_then(
+def test_auto_compiles_for_a_long_call_and_only_then(
     prior: Prior, gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = replace(LONG, prior=prior, gradient=gradient)
@@ -90,11 +90,20 @@ def test_auto_compiles_for_a_long_call_on_a_gpu_and_only_then(
     dense = flex.remakes_mask(prior) and not gradient
     assert cheapest(long).name == ("sdpa" if dense else "flex")
     elsewhere = {"T": 64, "S": 64}, {"learns": True}, {"transformed": True}, {"compiling": True}
-    for change in (*elsewhere, {"device": "cpu"}, {"dropout": 0.1}):
+    for change in (*elsewhere, {"device": "cpu", "gradient": True}, {"dropout": 0.1}):
         assert cheapest(replace(long, **change)).name != "flex"
-    monkeypatch.setattr(flex, "can_compile", lambda: False)
+    monkeypatch.setattr(flex, "can_compile", lambda _: False)
     backends._remembered_cheapest.cache_clear()
     assert cheapest(long).name == "sdpa"
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("prior", [Window(512), ALiBi(16) + Causal()], ids=str)
+def test_auto_compiles_for_a_long_forward_pass_on_a_cpu(prior: Prior) -> None:
+    long = replace(LONG, prior=prior, device="cpu", dtype=torch.float32)
+    assert cheapest(long).name == "flex"
+    assert cheapest(replace(long, gradient=True)).name != "flex"
+    assert cheapest(replace(long, T=1)).name != "flex"
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -107,11 +116,16 @@ def test_auto_leaves_to_the_fused_kernels_what_needs_no_mask(device: str, gradie
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_auto_on_a_cpu_skips_keys_where_a_window_leaves_few(gradient: bool) -> None:
+def test_auto_on_a_cpu_skips_keys_where_a_window_leaves_few(
+    gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "can_compile", lambda _: False)
+    backends._remembered_cheapest.cache_clear()
     call = replace(LONG, device="cpu", dtype=torch.float32, prior=Window(512), gradient=gradient)
     assert cheapest(call).name == "blocked"
     assert cheapest(replace(call, prior=Window(8000, 8000))).name == "sdpa"
     assert cheapest(replace(call, T=64, S=64)).name == "sdpa"
+    backends._remembered_cheapest.cache_clear()
 
 
 def test_auto_takes_another_back_end_where_no_kernel_compiles(
