@@ -2,6 +2,15 @@
 
 **Entropy.** H(p) = -sum_j p_j log p_j in nats: 0 for one key, log S for all keys evenly.
 ``entropy(p)`` gives it per row, and ``head_entropy(q, k, **spec)`` its mean per head, tile by tile.
+Derivative, with J that of the weights (symmetric, and J 1 = 0, which removes the -1):
+
+    dH/dz = J (-log p)          dH/dq = scale dH/dz k          dH/dk = scale dH/dz^T q
+
+with the factor 1 - (z / c)^2 in between when scores are softly capped, z = c tanh(s / c). All rows
+of a head weigh alike, so its gradient is known up to one factor per head as soon as p is: it is
+computed with the value, and no (T, S) square is stored for the backward pass. Heads that share keys
+keep their parts of dH/dk apart until their factors are known. The gradient cannot be differentiated
+again.
 
 **Health** is cheap enough for every line of a training log:
 
@@ -43,14 +52,14 @@ with normalised queries and keys or in T5, whose weights start smaller: it is re
 scores spread beyond ``WIDE``.
 
 A row that no key is open to has no weights and is left out of every mean. Only
-``attention_weights`` and ``trace`` are differentiable.
+``head_entropy``, ``attention_weights`` and ``trace`` are differentiable.
 """
 
 import math
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -58,7 +67,15 @@ from torch.nn.functional import pad
 from torch.special import entr
 
 from fenchel.attention.prior import Prior, ScoreIndex
-from fenchel.attention.reference import cap, log_prior, logits, mix, score
+from fenchel.attention.reference import (
+    cap,
+    cap_slope,
+    log_prior,
+    logits,
+    mix,
+    mix_transposed,
+    score,
+)
 from fenchel.attention.shapes import broadcast_batch, check, four_axes, output_axes
 from fenchel.attention.spec import AttentionKeywords, AttentionSpec, select
 from fenchel.attention.tiles import join_rows, score_tiles, tiles
@@ -75,24 +92,61 @@ def entropy(p: Tensor) -> Tensor:
     return per_row
 
 
-@torch.no_grad()
 def head_entropy(q: Tensor, k: Tensor, **spec: Unpack[AttentionKeywords]) -> Tensor:
-    """The mean entropy of the rows of every head, in O(T + S) memory: (B, H, T, D) -> (H,).
+    """The mean entropy of the rows of every head: (B, H, T, D), (B, G, S, D) -> (H,).
 
-    >>> q = torch.zeros(1, 2, 4, 8)
-    >>> head_entropy(q, q).exp()
-    tensor([4., 4.])
+    >>> q = k = torch.zeros(1, 2, 3, 4)
+    >>> head_entropy(q, k).exp()  # equal scores: uniform over the three keys
+    tensor([3.0000, 3.0000])
     """
     call = AttentionSpec(**spec)
     check(q, k, k, softcap=call.softcap)
-    q, k = four_axes(q), four_axes(k)
-    total = q.new_zeros(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    rows = torch.zeros_like(total)
-    for scored in score_tiles(q, k, call):
-        p = scored.weights()
-        total[scored.tile.heads] += entropy(p).sum((0, 2))
-        rows[scored.tile.heads] += (p > 0).any(-1).sum((0, 2))
-    return total / rows.clamp(min=1)
+    if q.dim() != 4:
+        raise ValueError(f"head_entropy takes q with four axes, (B, H, T, D); got {q.dim()}.")
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    with torch.autocast(q.device.type, enabled=False):  # which would narrow the scores again
+        entropy_H: Tensor = _HeadEntropy.apply(q, k, call, learns)  # type: ignore[no-untyped-call]
+    return entropy_H
+
+
+class _HeadEntropy(torch.autograd.Function):
+    """The entropies, with their gradients computed in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, spec: AttentionSpec, learns: bool) -> Tensor:
+        scale = spec.scale_for(q.shape[-1])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        (B, H, T, D), S = q.shape, k.shape[2]
+        total_H, rows_H = (q.new_zeros(H, dtype=wide) for _ in range(2))
+        gq_BHTD = q.new_zeros((B, H, T, D) if learns else 0, dtype=wide)
+        gk_BHSD = q.new_zeros((B, H, S, D) if learns else 0, dtype=wide)
+        for scored in score_tiles(q, k, spec):
+            tile, p = scored.tile, scored.weights()
+            q_t, k_t = tile.queries(q), tile.items(k)
+            on = p > 0
+            log_p = torch.where(on, p, 1.0).log()
+            total_H[tile.heads] -= (p * log_p).sum((0, 2, 3))
+            rows_H[tile.heads] += on.any(-1).sum((0, 2))
+            if learns:
+                dz = scale * scored.choice.jacobian_product(p, -log_p)
+                if (slope := cap_slope(scored.z, spec.softcap)) is not None:
+                    dz *= slope
+                tile.queries(gq_BHTD).copy_(mix(dz, k_t.to(wide)))
+                mine = gk_BHSD[tile.batch, tile.heads, tile.keys]
+                mine += mix_transposed(dz, q_t.to(wide), q_t.shape[1])
+        ctx.save_for_backward(gq_BHTD, gk_BHSD, rows_H)
+        ctx.dtype, ctx.groups = q.dtype, k.shape[1]
+        return total_H / rows_H.clamp(min=1.0)
+
+    @staticmethod
+    def backward(ctx: Any, g_H: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # the gradients are constants here: a derivative would be lost
+            raise RuntimeError("head_entropy has no second derivative.")
+        gq_BHTD, gk_BHSD, rows_H = ctx.saved_tensors
+        share_H11 = (g_H / rows_H.clamp(min=1.0))[:, None, None]
+        gk_BGRSD = (gk_BHSD * share_H11).unflatten(1, (ctx.groups, -1))
+        gq, gk = (x.to(ctx.dtype) for x in (gq_BHTD * share_H11, gk_BGRSD.sum(2)))
+        return gq, gk, None, None
 
 
 class Health(NamedTuple):

@@ -9,21 +9,9 @@ Both read the queries and keys of the forward pass, which the model passes to ``
 functions of the step alone, so a resumed run needs no state of theirs. QK-norm, soft-capping and
 sigma-reparametrisation change the model instead, and are its settings.
 
-**Entropy.** For a row of weights p = choice.weights(z, log_prior) over its keys, in nats,
-
-    H(p) = - sum_j p_j log p_j
-
-and the entropy of a head is the mean of H over all rows that have a key. A head whose entropy falls
-to 0 attends to one key per row and hardly learns any more. Derivative, with J that of the weights
-(symmetric, and J 1 = 0, which removes the -1):
-
-    dH/dz = J (-log p)          dH/dq = scale dH/dz k          dH/dk = scale dH/dz^T q
-
-with the factor 1 - (z / c)^2 in between when scores are softly capped, z = c tanh(s / c). All rows
-of a head weigh alike, so its gradient is known up to one factor per head as soon as p is: it is
-computed with the value, tile by tile (fenchel/attention/tiles.py), and no (T, S) square is stored
-for the backward pass. Heads that share keys keep their parts of dH/dk apart until their factors are
-known. The gradient cannot be differentiated again.
+**Entropy.** The entropy of a head is the mean of H(p) over all rows that have a key
+(``fenchel.attention.head_entropy``, which computes its gradient with the value). A head whose
+entropy falls to 0 attends to one key per row and hardly learns any more.
 
 **QK-clip.** With s_h the largest |scale q.k| of head h over the keys its queries may attend to, in
 the forward pass of the step, and tau the limit,
@@ -42,16 +30,16 @@ Kimi Team (2025), Kimi K2: open agentic intelligence.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Unpack, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from fenchel.attention.measure import head_entropy
 from fenchel.attention.prior import Prior
-from fenchel.attention.reference import cap, cap_slope, mix, mix_transposed, score
 from fenchel.attention.shapes import check
-from fenchel.attention.spec import AttentionKeywords, AttentionSpec
-from fenchel.attention.tiles import tiles
+from fenchel.attention.spec import AttentionSpec
+from fenchel.attention.tiles import score_tiles
 from fenchel.train.config import TrainConfig
 
 
@@ -133,66 +121,6 @@ def entropy_penalty(entropy_H: Tensor, floor: float) -> Tensor:
     return (floor - entropy_H).clamp(min=0.0).square().mean()
 
 
-def head_entropy(q: Tensor, k: Tensor, **spec: Unpack[AttentionKeywords]) -> Tensor:
-    """Mean entropy of each head: q (B, H, T, D), k (B, G, S, D) -> (H,), in float32 or better.
-
-    >>> q = k = torch.zeros(1, 2, 3, 4)
-    >>> head_entropy(q, k).exp()  # equal scores: uniform over the three keys
-    tensor([3.0000, 3.0000])
-    """
-    call = AttentionSpec(**spec)
-    check(q, k, k, softcap=call.softcap)
-    if q.dim() != 4:
-        raise ValueError(f"head_entropy takes q with four axes, (B, H, T, D); got {q.dim()}.")
-    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    with torch.autocast(q.device.type, enabled=False):  # which would narrow the scores again
-        entropy_H: Tensor = _HeadEntropy.apply(q, k, call, learns)  # type: ignore[no-untyped-call]
-    return entropy_H
-
-
-class _HeadEntropy(torch.autograd.Function):
-    """The entropies, with their gradients computed in the forward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, spec: AttentionSpec, learns: bool) -> Tensor:
-        choice, prior, softcap = spec.choice, spec.prior, spec.softcap
-        scale = spec.scale_for(q.shape[-1])
-        wide = torch.promote_types(q.dtype, torch.float32)
-        (B, H, T, D), S = q.shape, k.shape[2]
-        total_H, rows_H = (q.new_zeros(H, dtype=wide) for _ in range(2))
-        gq_BHTD = q.new_zeros((B, H, T, D) if learns else 0, dtype=wide)
-        gk_BHSD = q.new_zeros((B, H, S, D) if learns else 0, dtype=wide)
-        for tile in tiles(q, k, prior):
-            q_t, k_t = tile.queries(q), tile.items(k)
-            z = cap(score(q_t, k_t, scale), softcap)
-            log_u = None if prior is None else prior.dense(tile.block(q, k), wide)
-            p = choice.weights(z, log_u)
-            on = p > 0
-            log_p = torch.where(on, p, 1.0).log()
-            total_H[tile.heads] -= (p * log_p).sum((0, 2, 3))
-            rows_H[tile.heads] += on.any(-1).sum((0, 2))
-            if learns:
-                dz = scale * choice.jacobian_product(p, -log_p)
-                if (slope := cap_slope(z, softcap)) is not None:
-                    dz *= slope
-                tile.queries(gq_BHTD).copy_(mix(dz, k_t.to(wide)))
-                mine = gk_BHSD[tile.batch, tile.heads, tile.keys]
-                mine += mix_transposed(dz, q_t.to(wide), q_t.shape[1])
-        ctx.save_for_backward(gq_BHTD, gk_BHSD, rows_H)
-        ctx.dtype, ctx.groups = q.dtype, k.shape[1]
-        return total_H / rows_H.clamp(min=1.0)
-
-    @staticmethod
-    def backward(ctx: Any, g_H: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the gradients are constants here: a derivative would be lost
-            raise RuntimeError("head_entropy has no second derivative.")
-        gq_BHTD, gk_BHSD, rows_H = ctx.saved_tensors
-        share_H11 = (g_H / rows_H.clamp(min=1.0))[:, None, None]
-        gk_BGRSD = (gk_BHSD * share_H11).unflatten(1, (ctx.groups, -1))
-        gq, gk = (x.to(ctx.dtype) for x in (gq_BHTD * share_H11, gk_BGRSD.sum(2)))
-        return gq, gk, None, None
-
-
 @torch.no_grad()
 def largest_scores(
     q: Tensor, k: Tensor, *, prior: Prior | None = None, scale: float | None = None
@@ -204,9 +132,15 @@ def largest_scores(
     tensor([9.])
     """
     check(q, k, k)
-    scale = AttentionSpec(scale=scale).scale_for(q.shape[-1])
+    largest_H = q.new_zeros(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     with torch.autocast(q.device.type, enabled=False):  # which would narrow the scores again
-        return _largest_scores(q, k, prior, scale)
+        for scored in score_tiles(q, k, AttentionSpec(prior=prior, scale=scale)):
+            z, log_u, heads = scored.z.abs_(), scored.log_prior(), scored.tile.heads
+            if log_u is not None:
+                z = torch.where(log_u > -torch.inf, z, 0.0)
+            if z.numel():
+                largest_H[heads] = torch.maximum(largest_H[heads], z.amax((0, 2, 3)))
+    return largest_H
 
 
 @torch.no_grad()
@@ -224,17 +158,6 @@ def qk_clip_(attention: AttentionModule, largest_H: Tensor, tau: float) -> Tenso
         else:
             rows_QD[:H].mul_(gamma_H[:, None, None].to(x.dtype))
     return over_H
-
-
-def _largest_scores(q: Tensor, k: Tensor, prior: Prior | None, scale: float) -> Tensor:
-    largest_H = q.new_zeros(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    for tile in tiles(q, k, prior):
-        z = score(tile.queries(q), tile.items(k), scale).abs_()
-        if prior is not None:
-            z = torch.where(prior.dense(tile.block(q, k), z.dtype) > -torch.inf, z, 0.0)
-        if z.numel():
-            largest_H[tile.heads] = torch.maximum(largest_H[tile.heads], z.amax((0, 2, 3)))
-    return largest_H
 
 
 class Stability:

@@ -1,4 +1,4 @@
-"""fenchel/train/stability.py against autograd through the dense weights."""
+"""fenchel/attention/measure.py: the entropy of heads, its gradient, and a penalty on it."""
 
 import math
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.attention import Causal, Padding, Window, attend, tiles
+from fenchel.attention import Causal, Padding, Window, attend, head_entropy, tiles
 from fenchel.attention.prior import Prior
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
-from fenchel.train.stability import entropy_penalty, head_entropy
+from fenchel.train.stability import entropy_penalty
 
 CHOICES = [Softmax(), Softmax(2.5), Entmax(1.5), Entmax(1.2), Sparsemax()]
 PRIORS = [None, Causal(), Window(2), Padding(torch.tensor([0, 5]))]
