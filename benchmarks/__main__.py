@@ -1,8 +1,8 @@
 """python -m benchmarks [NAME ...] [--OPTION ...]: run the benchmarks named, or all of them.
 
 A benchmark is a file of this folder with a function ``main``; it prints a table and writes
-results/NAME.json. What follows the first word that begins with a hyphen goes to the one benchmark
-that was named, if its ``main`` takes options.
+results/NAME.json. Words from the first that begins with a hyphen on are options of the one
+benchmark that is named, if its ``main`` takes options.
 """
 
 import inspect
@@ -17,24 +17,24 @@ NAMES = sorted(
 )
 
 
-def main(asked: list[str]) -> int:
-    """Run them one after another."""
-    cut = next((i for i, word in enumerate(asked) if word.startswith("-")), len(asked))
-    asked, options = asked[:cut], asked[cut:]
-    for name in asked:
+def main(words: list[str]) -> int:
+    """Run the named benchmarks, or all, one after another; return the exit code."""
+    cut = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    names, options = words[:cut], words[cut:]
+    for name in names:
         if name not in NAMES:
             print(
                 f"there is no benchmark {name!r}; there are: {', '.join(NAMES)}.", file=sys.stderr
             )
             return 2
     if options:
-        run = import_module(f"benchmarks.{asked[0]}").main if len(asked) == 1 else None
+        run = import_module(f"benchmarks.{names[0]}").main if len(names) == 1 else None
         if run is None or not inspect.signature(run).parameters:
-            print(f"{' '.join(asked) or 'all'} takes no options: {options}.", file=sys.stderr)
+            print(f"{' '.join(names) or 'all'} takes no options: {options}.", file=sys.stderr)
             return 2
         run(options)
         return 0
-    for name in asked or NAMES:
+    for name in names or NAMES:
         print(f"\n{name}")
         import_module(f"benchmarks.{name}").main()
     return 0

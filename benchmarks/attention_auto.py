@@ -6,11 +6,10 @@ process (harness.py); a row gives the median milliseconds of each, the back end 
 
     auto / best      the median over rounds of auto's time by that of the quickest back end
 
-On a CPU: float32, 4 heads of 64. On a GPU: bfloat16, 16 heads of 64, 16384
-tokens. At the end, the graphs that
-torch.compile makes for ten lengths that did not come before, per prior: 0 where nothing is compiled
-or the kernel for any length exists, which every length but the first of the process uses. On a GPU,
-what a kernel compiled for exactly its lengths gains over that one.
+On a CPU: float32, 4 heads of 64. On a GPU: bfloat16, 16 heads of 64, 16384 tokens. The last lines
+give, per prior, the number of graphs that torch.compile makes for ten new lengths (0 where nothing
+is compiled, or where the kernel for any length exists, which every length but the first of the
+process uses) and, on a GPU, the gain of a kernel compiled for exactly its lengths over that one.
 """
 
 import time
@@ -23,7 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 
-from benchmarks.harness import race, record
+from benchmarks.harness import record, time_interleaved
 from fenchel.attention import (
     ALiBi,
     AttentionSpec,
@@ -161,7 +160,7 @@ def measure(machine: Machine, name: str, n: int, train: bool) -> dict[str, Any]:
 
         return run
 
-    times = race({b: repeated(f) for b, f in calls.items()}, rounds=ROUNDS, warmup=1)
+    times = time_interleaved({b: repeated(f) for b, f in calls.items()}, rounds=ROUNDS, warmup=1)
     best = min(names, key=times.median)
     return {
         "case": name,
@@ -201,7 +200,7 @@ def exact_gain(machine: Machine, name: str, n: int) -> float:
 
         return run
 
-    times = race({"exact": timed(True), "any": timed(False)}, rounds=ROUNDS, warmup=2)
+    times = time_interleaved({"exact": timed(True), "any": timed(False)}, rounds=ROUNDS, warmup=2)
     return times.ratio("exact", "any")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.harness import Race, race, record
+from benchmarks.harness import Timings, record, time_interleaved
 from fenchel.attention import Causal, attend
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 
@@ -71,7 +71,7 @@ def measure(n: int, causal: bool) -> list[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     at = [torch.randn(1, HEADS, n, WIDTH, generator=generator).requires_grad_() for _ in range(3)]
     g = torch.randn(1, HEADS, n, WIDTH, generator=generator)
-    all_of_them = {
+    timed = {
         name: f for name, f in contenders(causal).items() if n == LENGTHS[0] or name not in SLOW
     }
 
@@ -85,9 +85,11 @@ def measure(n: int, causal: bool) -> list[dict[str, object]]:
     def both(f: Attention) -> Callable[[], object]:
         return lambda: torch.autograd.grad(f(*at), at, g)
 
-    errors = {name: error(name, f, at, causal) for name, f in all_of_them.items()}
-    alone = race({name: forward(f) for name, f in all_of_them.items()}, rounds=ROUNDS, warmup=1)
-    whole = race({name: both(f) for name, f in all_of_them.items()}, rounds=ROUNDS, warmup=1)
+    errors = {name: error(name, f, at, causal) for name, f in timed.items()}
+    alone = time_interleaved(
+        {name: forward(f) for name, f in timed.items()}, rounds=ROUNDS, warmup=1
+    )
+    whole = time_interleaved({name: both(f) for name, f in timed.items()}, rounds=ROUNDS, warmup=1)
     return [
         {
             "name": name,
@@ -97,14 +99,14 @@ def measure(n: int, causal: bool) -> list[dict[str, object]]:
             **times("forward", alone, name),
             **times("forward_backward", whole, name),
         }
-        for name in all_of_them
+        for name in timed
     ]
 
 
-def times(what: str, found: Race, name: str) -> dict[str, float]:
+def times(what: str, timings: Timings, name: str) -> dict[str, float]:
     return {
-        f"{what}_ms": 1e3 * found.median(name),
-        f"{what}_times_sdpa": 1.0 / found.ratio(name, PEER),
+        f"{what}_ms": 1e3 * timings.median(name),
+        f"{what}_times_sdpa": 1.0 / timings.ratio(name, PEER),
     }
 
 

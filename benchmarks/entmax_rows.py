@@ -11,7 +11,7 @@ import entmax
 import torch
 from torch import Tensor
 
-from benchmarks.harness import race, record
+from benchmarks.harness import record, time_interleaved
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.choice.entmax_solver import bisect, powers
 
@@ -25,7 +25,7 @@ PEERS: dict[str, tuple[float, Choice, Rows]] = {
 
 
 def error(f: Rows, x: Tensor, alpha: float) -> float:
-    """The largest error of a weight, in 64 rows."""
+    """The largest error of a weight in the first 64 rows."""
     exact = x[:64].detach().double()
     y = (alpha - 1.0) * (exact - exact.amax(-1, keepdim=True))
     return float((f(x[:64]).double() - powers(y + bisect(y, alpha), alpha)).abs().max())
@@ -39,9 +39,9 @@ def measure(name: str, std: float) -> dict[str, object]:
     maps = {"ours": choice.weights, "peer": peer, "softmax": Softmax().weights}
     wrong = error(choice.weights, x, alpha)
     slopes = [torch.autograd.grad(f(x), x, g)[0] for f in (choice.weights, peer)]
-    apart = float((slopes[0] - slopes[1]).abs().max())
-    if wrong > 2e-6 or apart > 1e-3:  # the peer's weight at the edge may be 0 or not
-        raise AssertionError(f"{name} is wrong by {wrong} and its gradient by {apart}")
+    difference = float((slopes[0] - slopes[1]).abs().max())
+    if wrong > 2e-6 or difference > 1e-3:  # the peer's weight at the edge may be 0 or not
+        raise AssertionError(f"{name} is wrong by {wrong} and its gradient by {difference}")
 
     def forward(f: Rows) -> Callable[[], object]:
         def run() -> object:
@@ -55,11 +55,13 @@ def measure(name: str, std: float) -> dict[str, object]:
 
     row: dict[str, object] = {"map": name, "std": std, "rows": ROWS, "K": K, "error": wrong}
     for what, kind in (("forward", forward), ("forward_backward", both)):
-        found = race({who: kind(f) for who, f in maps.items()}, rounds=ROUNDS, warmup=2)
-        for who in maps:
-            row[f"{what}_{who}_ms"] = 1e3 * found.median(who)
-        row[f"{what}_times_faster"] = found.ratio("ours", "peer")
-        row[f"{what}_softmaxes"] = 1.0 / found.ratio("ours", "softmax")
+        times = time_interleaved(
+            {contender: kind(f) for contender, f in maps.items()}, rounds=ROUNDS, warmup=2
+        )
+        for contender in maps:
+            row[f"{what}_{contender}_ms"] = 1e3 * times.median(contender)
+        row[f"{what}_times_faster"] = times.ratio("ours", "peer")
+        row[f"{what}_softmaxes"] = 1.0 / times.ratio("ours", "softmax")
     return row
 
 

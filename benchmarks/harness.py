@@ -1,8 +1,8 @@
-"""Timing side by side, and a record of what was measured where.
+"""Interleaved timing of several contenders, and the record of a benchmark.
 
-A shared machine is noisy and drifts, so contenders run in turn within one process: round r
-times each of them once, and what is reported is the median over rounds of the ratio within a
-round. A slow minute then slows everybody, and one interrupted round moves nothing.
+A shared machine is noisy and drifts, so contenders run in turn within one process: every round
+times each of them once, and the result is the median over rounds of the ratio within a round. A
+slow minute then slows all contenders alike, and one interrupted round does not move the median.
 """
 
 import gc
@@ -25,7 +25,7 @@ from fenchel.train.machine import commit, device_name
 RESULTS = Path(__file__).parent / "results"
 
 
-class Race(NamedTuple):
+class Timings(NamedTuple):
     """Seconds of every contender, round by round."""
 
     seconds: dict[str, list[float]]
@@ -40,21 +40,23 @@ class Race(NamedTuple):
         return statistics.median(theirs / mine for theirs, mine in rounds)
 
     def spread(self, ours: str, peer: str) -> tuple[float, float]:
-        """The ratio's quartiles over the rounds."""
+        """The quartiles of the ratio over the rounds."""
         rounds = zip(self.seconds[peer], self.seconds[ours], strict=True)
         low, _, high = statistics.quantiles((theirs / mine for theirs, mine in rounds), n=4)
         return low, high
 
 
-def race(contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2) -> Race:
-    """Call every contender ``rounds`` times, in turn, after ``warmup`` rounds nobody counts."""
+def time_interleaved(
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+) -> Timings:
+    """Call every contender ``rounds`` times, in turn, after ``warmup`` rounds that do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
     collected = gc.isenabled()
-    gc.disable()  # a collection would land on whoever happens to be running
+    gc.disable()  # a collection would count for the contender that happens to run
     try:
         for r in range(warmup + rounds):
-            for name in order if r % 2 else reversed(order):  # nobody is always first
+            for name in order if r % 2 else reversed(order):  # none is always first
                 started = _clock()
                 contenders[name]()
                 if r >= warmup:
@@ -63,60 +65,60 @@ def race(contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup:
     finally:
         if collected:
             gc.enable()
-    return Race(seconds)
+    return Timings(seconds)
 
 
 Maker = Callable[[], Callable[[], object]]
-"""Builds a contender; it must travel to another process, as a partial of a function does."""
+"""Builds a contender in another process, so it must be picklable, as a partial of a function is."""
 
 
-def race_apart(
+def time_in_processes(
     makers: Mapping[str, Maker], *, rounds: int, warmup: int = 2
-) -> tuple[Race, dict[str, str]]:
-    """As ``race``, but each contender in a process of its own, as its users have it.
+) -> tuple[Timings, dict[str, str]]:
+    """As ``time_interleaved``, but each contender in a process of its own, as its users run it.
 
-    Nobody's memory or caches are in another's way. Second come those that could not run here, with
-    their reason.
+    No contender shares memory or caches with another. The second value maps the contenders that
+    cannot run on this machine to the reason.
     """
     spawn = multiprocessing.get_context("spawn")
-    lanes: dict[str, Any] = {}
+    workers: dict[str, Any] = {}
     refused: dict[str, str] = {}
     for name, make in makers.items():
         ours, theirs = spawn.Pipe()
-        spawn.Process(target=_lane, args=(theirs, make), daemon=True).start()
+        spawn.Process(target=_worker, args=(theirs, make), daemon=True).start()
         reason = ours.recv()
         if reason is None:
-            lanes[name] = ours
+            workers[name] = ours
         else:
             refused[name] = reason
 
-    def lap(lane: Any) -> float:
-        lane.send(True)
-        return float(lane.recv())
+    def time_call(worker: Any) -> float:
+        worker.send(True)
+        return float(worker.recv())
 
-    seconds: dict[str, list[float]] = {name: [] for name in lanes}
+    seconds: dict[str, list[float]] = {name: [] for name in workers}
     for r in range(warmup + rounds):
-        for name in list(lanes) if r % 2 else reversed(lanes):
-            taken = lap(lanes[name])
+        for name in list(workers) if r % 2 else reversed(workers):
+            elapsed = time_call(workers[name])
             if r >= warmup:
-                seconds[name].append(taken)
-    for lane in lanes.values():
-        lane.send(False)
-    return Race(seconds), refused
+                seconds[name].append(elapsed)
+    for worker in workers.values():
+        worker.send(False)
+    return Timings(seconds), refused
 
 
-def _lane(pipe: Any, make: Maker) -> None:
-    """Build, say whether it runs, and then run whenever asked to, telling the time it took."""
+def _worker(pipe: Any, make: Maker) -> None:
+    """Build a contender, send None or why it cannot run, then send the time of every call."""
     try:
-        way = make()
-        way()
-    except TorchDynamoException as error:  # torch.compile wants a compiler
+        call = make()
+        call()
+    except TorchDynamoException as error:  # torch.compile needs a C++ compiler
         pipe.send(str(error).strip().splitlines()[0][:200])
         return
     pipe.send(None)
     while pipe.recv():
         started = _clock()
-        way()
+        call()
         pipe.send(_clock() - started)
 
 

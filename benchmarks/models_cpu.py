@@ -1,15 +1,15 @@
 """Models of two known shapes on a CPU against transformers' models of the same shape.
 
 Each contender in a process of its own, in turn (harness.py): float32, two threads, random weights,
-equally many parameters, one sequence. Theirs with each of its ways to attend and, in decoding, its
-static cache with the step compiled. Ours trains as ``fenchel train`` does, which keeps freed memory
-(fenchel/train/machine.py). A way that cannot run here (torch.compile wants a C++ compiler) has its
-reason in its row.
+equally many parameters, one sequence. Theirs with each of its attention implementations and, in
+decoding, its static cache with the step compiled. Ours trains as ``fenchel train`` does, which
+retains freed memory (fenchel/train/machine.py). The row of a contender that cannot run here
+(torch.compile needs a C++ compiler) gives the reason.
 
-    forward   tokens a second from ids to logits, without derivatives
-    train     tokens a second of forward, loss, backward and fused AdamW
-    decode    tokens a second of greedy decoding, 128 tokens from a prompt of 32
-    ratio     to the fastest of transformers' ways, above 1 is faster; quartiles over the rounds
+    forward   tokens per second from ids to logits, without derivatives
+    train     tokens per second of forward, loss, backward and fused AdamW
+    decode    tokens per second of greedy decoding, 128 tokens from a prompt of 32
+    ratio     to the fastest contender of transformers, above 1 is faster; quartiles over rounds
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import CompileConfig
 
-from benchmarks.harness import Maker, Race, race_apart, record
+from benchmarks.harness import Maker, Timings, record, time_in_processes
 from benchmarks.models_gpu import GPT2
 from benchmarks.train_cpu import (
     NEW,
@@ -39,7 +39,7 @@ from benchmarks.train_cpu import (
 from fenchel.model import ModelConfig, Transformer
 from fenchel.train import retain_freed_memory
 
-Way = Callable[[], object]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ SHAPES = [Shape("gpt2-124M", GPT2, gpt2), Shape("llama-30M", LLAMA, llama, round
 
 
 def their_model(shape: Shape, attention: str) -> Any:
-    """Theirs with one way to attend, as large as ours."""
+    """Theirs with one attention implementation, as large as ours."""
     model: Any = shape.peer(shape.model)
     model.set_attn_implementation(attention)
     sizes = [sum(p.numel() for p in m.parameters()) for m in (model, Transformer(shape.model))]
@@ -68,27 +68,27 @@ def their_model(shape: Shape, attention: str) -> Any:
     return model
 
 
-# --- what a contender's process runs
+# --- the calls of a contender, built in its own process
 
 
-def our_forward(shape: Shape) -> Way:
+def our_forward(shape: Shape) -> Call:
     """Ids to logits by ours."""
     return _logits(Transformer(shape.model), shape)
 
 
-def their_forward(shape: Shape, attention: str) -> Way:
+def their_forward(shape: Shape, attention: str) -> Call:
     """Ids to logits by theirs."""
     return _logits(their_model(shape, attention), shape, use_cache=False)
 
 
-def _logits(model: nn.Module, shape: Shape, **settings: Any) -> Way:
+def _logits(model: nn.Module, shape: Shape, **settings: Any) -> Call:
     torch.set_num_threads(THREADS)
     model.eval()
     inputs = draw(shape.model.vocabulary, 1, shape.tokens)
     return torch.inference_mode()(lambda: model(inputs, **settings))
 
 
-def our_training(shape: Shape) -> Way:
+def our_training(shape: Shape) -> Call:
     """A step of ours."""
     torch.set_num_threads(THREADS)
     retain_freed_memory()
@@ -96,7 +96,7 @@ def our_training(shape: Shape) -> Way:
     return step(model, our_loss(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
 
 
-def their_training(shape: Shape, attention: str) -> Way:
+def their_training(shape: Shape, attention: str) -> Call:
     """A step of theirs."""
     torch.set_num_threads(THREADS)
     model, ids = (
@@ -106,14 +106,14 @@ def their_training(shape: Shape, attention: str) -> Way:
     return step(model, their_loss(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
 
 
-def our_decoding(shape: Shape) -> Way:
+def our_decoding(shape: Shape) -> Call:
     """A text by ours."""
     torch.set_num_threads(THREADS)
     prompts = draw(shape.model.vocabulary, 1, PROMPT)
     return our_text(Transformer(shape.model).eval(), prompts)
 
 
-def their_decoding(shape: Shape, attention: str, *, static: bool = False) -> Way:
+def their_decoding(shape: Shape, attention: str, *, static: bool = False) -> Call:
     """A text by theirs."""
     torch.set_num_threads(THREADS)
     settings: dict[str, Any] = {}
@@ -128,48 +128,48 @@ def their_decoding(shape: Shape, attention: str, *, static: bool = False) -> Way
 # --- the table
 
 
-def ways(what: str, shape: Shape) -> dict[str, Maker]:
-    """The contenders."""
+def make_contenders(what: str, shape: Shape) -> dict[str, Maker]:
+    """The contenders of a row, to be built in their own processes."""
     ours, theirs = {
         "forward": (our_forward, their_forward),
         "train": (our_training, their_training),
         "decode": (our_decoding, their_decoding),
     }[what]
-    found: dict[str, Maker] = {"ours": partial(ours, shape)}
+    makers: dict[str, Maker] = {"ours": partial(ours, shape)}
     for attention in ("eager", "sdpa"):
-        found[f"transformers {attention}"] = partial(theirs, shape, attention)
+        makers[f"transformers {attention}"] = partial(theirs, shape, attention)
     if what == "decode":
-        found["transformers static"] = partial(their_decoding, shape, "sdpa", static=True)
-    return found
+        makers["transformers static"] = partial(their_decoding, shape, "sdpa", static=True)
+    return makers
 
 
 def rows(what: str, shape: Shape) -> Iterator[dict[str, Any]]:
-    """Race those that can run here, and tell why the others cannot."""
-    contenders = ways(what, shape)
-    found, refused = race_apart(contenders, rounds=shape.rounds)
-    best = min((n for n in found.seconds if n.startswith("transformers")), key=found.median)
+    """Time the contenders that can run here; the row of another gives the reason."""
+    contenders = make_contenders(what, shape)
+    timings, refused = time_in_processes(contenders, rounds=shape.rounds)
+    best = min((n for n in timings.seconds if n.startswith("transformers")), key=timings.median)
     tokens = NEW if what == "decode" else shape.tokens
     for name in contenders:
         line = {"what": what, "shape": shape.name, "way": name}
         if name in refused:
             line["missing"] = refused[name]
         else:
-            line |= measured(found, name, best, tokens)
+            line |= timing_columns(timings, name, best, tokens)
         print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
         yield line
 
 
-def measured(found: Race, name: str, best: str, tokens: int) -> dict[str, Any]:
-    """The numbers of one way."""
+def timing_columns(timings: Timings, name: str, best: str, tokens: int) -> dict[str, Any]:
+    """The numbers of one contender."""
     return {
-        "tokens_per_second": round(tokens / found.median(name), 1),
-        "ratio": round(found.ratio(name, best), 3),
-        "quartiles": [round(one, 3) for one in found.spread(name, best)],
+        "tokens_per_second": round(tokens / timings.median(name), 1),
+        "ratio": round(timings.ratio(name, best), 3),
+        "quartiles": [round(quartile, 3) for quartile in timings.spread(name, best)],
     }
 
 
 def main() -> None:
-    """Race both shapes, print the table, write results/models_cpu.json."""
+    """Time both shapes, print the table, write results/models_cpu.json."""
     torch.set_num_threads(THREADS)
     kinds = ("forward", "train", "decode")
     lines = [line for shape in SHAPES for what in kinds for line in rows(what, shape)]

@@ -4,10 +4,10 @@ Both sides: one process, in turn (harness.py), weights in float32 under bfloat16
 AdamW, torch.compile with its default mode. Theirs: sdpa attention, logits of the whole batch.
 Ours: the loss from the LM head in parts (train/loss.py).
 
-    train     tokens a second of forward, loss, backward and optimiser; share of the peak rate
+    train     tokens per second of forward, loss, backward and optimiser; share of the peak rate
 
-Model FLOPs a token: 6 per weight of every product and 12 layers width T for attention (half of it
-done, under a causal mask; counted in full as is the custom).
+Model FLOPs per token: 6 per weight of every product and 12 layers width T for attention (half of
+it under a causal mask; counted in full, as is the custom).
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.harness import race, record
+from benchmarks.harness import record, time_interleaved
 from benchmarks.train_cpu import gpt2
 from fenchel.model import ModelConfig, Transformer
 from fenchel.train.loss import lm_head_loss
 
 PEAK = 989e12
-"""bfloat16 FLOP/s of an H200 without sparsity, by its maker."""
+"""bfloat16 FLOP/s of an H200 without sparsity, from its datasheet."""
 GPT2 = ModelConfig(
     vocabulary=50257,
     context=1024,
@@ -36,7 +36,7 @@ GPT2 = ModelConfig(
     bias=True,
 )
 BATCHES = (32, 64)
-"""Sequences a step."""
+"""Sequences per step."""
 
 
 def step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
@@ -54,8 +54,8 @@ def step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
 
 
 def train(config: ModelConfig, batch: int) -> dict[str, Any]:
-    """Ours against theirs."""
-    torch.compiler.reset()  # shapes that were other sizes before would be compiled for any size
+    """Time a training step of ours and of theirs."""
+    torch.compiler.reset()  # else a second batch size would be compiled with dynamic shapes
     torch.cuda.reset_peak_memory_stats()
     ids = torch.randint(config.vocabulary, (batch, config.context + 1), device="cuda")
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -73,18 +73,18 @@ def train(config: ModelConfig, batch: int) -> dict[str, Any]:
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     contenders = {"ours": step(ours, our_loss), "transformers": step(theirs, their_loss)}
-    found = race(contenders, rounds=15, warmup=4)
+    timings = time_interleaved(contenders, rounds=15, warmup=4)
     flops = 6 * sizes[0] + 12 * config.layers * config.width * config.context
-    rates = {name: targets.numel() / found.median(name) for name in contenders}
+    rates = {name: targets.numel() / timings.median(name) for name in contenders}
     return {
         "what": "train",
         "shape": "gpt2-124M",
         "parameters": sizes[0],
-        "tokens_a_step": targets.numel(),
+        "tokens_per_step": targets.numel(),
         **{f"{name}_tokens_per_second": round(rate) for name, rate in rates.items()},
         **{f"{name}_share_of_peak": flops * rate / PEAK for name, rate in rates.items()},
-        "ratio": found.ratio("ours", "transformers"),
-        "quartiles": found.spread("ours", "transformers"),
+        "ratio": timings.ratio("ours", "transformers"),
+        "quartiles": timings.spread("ours", "transformers"),
         "peak_GB": torch.cuda.max_memory_allocated() / 1e9,
     }
 

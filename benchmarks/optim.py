@@ -2,18 +2,18 @@
 
     fenchel bench optim                      a small model on a CPU, two threads, about 15 minutes
     fenchel bench optim --full --workers 8   the same trained longer, more rates, five seeds
-    fenchel bench optim --device cuda        25M parameters on a GPU; give it --workers 3 to keep
-                                             the GPU busy and --minutes 9 to stop and go on later
-    fenchel bench optim --quick              two steps a run, to see that everything works
+    fenchel bench optim --device cuda        25M parameters on a GPU; --workers 3 keeps the GPU
+                                             busy, --minutes 9 stops it to continue later
+    fenchel bench optim --quick              two steps per run, a check that everything works
     fenchel bench optim --study switches     one study alone, and the tuning that it needs
 
 models   fenchel/model, rotary; sizes and texts in optimisers/sizes.py
 rules    AdamW, Muon, QK-norm, QK-clip, Compositional Muon, ScoreTrust, ScoreDescent, and the
          switches of the trainer: optimisers/rules.py
-grid     rates of ratio 1.5 around a first guess, then decays and what else a rule tunes:
+grid     rates of ratio 1.5 around an initial one, then decays and other settings:
          optimisers/studies.py, sizes.py
-runs     kept line by line in results/optim_SIZE.jsonl (optimisers/ledger.py); on a CPU they repeat
-         bit for bit by seed
+runs     lines of results/optim_SIZE.jsonl (optimisers/run_cache.py); on a CPU they repeat bit for
+         bit by seed
 table    printed, with results/optim_SIZE.json and results/optim_SIZE.svg
 """
 
@@ -27,49 +27,51 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.optimisers.ledger import Ledger, Missing, OutOfTime, complete
-from benchmarks.optimisers.picture import draw
+from benchmarks.optimisers.figure import draw_figure
+from benchmarks.optimisers.run_cache import MissingResult, OutOfTime, RunCache, run_missing
 from benchmarks.optimisers.studies import STUDIES
 
 THREADS = 2
 
 
 def main(options: Sequence[str] = ()) -> None:
-    """Run the studies that are asked for, print their tables, write results and figure."""
-    asked = _parser().parse_args(options)
-    size = "quick" if asked.quick else "full" if asked.full else asked.device
-    torch.set_num_threads(1 if asked.quick else THREADS)
-    ledger = Ledger(asked.out / f"optim_{size}.jsonl", minutes=asked.minutes)
+    """Run the selected studies, print their tables, write the results and the figure."""
+    arguments = _parser().parse_args(options)
+    size = "quick" if arguments.quick else "full" if arguments.full else arguments.device
+    torch.set_num_threads(1 if arguments.quick else THREADS)
+    cache = RunCache(arguments.out / f"optim_{size}.jsonl", minutes=arguments.minutes)
     rows = {
-        study: [partial(STUDIES[study].row, ledger, size, rule) for rule in STUDIES[study].rules]
-        for study in asked.study or STUDIES
+        study: [partial(STUDIES[study].row, cache, size, rule) for rule in STUDIES[study].rules]
+        for study in arguments.study or STUDIES
     }
     try:
-        complete(ledger, [row for some in rows.values() for row in some], workers=asked.workers)
+        run_missing(
+            cache, [row for table in rows.values() for row in table], workers=arguments.workers
+        )
     except OutOfTime:
-        print(f"The {asked.minutes:g} minutes are over; call it again to go on.")
-    tables = {study: _those_known(some) for study, some in rows.items()}
+        print(f"The {arguments.minutes:g} minutes are over; call it again to go on.")
+    tables = {study: _complete_rows(table) for study, table in rows.items()}
     for study, table in tables.items():
         print(f"\n{study}")
         print(as_table(table))
     lines = [{"study": study, **plain(row)} for study, table in tables.items() for row in table]
-    print(f"\n{harness.record(f'optim_{size}', lines, folder=asked.out)}")
+    print(f"\n{harness.record(f'optim_{size}', lines, folder=arguments.out)}")
     if tables.get("switches") or tables.get("finetune"):
-        print(draw(tables, asked.out / f"optim_{size}.svg"))
+        print(draw_figure(tables, arguments.out / f"optim_{size}.svg"))
 
 
-def _those_known(rows: Sequence[partial[dict[str, Any]]]) -> list[dict[str, Any]]:
-    found = []
+def _complete_rows(rows: Sequence[partial[dict[str, Any]]]) -> list[dict[str, Any]]:
+    complete = []
     for row in rows:
         try:
-            found.append(row())
-        except Missing:
+            complete.append(row())
+        except MissingResult:
             continue
-    return found
+    return complete
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns aligned, a row a line."""
+    """Rows as lines of text with aligned columns."""
     if not rows:
         return "(nothing yet)"
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
@@ -81,7 +83,7 @@ def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no inf: it is written as a word."""
+    """A value for JSON, which has no inf: it becomes a string."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -100,11 +102,11 @@ def _cell(value: Any) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fenchel bench optim", description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="two steps a run")
+    parser.add_argument("--quick", action="store_true", help="two steps per run")
     parser.add_argument("--full", action="store_true", help="five seeds, more rates, longer runs")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
+    parser.add_argument("--workers", type=int, default=1, help="runs in parallel")
     parser.add_argument("--study", choices=tuple(STUDIES), action="append", help="may be repeated")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     return parser
 

@@ -1,12 +1,12 @@
 """How time and memory of attention grow with the length n, and where linear attention overtakes.
 
 Float32, 4 heads of 64, normal inputs, forward pass. For every back end and every n the median time
-in turns with the others, and the most memory held beyond what was held before. An exponent is the
-slope of the least-squares line of log y on log n: scores cost 2 n^2 D operations a head whatever
-the back end, so time should grow like n^2; memory like n^2 where scores are kept and like n where
+in turns with the others, and the peak memory above that before the call. An exponent is the
+slope of the least-squares line of log y on log n: scores cost 2 n^2 D operations per head in every
+back end, so time should grow like n^2; memory like n^2 where scores are stored and like n where
 they are not. Small n are flattened by fixed costs; the line is drawn through the larger half.
 
-Linear attention costs about 4 n m E operations a head for m features, softmax 4 n^2 D: with
+Linear attention costs about 4 n m E operations per head for m features, softmax 4 n^2 D: with
 m = E = D they are even at n = D. Where the times cross is measured here, by a straight line in
 log-log between the two lengths around it.
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import race, record
+from benchmarks.harness import record, time_interleaved
 from fenchel.attention import Causal, attend, linear_attend
 from fenchel.choice import Entmax, Softmax
 
@@ -39,7 +39,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def contenders(n: int, causal: bool) -> dict[str, Attention]:
     prior = Causal() if causal else None
-    found: dict[str, Attention] = {
+    calls: dict[str, Attention] = {
         SOFTMAX: lambda q, k, v: attend(q, k, v, prior=prior, backend="sdpa"),
         "softmax, blocked": lambda q, k, v: attend(q, k, v, prior=prior, backend="blocked"),
         "entmax 1.5, blocked": lambda q, k, v: attend(
@@ -48,10 +48,10 @@ def contenders(n: int, causal: bool) -> dict[str, Attention]:
         LINEAR: lambda q, k, v: linear_attend(q, k, v, causal=causal),
     }
     if n <= LONGEST_REFERENCE:
-        found["softmax, reference"] = lambda q, k, v: attend(
+        calls["softmax, reference"] = lambda q, k, v: attend(
             q, k, v, choice=Softmax(), prior=prior, backend="reference"
         )
-    return found
+    return calls
 
 
 def measure(n: int, causal: bool) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def measure(n: int, causal: bool) -> list[dict[str, Any]]:
     calls = {name: (lambda f=f: f(q, k, v)) for name, f in contenders(n, causal).items()}
     with torch.no_grad():
         memory = {name: peak(call) for name, call in calls.items()}
-        times = race(calls, rounds=ROUNDS, warmup=1)
+        times = time_interleaved(calls, rounds=ROUNDS, warmup=1)
     return [
         {
             "name": name,
@@ -74,8 +74,8 @@ def measure(n: int, causal: bool) -> list[dict[str, Any]]:
 
 
 def peak(call: Callable[[], object]) -> float | None:
-    """MiB held at most during a call beyond what was held before; None where it cannot be told."""
-    call()  # what is allocated once and kept does not count
+    """Peak memory of a call in MiB above that before it; None where it cannot be measured."""
+    call()  # memory that stays allocated after the first call does not count
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -84,9 +84,9 @@ def peak(call: Callable[[], object]) -> float | None:
     status = Path("/proc/self/status")
     if not status.exists():
         return None
-    ctypes.CDLL(None).malloc_trim(0)  # freed pages would be used again without being seen
+    ctypes.CDLL(None).malloc_trim(0)  # freed pages would be used again without a trace
     before = _pages(status, "VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest mark
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     call()
     return (_pages(status, "VmHWM") - before) / 2**10
 
@@ -103,23 +103,23 @@ def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
 
 
 def exponents(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of time and of memory, for every contender, over the larger half of its lengths."""
-    found = []
+    """Exponents of time and memory of every contender, over the larger half of its lengths."""
+    fits = []
     for name, causal in dict.fromkeys((row["name"], row["causal"]) for row in rows):
-        mine = [row for row in rows if (row["name"], row["causal"]) == (name, causal)]
-        upper = mine[len(mine) // 2 :] if len(mine) > 3 else mine
+        own = [row for row in rows if (row["name"], row["causal"]) == (name, causal)]
+        upper = own[len(own) // 2 :] if len(own) > 3 else own
         lengths = [row["n"] for row in upper]
-        kept = [row["mib"] for row in upper if row["mib"] is not None and row["mib"] > 1.0]
-        found.append(
+        memory = [row["mib"] for row in upper if row["mib"] is not None and row["mib"] > 1.0]
+        fits.append(
             {
                 "name": name,
                 "causal": causal,
                 "lengths": lengths,
                 "time": exponent(lengths, [row["ms"] for row in upper]),
-                "memory": exponent(lengths, kept) if len(kept) == len(lengths) > 1 else None,
+                "memory": exponent(lengths, memory) if len(memory) == len(lengths) > 1 else None,
             }
         )
-    return found
+    return fits
 
 
 def crossover(rows: Sequence[dict[str, Any]], causal: bool) -> float | None:
@@ -150,8 +150,10 @@ def main(lengths: Sequence[int] = LENGTHS, *, keep: bool = True) -> None:
         for n in lengths:
             for row in measure(n, causal):
                 rows.append(row)
-                held = "?" if row["mib"] is None else f"{row['mib']:.1f}"
-                print(f"  n {n:6} {row['name']:22}{row['ms']:10.2f} ms {held:>10} MiB", flush=True)
+                memory = "?" if row["mib"] is None else f"{row['mib']:.1f}"
+                print(
+                    f"  n {n:6} {row['name']:22}{row['ms']:10.2f} ms {memory:>10} MiB", flush=True
+                )
     fits = exponents(rows)
     for fit in fits:
         memory = "-" if fit["memory"] is None else f"{fit['memory']:.2f}"

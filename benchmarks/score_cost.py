@@ -1,13 +1,13 @@
-"""What ScoreTrust and ScoreDescent cost beside Muon: 124M parameters, 65,536 tokens a step, a GPU.
+"""The cost of ScoreTrust and ScoreDescent beside Muon, on a GPU: 124M parameters, 65,536 tokens.
 
 One process, in turn, round by round: the same rotary model of GPT-2's size under bfloat16 autocast,
-compiled, moved by each optimiser. The forward pass counts, since it carries the probe.
+compiled, moved by each optimiser. The forward pass counts, since it contains the probe.
 
     step_ms         forward, loss, backward and optimiser
     optimiser_ms    of that the optimiser
     over_muon       how much longer a step is, median of the rounds
     optimiser_share how much longer the optimiser is, as a share of Muon's step
-    memory_GB       the most that training took beside what was there before
+    memory_GB       peak memory of training above that before
 """
 
 import statistics
@@ -61,7 +61,7 @@ def _moment() -> torch.cuda.Event:
 
 
 def main() -> None:
-    """Race the three, print the table, write results/score_cost.json."""
+    """Time the three, print the table, write results/score_cost.json."""
     if not torch.cuda.is_available():
         print("there is no GPU here; score_cost measures on one.")
         return
@@ -77,13 +77,13 @@ def main() -> None:
         for _ in range(WARMUP):
             steps[kind]()
         memory[kind] = (torch.cuda.max_memory_allocated() - before) / 1e9
-    for take in [*steps.values()] * WARMUP:  # a new probe makes the compiler begin anew
+    for take in [*steps.values()] * WARMUP:  # a new probe triggers a recompilation
         take()
-    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    times_of: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for n in range(ROUNDS):
         for kind in KINDS if n % 2 else reversed(KINDS):
-            taken[kind].append(steps[kind]())
-    lines = [line(kind, taken[kind], taken["muon"], memory[kind]) for kind in KINDS]
+            times_of[kind].append(steps[kind]())
+    lines = [line(kind, times_of[kind], times_of["muon"], memory[kind]) for kind in KINDS]
     print(record("score_cost", lines))
 
 
@@ -92,7 +92,7 @@ def line(
 ) -> dict[str, Any]:
     """The medians of one optimiser."""
     pairs = list(zip(times, muon, strict=True))
-    found = {
+    row = {
         "optimiser": kind,
         "step_ms": round(statistics.median(whole for whole, _ in times), 2),
         "optimiser_ms": round(statistics.median(own for _, own in times), 2),
@@ -100,8 +100,8 @@ def line(
         "optimiser_share": round(statistics.median((a[1] - b[1]) / b[0] for a, b in pairs), 4),
         "memory_GB": round(memory, 3),
     }
-    print("  ".join(f"{key} {value}" for key, value in found.items()), flush=True)
-    return found
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
 
 
 if __name__ == "__main__":

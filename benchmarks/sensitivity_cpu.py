@@ -4,7 +4,7 @@ Tokens have length sqrt(d), weights are normal with variance 1/d, and scores get
 deviation ``scale``. Every bound is a multiple of the true norm; below 1 would be a violation, and
 ends the run.
 
-    point   jacrev and a singular value decomposition against spectral_norm, raced
+    point   jacrev and a singular value decomposition against spectral_norm, timed in turn
     bounds  Castin (ball, data), generic, Yudin, the covariance bound (cheap, full)
     worst   the same on the adversarial families
     ball    both sides of a certificate, with Castin's ball bound over the same lower end
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev
 
-from benchmarks.harness import race, record
+from benchmarks.harness import record, time_interleaved
 from fenchel.attention import Causal, Prior
 from fenchel.choice import Entmax, Softmax
 from fenchel.sensitivity import bounds, certify, self_attention_jacobian, spectral_norm, witness
@@ -55,7 +55,7 @@ def instance(
 
 
 def point() -> Iterator[Row]:
-    """The same number by two ways."""
+    """The spectral norm at a point by both methods."""
     for n, d in POINTS:
         X, W = instance(n, d, 0)
         g = torch.Generator().manual_seed(0)
@@ -70,8 +70,8 @@ def point() -> Iterator[Row]:
         def ours(X: Tensor = X, W: Weights = W, g: torch.Generator = g) -> Tensor:
             return spectral_norm(self_attention_jacobian(X, *W), generator=g).lower
 
-        found = spectral_norm(self_attention_jacobian(X, *W), generator=g)
-        times = race({"dense": dense, "ours": ours}, rounds=9, warmup=2)
+        sigma = spectral_norm(self_attention_jacobian(X, *W), generator=g)
+        times = time_interleaved({"dense": dense, "ours": ours}, rounds=9, warmup=2)
         yield {
             "n": n,
             "d": d,
@@ -79,19 +79,19 @@ def point() -> Iterator[Row]:
             "ours_s": times.median("ours"),
             "times_as_fast": times.ratio("ours", "dense"),
             "quartiles": times.spread("ours", "dense"),
-            "difference": float(found.lower / dense() - 1),
-            "iterations": found.iterations,
-            "bracket": float(found.ratio - 1),
+            "difference": float(sigma.lower / dense() - 1),
+            "iterations": sigma.iterations,
+            "bracket": float(sigma.ratio - 1),
         }
 
 
 def compared(X: Tensor, W: Weights, scale: float, prior: Prior | None) -> Row:
-    """Every bound over the truth."""
+    """Every bound as a multiple of the true norm."""
     n, radius = len(X), float(X.norm(dim=-1).amax())
     J = self_attention_jacobian(X, *W, prior=prior, scale=scale)
     truth = spectral_norm(J, tol=1e-6, generator=torch.Generator().manual_seed(0))
     settings: Row = {"prior": prior, "scale": scale}
-    found = {
+    values = {
         "castin": bounds.castin(*W, n=n, radius=radius, scale=scale),
         "castin_at": bounds.castin_at(X, *W, scale=scale),
         "generic": bounds.generic(X, *W, **settings),
@@ -99,7 +99,7 @@ def compared(X: Tensor, W: Weights, scale: float, prior: Prior | None) -> Row:
         "covariance_cheap": bounds.covariance(X, *W, **settings, cheap=True),
         "covariance": bounds.covariance(X, *W, **settings),
     }
-    ratios = {name: float(bound / truth.lower) for name, bound in found.items()}
+    ratios = {name: float(bound / truth.lower) for name, bound in values.items()}
     if min(ratios.values()) < 1 - 1e-12:
         raise SystemExit(f"a bound is below the truth: {ratios}")
     return {"sigma": float(truth.lower), "iterations": truth.iterations, **ratios}
@@ -132,7 +132,7 @@ def balls() -> Iterator[Row]:
             for share in SHARES:
                 radius = share * math.sqrt(d)
                 g = torch.Generator().manual_seed(0)
-                found = certify(layer, X, radius, "token", steps=60, restarts=1, generator=g)
+                certificate = certify(layer, X, radius, "token", steps=60, restarts=1, generator=g)
                 far = bounds.castin(
                     *W, n=n, radius=math.sqrt(d) + radius, scale=scale / math.sqrt(d)
                 )
@@ -142,9 +142,9 @@ def balls() -> Iterator[Row]:
                     "scale": scale,
                     "seed": seed,
                     "share": share,
-                    "lower": found.lower,
-                    "ratio": found.ratio,
-                    "castin": float(far) / found.lower,
+                    "lower": certificate.lower,
+                    "ratio": certificate.ratio,
+                    "castin": float(far) / certificate.lower,
                 }
 
 
@@ -154,7 +154,7 @@ def rows() -> Iterator[Row]:
     z = torch.randn(128, 32768, generator=g)
     for choice in (Softmax(), Entmax(1.5)):
         p = choice.weights(z)
-        times = race(
+        times = time_interleaved(
             {
                 "maxima": lambda p=p: p.amax(-1),
                 "weights": lambda choice=choice: choice.weights(z),
@@ -187,10 +187,10 @@ def collapse() -> Iterator[Row]:
         yield row
 
 
-def show(name: str, found: list[Row]) -> None:
+def show(name: str, rows: list[Row]) -> None:
     print(f"\n{name}")
-    print("  ".join(f"{key:>16}" for key in found[0]))
-    for row in found:
+    print("  ".join(f"{key:>16}" for key in rows[0]))
+    for row in rows:
         print("  ".join(_cell(value) for value in row.values()))
 
 
@@ -204,7 +204,7 @@ def _cell(value: object) -> str:
 
 def main() -> None:
     torch.set_num_threads(THREADS)
-    kept: list[Row] = []
+    records: list[Row] = []
     tables = {
         "point": point,
         "bounds": grid,
@@ -214,7 +214,7 @@ def main() -> None:
         "scale": collapse,
     }
     for name, table in tables.items():
-        found = list(table())
-        show(name, found)
-        kept += [{"table": name, **row} for row in found]
-    print(f"\n{record('sensitivity_cpu', kept)}")
+        table_rows = list(table())
+        show(name, table_rows)
+        records += [{"table": name, **row} for row in table_rows]
+    print(f"\n{record('sensitivity_cpu', records)}")

@@ -6,8 +6,8 @@ has sdpa attention, no dropout, and in decoding its default cache and ``generate
 Llama is compared with our rms / rotary / swiglu model, GPT-2 with our layer / learned / gelu /
 bias one.
 
-    train     tokens a second of forward, loss, backward and optimiser
-    decode    tokens a second of greedy decoding, 128 tokens from a prompt of 32
+    train     tokens per second of forward, loss, backward and optimiser
+    decode    tokens per second of greedy decoding, 128 tokens from a prompt of 32
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness import Race, race, record
+from benchmarks.harness import Timings, record, time_interleaved
 from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
 from fenchel.train.loss import lm_head_loss, sparse_embedding_gradient
@@ -102,8 +102,8 @@ def train_rows(shape: Shape) -> Iterator[dict[str, Any]]:
             "ours": step(ours, our_loss(ours, inputs, targets)),
             peer: step(theirs, their_loss(theirs, inputs, targets)),
         }
-        found = race(contenders, rounds=shape.rounds)
-        yield row("train", shape.name, peer, found, targets.numel())
+        timings = time_interleaved(contenders, rounds=shape.rounds)
+        yield row("train", shape.name, peer, timings, targets.numel())
 
 
 def decode_rows(shape: Shape, batch: int) -> Iterator[dict[str, Any]]:
@@ -114,8 +114,8 @@ def decode_rows(shape: Shape, batch: int) -> Iterator[dict[str, Any]]:
         ours, theirs = (model.eval() for model in pair(longer, build, settings))
         contenders = {"ours": our_text(ours, prompts), peer: their_text(theirs, prompts)}
         assert all(text().shape == (batch, PROMPT + NEW) for text in contenders.values())
-        found = race(contenders, rounds=7, warmup=1)
-        yield row(f"decode {batch}", shape.name, peer, found, batch * NEW)
+        timings = time_interleaved(contenders, rounds=7, warmup=1)
+        yield row(f"decode {batch}", shape.name, peer, timings, batch * NEW)
 
 
 def pair(
@@ -164,7 +164,7 @@ def their_text(model: Any, prompts: Tensor, **settings: Any) -> Callable[[], Ten
 
 
 def step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """One training step, ready to be called again and again."""
+    """One training step as a function that can be called repeatedly."""
     model.train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
@@ -181,16 +181,16 @@ def draw(vocabulary: int, *shape: int) -> Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
-def row(what: str, shape: str, peer: str, found: Race, tokens: int) -> dict[str, Any]:
+def row(what: str, shape: str, peer: str, timings: Timings, tokens: int) -> dict[str, Any]:
     """One line of the table."""
-    low, high = found.spread("ours", peer)
+    low, high = timings.spread("ours", peer)
     line = {
         "what": what,
         "shape": shape,
         "peer": peer,
-        "ours_tokens_per_second": round(tokens / found.median("ours")),
-        "peer_tokens_per_second": round(tokens / found.median(peer)),
-        "ratio": round(found.ratio("ours", peer), 3),
+        "ours_tokens_per_second": round(tokens / timings.median("ours")),
+        "peer_tokens_per_second": round(tokens / timings.median(peer)),
+        "ratio": round(timings.ratio("ours", peer), 3),
         "quartiles": [round(low, 3), round(high, 3)],
     }
     print(
@@ -201,7 +201,7 @@ def row(what: str, shape: str, peer: str, found: Race, tokens: int) -> dict[str,
 
 
 def main() -> None:
-    """Race every shape against both peers, print the table, write results/train_cpu.json."""
+    """Time every shape against both peers, print the table, write results/train_cpu.json."""
     torch.set_num_threads(THREADS)
     rows = [line for shape in SHAPES for line in train_rows(shape)]
     for shape in SHAPES:

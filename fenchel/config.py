@@ -123,8 +123,8 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
             return value
         if choice is None and value is None:
             return None
-    wanted = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
-    raise ValueError(f"setting {name!r} should be {wanted}, got {value!r}.")
+    expected = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
+    raise ValueError(f"setting {name!r} should be {expected}, got {value!r}.")
 
 
 def _toml(value: Any) -> str:

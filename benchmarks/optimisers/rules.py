@@ -1,9 +1,9 @@
-"""The rules that are compared: settings of the model, the optimiser and the trainer, under a name.
+"""The rules that are compared: named settings of the model, the optimiser and the trainer.
 
-A rule is what ``fenchel train --set`` could ask for, but for those that are built here: AdamW
-within ScoreTrust, the baseline after Compositional Muon, and rules whose queries and keys alone go
-faster. Tuned for each are one rate, AdamW's for everything or Muon's and that of the AdamW beside
-it alike, and what else the rule has of ``Rule.tunes``.
+Most rules can be selected by ``fenchel train --set``. Built here are AdamW within ScoreTrust, the
+baseline after Compositional Muon, and rules that move queries and keys alone at a multiple of the
+rate. Each rule is tuned in one learning rate, which Muon and the AdamW beside it share, and then in
+the fields of a ``Job`` that ``Rule.tunes`` lists.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,30 +27,30 @@ from fenchel.optim.config import split_matrices
 Build = Callable[[nn.Module, OptimConfig], CombinedOptimiser]
 
 
-def trusted(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
-    """What ``bare`` builds, its query and key steps cut to size by ScoreTrust."""
-    inner, pairs = bare(model, config, times=times), attention_pairs(model)
+def score_trust(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
+    """The optimiser of ``scaled_qk`` within ScoreTrust."""
+    inner, pairs = scaled_qk(model, config, times=times), attention_pairs(model)
     return CombinedOptimiser(
         ScoreTrust(inner, pairs, lr=config.score_rate, radius=config.score_radius)
     )
 
 
-def bare(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
-    """The optimiser of the settings; queries and keys move ``times`` as far as it moves them."""
+def scaled_qk(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
+    """The optimiser of the settings, with every step of queries and keys scaled by ``times``."""
     optimiser = build_optimiser(model, config)
     rows = [
         row.weight.detach()[row.start : row.stop]
         for pair in attention_pairs(model)
         for row in (pair.query, pair.key)
     ]
-    kept: list[Tensor] = []
+    previous: list[Tensor] = []
 
     def before(*_: Any) -> None:
-        kept[:] = [row.clone() for row in rows]
+        previous[:] = [row.clone() for row in rows]
 
     def after(*_: Any) -> None:
-        for row, was in zip(rows, kept, strict=True):
-            row.add_(row - was, alpha=times - 1.0)
+        for row, old in zip(rows, previous, strict=True):
+            row.add_(row - old, alpha=times - 1.0)
 
     if times != 1.0:
         optimiser.members[0].register_step_pre_hook(before)
@@ -79,7 +79,7 @@ class Rule:
 
     optimiser: str
     rate: float
-    """Where the search for its rate begins, at the size of a small model."""
+    """Initial rate of the search, for the small model."""
     model: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
     build: Build = build_optimiser
@@ -88,16 +88,16 @@ class Rule:
 
 
 MUON, ADAM = 0.02, 0.0067
-NORMED, CLIPPED = {"qk_norm": True}, {"qk_clip": 30.0}
-MOVING = ("decay", "momentum")
+QK_NORM, QK_CLIP = {"qk_norm": True}, {"qk_clip": 30.0}
+MUON_TUNES = ("decay", "momentum")
 
 RULES: dict[str, Rule] = {
     "adamw": Rule("adamw", ADAM),
-    "adamw + qk-norm": Rule("adamw", ADAM, NORMED),
-    "trust(adamw)": Rule("adamw", ADAM, build=trusted, tunes=("decay", "radius", "change")),
-    "muon": Rule("muon", MUON, tunes=MOVING),
-    "muon + qk-norm": Rule("muon", MUON, NORMED, tunes=MOVING),
-    "muon + qk-clip": Rule("muon", MUON, train=CLIPPED, tunes=MOVING),
+    "adamw + qk-norm": Rule("adamw", ADAM, QK_NORM),
+    "trust(adamw)": Rule("adamw", ADAM, build=score_trust, tunes=("decay", "radius", "change")),
+    "muon": Rule("muon", MUON, tunes=MUON_TUNES),
+    "muon + qk-norm": Rule("muon", MUON, QK_NORM, tunes=MUON_TUNES),
+    "muon + qk-clip": Rule("muon", MUON, train=QK_CLIP, tunes=MUON_TUNES),
     "compositional": Rule(
         "muon", MUON, build=compositional, tunes=("decay", "damping", "momentum")
     ),
@@ -116,23 +116,27 @@ SWITCHES: dict[str, Rule] = {
     "+ trust": RULES["trust(muon)"],
     "score": RULES["score"],
 }
-"""What keeps Muon stable, over rates."""
+"""Means that keep Muon stable, compared over rates."""
 
-FINETUNED = ("adamw", "trust(adamw)", "muon", "trust(muon)")
-"""Rules that a checkpoint without QK-norm can be continued by."""
+FINETUNE_RULES = ("adamw", "trust(adamw)", "muon", "trust(muon)")
+"""Rules that can fine-tune a checkpoint trained without QK-norm."""
 
-FURTHER = (1.0, 3.0, 10.0, 30.0)
-"""Times the best rate, when it is."""
+RATE_FACTORS = (1.0, 3.0, 10.0, 30.0)
+"""Multiples of the best rate in fine-tuning."""
 
 
-def hastened(name: str, times: float) -> Rule:
-    """The rule with queries and keys alone at so many times the rate."""
+def with_qk_rate(name: str, times: float) -> Rule:
+    """The rule with queries and keys alone at ``times`` the rate."""
     inner = name.removeprefix("trust(").removesuffix(")")
-    build = bare if inner == name else trusted
+    build = scaled_qk if inner == name else score_trust
     return replace(RULES[name], optimiser=inner, build=partial(build, times=times))
 
 
-HASTENED = {f"{name} x{times:g}": hastened(name, times) for name in FINETUNED for times in FURTHER}
+QK_RATE_RULES = {
+    f"{name} x{times:g}": with_qk_rate(name, times)
+    for name in FINETUNE_RULES
+    for times in RATE_FACTORS
+}
 
-COPIERS = ("muon", "muon + qk-norm", "trust(muon)", "score")
+COPY_RULES = ("muon", "muon + qk-norm", "trust(muon)", "score")
 """Rules of the copy task."""

@@ -1,6 +1,6 @@
-"""One training run: what a ``Job`` says, trained and measured.
+"""One training run: the model of a ``Job``, trained and measured.
 
-loss         mean over validation bytes, in nats; inf when the run broke off
+loss         mean over validation bytes, in nats; inf if the run diverged
 max_logit    largest |score| of any head on a validation batch
 min_entropy  lowest mean entropy of a head there
 """
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.optimisers.ledger import Job, Result
-from benchmarks.optimisers.rules import HASTENED, RULES, SWITCHES, Rule
+from benchmarks.optimisers.rules import QK_RATE_RULES, RULES, SWITCHES, Rule
+from benchmarks.optimisers.run_cache import Job, Result
 from benchmarks.optimisers.sizes import SIZES, Size, text
 from fenchel.data import Batches
 from fenchel.evaluate import attention_health, score
@@ -28,19 +28,19 @@ PATIENCE = 3
 
 
 def rule_of(job: Job) -> Rule:
-    """What the job's rule stands for in its study."""
-    return {"switches": SWITCHES, "haste": HASTENED}.get(job.study, RULES)[job.rule]
+    """The rule of a job, by its name in the study of the job."""
+    return {"switches": SWITCHES, "qk_rate": QK_RATE_RULES}.get(job.study, RULES)[job.rule]
 
 
 def model_of(job: Job, config: ModelConfig) -> Transformer:
-    """A fresh model of the rule's kind, drawn from the job's seed."""
+    """A fresh model with the settings of the rule and the seed of the job."""
     config = ModelConfig(**{**asdict(config), **rule_of(job).model})
     device = SIZES[job.size].device
     return Transformer(config, generator=torch.Generator().manual_seed(job.seed)).to(device)
 
 
 def optimiser_of(job: Job, model: nn.Module) -> tuple[CombinedOptimiser, OptimConfig]:
-    """The rule at the job's rate and decay."""
+    """The optimiser of the rule, with the settings of the job."""
     rule = rule_of(job)
     config = OptimConfig(
         optimiser=rule.optimiser,
@@ -60,14 +60,14 @@ def optimiser_of(job: Job, model: nn.Module) -> tuple[CombinedOptimiser, OptimCo
 def steps_of(
     job: Job, model: Transformer, batches: Any, steps: int, **train: Any
 ) -> Iterator[float]:
-    """Train; the loss of every step, and inf as the last when the run broke off."""
+    """Train, and yield the loss of every step; inf ends a run that diverged."""
     size = SIZES[job.size]
     optimiser, config = optimiser_of(job, model)
     switches = rule_of(job).train
-    torch.compiler.reset()  # what was compiled for another run's model only costs checks
+    torch.compiler.reset()  # graphs of earlier models would only add guard checks
     settings = {"precision": size.precision, "exact": False, **switches, **train}
-    settings["compile"] = size.device == "cuda" and not switches  # which look into the pass
-    take = Stepper(
+    settings["compile"] = size.device == "cuda" and not switches  # they observe the forward pass
+    stepper = Stepper(
         model,
         batches,
         optimiser,
@@ -77,26 +77,26 @@ def steps_of(
     )
     broken = 0
     for step in range(steps):
-        taken = take(step)
-        broken = broken + 1 if taken.broken else 0
+        result = stepper(step)
+        broken = broken + 1 if result.broken else 0
         if broken == PATIENCE:
             yield math.inf
             return
-        yield taken.loss
+        yield result.loss
 
 
 def train_on(job: Job, model: Transformer, source: str, steps: int) -> Result:
-    """Train on a text and measure on its validation part."""
+    """Train on a text and measure on its validation bytes."""
     size = SIZES[job.size]
-    ids, held = text(source, size.bytes)
+    ids, validation = text(source, size.bytes)
     batches = Batches(ids, batch=size.batch, context=size.model.context, seed=job.seed)
     (last,) = deque(steps_of(job, model, batches, steps), 1)
-    return measured(model, held, size) if math.isfinite(last) else broken_off()
+    return measure(model, validation, size) if math.isfinite(last) else diverged()
 
 
-def measured(model: Transformer, held: Any, size: Size) -> Result:
+def measure(model: Transformer, validation: Any, size: Size) -> Result:
     """Loss, largest score and lowest entropy on validation bytes."""
-    part, context = held[: size.validation], size.model.context
+    part, context = validation[: size.validation], size.model.context
     loss = score(model, part, bytes=len(part), context=context).loss
     device = next(model.parameters()).device
     sample = torch.from_numpy(part[: 2 * context].astype(np.int64)).view(2, context)
@@ -108,12 +108,12 @@ def measured(model: Transformer, held: Any, size: Size) -> Result:
     }
 
 
-def broken_off() -> Result:
-    """What is known of a run whose loss was not finite three times in a row."""
+def diverged() -> Result:
+    """The result of a run whose loss was not finite three times in a row."""
     return {"loss": math.inf, "max_logit": math.inf, "min_entropy": 0.0}
 
 
-def fresh(job: Job) -> Result:
-    """A model trained from nothing on the messages."""
+def train_from_scratch(job: Job) -> Result:
+    """A fresh model trained on the messages of presidents."""
     size = SIZES[job.size]
     return train_on(job, model_of(job, size.model), "sotu", size.steps)

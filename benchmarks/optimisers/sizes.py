@@ -1,14 +1,14 @@
-"""What is trained on what: a small model for a CPU, one of 25M parameters for a GPU, on bytes.
+"""Models and texts of the studies: a small model for a CPU, one of 25M parameters for a GPU.
 
-    quick   two steps a run, to see that everything works
+    quick   two steps per run, a check that everything works
     cpu     the small model, about a quarter of an hour on two cores
-    full    the same, trained twice as long, more rates and five seeds: some hours of a core
-    cuda    25M parameters, 8 layers of width 512 at context 512, 6.6M bytes a run: less than the
-            text once, since a model of this size that reads it often learns it by heart
+    full    the same, trained twice as long, more rates and five seeds: some hours on one core
+    cuda    25M parameters, 8 layers of width 512 at context 512, 6.6M bytes per run: less than
+            one epoch, since a model of this size memorises the text within a few
 
-The text is that of the package: messages of presidents to train on, the King James Bible as the
-other text of the fine-tuning study. Its bytes are the tokens, so no tokenizer stands between two
-rules, and losses are in nats a byte. The last 2 % of a text are its validation.
+The texts are those of the package: messages of presidents to train on, the King James Bible to
+fine-tune on. Bytes are the tokens, so that no tokenizer affects a comparison, and losses are in
+nats per byte. The last 2 % of a text are for validation.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ VALIDATION = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model, how long it is trained, and how much of the study is done at this size."""
+    """A model, its training, and the extent of the studies at this size."""
 
     model: ModelConfig
     batch: int
@@ -35,20 +35,20 @@ class Size:
     device: str = "cpu"
     precision: str = "float32"
     scale: float = 1.0
-    """Factor on the rates where the search begins (rules.py)."""
+    """Factor on the initial rates of the search (rules.py)."""
     copy_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     copy_steps: int = 300
-    most: int = 7
-    """Rates a rule may try while it is tuned."""
-    tries: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """What it may try then of the fields of a ``Job`` that it tunes."""
+    max_rates: int = 7
+    """The most learning rates tried per rule."""
+    grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Values tried for each other field of a ``Job`` that a rule tunes."""
     validation: int = 2**16
-    """Validation bytes that are read."""
+    """Bytes of validation text."""
     bytes: int | None = None
-    """Bytes of a text that are used; None is all."""
+    """Bytes used of each text; None uses all."""
 
 
-TRIES = {
+GRID = {
     "decay": (0.0, 0.1, 0.3, 1.0),
     "radius": (2.5, 4.0, 6.0, 12.0),
     "damping": (0.01, 0.1, 1.0, 3.0, 10.0),
@@ -66,7 +66,7 @@ SIZES = {
         seeds=(1,),
         copy_seeds=(0,),
         copy_steps=2,
-        most=1,
+        max_rates=1,
         validation=256,
         bytes=20_000,
     ),
@@ -75,11 +75,11 @@ SIZES = {
         batch=16,
         steps=160,
         seeds=(1, 2),
-        most=4,
-        tries={**TRIES, "decay": (0.1, 0.3, 1.0)},
+        max_rates=4,
+        grid={**GRID, "decay": (0.1, 0.3, 1.0)},
         copy_seeds=(0, 1, 2),
     ),
-    "full": Size(model=SMALL, batch=16, steps=300, seeds=(1, 2, 3, 4, 5), tries=TRIES),
+    "full": Size(model=SMALL, batch=16, steps=300, seeds=(1, 2, 3, 4, 5), grid=GRID),
     "cuda": Size(
         model=ModelConfig(vocabulary=256, context=512, width=512, layers=8, heads=8),
         batch=32,
@@ -88,8 +88,8 @@ SIZES = {
         device="cuda",
         precision="bfloat16",
         scale=2 / 9,
-        most=5,
-        tries={**TRIES, "decay": (0.1, 0.3)},
+        max_rates=5,
+        grid={**GRID, "decay": (0.1, 0.3)},
         copy_steps=600,
         validation=2**18,
     ),
@@ -98,7 +98,7 @@ SIZES = {
 
 @cache
 def text(source: str, limit: int | None) -> tuple[Ids, Ids]:
-    """Bytes to train on and bytes to validate on, out of the first ``limit``."""
+    """Training bytes and validation bytes among the first ``limit`` of a text."""
     whole = "\n".join(document.text for document in open_text(source).documents()).encode()
     ids = np.frombuffer(whole, dtype=np.uint8)[:limit]
     cut = int(len(ids) * (1.0 - VALIDATION))

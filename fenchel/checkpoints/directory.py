@@ -6,7 +6,7 @@
     tokenizer.json, generation_config.json, ...
 
 A directory is hostile until checked. Only regular files of the directory itself are opened: no
-path, no pipe, no pickle, and no code whatever a file asks for. Symbolic links are refused, except
+path, no pipe, no pickle, and no code even if a file names some. Symbolic links are refused, except
 those of a snapshot in the Hugging Face cache: from snapshots/REVISION to a file of the folder
 blobs beside snapshots that is named by its checksum. Sizes are read from the headers
 (``safetensors_header``) and compared with what the settings imply; only then is a tensor mapped.

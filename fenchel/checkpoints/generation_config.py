@@ -60,12 +60,12 @@ def _eos(reader: ConfigReader) -> tuple[int, ...]:
     """One id or a list of them."""
     value: Any = reader.settings.get("eos_token_id")
     if not isinstance(value, list):
-        one = reader.integer_or_none("eos_token_id", least=0)
-        return () if one is None else (one,)
+        token = reader.integer_or_none("eos_token_id", least=0)
+        return () if token is None else (token,)
     if len(value) > _MOST_EOS:
         raise reader.wrong("eos_token_id", value, f"at most {_MOST_EOS} tokens")
-    each = (ConfigReader({"eos_token_id": one}, (), reader.where) for one in value)
-    return tuple(one.integer("eos_token_id", least=0) for one in each)
+    readers = (ConfigReader({"eos_token_id": token}, (), reader.where) for token in value)
+    return tuple(reader.integer("eos_token_id", least=0) for reader in readers)
 
 
 def _within(reader: ConfigReader, key: str, most: float) -> float | None:

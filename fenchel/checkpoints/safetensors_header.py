@@ -20,7 +20,7 @@ from fenchel.files import Damaged, printable
 MAX_BYTES = 8 * 2**20
 """The most bytes of a header; the largest in use have a tenth of it."""
 MAX_TENSORS = 100_000
-"""TensorReader in one file."""
+"""The most tensors in one file."""
 BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),

@@ -62,13 +62,11 @@ def _dispatch(argv: list[str] | None) -> int:
     except (ValueError, OSError) as error:
         return _error(str(error), 2)
     except (MemoryError, RuntimeError) as error:
-        from fenchel.train.machine import (
-            out_of_memory,  # torch is loaded by then
-        )
+        from fenchel.train.machine import out_of_memory  # torch is loaded by then
 
-        if (wanted := out_of_memory(error)) is None:
+        if (shortage := out_of_memory(error)) is None:
             raise
-        return _error(f"memory ran out ({wanted}); give it less to do at once.", 2)
+        return _error(f"memory ran out ({shortage}); give it less to do at once.", 2)
     except KeyboardInterrupt as error:
         signal = error.args[0] if error.args else SIGINT
         return _error("stopped at once; what was saved before is intact.", 128 + signal)

@@ -74,8 +74,8 @@ def run(
     lines = _lines(directory, type(model).__name__, proof)
     if ids is not None:
         scores = {
-            name: _score(model, one, ids, size, context, tokens)
-            for name, one in (("eager", None), (record["map"]["map"], choice))
+            name: _score(model, attention, ids, size, context, tokens)
+            for name, attention in (("eager", None), (record["map"]["map"], choice))
         }
         record["text"] = {name: score._asdict() for name, score in scores.items()}
         lines += _score_lines(scores)

@@ -56,7 +56,7 @@ def run(
     heads
         An upper end for every head alone, too.
     steps
-        Steps of the ascent that looks for the lower end.
+        Steps of the ascent to the lower end.
     restarts
         Random points of the ball from which it starts, beside others.
     failure

@@ -217,7 +217,7 @@ class Console:
             if status == "interrupted":
                 self.message(f"Go on with:  fenchel train --resume {path}")
         if "validation" in summary:
-            self.terminal.print(verdict(summary))
+            self.terminal.print(baseline_table(summary))
             sample = _read(path / "sample.json")
             prompt, text = (escape(printable(sample.get(k, ""))) for k in ("prompt", "text"))
             self.terminal.print(
@@ -261,23 +261,23 @@ def one_line(metrics: Mapping[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def verdict(summary: Mapping[str, Any]) -> Table:
+def baseline_table(summary: Mapping[str, Any]) -> Table:
     """Bits per byte of the model and of the baselines, as a table."""
-    found, baselines = summary["validation"], summary.get("baselines", {})
+    validation, baselines = summary["validation"], summary.get("baselines", {})
     table = Table(title="validation text, bits per byte (lower is better)", title_justify="left")
     table.add_column("")
     table.add_column("bits/byte", justify="right")
     rows = {
-        f"this model ({summary['parameters']:,} parameters)": found.get("bits_per_byte"),
+        f"this model ({summary['parameters']:,} parameters)": validation.get("bits_per_byte"),
         "5-byte n-gram, Witten-Bell": baselines.get("ngram5"),
         "bzip2 -9": baselines.get("bzip2"),
     }
     for name, value in sorted(rows.items(), key=lambda row: row[1] or 99.0):
         table.add_row(name, "not computed" if value is None else f"{value:.3f}")
-    if "uncovered" in found:
+    if "uncovered" in validation:
         table.caption = (
-            f"loss {found['loss']:.3f}, accuracy {100 * found['accuracy']:.1f} %; "
-            f"{100 * found['uncovered']:.1f} % of the targets have probability 0, "
+            f"loss {validation['loss']:.3f}, accuracy {100 * validation['accuracy']:.1f} %; "
+            f"{100 * validation['uncovered']:.1f} % of the targets have probability 0, "
             "and one is enough to make bits per byte infinite"
         )
     return table

@@ -32,14 +32,14 @@ def run(
     json
         Print one JSON object instead of tables.
     """
-    found = {} if directory is None else {"run": soundness(directory)}
-    found |= {"machine": machine(), "extras": extras(), "attention": backends()}
+    sections = {} if directory is None else {"run": check_run(directory)}
+    sections |= {"machine": machine(), "extras": extras(), "attention": backends()}
     if json:
-        print(json_format.dumps(found, indent=1))
+        print(json_format.dumps(sections, indent=1))
     else:
-        for title, rows in found.items():
+        for title, rows in sections.items():
             _show(title, rows)
-    return 1 if any(v != "intact" for v in found.get("run", {}).values()) else 0
+    return 1 if any(v != "intact" for v in sections.get("run", {}).values()) else 0
 
 
 def machine() -> dict[str, Any]:
@@ -51,9 +51,9 @@ def machine() -> dict[str, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pace, tokens = speed()
-    found = environment(device)
+    facts = environment(device)
     return {
-        **{key: found[key] for key in ("fenchel", "python", "torch", "device", "cores")},
+        **{key: facts[key] for key in ("fenchel", "python", "torch", "device", "cores")},
         "platform": platform.platform(),
         "fastest with": f"{pace.threads} threads",
         "default model": f"{tokens / pace.seconds / 1e3:.1f}k tokens per second",
@@ -61,14 +61,14 @@ def machine() -> dict[str, Any]:
 
 
 def extras() -> dict[str, str]:
-    """Which optional packages are here, and how to get the others."""
-    found = {}
+    """Which optional packages are installed, and how to install the others."""
+    versions = {}
     for extra, packages in EXTRAS.items():
         try:
-            found[extra] = ", ".join(f"{name} {version(name)}" for name in packages)
+            versions[extra] = ", ".join(f"{name} {version(name)}" for name in packages)
         except PackageNotFoundError:
-            found[extra] = f"missing: pip install 'fenchel[{extra}]'"
-    return found
+            versions[extra] = f"missing: pip install 'fenchel[{extra}]'"
+    return versions
 
 
 def backends() -> dict[str, str]:
@@ -79,17 +79,17 @@ def backends() -> dict[str, str]:
     from fenchel.choice import MAPS, by_name
 
     q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
-    found = {}
+    rows = {}
     for name in MAPS:
         call = AttentionSpec(choice=by_name(name), prior=Causal())
         answers = {"auto": selected(q, q, q, **call)} | {
             backend: reason or "yes" for backend, reason in serves(q, q, q, **call).items()
         }
-        found[name] = "; ".join(f"{backend}: {answer}" for backend, answer in answers.items())
-    return found
+        rows[name] = "; ".join(f"{backend}: {answer}" for backend, answer in answers.items())
+    return rows
 
 
-def soundness(directory: Path) -> dict[str, str]:
+def check_run(directory: Path) -> dict[str, str]:
     """Each sealed folder of a run directory, with "intact" or what is wrong with it."""
     from fenchel.checkpoints import run_checkpoint
     from fenchel.pipeline import open_corpus
@@ -97,19 +97,19 @@ def soundness(directory: Path) -> dict[str, str]:
 
     run = RunDir(directory)
     run.read_settings()
-    found = {}
+    verdicts = {}
     for folder in run_checkpoint.folders(run.checkpoints):
         try:
             run_checkpoint.check(folder)
-            found[folder.name] = "intact"
+            verdicts[folder.name] = "intact"
         except ValueError as error:  # damaged, or of another format
-            found[folder.name] = str(error)
+            verdicts[folder.name] = str(error)
     try:
         open_corpus(directory)
-        found["tokens"] = "intact"
+        verdicts["tokens"] = "intact"
     except ValueError as error:
-        found["tokens"] = str(error)
-    return found
+        verdicts["tokens"] = str(error)
+    return verdicts
 
 
 def _show(title: str, rows: dict[str, Any]) -> None:

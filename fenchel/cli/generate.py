@@ -109,7 +109,11 @@ def run(
     if config.kind == "encoder-decoder":
         ids, source = [pad_id(tokenizer)], torch.tensor([*prompt_ids, end], device=on)
     ends = sampling.ends or (end,)
-    borrowed = sampling.borrowed if ends == (end,) else {**sampling.borrowed, "ends": list(ends)}
+    from_checkpoint = (
+        sampling.from_checkpoint
+        if ends == (end,)
+        else {**sampling.from_checkpoint, "ends": list(ends)}
+    )
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
         sampling=sampling.sampling,
@@ -125,8 +129,8 @@ def run(
         source=source,
         generator=torch.Generator(on).manual_seed(seed),
     )
-    if borrowed and not json:
-        print(sentence(sampling.source, borrowed), file=sys.stderr)
+    if from_checkpoint and not json:
+        print(sentence(sampling.source, from_checkpoint), file=sys.stderr)
     show, text = stream and not json, ""
     if show:
         print(prompt, end="", flush=True)
@@ -136,8 +140,8 @@ def run(
             print(piece, end="", flush=True)
     if json:
         result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed}
-        if borrowed:
-            result |= {"settings": borrowed, "settings_from": str(sampling.source)}
+        if from_checkpoint:
+            result |= {"settings": from_checkpoint, "settings_from": str(sampling.source)}
         print(json_format.dumps(result))
     elif show:
         print()
@@ -152,7 +156,7 @@ class SamplingSettings(NamedTuple):
     sampling: "Sampling"
     ends: tuple[int, ...]
     """Tokens that end a text according to the checkpoint; empty where it names none."""
-    borrowed: dict[str, Any]
+    from_checkpoint: dict[str, Any]
     """Settings that are the checkpoint's, by name."""
     source: Path
     """The file they come from."""
@@ -176,23 +180,24 @@ def sampling_settings(directory: Path, flags: dict[str, Any]) -> SamplingSetting
         config = read_generation_config(directory)
     names = DEFAULTS if config.temperature else ("repetition_penalty",)
     theirs = {name: getattr(config, name) for name in names}
-    borrowed = {
+    from_checkpoint = {
         name: value
         for name, value in theirs.items()
         if name not in flags and value != DEFAULTS[name]
     }
     source = directory / (GENERATION if has_file(directory, GENERATION) else CONFIG)
     sampling = Sampling(**(DEFAULTS | theirs | flags))
-    return SamplingSettings(sampling, config.eos, borrowed, source)
+    return SamplingSettings(sampling, config.eos, from_checkpoint, source)
 
 
-def sentence(source: Path, borrowed: dict[str, Any]) -> str:
+def sentence(source: Path, from_checkpoint: dict[str, Any]) -> str:
     """Which settings are the checkpoint's.
 
     >>> sentence(Path("x/generation_config.json"), {"temperature": 0.6, "top_p": None})
     'Settings of x/generation_config.json: temperature 0.6, no top_p.'
     """
     parts = (
-        f"no {name}" if value is None else f"{name} {value}" for name, value in borrowed.items()
+        f"no {name}" if value is None else f"{name} {value}"
+        for name, value in from_checkpoint.items()
     )
     return f"Settings of {source}: {', '.join(parts)}."

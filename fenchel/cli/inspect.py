@@ -63,7 +63,7 @@ def run(
     rows
         With --json: the numbers of every row, not only their quantiles.
     iterations
-        Pairs of products a spectral norm takes at the most; 30 for small models, 9 for large ones.
+        The most pairs of products per spectral norm; 30 for small models, 9 for large ones.
     tolerance
         A bracket narrower than this ends earlier.
     device
@@ -83,7 +83,7 @@ def run(
     on, _ = device_and_dtype(device)
     console = Console(quiet=json)
     subject = open_model(directory)
-    found = inspect(
+    result = inspect(
         subject,
         text,
         max_tokens=max_tokens,
@@ -104,11 +104,11 @@ def run(
         from fenchel.files import write_atomic
         from fenchel.report.inspection import render
 
-        write_atomic(target, render(found.plain(maps=True, rows=True)))
+        write_atomic(target, render(result.plain(maps=True, rows=True)))
     if json:
-        print(json_format.dumps(found.plain(rows=rows)))
+        print(json_format.dumps(result.plain(rows=rows)))
         return 0
-    _show(found, console)
+    _show(result, console)
     console.message(f"Page  {target}")
     return 0
 
@@ -121,7 +121,7 @@ def numbers(words: str | None, name: str) -> list[int] | None:
     """
     if words is None:
         return None
-    found: list[int] = []
+    selected: list[int] = []
     for part in words.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()):
@@ -129,8 +129,8 @@ def numbers(words: str | None, name: str) -> list[int] | None:
         last = int(high) if dash else int(low)
         if last - int(low) > 10_000:
             raise ValueError(f"{name} {words} names more than any model has.")
-        found += range(int(low), last + 1)
-    return found
+        selected += range(int(low), last + 1)
+    return selected
 
 
 def require_ours(path: Path) -> None:
@@ -140,13 +140,13 @@ def require_ours(path: Path) -> None:
     if path.exists():
         head = path.open("rb").read(4096) if path.is_file() else b""
         if b'name="generator" content="fenchel"' not in head:
-            raise ValueError(f"{path} is there and is no page of fenchel; choose another --out.")
+            raise ValueError(f"{path} exists and is no page of fenchel; choose another --out.")
 
 
-def _show(found: "Inspection", console: Console) -> None:
+def _show(result: "Inspection", console: Console) -> None:
     from fenchel.cli.inspection_tables import tables
 
-    for table in tables(found):
+    for table in tables(result):
         console.terminal.print(table)
-    for sentence in (found.precision.statement,) if found.precision else ():
+    for sentence in (result.precision.statement,) if result.precision else ():
         console.message(sentence)

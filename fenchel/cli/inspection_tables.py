@@ -33,14 +33,14 @@ _CERTIFICATE_LEGEND = (
 )
 
 
-def tables(found: Inspection) -> Iterator[Table]:
-    """What a person wants first: layer by layer, then the most sensitive heads, then the whole."""
-    yield _layers(found)
-    yield _heads(found)
-    if found.network is not None:
-        yield _network(found)
-    if found.certificates is not None:
-        yield from certificate_tables(found.certificates, found.tokens)
+def tables(result: Inspection) -> Iterator[Table]:
+    """The layers, the most sensitive heads, the network, and the certificates if there are any."""
+    yield _layers(result)
+    yield _heads(result)
+    if result.network is not None:
+        yield _network(result)
+    if result.certificates is not None:
+        yield from certificate_tables(result.certificates, result.tokens)
 
 
 def interval(bracket: Interval | None) -> str:
@@ -52,8 +52,8 @@ def interval(bracket: Interval | None) -> str:
     return format_bracket(None if bracket is None else asdict(bracket), to="-")
 
 
-def _layers(found: Inspection) -> Table:
-    s, text = found.subject, f"{found.text}, {len(found.tokens)} tokens"
+def _layers(result: Inspection) -> Table:
+    s, text = result.subject, f"{result.text}, {len(result.tokens)} tokens"
     table = Table(
         title=f"{s['name']} ({s['family']}, {s['parameters']:,} parameters) on {text}",
         title_justify="left",
@@ -62,13 +62,13 @@ def _layers(found: Inspection) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
-    blocks = {layer.layer: layer for layer in found.layers}
+    blocks = {layer.layer: layer for layer in result.layers}
     names = ["layer", "entropy", "keys", "logit", "first", "row", "head"]
     names += ["block", "token", "1/s"] if blocks else []
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    for number in sorted({head.layer for head in found.heads}):
-        heads = [head for head in found.heads if head.layer == number]
+    for number in sorted({head.layer for head in result.heads}):
+        heads = [head for head in result.heads if head.layer == number]
         row = [
             str(number),
             f"{_mean(heads, lambda h: h.entropy.mean):.2f}",
@@ -91,18 +91,18 @@ def _block(layer: BlockResult) -> tuple[str, str, str]:
     )
 
 
-def _heads(found: Inspection) -> Table:
-    ranked = sorted(found.heads, key=lambda head: -head.sigma["qkv"].lower)
-    some = ranked[:_HEADS]
+def _heads(result: Inspection) -> Table:
+    ranked = sorted(result.heads, key=lambda head: -head.sigma["qkv"].lower)
+    shown = ranked[:_HEADS]
     table = Table(
-        title=f"the {len(some)} most sensitive of {len(ranked)} heads",
+        title=f"the {len(shown)} most sensitive of {len(ranked)} heads",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
     for name in ("head", "entropy", "first", "column", "q", "k", "v", "all", "ruled by"):
         table.add_column(name, justify="right", no_wrap=True)
-    for h in some:
+    for h in shown:
         sigma = [f"{h.sigma[name].lower:.3g}" for name in "qkv"]
         table.add_row(
             f"{h.layer}.{h.head}",
@@ -116,8 +116,8 @@ def _heads(found: Inspection) -> Table:
     return table
 
 
-def _network(found: Inspection) -> Table:
-    network = found.network
+def _network(result: Inspection) -> Table:
+    network = result.network
     assert network is not None
     table = Table(
         title="the network",
@@ -139,11 +139,11 @@ def _network(found: Inspection) -> Table:
     return table
 
 
-def certificate_tables(found: Certificates, tokens: Sequence[str]) -> Iterator[Table]:
+def certificate_tables(certificates: Certificates, tokens: Sequence[str]) -> Iterator[Table]:
     """The certificates layer by layer, and head by head where there are any."""
-    norm = "each token" if found.norm == "token" else "all tokens together"
+    norm = "each token" if certificates.norm == "token" else "all tokens together"
     table = Table(
-        title=f"certificates over radius {found.radius:g}, {norm} ({found.dtype})",
+        title=f"certificates over radius {certificates.radius:g}, {norm} ({certificates.dtype})",
         title_justify="left",
         caption=_CERTIFICATE_LEGEND,
         caption_justify="left",
@@ -153,7 +153,7 @@ def certificate_tables(found: Certificates, tokens: Sequence[str]) -> Iterator[T
     for name in ("layer", "token length", "centre", "lower", "upper", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("witness moves", justify="left", overflow="fold")
-    for layer in found.layers:
+    for layer in certificates.layers:
         if layer.refused is not None:
             table.add_row(str(layer.layer), *[""] * 5, layer.refused)
             continue
@@ -167,7 +167,7 @@ def certificate_tables(found: Certificates, tokens: Sequence[str]) -> Iterator[T
             _largest_shares(layer.moved, tokens),
         )
     yield table
-    heads = [(layer.layer, head) for layer in found.layers for head in layer.heads]
+    heads = [(layer.layer, head) for layer in certificates.layers for head in layer.heads]
     if heads:
         yield _head_certificates(heads)
 

@@ -199,11 +199,11 @@ def _reusable(folder: Path, recipe: Mapping[str, Any]) -> Corpus | None:
 
 
 def _require_recipe(corpus: Corpus, recipe: Mapping[str, Any]) -> None:
-    for key, wanted in recipe.items():
-        if (present := corpus.recipe.get(key)) != wanted:
+    for key, expected in recipe.items():
+        if (present := corpus.recipe.get(key)) != expected:
             raise ValueError(
-                f"{corpus.folder} holds token files with another {key} ({present}, now {wanted}); "
-                "name another folder, or remove it to make them anew."
+                f"{corpus.folder} holds token files with another {key} ({present}, now "
+                f"{expected}); name another folder, or remove it to make them anew."
             )
 
 

@@ -140,14 +140,14 @@ def open_text(source: str) -> Text:
 
 
 def _files_below(folder: Path) -> tuple[tuple[str, Path], ...]:
-    found = []
+    files = []
     for path in folder.rglob("*"):
         inside = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in inside.parts):
-            found.append((inside.as_posix(), path))
-    if not found:
+            files.append((inside.as_posix(), path))
+    if not files:
         raise ValueError(f"{folder} has no text in it; name a folder that holds text files.")
-    return tuple(sorted(found))
+    return tuple(sorted(files))
 
 
 def _read_file(name: str, path: Path) -> Iterator[Document]:
@@ -212,10 +212,10 @@ def _text_of_line(line: bytes, where: str) -> bytes:
         value = json.loads(line.decode("utf-8-sig"))
         if isinstance(value, dict) and isinstance(value.get("text"), str):
             return str(value["text"]).encode()
-        came = "an object without it" if isinstance(value, dict) else type(value).__name__
+        actual = "an object without it" if isinstance(value, dict) else type(value).__name__
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a lone surrogate
-        came = str(error)
-    raise ValueError(f'{where} should be an object with a string "text" ({came}).')
+        actual = str(error)
+    raise ValueError(f'{where} should be an object with a string "text" ({actual}).')
 
 
 def _messages() -> Text:

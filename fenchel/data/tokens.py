@@ -119,9 +119,9 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     control = _control_ids(tokenizer)
     for row in rows:
         if not control.isdisjoint(row):
-            spelt = tokenizer.id_to_token(next(i for i in row if i in control))
+            token = tokenizer.id_to_token(next(i for i in row if i in control))
             raise ValueError(
-                f"the text spells {spelt!r}, which this tokenizer makes a control token; "
+                f"the text spells {token!r}, which this tokenizer makes a control token; "
                 "take it out of the text or use another tokenizer."
             )
     return rows
@@ -217,15 +217,15 @@ def _growth(replace: dict[str, Any]) -> int:
 
 
 def _typed_parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    waiting: list[Any] = [v for k, v in raw.items() if k not in ("model", "added_tokens")]
-    while waiting:
-        value = waiting.pop()
+    pending: list[Any] = [v for k, v in raw.items() if k not in ("model", "added_tokens")]
+    while pending:
+        value = pending.pop()
         if isinstance(value, dict):
             if "type" in value:
                 yield value
-            waiting.extend(value.values())
+            pending.extend(value.values())
         elif isinstance(value, list):
-            waiting.extend(value)
+            pending.extend(value)
 
 
 def _check_ids(tokenizer: Tokenizer, path: Path) -> None:

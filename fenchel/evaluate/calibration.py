@@ -146,8 +146,8 @@ def calibration_error(table: Sequence[Bin]) -> float:
     >>> round(calibration_error([Bin(0.5, 1.0, 10, confidence=0.9, accuracy=0.7)]), 6)
     0.2
     """
-    total = sum(one.size for one in table)
-    return sum(one.size * abs(one.accuracy - one.confidence) for one in table) / total
+    total = sum(b.size for b in table)
+    return sum(b.size * abs(b.accuracy - b.confidence) for b in table) / total
 
 
 def brier_score(p_NV: Tensor, targets_N: Tensor) -> float:
@@ -244,11 +244,8 @@ def fit_temperature(
     loss, slope, curvature = _loss(logits_NV, targets_N, 0.0)
     if slope >= 0.0:
         return TemperatureFit(math.inf, loss, 0)
-    low, high, b = (
-        0.0,
-        math.inf,
-        curvature**-0.5,
-    )  # a first guess that does not depend on the scale of the logits
+    low, high = 0.0, math.inf
+    b = curvature**-0.5  # a first guess that does not depend on the scale of the logits
     for steps in range(1, 1001):
         loss, slope, curvature = _loss(logits_NV, targets_N, b)
         low, high = (b, high) if slope < 0.0 else (low, b)

@@ -7,7 +7,7 @@ with
 
     query (B, H, T, D)   key (B, G, S, D)   value (B, G, S, E)   attention_mask (B, 1 or H, T, S)
 
-and returns outputs (B, T, H, E) and the weights, or None if they are not wanted. Every other
+and returns outputs (B, T, H, E) and the weights, or None if they are not requested. Every other
 keyword that a model passes is on one of three lists:
 
     honoured      scaling, dropout, is_causal, softcap, s_aux, position_bias, head_mask,
@@ -149,14 +149,14 @@ class AttentionFunction:
         if self.observer is not None:
             self.observer(module, AttentionCall(query, key, value, spec), kind)
         config = getattr(module, "config", None)
-        wanted = bool(output_attentions or getattr(config, "output_attentions", False))
+        with_weights = bool(output_attentions or getattr(config, "output_attentions", False))
         settings: dict[str, Any] = {
             **spec,
             "dropout": dropout if module.training else 0.0,
             "backend": self.backend,
         }
         weights: Tensor | None = None
-        if wanted:
+        if with_weights:
             output, weights = attend(query, key, value, **settings, return_weights=True)
             weights = weights if s_aux is None else weights[..., 1:]
         else:

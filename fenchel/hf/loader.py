@@ -33,7 +33,7 @@ def load_transformers_model(
     model_type = directory.model_type
     if model_type not in transformers.CONFIG_MAPPING:
         raise ValueError(
-            f"transformers {transformers.__version__} knows no family {printable(model_type)!r}."
+            f"transformers {transformers.__version__} has no family {printable(model_type)!r}."
         )
     with quiet(), one_sentence(f"build this {model_type!r} model"):
         model, info = _model_class(transformers, directory).from_pretrained(

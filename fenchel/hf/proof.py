@@ -145,7 +145,7 @@ def _rows(output: Any) -> Tensor:
 
 
 def _all_causal(layers: tuple[ProvedLayer, ...]) -> bool:
-    return all(mask.startswith(("causal", "window")) for one in layers for mask in one.masks)
+    return all(mask.startswith(("causal", "window")) for layer in layers for mask in layer.masks)
 
 
 def _leak(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
@@ -153,9 +153,9 @@ def _leak(model: Any, inputs: Mapping[str, Tensor]) -> float | None:
     ids = inputs.get("input_ids")
     if ids is None or ids.shape[1] < 2:
         return None
-    other = ids.clone()
-    other[:, -1] = torch.where(ids[:, -1] > 0, ids[:, -1] - 1, 1)
-    outs = [_rows(model(**{**inputs, "input_ids": one}))[:, :-1].double() for one in (ids, other)]
+    changed = ids.clone()
+    changed[:, -1] = torch.where(ids[:, -1] > 0, ids[:, -1] - 1, 1)
+    outs = [_rows(model(**{**inputs, "input_ids": x}))[:, :-1].double() for x in (ids, changed)]
     return _largest(outs[0] - outs[1])
 
 

@@ -26,7 +26,7 @@ from fenchel.sensitivity.operator import Operator
 _CLIMB = 2  # steps of Boyd's method, each a pair of products
 
 
-def layer(
+def measure_block(
     block: BlockTrace,
     J: Operator,
     number: int,
@@ -35,26 +35,26 @@ def layer(
     *,
     branches: bool = False,
 ) -> BlockResult:
-    """The block numbered ``number`` (from 1), whose derivative is J."""
-    found = measured(J, method, generator)
-    assert isinstance(found.right, Tensor)
+    """Measure the block numbered ``number`` (from 1), whose derivative is J."""
+    sigma = operator_norm(J, method, generator)
+    assert isinstance(sigma.right, Tensor)
     before, after = block.input.double(), block.output.double()
     return BlockResult(
         layer=number,
         norms=[gain(norm) for norm in block.norms],
         attention=_branch(block.attention_branch, method, generator) if branches else None,
         mlp=_branch(block.mlp_branch, method, generator) if branches else None,
-        block=bracket(found),
-        top=found.values.tolist(),
-        token=token_ends(J, found),
+        block=to_interval(sigma),
+        top=sigma.values.tolist(),
+        token=token_interval(J, sigma),
         update=float((after - before).norm() / before.norm()),
-        moved_by=mass(found.right),
-        shown_at=mass(found.left),
+        moved_by=mass(sigma.right),
+        shown_at=mass(sigma.left),
     )
 
 
-def measured(J: Operator, method: Method, generator: torch.Generator) -> SpectralBracket:
-    """|J|_2 by Golub and Kahan, as the method says."""
+def operator_norm(J: Operator, method: Method, generator: torch.Generator) -> SpectralBracket:
+    """|J|_2 by Golub and Kahan, with the settings of the method."""
     return spectral_norm(
         J,
         tol=method.tolerance,
@@ -64,9 +64,9 @@ def measured(J: Operator, method: Method, generator: torch.Generator) -> Spectra
     )
 
 
-def bracket(found: SpectralBracket) -> Interval:
-    """The same as plain numbers."""
-    return Interval(float(found.lower), float(found.upper), found.iterations)
+def to_interval(sigma: SpectralBracket) -> Interval:
+    """A bracket as plain numbers."""
+    return Interval(float(sigma.lower), float(sigma.upper), sigma.iterations)
 
 
 def mass(vector: Tensor) -> list[float]:
@@ -76,7 +76,7 @@ def mass(vector: Tensor) -> list[float]:
 
 
 def gain(norm: NormInput) -> NormGain:
-    """1/s of every token, and what no token exceeds."""
+    """1/s over the tokens, and a bound on the gain that no token exceeds."""
     x = norm.x[0].double()
     s = bounds.norm_layer(x, None, eps=norm.epsilon, kind=norm.kind)
     weight = None if norm.weight is None else norm.weight.double()
@@ -90,11 +90,11 @@ def gain(norm: NormInput) -> NormGain:
     )
 
 
-def token_ends(J: Operator, found: SpectralBracket) -> Interval:
+def token_interval(J: Operator, sigma: SpectralBracket) -> Interval:
     """The norm of J for |X| = max_i |x_i|, from a bracket of its spectral norm."""
-    assert isinstance(found.right, Tensor)
+    assert isinstance(sigma.right, Tensor)
     T = J.domain.shapes[0][0]
-    return Interval(boyd_ascent(J, found.right), float(found.upper) * T**0.5, _CLIMB)
+    return Interval(boyd_ascent(J, sigma.right), float(sigma.upper) * T**0.5, _CLIMB)
 
 
 def boyd_ascent(J: Operator, start: Tensor, steps: int = _CLIMB) -> float:
@@ -120,7 +120,7 @@ def boyd_ascent(J: Operator, start: Tensor, steps: int = _CLIMB) -> float:
 def _branch(branch: Branch | None, method: Method, generator: torch.Generator) -> Interval | None:
     if branch is None:
         return None
-    return bracket(measured(derivative(branch.f, branch.x), method, generator))
+    return to_interval(operator_norm(derivative(branch.f, branch.x), method, generator))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def certify_layer(
     layer = self_attention_layer(given, search.dtype)
     _require_agreement(layer, given, number)
     centre = spectral_norm(layer.jacobian(x), tol=1e-3, failure=failure, generator=generator)
-    found = certify(
+    certificate = certify(
         layer,
         x,
         radius,
@@ -161,14 +161,14 @@ def certify_layer(
         restarts=search.restarts,
         generator=generator,
     )
-    moves = (found.witness - x).square().sum(-1).double()
+    moves = (certificate.witness - x).square().sum(-1).double()
     share = moves / moves.sum() if float(moves.sum()) > 0 else torch.zeros_like(moves)
     return LayerCertificate(
         layer=number,
         centre=Interval(float(centre.lower), float(centre.upper), centre.iterations),
-        lower=max(found.lower, float(centre.lower)),
-        upper=found.upper if math.isfinite(found.upper) else None,
-        failure=found.failure,
+        lower=max(certificate.lower, float(centre.lower)),
+        upper=certificate.upper if math.isfinite(certificate.upper) else None,
+        failure=certificate.failure,
         token_norm=float(x.norm(dim=-1).mean()),
         moved=[float(f"{part:.4g}") for part in share.tolist()],
         heads=_certify_heads(layer, x, radius, norm, failure, generator) if search.heads else [],

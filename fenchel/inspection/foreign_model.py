@@ -3,10 +3,10 @@
 The model is loaded by ``fenchel.hf.loader`` and its attention is switched by ``fenchel.hf.attach``,
 which works for every family that uses the attention registry of transformers: each layer passes its
 queries, keys and values to ``fenchel.attention.attend``, which has derivatives in both directions
-and keeps no n by n weights, and the call is passed to the recorder. A family that
-computes its attention itself is refused, and so is one whose attention is not a plain choice (a
-sink that is not a key): on the first tokens the model must agree with its own eager attention
-before anything is reported.
+and stores no n by n weights, and the call is passed to the recorder. A family that computes its
+attention itself is refused, and so is one whose attention is not a plain choice (a sink that is not
+a key): on the first tokens the model must agree with its own eager attention before anything is
+reported.
 """
 
 from collections.abc import Sequence
@@ -152,11 +152,12 @@ class ForeignModel(InspectedModel):
         if not bool(theirs.isfinite().all()):
             return  # measure.require_finite names the block
         size = float(theirs.abs().amax())
-        apart = float((ours - theirs).abs().amax())
-        if not apart <= _AGREES * max(size, 1e-30):
+        difference = float((ours - theirs).abs().amax())
+        if not difference <= _AGREES * max(size, 1e-30):
             raise ValueError(
                 f"the family {self.family!r} does more in its attention than choose and mix: its "
-                f"own outputs differ from ours by {apart:.3g} of {size:.3g}, so it is not measured."
+                f"own outputs differ from ours by {difference:.3g} of {size:.3g}, so it is not "
+                "measured."
             )
 
 

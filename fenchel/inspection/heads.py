@@ -70,11 +70,11 @@ def row_stats(call: AttentionCall) -> RowStats:
     """All rows of one call of attention."""
     (_, H, T, _), S = call.q.shape, call.k.shape[2]
     columns = call.q.new_zeros(H, S)
-    found: list[list[Tensor]] = []
+    parts: list[list[Tensor]] = []
     for block in _row_blocks(call):
         columns[:, block.keys] += block.p.sum(1)
-        found.append(_numbers(call, block, S - T))
-    numbers = [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+        parts.append(_numbers(call, block, S - T))
+    numbers = [torch.cat(column, 1) for column in zip(*parts, strict=True)]
     return RowStats(*numbers, columns)  # type: ignore[call-arg]
 
 
@@ -82,10 +82,10 @@ def row_stats(call: AttentionCall) -> RowStats:
 def row_weights(call: AttentionCall, size: int) -> Tensor:
     """The weights of the first ``size`` queries on the first ``size`` keys: (H, size, size)."""
     H, S = call.q.shape[1], call.k.shape[2]
-    found = call.q.new_zeros(H, size, S)
+    weights = call.q.new_zeros(H, size, S)
     for block in _row_blocks(call, size):
-        found[:, block.rows, block.keys] = block.p
-    return found[..., :size]
+        weights[:, block.rows, block.keys] = block.p
+    return weights[..., :size]
 
 
 @torch.no_grad()
@@ -231,14 +231,14 @@ def heads(
     together = max(1, budget // (T * S))
     alike = overlap(call).fill_diagonal_(-1.0).cpu()
     for first in range(0, len(chosen), together):
-        some = chosen[first : first + together]
-        part = select_heads(call, some)
+        batch = chosen[first : first + together]
+        part = select_heads(call, batch)
         stats = RowStats(*(x.cpu() for x in row_stats(part)))  # copied once
         sigma, bound, top = sensitivities(part, method, generator)
-        for place, head in enumerate(some):
-            of_q = {name: bracket[place] for name, bracket in sigma.items()}
-            found = _head(stats, place, layer, head + 1, of_q, bound[place], top[place])
-            yield replace(found, **_twin(alike[head]))
+        for place, head in enumerate(batch):
+            of_head = {name: bracket[place] for name, bracket in sigma.items()}
+            result = _head(stats, place, layer, head + 1, of_head, bound[place], top[place])
+            yield replace(result, **_nearest_head(alike[head]))
 
 
 def select_heads(call: AttentionCall, chosen: list[int]) -> AttentionCall:
@@ -261,7 +261,7 @@ def sensitivities(
 ) -> Sensitivities:
     """sigma in the inputs that ``which`` names, the last of them all together."""
     whole = frozen_derivative(call, each=True)
-    found = terms(whole.rows, whole.v.view(*whole.rows.lead, *whole.v.shape[1:]), cheap=True)
+    bound_terms = terms(whole.rows, whole.v.view(*whole.rows.lead, *whole.v.shape[1:]), cheap=True)
     sigma, top = {}, torch.zeros(())
     for wrt in which:
         v = whole.v[..., :1] if wrt == "v" else whole.v
@@ -269,7 +269,7 @@ def sensitivities(
             whole.rows, v.view(*whole.rows.lead, *v.shape[1:]), wrt, True, axes=whole.rows.lead
         )
         bracket = spectral_norm(
-            WithCeiling(J, _bound(found, wrt)),
+            WithCeiling(J, _bound(bound_terms, wrt)),
             tol=method.tolerance,
             failure=method.failure,
             iterations=method.iterations,
@@ -278,21 +278,21 @@ def sensitivities(
         ends = zip(bracket.lower[0].tolist(), bracket.upper[0].tolist(), strict=True)
         sigma[wrt] = [Interval(low, high, bracket.iterations) for low, high in ends]
         top = bracket.values[0]
-    return Sensitivities(sigma, _bound(found, "qkv")[0].tolist(), top.tolist())
+    return Sensitivities(sigma, _bound(bound_terms, "qkv")[0].tolist(), top.tolist())
 
 
-def _bound(found: Terms, wrt: str) -> Tensor:
-    parts = {"q": found.query, "k": found.key, "v": found.mixing}
+def _bound(bound_terms: Terms, wrt: str) -> Tensor:
+    parts = {"q": bound_terms.query, "k": bound_terms.key, "v": bound_terms.mixing}
     squares = torch.stack([parts[name].double().square() for name in wrt])
     return squares.sum(0).sqrt()
 
 
-def _twin(alike: Tensor) -> dict[str, Any]:
+def _nearest_head(alike: Tensor) -> dict[str, Any]:
     """The most similar of the other heads, by its number from 1."""
     if len(alike) < 2:
-        return {"twin": None, "overlap": 0.0}
+        return {"nearest_head": None, "overlap": 0.0}
     best = alike.max(0)
-    return {"twin": int(best.indices) + 1, "overlap": float(best.values)}
+    return {"nearest_head": int(best.indices) + 1, "overlap": float(best.values)}
 
 
 def _head(
@@ -307,7 +307,7 @@ def _head(
     numbers = {name: getattr(stats, name)[place] for name in _SPREADS if name != "effective"}
     numbers["effective"] = numbers["entropy"].exp()
     most = stats.columns[place].max(0)
-    ruling = max("qkv", key=lambda name: sigma[name].lower)
+    dominant = max("qkv", key=lambda name: sigma[name].lower)
     return Head(
         layer=layer,
         head=head,
@@ -317,11 +317,11 @@ def _head(
         distance=float(stats.distance[place].mean()),
         column=float(most.values),
         column_token=int(most.indices),
-        twin=None,
+        nearest_head=None,
         overlap=0.0,
         sigma=sigma,
         top=top,
-        dominant=_CAUSES[ruling],
+        dominant=_CAUSES[dominant],
         bound=bound,
         rows={name: numbers[name].tolist() for name in _SPREADS},
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import AttentionCall, pack_weights
-from fenchel.inspection.blocks import layer
+from fenchel.inspection.blocks import measure_block
 from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count
 from fenchel.inspection.heads import heads, row_weights
 from fenchel.inspection.linearisation import derivative
@@ -96,22 +96,25 @@ def inspect(
     L, H = len(trace.blocks), _heads_of(trace)
     chosen, which = _chosen(layers, L, "layer"), _chosen(heads, H, "head")
     with clock("heads"):
-        found = _heads(trace, chosen, which, method, generator, report)
-    measured: list[BlockResult] = []
-    one = partial(layer, method=method, generator=generator, branches=branches)
-    whole = exact = None
+        head_results = _heads(trace, chosen, which, method, generator, report)
+    block_results: list[BlockResult] = []
+    network_result = precision_result = None
     if blocks:
         with clock("blocks"):
             steps = [derivative(block.linearised, block.input) for block in trace.blocks]
             for done, at in enumerate(chosen):
                 report("blocks", done, len(chosen))
-                measured.append(one(trace.blocks[at], steps[at], at + 1))
+                block_results.append(
+                    measure_block(
+                        trace.blocks[at], steps[at], at + 1, method, generator, branches=branches
+                    )
+                )
             report("blocks", len(chosen), len(chosen))
         with clock("network"):
-            so_far = partial(_network_progress, report)
-            whole = network(trace, steps, measured, method, generator, so_far)
+            network_report = partial(_network_progress, report)
+            network_result = network(trace, steps, block_results, method, generator, network_report)
         with clock("precision"):
-            exact = precision(trace, model.model, found, method, generator)
+            precision_result = precision(trace, model.model, head_results, method, generator)
     certificates = None
     if radius is not None:
         with clock("certificates"):
@@ -123,10 +126,10 @@ def inspect(
         text=text.name,
         tokens=list(text.tokens),
         method=method,
-        heads=found,
-        layers=measured,
-        network=whole,
-        precision=exact,
+        heads=head_results,
+        layers=block_results,
+        network=network_result,
+        precision=precision_result,
         certificates=certificates,
         maps=maps([trace.blocks[at].attention for at in chosen], chosen, which),
         seconds=clock.seconds,
@@ -239,14 +242,14 @@ def _heads(
     generator: torch.Generator,
     report: Progress,
 ) -> list[Head]:
-    found: list[Head] = []
+    results: list[Head] = []
     total = len(layers) * len(which)
     for at in layers:
         call = trace.blocks[at].attention
         for head in heads(call, at + 1, which, method, generator):
-            found.append(head)
-            report("heads", len(found), total)
-    return found
+            results.append(head)
+            report("heads", len(results), total)
+    return results
 
 
 def _heads_of(trace: ForwardTrace) -> int:

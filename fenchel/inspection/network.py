@@ -1,11 +1,11 @@
 """All blocks together: how fast a change grows with depth, and from which token to which.
 
-J is the derivative of x_L in x_0: the product of those of the blocks, whose graphs are kept.
+J is the derivative of x_L in x_0: the product of those of the blocks, whose graphs stay in memory.
 
     stream     |J|_2                    logits    |d logits of the last token / d x_0|_2
     exponent   log|J|_2 / L, the finite-time Lyapunov exponent per layer; beside it the mean of
-               log|J_l|_2 over blocks, which would be reached only if every block's top direction
-               were handed on to the next one's
+               log|J_l|_2 over blocks, which would be reached only if the top direction that a
+               block produces were the top direction of the next
     growth     with v the top right singular vector of J: log |J_l .. J_1 v| - log |J_(l-1) .. v|,
                one number per block; they sum to log|J|_2
 
@@ -24,7 +24,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fenchel.inspection.blocks import bracket, measured
+from fenchel.inspection.blocks import operator_norm, to_interval
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.result import BlockResult, Influence, Method, Network
 from fenchel.inspection.trace import ForwardTrace
@@ -50,9 +50,9 @@ def network(
     """
     progress(0)
     L = len(steps)
-    J = reduce(lambda before, one: one @ before, steps)
-    found = measured(J, method, generator)
-    assert isinstance(found.right, Tensor)
+    J = reduce(lambda before, step: step @ before, steps)
+    sigma = operator_norm(J, method, generator)
+    assert isinstance(sigma.right, Tensor)
     progress(1)
     tokens = influence(J, generator)
     progress(2)
@@ -60,28 +60,30 @@ def network(
     if trace.lm_head is not None:
         out = derivative(trace.lm_head, trace.blocks[-1].output) @ J
         few = replace(method, iterations=-(-2 * method.iterations // 3))
-        logits = bracket(measured(out.T, few, generator))  # logits are fewer: a better start
+        logits = to_interval(
+            operator_norm(out.T, few, generator)
+        )  # logits are fewer: a better start
     progress(STEPS)
-    norms = [_log(one.block.lower) for one in layers]
+    norms = [_log(layer.block.lower) for layer in layers]
     return Network(
-        stream=bracket(found),
+        stream=to_interval(sigma),
         logits=logits,
-        exponent=_log(float(found.lower)) / L,
+        exponent=_log(float(sigma.lower)) / L,
         blocks_exponent=sum(norms) / L if len(norms) == L else None,
-        growth=growth(steps, found.right),
+        growth=growth(steps, sigma.right),
         influence=tokens,
     )
 
 
 def growth(steps: Sequence[Operator], v: Tensor) -> list[float]:
     """log of the stretch of v (T, M) in each block, carried on from block to block."""
-    found = []
+    logs = []
     for J in steps:
         moved: Tensor = J @ v
         size = float(moved.norm())
-        found.append(_log(size / float(v.norm())))
+        logs.append(_log(size / float(v.norm())))
         v = moved / size if size > 0 else moved
-    return found
+    return logs
 
 
 def influence(J: Operator, generator: torch.Generator, spans: int = SPANS) -> Influence:
@@ -92,8 +94,8 @@ def influence(J: Operator, generator: torch.Generator, spans: int = SPANS) -> In
     squares = torch.stack([_pulled(J, part, generator) for part in parts])
     last = torch.stack([squares[-1], *(_pulled(J, parts[-1], generator) for _ in range(AGAIN))])
     mean = last.mean(0)
-    seen = mean > 1e-12 * mean.amax()
-    off = last.std(0)[seen] / mean[seen] / 2.0  # the root halves a relative error
+    nonzero = mean > 1e-12 * mean.amax()
+    off = last.std(0)[nonzero] / mean[nonzero] / 2.0  # the root halves a relative error
     return Influence(
         spans=parts,
         values=[[float(f"{x:.4g}") for x in row] for row in squares.sqrt().tolist()],

@@ -32,7 +32,7 @@ from fenchel.model.forward_context import ForwardContext
 
 
 class Unsupported(ValueError):
-    """A directory of a family of ours that asks for something ours does not have."""
+    """A checkpoint of a known family with a setting or tensor that fenchel.model lacks."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -29,23 +29,23 @@ def precision(
     generator: torch.Generator,
     coarse: torch.dtype = torch.bfloat16,
 ) -> Precision:
-    """Both answers."""
+    """Measure both on the trace of a model."""
     top = max(heads, key=lambda head: head.sigma["qkv"].lower)
     call = select_heads(trace.blocks[top.layer - 1].attention, [top.head - 1])
     fine = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double())
     to_the_end = replace(method, tolerance=1e-4, iterations=_CONVERGED)
-    one, two = (
+    single, double = (
         sensitivities(c, to_the_end, generator, which=("qkv",)).sigma["qkv"][0].lower
         for c in (call, fine)
     )
-    apart = abs(one / two - 1.0) if two > 0 else 0.0
+    difference = abs(single / double - 1.0) if double > 0 else 0.0
     streams, logits, divergence = _coarse(trace, model, coarse)
     name = str(coarse).removeprefix("torch.")
     effect = f"after the last block the stream is off by {streams[-1]:.2g}"
     if divergence is not None:
         effect += f", the next-token law by {divergence:.2g} nats"
     return Precision(
-        again=apart,
+        again=difference,
         again_head=(top.layer, top.head),
         rounded=name,
         stream=streams,
@@ -53,7 +53,7 @@ def precision(
         divergence=divergence,
         statement=(
             f"Measured in {method.dtype}; the largest head norm agrees with float64 to "
-            f"{apart:.1e}. With weights and stream rounded to {name}, {effect}."
+            f"{difference:.1e}. With weights and stream rounded to {name}, {effect}."
         ),
     )
 
@@ -64,23 +64,23 @@ def _coarse(
     """Relative errors of the stream block by block, and what becomes of the last logits."""
     lm_head, last = trace.lm_head, trace.blocks[-1].output
     exact = None if lm_head is None else lm_head(last).double()
-    found = []
+    errors = []
     with rounded(model, coarse):
         x = _round(trace.blocks[0].input, coarse)
         for block in trace.blocks:
             x = _round(block.forward(x), coarse)
-            found.append(float((x - block.output).norm() / block.output.norm()))
+            errors.append(float((x - block.output).norm() / block.output.norm()))
         off = None if lm_head is None else lm_head(x).double()
     if exact is None or off is None:
-        return found, None, None
+        return errors, None, None
     p, q = exact.log_softmax(-1), off.log_softmax(-1)
-    return found, float((exact - off).abs().amax()), float((p.exp() * (p - q)).sum().clamp(min=0))
+    return errors, float((exact - off).abs().amax()), float((p.exp() * (p - q)).sum().clamp(min=0))
 
 
 @contextmanager
 def rounded(model: nn.Module, coarse: torch.dtype) -> Iterator[None]:
     """Inside, the model's weights are rounded to ``coarse``; afterwards they are as before."""
-    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    original = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
         for p in model.parameters():
             p.copy_(_round(p, coarse))
@@ -88,7 +88,7 @@ def rounded(model: nn.Module, coarse: torch.dtype) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.copy_(kept[name])
+                p.copy_(original[name])
 
 
 def _round(x: Tensor, coarse: torch.dtype) -> Tensor:

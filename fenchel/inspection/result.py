@@ -1,4 +1,4 @@
-"""What an inspection found, as plain values: numbers, words and lists that JSON can hold.
+"""The result of an inspection as plain values: numbers, words and lists that JSON can hold.
 
 A number that was computed exactly (to rounding) stands alone. One that was approached from both
 sides is an ``Interval``; ``Method`` says what its ends promise. One number per row is summarised
@@ -16,7 +16,7 @@ class Interval:
     """lower <= sigma <= upper."""
 
     lower: float
-    """Attained by a direction that was found."""
+    """Attained by a known direction."""
     upper: float
     """Exceeded with probability ``Method.failure`` at the most."""
     iterations: int
@@ -60,15 +60,15 @@ class Head:
     itself: float
     """Mean weight on the token itself."""
     distance: float
-    """Mean distance, in tokens, to what is looked at."""
+    """Mean distance from a query to its keys, in tokens, by weight."""
     column: float
     """The largest column sum of the weights: |P|_2 is at most its root."""
     column_token: int
     """Which token that column is."""
-    twin: int | None
-    """The head of the layer that looks most alike; None in a layer of one."""
+    nearest_head: int | None
+    """The most similar other head of the layer; None if the layer has one head."""
     overlap: float
-    """How alike: mean over rows of sum_j sqrt(p_j p'_j), 1 for the same."""
+    """Similarity to that head: mean over rows of sum_j sqrt(p_j p'_j), 1 if equal."""
     sigma: dict[str, Interval]
     """|d o / d (q)|, (k), (v) and (qkv) in the spectral norm."""
     top: list[float]
@@ -236,7 +236,7 @@ class Certification:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What every bracket rests on."""
+    """The algorithm and the settings behind every bracket."""
 
     dtype: str
     device: str
@@ -263,7 +263,7 @@ class Maps:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """All of it."""
+    """Everything that ``inspect`` measures."""
 
     subject: dict[str, Any]
     text: str
@@ -291,18 +291,18 @@ def _plain(value: Any, without: Collection[str]) -> Any:
     """A value as JSON has it, less the fields of these names."""
     if is_dataclass(value):
         named = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return {name: _plain(one, without) for name, one in named if name not in without}
+        return {name: _plain(item, without) for name, item in named if name not in without}
     if isinstance(value, dict):
-        return {key: _plain(one, without) for key, one in value.items()}
+        return {key: _plain(item, without) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return _numbers(value) or [_plain(one, without) for one in value]
+        return _numbers(value) or [_plain(item, without) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None] | None:
-    """Floats as JSON has them; None for a list of anything else. Rows are many: one pass a list."""
+    """Floats as JSON has them, in one pass; None for a list of anything else."""
     if set(map(type, values)) != {float}:
         return None
     if all(map(math.isfinite, values)):

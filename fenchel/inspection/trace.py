@@ -100,7 +100,7 @@ class InspectedModel(ABC):
         """Refuse ids that the model's table of ``known`` tokens does not have."""
         if (most := int(ids.max())) >= known:
             raise ValueError(
-                f"the tokenizer of {self.name} gives the id {most} and the model knows {known}; it "
+                f"the tokenizer of {self.name} gives the id {most} and the model has {known}; it "
                 "is not the tokenizer of this model."
             )
 

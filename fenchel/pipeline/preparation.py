@@ -50,10 +50,10 @@ def open_corpus(path: Path) -> Corpus:
 
 def _read_record(path: Path) -> dict[str, str]:
     record = read_json(path / "text.json")
-    wanted = ("folder", "source", "text_sha256", "tokenizer_sha256")
-    if not all(isinstance(record.get(name), str) for name in wanted):
+    names = ("folder", "source", "text_sha256", "tokenizer_sha256")
+    if not all(isinstance(record.get(name), str) for name in names):
         raise Damaged(f"{path / 'text.json'} does not say which text the run reads.")
-    return {name: record[name] for name in wanted}
+    return {name: record[name] for name in names}
 
 
 def reopen_corpus(config: RunConfig, path: Path, callback: RunCallback) -> Corpus:
@@ -146,7 +146,7 @@ def _time_steps(config: RunConfig, model: nn.Module, batches: Batches) -> StepTi
     try:
         return time_steps(lambda: stepper(0), threads=config.train.threads)
     finally:
-        optimiser.close()  # or its hooks would sample for it as long as the model lives
+        optimiser.close()  # its hooks would otherwise stay on the model
         model.load_state_dict(initial)
 
 

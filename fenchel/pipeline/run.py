@@ -242,7 +242,7 @@ def _restore(
 
 @contextmanager
 def _explain_failure(run: RunDir) -> Iterator[None]:
-    """Say of a disk or memory that fails during a run what is saved and how to go on."""
+    """Turn a failure of disk or memory into one sentence: what is saved, how to continue."""
     saved = f"what was saved before is intact, go on with --resume {run.path}"
     try:
         with explain_out_of_memory(saved):

@@ -33,20 +33,20 @@ _COLUMNS = 64  # spans of tokens in a picture
 _TOP = 3  # tokens of a witness in the table
 
 
-def render(found: Data) -> str:
+def render(result: Data) -> str:
     """The whole page as text."""
-    name = shorten(clean(str(found["subject"]["name"])), 200)
+    name = shorten(clean(str(result["subject"]["name"])), 200)
     return document(
         title=f"{name} certified · fenchel",
-        header=_header(found, name),
-        sections=[certificates(found), _method(found)],
+        header=_header(result, name),
+        sections=[certificates(result), _method(result)],
         views=("heat.js",),
     )
 
 
-def certificates(found: Data) -> Section:
+def certificates(result: Data) -> Section:
     """The section with the certificates of every layer."""
-    data, tokens = found["certificates"], found["tokens"]
+    data, tokens = result["certificates"], result["tokens"]
     layers = [layer for layer in data["layers"] if layer["refused"] is None]
     refused = [layer["refused"] for layer in data["layers"] if layer["refused"] is not None]
     ball = (
@@ -89,12 +89,12 @@ def certificates(found: Data) -> Section:
     )
 
 
-def _header(found: Data, name: str) -> Html:
-    subject = found["subject"]
+def _header(result: Data, name: str) -> Html:
+    subject = result["subject"]
     sentence = (
         f"{subject['family']}: attention certified over a ball of radius "
-        f"{format_number(found['certificates']['radius'], 4)} about the first "
-        f"{pluralise(len(found['tokens']), 'token')} of {shorten(clean(found['text']), 80)}."
+        f"{format_number(result['certificates']['radius'], 4)} about the first "
+        f"{pluralise(len(result['tokens']), 'token')} of {shorten(clean(result['text']), 80)}."
     )
     return join(
         (
@@ -194,8 +194,8 @@ def _heads(heads: Sequence[tuple[int, Data]]) -> Html:
     return table(("head", "at the text", "upper"), rows, caption=caption)
 
 
-def _method(found: Data) -> Section:
-    data = found["certificates"]
+def _method(result: Data) -> Section:
+    data = result["certificates"]
     failure = sum(layer["failure"] for layer in data["layers"])
     sentence = (
         "Upper ends follow from bounds on scores, weights and covariances over the ball and from "
@@ -204,11 +204,11 @@ def _method(found: Data) -> Section:
         "are found by ascent and hold however they were found. Arithmetic is "
         f"{data['dtype']}."
     )
-    settings = {name: found[name] for name in ("text", "device", "seed")}
+    settings = {name: result[name] for name in ("text", "device", "seed")}
     cards = (
-        facts(found["subject"], caption="subject"),
+        facts(result["subject"], caption="subject"),
         facts(settings | {"radius": data["radius"], "norm": data["norm"]}, caption="settings"),
-        facts({k: duration(v) for k, v in found["seconds"].items()}, caption="time"),
+        facts({k: duration(v) for k, v in result["seconds"].items()}, caption="time"),
     )
     body = (element("p", sentence, class_="about"), element("div", *cards, class_="cards"))
     return Section(anchor="method", title="How it was computed", body=join(body, "\n"))

@@ -31,32 +31,32 @@ from fenchel.report.inspection_heads import heads, maps, rows
 Data = Mapping[str, Any]
 
 
-def render(found: Data) -> str:
+def render(result: Data) -> str:
     """The whole page as text."""
-    sections = [_summary(found), heads(found), rows(found), maps(found)]
-    if found["layers"]:
-        sections.append(blocks(found))
-    if found["network"]:
-        sections.append(network(found))
-    if found.get("certificates"):
-        sections.append(certificates(found))
-    sections.append(_method(found))
-    name = shorten(clean(str(found["subject"]["name"])), 200)
+    sections = [_summary(result), heads(result), rows(result), maps(result)]
+    if result["layers"]:
+        sections.append(blocks(result))
+    if result["network"]:
+        sections.append(network(result))
+    if result.get("certificates"):
+        sections.append(certificates(result))
+    sections.append(_method(result))
+    name = shorten(clean(str(result["subject"]["name"])), 200)
     return document(
         title=f"{name} inspected · fenchel",
-        header=_header(found, name),
+        header=_header(result, name),
         sections=sections,
         views=("heat.js",),
     )
 
 
-def _header(found: Data, name: str) -> Html:
-    subject = found["subject"]
+def _header(result: Data, name: str) -> Html:
+    subject = result["subject"]
     sentence = (
         f"{subject['family']}: {pluralise(subject['layers'], 'layer')} of "
         f"{pluralise(subject['heads'], 'head')}, {amount(subject['parameters'])} parameters, on "
-        f"the first {pluralise(len(found['tokens']), 'token')} "
-        f"of {shorten(clean(found['text']), 80)}."
+        f"the first {pluralise(len(result['tokens']), 'token')} "
+        f"of {shorten(clean(result['text']), 80)}."
     )
     return join(
         (
@@ -68,8 +68,8 @@ def _header(found: Data, name: str) -> Html:
     )
 
 
-def _summary(found: Data) -> Section:
-    heads = found["heads"]
+def _summary(result: Data) -> Section:
+    heads = result["heads"]
     top = max(heads, key=lambda head: head["sigma"]["qkv"]["lower"])
     sharp = min(heads, key=lambda head: head["entropy"]["mean"])
     largest = max(heads, key=lambda head: head["max_logit"]["most"])
@@ -80,7 +80,7 @@ def _summary(found: Data) -> Section:
         ("Largest logit", format_number(largest["max_logit"]["most"], 3), _name(largest)),
         ("Most weight on the first token", format_number(sink["first"], 2), _name(sink)),
     ]
-    network = found["network"]
+    network = result["network"]
     if network:
         ends = network["stream"]
         bound = f"at most {format_number(ends['upper'], 3)}"
@@ -91,8 +91,8 @@ def _summary(found: Data) -> Section:
         for name, value, unit in entries
     )
     body = [element("dl", *cards)]
-    if found["precision"]:
-        body.append(element("p", found["precision"]["statement"], class_="note"))
+    if result["precision"]:
+        body.append(element("p", result["precision"]["statement"], class_="note"))
     return Section(anchor="summary", title="Summary", body=join(body, "\n"))
 
 
@@ -100,8 +100,8 @@ def _name(head: Data) -> str:
     return f"layer {head['layer']}, head {head['head']}"
 
 
-def _method(found: Data) -> Section:
-    method, seconds = found["method"], found["seconds"]
+def _method(result: Data) -> Section:
+    method, seconds = result["method"], result["seconds"]
     about = (
         "Every spectral norm is a bracket. Its lower end is attained by an explicit direction; its "
         f"upper end is exceeded with probability at most {method['failure']:g} over the random "
@@ -111,7 +111,7 @@ def _method(found: Data) -> Section:
     )
     spent = {name: duration(value) for name, value in seconds.items()}
     cards = (
-        facts(found["subject"], caption="subject"),
+        facts(result["subject"], caption="subject"),
         facts(method, caption="method"),
         facts(spent, caption="time"),
     )

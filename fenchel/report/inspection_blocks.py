@@ -30,9 +30,9 @@ _COLUMNS = 256  # tokens, or spans of tokens, across a chart
 _TOP = 5
 
 
-def blocks(found: Data) -> Section:
+def blocks(result: Data) -> Section:
     """The section with the gains of every block and the tokens of its top singular vectors."""
-    layers = found["layers"]
+    layers = result["layers"]
     names = [f"layer {layer['layer']}" for layer in layers]
     rows = _measures(layers)
     gains = {
@@ -51,7 +51,7 @@ def blocks(found: Data) -> Section:
             }
         ],
     }
-    tokens, edges = found["tokens"], span_edges(len(found["tokens"]), _COLUMNS)
+    tokens, edges = result["tokens"], span_edges(len(result["tokens"]), _COLUMNS)
     mass = {
         "view": "heat",
         "rows": names,
@@ -199,10 +199,10 @@ def _token(tokens: Sequence[str], position: int, share: float) -> str:
     return f"{position}: {shorten(clean(tokens[position]), 20)} ({format_number(share, 2)})"
 
 
-def network(found: Data) -> Section:
+def network(result: Data) -> Section:
     """The section with the gain of the network, its growth by depth and its influence map."""
-    net = found["network"]
-    pictures = {"growth": _growth(found), "influence": _influence(found)}
+    net = result["network"]
+    pictures = {"growth": _growth(result), "influence": _influence(result)}
     about = (
         "A small change of the stream before the first block grows after the last by a factor of "
         f"at most sigma = {format_bracket(net['stream'])}"
@@ -222,7 +222,7 @@ def network(found: Data) -> Section:
         "Growth by depth",
         "The log of the growth of the direction that grows most over all blocks, block by block, "
         "and the error of the stream after each block in a coarser number format.",
-        _depth(found),
+        _depth(result),
         width="whole",
     )
     error = net["influence"]["error"]
@@ -232,7 +232,7 @@ def network(found: Data) -> Section:
         "One row per span of output tokens, one column per input token: the Frobenius norm of the "
         "Jacobian between them through all blocks, estimated by one random probe per row, "
         f"relative standard error {format_number(error, 2)}.",
-        _strongest(found),
+        _strongest(result),
         width="whole",
     )
     body = (
@@ -242,8 +242,8 @@ def network(found: Data) -> Section:
     return Section(anchor="network", title="Network", body=join(body, "\n"), pictures=pictures)
 
 
-def _growth(found: Data) -> dict[str, Any]:
-    net, coarse = found["network"], found["precision"]
+def _growth(result: Data) -> dict[str, Any]:
+    net, coarse = result["network"], result["precision"]
     rows = [("log growth", net["growth"])]
     if coarse:
         rows.append((f"error in {coarse['rounded']}", coarse["stream"]))
@@ -265,15 +265,15 @@ def _growth(found: Data) -> dict[str, Any]:
     }
 
 
-def _influence(found: Data) -> dict[str, Any]:
-    values = found["network"]["influence"]["values"]
-    edges = span_edges(len(found["tokens"]), _COLUMNS)
+def _influence(result: Data) -> dict[str, Any]:
+    values = result["network"]["influence"]["values"]
+    edges = span_edges(len(result["tokens"]), _COLUMNS)
     squares = [[x * x for x in _numbers(row)] for row in values]
     return {
         "view": "heat",
-        "rows": [f"{first} to {end - 1}" for first, end in found["network"]["influence"]["spans"]],
+        "rows": [f"{first} to {end - 1}" for first, end in result["network"]["influence"]["spans"]],
         "columns": [str(first) for first in edges[:-1]],
-        "titles": span_titles(found["tokens"], edges),
+        "titles": span_titles(result["tokens"], edges),
         "down": "tokens",
         "across": "token",
         "measures": [
@@ -291,8 +291,8 @@ def _influence(found: Data) -> dict[str, Any]:
     }
 
 
-def _depth(found: Data) -> Any:
-    net, coarse = found["network"], found["precision"]
+def _depth(result: Data) -> Any:
+    net, coarse = result["network"], result["precision"]
     head = ("layer", "log growth", "error of the stream")
     rows = [
         (
@@ -305,15 +305,15 @@ def _depth(found: Data) -> Any:
     return table(head, rows, caption="Block by block; the log growths sum to log sigma")
 
 
-def _strongest(found: Data) -> Any:
+def _strongest(result: Data) -> Any:
     head = ("output tokens", *(f"input {i + 1}" for i in range(_TOP)))
     rows = []
-    influence = found["network"]["influence"]
+    influence = result["network"]["influence"]
     for (first, end), values in zip(influence["spans"], influence["values"], strict=True):
         numbers = _numbers(values)
         order = sorted(range(len(numbers)), key=lambda i: -numbers[i])[:_TOP]
         cells = [
-            f"{i}: {shorten(clean(found['tokens'][i]), 20)} ({format_number(numbers[i], 2)})"
+            f"{i}: {shorten(clean(result['tokens'][i]), 20)} ({format_number(numbers[i], 2)})"
             for i in order
         ]
         rows.append((f"{first} to {end - 1}", *cells, *[""] * (_TOP - len(cells))))

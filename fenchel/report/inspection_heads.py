@@ -46,9 +46,9 @@ ROW_MEASURES = (
 """Name in the data, name on the page, explanation, colour scale ("" is linear)."""
 
 
-def rows(found: Data) -> Section:
+def rows(result: Data) -> Section:
     """The section with one line per head and one column per token."""
-    heads, tokens = found["heads"], found["tokens"]
+    heads, tokens = result["heads"], result["tokens"]
     edges = span_edges(len(tokens), _COLUMNS)
     data = {
         "view": "heat",
@@ -180,9 +180,9 @@ MEASURES = (
 )
 
 
-def heads(found: Data) -> Section:
+def heads(result: Data) -> Section:
     """The section with the grid and the table of all heads."""
-    all_ = found["heads"]
+    all_ = result["heads"]
     layers = sorted({head["layer"] for head in all_})
     numbers = sorted({head["head"] for head in all_})
     at = {(head["layer"], head["head"]): head for head in all_}
@@ -254,7 +254,7 @@ def _table(heads: Sequence[Data]) -> Any:
             format_number(h["distance"], 3),
             format_number(h["column"], 3),
             str(h["column_token"]),
-            "" if h["twin"] is None else str(h["twin"]),
+            "" if h["nearest_head"] is None else str(h["nearest_head"]),
             format_number(h["overlap"], 3),
             *(format_bracket(h["sigma"][name]) for name in ("q", "k", "v", "qkv")),
             format_number(h["bound"], 3),
@@ -269,15 +269,15 @@ def _table(heads: Sequence[Data]) -> Any:
     return table(head, rows, caption=caption)
 
 
-def maps(found: Data) -> Section:
+def maps(result: Data) -> Section:
     """The section with the attention maps of the inspected heads on the first tokens."""
-    stated = found["maps"]
+    stated = result["maps"]
     size, layers, heads = stated["size"], stated["layers"], stated["heads"]
-    tokens = [shorten(clean(str(token)), _TOKEN) for token in found["tokens"][:size]]
-    part = "" if size == len(found["tokens"]) else f"the first {size} of "
+    tokens = [shorten(clean(str(token)), _TOKEN) for token in result["tokens"][:size]]
+    part = "" if size == len(result["tokens"]) else f"the first {size} of "
     about = (
         f"{pluralise(len(layers), 'layer')} of {pluralise(len(heads), 'head')} on {part}"
-        f"{pluralise(len(found['tokens']), 'token')}. Rows are queries, columns are keys; "
+        f"{pluralise(len(result['tokens']), 'token')}. Rows are queries, columns are keys; "
         "colours run from 0 to 1 on a square-root scale. A weight shows which tokens a head "
         "reads, not what it does with them."
     )

@@ -1,4 +1,4 @@
-"""The loop, losses, checkpoints and the run directory."""
+"""The training loop, its losses and loggers, and the run directory."""
 
 from fenchel.train.config import TrainConfig, seconds
 from fenchel.train.logger import CallbackList, TensorBoard, require_loggers

@@ -145,8 +145,8 @@ class Loop:
                     self._log(result)
                 better = (done % evaluate_every == 0 or last) and self._evaluate()
                 due = (done % save_every == 0 or better) and not self.skipped_in_a_row()
-                if (due or last) and (ended := self._save(must=last)):
-                    return ended
+                if (due or last) and (outcome := self._save(must=last)):
+                    return outcome
                 self.callback.step(done, self.steps)
         return Outcome("finished", self.progress)
 
@@ -263,8 +263,8 @@ class Loop:
         return f"the last good checkpoint is {name}" if name else "there is no checkpoint yet"
 
     def _interrupted(self, by: Signals) -> Outcome:
-        if ended := self._save(must=True):
-            return ended
+        if outcome := self._save(must=True):
+            return outcome
         reason = f"stopped by {by.name} after step {self.progress.step}"
         return Outcome("interrupted", self.progress, reason, by)
 

@@ -1,4 +1,4 @@
-"""The machine that a run trains on: what it is, how its memory is kept, how fast a step is.
+"""The machine that a run trains on: what it is, how its memory is managed, how fast a step is.
 
 **Device.** ``select_device`` is the one place where a device is chosen by name.
 
@@ -111,14 +111,14 @@ def out_of_memory(error: BaseException) -> str | None:
     """How much memory could not be allocated, as a phrase; None for any other error.
 
     >>> out_of_memory(MemoryError()), out_of_memory(RuntimeError("shapes do not match"))
-    ('no more could be had', None)
+    ('no more is free', None)
     """
     if match := _CPU.search(str(error)):
-        return f"{int(match[1]):,} bytes were wanted"
+        return f"{int(match[1]):,} bytes were needed"
     if isinstance(error, torch.OutOfMemoryError):
         match = _GPU.search(str(error))
-        return f"{match[1]} were wanted on the GPU" if match else "on the GPU"
-    return "no more could be had" if isinstance(error, MemoryError) else None
+        return f"{match[1]} were needed on the GPU" if match else "on the GPU"
+    return "no more is free" if isinstance(error, MemoryError) else None
 
 
 @contextmanager
@@ -127,11 +127,11 @@ def explain_out_of_memory(afterwards: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        wanted = out_of_memory(error)
-        if wanted is None:
+        shortage = out_of_memory(error)
+        if shortage is None:
             raise
         raise ValueError(
-            f"memory ran out ({wanted}); a larger train.accumulate or a smaller train.batch "
+            f"memory ran out ({shortage}); a larger train.accumulate or a smaller train.batch "
             f"needs less; {afterwards}."
         ) from None
 

@@ -54,8 +54,8 @@ Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 class Trainable(Protocol):
     """What training needs of a model, which is also an nn.Module.
 
-    The logits of a position are ``logits(hidden)``. Where that is the product with one matrix the
-    model says so, and the loss computes it in parts (fenchel/train/loss.py).
+    The logits of a position are ``logits(hidden)``. Where that is the product with one matrix
+    (``lm_head_is_linear``), the loss computes it in parts (fenchel/train/loss.py).
     """
 
     def forward(

@@ -51,7 +51,7 @@ def test_a_step_that_runs_out_leaves_a_run_that_resumes_exactly(
     run = tmp_path / "run"
     ended = lab.begin(run, mischief=fails(place, after))
     assert ended.code == 2
-    assert "20.00 GiB were wanted on the GPU" in ended.said
+    assert "20.00 GiB were needed on the GPU" in ended.said
     assert "train.accumulate" in ended.said
     assert f"--resume {run}" in ended.said
     assert lab.resume(run).code == 0
@@ -81,7 +81,7 @@ def test_a_model_too_large_for_the_memory_is_refused_and_leaves_nothing(
     run = tmp_path / "run"
     ended = lab.begin(run, "--set", "model.width=2048", "--set", "model.layers=8", mischief=limited)
     assert ended.code == 2
-    assert "bytes were wanted" in ended.said
+    assert "bytes were needed" in ended.said
     assert not run.exists()
 
 
@@ -93,7 +93,7 @@ def test_any_command_says_that_memory_ran_out(
 
     monkeypatch.setattr(report, "page", lambda _: wants_too_much())
     assert main(["report", "runs"]) == 2
-    assert "bytes were wanted" in capsys.readouterr().err
+    assert "bytes were needed" in capsys.readouterr().err
 
 
 def test_other_errors_are_not_taken_for_it() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from fenchel.inspection import ForwardTrace, Method, open_model
-from fenchel.inspection.blocks import boyd_ascent, gain, layer
+from fenchel.inspection.blocks import boyd_ascent, gain, measure_block
 from fenchel.inspection.linearisation import GraphJacobian, derivative
 from fenchel.inspection.network import growth, influence, network
 from fenchel.inspection.trace import NormInput
@@ -56,7 +56,7 @@ def steps(trace: ForwardTrace) -> list[GraphJacobian]:
 
 def test_a_block_is_bracketed_in_both_norms(trace: ForwardTrace, matrices: list[Tensor]) -> None:
     for block, step, J in zip(trace.blocks, steps(trace), matrices, strict=True):
-        found = layer(block, step, 1, METHOD, draw(), branches=True)
+        found = measure_block(block, step, 1, METHOD, draw(), branches=True)
         T, M = block.input.shape[1:]
         true = float(torch.linalg.matrix_norm(J, 2))
         assert found.block.lower <= true * (1 + 1e-4)
@@ -125,7 +125,7 @@ def test_the_network_is_the_product_of_its_blocks(
 ) -> None:
     blocks = steps(trace)
     passed = enumerate(zip(trace.blocks, blocks, strict=True), 1)
-    layers = [layer(p, step, i, METHOD, draw()) for i, (p, step) in passed]
+    layers = [measure_block(p, step, i, METHOD, draw()) for i, (p, step) in passed]
     found = network(trace, blocks, layers, METHOD, draw(), lambda _: None)
     parts = matrices
     J = reduce(lambda before, one: one @ before, parts)

@@ -1,4 +1,4 @@
-"""fenchel/inspection/linearisation.py and graph.py: derivatives against torch's own, in float64."""
+"""fenchel/inspection/linearisation.py: derivatives against torch's own, in float64."""
 
 import pytest
 import torch

@@ -79,8 +79,8 @@ def test_chosen_heads_are_measured_as_among_all(save: Save, text: Path) -> None:
     for head in some.heads:
         same = next(h for h in all_.heads if (h.layer, h.head) == (head.layer, head.head))
         assert same.entropy == head.entropy
-        assert (same.twin, same.overlap) == (head.twin, head.overlap)
-        assert head.twin not in (None, head.head)
+        assert (same.nearest_head, same.overlap) == (head.nearest_head, head.overlap)
+        assert head.nearest_head not in (None, head.head)
         assert same.sigma["qkv"].lower == pytest.approx(head.sigma["qkv"].lower, rel=0.05)
     assert some.network is None
     assert some.layers == []

@@ -1,4 +1,4 @@
-"""fenchel/inspection/our_model.py and opening.py: families we read, without transformers."""
+"""fenchel/inspection/our_model.py and loader.py: families we read, without transformers."""
 
 import subprocess
 import sys

@@ -82,7 +82,7 @@ def test_code_of_its_own(folder: Path) -> None:
 
 def test_a_family_that_nobody_knows(folder: Path) -> None:
     settings(folder, model_type="gpt17")
-    with pytest.raises(ValueError, match="knows no family 'gpt17'"):
+    with pytest.raises(ValueError, match="has no family 'gpt17'"):
         open_model(folder)
 
 
@@ -181,7 +181,7 @@ def test_a_family_with_an_attention_of_its_own(
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_ids_that_the_model_does_not_know(save: Save, family: str) -> None:
-    with pytest.raises(ValueError, match="gives the id 300 and the model knows 300"):
+    with pytest.raises(ValueError, match="gives the id 300 and the model has 300"):
         open_model(save(family)).trace(torch.tensor([[1, 300]]))
 
 

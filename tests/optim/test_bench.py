@@ -1,4 +1,4 @@
-"""benchmarks/optim.py in its quick form: two steps a run, every rule, every study."""
+"""benchmarks/optim.py in its quick form: two steps per run, every rule, every study."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.__main__ import main
 from benchmarks.optimisers import studies
 from benchmarks.optimisers.compositional import CompositionalMuon
-from benchmarks.optimisers.ledger import Job
-from benchmarks.optimisers.rules import RULES, bare
+from benchmarks.optimisers.rules import RULES, scaled_qk
+from benchmarks.optimisers.run_cache import Job
 from benchmarks.optimisers.runs import model_of, optimiser_of
 from benchmarks.optimisers.sizes import SIZES
 from benchmarks.optimisers.studies import STUDIES, tune
@@ -58,7 +58,7 @@ def require_plausible_losses(found: dict[str, dict[str, Any]]) -> None:
             assert 0.6 * uniform < loss < uniform, job
     gentle = [(job, loss) for job, loss in by_study["finetune"] if 0.0 < job["rate"] <= 0.2]
     assert len(gentle) >= 8
-    for job, loss in (*gentle, *by_study["haste"]):
+    for job, loss in (*gentle, *by_study["qk_rate"]):
         assert 0.6 * uniform < loss < checkpoint, job
     for job, loss in by_study["copy"]:
         assert loss == pytest.approx(math.log(32), rel=0.01), job
@@ -75,7 +75,7 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
         "tuned": 9,
         "switches": 8,
         "finetune": 4,
-        "haste": 4,
+        "qk_rate": 4,
         "copy": 4,
     }
     assert (tmp_path / "optim_quick.svg").read_text().startswith("<?xml")
@@ -119,14 +119,14 @@ def test_a_rule_is_tuned_in_all_that_it_has(
     first, least = RULES[rule].rate, {"decay": 0.3, "radius": 12.0, "damping": 0.1}
     least |= {"change": 0.4, "momentum": 0.9}
 
-    def ledger(jobs: list[Job], _: Any) -> list[dict[str, float]]:
+    def cache(jobs: list[Job], _: Any) -> list[dict[str, float]]:
         off = [sum(abs(getattr(j, key) / to - 1.0) for key, to in least.items()) for j in jobs]
         return [
             {"loss": abs(math.log(j.rate / (1.5 * first))) + 0.01 * far}
             for j, far in zip(jobs, off, strict=True)
         ]
 
-    best = tune(ledger, "full", rule)  # type: ignore[arg-type]
+    best = tune(cache, "full", rule)  # type: ignore[arg-type]
     assert (best.rate, best.decay) == (float(f"{1.5 * first:.4g}"), 0.3)
     assert (best.radius, best.damping) == (radius, damping)
     assert (best.change, best.momentum) == (change, momentum)
@@ -160,18 +160,18 @@ def test_a_checkpoint_is_trained_by_the_muon_that_it_names(monkeypatch: pytest.M
     assert (job.rule, job.rate, job.decay, job.momentum) == ("muon", 0.03, 0.4, 0.6)
 
 
-# --- queries and keys in haste
+# --- queries and keys at another rate
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_in_haste_only_queries_and_keys_go_further(optimiser: str) -> None:
+def test_only_queries_and_keys_take_the_other_rate(optimiser: str) -> None:
     config = ModelConfig(vocabulary=11, width=24, heads=4, kv_heads=2, layers=2)
     ends = {}
     for times in (1.0, 3.0):
         model = Transformer(config, generator=torch.Generator().manual_seed(0))
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         draw(model)
-        bare(model, OptimConfig(optimiser=optimiser), times=times).step()
+        scaled_qk(model, OptimConfig(optimiser=optimiser), times=times).step()
         ends[times] = {name: p.detach() - start[name] for name, p in model.named_parameters()}
     for name, move in ends[1.0].items():
         factor = torch.ones(len(move), *[1] * (move.ndim - 1))

@@ -318,7 +318,7 @@ def plain_inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[s
                 **{name: spread(draw) for name in spreads},
                 **{name: draw.random() for name in ("first", "itself", "distance", "column")},
                 "column_token": 0,
-                "twin": None,
+                "nearest_head": None,
                 "overlap": 0.5,
                 "sigma": {name: bracket(draw) for name in ("q", "k", "v", "qkv")},
                 "dominant": "mixing",
