@@ -1,7 +1,8 @@
-"""The cost of ScoreTrust and ScoreDescent beside Muon, on a GPU: 124M parameters, 65,536 tokens.
+"""The cost of ScoreTrust and ScoreDescent beside Muon, on a GPU.
 
-One process, in turn, round by round: the same rotary model of GPT-2's size under bfloat16 autocast,
-compiled, moved by each optimiser. The forward pass counts, since it contains the probe.
+One process, in turn, round by round: the same rotary model of GPT-2's size (124M parameters, 65,536
+tokens per step) under bfloat16 autocast, compiled, moved by each optimiser. The forward pass is
+included, since it contains the probe.
 
     step_ms         forward, loss, backward and optimiser
     optimiser_ms    of that the optimiser

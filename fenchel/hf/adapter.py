@@ -77,7 +77,7 @@ class CallObserver(Protocol):
         """The layer, its call, and the kind of its mask (``mask_kind``)."""
 
 
-class AttentionOverride(Protocol):
+class QKVOverride(Protocol):
     """Computes attention in place of ``attend``."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, /) -> Tensor | None:
@@ -94,7 +94,7 @@ class AttentionFunction:
 
     choice: Choice
     observer: CallObserver | None = None
-    override: AttentionOverride | None = None
+    override: QKVOverride | None = None
     backend: str = "auto"
 
     def __call__(
@@ -338,7 +338,7 @@ class Attachment:
         choice: Choice,
         *,
         observer: CallObserver | None = None,
-        override: AttentionOverride | None = None,
+        override: QKVOverride | None = None,
         backend: str = "auto",
     ) -> None:
         self.model, self.choice = model, choice
@@ -405,7 +405,7 @@ def attach(
     choice: Choice | None = None,
     *,
     observer: CallObserver | None = None,
-    override: AttentionOverride | None = None,
+    override: QKVOverride | None = None,
     backend: str = "auto",
 ) -> Attachment:
     """Switch a transformers model to attention by ``choice``, or by the map in its config.

@@ -23,7 +23,7 @@ from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.hf.adapter import Attachment, attach
 from fenchel.hf.loader import gives_logits, load_transformers_model, one_sentence, quiet
-from fenchel.inspection.recorder import CallArguments, Override, Recorder, first_of
+from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override, first_of
 from fenchel.inspection.trace import ForwardTrace, InspectedModel, Map, with_special_tokens
 
 _CHECKED = 64  # tokens on which the model must agree with its own eager attention
@@ -34,7 +34,7 @@ _AGREES = 1e-3  # of the largest output; two orders of float32 sums differ by fa
 class _Listener:
     """The attention of an attached model: recorded in a trace, overridden in a linearised block."""
 
-    recorder: Recorder | None = None
+    recorder: BlockRecorder | None = None
     override: Override | None = None
 
     def observe(self, module: nn.Module, call: AttentionCall, mask: str) -> None:  # noqa: ARG002
@@ -74,7 +74,7 @@ class ForeignModel(InspectedModel):
         """Run it once; its attention reports to the recorder."""
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
         self.require_known(ids, table.num_embeddings)
-        recorder = Recorder(self.model, self.listener.run)
+        recorder = BlockRecorder(self.model, self.listener.run)
         with one_sentence(f"read this text with this {self.family!r} model"):
             self._require_agreement(ids[:, :_CHECKED])
             logits = self._record(recorder, ids)
@@ -89,7 +89,7 @@ class ForeignModel(InspectedModel):
         lm_head = self._lm_head(ids, recorder.modules, blocks[-1].output, logits)
         return ForwardTrace(blocks, lm_head)
 
-    def _record(self, recorder: Recorder, ids: Tensor) -> Tensor | None:
+    def _record(self, recorder: BlockRecorder, ids: Tensor) -> Tensor | None:
         """Run the model for the recorder; the logits of the last token, (V,), where it has any."""
         self.listener.recorder = recorder
         try:

@@ -9,7 +9,7 @@ from one seed.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import AttentionCall, pack_weights
+from fenchel.data import ProgressCallback
 from fenchel.inspection.blocks import measure_block
 from fenchel.inspection.certificates import SEARCH, Search, certify_layers, layer_count
 from fenchel.inspection.heads import heads, row_weights
@@ -41,9 +42,6 @@ from fenchel.inspection.trace import (
 )
 from fenchel.sensitivity import Ball
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, how much of it is done, and its total."""
-
 _MAP_BYTES = 4 << 20
 _MAP_SIZE = 128
 _SMALL = 1 << 20  # numbers in the streams before all blocks
@@ -65,7 +63,7 @@ def inspect(
     failure: float = 1e-6,
     device: str = "cpu",
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Inspection:
     """Measure ``model`` on the first tokens of ``source``.
 
@@ -147,7 +145,7 @@ def certify_model(
     search: Search = SEARCH,
     device: str = "cpu",
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Certification:
     """Certify the attention layers of a model on the first tokens of ``source``.
 
@@ -191,7 +189,7 @@ def _certificates(
     search: Search,
     device: str,
     generator: torch.Generator,
-    report: Progress,
+    report: ProgressCallback,
 ) -> Certificates:
     def done(count: int) -> None:
         report("certificates", count, len(layers))
@@ -240,7 +238,7 @@ def _heads(
     which: list[int],
     method: Method,
     generator: torch.Generator,
-    report: Progress,
+    report: ProgressCallback,
 ) -> list[Head]:
     results: list[Head] = []
     total = len(layers) * len(which)
@@ -297,7 +295,7 @@ class _Clock:
         self.seconds[name] = round(time.perf_counter() - begun, 3)
 
 
-def _network_progress(report: Progress, done: int) -> None:
+def _network_progress(report: ProgressCallback, done: int) -> None:
     report("network", done, STEPS)
 
 

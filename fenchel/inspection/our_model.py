@@ -19,7 +19,7 @@ from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
 from fenchel.files import Damaged
-from fenchel.inspection.recorder import CallArguments, Override, Recorder
+from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override
 from fenchel.inspection.trace import (
     ForwardTrace,
     InspectedModel,
@@ -47,7 +47,7 @@ class OurModel(InspectedModel):
         """Run the model once; its attention calls arrive through ``attention_override``."""
         model = self.model
         self.require_known(ids, model.config.vocabulary)
-        recorder = Recorder(model, run_module)
+        recorder = BlockRecorder(model, run_module)
 
         def record(_layer: int, call: AttentionCall) -> None:
             recorder.record_attention(call)

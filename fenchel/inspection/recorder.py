@@ -77,7 +77,7 @@ class _BlockRecord:
     mlp: _ModuleCall | None = None
 
 
-class Recorder:
+class BlockRecorder:
     """Hooks on a model within a ``with`` statement; ``block_traces`` gives what they recorded.
 
     ``run`` is how the model's modules are called again, with or without an attention override.
@@ -103,7 +103,7 @@ class Recorder:
         pairs = zip(self._records, frozen, strict=True)
         return tuple(self._trace(record, override) for record, override in pairs)
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "BlockRecorder":
         for module in self.model.modules():
             self._handles += [
                 module.register_forward_pre_hook(self._enter, with_kwargs=True),

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from fenchel.files import read_json
 from fenchel.report.html import json_numbers, pluralise
 
-Row = Mapping[str, float | tuple[float, ...]]
+MetricsRow = Mapping[str, float | tuple[float, ...]]
 """One step: under each name a number or one number per layer, under name/n one number per head of
 layer n. "step" is always present."""
 
@@ -62,7 +62,7 @@ class RunData:
     """Settings as the text of the file."""
     environment: Mapping[str, Any]
     """Versions, device, commit, start."""
-    rows: tuple[Row, ...]
+    rows: tuple[MetricsRow, ...]
     """The metrics by increasing step; lines with the same step are merged."""
     summary: Mapping[str, Any]
     """How the run ended."""
@@ -140,7 +140,7 @@ def _settings(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[str, Ma
         return text, {}
 
 
-def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[Row, ...]:
+def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[MetricsRow, ...]:
     if _absent(path, troubles):
         return ()
     rows: dict[int, dict[str, float | tuple[float, ...]]] = {}
@@ -268,7 +268,7 @@ def series(run: RunData, key: str) -> Series:
 
 def layer_series(run: RunData, key: str) -> tuple[Numbers, Numbers]:
     """A column with one number per layer: steps (N,), values (N, L); short rows end in NaN."""
-    rows: list[tuple[Row, tuple[float, ...]]] = []
+    rows: list[tuple[MetricsRow, tuple[float, ...]]] = []
     for row in run.rows:
         entry = row.get(key)
         if isinstance(entry, tuple) and entry:

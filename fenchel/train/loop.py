@@ -29,9 +29,9 @@ from fenchel.train.loss_scale import LossScale
 from fenchel.train.rundir import RunDir
 from fenchel.train.step import Stepper, StepResult
 
-Measure = Callable[[nn.Module], Mapping[str, float]]
+ValidationFunction = Callable[[nn.Module], Mapping[str, float]]
 """A model to metrics of the validation text; the smallest "loss" decides which step is best."""
-Probe = Callable[[Batch], Mapping[str, Any]]
+ProbeFunction = Callable[[Batch], Mapping[str, Any]]
 """The batch of a step to extra metrics of its line, such as the health of attention."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -109,8 +109,8 @@ class Loop:
         steps: int,
         run: RunDir,
         settings: Mapping[str, Any],
-        validate: Measure,
-        probe: Probe,
+        validate: ValidationFunction,
+        probe: ProbeFunction,
         callback: Callback,
         progress: Progress,
     ) -> None:

@@ -1,4 +1,4 @@
-"""fenchel/optim/config.py and together.py: who moves what, and what decays."""
+"""fenchel/optim/config.py: which optimiser moves which parameter, and what decays."""
 
 import copy
 

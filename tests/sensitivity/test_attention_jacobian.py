@@ -1,4 +1,4 @@
-"""sensitivity/attention_jacobian.py and rows.py: streamed products equal the dense derivative."""
+"""sensitivity/attention_jacobian.py, weight_blocks.py: streamed products equal dense ones."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""sensitivity/bounds/feedforward.py and l2.py: norm layers, activations, distance attention."""
+"""sensitivity/bounds/feedforward.py, attention.py: norm layers, activations, distance attention."""
 
 import math
 from collections.abc import Callable

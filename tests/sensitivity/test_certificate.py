@@ -1,4 +1,4 @@
-"""fenchel/sensitivity/certificate.py and ascent.py: both sides of a ball, and replay."""
+"""fenchel/sensitivity/certificate.py: both sides of a ball, and replay."""
 
 import math
 from collections.abc import Callable
