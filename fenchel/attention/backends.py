@@ -54,9 +54,9 @@ class CallFacts:
     beta_is_tensor: bool = False
     return_weights: bool = False
     learns: bool = False
-    """Whether a gradient is wanted for a tensor of the prior or of the map."""
+    """Whether a tensor of the prior or of the map requires a gradient."""
     gradient: bool = False
-    """Whether any gradient is wanted."""
+    """Whether any tensor of the call requires a gradient."""
     tangent: bool = False
     """Whether forward-mode derivatives are carried."""
     transformed: bool = False
@@ -96,7 +96,7 @@ def describe(
         learns=learns,
         gradient=learns or (grad and any(x.requires_grad for x in (q, k, v))),
         tangent=forward_ad._current_level >= 0,
-        # torch has no public question for it
+        # torch has no public function for this
         transformed=not compiling and torch._C._functorch.peek_interpreter_stack() is not None,
         compiling=compiling,
     )
@@ -138,13 +138,14 @@ def _flex(call: CallFacts) -> str | None:
     return None
 
 
-def _only_softmax(call: CallFacts, who: str) -> str | None:
+def _only_softmax(call: CallFacts, kernels: str) -> str | None:
     if call.choice != "Softmax":
-        return f"{who} compute{'s' if who.endswith('n') else ''} softmax, not {call.choice}"
+        verb = "computes" if kernels.endswith("n") else "compute"
+        return f"{kernels} {verb} softmax, not {call.choice}"
     if call.return_weights:
-        return f"{who} cannot return the weights"
+        return f"{kernels} cannot return the weights"
     if call.tangent:
-        return f"{who} cannot carry tangents"
+        return f"{kernels} cannot carry tangents"
     return None
 
 
@@ -212,8 +213,8 @@ _SAMPLES = 8
 
 def _cost(call: CallFacts, rate: str, visited: float, entries: float = 0.0) -> float:
     """Microseconds; ``visited`` and ``entries`` are parts of the scores of one head."""
-    known = _RATES.get((call.device, call.gradient)) or _RATES["cuda", call.gradient]
-    start, score, entry = known[rate]
+    rates = _RATES.get((call.device, call.gradient)) or _RATES["cuda", call.gradient]
+    start, score, entry = rates[rate]
     heads = squares = call.B * call.H
     if entries and rate != "blocked":  # every tile writes its own part of log u
         by_sequence, by_head = (False, False) if call.prior is None else call.prior.varies()
@@ -247,7 +248,7 @@ def _sdpa_cost(call: CallFacts) -> float:
 
 
 def _flex_cost(call: CallFacts) -> float:
-    """Infinite where auto leaves it out, though it serves.
+    """The cost of flex, infinite where auto leaves it out though it serves.
 
     The gradient of a prior that learns is added up in no fixed order, so that two runs would
     differ. Inside torch.func and torch.compile it has not been proved.
@@ -322,7 +323,7 @@ def cheapest(call: CallFacts) -> Backend:
     """The back end that ``auto`` takes."""
     if call.compiling or not (call.prior is None or flex.has_value_equality(call.prior)):
         return _cheapest(call)
-    return _remembered_cheapest(call)
+    return _cached_cheapest(call)
 
 
 def _cheapest(call: CallFacts) -> Backend:
@@ -337,7 +338,7 @@ def _cheapest(call: CallFacts) -> Backend:
     return best
 
 
-_remembered_cheapest = lru_cache(maxsize=1024)(_cheapest)
+_cached_cheapest = lru_cache(maxsize=1024)(_cheapest)
 _LEFT_OUT: set[tuple[object, ...]] = set()
 """Back ends and kinds of calls for which no kernel could be compiled on this machine."""
 
@@ -345,7 +346,7 @@ _LEFT_OUT: set[tuple[object, ...]] = set()
 def leave_out(backend: Backend, call: CallFacts) -> None:
     """Let ``auto`` take another back end for calls of this kind from now on."""
     _LEFT_OUT.add((backend.name, *_kind(call)))
-    _remembered_cheapest.cache_clear()
+    _cached_cheapest.cache_clear()
 
 
 def _kind(call: CallFacts) -> tuple[object, ...]:

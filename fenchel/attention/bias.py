@@ -104,10 +104,10 @@ class RelativeBias(Prior):
 
     def bias(self, at: ScoreIndex) -> Tensor:
         """The entry of the bucket and the head."""
-        where = bucket(
+        row = bucket(
             at.j - at.i, self.table.shape[0], both_sides=self.both_sides, distance=self.distance
         )
-        return self.table[where, at.h]
+        return self.table[row, at.h]
 
     def varies(self) -> tuple[bool, bool]:
         """Between heads."""

@@ -1,7 +1,7 @@
 """Attention tile by tile, in O(T + S) memory, for every map and in plain PyTorch.
 
-The square of scores is cut into tiles of whole rows (tiles.py). No tile outlives its turn, and keys
-that the prior forbids to all rows of a tile are never scored.
+The square of scores is cut into tiles of whole rows (tiles.py). One tile is in memory at a time,
+and keys that the prior forbids to all rows of a tile are never scored.
 
     forward         p_t = choice.weights(x_t),  o_t = p_t v, and one number nu per row is saved
     reverse         p_t, s_t from x_t and nu, then as in derivative.py, summed over tiles
@@ -38,7 +38,7 @@ from torch.func import vjp
 from torch.nn.functional import dropout as drop
 from torch.utils._pytree import tree_map
 
-from fenchel.attention.prior import Block
+from fenchel.attention.prior import ScoreBlock
 from fenchel.attention.reference import cap, cap_slope, mix, score, without_autocast
 from fenchel.attention.spec import AttentionSpec, select
 from fenchel.attention.tiles import Tile, join_gradients, join_rows, score_tiles, tiles
@@ -173,15 +173,15 @@ class _Call:
 
         return gradients
 
-    def _with_dropout(self, p: Tensor, block: Block) -> Tensor:
+    def _with_dropout(self, p: Tensor, block: ScoreBlock) -> Tensor:
         if not self.dropout:
             return p
         if self.seed is None:  # traced: nothing is computed twice, so nothing has to agree
             return drop(p, self.dropout)
         place = hash((block.batch.start, block.heads.start, block.rows.start)) % 2**62
         generator = torch.Generator(p.device).manual_seed(self.seed ^ place)
-        kept = torch.rand(p.shape, generator=generator, device=p.device) >= self.dropout
-        return torch.where(kept, p / (1.0 - self.dropout), 0.0)
+        mask = torch.rand(p.shape, generator=generator, device=p.device) >= self.dropout
+        return torch.where(mask, p / (1.0 - self.dropout), 0.0)
 
 
 class _Attend(torch.autograd.Function):

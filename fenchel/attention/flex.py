@@ -9,7 +9,7 @@ compiled for every new kind of prior, which takes seconds: for exactly the lengt
 of the process, as a training run has them, and once more for all other lengths. Lengths enter the
 kernel as tensors wherever a prior computes with them, so that a new length compiles nothing. torch
 would give up after eight kinds and fall back to a dense square; the limit is raised. Block masks of
-priors that carry no tensor are kept for the next call with the same lengths.
+priors that carry no tensor are cached for the next call with the same lengths.
 """
 
 import os
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from fenchel.attention.prior import Combined, Prior, ScoreIndex, Sum
+from fenchel.attention.prior import Combined, Prior, PriorSum, ScoreIndex
 from fenchel.attention.spec import AttentionSpec
 
 _KINDS = 64
@@ -128,11 +128,11 @@ def _score(
 
 
 def _mask(prior: Prior, B: int, H: int, T: int, S: int, device: torch.device) -> BlockMask | None:
-    parts = prior.parts if isinstance(prior, Sum) else (prior,)
+    parts = prior.parts if isinstance(prior, PriorSum) else (prior,)
     parts = tuple(part for part in parts if part.admits(_probe(device, S)) is not None)
     if not parts:
         return None
-    masks = Sum(parts)
+    masks = PriorSum(parts)
     make = _cached_block_mask if all(map(has_value_equality, parts)) else _block_mask
     by_sequence, by_head = masks.varies()
     return make(masks, B if by_sequence else None, H if by_head else None, T, S, device)
@@ -149,7 +149,7 @@ def _block_mask(
         assert open_ is not None
         return open_
 
-    with torch.inference_mode(False):  # kept, it may serve a training step later
+    with torch.inference_mode(False):  # cached, it may serve a training step later
         return create_block_mask(admits, B, H, T, S, device=str(device))
 
 
@@ -158,7 +158,7 @@ _cached_block_mask = lru_cache(maxsize=64)(_block_mask)
 
 def remakes_mask(prior: Prior) -> bool:
     """Whether the block mask is made at every call: a mask that depends on a tensor is."""
-    parts = prior.parts if isinstance(prior, Sum) else (prior,)
+    parts = prior.parts if isinstance(prior, PriorSum) else (prior,)
     return any(
         type(part).admits is not Prior.admits and not has_value_equality(part) for part in parts
     )

@@ -390,7 +390,7 @@ def scale_warning(
 ) -> str | None:
     """One sentence if ``scale`` looks like a mistake on q (B, H, T, D), k (B, G, S, D), else None.
 
-    ``width`` is d_model, H D by default. O(T S) memory: a small sample says as much.
+    ``width`` is d_model, H D by default. O(T S) memory: a small sample suffices.
     """
     check(q, k, k)
     q, k = four_axes(q), four_axes(k)
@@ -404,13 +404,13 @@ def scale_warning(
     if mistake is None:
         return None
     spread, best = _spread_and_best(q, k, scale, prior)
-    meant, best_meant = _spread_and_best(q, k, D**-0.5, prior)
+    usual_spread, usual_best = _spread_and_best(q, k, D**-0.5, prior)
     if scale == 1.0 and spread <= WIDE:
         return None
     return (
         f"scale={scale:.4g} {mistake}; with heads of {D} use {_right(D)}: the scores spread by "
-        f"{spread:.2g} where {meant:.2g} was meant, and a query gives its best key {best:.2g} of "
-        f"its weight instead of {best_meant:.2g}."
+        f"{spread:.2g} where {usual_spread:.2g} was meant, and a query gives its best key "
+        f"{best:.2g} of its weight instead of {usual_best:.2g}."
     )
 
 

@@ -48,7 +48,7 @@ class ScoreIndex(NamedTuple):
     """Number of keys; a tensor inside FlexAttention, so that a new length compiles nothing."""
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """A part of the (B, H, T, S) square."""
 
     B: int
@@ -119,7 +119,7 @@ class Prior(ABC):
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027
         """Raises ValueError for a call that this prior does not fit."""
 
-    def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
+    def dense(self, block: ScoreBlock, dtype: torch.dtype) -> Tensor:
         """log u on a block, four axes that broadcast to (b, h, t, s)."""
         at = block.score_index()
         open_, bias = self.admits(at), self.bias(at)
@@ -147,15 +147,15 @@ class Prior(ABC):
         """
         self.check(B, H, T, S)
         whole = slice(None)
-        return self.dense(Block(B, H, T, S, device, whole, whole, rows, keys), dtype)
+        return self.dense(ScoreBlock(B, H, T, S, device, whole, whole, rows, keys), dtype)
 
     def __add__(self, other: "Prior") -> "Prior":
         """Both at once: measures multiply, logarithms add."""
-        return Sum((*_parts(self, Sum), *_parts(other, Sum)))
+        return PriorSum((*_parts(self, PriorSum), *_parts(other, PriorSum)))
 
     def __or__(self, other: "Prior") -> "Prior":
         """Masks joined: open where either is open."""
-        return Either((*_parts(self, Either), *_parts(other, Either)))
+        return MaskUnion((*_parts(self, MaskUnion), *_parts(other, MaskUnion)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,15 +198,15 @@ class Dense(Prior):
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         """A shape that broadcasts."""
-        wanted = (B, H, T, S)
+        scores = (B, H, T, S)
         sizes = self._four().shape
-        if any(size not in (1, want) for size, want in zip(sizes, wanted, strict=True)):
+        if any(size not in (1, n) for size, n in zip(sizes, scores, strict=True)):
             raise ValueError(
                 f"a dense prior of shape {tuple(self.log_prior.shape)} does not broadcast to "
-                f"(B, H, T, S) = {wanted}."
+                f"(B, H, T, S) = {scores}."
             )
 
-    def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
+    def dense(self, block: ScoreBlock, dtype: torch.dtype) -> Tensor:
         """A view of the tensor: gathering it point by point would copy it."""
         x = block.cut(self._four()).to(block.device)
         return _forbid(x, dtype) if x.dtype == torch.bool else x.to(dtype)
@@ -228,7 +228,7 @@ class Combined(Prior):
     parts: tuple[Prior, ...]
 
     def varies(self) -> tuple[bool, bool]:
-        """Whether a part does."""
+        """Whether the log u of a part differs."""
         each = [part.varies() for part in self.parts]
         return any(batch for batch, _ in each), any(heads for _, heads in each)
 
@@ -257,7 +257,7 @@ class Combined(Prior):
 
 
 @dataclass(frozen=True)
-class Sum(Combined):
+class PriorSum(Combined):
     """Several priors at once; made by ``a + b``."""
 
     parts: tuple[Prior, ...]
@@ -285,7 +285,7 @@ class Sum(Combined):
         """The keys at which every part is 0."""
         return _common([part.zero_range(first, last, S) for part in self.parts])
 
-    def dense(self, block: Block, dtype: torch.dtype) -> Tensor:
+    def dense(self, block: ScoreBlock, dtype: torch.dtype) -> Tensor:
         """Part by part, so that a part with a quicker dense form uses it."""
         total, *rest = (part.dense(block, dtype) for part in self.parts)
         for log_u in rest:
@@ -294,7 +294,7 @@ class Sum(Combined):
 
 
 @dataclass(frozen=True)
-class Either(Combined):
+class MaskUnion(Combined):
     """Keys that at least one of several masks admits; made by ``a | b``."""
 
     parts: tuple[Prior, ...]

@@ -27,7 +27,7 @@ from torch.nn.functional import dropout as drop
 
 from fenchel.attention.prior import Prior
 from fenchel.attention.spec import AttentionSpec
-from fenchel.choice.base import plain
+from fenchel.choice.base import is_plain
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -133,7 +133,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     """x y in their own dtype, also under torch.autocast, and so are its derivatives."""
     if not torch.is_autocast_enabled(x.device.type):
         return torch.matmul(x, y)
-    if plain(x) and plain(y):
+    if is_plain(x) and is_plain(y):
         out: Tensor = _Product.apply(x, y)  # type: ignore[no-untyped-call]
         return out
     with without_autocast(x):
@@ -143,8 +143,8 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     """x y, whose derivatives are ``product`` again.
 
-    Autograd computes the backward pass of a matrix product under the autocast state of whoever
-    calls backward, whatever it was in the forward pass.
+    Autograd computes the backward pass of a matrix product under the autocast state at the call of
+    ``backward``, whatever it was in the forward pass.
     """
 
     @staticmethod

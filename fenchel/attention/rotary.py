@@ -33,7 +33,7 @@ from torch import Tensor
 class RotaryScaling(Protocol):
     """Frequencies for a longer context, and a factor on cos and sin."""
 
-    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:
         """The scaled frequencies from the unscaled t (W/2,)."""
 
     @property
@@ -49,7 +49,7 @@ class LinearScaling:
 
     magnitude = 1.0
 
-    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
         return t / self.factor
 
 
@@ -61,15 +61,16 @@ class NTKScaling:
 
     magnitude = 1.0
 
-    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: D102
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: D102
         if width < 4:
             raise ValueError(f"NTK scaling needs a width of 4 or more, got {width}.")
-        return _speeds(base * self.factor ** (width / (width - 2)), width, t)
+        new_base = base * self.factor ** (width / (width - 2))
+        return _frequencies(new_base, width, t.dtype, t.device)
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """High frequencies kept, low ones interpolated, those between blended linearly by index.
+    """High frequencies unchanged, low ones interpolated, those between blended linearly by index.
 
     ``fast`` and ``slow`` are the rotations within ``trained`` positions at which the blend begins
     and ends; ``attention`` overrides the factor 0.1 log(factor) + 1 on cos and sin.
@@ -88,23 +89,27 @@ class YarnScaling:
             return self.attention
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
-    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: D102
-        low, high = (self._index(turns, base, width) for turns in (self.fast, self.slow))
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: D102
+        low, high = (self._index(count, base, width) for count in (self.fast, self.slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, width - 1)
         i = torch.arange(width // 2, dtype=t.dtype, device=t.device)
-        keep = 1 - ((i - low) / max(high - low, 1e-3)).clamp(0, 1)
-        return t * (keep + (1 - keep) / self.factor)
+        c = 1 - ((i - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return t * (c + (1 - c) / self.factor)
 
-    def _index(self, turns: float, base: float, width: int) -> float:
-        """The index of the pair that makes ``turns`` rotations within the trained context."""
-        return width * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def _index(self, rotations: float, base: float, width: int) -> float:
+        """The index of the pair that makes ``rotations`` within the trained context."""
+        return width * math.log(self.trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Frequencies kept above ``high`` rotations in ``trained`` positions, divided below ``low``."""
+    """High frequencies unchanged, low ones divided, those between blended linearly by rotations.
+
+    ``high`` and ``low`` are the rotations within ``trained`` positions at which the blend begins and
+    ends.
+    """
 
     factor: float
     trained: int
@@ -113,10 +118,10 @@ class Llama3Scaling:
 
     magnitude = 1.0
 
-    def speeds(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
-        turns = self.trained * t / (2 * math.pi)
-        keep = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return t * (keep + (1 - keep) / self.factor)
+    def frequencies(self, t: Tensor, base: float, width: int) -> Tensor:  # noqa: ARG002, D102
+        rotations = self.trained * t / (2 * math.pi)
+        c = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
+        return t * (c + (1 - c) / self.factor)
 
 
 class Angles(NamedTuple):
@@ -149,9 +154,9 @@ def angles(
     if positions.dim() not in (1, 2):
         raise ValueError(f"positions are (T,) or (B, T), got {tuple(positions.shape)}.")
     exact = torch.promote_types(dtype, torch.float32)
-    t = _speeds(base, width, torch.empty(0, dtype=exact, device=positions.device))
+    t = _frequencies(base, width, exact, positions.device)
     if scaling is not None:
-        t = scaling.speeds(t, base, width)
+        t = scaling.frequencies(t, base, width)
     angle = positions.to(exact).unsqueeze(-1) * t
     if positions.dim() == 2:
         angle = angle.unsqueeze(1)
@@ -213,6 +218,7 @@ def to_pairs(x: Tensor) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2)
 
 
-def _speeds(base: float, width: int, like: Tensor) -> Tensor:
-    exponent = torch.arange(0, width, 2, dtype=like.dtype, device=like.device) / width
+def _frequencies(base: float, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """t_i = base^(-2i/W), (W/2,)."""
+    exponent = torch.arange(0, width, 2, dtype=dtype, device=device) / width
     return 1.0 / base**exponent

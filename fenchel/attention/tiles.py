@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fenchel.attention.prior import Block, Prior
+from fenchel.attention.prior import Prior, ScoreBlock
 from fenchel.attention.reference import cap, score
 from fenchel.attention.spec import AttentionSpec, select
 from fenchel.choice import Choice
@@ -56,10 +56,12 @@ class Tile(NamedTuple):
         """Its part of k or v (B, G, S, .)."""
         return x[self.batch, self.groups, self.keys]
 
-    def block(self, q: Tensor, k: Tensor) -> Block:
+    def block(self, q: Tensor, k: Tensor) -> ScoreBlock:
         """Its part of the square of q (B, H, T, D) and k (B, G, S, D), as a prior takes it."""
         B, H, T, _ = q.shape
-        return Block(B, H, T, k.shape[2], q.device, self.batch, self.heads, self.rows, self.keys)
+        return ScoreBlock(
+            B, H, T, k.shape[2], q.device, self.batch, self.heads, self.rows, self.keys
+        )
 
 
 def tile_height(T: int, keys: int, device: str) -> int:

@@ -17,8 +17,8 @@ depends on one vector alone. With s_i = 1 / omega''(p_i) where p_i > 0, and s_i 
 
 J is symmetric, so the forward (jvp) and reverse (vjp) products are one function, and J is
 also the Hessian of ``value``. A new map supplies omega, its slope, its response (the inverse
-of the slope), s and the solution; the base class derives the rest (by_name.py says where a map is
-registered). Derivations: docs/maths/choice.md.
+of the slope), s and the solution; the base class derives the rest. by_name.py has the table in
+which maps are registered. Derivations: docs/maths/choice.md.
 
 The gap in the inequality of Fenchel and Young is the loss of the map:
 
@@ -216,21 +216,21 @@ def centred(s: Tensor, v: Tensor) -> Tensor:
     return s * (v - mean)
 
 
-def plain(t: Tensor) -> bool:
+def is_plain(t: Tensor) -> bool:
     """Whether t holds numbers, and is no placeholder of torch.compile or torch.func."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return not torch.compiler.is_compiling() and not wrapped(t)
 
 
-def readable(t: Tensor) -> bool:
+def is_readable(t: Tensor) -> bool:
     """Whether Python may branch on the numbers in t without a synchronisation."""
-    return plain(t) and t.device.type == "cpu"
+    return is_plain(t) and t.device.type == "cpu"
 
 
-def positive(name: str, beta: float | Tensor) -> None:
-    """Refuse an inverse temperature that is not positive and finite, where it is readable."""
+def require_positive(name: str, beta: float | Tensor) -> None:
+    """Raise ValueError for a beta that is not positive and finite, where it is readable."""
     if isinstance(beta, Tensor):
-        good = not readable(beta) or bool(((beta > 0) & beta.isfinite()).all())
+        good = not is_readable(beta) or bool(((beta > 0) & beta.isfinite()).all())
     else:
         good = 0.0 < beta < float("inf")
     if not good:
@@ -241,7 +241,7 @@ def positive(name: str, beta: float | Tensor) -> None:
 
 
 def checked_axis(z: Tensor, log_prior: Tensor | None, dim: int) -> int:
-    """The axis of the choice counted from the end; refuses the likeliest mistakes."""
+    """The axis of the choice counted from the end; raises ValueError for the likeliest mistakes."""
     if not z.is_floating_point():
         raise ValueError(f"scores must be floating point, got {z.dtype}; convert them first.")
     if not -z.ndim <= dim < z.ndim:
@@ -256,10 +256,10 @@ def checked_axis(z: Tensor, log_prior: Tensor | None, dim: int) -> int:
 
 def _omega_at_vertex(choice: Choice, x: Tensor, y: Tensor, log_prior: Tensor | None) -> Tensor:
     """Omega at the vertex y of the simplex: an index (...) -> (...)."""
-    one = choice.omega(torch.ones_like(x[..., 0]))
+    omega = choice.omega(torch.ones_like(x[..., 0]))
     if log_prior is None:
-        return one
-    return one - log_prior.expand_as(x).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        return omega
+    return omega - log_prior.expand_as(x).gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
 def float32_or_better(t: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fenchel.choice.base import FORBIDDEN, Choice, float32_or_better, positive
+from fenchel.choice.base import FORBIDDEN, Choice, float32_or_better, require_positive
 from fenchel.choice.softmax import Softmax
 
 
@@ -38,7 +38,7 @@ class Capped(Choice):
     beta: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        positive("Capped", self.beta)
+        require_positive("Capped", self.beta)
         if not 0.0 < self.cap <= 1.0:
             raise ValueError(f"Capped needs 0 < cap <= 1, got cap={self.cap}.")
 

@@ -50,9 +50,9 @@ from fenchel.choice.base import (
     Choice,
     centred,
     float32_or_better,
-    plain,
-    positive,
-    readable,
+    is_plain,
+    is_readable,
+    require_positive,
 )
 from fenchel.choice.entmax_solver import origin
 
@@ -71,7 +71,7 @@ def tsallis(x: Tensor, alpha: float | Tensor) -> Tensor:
             )
         alpha = alpha.to(x.dtype)
         x = x.expand(torch.broadcast_shapes(x.shape, alpha.shape))  # type: ignore[no-untyped-call]
-    if not plain(x) or (isinstance(alpha, Tensor) and not plain(alpha)):
+    if not is_plain(x) or (isinstance(alpha, Tensor) and not is_plain(alpha)):
         return _traced(x, alpha)
     p: Tensor = _Tsallis.apply(x, alpha)  # type: ignore[no-untyped-call]
     return p
@@ -206,9 +206,9 @@ class Entmax(Choice):
     beta: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        positive("Entmax", self.beta)
+        require_positive("Entmax", self.beta)
         if isinstance(self.alpha, Tensor):
-            good = not readable(self.alpha) or bool(((self.alpha > 1) & (self.alpha <= 4)).all())
+            good = not is_readable(self.alpha) or bool(((self.alpha > 1) & (self.alpha <= 4)).all())
         else:
             good = 1.0 < self.alpha <= 4.0
         if not good:
@@ -270,7 +270,7 @@ class Sparsemax(Choice):
     beta: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        positive("Sparsemax", self.beta)
+        require_positive("Sparsemax", self.beta)
 
     def choose(self, x: Tensor) -> Tensor:
         """The argmax for the scores x: (..., K) -> (..., K)."""

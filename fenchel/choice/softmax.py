@@ -22,8 +22,8 @@ from fenchel.choice.base import (
     Choice,
     checked_axis,
     float32_or_better,
-    positive,
-    readable,
+    is_readable,
+    require_positive,
 )
 
 
@@ -40,7 +40,7 @@ class Softmax(Choice):
     beta: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        positive("Softmax", self.beta)
+        require_positive("Softmax", self.beta)
 
     def weights(self, z: Tensor, log_prior: Tensor | None = None, dim: int = -1) -> Tensor:
         """The argmax: (..., K) -> (..., K)."""
@@ -86,7 +86,7 @@ def _softmax(x: Tensor, axis: int) -> Tensor:
     """torch.softmax, with zeros for a row that is -inf throughout."""
     if x.shape[axis] == 0:
         return x
-    if readable(x):
+    if is_readable(x):
         # Such a row, and no other without nan in it, gives nan in its first entry. Testing one
         # column is cheap; the general form below costs three passes over x.
         p = torch.softmax(x, axis)

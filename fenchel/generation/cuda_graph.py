@@ -65,19 +65,19 @@ class StaticCache:
 
     def __init__(self, cache: KVCache, *, batch: int) -> None:
         self.positions = S = cache.positions
-        like = cache.layers[0].keys.read(0, 1)
-        _, G, _, D = like.shape
+        key = cache.layers[0].keys.read(0, 1)
+        _, G, _, D = key.shape
         self.sizes = [
             S if layer.lookback is None else min(S, layer.lookback + 1) for layer in cache.layers
         ]
         # Zeros: an empty slot has weight zero, and zero times NaN would be NaN.
-        self.keys = [like.new_zeros(batch, G, size, D) for size in self.sizes]
-        self.values = [like.new_zeros(batch, G, size, D) for size in self.sizes]
-        self.token = torch.zeros(1, dtype=torch.long, device=like.device)
+        self.keys = [key.new_zeros(batch, G, size, D) for size in self.sizes]
+        self.values = [key.new_zeros(batch, G, size, D) for size in self.sizes]
+        self.token = torch.zeros(1, dtype=torch.long, device=key.device)
         """The number n of the next token."""
         self.slots = {size: self.token + size - 1 for size in [*self.sizes, S]}
-        self.token_mask_BS = torch.zeros(batch, S, dtype=torch.bool, device=like.device)
-        self.padding_B = torch.zeros(batch, dtype=torch.long, device=like.device)
+        self.token_mask_BS = torch.zeros(batch, S, dtype=torch.bool, device=key.device)
+        self.padding_B = torch.zeros(batch, dtype=torch.long, device=key.device)
         """How many slots before each sequence are padding."""
         self.length = S - 1
         """To the model the newest token is at the last slot, whatever its number."""
@@ -197,7 +197,7 @@ def _norm(module: PlainNorm) -> "NormWeights":
 
 
 Step = Callable[[], Tensor]
-Recorder = Callable[[Step, torch.device], Step]
+StepRecorder = Callable[[Step, torch.device], Step]
 Record = Literal["auto", "graph"]
 """Whether a step is recorded: as a CUDA graph, or "auto" as a graph where that is faster."""
 AUTO_TOKENS = 32
@@ -313,7 +313,7 @@ class RecordedStep:
         cache: KVCache,
         *,
         batch: int,
-        record: Recorder,
+        record: StepRecorder,
         fused: bool = False,
     ) -> None:
         self.cache = StaticCache(cache, batch=batch)
@@ -374,7 +374,7 @@ def capture_graph(step: Step, device: torch.device) -> Step:
     return replay
 
 
-RECORDERS: dict[str, Recorder] = {"graph": capture_graph}
+RECORDERS: dict[str, StepRecorder] = {"graph": capture_graph}
 
 
 class RecordingKey(NamedTuple):

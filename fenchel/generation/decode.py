@@ -194,7 +194,7 @@ def _pieces(tokens: Iterator[Tensor], text: TextStream) -> Iterator[str]:
     yield text.flush()
 
 
-class _Run(NamedTuple):
+class _Generation(NamedTuple):
     """Tokens that are computed as the iterator advances, and which sequences have stopped."""
 
     prompts: Prompts
@@ -211,8 +211,8 @@ def _start(
     tokenizer: Tokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
-) -> _Run:
-    """``stop`` where it differs from that of the settings."""
+) -> _Generation:
+    """A generation that is ready to run; ``stop`` replaces that of the settings if it is given."""
     prompts, kind = pad_prompts(ids), model.config.kind
     count, draft, sampling = settings.max_new_tokens, settings.draft, settings.sampling
     if kind == "encoder":
@@ -258,7 +258,7 @@ def _start(
     on_device = sampling.temperature == 0.0 and previous_BV is None
     chunk = (CHUNK if stops.active else CHUNK_WITHOUT_STOPS) if on_device else 0
     tokens = _decode(session, prompts.ids, count, next_token, stops, draft, chunk)
-    return _Run(prompts, stops, tokens)
+    return _Generation(prompts, stops, tokens)
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@
     keys[slot], values[slot] = k, v      slot = R - 1 - n mod R
     o    = sum_s p_s values_s,           p = softmax(scale q . keys_s) over the present slots
 
-n, the number of the token, and ``fill``, the number of slots before a sequence begins, are read
+n, the number of the token, and ``fill``, the number of padding slots before a sequence, are read
 from device memory, so that the same launch serves every token. Token t is in slot R - 1 - t mod R
 (generation/cuda_graph.py), so the present slots are the last min(n + 1, R) of the R, except the
 fill. The position of the token is n - fill.
@@ -40,7 +40,7 @@ FLOOR = tl.constexpr(-1e30)
 
 
 class DecodePosition(NamedTuple):
-    """The number of the newest token (1,) and the fill of every sequence (B,), on the device."""
+    """The number of the newest token (1,) and of padding slots per sequence (B,), on the device."""
 
     token: Tensor
     fill: Tensor

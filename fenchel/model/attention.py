@@ -1,7 +1,7 @@
 """Attention layers: self-attention, by dot products or by distance, and cross-attention.
 
     q, k, v = W_q x, W_k x, W_v x                 one product for all three
-    q, k    = rotary(norm(q)), rotary(norm(k))    where the settings ask for it
+    q, k    = rotary(norm(q)), rotary(norm(k))    by the settings
     out     = W_o attend(q, k, v)
 
 With scores="l2" a query prefers the keys near it. One matrix makes queries and keys, z = W_q x, and

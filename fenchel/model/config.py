@@ -286,11 +286,11 @@ class ModelConfig:
     def _require_use(self) -> None:
         """Raise for a setting that would have no effect."""
         defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        for names, used, wanted in _uses(self):
+        for names, used, needed in _uses(self):
             for name in names:
                 if not used and getattr(self, name) != defaults[name]:
                     raise ValueError(
-                        f"{name}={getattr(self, name)!r} would do nothing; it needs {wanted}."
+                        f"{name}={getattr(self, name)!r} would do nothing; it needs {needed}."
                     )
         if self.scores == "l2" and (self.groups != self.heads or self.has_qkv_bias or self.qk_norm):
             raise ValueError(

@@ -27,10 +27,9 @@ class LoraLinear(nn.Linear):
     ) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        like = base.weight
         self.scale = alpha / rank
-        self.lora_A = nn.Parameter(like.new_empty(rank, base.in_features))
-        self.lora_B = nn.Parameter(like.new_zeros(base.out_features, rank))
+        self.lora_A = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         with torch.no_grad():
             self.lora_A.normal_(0.0, base.in_features**-0.5, generator=generator)
         self.train(base.training)

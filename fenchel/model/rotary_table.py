@@ -26,21 +26,21 @@ class RotaryTable:
             self.base, self.scaling = config.rotary_local_base, None
         self._table = torch.empty(2, 0, 0)
 
-    def between(self, start: int, end: int, like: Tensor) -> Angles:
-        """Angles of positions ``start`` to ``end``, (T, W)."""
-        cos, sin = self._angles_below(end, like)
+    def between(self, start: int, end: int, x: Tensor) -> Angles:
+        """Angles of positions ``start`` to ``end``, (T, W), on the device of x, for its dtype."""
+        cos, sin = self._angles_below(end, x)
         return Angles(cos[start:end], sin[start:end])
 
-    def at(self, positions_BT: Tensor, end: int, like: Tensor) -> Angles:
-        """Angles of positions below ``end``, (B, 1, T, W)."""
-        cos, sin = self._angles_below(end, like)
+    def at(self, positions_BT: Tensor, end: int, x: Tensor) -> Angles:
+        """Angles of positions below ``end``, (B, 1, T, W), on the device of x, for its dtype."""
+        cos, sin = self._angles_below(end, x)
         return Angles(cos[positions_BT].unsqueeze(1), sin[positions_BT].unsqueeze(1))
 
-    def _angles_below(self, end: int, like: Tensor) -> Angles:
-        exact = torch.promote_types(like.dtype, torch.float32)
+    def _angles_below(self, end: int, x: Tensor) -> Angles:
+        exact = torch.promote_types(x.dtype, torch.float32)
         if torch.compiler.is_compiling() and self.context <= COMPILED_POSITIONS:
             end = self.context  # one constant for all lengths, instead of a graph per length
-        cos, sin = self._cached_table(end, like.device, exact).unbind()
+        cos, sin = self._cached_table(end, x.device, exact).unbind()
         return Angles(cos, sin)
 
     def _cached_table(self, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:

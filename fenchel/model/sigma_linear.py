@@ -6,8 +6,8 @@ The size of W then has no effect on the map, and its norm is one number g that l
 entropy of attention cannot collapse in a few steps.
 
 a and b are buffers that follow W by one power iteration per step, so sigma costs two products with
-a vector. For fixed a, b the derivative of sigma is a b^T, which is exact
-where they are the top singular vectors. Shapes: W (O, I), a (O,), b (I,).
+a vector. For fixed a, b the derivative of sigma is a b^T, which is exact where they are the top
+singular vectors. Shapes: W (O, I), a (O,), b (I,).
 
 Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy collapse.
 """
@@ -53,7 +53,7 @@ class SigmaLinear(nn.Linear):
 
     @torch.no_grad()
     def reset(self, gain: float, generator: torch.Generator | None = None) -> None:
-        """Set the gain and find the singular vectors of fresh weights."""
+        """Set the gain, and compute the top singular vectors of fresh weights."""
         self.gain.fill_(gain)
         self.right.normal_(generator=generator)
         self.power_iterate(_INITIAL_ITERATIONS)

@@ -9,9 +9,9 @@ encoder's predicts token t. With an encoder beside the decoder, ``encode`` runs 
 and ``forward`` takes its output.
 
 ``meta_model`` builds a model on the meta device, where tensors have shapes and no values, for
-weights that are read from a file. The layers still ask for random numbers there, and torch loads
-its compiler to answer, which takes over a second; so the draws are skipped. ``evaluating`` switches
-dropout off for a while.
+weights that are read from a file. Random draws are skipped there: into a meta tensor they have no
+effect, but torch loads its compiler for them, which takes over a second. ``evaluating`` switches
+dropout off inside a ``with`` block.
 
 B sequences, T positions, S positions with those in the cache, M width of the stream, E width of the
 embedding, V vocabulary. Fresh parameters: fenchel/model/initialisation.py.
@@ -198,10 +198,10 @@ class Transformer(nn.Module):
             )
         if token_mask_BS is None:
             return
-        wanted = (ids_BT.shape[0], slots)
-        if token_mask_BS.dtype != torch.bool or tuple(token_mask_BS.shape) != wanted:
+        shape = (ids_BT.shape[0], slots)
+        if token_mask_BS.dtype != torch.bool or tuple(token_mask_BS.shape) != shape:
             raise ValueError(
-                f"token_mask should be bool of shape {wanted}, one per slot with those cached, "
+                f"token_mask should be bool of shape {shape}, one per slot with those cached, "
                 f"got {token_mask_BS.dtype} of {tuple(token_mask_BS.shape)}."
             )
 
@@ -235,7 +235,7 @@ class Transformer(nn.Module):
         return dropout(x, p, self.training) if p else x
 
     def _rotary(
-        self, start: int, end: int, positions_BT: Tensor | None, like: Tensor
+        self, start: int, end: int, positions_BT: Tensor | None, x_BTM: Tensor
     ) -> tuple[Angles | None, Angles | None]:
         """Rotary angles in layers without a window and in those with one."""
         if self.config.positions != "rotary":
@@ -243,8 +243,8 @@ class Transformer(nn.Module):
 
         def angles(table: RotaryTable) -> Angles:
             if positions_BT is None:
-                return table.between(start, end, like)
-            return table.at(positions_BT, end, like)
+                return table.between(start, end, x_BTM)
+            return table.at(positions_BT, end, x_BTM)
 
         everywhere, local = self._rotary_tables
         rotary = angles(everywhere)

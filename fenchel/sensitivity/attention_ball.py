@@ -33,7 +33,7 @@ Bound B, from the centre: the exact norm there, plus bounds of the change of eac
 B tends to the exact value as r -> 0, A is the smaller one for large r. In the norm max_i |x_i| the
 same pieces give max_i |V| + g_i h_i + g_i (sum_j s')^(1/2) (max_j |B_j^T q_i| + r M), free of n.
 
-Rotations enter through A_i and B_j alone: in row i the keys are seen through A_i^T, in column j the
+Rotations enter through A_i and B_j alone: row i depends on the keys through A_i^T, column j on the
 queries through B_j^T. Without rotations A_i = A and B_j = B, and these are the formulas of
 docs/maths/sensitivity.md. For consecutive positions A_i^T B_j depends on j - i, and M is the
 largest of 2 n - 1 norms; for others M = |A| |B|.
@@ -62,11 +62,11 @@ class HeadBounds(NamedTuple):
     """Bounds that hold everywhere in a ball, per head: (H,)."""
 
     upper: Tensor
-    """Of the spectral norm |J'|_2, by A."""
+    """On the spectral norm |J'|_2, by A."""
     variation: Tensor
-    """Of |J' - J|_2 with J the Jacobian at the centre, by B."""
+    """On |J' - J|_2 with J the Jacobian at the centre, by B."""
     token: Tensor
-    """Of the gain in the norm max_i |x_i|."""
+    """On the gain in the norm max_i |x_i|."""
 
 
 class _Weights(NamedTuple):
@@ -127,8 +127,8 @@ def head_bounds(x: Projections, out: Tensor | None, spec: AttentionSpec, ball: B
     """Bounds for one sequence and all its heads; ``out`` is W_O per head, (H, E, M), or None."""
     H, n = x.q.shape[1:3]
     if not bounded(spec.choice):
-        none = x.q.new_full((H,), torch.inf)
-        return HeadBounds(none, none, none)
+        infinite = x.q.new_full((H,), torch.inf)
+        return HeadBounds(infinite, infinite, infinite)
     head = _coordinates(x, out, spec)
     w = _weights(x, head, spec, ball)
     rows = _RowBounds(head, w, ball, exact_sum=isinstance(spec.choice, Softmax))
@@ -227,13 +227,13 @@ def _softmax_box(p: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _threshold_box(choice: Choice, x: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a choice with a threshold nu: p = response(x - nu), and nu rises with x."""
+    """``_softmax_box`` for p = response(x - nu) with a threshold nu, which rises with x."""
     nu_low, nu_high = (_threshold(choice, x + sign * e) for sign in (-1.0, 1.0))
     slack = 16.0 * torch.finfo(x.dtype).eps
     nu_low, nu_high = nu_low - slack * (1.0 + nu_low.abs()), nu_high + slack * (1.0 + nu_high.abs())
     high = choice.response(x + e - nu_low).clamp(0.0, 1.0)
     low = choice.response(x - e - nu_high).clamp(0.0, 1.0)
-    # Weights sum to one, so none exceeds what the others leave, nor falls below it.
+    # Weights sum to one: each lies within what the extremes of the others leave.
     open_ = x > -torch.inf
     high = torch.where(open_, high, 0.0)
     low = torch.where(open_, low, 0.0)
@@ -261,7 +261,7 @@ class _RowBounds:
         self.head, self.w, self.ball = head, w, ball
         self.sum_max = torch.ones_like(w.s[..., 0]) if exact_sum else w.s_max.sum(-1)
         self.off = w.s_off.sum(-1)
-        # a_i: a bound of the weighted move of the tokens in row i
+        # a_i: a bound on the weighted move of the tokens in row i
         widest = w.s_max.amax(-1).sqrt()
         self.shift = torch.minimum(ball.token * self.sum_max.sqrt(), ball.total * widest)
         self.query_size = head.query_sizes().amax(-1)

@@ -6,7 +6,7 @@ With z = scale q k^T, p = choice.weights(z, log_prior), o = p v and J the deriva
     reverse    gv = p^T g,   gz = J (g v^T),   gq = scale gz k,   gk = scale gz^T q
 
 one block of rows at a time. With J_i = diag(s) - s s^T / sum(s) and m_i the s-weighted mean of the
-values, rows that are not near to one-hot use
+values, rows that are not nearly one-hot use
 
     (J dz)_i v = (s dz_i) v - <s, dz_i> m_i,       gz_i = s (g_i v^T - <g_i, m_i>),
 
@@ -25,8 +25,8 @@ A = scale W_Q k^T (M, S) and B = scale q W_K^T (T, M),
     dz = dX A + B dX^T                        gz = J(g v^T)
     do = J(dz) v + p (dX W_V)                 gX = gz A^T + gz^T B + (p^T g) W_V^T
 
-A small operator spends its time on calls and not on arithmetic, so this halves the time of a step
-of Golub-Kahan. A has M S numbers where k has D S: it is for M not much larger than D.
+Calls, not arithmetic, take the time of a small operator, so this halves the time of a step of
+Golub-Kahan. A has M S numbers where k has D S: it is for M not much larger than D.
 """
 
 from copy import copy
@@ -55,7 +55,7 @@ from fenchel.sensitivity.weight_blocks import (
 
 
 class OneHead(Operator):
-    """d Att(X) of one head, in the dtype of what it is given."""
+    """d Att(X) of one head, in the dtype of its arguments."""
 
     def __init__(
         self,
@@ -79,12 +79,14 @@ class OneHead(Operator):
     @full_precision
     def apply(self, v: Tensor) -> Tensor:
         """J dX."""
-        return torch.stack([self._push(one) for one in v]) if len(v) > 1 else self._push(v)
+        return torch.stack([self._push(move) for move in v]) if len(v) > 1 else self._push(v)
 
     @full_precision
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T g."""
-        return torch.stack([self._pull(one) for one in u]) if len(u) > 1 else self._pull(u)
+        return (
+            torch.stack([self._pull(gradient) for gradient in u]) if len(u) > 1 else self._pull(u)
+        )
 
     def _push(self, move: Tensor) -> Tensor:
         dX = move.view(self.B.shape)
@@ -136,7 +138,7 @@ class AttentionJacobian(Operator):
         """J v, one pass over the weights for the whole stack."""
         moves = {
             name: self._for_every_head(part, name)
-            for name, part in zip(self.wrt, self.domain.lift(v), strict=True)
+            for name, part in zip(self.wrt, self.domain.unflatten(v), strict=True)
         }
         return self.push(**moves).reshape(len(v), *self.codomain.batch, -1)
 
@@ -145,13 +147,13 @@ class AttentionJacobian(Operator):
         """J^T u, one pass over the weights for the whole stack."""
         backs = self.pull(u.reshape(len(u), len(self.v), self.rows.T, -1))
         lead = (len(u), *self.domain.batch)
-        found = [self._of_every_group(backs[name], name).reshape(*lead, -1) for name in self.wrt]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        parts = [self._of_every_group(backs[name], name).reshape(*lead, -1) for name in self.wrt]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def push(
         self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None
     ) -> Tensor:
-        """do for moves dq (c, N, T, D), dk (c, N, S, D), dv (c, N, S, E), or standing still."""
+        """do for moves dq (c, N, T, D), dk (c, N, S, D), dv (c, N, S, E); None is a move of 0."""
         c = next(len(move) for move in (q, k, v) if move is not None)
         if self.rows.whole and c == 1:  # the usual case of a small operator, with nothing to gather
             for block in self.rows:
@@ -192,12 +194,12 @@ class AttentionJacobian(Operator):
         drop = dz.sum(-1, keepdim=True)
         return torch.bmm(dz, v).addcmul_(drop, cut(self._mean, block.rows), value=-1.0)
 
-    def _score_gradient(self, block: WeightBlock, here: Tensor, beside: Tensor) -> Tensor:
-        """gz on a block, for the gradient ``here`` (N, t, E); ``beside`` has -<g, m> with it."""
+    def _score_gradient(self, block: WeightBlock, g_rows: Tensor, g_and_mean: Tensor) -> Tensor:
+        """gz on a block, for its rows of the gradient (N, t, E), and (g, -<g, m>) (N, T, E + 1)."""
         if block.heaviest is not None:
-            gz = block.choice_jvp_(torch.bmm(here, cut(self.v, block.keys).mT))
+            gz = block.choice_jvp_(torch.bmm(g_rows, cut(self.v, block.keys).mT))
         else:
-            gz = torch.bmm(cut(beside, block.rows), cut(self._values_and_one, block.keys).mT)
+            gz = torch.bmm(cut(g_and_mean, block.rows), cut(self._values_and_one, block.keys).mT)
             gz *= block.s
         return gz if block.slope is None else gz.mul_(block.slope)
 
@@ -217,7 +219,7 @@ class AttentionJacobian(Operator):
     def pull(self, g: Tensor, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """gq, gk, gv, (c, N, ...) each, for a gradient g (c, N, T, E) of the outputs.
 
-        ``into`` are zeros to write to, where the caller wants them in a place of its own.
+        ``into`` are tensors of zeros to write into; None allocates them.
         """
         r = self.rows
         back = into or {
@@ -225,18 +227,18 @@ class AttentionJacobian(Operator):
             for name, x in (("q", r.q), ("k", r.k), ("v", self.v))
             if name in self.wrt
         }
-        beside = g
+        g_and_mean = g
         if self.wrt != "v" and any(block.heaviest is None for block in r.cached()):
-            beside = torch.cat([g, (g * self._mean).sum(-1, keepdim=True).neg_()], -1)
+            g_and_mean = torch.cat([g, (g * self._mean).sum(-1, keepdim=True).neg_()], -1)
         for block in r:
             rows, keys = block.rows, block.keys
-            for i, one in enumerate(g):
-                here = cut(one, rows)
+            for i, gradient in enumerate(g):
+                g_rows = cut(gradient, rows)
                 if "v" in self.wrt:
-                    cut(back["v"][i], keys).baddbmm_(block.p.mT, here)
+                    cut(back["v"][i], keys).baddbmm_(block.p.mT, g_rows)
                 if self.wrt == "v":
                     continue
-                gz = self._score_gradient(block, here, beside[i])
+                gz = self._score_gradient(block, g_rows, g_and_mean[i])
                 if "q" in self.wrt:
                     cut(back["q"][i], rows).baddbmm_(gz, cut(r.scaled_k, keys))
                 if "k" in self.wrt:
@@ -244,14 +246,14 @@ class AttentionJacobian(Operator):
         return back
 
     def _for_every_head(self, move: Tensor, name: str) -> Tensor:
-        """A move as (c, N, n, w), shared ones repeated."""
+        """A move as (c, N, n, w), with shared heads repeated."""
         B, H = self.rows.lead
         own = H if name == "q" or self.each else self.G
         move = move.reshape(len(move), B, own, *move.shape[-2:])
         return repeat_heads(move, H, 2).reshape(len(move), B * H, *move.shape[-2:])
 
     def _of_every_group(self, back: Tensor, name: str) -> Tensor:
-        """A gradient (c, N, n, w), summed over the heads that share what it belongs to."""
+        """A gradient (c, N, n, w), summed over the query heads that share its keys or values."""
         B, H = self.rows.lead
         if name == "q" or self.each or self.G == H:
             return back
@@ -285,7 +287,7 @@ class AttentionJacobian(Operator):
             return square.sqrt().reshape(self.domain.batch)
         if self.G == self.rows.H:
             return square.amax().sqrt()
-        groups = square.reshape(len(square), self.G, -1)  # they share their keys
+        groups = square.reshape(len(square), self.G, -1)  # the heads of a group share their keys
         return groups.sum(2).amax().sqrt()
 
 
@@ -296,8 +298,8 @@ class SelfAttentionJacobian(Operator):
     def __init__(self, inner: AttentionJacobian, x: Projections) -> None:
         self.inner, self.W = inner, x.W
         self.widths = [w.shape[-1] for w in x.W]
-        # Side by side, (B or 1, H, M, 2 D + E): one product instead of three.
-        self.beside = torch.cat(x.W, -1)
+        # Concatenated, (B or 1, H, M, 2 D + E): one product instead of three.
+        self.W_QKV = torch.cat(x.W, -1)
         N, M = x.X.shape[-2:]
         out = (inner.rows.T, inner.v.shape[-1])
         if inner.each:
@@ -311,7 +313,7 @@ class SelfAttentionJacobian(Operator):
         """J dX."""
         rows, c = self.inner.rows, len(v)
         own = rows.H if self.inner.each else 1
-        moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.beside
+        moved = v.reshape(c, rows.B, own, rows.T, -1) @ self.W_QKV
         moves = moved.view(c, -1, rows.T, moved.shape[-1]).split_with_sizes(self.widths, -1)
         return self.inner.push(*moves).reshape(c, *self.codomain.batch, -1)
 
@@ -320,10 +322,10 @@ class SelfAttentionJacobian(Operator):
         """J^T G."""
         rows, c = self.inner.rows, len(u)
         g = u.reshape(c, rows.B * rows.H, rows.T, -1)
-        back = u.new_zeros(c, g.shape[1], rows.T, self.beside.shape[-1])
+        back = u.new_zeros(c, g.shape[1], rows.T, self.W_QKV.shape[-1])
         parts = back.split_with_sizes(self.widths, -1)
         self.inner.pull(g, {"q": parts[0], "k": parts[1], "v": parts[2]})
-        total = back.view(c, rows.B, rows.H, rows.T, -1) @ self.beside.mT
+        total = back.view(c, rows.B, rows.H, rows.T, -1) @ self.W_QKV.mT
         if not self.inner.each:
             total = total.sum(2)  # one X feeds every head
         return total.reshape(c, *self.domain.batch, -1)
@@ -332,15 +334,15 @@ class SelfAttentionJacobian(Operator):
     def single(self) -> Operator:
         """The same operator in float32; ``OneHead`` where there is one small head."""
         inner = self.inner._single()
-        rows, M = inner.rows, self.beside.shape[-2]
-        one = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
-        block = next(iter(rows), None) if one else None
+        rows, M = inner.rows, self.W_QKV.shape[-2]
+        one_small_head = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
+        block = next(iter(rows), None) if one_small_head else None
         if block is not None and block.keys == slice(0, rows.S) and block.slope is None:
             W_Q, W_K, W_V = (w[0, 0].float() for w in self.W)
             q, k, v = rows.q[0], rows.k[0], inner.v[0]
             return OneHead(block, q, k, v, (W_Q, W_K, W_V), rows.scale, self.domain, self.codomain)
         other = copy(self)
-        other.inner, other.dtype, other.beside = inner, torch.float32, self.beside.float()
+        other.inner, other.dtype, other.W_QKV = inner, torch.float32, self.W_QKV.float()
         return other
 
     @full_precision
@@ -352,7 +354,7 @@ class SelfAttentionJacobian(Operator):
 
     @full_precision
     def ceiling(self) -> Tensor:
-        """The covariance bound; heads taken together stand on one another, so squares add."""
+        """The covariance bound; without ``each`` the heads are stacked, so squares add."""
         total = self.parts().total
         if self.inner.each:
             return total.reshape(self.domain.batch)
@@ -404,7 +406,7 @@ def self_attention_jacobian(
     """The Jacobian of Att in X (..., N, M), by W_Q, W_K (M, D) and W_V (M, E).
 
     Weights with more axes bring heads: W_Q (H, M, D), W_K (G, M, D), W_V (G, M, E), and outputs
-    (..., H, N, E); axes before the heads go along with those of X. ``each`` gives one operator a
+    (..., H, N, E); axes before the heads broadcast with those of X. ``each`` gives one operator per
     sequence and head.
     """
     x = project(X, W_Q, W_K, W_V)

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fenchel.sensitivity.operator import Operator, Space, Tensors
 
 Function = Callable[..., Any]
-_READ = ("logits", "last_hidden_state")
+_OUTPUTS = ("logits", "last_hidden_state")
 
 
 @final
@@ -31,30 +31,30 @@ class Jacobian(Operator):
     """The derivative of ``f`` at ``x``, both directions exact."""
 
     def __init__(self, f: Function, x: Tensors, batch: int = 0) -> None:
-        self.f, self.x = plain(f), point(x)
+        self.f, self.x = tensor_function(f), point(x)
         self.domain = space(self.x, batch, several=not isinstance(x, Tensor))
-        self.codomain = space((_look(self.f, self.x),), batch, several=False)
+        self.codomain = space((_evaluate(self.f, self.x),), batch, several=False)
         if self.codomain.batch != self.domain.batch:
             raise ValueError(
-                f"batch={batch} says f acts on each leading index by itself, but it takes "
-                f"{self.domain.batch} and gives {self.codomain.batch}."
+                f"batch={batch} needs an f that acts on each leading index by itself; this one "
+                f"takes {self.domain.batch} and gives {self.codomain.batch}."
             )
         self.dtype, self.device = self.x[0].dtype, self.x[0].device
 
     def apply(self, v: Tensor) -> Tensor:
         """J v, one forward-mode pass per vector."""
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            moves = [torch.func.jvp(self.f, self.x, self._parts(one))[1] for one in v]
-        return self.codomain.lay([torch.stack(moves)])
+            moves = [torch.func.jvp(self.f, self.x, self._parts(move))[1] for move in v]
+        return self.codomain.flatten([torch.stack(moves)])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T u, one reverse-mode pass per vector."""
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            backs = [self._pull(self.codomain.lift(one[None])[0][0]) for one in u]
-        return self.domain.lay([torch.stack(parts) for parts in zip(*backs, strict=True)])
+            backs = [self._pull(self.codomain.unflatten(gradient[None])[0][0]) for gradient in u]
+        return self.domain.flatten([torch.stack(parts) for parts in zip(*backs, strict=True)])
 
-    def _parts(self, one: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part[0] for part in self.domain.lift(one[None]))
+    def _parts(self, move: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part[0] for part in self.domain.unflatten(move[None]))
 
     @cached_property
     def _pull(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -76,7 +76,7 @@ def jacobian(f: Function, x: Tensors, *, batch: int = 0) -> Jacobian:
 
 
 def point(x: Tensors) -> tuple[Tensor, ...]:
-    """The place of a derivative: floating tensors, cut off from any graph."""
+    """The point of a derivative: floating tensors, detached from any graph."""
     parts = (x,) if isinstance(x, Tensor) else tuple(x)
     for part in parts:
         if not part.is_floating_point():
@@ -90,21 +90,23 @@ def point(x: Tensors) -> tuple[Tensor, ...]:
 
 
 def space(x: Sequence[Tensor], batch: int, *, several: bool) -> Space:
-    """The space of tensors whose first ``batch`` axes stand side by side."""
+    """The space of tensors whose first ``batch`` axes are those of a batch."""
     if any(part.dim() < batch or part.shape[:batch] != x[0].shape[:batch] for part in x):
         raise ValueError(
-            f"batch={batch} asks for that many equal leading axes; got "
+            f"batch={batch} needs that many equal leading axes; got "
             f"{[tuple(part.shape) for part in x]}."
         )
     return Space(tuple(tuple(p.shape[batch:]) for p in x), tuple(x[0].shape[:batch]), several)
 
 
-def plain(f: Function) -> Function:
-    """``f`` as a function of tensors that gives one tensor."""
+def tensor_function(f: Function) -> Function:
+    """``f`` as a function of tensors that returns one tensor."""
     if isinstance(f, nn.Module) and any(
         isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in f.modules()
     ):
-        raise ValueError("f drops out at random, so it has no one derivative; call f.eval() first.")
+        raise ValueError(
+            "f applies dropout at random, so it has no single derivative; call f.eval() first."
+        )
     embeds = isinstance(f, nn.Module) and "inputs_embeds" in signature(f.forward).parameters
 
     def call(*x: Tensor) -> Tensor:
@@ -115,18 +117,18 @@ def plain(f: Function) -> Function:
 
 def _tensor(y: Any) -> Tensor:
     if isinstance(y, Mapping):
-        y = next((y[name] for name in _READ if name in y), None)
+        y = next((y[name] for name in _OUTPUTS if name in y), None)
     elif isinstance(y, tuple | list) and y:
         y = y[0]
     if not isinstance(y, Tensor):
         raise ValueError(
             f"f must give a tensor, a tuple that begins with one, or an output with one of "
-            f"{_READ}; got {type(y).__name__}."
+            f"{_OUTPUTS}; got {type(y).__name__}."
         )
     return y
 
 
-def _look(f: Function, x: tuple[Tensor, ...]) -> Tensor:
+def _evaluate(f: Function, x: tuple[Tensor, ...]) -> Tensor:
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         y: Tensor = f(*x)
     return y

@@ -8,16 +8,15 @@ the Frobenius norm, so ``upper`` is a Lipschitz constant on the ball, which is c
 measured in the Frobenius norm ("fro") or per token ("token"). For a function that is neither a
 layer nor a torch module with a known layer, nothing is proved and ``upper`` is infinite.
 
-The witness is found by ascent. sigma(X) = |J(X)|_2 has, where the top singular value is simple, the
-gradient
+The witness is computed by ascent. sigma(X) = |J(X)|_2 has, where the top singular value is simple,
+the gradient
 
     d sigma = < d/dX of <u, J(X) v>, dX >        u, v the top singular vectors at X,
 
 a second derivative of f that costs two reverse passes. Each step goes towards the point of the ball
 that is furthest along it (Frank and Wolfe), by a fraction that grows while sigma does and shrinks
-when it does not; u and v start from the last step's. Large balls have many local maxima, so the
-best of some random points are starts too. Any point of the ball gives a lower bound, however it was
-found.
+when it does not; u and v start from those of the last step. Large balls have many local maxima, so
+the best of some random points are starts too. Any point of the ball gives a valid lower bound.
 """
 
 import json
@@ -34,7 +33,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fenchel.files import write_atomic
-from fenchel.sensitivity.autodiff import jacobian, plain, point
+from fenchel.sensitivity.autodiff import jacobian, point, tensor_function
 from fenchel.sensitivity.golub_kahan import Bracket, spectral_norm
 from fenchel.sensitivity.layers import SelfAttention, layer_of
 from fenchel.sensitivity.operator import Operator
@@ -43,7 +42,7 @@ from fenchel.sensitivity.witness import families
 
 
 class Maximum(NamedTuple):
-    """The point of the largest norm found."""
+    """The best point of an ascent, and the norm there."""
 
     X: Tensor
     sigma: float
@@ -59,20 +58,20 @@ def ascend(
     steps: int,
     generator: torch.Generator | None = None,
 ) -> Maximum:
-    """The largest sigma found in the ball about X by ascent from each of ``starts``."""
+    """The largest sigma in the ball about X that ascent from each of ``starts`` reaches."""
     best = Maximum(X, -1.0)
     for start in starts:
         Y = X + ball.within(start - X)
-        sigma, u, v = _warm(derivative(Y), _random(X, generator), rounds=8)
+        sigma, u, v = _power_steps(derivative(Y), _random(X, generator), rounds=8)
         share, moved = 0.5, True
         for _ in range(steps):
             if moved:
                 target = X + linear_maximiser(ball, sigma_gradient(f, Y, u, v))
             Z = X + ball.within(Y + share * (target - Y) - X)
-            found = _warm(derivative(Z), v, rounds=3)
-            moved = found[0] > sigma
+            trial = _power_steps(derivative(Z), v, rounds=3)
+            moved = trial[0] > sigma
             if moved:
-                (sigma, u, v), Y, share = found, Z, min(1.0, 1.5 * share)
+                (sigma, u, v), Y, share = trial, Z, min(1.0, 1.5 * share)
             else:
                 share = 0.4 * share
             if share < 1e-3:
@@ -86,20 +85,21 @@ def random_starts(
     derivative: Callable[[Tensor], Operator],
     X: Tensor,
     ball: Ball,
-    keep: int,
+    count: int,
     *,
-    looks: int = 12,
+    candidates: int = 12,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
-    """The ``keep`` most sensitive of ``looks * keep`` random points on the edge of the ball."""
-    if keep == 0:
+    """The ``count`` most sensitive of ``candidates * count`` random points on the boundary."""
+    if count == 0:
         return []
     points = []
-    for _ in range(looks * keep):
+    for _ in range(candidates * count):
         Y = X + linear_maximiser(ball, _random(X, generator).view_as(X))
-        points.append((_warm(derivative(Y), _random(X, generator), rounds=2)[0], Y))
+        sigma, _, _ = _power_steps(derivative(Y), _random(X, generator), rounds=2)
+        points.append((sigma, Y))
     points.sort(key=lambda point: -point[0])
-    return [Y for _, Y in points[:keep]]
+    return [Y for _, Y in points[:count]]
 
 
 def _random(X: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -110,12 +110,12 @@ def sigma_gradient(f: Callable[[Tensor], Tensor], X: Tensor, u: Tensor, v: Tenso
     """The gradient of <u, J(X) v> in X, for flat u and v; 0 where f is linear."""
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         Y = X.detach().clone().requires_grad_()
-        out = plain(f)(Y)
+        out = tensor_function(f)(Y)
         (back,) = torch.autograd.grad(out, Y, u.view_as(out), create_graph=True)
         if not back.requires_grad:
             return torch.zeros_like(X)
-        (found,) = torch.autograd.grad(back, Y, v.view_as(Y), allow_unused=True)
-    return torch.zeros_like(X) if found is None else found
+        (gradient,) = torch.autograd.grad(back, Y, v.view_as(Y), allow_unused=True)
+    return torch.zeros_like(X) if gradient is None else gradient
 
 
 def linear_maximiser(ball: Ball, g: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ def linear_maximiser(ball: Ball, g: Tensor) -> Tensor:
     return ball.within(g * (ball.total / size)) if size > 0 else torch.zeros_like(g)
 
 
-def _warm(J: Operator, v: Tensor, rounds: int) -> tuple[float, Tensor, Tensor]:
-    """sigma, u, v after a few power steps from v."""
+def _power_steps(J: Operator, v: Tensor, rounds: int) -> tuple[float, Tensor, Tensor]:
+    """sigma, u, v after ``rounds`` steps of the power method from v."""
     for _ in range(rounds):
         u = J.apply(v[None])[0]
         size = u.norm()
@@ -147,7 +147,7 @@ class Certificate:
     lower: float
     """Attained at ``witness``."""
     upper: float
-    """Never exceeded in the ball, but with probability ``failure``."""
+    """Exceeded in the ball with probability at most ``failure``, over random starts."""
     radius: float
     witness: Tensor
     norm: str
@@ -166,13 +166,13 @@ class Certificate:
         ball = Ball.of(self.radius, self.norm, _tokens(self.centre))
         if float((ball.within(moves) - moves).norm()) > 1e-6 * (1.0 + self.radius):
             raise ValueError("the witness lies outside the ball of this certificate.")
-        found = spectral_norm(_derivative(f)(self.witness), failure=failure, tol=1e-6)
-        if float(found.upper) < self.lower * (1 - 1e-6) or float(found.lower) > self.upper:
+        bracket = spectral_norm(_derivative(f)(self.witness), failure=failure, tol=1e-6)
+        if float(bracket.upper) < self.lower * (1 - 1e-6) or float(bracket.lower) > self.upper:
             raise ValueError(
                 f"this certificate says {self.lower:.6g} to {self.upper:.6g}, and f measures "
-                f"{float(found.lower):.6g} at its witness; it belongs to another function."
+                f"{float(bracket.lower):.6g} at its witness; it belongs to another function."
             )
-        return found
+        return bracket
 
     def save(self, path: str | Path) -> None:
         """Write the certificate to a safetensors file, for others to replay."""
@@ -222,12 +222,12 @@ def certify(
     starts = _starts(layer, derivative, x, ball, restarts, generator)
     function = layer if layer is not None else f
     peak = ascend(function, derivative, x, ball, starts, steps=steps, generator=generator)
-    found = spectral_norm(derivative(peak.X), tol=1e-6, generator=generator)
-    return Certificate(float(found.lower), upper, radius, peak.X, norm, x, estimator.spent)
+    lower = spectral_norm(derivative(peak.X), tol=1e-6, generator=generator).lower
+    return Certificate(float(lower), upper, radius, peak.X, norm, x, estimator.spent)
 
 
 def _derivative(f: Callable[..., Any]) -> Callable[[Tensor], Operator]:
-    """X -> the Jacobian of f at X, streamed where f is known."""
+    """X -> the Jacobian of f at X; that of its layer where f has one."""
     layer = layer_of(f)
     return (lambda X: jacobian(f, X)) if layer is None else layer.jacobian
 

@@ -1,10 +1,10 @@
-"""The double cone: a picture of what a Lipschitz constant says.
+"""The double cone: the meaning of a Lipschitz constant, as a picture.
 
     |f(x) - f(x_0)| <= L |x - x_0|
 
-puts the graph of f between two cones of slope +L and -L with their tip at (x_0, f(x_0)). ``cone``
-evaluates f at points and counts those outside; for a function of a vector, lengths take the place
-of absolute values and the picture shows |f(x) - f(x_0)| over |x - x_0|.
+confines the graph of f between two cones of slope +L and -L with their tip at (x_0, f(x_0)).
+``cone`` evaluates f at points and counts those outside; for a function of a vector, lengths take
+the place of absolute values and the picture shows |f(x) - f(x_0)| over |x - x_0|.
 
 Lesson: the Lipschitz cone and why attention is not Lipschitz.
 """
@@ -58,7 +58,7 @@ class Cone:
         return int(self.outside.sum())
 
     def plot(self, *paths: str | Path) -> Any:
-        """Draw it with matplotlib, save it under every path given, and return the figure.
+        """Draw the cone with matplotlib, save it under every path given, and return the figure.
 
         The ending of a path chooses the format: .svg, .png, .webp, .pdf.
         """

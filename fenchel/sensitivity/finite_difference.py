@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from fenchel.sensitivity.autodiff import jacobian, plain, point, space
+from fenchel.sensitivity.autodiff import jacobian, point, space, tensor_function
 from fenchel.sensitivity.golub_kahan import length, scaled
 from fenchel.sensitivity.operator import Operator, Tensors
 
@@ -40,7 +40,7 @@ class DifferenceJacobian(Operator):
     """The derivative of ``f`` at ``x``, forward by differences and backward by f's own rule."""
 
     def __init__(self, f: Callable[..., Any], x: Tensors, batch: int, step: float | None) -> None:
-        self.f, self.x = plain(f), point(x)
+        self.f, self.x = tensor_function(f), point(x)
         self.domain = space(self.x, batch, several=not isinstance(x, Tensor))
         with torch.no_grad():
             y = self.f(*self.x)
@@ -49,20 +49,20 @@ class DifferenceJacobian(Operator):
         if step is not None and not 0.0 < step < 1.0:
             raise ValueError(f"a step is a fraction of the length of x, in (0, 1); got {step}.")
         self.step = step
-        size = length(self.domain.lay([part[None] for part in self.x])[0])
+        size = length(self.domain.flatten([part[None] for part in self.x])[0])
         self._size = torch.where(size > 0, size, 1.0)
         self._off = self._size.new_zeros(())
         self._top = self._size.new_zeros(())
 
     @property
     def error(self) -> float:
-        """The largest error met so far, relative to the largest product; at least the rounding."""
-        met = float(self._off / self._top) if self._top > 0 else 0.0
-        return met + 32.0 * torch.finfo(self.dtype).eps
+        """The largest error so far, relative to the largest product; at least the rounding."""
+        relative = float(self._off / self._top) if self._top > 0 else 0.0
+        return relative + 32.0 * torch.finfo(self.dtype).eps
 
     def apply(self, v: Tensor) -> Tensor:
-        """J v, four evaluations a vector."""
-        return torch.stack([self._difference(one) for one in v])
+        """J v, four evaluations per vector."""
+        return torch.stack([self._difference(move) for move in v])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T u by reverse mode."""
@@ -70,12 +70,16 @@ class DifferenceJacobian(Operator):
             x = [part.clone().requires_grad_() for part in self.x]
             y = self.f(*x)
         if not y.requires_grad:
-            raise ValueError("f has no reverse derivative, so J.T @ u cannot be had; J @ v can.")
+            raise ValueError(
+                "f has no reverse derivative, so J.T @ u cannot be computed; J @ v can."
+            )
         backs = [
-            torch.autograd.grad(y, x, self.codomain.lift(one[None])[0][0], retain_graph=True)
-            for one in u
+            torch.autograd.grad(
+                y, x, self.codomain.unflatten(gradient[None])[0][0], retain_graph=True
+            )
+            for gradient in u
         ]
-        return self.domain.lay([torch.stack(parts) for parts in zip(*backs, strict=True)])
+        return self.domain.flatten([torch.stack(parts) for parts in zip(*backs, strict=True)])
 
     def _difference(self, v: Tensor) -> Tensor:
         size = length(v)
@@ -86,12 +90,12 @@ class DifferenceJacobian(Operator):
         return best * size.unsqueeze(-1).to(best)
 
     def _calibrated(self, t: Tensor) -> float:
-        """The step: as given, or that of least error along t."""
+        """The step: the one given, or that of least error along t."""
         if self.step is None:
             eps = torch.finfo(self.dtype).eps
-            tried = [0.5**i * eps**0.2 for i in range(9)]
-            errors = [float(length(self._extrapolated(t, step)[1]).amax()) for step in tried]
-            self.step = tried[errors.index(min(errors))]
+            steps = [0.5**i * eps**0.2 for i in range(9)]
+            errors = [float(length(self._extrapolated(t, step)[1]).amax()) for step in steps]
+            self.step = steps[errors.index(min(errors))]
         return self.step
 
     def _extrapolated(self, t: Tensor, step: float) -> tuple[Tensor, Tensor]:
@@ -106,10 +110,10 @@ class DifferenceJacobian(Operator):
         with torch.no_grad():
             ahead, behind = (
                 self.f(*(x + sign * part[0] for x, part in zip(self.x, parts, strict=True)))
-                for parts in (self.domain.lift(move[None]),)
+                for parts in (self.domain.unflatten(move[None]),)
                 for sign in (1.0, -1.0)
             )
-        flat = self.codomain.lay([(ahead - behind)[None]])[0]
+        flat = self.codomain.flatten([(ahead - behind)[None]])[0]
         return flat / (2.0 * h.unsqueeze(-1)).to(flat)
 
 
@@ -136,8 +140,8 @@ class Remainder(NamedTuple):
 def remainder(
     f: Callable[..., Any], x: Tensor, d: Tensor, *, J: Operator | None = None, steps: int = 12
 ) -> Remainder:
-    """The remainder along d for h = 1, 1/2, 1/4, ...; ``J`` is the derivative on trial."""
-    f, x, d = plain(f), x.detach(), d.detach()
+    """The remainder along d for h = 1, 1/2, 1/4, ...; ``J`` is the derivative to test."""
+    f, x, d = tensor_function(f), x.detach(), d.detach()
     first = (jacobian(f, x) if J is None else J) @ d
     h = 0.5 ** torch.arange(steps, dtype=torch.float64)
     with torch.no_grad():
@@ -147,9 +151,9 @@ def remainder(
         )
     clear = error > 1e3 * torch.finfo(x.dtype).eps * float(y.double().norm())
     if int(clear.sum()) < 2:
-        return Remainder(h, error, float("nan"))  # linear, as far as the dtype can tell
+        return Remainder(h, error, float("nan"))  # linear, to the precision of the dtype
     a, b = h[clear].log(), error[clear].log()
-    # The last steps are the ones where the leading term rules.
+    # In the last steps the leading term dominates.
     a, b = a[-4:], b[-4:]
     a, b = a - a.mean(), b - b.mean()
     return Remainder(h, error, float((a * b).sum() / a.square().sum()))

@@ -15,7 +15,7 @@ number reported is |J^T u|, computed anew, and ``right`` = J^T u / |J^T u| attai
 
 Below the first. Since the v_j are orthonormal, the i-th largest eigenvalue of the tridiagonal
 matrix is at most the i-th largest of J^T J (Cauchy), so the roots of its largest few, ``values``,
-are lower bounds of as many singular values, at no further product.
+are lower bounds of as many singular values, without further products.
 
 Upper. Let sigma be the norm and gamma the component of v_1 along a right singular vector of it. The
 v_{j+1} are orthonormal, and gamma^2 p(sigma^2)^2 <= |p(J^T J) v_1|^2 for every polynomial p; the
@@ -29,13 +29,14 @@ The event does not depend on k, so one may stop when the bracket is narrow enoug
 for all k together. No polynomial argument does better; in particular the bound of Kuczynski and
 Wozniakowski, theta / sqrt(1 - (ln(1.648 sqrt(n) / failure) / (2k - 1))^2), is larger.
 
-When b_j drowns in rounding the space is exhausted as far as the dtype can tell. A fresh random
-vector goes on, with b_j the size of the rounding: that is exact for an operator as near to J as
-rounding is, and it keeps the bound honest where a bare stop would call luck certainty.
+When b_j is no larger than rounding, the Krylov space is exhausted to the precision of the dtype.
+The recurrence continues with a fresh random vector, and b_j is set to the size of the rounding:
+that is exact for an operator that differs from J by rounding, and the bound stays valid, which it
+would not if the recurrence simply stopped.
 
-New vectors are orthogonalised against all before them, twice. Left vectors are not kept, which
-halves the memory and costs nothing for the large singular values (Simon and Zha). A batch of
-operators runs in step, each with its own start and its own bracket.
+New vectors are orthogonalised against all before them, twice. Left vectors are not stored, which
+halves the memory and costs no accuracy in the large singular values (Simon and Zha). A batch of
+operators advances together, each with its own start and its own bracket.
 
 Golub and Kahan (1965). Kuczynski and Wozniakowski (1992). Hochstenbach (2013), Probabilistic upper
 bounds for the matrix two-norm. Simon and Zha (2000), Low-rank matrix approximation.
@@ -53,11 +54,11 @@ from fenchel.sensitivity.operator import Matrix, Operator
 
 Array = npt.NDArray[np.float64]
 
-# Places at which the polynomials are evaluated at once, and how often: a root to three digits.
+# Points at which the polynomials are evaluated at once, and rounds: a root to three digits.
 _GRID, _FINE_GRID = (48, 3), (400, 2)
-_EVERY = 3  # a look at the bracket costs about as much as a product of a small operator
+_EVERY = 3  # testing the bracket costs about as much as a product of a small operator
 _VALUES = 4  # singular values with lower bounds
-_WIDEST = 40.0  # log of the largest ratio of upper to lower that is still looked at
+_WIDEST = 40.0  # log of the largest ratio of upper to lower that is searched
 
 
 class Bracket(NamedTuple):
@@ -83,7 +84,7 @@ class Bracket(NamedTuple):
 
 
 class Basis:
-    """Orthonormal vectors, kept in chunks so that memory grows with their number."""
+    """Orthonormal vectors, stored in chunks so that memory grows with their number."""
 
     CHUNK = 32
 
@@ -92,7 +93,7 @@ class Basis:
         self._chunks: list[Tensor] = []
 
     def append(self, v: Tensor) -> None:
-        """One more vector: (*batch, n)."""
+        """Add one vector: (*batch, n)."""
         place = self.count % self.CHUNK
         if place == 0:
             self._chunks.append(v.new_empty(*v.shape[:-1], self.CHUNK, v.shape[-1]))
@@ -101,12 +102,12 @@ class Basis:
 
     @property
     def chunks(self) -> list[Tensor]:
-        """What is filled of them: (*batch, up to CHUNK, n) each."""
+        """The chunks without unused rows: (*batch, up to CHUNK, n) each."""
         used = self.count - self.CHUNK * (len(self._chunks) - 1)
         return [*self._chunks[:-1], *(chunk[..., :used, :] for chunk in self._chunks[-1:])]
 
     def without(self, w: Tensor) -> Tensor:
-        """w less its components along the basis, taken twice for full precision."""
+        """w minus its components along the basis, subtracted twice for full precision."""
         chunks = self.chunks
         for _ in range(2):
             for chunk in chunks:
@@ -139,11 +140,11 @@ def spectral_norm(
     iterations: int = 100,
     generator: torch.Generator | None = None,
 ) -> Bracket:
-    """The largest singular value of J, bracketed.
+    """A bracket of the largest singular value of J.
 
     Stops when upper / lower <= 1 + tol for every operator of the batch, or after ``iterations``
     pairs of products; then the operator's own ceiling, where it has one, may still lower ``upper``.
-    ``failure`` = 0 asks for a sure bound and takes that ceiling alone.
+    With ``failure`` = 0 the upper bound is certain: that ceiling alone.
 
     >>> bracket = spectral_norm(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
     >>> round(float(bracket.lower), 4), round(float(bracket.upper), 4)
@@ -151,7 +152,7 @@ def spectral_norm(
     """
     J = Matrix(J) if isinstance(J, Tensor) else J
     _check(J, tol, failure, iterations)
-    run = _Run(_quickest(J, tol), generator)
+    run = _Bidiagonalisation(_quickest(J, tol), generator)
     iterations = min(iterations, J.domain.size)
     for k in range(1, iterations + 1):
         run.step()
@@ -161,7 +162,7 @@ def spectral_norm(
     upper = torch.full_like(lower, math.inf)
     if failure > 0:
         upper = torch.as_tensor(run.christoffel(failure), device=lower.device)
-    # Products are rounded, and so is the recurrence: an operator says by how much.
+    # Products are rounded, and so is the recurrence, by the relative error of the operator.
     error = run.J.error
     upper = torch.maximum(upper, lower) * (1.0 + error)
     if failure == 0 or bool((upper > (1 + tol + error) * lower).any()):
@@ -188,10 +189,10 @@ def _check(J: Operator, tol: float, failure: float, iterations: int) -> None:
 
 
 def _quickest(J: Operator, tol: float) -> Operator:
-    """J in float32 where that is precise enough to look for the space in.
+    """J in float32 where that is precise enough to build the Krylov space.
 
-    What is attained there is computed in J's own precision afterwards. A unit vector off by e
-    changes |J v| by e^2, so float32 costs the value nothing.
+    The attained value is computed afterwards in the precision of J. An error e in a unit vector
+    changes |J v| by e^2, so float32 costs no digits of the value.
     """
     if J.dtype != torch.float64 or tol < 10.0 * 32.0 * torch.finfo(torch.float32).eps:
         return J
@@ -204,18 +205,18 @@ def _capped(J: Operator, upper: Tensor, lower: Tensor, failure: float) -> Tensor
     if ceiling is None:
         if failure == 0:
             raise ValueError(
-                "failure=0 asks for a sure upper bound and this operator has none; allow a "
+                "failure=0 needs a certain upper bound and this operator has none; allow a "
                 "failure such as 1e-9, or take the norm of J.dense()."
             )
         return upper
     return torch.maximum(torch.minimum(upper, ceiling.to(upper)), lower)
 
 
-class _Run:
-    """The recurrence under way, for a batch of operators in step.
+class _Bidiagonalisation:
+    """The state of the recurrence, for a batch of operators.
 
-    Vectors are torch's. The handful of numbers that say what was learnt from them is numpy's, which
-    spends a fraction of the time on arrays so small.
+    Vectors are tensors of torch. The coefficients a and b are arrays of numpy, which takes a
+    fraction of the time on arrays this small.
     """
 
     def __init__(self, J: Operator, generator: torch.Generator | None) -> None:
@@ -225,10 +226,10 @@ class _Run:
     def start(self, g: Tensor) -> None:
         """Begin with v_1 = g / |g|."""
         size = length(g)
-        self.size = _numbers(size)
+        self.size = _array(size)
         self.v = scaled(g, size)
         self.basis = Basis()
-        self.most = np.zeros_like(self.size)
+        self.largest_a = np.zeros_like(self.size)
         self.a: list[Array] = []
         self.b: list[Array] = []
 
@@ -236,31 +237,31 @@ class _Run:
         """One product with J and one with J^T."""
         self.basis.append(self.v)
         w = self.J.apply(self.v[None])[0]
-        self.a.append(_numbers(length(w)) ** 2)
-        self.most = np.maximum(self.most, self.a[-1])
+        self.a.append(_array(length(w)) ** 2)
+        self.largest_a = np.maximum(self.largest_a, self.a[-1])
         w = self.basis.without(self.J.adjoint(w[None])[0])
         rest = length(w)
-        b = _numbers(rest)
-        dust = self.J.error * self.most
-        clear = b > dust
+        b = _array(rest)
+        rounding = self.J.error * self.largest_a
+        clear = b > rounding
         if clear.all():
             self.v = w / (rest.unsqueeze(-1).to(w.dtype) if b.ndim else float(b))
         else:
             fresh, usable = self._fresh(b), torch.as_tensor(clear, device=w.device)
             self.v = torch.where(usable.unsqueeze(-1), scaled(w, rest), fresh)
-        self.b.append(np.maximum(b, dust))
+        self.b.append(np.maximum(b, rounding))
 
     def _fresh(self, b: Array) -> Tensor:
-        """A random unit vector outside the basis, to go on with where w is but rounding."""
+        """A random unit vector orthogonal to the basis, for where w is rounding alone."""
         if not np.isfinite(b).all():
             raise ValueError("a product of this operator is inf or nan; it has no norm there.")
         random = self.basis.without(gaussian(self.J, self.generator))
         return scaled(random, length(random))
 
     def ritz(self, count: int = 1) -> Array:
-        """Roots of the largest eigenvalues of the tridiagonal matrix, downwards: (*batch, count).
+        """Roots of the largest eigenvalues of the tridiagonal matrix, descending: (*batch, count).
 
-        There are no more than steps were taken.
+        There are at most as many as steps.
         """
         top = np.linalg.eigvalsh(self._tridiagonal())[..., : -count - 1 : -1]
         return np.asarray(np.sqrt(np.maximum(top, 0.0)), dtype=np.float64)
@@ -278,27 +279,27 @@ class _Run:
     def closed(self, tol: float, failure: float) -> bool:
         """Whether every upper end is within 1 + tol of its Ritz value."""
         theta = self.ritz()[..., 0]
-        near = self._growth((1.0 + tol) * theta) >= self._wanted(failure)
-        return bool((near | (theta == 0.0)).all())  # no random vector is sent to 0 but by 0
+        near = self._growth((1.0 + tol) * theta) >= self._target(failure)
+        return bool((near | (theta == 0.0)).all())  # theta is 0 only for the zero operator
 
     def christoffel(self, failure: float) -> Array:
         """The root above theta of sum_j p_j(sigma^2)^2 = 1 / c^2, approached from above."""
         theta = self.ritz()[..., 0]
         if len(self.a) == self.J.domain.size:
             return theta  # nothing is left outside the basis
-        wanted = self._wanted(failure)
+        target = self._target(failure)
         low, high = np.full_like(theta, -36.0), np.full_like(theta, _WIDEST)
         places, rounds = _GRID if theta.size > 8 else _FINE_GRID
         grid = np.linspace(0.0, 1.0, places).reshape(-1, *(1,) * theta.ndim)
         for _ in range(rounds):
             gap = low + grid * (high - low)  # log of sigma / theta - 1
-            below = self._growth((1.0 + np.exp(gap)) * theta) < wanted
+            below = self._growth((1.0 + np.exp(gap)) * theta) < target
             last = below.sum(0).clip(1, places - 1)[None]
             low, high = (np.take_along_axis(gap, at, 0)[0] for at in (last - 1, last))
         return theta * (1.0 + np.exp(high))
 
-    def _wanted(self, failure: float) -> Array:
-        """log(1 / c): what the polynomials must reach."""
+    def _target(self, failure: float) -> Array:
+        """log(1 / c), which ``_growth`` reaches at the upper bound."""
         return np.log(self.size) - math.log(failure * math.sqrt(math.pi / 2.0))
 
     def _growth(self, sigma: Array) -> Array:
@@ -309,13 +310,13 @@ class _Run:
         hypot: Any = np.hypot
         logarithm: Any = np.log
         rows: Any = zip(a, b, strict=True)
-        if x.size == 1:  # one operator at one place: plain numbers are quicker still
+        if x.size == 1:  # one operator at one point: Python floats are quicker still
             x, hypot, logarithm = x.item(), math.hypot, math.log
             rows = zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)
         before, p, log, last = 0.0 * x, 1.0 + 0.0 * x, 0.0 * x, 0.0
         for a_j, b_j in rows:
             before, p = p, ((x - a_j) * p - last * before) / b_j
-            size = hypot(1.0, p)  # the sum so far is kept at 1
+            size = hypot(1.0, p)  # the sum so far is scaled to 1
             before, p, log, last = before / size, p / size, log + logarithm(size), b_j
         return np.asarray(log, dtype=np.float64).reshape(sigma.shape)
 
@@ -323,16 +324,16 @@ class _Run:
         """(*batch, k, k)."""
         k = len(self.a)
         T = np.zeros((*self.a[0].shape, k, k))
-        here = np.arange(k)
-        T[..., here, here] = np.stack(self.a, -1)
+        i = np.arange(k)
+        T[..., i, i] = np.stack(self.a, -1)
         if k > 1:
-            T[..., here[1:], here[:-1]] = np.stack(self.b[:-1], -1)  # the lower triangle is read
+            T[..., i[1:], i[:-1]] = np.stack(self.b[:-1], -1)  # the lower triangle is read
         return T
 
 
-def _numbers(x: Tensor) -> Array:
-    found: Array = x.cpu().numpy()
-    return found
+def _array(x: Tensor) -> Array:
+    array: Array = x.cpu().numpy()
+    return array
 
 
 def gaussian(J: Operator, generator: torch.Generator | None) -> Tensor:

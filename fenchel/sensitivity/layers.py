@@ -10,7 +10,7 @@ gain,
     J v   = gamma / s (v~ - x^ <x^, v~> / d)         v~ = v - mean v for LayerNorm, v for RMSNorm
     J^T u = 1 / s (g~ - x^ <x^, g~> / d),            g = gamma u,  g~ centred in the same way
 
-The projection inside is symmetric, so forward and reverse differ by where gamma stands. An
+The projection inside is symmetric, so forward and reverse differ only in the place of gamma. An
 activation multiplies by its slope: GELU by Phi(x) + x phi(x). Self-attention is the Jacobian of
 attention between two linear maps, ``Projection`` (with the rotations of RoPE) and ``HeadJoin``.
 
@@ -19,11 +19,11 @@ Norm layers over a ball: with r the least sqrt(var + eps) in the ball and d the 
 maps like x / |x| is a symmetric form, so its norm is reached with all arguments equal, where it is
 c (3 t - 3 tau t^3).
 
-Chains. The ball is carried on: the image of the first layer's ball lies in the ball of the second.
-Uppers multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the variation.
-A skip connection adds one to the upper and nothing to the variation. So a network has a variation
-of its own, and its norm at the centre plus that variation bounds it; the product of uppers is the
-alternative, and the lesser counts. No product of global constants is ever used.
+Chains. The image of the ball of one layer lies in the ball of the next one (``BallBound.carry``).
+Upper bounds multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the
+variation. A skip connection adds one to the upper bound and nothing to the variation. So a network has a
+variation of its own, and its norm at the centre plus that variation is an upper bound; the product
+of the upper bounds is another, and the smaller one is used. Products of global constants are not.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,13 +61,13 @@ class NormJacobian(Operator):
 
     def apply(self, v: Tensor) -> Tensor:
         """J v."""
-        moved = self._inner(self.domain.lift(v)[0])
-        return self.domain.lay([moved if self.weight is None else self.weight * moved])
+        moved = self._inner(self.domain.unflatten(v)[0])
+        return self.domain.flatten([moved if self.weight is None else self.weight * moved])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T u."""
-        g = self.domain.lift(u)[0]
-        return self.domain.lay([self._inner(g if self.weight is None else self.weight * g)])
+        g = self.domain.unflatten(u)[0]
+        return self.domain.flatten([self._inner(g if self.weight is None else self.weight * g)])
 
     def ceiling(self) -> Tensor:
         """max|gamma| times the largest gain."""
@@ -116,11 +116,11 @@ class TokenMap(Operator):
 
     def apply(self, v: Tensor) -> Tensor:
         """v W."""
-        return self.codomain.lay([self.domain.lift(v)[0] @ self.W])
+        return self.codomain.flatten([self.domain.unflatten(v)[0] @ self.W])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """u W^T."""
-        return self.domain.lay([self.codomain.lift(u)[0] @ self.W.mT])
+        return self.domain.flatten([self.codomain.unflatten(u)[0] @ self.W.mT])
 
     def ceiling(self) -> Tensor:
         """The Frobenius norm of W."""
@@ -141,19 +141,19 @@ class Projection(Operator):
 
     def apply(self, v: Tensor) -> Tensor:
         """(dq, dk, dv), flat."""
-        dX = self.domain.lift(v)[0].unsqueeze(1)
+        dX = self.domain.unflatten(v)[0].unsqueeze(1)
         q, k, values = (dX @ w for w in self.W)
         if self.rotations is not None:
             q, k = (rotated(x, self.rotations) for x in (q, k))
-        return self.codomain.lay([q, k, values])
+        return self.codomain.flatten([q, k, values])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """The gradient in X, summed over heads."""
-        q, k, values = self.codomain.lift(u)
+        q, k, values = self.codomain.unflatten(u)
         if self.rotations is not None:
             q, k = (rotated(x, self.rotations.mT) for x in (q, k))
         parts = zip((q, k, values), self.W, strict=True)
-        return self.domain.lay([sum((g @ w.mT).sum(1) for g, w in parts)])  # type: ignore[list-item]
+        return self.domain.flatten([sum((g @ w.mT).sum(1) for g, w in parts)])  # type: ignore[list-item]
 
 
 @final
@@ -170,15 +170,15 @@ class HeadJoin(Operator):
 
     def apply(self, v: Tensor) -> Tensor:
         """Joined and projected."""
-        joined = self.domain.lift(v)[0].transpose(1, 2).flatten(2)
-        return self.codomain.lay([joined if self.W_O is None else joined @ self.W_O])
+        joined = self.domain.unflatten(v)[0].transpose(1, 2).flatten(2)
+        return self.codomain.flatten([joined if self.W_O is None else joined @ self.W_O])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """Projected back and cut into heads."""
         H, _, E = self.domain.shapes[0]
-        g = self.codomain.lift(u)[0]
+        g = self.codomain.unflatten(u)[0]
         g = g if self.W_O is None else g @ self.W_O.mT
-        return self.domain.lay([g.reshape(*g.shape[:-1], H, E).transpose(1, 2)])
+        return self.domain.flatten([g.reshape(*g.shape[:-1], H, E).transpose(1, 2)])
 
 
 def rotated(x: Tensor, rotations: Tensor) -> Tensor:
@@ -200,8 +200,8 @@ class SelfAttention(TokenLayer):
 
     W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M'); ``biases``
     of q (D,) or (H, D), of k and v (D,) or (G, D). ``rotations`` (N, D, D) multiply queries and
-    keys by position (RoPE, see ``rotation_matrices``). A bias after W_O is left out: it moves
-    nothing.
+    keys by position (RoPE, see ``rotation_matrices``). A bias after W_O is left out: it has
+    no effect on the derivative.
     """
 
     W_Q: Tensor
@@ -367,10 +367,10 @@ class Residual(TokenLayer):
         return identity(X) + self.branch.jacobian(X)
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
-        """The branch's upper end plus one, and its variation."""
+        """The upper bound of the branch plus one, and its variation."""
         inner = self.branch.ball_bound(X, ball, estimator)
-        apart = BallBound(1.0 + inner.upper, inner.variation, 1.0 + inner.token)
-        return estimator.from_centre(self.jacobian(X), apart)
+        bound = BallBound(1.0 + inner.upper, inner.variation, 1.0 + inner.token)
+        return estimator.from_centre(self.jacobian(X), bound)
 
 
 @final
@@ -397,12 +397,12 @@ class Chain(TokenLayer):
         """The bounds of a product, and the norm at the centre plus the variation if it is less."""
         whole, J = BallBound(1.0, 0.0, 1.0), identity(X)
         for layer in self.layers:
-            one = layer.ball_bound(X, ball, estimator)
-            J, X, ball = layer.jacobian(X) @ J, layer(X), one.carry(ball)
+            bound = layer.ball_bound(X, ball, estimator)
+            J, X, ball = layer.jacobian(X) @ J, layer(X), bound.carry(ball)
             whole = BallBound(
-                one.upper * whole.upper,
-                one.variation * whole.upper + one.upper * whole.variation,
-                one.token * whole.token,
+                bound.upper * whole.upper,
+                bound.variation * whole.upper + bound.upper * whole.variation,
+                bound.token * whole.token,
             )
         return whole if len(self.layers) < 2 else estimator.from_centre(J, whole)
 
@@ -415,7 +415,7 @@ def layer_of(f: object) -> TokenLayer | None:
         parts = [layer_of(part) for part in f]
         known = [part for part in parts if part is not None]
         return Chain(tuple(known)) if len(known) == len(parts) else None
-    if type(f) is nn.Linear:  # a subclass may multiply by something else than its weight
+    if type(f) is nn.Linear:  # a subclass may multiply by another matrix than its weight
         return LinearLayer(f.weight.detach().mT, None if f.bias is None else f.bias.detach())
     if isinstance(f, nn.LayerNorm | nn.RMSNorm) and _is_plain_norm(f):
         weight, bias = (

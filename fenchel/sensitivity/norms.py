@@ -1,22 +1,22 @@
 """Norms of small matrices, of non-negative ones, and of operators token by token.
 
 Small matrices, many at once: ``spectral`` takes the largest eigenvalue of A A^T or A^T A, whichever
-is smaller, far quicker than that many singular value decompositions.
+is the smaller matrix, which is far quicker than as many singular value decompositions.
 
 A matrix P >= 0 has its spectral norm between numbers that any positive y gives (Collatz, Wielandt):
 
     |P|_2^2 = lambda_max(P^T P) <= max_j (P^T P y)_j / y_j,
 
-so power steps on y give an upper bound that is sure at every step and tends to the norm.
+so power steps on y give an upper bound that holds at every step and tends to the norm.
 
 Token by token. For an operator between tokens, with J_ij the block from input token j to output
 token i, and |X| = max_i |x_i| the largest token,
 
     |J d| <= max_i sum_j |J_ij|_2  |d|         an upper bound of the norm in that sense,
 
-and a lower one by Boyd's power method: hold the row where |(J d)_i| is largest, turn every d_j
-towards it, repeat; no step goes down. ``influence`` gives the numbers |J_ij| themselves: how far a
-change at token j can move token i.
+and a lower one by Boyd's power method: fix the row where |(J d)_i| is largest, rotate every d_j
+towards it, repeat; no step decreases it. ``influence`` gives the numbers |J_ij| themselves: how
+far a change at token j can move token i.
 
 Boyd (1974), The power method for l^p norms.
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fenchel.sensitivity.operator import Operator, Space
 
-_POWER_STEPS = 16  # within 1 % on random, saturated and causal weights; sure at any count
+_POWER_STEPS = 16  # within 1 % on random, saturated and causal weights; a bound after any number
 
 
 class TokenBracket(NamedTuple):
@@ -72,14 +72,14 @@ def nonnegative(P: Tensor, steps: int = _POWER_STEPS) -> Tensor:
 
 
 def perron(step: Callable[[Tensor], Tensor], start: Tensor, steps: int = _POWER_STEPS) -> Tensor:
-    """The same for P known by ``step``, y -> P^T P y, from a positive start: (..., n) -> (...)."""
+    """``nonnegative`` for a P given by ``step``, y -> P^T P y; start > 0: (..., n) -> (...)."""
     y = start
     best = y.new_full(y.shape[:-1], torch.inf)
     for _ in range(steps):
         z = step(y)
         best = torch.minimum(best, (z / y).amax(-1))
         top = z.amax(-1, keepdim=True)
-        # Any positive y is a witness; the floor keeps it positive where z has underflown.
+        # Any positive y gives a bound; the clamp keeps it positive where z has underflowed.
         y = torch.where(top > 0, z / top, 1.0).clamp(min=1e-6)
     return best.sqrt()
 
@@ -87,7 +87,7 @@ def perron(step: Callable[[Tensor], Tensor], start: Tensor, steps: int = _POWER_
 def influence(J: Operator) -> Tensor:
     """|J_ij|_2 for every input token j and output token i: (N_out, N_in).
 
-    One product for every number of a token; for operators between (N, M) tensors.
+    N M products, for operators between (N, M) tensors.
     """
     N, M = _tokens(J.domain)
     N_out, M_out = _tokens(J.codomain)
@@ -105,7 +105,8 @@ def token_norm(
 ) -> TokenBracket:
     """The norm of J for |X| = max_i |x_i|, from both sides; J between (N, M) tensors.
 
-    ``rows`` output tokens with the largest upper bounds are each climbed for ``steps`` steps.
+    Boyd's method runs for ``steps`` steps from each of the ``rows`` output tokens with the largest
+    upper bounds.
     """
     N, M = _tokens(J.domain)
     N_out, M_out = _tokens(J.codomain)
@@ -113,11 +114,11 @@ def token_norm(
     outputs = sums.topk(min(rows, N_out)).indices
     c = len(outputs)
     d = _unit(torch.randn(c, N, M, dtype=J.dtype, device=J.device, generator=generator))
-    here = torch.arange(c, device=J.device)
+    index = torch.arange(c, device=J.device)
     for _ in range(steps):
         moved = J.apply(d.reshape(c, -1)).reshape(c, N_out, M_out)
         pull = torch.zeros_like(moved)
-        pull[here, outputs] = _unit(moved[here, outputs])
+        pull[index, outputs] = _unit(moved[index, outputs])
         back = J.adjoint(pull.reshape(c, -1)).reshape(c, N, M)
         d = torch.where(back.norm(dim=-1, keepdim=True) > 0, _unit(back), d)
     reached = J.apply(d.reshape(c, -1)).reshape(c, N_out, M_out).norm(dim=-1).amax(-1)

@@ -1,18 +1,18 @@
-"""Linear maps known by what they do to vectors.
+"""Linear maps given by their products with vectors.
 
     J @ v      (m, n) times n          J.T @ u      the adjoint, n from m
 
-An operator takes a tensor of the shape of its input and gives one of the shape of its output; a
-map of several tensors takes a tuple. The same numbers may also be given laid out flat:
+An operator takes a tensor of the shape of its input and returns one of the shape of its output; a
+map of several tensors takes a tuple. The same numbers may also be given in a flat layout:
 
     shaped like the input            -> shaped like the output
     (k, *shape of the input)         -> (k, *shape of the output), a stack of k vectors
     (n,)  or  (n, k)                 -> (m,)  or  (m, k), as for a matrix
 
-Operators may stand side by side in a batch, one for each index of the leading axes ``batch``: every
-rule above then holds behind those axes, and a spectral norm is one number per index. ``A @ B``,
-``A + B`` and ``-A`` are operators again, so a block of a network is written as it is drawn:
-``identity(x) + attention @ norm``.
+An operator may be a batch of operators, one per index of the leading axes ``batch``: every rule
+above then applies behind those axes, and a spectral norm is one number per index. ``A @ B``,
+``A + B`` and ``-A`` are operators again, so a block of a network is written as its
+formula: ``identity(x) + attention @ norm``.
 
 Inside, vectors are flat: (k, *batch, n).
 """
@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Space:
-    """Tensors that travel together, and how they lie end to end in one vector."""
+    """The shapes of one or several tensors, and their layout as one flat vector."""
 
     shapes: tuple[Shape, ...]
     """One shape per tensor, without the axes of ``batch``."""
@@ -46,7 +46,7 @@ class Space:
         return sum(prod(shape) for shape in self.shapes)
 
     def read(self, v: Tensors) -> tuple[Tensor, str]:
-        """``v`` as (k, *batch, size), and which of the accepted layouts it had."""
+        """``v`` as (k, *batch, size), and the name of its layout."""
         if not isinstance(v, Tensor):
             return self._read_tuple(tuple(v))
         vector, b = (*self.batch, self.size), len(self.batch)
@@ -60,35 +60,35 @@ class Space:
             return v.movedim(-1, 0), "columns"
         if not self.several and v.shape[1:] == shaped:
             return v.reshape(-1, *vector), "stack"
-        raise ValueError(f"this operator takes {self._wanted()}; got {tuple(v.shape)}.")
+        raise ValueError(f"this operator takes {self._accepted()}; got {tuple(v.shape)}.")
 
     def _read_tuple(self, v: tuple[Tensor, ...]) -> tuple[Tensor, str]:
         shaped = [(*self.batch, *shape) for shape in self.shapes]
         got = [tuple(x.shape) for x in v]
         if self.several and got == shaped:
-            return self.lay([x.unsqueeze(0) for x in v]), "shaped"
+            return self.flatten([x.unsqueeze(0) for x in v]), "shaped"
         if self.several and [shape[1:] for shape in got] == shaped:
-            return self.lay(v), "stack"
-        raise ValueError(f"this operator takes {self._wanted()}; got shapes {got}.")
+            return self.flatten(v), "stack"
+        raise ValueError(f"this operator takes {self._accepted()}; got shapes {got}.")
 
     def write(self, flat: Tensor, layout: str) -> Tensor | tuple[Tensor, ...]:
-        """The inverse of ``read`` for a result: (k, *batch, size) -> that layout."""
+        """The inverse of ``read``: (k, *batch, size) -> the named layout."""
         if layout == "vector":
             return flat[0]
         if layout == "columns":
             return flat.movedim(0, -1)
-        parts = self.lift(flat)
+        parts = self.unflatten(flat)
         if layout == "shaped":
             parts = tuple(part[0] for part in parts)
         return parts if self.several else parts[0]
 
-    def lay(self, parts: Sequence[Tensor]) -> Tensor:
-        """Tensors (k, *batch, *shape) end to end: (k, *batch, size)."""
+    def flatten(self, parts: Sequence[Tensor]) -> Tensor:
+        """Tensors (k, *batch, *shape) concatenated: (k, *batch, size)."""
         lead = 1 + len(self.batch)
         flats = [part.reshape(*part.shape[:lead], -1) for part in parts]
         return flats[0] if len(flats) == 1 else torch.cat(flats, -1)
 
-    def lift(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def unflatten(self, flat: Tensor) -> tuple[Tensor, ...]:
         """(k, *batch, size) -> the tensors (k, *batch, *shape)."""
         pieces = torch.split_with_sizes(flat, [prod(shape) for shape in self.shapes], -1)
         return tuple(
@@ -96,10 +96,10 @@ class Space:
             for piece, shape in zip(pieces, self.shapes, strict=True)
         )
 
-    def _wanted(self) -> str:
+    def _accepted(self) -> str:
         shaped = [(*self.batch, *shape) for shape in self.shapes]
-        one = f"tensors of shapes {shaped}" if self.several else f"a tensor of shape {shaped[0]}"
-        return f"{one}, a stack of them, or a flat {(*self.batch, self.size)}"
+        vector = f"tensors of shapes {shaped}" if self.several else f"a tensor of shape {shaped[0]}"
+        return f"{vector}, a stack of them, or a flat {(*self.batch, self.size)}"
 
 
 class Operator(ABC):
@@ -124,16 +124,16 @@ class Operator(ABC):
         return 32.0 * torch.finfo(self.dtype).eps
 
     def ceiling(self) -> Tensor | None:
-        """An upper bound of the spectral norm that is sure, shape ``batch``; None if unknown."""
+        """A certain upper bound on the spectral norm, shape ``batch``; None if unknown."""
         return None
 
     def single(self) -> "Operator | None":
-        """The same operator in float32, for work that needs no more; None where there is none."""
+        """The same operator in float32; None where there is none."""
         return None
 
     @property
     def batch(self) -> Shape:
-        """The axes along which operators stand side by side."""
+        """The leading axes of a batch of operators."""
         return self.domain.batch
 
     @property
@@ -170,20 +170,20 @@ class Operator(ABC):
         return Sum(self, Scaled(other, -1.0))
 
     def dense(self, columns: int = 64) -> Tensor:
-        """The matrix itself, ``columns`` at a time: (*batch, m, n). For small ones."""
+        """The matrix (*batch, m, n), for small operators, ``columns`` at a time."""
         n = self.domain.size
-        found = []
+        blocks = []
         for first in range(0, n, columns):
             unit = torch.zeros(min(columns, n - first), n, dtype=self.dtype, device=self.device)
             unit[:, first:].fill_diagonal_(1.0)
             unit = unit.view(-1, *(1,) * len(self.batch), n)
-            found.append(self.apply(unit.expand(-1, *self.batch, n)))
-        return torch.cat(found).movedim(0, -1)
+            blocks.append(self.apply(unit.expand(-1, *self.batch, n)))
+        return torch.cat(blocks).movedim(0, -1)
 
 
 @final
 class Transpose(Operator):
-    """The adjoint of an operator."""
+    """The adjoint of an operator J."""
 
     def __init__(self, inner: Operator) -> None:
         self.inner = inner
@@ -200,16 +200,16 @@ class Transpose(Operator):
 
     @property
     def error(self) -> float:
-        """That of what is transposed."""
+        """That of J."""
         return self.inner.error
 
     def ceiling(self) -> Tensor | None:
-        """That of what is transposed."""
+        """That of J."""
         return self.inner.ceiling()
 
     @property
     def T(self) -> Operator:
-        """What was transposed."""
+        """J."""
         return self.inner
 
 
@@ -306,11 +306,11 @@ class Scaled(Operator):
 
     @property
     def error(self) -> float:
-        """That of what is scaled."""
+        """That of J."""
         return self.inner.error
 
     def ceiling(self) -> Tensor | None:
-        """Scaled as well."""
+        """|c| times that of J."""
         inner = self.inner.ceiling()
         return None if inner is None else abs(self.factor) * inner
 
@@ -366,6 +366,6 @@ class Identity(Operator):
 
 
 def identity(x: Tensor, *, batch: int = 0) -> Operator:
-    """v -> v on tensors of the shape of ``x``; the first ``batch`` axes stand side by side."""
+    """v -> v on tensors of the shape of ``x``; the first ``batch`` axes are those of a batch."""
     space = Space((tuple(x.shape[batch:]),), tuple(x.shape[:batch]))
     return Identity(space, x.dtype, x.device)

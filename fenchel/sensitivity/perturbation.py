@@ -4,11 +4,11 @@
 
 Both at once: "token" of radius r among n tokens is (r, r sqrt n), "fro" of radius r is (r, r). A
 layer maps such a set into another one, so one description serves both norms and whole networks.
-What one token may use of the total is a small linear programme: for w >= 0,
+How the tokens may share the total is a small linear program: for w >= 0,
 
     share(w) = max  sum_i w_i t_i     over  0 <= t_i <= token^2,  sum_i t_i <= total^2,
 
-solved by spending on the largest w first.
+solved by taking the largest w first.
 
 A ``BallBound``, with J the Jacobian at the centre X and J' that at any other point of the ball:
 
@@ -89,15 +89,15 @@ class BallBound(NamedTuple):
 
 
 class NormEstimator:
-    """Upper ends of norms at a centre, and the probability that one of them is too small."""
+    """Upper bounds on norms at a centre, and the probability that one of them is too small."""
 
     def __init__(self, failure: float, generator: torch.Generator | None = None) -> None:
         self.failure, self.generator = failure, generator
         self.spent = 0.0
         """The sum of the failure probabilities of all measurements so far."""
 
-    def above(self, J: Operator) -> float:
-        """An upper end of |J|_2: probabilistic, or by the matrix itself when failure is 0."""
+    def upper_norm(self, J: Operator) -> float:
+        """An upper bound on |J|_2: probabilistic, or by the matrix itself when failure is 0."""
         if self.failure == 0.0:
             m, n = J.shape
             if m * n > 1 << 24:
@@ -110,12 +110,12 @@ class NormEstimator:
         bracket = spectral_norm(J, tol=1e-3, failure=self.failure, generator=self.generator)
         return float(bracket.upper)
 
-    def from_centre(self, J: Operator, reach: BallBound) -> BallBound:
-        """The same bound, with the norm at the centre plus the variation where that is less."""
-        if reach.variation >= reach.upper:
-            return reach
+    def from_centre(self, J: Operator, bound: BallBound) -> BallBound:
+        """``bound``, with |J|_2 plus the variation as its upper bound where that is less."""
+        if bound.variation >= bound.upper:
+            return bound
         return BallBound(
-            min(reach.upper, self.above(J) + reach.variation), reach.variation, reach.token
+            min(bound.upper, self.upper_norm(J) + bound.variation), bound.variation, bound.token
         )
 
 

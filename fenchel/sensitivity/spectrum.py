@@ -1,14 +1,14 @@
 """The largest singular values of an operator, with their vectors.
 
-A block of k random vectors at once, so that a value of multiplicity up to k is found as often as it
-stands there: the Krylov space of J^T J is spanned by orthonormal blocks V, T = V^T J^T J V is its
+A block of k random vectors at once, so that a value of multiplicity up to k is returned as often as
+it occurs: the Krylov space of J^T J is spanned by orthonormal blocks V, T = V^T J^T J V is its
 small image, and the top eigenvectors of T give the right vectors. In the end J is applied to them
 once more and a small decomposition of the result gives values, left and right vectors that fit:
 
-    J right_i = value_i left_i           J^T left_i = value_i right_i + (a rest of length error_i)
+    J right_i = value_i left_i       J^T left_i = value_i right_i + (a residual of length error_i)
 
-so some singular value of J lies within error_i of value_i. That these are the largest ones is not
-certain but nearly so: the start is random (fenchel/sensitivity/golub_kahan.py has the
+so some singular value of J lies within error_i of value_i. That these are the largest ones holds
+with high probability: the start is random (fenchel/sensitivity/golub_kahan.py has the
 probability). Lesson: the derivative of attention.
 """
 
@@ -45,8 +45,8 @@ def singular_values(
 ) -> SingularValues:
     """The k largest singular values of J, until every error is below tol times the largest.
 
-    >>> found = singular_values(torch.diag(torch.tensor([3.0, 3.0, 1.0], dtype=torch.float64)), 2)
-    >>> print(*(round(float(s), 6) for s in found.values))
+    >>> top = singular_values(torch.diag(torch.tensor([3.0, 3.0, 1.0], dtype=torch.float64)), 2)
+    >>> print(*(round(float(s), 6) for s in top.values))
     3.0 3.0
     """
     J = Matrix(J) if isinstance(J, Tensor) else J
@@ -55,20 +55,20 @@ def singular_values(
         raise ValueError(
             f"an operator of shape {J.shape} has 1 to {most} singular values, got k={k}."
         )
-    run = _Run(J)
+    run = _BlockKrylov(J)
     block = torch.stack([gaussian(J, generator) for _ in range(k)])
     for step in range(1, iterations + 1):  # noqa: B007
         block = run.step(block)
         values, vectors = torch.linalg.eigh(run.image())
         tops = vectors[..., -k:]
-        # What J^T J leaves of a Ritz vector outside the space comes from the last block alone.
+        # The part of J^T J times a Ritz vector outside the space comes from the last block alone.
         rest = tops[..., -len(block) :, :].mT @ block.movedim(0, -2).double()
         if bool((length(rest) <= tol * values[..., -1:]).all()) or run.basis.count >= n:
             break
     return _fitting(J, run.basis, tops.flip(-1), step)
 
 
-class _Run:
+class _BlockKrylov:
     """A growing orthonormal basis and the image T of J^T J in it."""
 
     def __init__(self, J: Operator) -> None:
@@ -77,11 +77,11 @@ class _Run:
         self.columns: list[Tensor] = []
 
     def step(self, block: Tensor) -> Tensor:
-        """Take a block in; give what J^T J makes of it outside the space: (b, *batch, n)."""
+        """Add a block to the basis; returns J^T J times it, outside the space: (b, *batch, n)."""
         first = self.basis.count
         added = []
         for w in block[: self.J.domain.size - first]:
-            # A direction that is not new becomes 0, and takes part no more.
+            # A direction that is already in the space becomes 0 and has no further effect.
             w = self.basis.without(w)
             added.append(scaled(w, length(w)))
             self.basis.append(added[-1])
@@ -98,7 +98,7 @@ class _Run:
 
 
 def _fitting(J: Operator, basis: Basis, vectors: Tensor, iterations: int) -> SingularValues:
-    """Values and vectors that fit one another, from the right space found."""
+    """Values with matching left and right vectors, from the right space."""
     V = torch.stack([basis.combine(y) for y in vectors.movedim(-1, 0)])
     W = J.apply(V).movedim(0, -1)  # (*batch, m, k)
     left, values, turn = torch.linalg.svd(W, full_matrices=False)

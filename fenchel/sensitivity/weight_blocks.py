@@ -6,7 +6,7 @@ Under a soft cap c the scores are c tanh(z / c), and a move dz is multiplied by 
 entry by entry: the ``slope`` of a block.
 
 A block is a tile of rows (fenchel/attention/tiles.py) with the keys that the prior leaves open to
-any of them: under a causal prior half of the work is never done. Its size follows from a budget of
+any of them: under a causal prior half of the work is skipped. Its size follows from a budget of
 numbers, so memory is O(n d) and the products stay large. Weights that fit in one block are cached;
 others are computed again in every pass unless ``cache`` is set.
 
@@ -30,7 +30,7 @@ from fenchel.choice import Choice
 
 # Numbers in a block: on a CPU as many as the cache holds, on a GPU enough to fill it.
 BUDGET, GPU_BUDGET = 1 << 21, 1 << 26
-_SPREAD = 1e-4  # a row whose lighter keys weigh more than this loses four digits at the most
+_SPREAD = 1e-4  # rows with more than this share beside the largest s lose at most four digits
 
 
 class WeightBlock(NamedTuple):
@@ -45,7 +45,7 @@ class WeightBlock(NamedTuple):
     inverse: Tensor
     """1 / sum(s), and 0 for a row without any: (N, t, 1)."""
     heaviest: Tensor | None
-    """The key of largest s, (N, t, 1); None where no row is near to one-hot."""
+    """The key of largest s, (N, t, 1); None where no row is nearly one-hot."""
     slope: Tensor | None = None
     """The derivative of the soft cap, (N, t, s); None without one."""
 
@@ -153,7 +153,7 @@ def _rounded(block: WeightBlock) -> WeightBlock:
 
 
 def _without_shift(block: WeightBlock) -> WeightBlock:
-    """A block for many products, without the shift that only rows near to one-hot need."""
+    """A block for many products, without the shift that only nearly one-hot rows need."""
     s = block.s
     fixed = (s > 0).sum(-1, keepdim=True) <= 1  # one key to choose from: nothing can move
     s = s.masked_fill(fixed, 0.0)
@@ -163,7 +163,7 @@ def _without_shift(block: WeightBlock) -> WeightBlock:
 
 
 class Projections(NamedTuple):
-    """X brought to queries, keys and values, four axes each, and how it got there."""
+    """Queries, keys and values of X, four axes each, with the weights that produced them."""
 
     X: Tensor
     """(*lead, N, M)."""
@@ -213,12 +213,12 @@ def cut(x: Tensor, part: slice) -> Tensor:
 
 
 def flat(x: Tensor) -> Tensor:
-    """(B, H, n, m) -> (N, n, m): the axes that only stand side by side, as one."""
+    """(B, H, n, m) -> (N, n, m), N = B H."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def repeat_heads(x: Tensor, H: int, dim: int = 1) -> Tensor:
-    """One for every head of q, where G heads are shared: (B, G, ...) -> (B, H, ...)."""
+    """Each of G shared heads repeated for its H / G query heads: (B, G, ...) -> (B, H, ...)."""
     G = x.shape[dim]
     return x if G == H else x.repeat_interleave(H // G, dim)
 
@@ -236,7 +236,7 @@ def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors cut off from any graph, in float32 or better."""
+    """The tensors detached from any graph, in float32 or better."""
     dtype = tensors[0].dtype
     for x in tensors:
         dtype = torch.promote_types(dtype, x.dtype)

@@ -1,19 +1,18 @@
 """Inputs that attain a growth rate, so that no smaller rate is a bound.
 
 ``blowup``: self-attention has no Lipschitz constant on all of R^(n x M). Let A = scale W_Q W_K^T,
-n >= 2, A != 0, W_V != 0. Put token i at 0 and the others at +t u and -t u. Scores of row i are 0
-wherever the other tokens are, so its weights stay put, and under a move w of token i alone row i
-moves by
+n >= 2, A != 0, W_V != 0. Put token i at 0 and the others at +t u and -t u. The scores of row i are
+0 for any t, so its weights do not depend on t, and under a move w of token i alone row i moves by
 
     t^2 kappa (w^T A u) W_V^T u  +  p_ii W_V^T w,
     kappa = sum_j s_j e_j^2 - (sum_j s_j e_j)^2 / sum_j s_j
 
-with e_j = +1, -1 or 0 and s the spread of row i's choice. A u != 0 and W_V^T u != 0 can both be
-had: two proper subspaces do not cover R^M. With w = A u / |A u| the leading constant is
-kappa |A u| |W_V^T u|, and u is chosen to make it large. Other rows have scores of order
+with e_j = +1, -1 or 0 and s the spread of row i's choice. Some u has both A u != 0 and
+W_V^T u != 0, since two proper subspaces do not cover R^M. With w = A u / |A u| the leading constant
+is kappa |A u| |W_V^T u|, and u is chosen to make it large. Other rows have scores of order
 t^2 u^T A u; they saturate, and token i gets none of their weight - unless u^T A u = 0, when they
 stay spread, add to the growth, and are counted. Exceptions, all of them: n = 1, A = 0, W_V = 0, or
-a prior that shows no row two keys; then Att is Lipschitz, and ``blowup`` says which.
+a prior that leaves no row two keys; then Att is Lipschitz, and ``blowup`` raises with the reason.
 
 ``adversarial``: at tokens of length R the worst known inputs reach sqrt(n) through one column of P:
 
@@ -30,13 +29,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.attention import Prior
-from fenchel.choice import Choice, Softmax
+from fenchel.attention import AttentionSpec, Prior
+from fenchel.attention.spec import SOFTMAX
+from fenchel.choice import Choice
 from fenchel.sensitivity.attention_jacobian import self_attention_jacobian
 from fenchel.sensitivity.golub_kahan import spectral_norm
 from fenchel.sensitivity.weight_blocks import spread
-
-_SOFTMAX = Softmax()
 
 
 class Witness(NamedTuple):
@@ -45,7 +43,7 @@ class Witness(NamedTuple):
     X: Tensor
     direction: Tensor
     growth: float
-    """|dAtt(X) direction| is growth * rate: exactly, or as the leading term where so said."""
+    """|dAtt(X) direction| is growth * rate: exactly, or for ``blowup`` to leading order."""
     rate: float
     """scale^2 for ``blowup``, sqrt(n - 1) for ``adversarial``."""
 
@@ -57,7 +55,7 @@ def blowup(
     n: int,
     scale: float,
     *,
-    choice: Choice = _SOFTMAX,
+    choice: Choice = SOFTMAX,
     prior: Prior | None = None,
     score_scale: float | None = None,
 ) -> Witness:
@@ -80,8 +78,8 @@ def blowup(
     squares = (kappa * float(reach.norm())) ** 2
     if float((u @ A @ u).abs()) <= 1e-12 * float(reach.norm()):
         squares += _spread_rows(n, choice, prior, A, e, row, float(u @ A @ w))
-    like = W_Q.dtype
-    return Witness(X.to(like), direction.to(like), squares**0.5 * value, scale**2)
+    dtype = W_Q.dtype
+    return Witness(X.to(dtype), direction.to(dtype), squares**0.5 * value, scale**2)
 
 
 def adversarial(
@@ -92,7 +90,7 @@ def adversarial(
     radius: float,
     *,
     family: str = "auto",
-    choice: Choice = _SOFTMAX,
+    choice: Choice = SOFTMAX,
     prior: Prior | None = None,
     score_scale: float | None = None,
     generator: torch.Generator | None = None,
@@ -100,7 +98,7 @@ def adversarial(
     """n tokens of length at most ``radius`` in the worst known arrangement, and its top direction.
 
     ``family`` is "minus", "plus", or "auto": plus when its eigenvalue is 8 times as large.
-    ``growth`` times sqrt(n - 1) is what is attained.
+    The attained norm is ``growth`` times sqrt(n - 1).
     """
     _checked(W_Q, W_K, W_V, n, score_scale)
     minus, plus = families(W_Q, W_K, n, radius)
@@ -111,10 +109,10 @@ def adversarial(
         raise ValueError(f'a family is "minus", "plus" or "auto", got {family!r}.')
     X = (minus if family == "minus" else plus).to(W_Q)
     J = self_attention_jacobian(X, W_Q, W_K, W_V, choice=choice, prior=prior, scale=score_scale)
-    found = spectral_norm(J, tol=1e-6, generator=generator)
-    assert isinstance(found.right, Tensor)
+    bracket = spectral_norm(J, tol=1e-6, generator=generator)
+    assert isinstance(bracket.right, Tensor)
     rate = (n - 1) ** 0.5
-    return Witness(X, found.right, float(found.lower) / rate, rate)
+    return Witness(X, bracket.right, float(bracket.lower) / rate, rate)
 
 
 def families(W_Q: Tensor, W_K: Tensor, n: int, radius: float) -> tuple[Tensor, Tensor]:
@@ -134,8 +132,8 @@ def _symmetric(W_Q: Tensor, W_K: Tensor) -> Tensor:
 def _checked(
     W_Q: Tensor, W_K: Tensor, W_V: Tensor, n: int, score_scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """A and W_V in float64, or why Att is Lipschitz."""
-    scale = W_Q.shape[-1] ** -0.5 if score_scale is None else score_scale
+    """A and W_V in float64; raises with the reason where Att is Lipschitz."""
+    scale = AttentionSpec(scale=score_scale).scale_for(W_Q.shape[-1])
     A, V = scale * W_Q.double() @ W_K.double().mT, W_V.double()
     size = float(W_Q.double().norm() * W_K.double().norm() * abs(scale))
     why = None
@@ -156,7 +154,7 @@ def _row(n: int, choice: Choice, prior: Prior | None, A: Tensor) -> tuple[int, T
     log_prior = None if prior is None else prior.log(n, n, device=A.device, dtype=A.dtype)
     p = choice.weights(z, log_prior)[0, 0]
     s = spread(choice, p)
-    off = s - s.diagonal().diag()  # the token itself stays at 0
+    off = s - s.diagonal().diag()  # token i itself stays at 0
     room = off.sum(-1) - _imbalance(off).square() / s.sum(-1).clamp(min=1e-300)
     best = int(room.argmax())
     if not float(room[best]) > 0.0:
@@ -168,7 +166,7 @@ def _row(n: int, choice: Choice, prior: Prior | None, A: Tensor) -> tuple[int, T
 
 
 def _imbalance(off: Tensor) -> Tensor:
-    """What signs chosen greedily leave of sum_j s_j e_j, row by row."""
+    """|sum_j s_j e_j| per row for the signs of ``_signs``."""
     left = torch.zeros_like(off[:, 0])
     for column in off.sort(dim=-1, descending=True).values.unbind(-1):
         left = (left - column).abs()
@@ -176,7 +174,7 @@ def _imbalance(off: Tensor) -> Tensor:
 
 
 def _signs(s: Tensor, row: int) -> Tensor:
-    """+1 and -1 so that sum_j s_j e_j is small; 0 for the row itself and for unseen keys."""
+    """+1 and -1 so that sum_j s_j e_j is small; 0 for token i and keys without weight."""
     e, left = torch.zeros_like(s), 0.0
     for j in s.argsort(descending=True, stable=True).tolist():
         if j != row and float(s[j]) > 0.0:
@@ -202,9 +200,9 @@ def _direction(A: Tensor, V: Tensor) -> Tensor:
                 break
             u = G @ u / a + F @ u / b  # the gradient of log a + log b
             u = u / u.norm()
-        found = float((u @ G @ u) * (u @ F @ u))
-        if found > size:
-            best, size = u, found
+        product = float((u @ G @ u) * (u @ F @ u))
+        if product > size:
+            best, size = u, product
     return best
 
 

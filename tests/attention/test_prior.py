@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fenchel.attention import Causal, Dense, Padding, Prior, Window
-from fenchel.attention.prior import Block, ScoreIndex
+from fenchel.attention.prior import ScoreBlock, ScoreIndex
 
 INF = torch.inf
 
@@ -121,7 +121,7 @@ def test_numbers_taken_out_can_be_put_back(prior: Prior) -> None:
 def test_a_block_is_cut_along_every_axis(prior: Prior) -> None:
     whole = prior.log(4, 7, B=2, H=6).expand(2, 6, 4, 7)
     parts = (slice(1, 2), slice(2, 5), slice(1, 3), slice(2, 6))
-    block = prior.dense(Block(2, 6, 4, 7, None, *parts), torch.float32).expand(1, 3, 2, 4)
+    block = prior.dense(ScoreBlock(2, 6, 4, 7, None, *parts), torch.float32).expand(1, 3, 2, 4)
     assert torch.equal(block, whole[1:2, 2:5, 1:3, 2:6])
 
 

@@ -95,7 +95,9 @@ def test_it_turns_as_transformers_turns() -> None:
     torch.testing.assert_close(rotary(x, torch.arange(5)), theirs)
 
 
-def their_speeds(kind: str, seq_len: int | None = None, **settings: float) -> tuple[Tensor, float]:
+def their_frequencies(
+    kind: str, seq_len: int | None = None, **settings: float
+) -> tuple[Tensor, float]:
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=4,
@@ -105,9 +107,9 @@ def their_speeds(kind: str, seq_len: int | None = None, **settings: float) -> tu
     return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=seq_len)
 
 
-def our_speeds(scaling: RotaryScaling, width: int = 64) -> Tensor:
+def our_frequencies(scaling: RotaryScaling, width: int = 64) -> Tensor:
     t = 1.0 / 10000.0 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
-    return scaling.speeds(t, 10000.0, width)
+    return scaling.frequencies(t, 10000.0, width)
 
 
 @pytest.mark.parametrize(
@@ -151,16 +153,16 @@ def our_speeds(scaling: RotaryScaling, width: int = 64) -> Tensor:
     ],
     ids=lambda x: repr(x) if not isinstance(x, dict) else "",
 )
-def test_scaled_speeds_are_those_of_transformers(
+def test_scaled_frequencies_are_those_of_transformers(
     scaling: RotaryScaling, kind: str, settings: dict[str, float]
 ) -> None:
-    theirs, magnitude = their_speeds(kind, **settings)  # type: ignore[arg-type]
-    torch.testing.assert_close(our_speeds(scaling).float(), theirs, rtol=1e-5, atol=0)
+    theirs, magnitude = their_frequencies(kind, **settings)  # type: ignore[arg-type]
+    torch.testing.assert_close(our_frequencies(scaling).float(), theirs, rtol=1e-5, atol=0)
     assert scaling.magnitude == pytest.approx(magnitude)
 
 
 def test_ntk_divides_the_slowest_speed_by_exactly_its_factor() -> None:
-    plain, scaled = our_speeds(LinearScaling(1.0)), our_speeds(NTKScaling(8.0))
+    plain, scaled = our_frequencies(LinearScaling(1.0)), our_frequencies(NTKScaling(8.0))
     assert plain[-1] / scaled[-1] == pytest.approx(8.0, rel=1e-12)
     assert scaled[0] == plain[0]
     base = 10000.0 * 8.0 ** (64 / 62)

@@ -17,7 +17,7 @@ from fenchel.sensitivity import (
     self_attention_jacobian,
     spectral_norm,
 )
-from fenchel.sensitivity.golub_kahan import _Run
+from fenchel.sensitivity.golub_kahan import _Bidiagonalisation
 
 Draw = Callable[..., Tensor]
 Instance = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -114,7 +114,7 @@ def test_the_bound_holds_up_to_the_very_start_that_the_failure_prices() -> None:
     for share, holds in ((1.01, True), (1e-3, False)):
         g = torch.ones(n, dtype=torch.float64)
         g[0] = share * failure * math.sqrt(math.pi / 2)
-        run = _Run(Matrix(values.diag()), None)
+        run = _Bidiagonalisation(Matrix(values.diag()), None)
         run.start(g)
         for _ in range(4):
             run.step()
@@ -179,7 +179,7 @@ def test_no_failure_at_all_takes_the_ceiling_or_says_there_is_none(
     found = spectral_norm(J, failure=0.0, iterations=20, generator=generator)
     torch.testing.assert_close(found.upper, J.ceiling())
     torch.testing.assert_close(found.lower, truth(J.dense()))
-    with pytest.raises(ValueError, match="sure upper bound"):
+    with pytest.raises(ValueError, match="certain upper bound"):
         spectral_norm(jacobian(torch.sin, draw(4)), failure=0.0)
 
 
@@ -198,7 +198,9 @@ def test_equal_singular_values_are_no_trouble(
 
 
 def test_what_drowns_in_rounding_counts_as_the_size_of_the_rounding() -> None:
-    run = _Run(Matrix(3.0 * torch.eye(6, dtype=torch.float64)), torch.Generator().manual_seed(0))
+    run = _Bidiagonalisation(
+        Matrix(3.0 * torch.eye(6, dtype=torch.float64)), torch.Generator().manual_seed(0)
+    )
     run.step()  # J^T J v = 9 v: nothing is left but rounding, and a fresh vector goes on
     assert float(run.b[0]) == pytest.approx(9.0 * run.J.error)
     assert abs(float((run.basis.chunks[0][0] * run.v).sum())) < 1e-14

@@ -202,7 +202,7 @@ def test_a_measured_centre_can_be_asked_to_be_sure(draw: Draw) -> None:
     layer = SelfAttention(draw(4, 3), draw(4, 3), draw(4, 2), choice=Softmax())
     J = layer.jacobian(X)
     exact = float(torch.linalg.matrix_norm(J.dense(), 2))
-    assert exact <= NormEstimator(0.0).above(J) < exact * (1 + 1e-12)
+    assert exact <= NormEstimator(0.0).upper_norm(J) < exact * (1 + 1e-12)
     estimator = NormEstimator(1e-6)
-    assert exact <= estimator.above(J) < exact * 1.01
+    assert exact <= estimator.upper_norm(J) < exact * 1.01
     assert estimator.spent == 1e-6

@@ -93,13 +93,13 @@ class ConfigReader:
             return None
         if not isinstance(value, list) or len(value) != count:
             raise self.wrong(key, value, f"a list of {count}, one for each layer")
-        for one in value:
-            if not isinstance(one, str) or one not in words:
-                raise self.wrong(key, one, f"a list of {' and '.join(words)}")
+        for word in value:
+            if not isinstance(word, str) or word not in words:
+                raise self.wrong(key, word, f"a list of {' and '.join(words)}")
         return value
 
     def only(self, key: str, allowed: Collection[Any]) -> None:
-        """Refuse a value that is present and not one of ``allowed``."""
+        """Raise ValueError for a value that is present and not one of ``allowed``."""
         value = self._get(key, _MISSING)
         if value is not _MISSING and not any(value is a or _same(value, a) for a in allowed):
             raise ValueError(
@@ -117,11 +117,11 @@ class ConfigReader:
             k for k, v in self.settings.items() if k not in self.read_keys and v is not None
         )
 
-    def wrong(self, key: str, value: Any, wanted: str) -> ValueError:
-        """The error for a value that is not what was ``wanted``."""
+    def wrong(self, key: str, value: Any, expected: str) -> ValueError:
+        """The error for a value that is not what was ``expected``."""
         if value is _MISSING:
-            return ValueError(f"{self.where} lacks {key}, which should be {wanted}.")
-        return ValueError(f"{self.where}: {key}={printable(repr(value))} should be {wanted}.")
+            return ValueError(f"{self.where} lacks {key}, which should be {expected}.")
+        return ValueError(f"{self.where}: {key}={printable(repr(value))} should be {expected}.")
 
     def _get(self, key: str, default: Any) -> Any:
         self.read_keys.add(key)

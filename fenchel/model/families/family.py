@@ -112,9 +112,9 @@ class Family:
             back = self.read(self.write(config), theirs, Path(CONFIG))
         except ValueError as error:
             return [str(error), *unmatched]
-        wanted, got = resolved(config), resolved(back)
-        other = [name for name in wanted if wanted[name] != got.get(name)]
-        return [*(f"{name}={wanted[name]!r}" for name in other), *unmatched]
+        before, after = resolved(config), resolved(back)
+        lost = [name for name in before if before[name] != after.get(name)]
+        return [*(f"{name}={before[name]!r}" for name in lost), *unmatched]
 
 
 def resolved(config: ModelConfig) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def family_for(config: ModelConfig, tensors: Collection[str]) -> Family:
             return family
         tried.append((gaps[0].startswith(CONFIG), len(gaps), family.name, gaps))
     *_, name, gaps = min(tried)  # one that can be read back, with the fewest gaps
-    what = [one for one in gaps if "=" in one] or gaps  # tensors follow from settings
+    missing = [gap for gap in gaps if "=" in gap] or gaps  # tensors follow from settings
     raise ValueError(
         f"no Hugging Face family can express this model: the nearest, {name}, has no "
-        f"{printable(', '.join(what[:3]), 200)}; it stays loadable from its run directory."
+        f"{printable(', '.join(missing[:3]), 200)}; it stays loadable from its run directory."
     )

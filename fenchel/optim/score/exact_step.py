@@ -64,7 +64,7 @@ second-order part included. For gamma -> 0 it is gamma / |J(U)|, the linear rule
 
 A step exists unless the gradients T W_K and T^T W_Q both vanish. Then no move of the weights
 changes <G, S> to first order, all dS of the ball are equally good, and the step is zero;
-``Step.summary`` says so.
+``Step.summary`` gives this reason.
 
 The lesson "Score-space descent" uses this module; ScoreDescent is its batched, approximate form.
 
@@ -240,12 +240,12 @@ def remove_gauge(W_Q: Tensor, W_K: Tensor, dW_Q: Tensor, dW_K: Tensor) -> Weight
     """
     a, U = torch.linalg.eigh(W_Q.mT @ W_Q)
     b, V = torch.linalg.eigh(W_K.mT @ W_K)
-    wanted = U.mT @ (dW_K.mT @ W_K - W_Q.mT @ dW_Q) @ V
+    right = U.mT @ (dW_K.mT @ W_K - W_Q.mT @ dW_Q) @ V
     sums = a.clamp(min=0).unsqueeze(-1) + b.clamp(min=0)
     largest = sums.amax()
     # where both Grams vanish, M moves nothing and stays zero
     solvable = sums > torch.finfo(sums.dtype).eps * largest
-    M = U @ torch.where(solvable, wanted / torch.where(solvable, sums, 1.0), 0.0) @ V.mT
+    M = U @ torch.where(solvable, right / torch.where(solvable, sums, 1.0), 0.0) @ V.mT
     return WeightMove(dW_Q + W_Q @ M, dW_K - W_K @ M.mT)
 
 
@@ -296,7 +296,7 @@ def score_step(
     damping: float = 0.0,
     gauge: str = "score",
 ) -> Step:
-    """X (n, d) or (B, n, d), W (d, k), G as X X^T: a step whose finite dS has length ``gamma``.
+    """The step whose finite dS has length ``gamma``: X (n, d) or (B, n, d), W (d, k), G as X X^T.
 
     ``mask`` is True where a query may attend to a key. ``gauge`` selects among the moves with one
     dS to first order: "score", the solver's own, which is covariant, or "least", the shortest.
@@ -309,7 +309,7 @@ def score_step(
     (tensor(0.1000), tensor(-0.2801))
     """
     _require(X, W_Q, W_K, G, gamma, solver, damping, gauge)
-    one = X.ndim == 2
+    single = X.ndim == 2
     X3, G3 = (M.double().reshape(-1, *M.shape[-2:]) for M in (X, G))
     if mask is not None:
         mask = torch.broadcast_to(mask.to(torch.bool), G.shape).reshape(G3.shape)
@@ -324,7 +324,7 @@ def score_step(
         dW = WeightMove(t * dW.Q, t * dW.K)
     dS = scores.linear(dW) + scores.bilinear(dW)
     predicted = (G3 * dS).sum()
-    dS = dS[0] if one else dS.reshape(G.shape)
+    dS = dS[0] if single else dS.reshape(G.shape)
     return Step(*(M.to(W_Q.dtype) for M in (dW.Q, dW.K, dS, predicted)))
 
 

@@ -191,7 +191,7 @@ class StackInput(NamedTuple):
     """(L or 1, 1 or n, 1, T, W) each."""
     grid: PositionGrid
     from_batch: bool = True
-    """False for the identity that stands in for a sample."""
+    """False for the identity that replaces a missing sample."""
 
 
 def stack_inputs(

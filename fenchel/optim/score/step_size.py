@@ -150,7 +150,7 @@ def _per_head(x: Tensor, H: int) -> Tensor:
 def crossing_by_search(
     line: ScoreLine, gamma: Tensor, shrink: HeadFactors | None, start: Tensor, limit: Tensor
 ) -> HeadFactors:
-    """The same without parts, by points of the line, starting near ``start`` (L, H)."""
+    """``crossing_by_parts`` without parts, by points of the line, from near ``start`` (L, H)."""
 
     def common(t: Tensor) -> Tensor:
         return line.move(line.same_for_keys(t), shrink)[0]
@@ -178,7 +178,7 @@ def find_crossing(
     """The t in [0, limit] with change(t) = gamma, near ``start``; ``limit`` where there is none."""
     low, high = torch.zeros_like(start), torch.full_like(start, torch.inf)
     y0 = change(low).square()
-    wanted = gamma.square() - y0
+    target = gamma.square() - y0
     t = torch.minimum(start, limit)
     last, slope_at_last = low, torch.full_like(start, torch.nan)
     for _ in range(ROUNDS):
@@ -186,7 +186,7 @@ def find_crossing(
         below = y <= gamma.square()
         low, high = torch.where(below, t, low), torch.where(below, high, t)
         slope = (y - y0) / t
-        last, slope_at_last, guess = t, slope, _parabola_root(wanted, t, slope, last, slope_at_last)
+        last, slope_at_last, guess = t, slope, _parabola_root(target, t, slope, last, slope_at_last)
         outside = ~(guess > low) | ~(guess < high)
         safe = torch.where(high.isfinite(), 0.5 * (low + high), 2.0 * t)
         guess = torch.where(outside, safe, guess)
@@ -196,17 +196,17 @@ def find_crossing(
 
 
 def _parabola_root(
-    wanted: Tensor, t: Tensor, slope: Tensor, last: Tensor, slope_at_last: Tensor
+    target: Tensor, t: Tensor, slope: Tensor, last: Tensor, slope_at_last: Tensor
 ) -> Tensor:
-    """The larger t with y(t) - y(0) = b t + c t^2 = wanted, from (y(t) - y(0)) / t at two points.
+    """The larger t with y(t) - y(0) = b t + c t^2 = target, from (y(t) - y(0)) / t at two points.
 
     With one point b = 0: the change grows in proportion to t.
     """
     c = (slope - slope_at_last) / (t - last)
     c = torch.where(c.isfinite(), c, slope / t)
     b = slope - c * t
-    root = (b.square() + 4.0 * c * wanted).sqrt()
-    return torch.where(b > 0, 2.0 * wanted / (b + root), (root - b) / (2.0 * c))
+    root = (b.square() + 4.0 * c * target).sqrt()
+    return torch.where(b > 0, 2.0 * target / (b + root), (root - b) / (2.0 * c))
 
 
 class ScoreBall(NamedTuple):

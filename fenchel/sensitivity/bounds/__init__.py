@@ -1,4 +1,4 @@
-"""Upper bounds of how far a layer can move, each with its theorem and where it holds."""
+"""Upper bounds on how far a layer can move, each with its theorem and the set where it holds."""
 
 from fenchel.sensitivity.bounds.attention import (
     ball,

@@ -1,4 +1,4 @@
-"""Upper bounds of attention: of one row of weights, of self-attention at a point, on a ball.
+"""Upper bounds for attention: of one row of weights, of self-attention at a point, on a ball.
 
 One row, scores to weights (``row``, ``penalty``, ``entropy``). The derivative of a choice is
 J = diag(s) - s s^T / sum(s); ``Choice.sensitivity`` gives its largest eigenvalue lambda exactly.
@@ -80,7 +80,7 @@ from fenchel.sensitivity.weight_blocks import Projections, WeightBlocks, flat, p
 
 
 def row(choice: Choice, p: Tensor) -> Tensor:
-    """``choice.sensitivity(p)`` is at most this; differentiable: (..., K) -> (...). At a point."""
+    """An upper bound on ``choice.sensitivity(p)``, differentiable: (..., K) -> (...)."""
     s = spread(choice, p)
     if s.shape[-1] < 2:
         return torch.zeros_like(s.sum(-1))
@@ -93,10 +93,10 @@ def row(choice: Choice, p: Tensor) -> Tensor:
 
 
 def penalty(choice: Choice, p: Tensor) -> Tensor:
-    """log of the largest row bound of each head, meaned over heads: (..., H, T, K) -> ().
+    """Mean over heads of the log of the largest row bound of each: (..., H, T, K) -> ().
 
-    To be added to a training loss, where it keeps every row from being sensitive. A row that is
-    one-hot to the last bit has no logarithm; it counts as the smallest number the dtype holds.
+    To be added to a training loss, so that no row becomes very sensitive. The bound of a row that
+    is exactly one-hot is 0; it counts as the smallest positive number of the dtype.
     """
     bound = row(choice, p).amax(-1)
     return bound.clamp(min=torch.finfo(bound.dtype).tiny).log().mean()
@@ -172,10 +172,10 @@ def token_max(
     k, v = (y - y.mean(-2, keepdim=True) for y in (rows.k, flat(x.v)))
     worst = k.new_zeros(len(k))
     for block in rows:
-        here, keys = block.rows, block.keys
+        block_rows, keys = block.rows, block.keys
         C = moment(block.s, v[:, keys], k[:, keys]) @ F_Q.unsqueeze(1)
         D = moment(block.s, v[:, keys], v[:, keys])
-        size = (rows.q[:, here] @ F_K).norm(dim=-1)
+        size = (rows.q[:, block_rows] @ F_K).norm(dim=-1)
         key = (largest(D) * block.s.sum(-1)).sqrt() * size
         worst = torch.maximum(worst, abs(rows.scale) * (spectral(C) + key).amax(-1))
     return outward(spectral(x.W[2]) + worst.view(rows.lead)).reshape(x.axes)
@@ -189,7 +189,7 @@ def _at(
     spec: AttentionSpec,
 ) -> tuple[Projections, WeightBlocks]:
     if spec.softcap is not None:
-        raise ValueError("this bound is for scores without a soft cap; take bounds.covariance.")
+        raise ValueError("this bound is for scores without a soft cap; use bounds.covariance.")
     x = project(X, W_Q, W_K, W_V)
     return x, WeightBlocks(x.q, x.k, spec)
 
@@ -228,14 +228,15 @@ def token_max_ball(
 
 
 def normalised_radius(d: int, weight: Tensor | None = None, bias: Tensor | None = None) -> float:
-    """The longest token a LayerNorm or RMSNorm of width d can give."""
+    """The largest length of a token after a LayerNorm or RMSNorm of width d."""
     longest = math.sqrt(d) * (1.0 if weight is None else float(weight.abs().amax()))
     return longest + (0.0 if bias is None else float(bias.norm()))
 
 
 def _sizes(W_Q: Tensor, W_K: Tensor, W_V: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    scale = W_Q.shape[-1] ** -0.5 if scale is None else scale
-    A = abs(scale) * spectral(factor(W_Q).mT @ factor(W_K))
+    A = abs(AttentionSpec(scale=scale).scale_for(W_Q.shape[-1])) * spectral(
+        factor(W_Q).mT @ factor(W_K)
+    )
     return A, torch.as_tensor(spectral(W_V))
 
 

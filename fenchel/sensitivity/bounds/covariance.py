@@ -1,4 +1,4 @@
-"""The covariance bound: how far attention can move at a point, one number a head.
+"""The covariance bound: how far attention can move at a point, one number per head.
 
 Row i of the outputs moves by
 
@@ -18,12 +18,12 @@ For the key term, Cauchy and Schwarz in the weights s_i give |sum_j s_ij (v_j - 
 dq = dX W_Q and so on: the three numbers carry the weights' factors, and add up. In (q, k, v) moves
 are separate coordinates, and the root of the sum of squares bounds all together.
 
-Under a cap on the scores with slopes t_ij, row i sees t_ij k_j for k_j, and c_ij = t_ij q_i . dk_j:
-s_ij t_ij^2 takes the place of s_ij in the key term.
+Under a cap on the scores with slopes t_ij, row i has t_ij k_j in place of k_j, and
+c_ij = t_ij q_i . dk_j: s_ij t_ij^2 takes the place of s_ij in the key term.
 
-At a point; sure; within 3 of the truth on random inputs, exact on the known worst family. Full:
-O(n^2 d^2) time, O(n d^2) memory. Cheap: traces instead of matrices and |P|_2^2 <= the largest
-column sum: O(n^2 d) time, O(n d) memory.
+The bound holds at a point, always. It is within a factor of 3 of the norm on random inputs, and
+exact on the known worst family. Full: O(n^2 d^2) time, O(n d^2) memory. Cheap: traces instead of
+matrices and |P|_2^2 <= the largest column sum: O(n^2 d) time, O(n d) memory.
 
 Derivation: docs/maths/sensitivity.md.
 """
@@ -40,14 +40,14 @@ from fenchel.sensitivity.weight_blocks import WeightBlocks, flat, project
 
 
 class Terms(NamedTuple):
-    """What bounds each cause of a move; every tensor is (B, H)."""
+    """The bound on each cause of a move; every tensor is (B, H)."""
 
     mixing: Tensor
-    """Chosen values move."""
+    """The values move under fixed weights."""
     query: Tensor
-    """A query chooses otherwise because it moved."""
+    """The weights of a row change because its query moves."""
     key: Tensor
-    """Queries choose otherwise because keys moved."""
+    """The weights change because the keys move."""
 
     @property
     def total(self) -> Tensor:
@@ -56,7 +56,7 @@ class Terms(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """F_Q, F_K, F_V with F F^T = W^T W, (B or 1, H, D, r); None stands for the identity."""
+    """F_Q, F_K, F_V with F F^T = W^T W, (B or 1, H, D, r); None is the identity."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -80,7 +80,7 @@ def covariance(
     cheap: bool = False,
     **keywords: Unpack[AttentionKeywords],
 ) -> Tensor:
-    """sigma_max of self-attention in X (..., N, M) is at most this; one number a head."""
+    """An upper bound on sigma_max of self-attention in X (..., N, M), one number per head."""
     return covariance_terms(X, W_Q, W_K, W_V, cheap=cheap, **keywords).total
 
 
@@ -93,11 +93,11 @@ def covariance_terms(
     cheap: bool = False,
     **keywords: Unpack[AttentionKeywords],
 ) -> Terms:
-    """The same, cause by cause: which of mixing, query and key rules."""
+    """``covariance`` as its three terms: mixing, query and key."""
     x = project(X, W_Q, W_K, W_V)
     rows = WeightBlocks(x.q, x.k, AttentionSpec(**keywords))
-    found = terms(rows, x.v, Factors(*(factor(w) for w in x.W)), cheap=cheap)
-    return Terms(*(term.reshape(x.axes) for term in found))
+    per_head = terms(rows, x.v, Factors(*(factor(w) for w in x.W)), cheap=cheap)
+    return Terms(*(term.reshape(x.axes) for term in per_head))
 
 
 def terms(rows: WeightBlocks, v: Tensor, factors: Factors = _NONE, *, cheap: bool = False) -> Terms:
@@ -105,23 +105,26 @@ def terms(rows: WeightBlocks, v: Tensor, factors: Factors = _NONE, *, cheap: boo
     B, H = rows.lead
     F = Factors(*(None if f is None else flat(f.expand(B, H, *f.shape[2:])) for f in factors))
     k, v = rows.k, flat(v)
-    v = v - v.mean(-2, keepdim=True)  # moments forget origins, unless slopes multiply
+    v = v - v.mean(-2, keepdim=True)  # moments do not depend on the origin, unless slopes multiply
     k = k - k.mean(-2, keepdim=True) if rows.spec.softcap is None else k
-    found = _cheap(rows, k, v, F) if cheap else _full(rows, k, v, F)
+    computed = _cheap(rows, k, v, F) if cheap else _full(rows, k, v, F)
     gain = 1.0 if F.v is None else spectral(F.v)
     # Moments are differences of sums: allow for their rounding before calling this a bound.
     eps = torch.finfo(v.dtype).eps
     size = v.norm(dim=-1).amax(-1)
-    dust = 64 * eps * abs(rows.scale) * size * (k.norm(dim=-1).amax(-1) + size)
+    rounding = 64 * eps * abs(rows.scale) * size * (k.norm(dim=-1).amax(-1) + size)
     grow = 1.0 + 64 * eps
-    bounds = gain * found.mixing * grow, found.query * grow + dust, found.key * grow + dust
-    return Terms(*(bound.view(B, H) for bound in bounds))
+    return Terms(
+        (gain * computed.mixing * grow).view(B, H),
+        (computed.query * grow + rounding).view(B, H),
+        (computed.key * grow + rounding).view(B, H),
+    )
 
 
 def _full(rows: WeightBlocks, k: Tensor, v: Tensor, F: Factors) -> Terms:
     N, S, D = k.shape
     query = k.new_zeros(N)
-    seen = k.new_zeros(N, S, D, D)
+    moments = k.new_zeros(N, S, D, D)
     for block in rows:
         keys, s, t, q = block.keys, block.s, block.slope, rows.q[:, block.rows]
         C = moment(s, v[:, keys], k[:, keys], t)
@@ -130,9 +133,9 @@ def _full(rows: WeightBlocks, k: Tensor, v: Tensor, F: Factors) -> Terms:
         own = largest(moment(s, v[:, keys], v[:, keys]))
         w = _sloped(s, t, 2) * own.unsqueeze(-1)
         for a in range(D):
-            seen[:, keys, a] += w.mT @ (q[..., a : a + 1] * q)
-    seen = seen if F.k is None else F.k.unsqueeze(1).mT @ seen @ F.k.unsqueeze(1)
-    key = largest(seen).amax(-1).sqrt()
+            moments[:, keys, a] += w.mT @ (q[..., a : a + 1] * q)
+    moments = moments if F.k is None else F.k.unsqueeze(1).mT @ moments @ F.k.unsqueeze(1)
+    key = largest(moments).amax(-1).sqrt()
     return Terms(mixing(rows), abs(rows.scale) * query, abs(rows.scale) * key)
 
 
@@ -176,7 +179,7 @@ def variance(s: Tensor, x: Tensor, t: Tensor | None = None) -> Tensor:
     mean = _sloped(s, t, 1) @ x
     square = (_sloped(s, t, 2) @ x.square().sum(-1, keepdim=True)).squeeze(-1)
     rest = square - mean.square().sum(-1) / torch.where(total > 0, total, 1.0)
-    if t is not None:  # no origin was taken away, so what is left may be no more than rounding
+    if t is not None:  # the mean was not subtracted, so the difference may be rounding alone
         rest = rest + 64 * torch.finfo(x.dtype).eps * square
     return rest.clamp(min=0.0)
 

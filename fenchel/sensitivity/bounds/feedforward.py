@@ -1,4 +1,4 @@
-"""Bounds of the layers around attention, at a point, over a ball, or everywhere.
+"""Bounds for the layers around attention, at a point, over a ball, or everywhere.
 
 Norm layers act on each token: y = gamma (x - mean) / s with s = sqrt(var + eps), or y = gamma x / r
 with r = sqrt(mean x^2 + eps). Their Jacobians have norm at most max|gamma| / s, exactly 1 / s
@@ -9,10 +9,10 @@ depends on x:
     within radius rho   max|gamma| / sqrt(max(0, |x - mean| - rho)^2 / d + eps)
     everywhere          max|gamma| / sqrt(eps), reached at a constant token: 316 for eps = 1e-5
 
-That factor 316 is what ruins every product of global constants; the local one is near 1.
+That factor 316 makes every product of global constants useless; the local one is near 1.
 
 Activations act on each number; the constant is the largest slope, over all numbers or over
-[x - rho, x + rho]: the slope is monotone between the points where it turns, listed below.
+[x - rho, x + rho]: the slope is monotone between its extrema, which are listed below.
 """
 
 import math
@@ -57,7 +57,7 @@ def linear(W: Tensor) -> Tensor:
 
 
 class Slope(NamedTuple):
-    """The slope of an activation, elementwise, and where it turns."""
+    """The slope of an activation, elementwise, and the points of its extrema."""
 
     at: Callable[[Tensor], Tensor]
     turns: tuple[float, ...]
@@ -89,7 +89,7 @@ def _mish(x: Tensor) -> Tensor:
 
 _SILU_TURN, _QUICK = 2.3993572805154677, 1.702
 
-# Turning points are roots of the second derivative; at a kink the larger slope counts.
+# Extrema of the slope are roots of the second derivative; at a kink the larger slope counts.
 SLOPES = {
     "identity": Slope(torch.ones_like, (), 1.0),
     "relu": Slope(lambda x: (x >= 0).to(x), (), 1.0),
@@ -123,12 +123,12 @@ def slope_range(name: str, x: Tensor, radius: float | Tensor) -> tuple[Tensor, T
     """The least slope within ``radius`` of each number of x, the slope there, and the largest."""
     slope = SLOPES[name]
     ends = slope.at(x - radius), slope.at(x + radius)
-    here = slope.at(x)
+    centre = slope.at(x)
     low, high = torch.minimum(*ends), torch.maximum(*ends)
     for turn in slope.turns:
         extreme = slope.at(torch.full_like(x, turn))
         inside = (x - turn).abs() <= radius
         low = torch.where(inside, torch.minimum(low, extreme), low)
         high = torch.where(inside, torch.maximum(high, extreme), high)
-    dust = 64.0 * torch.finfo(x.dtype).eps
-    return torch.minimum(low, here) - dust, here, torch.maximum(high, here) + dust
+    rounding = 64.0 * torch.finfo(x.dtype).eps
+    return torch.minimum(low, centre) - rounding, centre, torch.maximum(high, centre) + rounding
