@@ -87,6 +87,7 @@ class Window(Prior):
 class Padding(Prior):
     """Sequence b has ``lengths[b]`` real keys, the first ones or (side="left") the last ones.
 
+    >>> import torch
     >>> Padding(torch.tensor([1, 2])).log(1, 2, B=2)[:, 0, 0]
     tensor([[0., -inf],
             [0., 0.]])

@@ -107,8 +107,8 @@ class YarnScaling:
 class Llama3Scaling:
     """High frequencies unchanged, low ones divided, those between blended linearly by rotations.
 
-    ``high`` and ``low`` are the rotations within ``trained`` positions at which the blend begins and
-    ends.
+    ``high`` and ``low`` are the rotations within ``trained`` positions at which the blend begins
+    and ends.
     """
 
     factor: float

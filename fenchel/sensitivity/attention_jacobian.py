@@ -84,9 +84,7 @@ class OneHead(Operator):
     @full_precision
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T g."""
-        return (
-            torch.stack([self._pull(gradient) for gradient in u]) if len(u) > 1 else self._pull(u)
-        )
+        return torch.stack([self._pull(g) for g in u]) if len(u) > 1 else self._pull(u)
 
     def _push(self, move: Tensor) -> Tensor:
         dX = move.view(self.B.shape)
@@ -376,6 +374,11 @@ def attention_jacobian(
 
     ``wrt`` names the inputs that move; vectors are a tuple when there are several. ``each`` gives
     one operator per sequence and head, batch (B, H), in which shared keys count once per head.
+
+    >>> q = torch.eye(2).view(1, 1, 2, 2)
+    >>> attention_jacobian(q, q, q, wrt="v", scale=0.0) @ q  # the mean of the moves of the values
+    tensor([[[[0.5000, 0.5000],
+              [0.5000, 0.5000]]]])
     """
     if not wrt or any(name not in "qkv" for name in wrt) or len(set(wrt)) < len(wrt):
         raise ValueError(f'wrt names some of "q", "k", "v", each once; got {wrt!r}.')
@@ -408,6 +411,10 @@ def self_attention_jacobian(
     Weights with more axes bring heads: W_Q (H, M, D), W_K (G, M, D), W_V (G, M, E), and outputs
     (..., H, N, E); axes before the heads broadcast with those of X. ``each`` gives one operator per
     sequence and head.
+
+    >>> X = torch.eye(2)
+    >>> self_attention_jacobian(X, X, X, X).shape
+    (4, 4)
     """
     x = project(X, W_Q, W_K, W_V)
     rows = WeightBlocks(x.q, x.k, AttentionSpec(**keywords), budget)

@@ -21,9 +21,9 @@ c (3 t - 3 tau t^3).
 
 Chains. The image of the ball of one layer lies in the ball of the next one (``BallBound.carry``).
 Upper bounds multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the
-variation. A skip connection adds one to the upper bound and nothing to the variation. So a network has a
-variation of its own, and its norm at the centre plus that variation is an upper bound; the product
-of the upper bounds is another, and the smaller one is used. Products of global constants are not.
+variation. A skip connection adds one to the upper bound and nothing to the variation. So a network
+has a variation of its own, and its norm at the centre plus that variation is an upper bound; the
+product of the upper bounds is another, and the smaller one is used.
 """
 
 from collections.abc import Callable, Sequence

@@ -88,6 +88,11 @@ def influence(J: Operator) -> Tensor:
     """|J_ij|_2 for every input token j and output token i: (N_out, N_in).
 
     N M products, for operators between (N, M) tensors.
+
+    >>> from fenchel.sensitivity import jacobian
+    >>> influence(jacobian(lambda X: X.cumsum(0), torch.zeros(2, 3)))
+    tensor([[1., 0.],
+            [1., 1.]])
     """
     N, M = _tokens(J.domain)
     N_out, M_out = _tokens(J.codomain)

@@ -218,11 +218,11 @@ class Product(Operator):
     """v -> A (B v)."""
 
     def __init__(self, left: Operator, right: Operator) -> None:
-        meet, other = left.domain, right.codomain
-        if (meet.size, meet.batch) != (other.size, other.batch):
+        inner, output = left.domain, right.codomain
+        if (inner.size, inner.batch) != (output.size, output.batch):
             raise ValueError(
-                f"A @ B needs the input of A to be the output of B; got {meet.shapes} and "
-                f"{other.shapes} with batches {meet.batch} and {other.batch}."
+                f"A @ B needs the input of A to be the output of B; got {inner.shapes} and "
+                f"{output.shapes} with batches {inner.batch} and {output.batch}."
             )
         self.left, self.right = left, right
         self.domain, self.codomain = right.domain, left.codomain
