@@ -74,9 +74,9 @@ PRIORS: dict[str, Prior] = {
 @pytest.fixture
 def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flex, "can_compile", lambda _: True)
-    backends._remembered_cheapest.cache_clear()
+    backends._cached_cheapest.cache_clear()
     yield
-    backends._remembered_cheapest.cache_clear()
+    backends._cached_cheapest.cache_clear()
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -93,7 +93,7 @@ def test_auto_compiles_for_a_long_call_and_only_then(
     for change in (*elsewhere, {"device": "cpu", "gradient": True}, {"dropout": 0.1}):
         assert cheapest(replace(long, **change)).name != "flex"
     monkeypatch.setattr(flex, "can_compile", lambda _: False)
-    backends._remembered_cheapest.cache_clear()
+    backends._cached_cheapest.cache_clear()
     assert cheapest(long).name == "sdpa"
 
 
@@ -120,12 +120,12 @@ def test_auto_on_a_cpu_skips_keys_where_a_window_leaves_few(
     gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "can_compile", lambda _: False)
-    backends._remembered_cheapest.cache_clear()
+    backends._cached_cheapest.cache_clear()
     call = replace(LONG, device="cpu", dtype=torch.float32, prior=Window(512), gradient=gradient)
     assert cheapest(call).name == "blocked"
     assert cheapest(replace(call, prior=Window(8000, 8000))).name == "sdpa"
     assert cheapest(replace(call, T=64, S=64)).name == "sdpa"
-    backends._remembered_cheapest.cache_clear()
+    backends._cached_cheapest.cache_clear()
 
 
 def test_auto_takes_another_back_end_where_no_kernel_compiles(
@@ -140,14 +140,14 @@ def test_auto_takes_another_back_end_where_no_kernel_compiles(
     cheap = replace(backends.BACKENDS["flex"], cost=lambda _: -1.0, attend=broken)
     monkeypatch.setitem(backends.BACKENDS, "flex", cheap)
     monkeypatch.setattr(backends, "_LEFT_OUT", set())
-    backends._remembered_cheapest.cache_clear()
+    backends._cached_cheapest.cache_clear()
     wanted = attend(*qkv, prior=Window(2), backend="reference")
     for _ in range(2):
         torch.testing.assert_close(attend(*qkv, prior=Window(2)), wanted)
     assert len(tries) == 1  # the failure is remembered for calls of this kind
     with pytest.raises(AssertionError, match="no kernel"):  # asked for by name, it is an error
         attend(*qkv, prior=Window(2), backend="flex")
-    backends._remembered_cheapest.cache_clear()
+    backends._cached_cheapest.cache_clear()
 
 
 @pytest.mark.parametrize(
