@@ -125,7 +125,7 @@ def open_directory(path: Path) -> CheckpointDirectory:
         raise ValueError(f"{path / CONFIG} has no model_type, which names the family of a model.")
     if "auto_map" in config:
         warnings.warn(
-            f"{path / CONFIG} asks for code of its own (auto_map); fenchel never runs it.",
+            f"{path / CONFIG} names code of its own (auto_map); fenchel never runs it.",
             Notice,
             stacklevel=2,
         )

@@ -100,7 +100,7 @@ def _entry(name: str, fields: Any, path: Path) -> TensorEntry:
         needed *= axis
     if needed != entry.bytes:
         raise Damaged(
-            f"{where} takes bytes {entry.begin} to {entry.end}, and its shape asks for {needed}."
+            f"{where} takes bytes {entry.begin} to {entry.end}, and its shape needs {needed}."
         )
     return entry
 

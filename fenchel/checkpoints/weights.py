@@ -121,7 +121,7 @@ def require_enough_tensors(
         raise ValueError(f"{directory.path} holds {count} tensors, too few for {layers} layers.")
     if config.layers > MAX_LAYERS:  # shared layers need no tensors of their own
         raise ValueError(
-            f"{directory.path} asks for {config.layers} layers, more than {MAX_LAYERS}."
+            f"{directory.path} has settings for {config.layers} layers, more than {MAX_LAYERS}."
         )
     largest = max(location.entry.bytes for location in directory.tensors.values())
     sizes = {
