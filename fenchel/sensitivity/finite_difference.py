@@ -20,8 +20,8 @@ needs the reverse derivative alone and stays exact.
     f(x + h d) = f(x) + h J d + o(h),        remainder(h) = |f(x + h d) - f(x) - h J d|.
 
 For a smooth f the remainder falls like h^2, a line of slope 2 in logarithms until rounding stops
-it. A wrong derivative gives slope 1, a kink on the way something between. Lesson: the derivative
-of attention.
+it. A wrong derivative gives slope 1, a kink on the way something between.
+Planned lesson: the derivative of attention.
 """
 
 from collections.abc import Callable

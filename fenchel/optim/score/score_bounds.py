@@ -24,7 +24,7 @@ s_max the largest singular value of J, for one sequence without a mask.
 
    of the best <G, dS> at equal |dS| (Kantorovich's inequality for J J^T on its range).
 
-The lesson "Score-space descent" uses this module; no command does.
+For the lesson "Score-space descent", which is planned; no command uses it.
 """
 
 from typing import NamedTuple
