@@ -20,6 +20,7 @@ other. A query that no key is open to gets zeros, with zero derivatives.
 """
 
 from typing import Literal, overload
+from warnings import warn
 
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -121,6 +122,12 @@ def attend(
         if backend != "auto" or selected_backend.name != "flex" or not failed_to_compile(error):
             raise
         leave_out(selected_backend, facts)
+        warn(
+            f"FlexAttention did not compile ({type(error).__name__}); another back end serves "
+            "calls of this kind from now on.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         out, p = backend_named(backend, facts).attend(q, k, v, spec, dropout)
     out = out.reshape(*axes_out, *out.shape[-2:])
     if not return_weights:

@@ -13,7 +13,7 @@ with c the cap (infinite where there is none), exactly when there are numbers nu
 
 The problem is convex with affine constraints, so these are sufficient, and necessary because the
 simplex has interior points (or, where it has none, because affine constraints need no Slater).
-Each ``Residuals`` entry is the largest violation in a row. ``gap`` is the duality gap,
+Each ``Residuals`` entry is the largest violation per row. ``gap`` is the duality gap,
 
     nu + sum_i max over 0 <= t <= min(c, 1) of [t (x_i - nu) - omega(t)]  -  [<p, x> - Omega(p)],
 

@@ -113,7 +113,7 @@ class Encoder(nn.Module):
 def run_blocks(
     blocks: nn.ModuleList, config: ModelConfig, x_BTM: Tensor, context: ForwardContext
 ) -> Tensor:
-    """All layers in order; with ``distinct_layers`` a block serves several layers in a row."""
+    """All layers in order; with ``distinct_layers`` a block serves consecutive layers."""
     layers_per_block = config.layers // len(blocks)
     for layer in range(config.layers):
         x_BTM = blocks[layer // layers_per_block](x_BTM, context, layer)

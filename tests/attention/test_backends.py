@@ -142,8 +142,9 @@ def test_auto_takes_another_back_end_where_no_kernel_compiles(
     monkeypatch.setattr(backends, "_LEFT_OUT", set())
     backends._cached_cheapest.cache_clear()
     wanted = attend(*qkv, prior=Window(2), backend="reference")
-    for _ in range(2):
+    with pytest.warns(RuntimeWarning, match="did not compile"):
         torch.testing.assert_close(attend(*qkv, prior=Window(2)), wanted)
+    torch.testing.assert_close(attend(*qkv, prior=Window(2)), wanted)
     assert len(tries) == 1  # the failure is remembered for calls of this kind
     with pytest.raises(AssertionError, match="no kernel"):  # asked for by name, it is an error
         attend(*qkv, prior=Window(2), backend="flex")
