@@ -95,18 +95,28 @@ def attend(
     if backend == "auto" and type(choice) is Softmax and softcap is None and not return_weights:
         # The common case in as few steps as possible: it costs microseconds in small models.
         beta = choice.beta
-        axes = q.shape
-        if type(beta) is float and forward_ad._current_level < 0 and len(axes) == 4 == k.ndim:
-            causal = causal_flag(prior, axes[2], k.shape[2])
-            if causal is not None and scale != 0.0:
+        if (
+            type(beta) is float
+            and forward_ad._current_level < 0
+            and q.ndim == k.ndim == v.ndim == 4
+        ):
+            B, H, T, D = q.shape
+            B_k, G, S, D_k = k.shape
+            B_v, G_v, S_v, _ = v.shape
+            causal = None
+            # torch's kernels compare too little: with fewer or more values than keys they read
+            # outside the tensors. What does not fit, and what broadcasts, takes the general path.
+            if B == B_k == B_v and G == G_v > 0 == H % G and S_v == S and D == D_k > 0:
+                causal = causal_flag(prior, T, S)
+            if causal is not None and scale != 0.0 and 0.0 <= dropout < 1.0:
                 if beta != 1.0:
-                    scale = beta * (axes[3] ** -0.5 if scale is None else scale)
+                    scale = beta * (D**-0.5 if scale is None else scale)
                 try:
                     return scaled_dot_product_attention(
                         q, k, v, None, dropout, causal, scale=scale, enable_gqa=True
                     )
                 except RuntimeError:
-                    check(q, k, v, dropout)  # raises our message if the shapes are wrong
+                    check(q, k, v, dropout)  # raises our message if the dtypes differ
                     raise
     spec = AttentionSpec(choice, prior, scale, softcap)
     check(q, k, v, dropout, softcap)

@@ -76,7 +76,7 @@ from fenchel.attention.reference import (
     mix_transposed,
     score,
 )
-from fenchel.attention.shapes import broadcast_batch, check, four_axes, output_axes
+from fenchel.attention.shapes import broadcast_batch, check, output_axes
 from fenchel.attention.spec import AttentionKeywords, AttentionSpec, select
 from fenchel.attention.tiles import join_rows, score_tiles, tiles
 from fenchel.choice import Softmax
@@ -103,6 +103,7 @@ def head_entropy(q: Tensor, k: Tensor, **spec: Unpack[AttentionKeywords]) -> Ten
     check(q, k, k, softcap=call.softcap)
     if q.dim() != 4:
         raise ValueError(f"head_entropy takes q with four axes, (B, H, T, D); got {q.dim()}.")
+    q, k, _ = broadcast_batch(q, k, k)
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     with torch.autocast(q.device.type, enabled=False):  # which would narrow the scores again
         entropy_H: Tensor = _HeadEntropy.apply(q, k, call, learns)  # type: ignore[no-untyped-call]
@@ -184,7 +185,7 @@ def health_per_head(
     """``health``, and the same per head."""
     call = AttentionSpec(**spec)
     check(q, k, k, softcap=call.softcap)
-    q, k = four_axes(q), four_axes(k)
+    q, k, _ = broadcast_batch(q, k, k)
     z, log_u = logits(q, k, call)
     p = call.choice.weights(z, log_u)
     size = (z * call.choice.score_scale).abs()
@@ -275,7 +276,7 @@ def attention_weights(
     """
     call = AttentionSpec(**spec)
     check(q, k, k, softcap=call.softcap)
-    q, k = four_axes(q), four_axes(k)
+    q, k, _ = broadcast_batch(q, k, k)
     (B, H, T, _), (_, G, S, _) = q.shape, k.shape
     prior = call.prior
     if prior is not None:
@@ -393,7 +394,7 @@ def scale_warning(
     ``width`` is d_model, H D by default. O(T S) memory: a small sample suffices.
     """
     check(q, k, k)
-    q, k = four_axes(q), four_axes(k)
+    q, k, _ = broadcast_batch(q, k, k)
     H, D = q.shape[1], q.shape[3]
     width = H * D if width is None else width
     if not math.isfinite(scale) or scale == 0.0:

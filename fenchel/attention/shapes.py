@@ -23,7 +23,7 @@ def broadcast_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _batch(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    return tuple(max(n, m) for n, m in zip(q.shape[:-3], k.shape[:-3], strict=True))
+    return tuple(m if n == 1 else n for n, m in zip(q.shape[:-3], k.shape[:-3], strict=True))
 
 
 def four_axes(x: Tensor) -> Tensor:

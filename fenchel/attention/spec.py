@@ -48,7 +48,7 @@ class AttentionSpec:
 
     def scale_for(self, D: int) -> float:
         """What multiplies q.k for heads of width D: ``scale``, or 1 / sqrt(D) where it is None."""
-        return D**-0.5 if self.scale is None else self.scale
+        return max(D, 1) ** -0.5 if self.scale is None else self.scale
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the map, then those of the prior: what may learn beside q, k and v."""

@@ -1,13 +1,28 @@
 """fenchel/attention/attend.py: the definition, worked numbers, shapes and refusals."""
 
+import re
 from importlib import import_module
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fenchel.attention import Causal, Dense, Padding, Prior, Window, attend, serves
+from fenchel.attention import (
+    Causal,
+    Dense,
+    Padding,
+    Prior,
+    Window,
+    attend,
+    attend_jvp,
+    linear_attend,
+    serves,
+    trace,
+)
+from fenchel.attention.backends import BACKENDS
 from fenchel.choice import Entmax, Softmax, Sparsemax
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -247,26 +262,74 @@ def test_serves_says_why_a_back_end_cannot(qkv: QKV) -> None:
     [
         (((2, 6, 4, 5), (2, 3, 7, 4), (2, 3, 7, 3)), "equally wide"),
         (((2, 6, 4, 5), (2, 3, 7, 5), (2, 3, 6, 3)), "one value for each key"),
+        (((2, 6, 4, 5), (2, 3, 7, 5), (2, 3, 70, 3)), "one value for each key"),
+        (((2, 6, 1, 5), (2, 3, 7, 5), (2, 3, 9, 5)), "one value for each key"),
+        (((2, 6, 9, 5), (2, 3, 7, 5), (2, 3, 5, 5)), "one value for each key"),
+        (((2, 6, 4, 5), (2, 6, 7, 5), (2, 3, 7, 5)), "one value for each key"),
+        (((2, 6, 4, 5), (2, 6, 7, 5), (2, 1, 7, 5)), "one value for each key"),
+        (((2, 6, 4, 5), (2, 1, 7, 5), (2, 6, 7, 5)), "one value for each key"),
+        (((2, 6, 4, 5), (2, 3, 7, 5), (1, 3, 7, 5)), "one value for each key"),
+        (((2, 6, 4, 5), (1, 3, 7, 5), (2, 3, 7, 5)), "one value for each key"),
+        (((2, 6, 4, 5), (2, 3, 7, 5), (3, 7, 5)), "same number of axes"),
+        (((2, 6, 4, 5), (2, 3, 7, 5), (1, 2, 3, 7, 5)), "same number of axes"),
+        (((2, 6, 4, 5), (2, 0, 7, 5), (2, 0, 7, 5)), "0 heads of keys do not divide 6"),
         (((2, 6, 4, 5), (2, 4, 7, 5), (2, 4, 7, 3)), "4 heads of keys do not divide 6"),
         (((2, 6, 4, 5), (3, 3, 7, 5), (3, 3, 7, 3)), "same batch"),
         (((6, 4, 5), (2, 3, 7, 5), (2, 3, 7, 3)), "same number of axes"),
         (((5,), (5,), (5,)), "2 or more"),
     ],
 )
-@pytest.mark.parametrize("choice", [Softmax(), Sparsemax()], ids=repr)
+@pytest.mark.parametrize("prior", [None, Causal()], ids=["none", "causal"])
+@pytest.mark.parametrize("choice", [Softmax(), Softmax(2.0), Sparsemax()], ids=repr)
 def test_shapes_that_do_not_fit_are_refused_in_a_sentence(
-    shapes: tuple[tuple[int, ...], ...], words: str, choice
+    shapes: tuple[tuple[int, ...], ...], words: str, choice, prior: Prior | None
 ) -> None:
+    q, k, v = map(torch.zeros, shapes)
+    for backend in ("auto", *BACKENDS):
+        with pytest.raises(ValueError, match=words):
+            attend(q, k, v, choice=choice, prior=prior, backend=backend)
+    for f in (linear_attend, trace):
+        with pytest.raises(ValueError, match=words):
+            f(q, k, v)
     with pytest.raises(ValueError, match=words):
-        attend(*map(torch.zeros, shapes), choice=choice)
+        attend_jvp((q, k, v), (None, None, None), choice=choice, prior=prior)
+
+
+@st.composite
+def nearly_fitting(draw: st.DrawFn) -> list[list[int]]:
+    """Shapes of q, k, v that fit, and in three of four cases one size of them changed."""
+    B, G, R, T, S, D, E = (draw(st.integers(0, 3)) for _ in range(7))
+    shapes = [[B, G * R, T, D], [B, G, S, D], [B, G, S, E]]
+    if draw(st.integers(0, 3)):
+        tensor, axis = draw(st.integers(0, 2)), draw(st.integers(0, 3))
+        shapes[tensor][axis] = draw(st.integers(0, 4))
+    return shapes
+
+
+@given(shapes=nearly_fitting(), causal=st.booleans())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_the_fused_path_accepts_what_the_definition_accepts(
+    shapes: list[list[int]], causal: bool
+) -> None:
+    generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    prior = Causal() if causal else None
+    try:
+        wanted = attend(q, k, v, prior=prior, backend="reference")
+    except ValueError as refusal:
+        with pytest.raises(ValueError, match=re.escape(str(refusal))):
+            attend(q, k, v, prior=prior)
+        return
+    torch.testing.assert_close(attend(q, k, v, prior=prior), wanted)
 
 
 def test_other_arguments_that_do_not_fit_are_refused(qkv: QKV) -> None:
     q, k, v = qkv
     with pytest.raises(ValueError, match="one floating dtype"):
         attend(q.float(), k, v)
-    with pytest.raises(ValueError, match=r"dropout .* got 1.5"):
-        attend(q, k, v, dropout=1.5)
+    for dropout in (1.0, 1.5, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=f"dropout .* got {dropout}"):
+            attend(q, k, v, dropout=dropout)
     with pytest.raises(ValueError, match="3 lengths for 2"):
         attend(q, k, v, prior=Padding(torch.tensor([1, 2, 3])))
 

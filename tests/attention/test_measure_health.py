@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from fenchel.attention import Causal, Dense, Padding, attend, health, health_per_head
+from fenchel.attention import (
+    Causal,
+    Dense,
+    Padding,
+    attend,
+    attention_weights,
+    head_entropy,
+    health,
+    health_per_head,
+    scale_warning,
+)
 from fenchel.choice import Entmax, Softmax, Sparsemax
 
 
@@ -73,3 +83,16 @@ def test_by_head_it_is_the_health_of_that_head_alone(qkv) -> None:
             if prior is not None:
                 open_ = (prior.log(T, S, B=B) > -torch.inf).expand_as(z)
             assert heads.rms[h] == pytest.approx(z[open_].square().mean().sqrt().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("batch_q", "batch_k"), [(1, 3), (3, 1)])
+def test_one_batch_broadcasts_against_the_other_in_every_measure(
+    draw, batch_q: int, batch_k: int
+) -> None:
+    q, k = draw(batch_q, 4, 5, 8), draw(batch_k, 2, 6, 8)
+    Q, K = q.expand(3, -1, -1, -1), k.expand(3, -1, -1, -1)
+    assert health_per_head(q, k) == health_per_head(Q, K)
+    assert scale_warning(q, k, scale=1.0) == scale_warning(Q, K, scale=1.0)
+    assert torch.equal(head_entropy(q, k), head_entropy(Q, K))
+    ours, theirs = (attention_weights(*call, rows=[1]) for call in ((q, k), (Q, K)))
+    assert torch.equal(ours, theirs)
