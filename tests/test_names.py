@@ -18,7 +18,6 @@ ELSEWHERE = {
     "attention/sdpa": "attention/test_contract.py",
     "attention/shapes": "attention/test_attend.py",
     "checkpoints/weights": "model/families/test_published.py",
-    "choice/base": "choice/test_contract.py",
     "cli/bench": "cli/test_main.py",
     "cli/doctor": "cli/test_reading_commands.py",
     "cli/inspection_tables": "cli/test_inspect.py",

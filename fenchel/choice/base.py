@@ -26,7 +26,15 @@ The gap in the inequality of Fenchel and Young is the loss of the map:
 
 Its gradient in z is weights(z) - y, as that of the cross-entropy, which it is for Softmax and an
 index y. For a sparse map it is exactly 0, and so is its gradient, once the score of the target is
-far enough above the others (by 1 / beta for Sparsemax): such a loss has a margin.
+far enough above the others (by 1 / beta for Sparsemax): such a loss has a margin. For a
+distribution y the sum above cancels when y is near p = weights(z), all the more for a small beta.
+Its value is then taken from the conditions of optimality, as a sum of terms none of which is
+negative, and its derivatives from the sum:
+
+    beta loss = sum_i d(y_i, p_i) + mu_i y_i + eta_i (p_i - y_i),
+    d(y, p)   = omega(y) - omega(p) - omega'(p) (y - p)             Bregman's divergence
+
+with mu_i >= 0 the multiplier of p_i >= 0, and eta_i >= 0 that of a weight at its cap.
 
 Shapes: scores and weights are (..., K); Omega, value, loss and sensitivity are (...). A beta
 that is a tensor broadcasts against z and has one entry along the axis of the choice. Half
@@ -40,6 +48,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from fenchel.choice.secular import largest_eigenvalue
 
@@ -95,6 +104,13 @@ class Choice(ABC):
     def spread(self, p: Tensor) -> Tensor:
         """s = 1 / omega''(p) on the support, 0 off it, in float32 or better: (..., K)."""
 
+    def divergence(self, y: Tensor, p: Tensor) -> Tensor:
+        """omega(y) - omega(p) - omega'(p) (y - p) for y near p > 0, elementwise.
+
+        A map has its own form of it, in which omega(p) does not cancel.
+        """
+        return (self.omega(y) - self.omega(p) - self.slope(p) * (y - p)).clamp(min=0.0)
+
     @abstractmethod
     def lipschitz(self, K: int) -> float | Tensor:
         """The smallest known l2 Lipschitz constant of ``weights`` for K alternatives."""
@@ -136,23 +152,51 @@ class Choice(ABC):
 
         >>> import torch
         >>> from fenchel.choice import Softmax, Sparsemax
-        >>> z, y = torch.tensor([[2.0, 0.5, -1.0]], requires_grad=True), torch.tensor([0])
+        >>> z, y = torch.tensor([[2.0, 0.5, -1.0]]), torch.tensor([0])
         >>> Softmax().loss(z, y), torch.nn.functional.cross_entropy(z, y, reduction="none")
-        (tensor([0.2413], grad_fn=<SubBackward0>), tensor([0.2413], grad_fn=<NllLossBackward0>))
-        >>> torch.autograd.grad(Sparsemax().loss(z, y).sum(), z)  # a margin of 1: no gradient left
-        (tensor([[0., 0., 0.]]),)
+        (tensor([0.2413]), tensor([0.2413]))
+        >>> slope = torch.func.grad(lambda z: Sparsemax().loss(z, y).sum())
+        >>> slope(z)  # a margin of 1: no gradient left
+        tensor([[0., 0., 0.]])
         """
         x = float32_or_better(z)
+        if log_prior is not None:  # a forbidden score has no part in the peak, however large
+            x = x.masked_fill(log_prior == FORBIDDEN, FORBIDDEN)
         # value(z - c) = value(z) - c, so the common part of large scores never enters the sum
         peak = x.detach().amax(-1, keepdim=True)
         x = x - torch.where(peak.isfinite(), peak, 0.0)
-        if y.is_floating_point():
-            reached = torch.where(y != 0, x, 0.0).mul(y).sum(-1)
-            cost = self.regulariser(y.to(x.dtype), log_prior) / self.row_beta()
-        else:
+        if self.ceiling < 1.0:  # whether a corner is above the cap depends on how many are allowed
+            y = y if y.is_floating_point() else one_hot(y, x.shape[-1]).to(x.dtype)
+            prior = torch.zeros_like(x) if log_prior is None else log_prior
+            log_prior = torch.where(x == FORBIDDEN, FORBIDDEN, prior)
+        if not y.is_floating_point():
             reached = x.gather(-1, y.unsqueeze(-1)).squeeze(-1)
             cost = _omega_at_vertex(self, x, y, log_prior) / self.row_beta()
-        return (self.value(x, log_prior) + cost - reached).to(z.dtype)
+            gap = self.value(x, log_prior) + cost - reached
+        else:
+            y = y.to(x.dtype)
+            reached = torch.where(y != 0, x, 0.0).mul(y).sum(-1)
+            cost = self.regulariser(y, log_prior) / self.row_beta()
+            gap = self.value(x, log_prior) + cost - reached
+            exact = self._gap(x, y, log_prior).detach()
+            gap = torch.where(gap.isfinite(), exact + (gap - gap.detach()), gap)
+        return gap.masked_fill(peak.squeeze(-1) == FORBIDDEN, float("inf")).to(z.dtype)
+
+    @torch.no_grad()
+    def _gap(self, z: Tensor, y: Tensor, log_prior: Tensor | None) -> Tensor:
+        """The Fenchel-Young loss of a distribution y as a sum without cancellation: (...)."""
+        p, (x, _) = self.weights(z, log_prior), self.scores(z, log_prior, -1)
+        slope, free = self.slope(p), self.spread(p) > 0
+        # On the free weights omega'(p_i) = x_i - nu; with none free, nu leaves every eta_i >= 0.
+        heaviest = torch.where(free, p, -1.0).argmax(-1, keepdim=True)
+        least = torch.where(p > 0, x - slope, torch.inf).amin(-1, keepdim=True)
+        nu = torch.where(free.any(-1, keepdim=True), (x - slope).gather(-1, heaviest), least)
+        near = (y - p).abs() <= 0.5 * p
+        eta = torch.where((p > 0) & ~free, (x - nu - slope).clamp(min=0.0), 0.0)
+        close = self.divergence(y, torch.where(p > 0, p, 1.0)) + eta * (p - y)
+        far = self.omega(y) - self.omega(p) - (x - nu) * (y - p)  # holds mu and eta
+        terms = torch.where(near, torch.where(p > 0, close, 0.0), far)
+        return terms.sum(-1).clamp(min=0.0) / self.row_beta()
 
     def scores(self, z: Tensor, log_prior: Tensor | None, dim: int) -> tuple[Tensor, int]:
         """x = beta z + log u in float32 or better, and the axis counted from the end."""
@@ -189,10 +233,9 @@ class Choice(ABC):
         return replace(self, **changes) if changes else self  # type: ignore[type-var]
 
     def row_beta(self) -> float | Tensor:
-        """beta without the axis of the choice, for results of shape (...)."""
-        if isinstance(self.beta, Tensor) and self.beta.ndim > 0:
-            return self.beta.squeeze(-1)
-        return self.beta
+        """The factor on z without the axis of the choice, for results of shape (...)."""
+        beta = self.score_scale
+        return beta.squeeze(-1) if isinstance(beta, Tensor) and beta.ndim > 0 else beta
 
     def _maximum(self, x: Tensor) -> Tensor:
         """The maximum over p, divided by beta, rows last: (..., K) -> (...)."""

@@ -58,6 +58,15 @@ class Capped(Choice):
         p = left * Softmax().choose(x.masked_fill(capped, FORBIDDEN))
         return torch.where(capped, cap, p)
 
+    def regulariser(self, p: Tensor, log_prior: Tensor | None = None) -> Tensor:
+        """Omega(p) - <p, log u>, infinite above the cap and where p > 0 is forbidden."""
+        allowed = p.shape[-1]
+        if log_prior is not None:
+            allowed = (log_prior > FORBIDDEN).expand_as(p).sum(-1, keepdim=True)
+        cap = torch.as_tensor(1.0 / allowed, device=p.device).clamp(min=self.cap)
+        above = (p > cap * (1.0 + 4.0 * torch.finfo(p.dtype).eps)).any(-1)
+        return super().regulariser(p, log_prior).masked_fill(above, float("inf"))
+
     def omega(self, p: Tensor) -> Tensor:
         """p log p."""
         return Softmax().omega(p)
@@ -74,6 +83,10 @@ class Capped(Choice):
         """p where it is free to move, 0 at the cap."""
         at_cap = p >= torch.as_tensor(self.cap, dtype=p.dtype, device=p.device)  # rounded as p
         return float32_or_better(torch.where(at_cap, 0.0, p))
+
+    def divergence(self, y: Tensor, p: Tensor) -> Tensor:
+        """y log(y / p) - y + p."""
+        return Softmax().divergence(y, p)
 
     def lipschitz(self, K: int) -> float | Tensor:
         """beta min(cap, 1/2), and 0 where the cap leaves no choice."""

@@ -239,6 +239,12 @@ class Entmax(Choice):
         """p^(2 - alpha) on the support."""
         return spread(float32_or_better(p), self.alpha)
 
+    def divergence(self, y: Tensor, p: Tensor) -> Tensor:
+        """(y^alpha - p^alpha - alpha p^(alpha - 1) (y - p)) / (alpha (alpha - 1))."""
+        r = (y - p) / p
+        excess = torch.expm1((self.alpha - 1.0) * r.log1p()) / (self.alpha - 1.0)
+        return p.pow(self.alpha) / self.alpha * ((1.0 + r) * excess - r)
+
     def lipschitz(self, K: int) -> float | Tensor:
         """beta times the larger of the two values in the module docstring."""
         if not isinstance(self.alpha, Tensor):
@@ -291,6 +297,10 @@ class Sparsemax(Choice):
     def spread(self, p: Tensor) -> Tensor:
         """1 on the support."""
         return float32_or_better((p > 0).to(p.dtype))
+
+    def divergence(self, y: Tensor, p: Tensor) -> Tensor:
+        """(y - p)^2 / 2."""
+        return 0.5 * (y - p).square()
 
     def lipschitz(self, K: int) -> float | Tensor:
         """beta, and 0 for a single alternative: a projection is 1-Lipschitz."""

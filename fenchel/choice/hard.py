@@ -102,7 +102,3 @@ class Hard(Choice):
     def lipschitz(self, K: int) -> float | Tensor:
         """Infinite, since the weights jump; 0 for a single alternative."""
         return float("inf") if K > 1 else 0.0
-
-    def row_beta(self) -> float | Tensor:
-        """Infinite."""
-        return self.beta

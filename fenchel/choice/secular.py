@@ -15,6 +15,10 @@ below it and never passes it; it starts at the larger of
 which is more than half the root. R is summed from the other entries and never computed as 1 - s_1:
 in a saturated row that difference has no correct digit.
 
+The unknown is d = lambda / s_2 - 1, with the gap g = (s_1 - s_2) / s_1. Where the two largest are a
+few units in the last place apart, no number lies between them for lambda, but d and g have all
+their digits.
+
 Golub (1973), Some modified matrix eigenvalue problems.
 """
 
@@ -35,23 +39,23 @@ def largest_eigenvalue(s: Tensor) -> Tensor:
     regular = ~(lone | tied)
     # In units of the second, so that no tiny number is squared. Rows without an inner root solve
     # a harmless equation instead, and are corrected at the end.
-    unit = torch.where(regular, second, 1.0)
-    ratio = torch.where(regular, second, 1.0) / torch.where(regular, first, 2.0)
+    unit, above = torch.where(regular, second, 1.0), torch.where(regular, first, 2.0)
+    ratio, gap = unit / above, (above - unit) / above
     rest = torch.ones_like(s).scatter(-1, top.indices[..., :1], 0.0)
     rest = torch.where(regular.unsqueeze(-1), rest * s / unit.unsqueeze(-1), rest)
     with torch.no_grad():
         R = rest.sum(-1)
-        root = torch.maximum(R / (1.0 + R * ratio), 2.0 / (1.0 + ratio))
+        d = torch.maximum((R * gap - 1.0) / (1.0 + R * ratio), gap / (1.0 + ratio))
         for _ in range(_STEPS):
-            root = _newton(root, ratio, rest)
+            d = _newton(d, ratio, gap, rest)
     for _ in range(2):  # from the root itself: two steps carry two derivatives
-        root = _newton(root, ratio, rest)
-    return torch.where(regular, unit * root, torch.where(lone, 0.0 * second, first))
+        d = _newton(d, ratio, gap, rest)
+    return torch.where(regular, unit * (1.0 + d), torch.where(lone, 0.0 * second, first))
 
 
-def _newton(root: Tensor, ratio: Tensor, rest: Tensor) -> Tensor:
-    """One step on root * ratio + 1 / phi(root) = 1, the equation divided by the first."""
-    room = root.unsqueeze(-1) - rest
+def _newton(d: Tensor, ratio: Tensor, gap: Tensor, rest: Tensor) -> Tensor:
+    """One step on d * ratio - gap + 1 / phi = 0, the equation divided by the first."""
+    room = d.unsqueeze(-1) + (1.0 - rest)
     phi, steepness = (rest / room).sum(-1), (rest / room.square()).sum(-1)
-    excess = root * ratio + 1.0 / phi - 1.0
-    return root - excess / (ratio + steepness / phi.square())
+    excess = d * ratio - gap + 1.0 / phi
+    return d - excess / (ratio + steepness / phi.square())

@@ -70,6 +70,11 @@ class Softmax(Choice):
         """p itself."""
         return float32_or_better(p)
 
+    def divergence(self, y: Tensor, p: Tensor) -> Tensor:
+        """y log(y / p) - y + p."""
+        r = (y - p) / p
+        return p * ((1.0 + r) * r.log1p() - r)
+
     def lipschitz(self, K: int) -> float | Tensor:
         """beta / 2, and 0 for a single alternative."""
         return self.beta * (0.5 if K > 1 else 0.0)

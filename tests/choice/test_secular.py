@@ -1,12 +1,14 @@
 """fenchel/choice/secular.py: the largest eigenvalue, also where others lose all digits."""
 
+import math
+
 import mpmath
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from fenchel.choice import Entmax, Softmax
+from fenchel.choice import Capped, Choice, Entmax, Softmax, Sparsemax
 from fenchel.choice.secular import largest_eigenvalue
 
 
@@ -76,3 +78,40 @@ def test_half_precision_weights_give_a_half_precision_answer() -> None:
         found = choice.sensitivity(p)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, choice.sensitivity(p.double()).bfloat16())
+
+
+def secular_root(counts: dict[float, int]) -> float:
+    """The root between the two largest values, by bisection in 50 digits; values have counts."""
+    with mpmath.workdps(50):
+        (first, _), *others = sorted(counts.items(), reverse=True)
+        rest = [(mpmath.mpf(s), n) for s, n in others]
+        low, high = rest[0][0], mpmath.mpf(first)
+        for _ in range(170):
+            middle = (low + high) / 2
+            phi = sum(n * s / (middle - s) for s, n in rest)
+            low, high = (middle, high) if phi * (first - middle) > first else (low, middle)
+        return float(low)
+
+
+@pytest.mark.parametrize("ulps", [1, 2, 3, 7])
+@pytest.mark.parametrize("seconds", [1, 3, 100_000])
+@pytest.mark.parametrize("others", [0, 5])
+@pytest.mark.parametrize("size", [0.5, 0.3, 3e-5, 1e-290])
+def test_a_tie_but_for_the_last_digits(ulps: int, seconds: int, others: int, size: float) -> None:
+    second = size
+    for _ in range(ulps):
+        second = math.nextafter(second, 0.0)
+    counts = {size: 1, second: seconds} | {second / 2**k: 3 for k in range(1, others)}
+    flat = [s for s, n in reversed(counts.items()) for _ in range(n)]
+    s = torch.tensor(flat, dtype=torch.float64, requires_grad=True)
+    found = largest_eigenvalue(s)
+    wanted = secular_root(counts)
+    assert abs(found.item() - wanted) <= 4e-16 * wanted
+    (g,) = torch.autograd.grad(found, s)
+    assert g.isfinite().all()
+
+
+@pytest.mark.parametrize("choice", [Softmax(), Entmax(1.5), Entmax(1.01), Sparsemax(), Capped(0.6)])
+def test_weights_almost_tied_have_a_sensitivity(choice: Choice) -> None:
+    p = torch.tensor([[0.5, math.nextafter(0.5, 0.0)]], dtype=torch.float64)
+    torch.testing.assert_close(choice.sensitivity(p), choice.sensitivity(torch.full_like(p, 0.5)))
