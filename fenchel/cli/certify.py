@@ -75,24 +75,25 @@ def run(
     if target is not None:
         require_ours(target)
 
-    from fenchel.inspection import Search, certify_model, open_model
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
 
-    on, kind = device_and_dtype(device, dtype)
-    assert kind is not None
-    console = Console(quiet=json)
-    certification = certify_model(
-        open_model(directory),
-        text,
-        radius,
-        norm=norm,
-        max_tokens=max_tokens,
-        layers=chosen,
-        search=Search(steps, restarts, failure, heads, kind),
-        device=str(on),
-        seed=seed,
-        progress=console.progress,
-    )
-    console.bars.stop()
+        from fenchel.inspection import Search, certify_model, open_model
+
+        on, kind = device_and_dtype(device, dtype)
+        assert kind is not None
+        certification = certify_model(
+            open_model(directory),
+            text,
+            radius,
+            norm=norm,
+            max_tokens=max_tokens,
+            layers=chosen,
+            search=Search(steps, restarts, failure, heads, kind),
+            device=str(on),
+            seed=seed,
+            progress=console.progress,
+        )
     if target is not None:
         from fenchel.files import write_atomic
         from fenchel.report.certificates import render
@@ -104,6 +105,6 @@ def run(
     from fenchel.cli.inspection_tables import certificate_tables
 
     for table in certificate_tables(certification.certificates, certification.tokens):
-        console.terminal.print(table)
-    console.message(f"Page  {target}")
+        Console().terminal.print(table)
+    print(f"Page  {target}")
     return 0

@@ -3,8 +3,10 @@
 **Options.** ``settings_from`` merges a settings file, ``--set`` and short options.
 ``device_and_dtype`` reads ``--device`` and ``--dtype``.
 
-**Output.** ``Console`` shows a run: on a terminal a progress bar with a line of metrics, in a pipe
-or a log file plain lines at intervals.
+**Output.** ``Console`` shows a run. On a terminal one line holds the stage under way, its bar and
+the time left, and the line below it the metrics that fit. In a pipe or a log file every stage is a
+line when it begins, and metrics are plain lines at intervals. ``loading`` covers the seconds in
+which torch is imported.
 
 **A terminal that closes.** The command then receives SIGHUP, often twice (from the kernel and from
 the shell), and every further write to the terminal fails with EIO. That error would end a run
@@ -15,6 +17,7 @@ Ctrl-C, and discards further output.
 import errno
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -24,12 +27,14 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from rich.console import Console as Terminal
+from rich.console import RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
 
 from fenchel.config import assign, parse_value
 
@@ -121,6 +126,8 @@ class _TerminalStream:
 
 PLAIN_EVERY = 5.0
 """Seconds between lines without a terminal."""
+TRAINING = "training"
+"""The stage whose progress is counted in steps."""
 
 
 def settings_from(
@@ -151,62 +158,132 @@ def settings_from(
     return mapping
 
 
+class Bars(Progress):
+    """The stage under way on one line, and below it a line of metrics."""
+
+    metrics: Mapping[str, Any] = {}
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """One row per stage, then the metrics that fit into the width of the terminal."""
+        yield from super().get_renderables()
+        if self.metrics and self.tasks:
+            yield Text(one_line(self.metrics, self.console.width), no_wrap=True, overflow="crop")
+
+
+class _Amount(ProgressColumn):
+    """Steps as a count, other stages as a percentage; nothing for a stage without a length."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text("")
+        if task.description == TRAINING:
+            return Text(f"step {int(task.completed):,} of {int(task.total):,}")
+        return Text(f"{task.percentage:.0f} %")
+
+
+class _TimeLeft(ProgressColumn):
+    """The time left, and the time since the start of a stage without a length."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text(_clock(task.elapsed))
+        return Text(f"{_clock(task.time_remaining)} left")
+
+
+def _clock(seconds: float | None) -> str:
+    """
+    >>> _clock(8.2), _clock(3725), _clock(None)
+    ('0:08', '1:02:05', '-:--')
+    """
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 class Console:
     """Shows a run on the terminal; a ``fenchel.pipeline.RunCallback``."""
 
     def __init__(self, *, quiet: bool = False, aside: bool = False) -> None:
-        """``aside`` keeps standard output for results and also reports progress in a pipe."""
-        self.aside = aside
+        """``aside`` keeps standard output for results: stages and messages go to standard error."""
         self.terminal = Terminal(stderr=quiet or aside, quiet=quiet and not sys.stderr.isatty())
         self.live = self.terminal.is_terminal and not quiet
-        self.bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[metrics]}"),
+        length = min(24, self.terminal.width - 50)
+        self.bars = Bars(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            *([BarColumn(bar_width=length)] if length >= 4 else []),  # the numbers come first
+            _Amount(table_column=Column(no_wrap=True)),
+            _TimeLeft(table_column=Column(no_wrap=True)),
             console=self.terminal,
             transient=True,
             disable=not self.live,
         )
-        self.tasks: dict[str, Any] = {}
-        self.printed = 0.0
-        self.staged = time.monotonic()
+        self.aside = aside
+        self.stage = ""
+        self.task: TaskID | None = None
+        self.printed = time.monotonic()
         self.metrics: dict[str, Any] = {}
 
+    def __enter__(self) -> Self:
+        """Shows bars from here on."""
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Removes the bars, so that an error or a result follows on a line of its own."""
+        self.bars.stop()
+
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Progress of a stage other than training."""
-        self._bar(stage, done, total)
-        if self.aside and not self.live and time.monotonic() - self.staged > PLAIN_EVERY:
-            self.staged = time.monotonic()
+        """Progress of a stage, which ends the one before it; a total of 0 is an unknown length.
+
+        In a pipe a stage is named when it begins, and again every PLAIN_EVERY seconds. A command
+        whose result goes to standard output names a stage only once it has taken that long.
+        """
+        begun = stage != self.stage
+        self.stage = stage
+        if self.live:
+            self._bar(stage, done, total, begun)
+            return
+        now = time.monotonic()
+        if begun and not self.aside:
+            self.message(f"{stage[0].upper()}{stage[1:]}.")
+        elif now - self.printed > PLAIN_EVERY and total:
             self.message(f"{stage}: {done:,} of {total:,}")
+        else:
+            return
+        self.printed = now
 
     def step(self, step: int, steps: int) -> None:
         """Called after every training step."""
-        self._bar("training", step, steps)
+        if self.live:
+            self._bar(TRAINING, step, steps, self.stage != TRAINING)
+        self.stage = TRAINING
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Called with every line of metrics."""
         self.metrics.update(metrics)
-        validated = "validation/loss" in metrics
-        if self.live and "training" in self.tasks:
-            self.bars.update(self.tasks["training"], metrics=one_line(self.metrics))
-        elif validated or time.monotonic() - self.printed > PLAIN_EVERY:
+        if self.live:
+            self.bars.metrics = self.metrics
+        elif "validation/loss" in metrics or time.monotonic() - self.printed > PLAIN_EVERY:
             self.printed = time.monotonic()
-            self.terminal.print(
-                f"step {metrics['step']:6d}  {one_line(self.metrics)}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            self.message(f"step {metrics['step']:6d}  {one_line(self.metrics)}")
 
     def message(self, text: str) -> None:
-        """Prints a sentence without control characters."""
-        self.terminal.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+        """Prints a sentence without control characters; a terminal breaks it between words."""
+        self.terminal.print(
+            printable(text),
+            highlight=False,
+            markup=False,
+            soft_wrap=not self.terminal.is_terminal,
+            overflow="ignore",  # a path stays in one piece, to be copied
+            crop=False,
+        )
 
     def end(self, path: Path, status: str, reason: str, *, json: bool) -> None:
         """Prints the result of a run and the commands that follow it."""
-        self.bars.stop()
         summary = _read(path / "summary.json")
         if json:
             print(_dumps({"run": str(path), **summary}))
@@ -216,30 +293,55 @@ class Console:
             self.message(f"The run {was}: {reason}")
             if status == "interrupted":
                 self.message(f"Go on with:  fenchel train --resume {path}")
+        sample = _read(path / "sample.json")
+        prompt, text = (printable(str(sample.get(name, ""))) for name in ("prompt", "text"))
         if "validation" in summary:
             self.terminal.print(baseline_table(summary))
-            sample = _read(path / "sample.json")
-            prompt, text = (escape(printable(sample.get(k, ""))) for k in ("prompt", "text"))
             self.terminal.print(
-                f"\n[dim]A sample; the bar ends the prompt:[/dim]\n{prompt}[bold]|[/bold]{text}\n",
+                f"\n[dim]A sample; the bar ends the prompt:[/dim]\n"
+                f"{escape(prompt)}[bold]|[/bold]{escape(text)}\n",
                 highlight=False,
             )
         self.message(f"Run directory  {path}\nReport         {path / 'report.html'}")
-        self.message(f'Try            fenchel generate {path} --prompt "The people"')
+        if prompt:
+            self.message(f"Try            {generate_command(path, prompt)}")
 
-    def _bar(self, stage: str, done: int, total: int) -> None:
-        if not self.live:
-            return
-        if stage not in self.tasks:
-            self.bars.start()
-            self.tasks[stage] = self.bars.add_task(stage, total=total, metrics="")
-        self.bars.update(self.tasks[stage], completed=done, total=total)
-        if done >= total:
-            self.bars.remove_task(self.tasks.pop(stage))
+    def _bar(self, stage: str, done: int, total: int, begun: bool) -> None:
+        if self.task is not None and (begun or done >= total > 0):
+            self.bars.remove_task(self.task)
+            self.task = None
+        if self.task is None and not done >= total > 0:
+            self.task = self.bars.add_task(stage, total=total or None)
+            self.bars.refresh()  # the work may hold the interpreter for a while
+        if self.task is not None:
+            self.bars.update(self.task, completed=done, total=total or None)
 
 
-def one_line(metrics: Mapping[str, Any]) -> str:
-    """The state of a run in one line; of values per layer the mean or the largest."""
+@contextmanager
+def loading(what: str = "loading torch") -> Iterator[None]:
+    """Within, a terminal shows ``what`` on its last line; a pipe receives nothing."""
+    with Terminal(stderr=True).status(what, spinner="line"):
+        yield
+
+
+def generate_command(path: Path, prompt: str, words: int = 3) -> str:
+    """The command that continues the first words of a prompt.
+
+    >>> generate_command(Path("runs/a"), "We the people of")
+    "fenchel generate runs/a --prompt 'We the people'"
+    """
+    begin = " ".join(prompt.split()[:words])
+    return f"fenchel generate {shlex.quote(str(path))} --prompt {shlex.quote(begin)}"
+
+
+def one_line(metrics: Mapping[str, Any], width: int | None = None) -> str:
+    """The state of a run in one line; of values per layer the mean or the largest.
+
+    Parts that do not fit into ``width`` columns are left out, the last ones first.
+
+    >>> one_line({"train/loss": 2.5, "train/gradient_norm": 0.5}, 12)
+    'loss 2.500'
+    """
     parts = []
     if "train/loss" in metrics:
         parts.append(f"loss {metrics['train/loss']:.3f}")
@@ -250,21 +352,23 @@ def one_line(metrics: Mapping[str, Any]) -> str:
             f"validation loss {metrics['validation/loss']:.3f}, "
             f"accuracy {100 * metrics['validation/accuracy']:.1f} %"
         )
+    if "time/tokens_per_second" in metrics:
+        parts.append(f"{metrics['time/tokens_per_second'] / 1e3:.1f}k tokens/s")
     if "attention/entropy" in metrics:
-        keys = fmean(metrics["attention/effective"])
-        parts.append(f"entropy {fmean(metrics['attention/entropy']):.2f} nats ({keys:.1f} keys)")
+        parts.append(f"entropy {fmean(metrics['attention/entropy']):.2f} nats")
+        parts.append(f"{fmean(metrics['attention/effective']):.1f} keys")
         parts.append(f"max logit {max(metrics['attention/max_logit']):.1f}")
     if "train/gradient_norm" in metrics:
         parts.append(f"gradient {metrics['train/gradient_norm']:.2f}")
-    if "time/tokens_per_second" in metrics:
-        parts.append(f"{metrics['time/tokens_per_second'] / 1e3:.1f}k tokens/s")
+    while width is not None and len(parts) > 1 and len(" · ".join(parts)) > width:
+        parts.pop()
     return " · ".join(parts)
 
 
 def baseline_table(summary: Mapping[str, Any]) -> Table:
     """Bits per byte of the model and of the baselines, as a table."""
     validation, baselines = summary["validation"], summary.get("baselines", {})
-    table = Table(title="validation text, bits per byte (lower is better)", title_justify="left")
+    table = Table(title="validation text, lower is better", title_justify="left")
     table.add_column("")
     table.add_column("bits/byte", justify="right")
     rows = {
@@ -274,12 +378,16 @@ def baseline_table(summary: Mapping[str, Any]) -> Table:
     }
     for name, value in sorted(rows.items(), key=lambda row: row[1] or 99.0):
         table.add_row(name, "not computed" if value is None else f"{value:.3f}")
+    captions = []
     if "uncovered" in validation:
-        table.caption = (
+        captions.append(
             f"loss {validation['loss']:.3f}, accuracy {100 * validation['accuracy']:.1f} %; "
             f"{100 * validation['uncovered']:.1f} % of the targets have probability 0, "
             "and one is enough to make bits per byte infinite"
         )
+    if reason := summary.get("no_baselines"):
+        captions.append(f"baselines not computed: {printable(str(reason))}")
+    table.caption = "\n".join(captions) or None
     return table
 
 

@@ -58,19 +58,20 @@ def run(
     json
         Print one JSON object instead of tables.
     """
-    from fenchel.cli.reliability import page as reliability_page
-    from fenchel.evaluate import confidence
-    from fenchel.files import write_atomic
-
     if against is not None and text is None:
         raise ValueError("two models are compared on one text; name it with --text.")
     if page is not None and page.exists():
         raise ValueError(f"{page} exists and is left alone; name another file for the page.")
-    if against is not None and tokens is not None:
-        _require_one_tokenizer(directory, against)
-    place = device_and_dtype(device, dtype)
-    console = Console(quiet=json, aside=True)
-    with console.bars:
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
+
+        from fenchel.cli.reliability import page as reliability_page
+        from fenchel.evaluate import confidence
+        from fenchel.files import write_atomic
+
+        if against is not None and tokens is not None:
+            _require_one_tokenizer(directory, against)
+        place = device_and_dtype(device, dtype)
         measured = _evaluate(directory, text, tokens, place, console)
         model, evaluation = measured.model, measured.evaluation
         output: dict[str, Any] = {

@@ -78,28 +78,29 @@ def run(
     if target is not None:
         require_ours(target)
 
-    from fenchel.inspection import inspect, open_model
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
 
-    on, _ = device_and_dtype(device)
-    console = Console(quiet=json)
-    subject = open_model(directory)
-    result = inspect(
-        subject,
-        text,
-        max_tokens=max_tokens,
-        layers=chosen[0],
-        heads=chosen[1],
-        blocks=blocks,
-        branches=branches,
-        radius=radius,
-        norm=norm,
-        iterations=iterations,
-        tolerance=tolerance,
-        device=str(on),
-        seed=seed,
-        progress=console.progress,
-    )
-    console.bars.stop()
+        from fenchel.inspection import inspect, open_model
+
+        on, _ = device_and_dtype(device)
+        subject = open_model(directory)
+        result = inspect(
+            subject,
+            text,
+            max_tokens=max_tokens,
+            layers=chosen[0],
+            heads=chosen[1],
+            blocks=blocks,
+            branches=branches,
+            radius=radius,
+            norm=norm,
+            iterations=iterations,
+            tolerance=tolerance,
+            device=str(on),
+            seed=seed,
+            progress=console.progress,
+        )
     if target is not None:
         from fenchel.files import write_atomic
         from fenchel.report.inspection import render
@@ -108,8 +109,8 @@ def run(
     if json:
         print(json_format.dumps(result.plain(rows=rows)))
         return 0
-    _show(result, console)
-    console.message(f"Page  {target}")
+    _show(result, Console())
+    print(f"Page  {target}")
     return 0
 
 

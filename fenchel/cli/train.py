@@ -67,19 +67,23 @@ def run(
     if resume is not None and (config is not None or out is not None or text is not None):
         raise ValueError("--resume continues a run as it is: no CONFIG, --out or --text with it.")
     mapping = settings_from(config, set, short)
-
-    from fenchel import pipeline
-    from fenchel.train import retain_freed_memory
-
-    retain_freed_memory()
     console = Console(quiet=json)
-    if resume is not None:
-        path = resume
-        outcome = pipeline.resume(path, console, changes=mapping, accept_new_text=accept_new_text)
-    else:
-        chosen = pipeline.settings(mapping)
-        path = out or pipeline.new_run_path(Path("runs"), chosen)
-        outcome = pipeline.begin(chosen, path, console)
+    with console:
+        console.progress("loading torch", 0, 0)  # seconds, in which nothing else could be shown
+
+        from fenchel import pipeline
+        from fenchel.train import retain_freed_memory
+
+        retain_freed_memory()
+        if resume is not None:
+            path = resume
+            outcome = pipeline.resume(
+                path, console, changes=mapping, accept_new_text=accept_new_text
+            )
+        else:
+            chosen = pipeline.settings(mapping)
+            path = out or pipeline.new_run_path(Path("runs"), chosen)
+            outcome = pipeline.begin(chosen, path, console)
     console.end(path, outcome.status, outcome.reason, json=json)
     if outcome.status == "diverged":
         return DIVERGED

@@ -43,7 +43,8 @@ from fenchel.files import (
 from fenchel.files import sha256 as file_sha256
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with (stage, done, total) while a long job runs, for a progress bar."""
+"""Called with (stage, done, total) while a long job runs, for a progress bar; a total of 0 is an
+unknown length."""
 
 _KIND, _VERSION = "tokens", 1
 _TOKENIZER, _FACTS = "tokenizer.json", "facts.json"
@@ -235,11 +236,11 @@ def _train(text: Text, split: Split, vocabulary: int, progress: ProgressCallback
         for part in islice(parts, 0, None, stride):
             yield part.document.text
             done += len(part.document.text.encode())
-            progress("training the tokenizer", min(done, total), total)
+            progress("counting words", min(done, total), total)
+        progress("counting words", total, total)
+        progress("training the tokenizer", 0, 0)  # the merges, whose time is unknown
 
-    progress("training the tokenizer", 0, total)
     tokenizer = tokens.train_tokenizer(sample(), vocabulary)
-    progress("training the tokenizer", total, total)
     return str(tokenizer.to_str(pretty=True)).encode()
 
 

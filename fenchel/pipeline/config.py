@@ -49,7 +49,7 @@ class RunCallback(Callback, Protocol):
     """A callback that also follows the stages before training."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """``done`` of ``total`` units of the stage ``what`` are complete."""
+        """``done`` of ``total`` units of the stage ``what`` are complete; 0 is an unknown total."""
 
 
 def settings(mapping: Mapping[str, Any]) -> RunConfig:

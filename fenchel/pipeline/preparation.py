@@ -125,6 +125,7 @@ def resolve_steps(
     config: RunConfig, model: nn.Module, batches: Batches, callback: RunCallback
 ) -> RunConfig:
     """``config`` with its threads and, from a time budget, its steps: measured once per run."""
+    callback.progress("timing steps", 0, 0)
     time = _time_steps(config, model, batches)
     steps = config.train.steps
     if steps is None:
@@ -133,7 +134,8 @@ def resolve_steps(
     parameters = sum(p.numel() for p in model.parameters())
     callback.message(
         f"{parameters:,} parameters; {1e3 * time.seconds:.0f} ms per step with "
-        f"{time.threads} threads; {steps:,} steps."
+        f"{time.threads} thread{'' if time.threads == 1 else 's'}; {steps:,} "
+        f"step{'' if steps == 1 else 's'}."
     )
     return replace(config, train=replace(config.train, threads=time.threads, steps=steps))
 

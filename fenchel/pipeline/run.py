@@ -173,9 +173,10 @@ def train_and_report(
             **asdict(outcome.progress),
         }
         if outcome.status == "finished":
-            callback.message("Reading all of the validation text, and the baselines.")
+            callback.progress("reading all of the validation text", 0, 0)
             summary["validation"] = validate(model, None)
-            summary["baselines"] = _baselines(corpus, callback)
+            callback.progress("computing the baselines", 0, 0)
+            summary |= _baselines(corpus, callback)
         run.write_json("summary.json", summary)
         if outcome.status != "diverged":
             # Sampling draws from the softmax of the logits, which another loss does not fit; their
@@ -282,19 +283,22 @@ def _record_environment(
 def baselines(corpus: Corpus) -> dict[str, float]:
     """Bits per byte without a model: bzip2 of the whole text, a table of n-grams."""
     if corpus.facts.train_bytes > BASELINE_BYTES:
-        return {}
+        raise ValueError(
+            f"the training text has {corpus.facts.train_bytes / 2**20:,.0f} MiB, and a table of "
+            f"n-grams is made of {BASELINE_BYTES // 2**20} MiB at most."
+        )
     whole = b"\n".join(d.text.encode() for d in open_text(corpus.source).documents())
     table = ngram_bits(corpus.train_text(), corpus.validation_text(), order=5)
     return {"bzip2": bzip2_bits(whole), "ngram5": table}
 
 
-def _baselines(corpus: Corpus, callback: RunCallback) -> dict[str, float]:
-    """The baselines, or none if the text was removed or changed during the run."""
+def _baselines(corpus: Corpus, callback: RunCallback) -> dict[str, Any]:
+    """The baselines, or why there are none: the text is too long, was removed or has changed."""
     try:
-        return baselines(corpus)
+        return {"baselines": baselines(corpus)}
     except (ValueError, OSError) as error:
         callback.message(f"The baselines are left out: {error}")
-        return {}
+        return {"baselines": {}, "no_baselines": str(error)}
 
 
 def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:

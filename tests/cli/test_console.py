@@ -1,17 +1,25 @@
-"""fenchel/cli/console.py: SIGHUP is heard once, and a terminal that has closed harms nobody."""
+"""fenchel/cli/console.py: progress on a terminal and in a pipe, SIGHUP, a terminal that closes."""
 
 import errno
 import io
+import json
 import os
 import pty
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from threading import Thread
+from unittest.mock import patch
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console as Terminal
 
-from fenchel.cli.console import may_close
+from fenchel.cli import console as console_module
+from fenchel.cli.console import Console, may_close
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +88,150 @@ def test_other_troubles_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Full())
     with pytest.raises(OSError, match="full"), may_close():
         print("word")
+
+
+METRICS = {
+    "step": 480,
+    "train/loss": 7.0341,
+    "train/gradient_norm": 0.53,
+    "validation/loss": 4.5,
+    "validation/bits_per_byte": 2.189,
+    "attention/entropy": [3.4, 3.48],
+    "attention/effective": [41.2, 41.2],
+    "attention/max_logit": [4.1, 15.0],
+    "time/tokens_per_second": 12_345.0,
+}
+
+
+@contextmanager
+def terminal(columns: int, lines: int = 24) -> Iterator[int]:
+    """Within, standard output is a real terminal; what it shows can be read from the result."""
+    shown, theirs = pty.openpty()
+    size = {"COLUMNS": str(columns), "LINES": str(lines), "TERM": "xterm-256color"}
+    with (
+        os.fdopen(theirs, "w", buffering=1) as stream,
+        redirect_stdout(stream),
+        patch.dict(os.environ, size),
+    ):
+        yield shown
+    os.close(shown)
+
+
+def rows(console: Console) -> list[str]:
+    """The lines that the bars occupy."""
+    shown = io.StringIO()
+    Terminal(file=shown, width=console.terminal.width).print(console.bars.get_renderable())
+    return shown.getvalue().rstrip().splitlines()
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(40, 20), (60, 24), (80, 24), (120, 40)])
+def test_bar_step_and_time_left_stay_on_one_line_above_the_metrics(
+    columns: int, lines: int
+) -> None:
+    with terminal(columns, lines), Console() as console:
+        for step in range(39_521, 40_001):
+            console.step(step, 48_300)
+            if step % 40 == 0:
+                console.log(METRICS | {"step": step})
+        first, second = rows(console)
+    for part in ("training", "step 40,000 of 48,300", " left"):
+        assert part in first
+    assert ("━━" in first) == (columns >= 60)
+    assert second.startswith("loss 7.034 · validation 2.189 bits/byte"[: columns - 2])
+    assert not second.endswith(("·", "…"))
+    assert max(cell_len(line) for line in (first, second)) <= columns
+    if columns >= 80:
+        assert "entropy 3.44 nats" in second
+
+
+def test_a_stage_of_unknown_length_is_named_with_the_time_it_takes() -> None:
+    with terminal(80), Console() as console:
+        console.progress("reading the text", 35_000_000, 39_000_000)
+        assert "90 %" in rows(console)[0]
+        console.progress("training the tokenizer", 0, 0)
+        (line,) = rows(console)
+        assert line.startswith("training the tokenizer")
+        assert line.endswith("0:00")
+        assert "left" not in line
+        console.progress("encoding the text", 10, 10)  # complete: nothing is left to show
+        assert rows(console) == []
+
+
+def test_in_a_pipe_every_stage_is_a_line_when_it_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    with Console() as console:
+        for done in range(0, 100, 20):
+            console.progress("reading the text", done, 100)
+            now[0] += 3.0
+        console.progress("timing steps", 0, 0)
+        console.step(1, 10)
+        console.log(METRICS)
+    assert capsys.readouterr().out.splitlines() == [
+        "Reading the text.",
+        "reading the text: 40 of 100",
+        "reading the text: 80 of 100",
+        "Timing steps.",
+        f"step    480  {console_module.one_line(METRICS)}",
+    ]
+
+
+def test_a_command_with_a_result_names_a_stage_in_a_pipe_once_it_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    with Console(aside=True) as console:
+        for done in range(0, 100, 20):
+            console.progress("reading", done, 100)
+            now[0] += 2.0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "reading: 60 of 100\n"
+
+
+@pytest.mark.parametrize("place", ["terminal", "pipe"])
+def test_the_first_word_comes_before_torch_is_imported(place: str, tmp_path: Path) -> None:
+    """Importing torch would raise here, so whatever is shown came first."""
+    (tmp_path / "torch.py").write_text("raise ValueError('torch is imported')")
+    environment = {
+        **os.environ,
+        "TERM": "xterm",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+    }
+    words = [sys.executable, "-m", "fenchel", "train"]
+    if place == "pipe":
+        told = subprocess.run(words, capture_output=True, text=True, env=environment)
+        assert told.stdout == "Loading torch.\n"
+        assert told.stderr == "fenchel: torch is imported\n"
+        return
+    shown, theirs = pty.openpty()
+    with subprocess.Popen(words, stdout=theirs, stderr=theirs, env=environment):
+        os.close(theirs)
+        told_bytes = b""
+        while b"is imported" not in told_bytes:
+            told_bytes += os.read(shown, 4096)
+    assert told_bytes.index(b"loading torch") < told_bytes.index(b"torch is imported")
+    os.close(shown)
+
+
+def test_the_last_line_of_a_run_continues_a_prompt_of_its_own_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sample.json").write_text(
+        json.dumps({"prompt": "In Xanadu's halls did", "text": ""})
+    )
+    Console().end(tmp_path, "finished", "", json=False)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f"fenchel generate {tmp_path} --prompt 'In Xanadu'\"'\"'s halls'")
+
+
+def test_a_path_is_never_broken_in_two() -> None:
+    path = "runs/" + "2026-11-16_" * 6
+    with terminal(40) as shown:
+        Console().message(f"The run was interrupted and can be resumed from {path} at once.")
+        told = os.read(shown, 4096).decode()
+    assert path in told
+    assert all(len(line) <= 40 for line in told.splitlines() if path not in line)

@@ -121,7 +121,12 @@ def test_progress_runs_from_the_reading_to_the_end_of_each_stage(
 ) -> None:
     told: list[tuple[str, int, int]] = []
     prepare(config, there, progress=lambda *all: told.append(all))
-    stages = ["reading the text", "training the tokenizer", "encoding the text"]
+    stages = [
+        "reading the text",
+        "counting words",
+        "training the tokenizer",
+        "encoding the text",
+    ]
     assert list(dict.fromkeys(what for what, _, _ in told)) == stages
     for stage in stages:
         done = [(d, t) for what, d, t in told if what == stage]
