@@ -1,7 +1,8 @@
 """Generation settings of a directory: special tokens, and how to sample.
 
-They come from generation_config.json, or from config.json in older directories, under the names of
-Hugging Face. A value outside its range is refused. Settings that ``fenchel.generation`` does not
+They come from generation_config.json under the names of Hugging Face, or from config.json in older
+directories, and a token that the former does not name from the latter. A value outside its range is
+refused. Settings that ``fenchel.generation`` does not
 have (beams, other penalties, logits processors) are not read.
 """
 
@@ -13,6 +14,7 @@ from fenchel.checkpoints.directory import has_file, read_bounded_json
 from fenchel.model.families.config_reader import CONFIG, ConfigReader
 
 GENERATION = "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _MOST_EOS = 64
 
 
@@ -41,7 +43,11 @@ def read_generation_config(path: str | Path) -> GenerationConfig:
     """The generation settings of the Hugging Face directory ``path``."""
     path = Path(path)
     name = GENERATION if has_file(path, GENERATION) else CONFIG
-    reader = ConfigReader(read_bounded_json(path, name), (), path / name)
+    settings = read_bounded_json(path, name)
+    if name == GENERATION and has_file(path, CONFIG):
+        config = read_bounded_json(path, CONFIG)
+        settings = {key: config[key] for key in TOKEN_IDS if key in config} | settings
+    reader = ConfigReader(settings, (), path / name)
     sampled = reader.has("do_sample") and reader.flag("do_sample")
     return GenerationConfig(
         bos=reader.integer_or_none("bos_token_id", least=0),

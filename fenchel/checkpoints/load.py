@@ -18,13 +18,9 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from fenchel.checkpoints.directory import (
-    CheckpointDirectory,
-    has_file,
-    open_directory,
-    read_tokenizer,
-)
+from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
 from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, open_checkpoint
+from fenchel.checkpoints.tokenizer import read_tokenizer
 from fenchel.checkpoints.weights import (
     meta_state_dict,
     read_state_dict,

@@ -56,7 +56,7 @@ def run(
     json
         Print one JSON object instead of tables.
     """
-    from fenchel.checkpoints.directory import read_tokenizer
+    from fenchel.checkpoints.tokenizer import read_tokenizer
     from fenchel.evaluate import text_ids
     from fenchel.hf import attach, prove
 

@@ -108,10 +108,10 @@ class _Measured(NamedTuple):
 
 
 def _require_one_tokenizer(first: Path, second: Path) -> None:
-    from fenchel.data import load_tokenizer
+    from fenchel.checkpoints.tokenizer import read_tokenizer
     from fenchel.evaluate import fingerprint
 
-    prints = {fingerprint(load_tokenizer(path / "tokenizer.json")) for path in (first, second)}
+    prints = {fingerprint(read_tokenizer(path)) for path in (first, second)}
     if len(prints) > 1:
         raise ValueError(
             f"{first} and {second} have different tokenizers, whose first tokens are different "

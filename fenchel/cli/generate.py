@@ -10,7 +10,10 @@ from cyclopts import Parameter
 from fenchel.cli.console import DtypeName, device_and_dtype
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from fenchel.generation import Sampling
+    from fenchel.model import ModelConfig
 
 DEFAULTS = {
     "temperature": 0.8,
@@ -87,7 +90,8 @@ def run(
     import torch
 
     from fenchel.checkpoints import load
-    from fenchel.data import encode, end_id, pad_id
+    from fenchel.checkpoints.tokenizer import describe_beginning, end_ids
+    from fenchel.data import end_id, has_end
     from fenchel.generation import GenerationSettings, stream_text
 
     flags = {
@@ -102,18 +106,11 @@ def run(
     on, as_dtype = device_and_dtype(device, dtype)
     model, tokenizer, config = load(directory, dtype=as_dtype)
     model.to(on)
-    end, prompt_ids = end_id(tokenizer), encode(tokenizer, prompt)
-    # What a tokenizer adds to an empty text is how its texts begin; ours adds nothing.
-    ids = [*(tokenizer.encode("").ids or [end]), *prompt_ids]
-    source = None
-    if config.kind == "encoder-decoder":
-        ids, source = [pad_id(tokenizer)], torch.tensor([*prompt_ids, end], device=on)
-    ends = sampling.ends or (end,)
-    from_checkpoint = (
-        sampling.from_checkpoint
-        if ends == (end,)
-        else {**sampling.from_checkpoint, "ends": list(ends)}
-    )
+    ends = end_ids(directory, tokenizer)
+    ids, source = prompt_ids(prompt, tokenizer, config, sampling.decoder_start, ends)
+    from_checkpoint = dict(sampling.from_checkpoint)
+    if not (has_end(tokenizer) and ends == (end_id(tokenizer),)):
+        from_checkpoint["ends"] = list(ends)
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
         sampling=sampling.sampling,
@@ -126,11 +123,13 @@ def run(
         tokenizer,
         torch.tensor(ids, device=on),
         settings,
-        source=source,
+        source=None if source is None else torch.tensor(source, device=on),
         generator=torch.Generator(on).manual_seed(seed),
     )
-    if from_checkpoint and not json:
-        print(sentence(sampling.source, from_checkpoint), file=sys.stderr)
+    if not json:
+        print(describe_beginning(tokenizer), file=sys.stderr)
+        if from_checkpoint:
+            print(sentence(sampling.source, from_checkpoint), file=sys.stderr)
     show, text = stream and not json, ""
     if show:
         print(prompt, end="", flush=True)
@@ -139,7 +138,8 @@ def run(
         if show:
             print(piece, end="", flush=True)
     if json:
-        result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed}
+        begin = describe_beginning(tokenizer)
+        result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed, "begin": begin}
         if from_checkpoint:
             result |= {"settings": from_checkpoint, "settings_from": str(sampling.source)}
         print(json_format.dumps(result))
@@ -150,12 +150,36 @@ def run(
     return 0
 
 
+def prompt_ids(
+    prompt: str,
+    tokenizer: "Tokenizer",
+    config: "ModelConfig",
+    decoder_start: int | None,
+    ends: tuple[int, ...],
+) -> tuple[list[int], list[int] | None]:
+    """The ids that the decoder continues, and those that an encoder reads; None without one.
+
+    A prompt begins as every text of the model does; an empty one that would begin without any token
+    begins with the end of the text before it.
+    """
+    from fenchel.data import begin_ids, encode, encode_whole, pad_id
+
+    if config.kind == "encoder-decoder":
+        source = encode_whole(tokenizer, prompt)
+        source += [] if source[-1:] == list(ends[:1]) else ends[:1]
+        return [pad_id(tokenizer) if decoder_start is None else decoder_start], source
+    ids = [*begin_ids(tokenizer), *encode(tokenizer, prompt)] or list(ends[:1])
+    if not ids:
+        raise ValueError("no token begins or ends a text of this checkpoint; give a --prompt.")
+    return ids, None
+
+
 class SamplingSettings(NamedTuple):
-    """How to sample and where to end, and which of it a checkpoint gives."""
+    """How to sample, and which of it a checkpoint gives."""
 
     sampling: "Sampling"
-    ends: tuple[int, ...]
-    """Tokens that end a text according to the checkpoint; empty where it names none."""
+    decoder_start: int | None
+    """The first token of a decoder with an encoder, according to the checkpoint."""
     from_checkpoint: dict[str, Any]
     """Settings that are the checkpoint's, by name."""
     source: Path
@@ -165,8 +189,8 @@ class SamplingSettings(NamedTuple):
 def sampling_settings(directory: Path, flags: dict[str, Any]) -> SamplingSettings:
     """The flags, else what a Hugging Face directory gives, else DEFAULTS.
 
-    A generation_config.json without do_sample gives no sampling settings; a repetition penalty and
-    the tokens that end a text count all the same.
+    A generation_config.json without do_sample gives no sampling settings; a repetition penalty
+    counts all the same.
     """
     from fenchel.checkpoints import GenerationConfig, read_generation_config
     from fenchel.checkpoints.directory import has_file
@@ -187,7 +211,7 @@ def sampling_settings(directory: Path, flags: dict[str, Any]) -> SamplingSetting
     }
     source = directory / (GENERATION if has_file(directory, GENERATION) else CONFIG)
     sampling = Sampling(**(DEFAULTS | theirs | flags))
-    return SamplingSettings(sampling, config.eos, from_checkpoint, source)
+    return SamplingSettings(sampling, config.decoder_start, from_checkpoint, source)
 
 
 def sentence(source: Path, from_checkpoint: dict[str, Any]) -> str:

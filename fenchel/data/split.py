@@ -51,7 +51,7 @@ class Split:
 
     def _parts_by_length(self, documents: Iterable[Document]) -> Iterator[Part]:
         left = self.bytes - self.bytes // self.every  # bytes still to train on
-        for name, text in documents:
+        for name, text, _ in documents:
             size = len(text.encode())
             head = text if size <= left else text[: _cut(text, left)]
             left = max(0, left - size)

@@ -46,6 +46,8 @@ class Document(NamedTuple):
 
     name: str
     text: str
+    continues: bool = False
+    """Whether it is a further piece of the document before it; see ``PIECE``."""
 
 
 class Tally:
@@ -166,7 +168,8 @@ def _read_pieces(file: BinaryIO, name: str, where: str) -> Iterator[Document]:
         rest, offset = block[end:], offset + end
         if text:
             number += 1
-            yield Document(name if number == 1 else f"{name}#{number}", text)
+            piece = name if number == 1 else f"{name}#{number}"
+            yield Document(piece, text, continues=number > 1)
 
 
 def _cut(block: bytes) -> int:

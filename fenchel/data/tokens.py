@@ -9,7 +9,8 @@ returns exactly the string that was encoded.
     then 256 bytes, then the merges in the order of training
 
 Control tokens are never the result of encoding a text: a text that contains ``<|end|>`` becomes the
-tokens of those seven characters. A tokenizer.json from elsewhere is untrusted until checked.
+tokens of those seven characters. Which of them begin a text is part of the tokenizer, its template
+(``begin_ids``). A tokenizer.json from elsewhere is untrusted until checked.
 """
 
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from fenchel.files import read_json
@@ -66,8 +67,11 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     return _spell_out_specials(tokenizer)
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer from an untrusted tokenizer.json; raises ValueError if it is invalid."""
+def load_tokenizer(path: Path, *, needs_end: bool = True) -> Tokenizer:
+    """A tokenizer from an untrusted tokenizer.json; raises ValueError if it is invalid.
+
+    ``needs_end`` refuses one without an end token, which training puts between documents.
+    """
     raw = read_json(path, limit=_FILE_LIMIT)
     _check_tokens(raw, path)
     _check_growth(raw, path)
@@ -78,7 +82,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     with _rust(f"read {path}"):
         tokenizer = Tokenizer.from_str(json.dumps(raw))
     _check_ids(tokenizer, path)
-    if _first_special(tokenizer, _ENDS) is None:
+    if needs_end and not has_end(tokenizer):
         raise ValueError(
             f"{path} has no special token that ends a document; it needs one of {', '.join(_ENDS)}."
         )
@@ -94,6 +98,57 @@ def end_id(tokenizer: Tokenizer) -> int:
     if end is None:
         raise ValueError(f"the tokenizer has no special token among {', '.join(_ENDS)}.")
     return end
+
+
+def has_end(tokenizer: Tokenizer) -> bool:
+    """Whether a token ends a document; in the tokenizer of a foreign checkpoint none may.
+
+    >>> has_end(train_tokenizer(["aa"], 300)), has_end(Tokenizer(models.BPE()))
+    (True, False)
+    """
+    return _first_special(tokenizer, _ENDS) is not None
+
+
+def begin_ids(tokenizer: Tokenizer) -> list[int]:
+    """The ids of the control tokens that the tokenizer's template puts before a text.
+
+    >>> tokenizer = train_tokenizer(["the cat sat on the mat"], 300)
+    >>> begin_ids(tokenizer), begin_ids(begin_with(tokenizer, end_id(tokenizer)))
+    ([], [0])
+    """
+    with _rust("encode a text"):
+        encoded = tokenizer.encode("a")
+    mask = encoded.special_tokens_mask
+    return list(encoded.ids[: mask.index(0)] if 0 in mask else encoded.ids)
+
+
+def begin_with(tokenizer: Tokenizer, token: int) -> Tokenizer:
+    """The tokenizer with ``token`` before every text in its template.
+
+    >>> begin_with(train_tokenizer(["aa"], 300), 0).encode("a").tokens
+    ['<|end|>', 'a']
+    """
+    name = "BEGIN"  # within the template, whose syntax the token itself might break
+    template = processors.TemplateProcessing(
+        single=f"{name} $A",
+        pair=f"{name} $A {name}:1 $B:1",
+        special_tokens=[{"id": name, "ids": [token], "tokens": [tokenizer.id_to_token(token)]}],
+    )
+    steps = [step for step in (tokenizer.post_processor, template) if step is not None]
+    tokenizer.post_processor = template if len(steps) == 1 else processors.Sequence(steps)
+    return tokenizer
+
+
+def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text with the control tokens that the template puts around it.
+
+    >>> tokenizer = begin_with(train_tokenizer(["aa"], 300), 0)
+    >>> len(encode(tokenizer, "aa")), len(encode_whole(tokenizer, "aa"))
+    (1, 2)
+    """
+    encode(tokenizer, text)  # refuses what is no text or contains a control token
+    with _rust("encode the text"):
+        return list(tokenizer.encode(text).ids)
 
 
 def pad_id(tokenizer: Tokenizer) -> int:

@@ -3,14 +3,15 @@
 The harness calls a model with lists of requests, whose ``args`` are strings:
 
     loglikelihood          (context, continuation)   (log p(continuation | context), is it greedy)
-    loglikelihood_rolling  (text,)                   log p(text | end)
+    loglikelihood_rolling  (text,)                   log p(text | beginning)
     generate_until         (context, settings)       the continuation, up to a string in "until"
 
 The results follow its rules: spaces at the end of a context belong to the continuation; the tokens
-of the continuation are those of the whole string after as many as the context has; an empty
-context is the END token; a row that is too long loses its oldest tokens; a long text is read in
-windows of a full context in which every token is predicted once, and the last window ends with the
-text.
+of the continuation are those of the whole string after as many as the context has; a row that is
+too long loses its oldest tokens; a long text is read in windows of a full context in which every
+token is predicted once, and the last window ends with the text. Every context and every text begins
+as the tokenizer's template begins one (``fenchel.data.begin_ids``); where that is without a token
+and there is no other, the end token comes first.
 
     lm = harness_model("runs/one")
     lm_eval.simple_evaluate(model=lm, tasks=[...])
@@ -30,7 +31,8 @@ import torch
 from tokenizers import Tokenizer
 
 from fenchel.checkpoints import load
-from fenchel.data import decode, encode, end_id, windows
+from fenchel.checkpoints.tokenizer import end_ids
+from fenchel.data import begin_ids, decode, encode, end_id, windows
 from fenchel.generation import GenerationSettings, Sampling, stream
 from fenchel.model import Transformer, evaluating
 
@@ -48,23 +50,28 @@ class HarnessAdapter:
     """Rows per forward pass."""
     seed: int = 0
     """Seed of tasks that sample."""
+    ends: Sequence[int] = ()
+    """Ids that end a text; the tokenizer's end token where none is given."""
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """log p(continuation | context), and whether greedy decoding gives the continuation."""
         return self._scores([self._row(*pair) for pair in pairs])
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """log p of each whole text after an END token."""
+        """log p of each whole text after its beginning."""
         context = self.model.config.context
         rows: list[tuple[list[int], int]] = []
         owners: list[int] = []
         for owner, text in enumerate(texts):
-            ids = np.array([end_id(self.tokenizer), *encode(self.tokenizer, text)])
-            if len(ids) < 2:
+            begin, scored = self._begin([]), encode(self.tokenizer, text)
+            if not scored:
                 continue  # the empty text has probability 1
-            for window in windows(ids, context=context):
+            # The template's last token is the one before the first target; others are context.
+            for number, window in enumerate(
+                windows(np.array([begin[-1], *scored]), context=context)
+            ):
                 row = [*window.inputs[0].tolist(), int(window.targets[0, -1])]
-                rows.append((row, int(window.scored.sum())))
+                rows.append(([*begin[:-1], *row] if number == 0 else row, int(window.scored.sum())))
                 owners.append(owner)
         totals = [0.0] * len(texts)
         for owner, (value, _) in zip(owners, self._scores(rows), strict=True):
@@ -78,20 +85,20 @@ class HarnessAdapter:
                 f"the task sets {', '.join(unknown)} for generation; "
                 f"known are {', '.join(sorted(_SETTINGS))}."
             )
-        end = end_id(self.tokenizer)
+        ends = list(self.ends or (end_id(self.tokenizer),))
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else list(stops)
         device = self.model.lm_head_weight.device
-        prompt = torch.tensor([encode(self.tokenizer, context) or [end]], device=device)
+        prompt = torch.tensor([self._begin(encode(self.tokenizer, context))], device=device)
         drawn: list[int] = []
         how = GenerationSettings(
             max_new_tokens=int(settings.get("max_gen_toks", _NEW_TOKENS)),
             sampling=_sampling(settings),
-            stop=[end],
+            stop=ends,
         )
         generator = torch.Generator(device).manual_seed(self.seed)
         for token_B in stream(self.model, prompt, how, generator=generator):
-            if int(token_B[0]) == end:
+            if int(token_B[0]) in ends:
                 break
             drawn.append(int(token_B[0]))
             text = decode(self.tokenizer, drawn)
@@ -101,14 +108,13 @@ class HarnessAdapter:
 
     def _row(self, context: str, continuation: str) -> tuple[list[int], int]:
         """Ids of both, and the number of ids of the continuation, which come last."""
-        if not context:
-            scored = encode(self.tokenizer, continuation)
-            return [end_id(self.tokenizer), *scored], len(scored)
-        bare = context.rstrip()
-        given = encode(self.tokenizer, bare)
-        whole = encode(self.tokenizer, context + continuation)
-        scored = whole[len(given) :]
-        return [*(given or [end_id(self.tokenizer)]), *scored], len(scored)
+        given = encode(self.tokenizer, context.rstrip()) if context else []
+        scored = encode(self.tokenizer, context + continuation)[len(given) :]
+        return [*self._begin(given), *scored], len(scored)
+
+    def _begin(self, ids: list[int]) -> list[int]:
+        """Ids after the tokens that begin a text, at least one."""
+        return [*begin_ids(self.tokenizer), *ids] or [end_id(self.tokenizer)]
 
     @torch.no_grad()
     def _scores(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
@@ -180,7 +186,7 @@ def harness_model(directory: str | Path, *, batch: int = 16, seed: int = 0) -> A
             return results
 
     model, tokenizer, _ = load(directory)
-    return FenchelLM(HarnessAdapter(model, tokenizer, batch, seed))
+    return FenchelLM(HarnessAdapter(model, tokenizer, batch, seed, end_ids(directory, tokenizer)))
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:

@@ -24,7 +24,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fenchel.choice import Choice
-from fenchel.data import Ids, ProgressCallback, encode, end_id, open_text, windows
+from fenchel.data import (
+    Ids,
+    ProgressCallback,
+    begin_ids,
+    encode,
+    end_id,
+    has_end,
+    open_text,
+    windows,
+)
 from fenchel.model import evaluating
 
 
@@ -156,15 +165,19 @@ def text_ids(
     limit: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> tuple[Ids, int]:
-    """Ids of a text and its size in bytes: END, then every document followed by END.
+    """Ids of a text and its size in bytes, begun by the tokenizer's template (``begin_ids``).
 
-    With a ``limit`` only as many documents are read as give that many targets, and the result is
-    truncated by ``truncate_ids``.
+    Between two documents stand the end token and the tokens that begin a text, or one of them if
+    they are the same. With a ``limit`` only as many documents are read as give that many targets,
+    and the result is truncated by ``truncate_ids``.
     """
-    text, end, size = open_text(source), end_id(tokenizer), 0
-    ids, total = [end], text.size
+    text, begin, size = open_text(source), begin_ids(tokenizer), 0
+    between = [end_id(tokenizer)] if has_end(tokenizer) else []
+    between += begin if begin != between else []
+    ids, total = list(begin), text.size
     for document in text.documents():
-        ids += [*encode(tokenizer, document.text), end]
+        ids += between if size and not document.continues else []
+        ids += encode(tokenizer, document.text)
         size += len(document.text.encode())
         if progress is not None:
             progress("encoding", min(size, total), total)

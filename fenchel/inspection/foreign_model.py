@@ -24,7 +24,7 @@ from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.hf.adapter import Attachment, attach
 from fenchel.hf.loader import gives_logits, load_transformers_model, one_sentence, quiet
 from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override, first_of
-from fenchel.inspection.trace import ForwardTrace, InspectedModel, Map, with_special_tokens
+from fenchel.inspection.trace import ForwardTrace, InspectedModel, Map
 
 _CHECKED = 64  # tokens on which the model must agree with its own eager attention
 _AGREES = 1e-3  # of the largest output; two orders of float32 sums differ by far less
@@ -186,7 +186,6 @@ def open_foreign(directory: CheckpointDirectory, tokenizer: Tokenizer) -> Foreig
         tokenizer=tokenizer,
         context=_context(model),
         stored=str(directory.dtype).removeprefix("torch."),
-        encode_start=with_special_tokens,
         reads_out=reads_out,
         attachment=attachment,
         listener=listener,

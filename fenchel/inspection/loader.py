@@ -11,13 +11,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from fenchel.checkpoints.directory import (
-    CheckpointDirectory,
-    has_file,
-    open_directory,
-    read_tokenizer,
-)
+from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
 from fenchel.checkpoints.run_checkpoint import is_run
+from fenchel.checkpoints.tokenizer import read_tokenizer
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.our_model import Unsupported, open_known, open_run
 from fenchel.inspection.trace import InspectedModel

@@ -20,12 +20,7 @@ from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
 from fenchel.files import Damaged
 from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override
-from fenchel.inspection.trace import (
-    ForwardTrace,
-    InspectedModel,
-    after_end_token,
-    with_special_tokens,
-)
+from fenchel.inspection.trace import ForwardTrace, InspectedModel
 from fenchel.model import ModelConfig, Transformer, evaluating
 from fenchel.model.families import Family, family_of
 from fenchel.model.forward_context import ForwardContext
@@ -87,7 +82,6 @@ def open_run(path: Path) -> OurModel:
         tokenizer=tokenizer,
         context=config.context,
         stored=stored,
-        encode_start=after_end_token,
         reads_out=True,
     )
 
@@ -103,7 +97,6 @@ def open_known(directory: CheckpointDirectory, tokenizer: Tokenizer) -> OurModel
         tokenizer=tokenizer,
         context=config.context,
         stored=str(directory.dtype).removeprefix("torch."),
-        encode_start=with_special_tokens,
         reads_out=config.kind == "decoder" or config.lm_head_transform,
     )
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
-from fenchel.data import decode, encode, end_id, open_text
+from fenchel.data import decode, encode, encode_whole, open_text
 
 Map = Callable[[Tensor], Tensor]
 """Stream to stream, both (1, T, M), differentiable forward and in reverse."""
@@ -85,8 +85,6 @@ class InspectedModel(ABC):
     """The longest sequence it accepts; None where it states none."""
     stored: str
     """The dtype of its weights on disk."""
-    encode_start: Callable[[Tokenizer, str], list[int]]
-    """Ids of a text with the control tokens that begin a sequence of this model."""
 
     @abstractmethod
     def trace(self, ids: Tensor) -> ForwardTrace:
@@ -94,7 +92,7 @@ class InspectedModel(ABC):
 
     def encode(self, text: str, *, first: bool) -> list[int]:
         """Ids of a text; only the ``first`` text of a sequence gets its control tokens."""
-        return self.encode_start(self.tokenizer, text) if first else encode(self.tokenizer, text)
+        return encode_whole(self.tokenizer, text) if first else encode(self.tokenizer, text)
 
     def require_known(self, ids: Tensor, known: int) -> None:
         """Refuse ids that the model's table of ``known`` tokens does not have."""
@@ -155,17 +153,6 @@ def tokenize_text(
     if len(ids) < 2:
         raise ValueError(f"{source} has {len(ids)} tokens; at least 2 are needed to attend.")
     return TokenizedText(text.name, tuple(ids), tuple(_token_text(model.tokenizer, i) for i in ids))
-
-
-def with_special_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text with the control tokens that the tokenizer adds around one."""
-    encode(tokenizer, text)  # refuses what is no text or contains a control token
-    return list(tokenizer.encode(text, add_special_tokens=True).ids)
-
-
-def after_end_token(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text after an end token, as documents follow one another in training."""
-    return [end_id(tokenizer), *encode(tokenizer, text)]
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> str:

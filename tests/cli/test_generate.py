@@ -119,7 +119,8 @@ def test_a_checkpoint_says_how_to_draw_and_flags_win(
     silent = text_of(words, capsys)
     assert silent == text_of(["generate", run, *words[2:]], capsys)  # tokens alone change nothing
     assert main(words) == 0
-    assert not capsys.readouterr().err
+    begins = "A text begins with <|end|>.\n"
+    assert capsys.readouterr().err == begins
     say(exported, do_sample=True, temperature=1.7, top_k=30, repetition_penalty=1.2)
     flags = ["--temperature", "1.7", "--top-k", "30", "--repetition-penalty", "1.2"]
     by_file = text_of(words, capsys)
@@ -131,7 +132,7 @@ def test_a_checkpoint_says_how_to_draw_and_flags_win(
     shown = capsys.readouterr()
     source = exported / "generation_config.json"
     taken = "temperature 1.7, no top_p, repetition_penalty 1.2"
-    assert shown.err == f"Settings of {source}: {taken}.\n"
+    assert shown.err == f"{begins}Settings of {source}: {taken}.\n"
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings_from"] == str(source)

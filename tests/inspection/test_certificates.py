@@ -19,7 +19,6 @@ from fenchel.inspection.certificates import (
     split_heads,
 )
 from fenchel.inspection.our_model import OurModel
-from fenchel.inspection.trace import with_special_tokens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.sensitivity import Ball
 
@@ -149,7 +148,6 @@ def test_some_layers_are_certified_where_others_are_refused() -> None:
         tokenizer=train_tokenizer(["peace and trade"], 280),
         context=16,
         stored="float64",
-        encode_start=with_special_tokens,
         reads_out=True,
     )
     done: list[int] = []

@@ -12,7 +12,8 @@ from transformers.models.opt.modeling_opt import OPTAttention
 
 from fenchel.attention import Causal, Window
 from fenchel.checkpoints import directory
-from fenchel.checkpoints.directory import open_directory, read_tokenizer
+from fenchel.checkpoints.directory import open_directory
+from fenchel.checkpoints.tokenizer import read_tokenizer
 from fenchel.choice import Entmax
 from fenchel.hf import register, unregister
 from fenchel.inspection import ForwardTrace, open_model

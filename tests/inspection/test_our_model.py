@@ -19,7 +19,6 @@ from fenchel.data import end_id, train_tokenizer
 from fenchel.inspection import ForwardTrace, open_model, recorder
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.our_model import OurModel
-from fenchel.inspection.trace import after_end_token
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model import attention as model_attention
 from fenchel.sensitivity import spectral_norm
@@ -108,19 +107,14 @@ def test_the_gain_of_a_norm_is_what_it_multiplies_by(save: Save, ids: Tensor) ->
     torch.testing.assert_close(plain, torch.ones(24))
 
 
-def test_a_checkpoints_text_is_framed_by_its_tokenizer_and_a_runs_by_an_end(save: Save) -> None:
+def test_a_text_is_framed_by_the_template_of_its_tokenizer(save: Save) -> None:
     subject = open_model(save("gpt2"))
-    assert subject.encode("peace", first=True) == subject.encode("peace", first=False)
     end = end_id(subject.tokenizer)
+    bare = subject.encode("peace", first=False)
     subject.tokenizer.post_processor = TemplateProcessing(
         single="<|end|> $A <|end|>", special_tokens=[("<|end|>", end)]
     )
-    bare = subject.encode("peace", first=False)
     assert subject.encode("peace", first=True) == [end, *bare, end]
-    assert replace(subject, encode_start=after_end_token).encode("peace", first=True) == [
-        end,
-        *bare,
-    ]
 
 
 MAPS: dict[str, dict[str, Any]] = {
@@ -154,7 +148,6 @@ def run(request: pytest.FixtureRequest) -> OurModel:
         tokenizer=train_tokenizer(["peace and trade"], 280),
         context=12,
         stored="float64",
-        encode_start=after_end_token,
         reads_out=True,
     )
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.checkpoints.directory import open_directory, read_tokenizer
+from fenchel.checkpoints.directory import open_directory
+from fenchel.checkpoints.tokenizer import read_tokenizer
 from fenchel.inspection import ForwardTrace
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.heads import row_stats, row_weights

@@ -51,4 +51,5 @@ ALBERT = Family(
         r"sop_classifier\..*",
     ),
     marker="predictions.dense.weight",
+    begins_with_bos=False,
 )

@@ -87,6 +87,7 @@ BERT = Family(
     ignored=(_POSITIONS, r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\..*"),
     legacy_suffixes=_LEGACY,
     marker="cls.predictions.transform.dense.weight",
+    begins_with_bos=False,
 )
 BERT_BODY = Family(
     name="bert",
@@ -103,4 +104,5 @@ BERT_BODY = Family(
     prefix="bert.",
     ignored=(_POSITIONS,),
     legacy_suffixes=_LEGACY,
+    begins_with_bos=False,
 )

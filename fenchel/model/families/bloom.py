@@ -53,4 +53,5 @@ BLOOM = Family(
     ),
     prefix="transformer.",
     copies={"lm_head.weight": "transformer.word_embeddings.weight"},
+    begins_with_bos=False,
 )

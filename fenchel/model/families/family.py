@@ -51,6 +51,8 @@ class Family:
     """Suffixes of names in older files, and their current form."""
     marker: str = ""
     """A tensor that distinguishes this family from others of the same model_type."""
+    begins_with_bos: bool = True
+    """Whether its models are trained on texts that begin with the token bos_token_id."""
 
     def read(self, config: Mapping[str, Any], tensors: Collection[str], where: Path) -> ModelConfig:
         """The ModelConfig of a config.json, given the names of the tensors beside it."""

@@ -2,8 +2,8 @@
 
 llama     also TinyLlama, SmolLM, SmolLM2
 mistral   a window in every layer, or none
-qwen2     a bias for queries, keys and values only
-qwen3     RMSNorm of queries and keys per head
+qwen2     a bias for queries, keys and values only; no token begins a text
+qwen3     RMSNorm of queries and keys per head; no token begins a text
 """
 
 from fenchel.model.families.config_reader import ConfigReader
@@ -91,7 +91,7 @@ def _even_heads() -> Setting:
     return Setting(read, lambda _: {})
 
 
-def _family(name: str, architecture: str, *rows: Setting) -> Family:
+def _family(name: str, architecture: str, *rows: Setting, begins_with_bos: bool = True) -> Family:
     return Family(
         name=name,
         architecture=architecture,
@@ -100,6 +100,7 @@ def _family(name: str, architecture: str, *rows: Setting) -> Family:
         prefix="model.",
         copies=_COPIES,
         ignored=_IGNORED,
+        begins_with_bos=begins_with_bos,
     )
 
 
@@ -108,8 +109,14 @@ LLAMA = _family(
 )
 MISTRAL = _family("mistral", "MistralForCausalLM", uniform(), only("attention_bias", False))
 QWEN2 = _family(
-    "qwen2", "Qwen2ForCausalLM", switchable(), constant(qkv_bias=True), only("use_mrope", False)
+    "qwen2",
+    "Qwen2ForCausalLM",
+    *(switchable(), constant(qkv_bias=True), only("use_mrope", False)),
+    begins_with_bos=False,
 )
 QWEN3 = _family(
-    "qwen3", "Qwen3ForCausalLM", switchable(), constant(qk_norm=True), only("attention_bias", False)
+    "qwen3",
+    "Qwen3ForCausalLM",
+    *(switchable(), constant(qk_norm=True), only("attention_bias", False)),
+    begins_with_bos=False,
 )

@@ -114,4 +114,5 @@ T5 = Family(
         "decoder.embed_tokens.weight": "shared.weight",
     },
     ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    begins_with_bos=False,
 )

@@ -1,0 +1,100 @@
+"""The tokenizer of a checkpoint directory, and how a text begins for its model.
+
+A model is trained on texts that begin in one way, and without that beginning even a good one writes
+nonsense. ``read_tokenizer`` decides the beginning once, for every command, and stores it in the
+template of the tokenizer (``fenchel.data.begin_ids``), where ``save`` and transformers find it too:
+
+    a run of ours                       the end token, as in training
+    a template in tokenizer.json        what the template puts before a text
+    "add_bos_token" in
+      tokenizer_config.json             the token bos_token_id if true, no token if false
+    otherwise                           the token bos_token_id, unless models of the family are
+                                        trained without one (``Family.begins_with_bos``)
+    no bos_token_id, or not an id
+      of tokenizer.json                 no token
+
+bos_token_id is that of generation_config.json, else of config.json, else the id of the bos_token
+in tokenizer_config.json. A template takes precedence in transformers too, which adds no token where
+there is neither a template nor a switch: the last rows but one are what the model was trained on.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from fenchel.checkpoints.directory import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    bounded_json_file,
+    has_file,
+    read_bounded_json,
+)
+from fenchel.checkpoints.generation_config import read_generation_config
+from fenchel.checkpoints.run_checkpoint import is_run
+from fenchel.data import begin_ids, begin_with, end_id, has_end, load_tokenizer
+from fenchel.files import printable
+from fenchel.model.families import FAMILIES
+from fenchel.model.families.config_reader import CONFIG
+
+
+def read_tokenizer(path: Path, vocabulary: int | None = None) -> Tokenizer:
+    """tokenizer.json of a directory; refused if it has more ids than ``vocabulary``."""
+    if not has_file(path, TOKENIZER):
+        raise ValueError(
+            f"{path} holds no {TOKENIZER}; save the model's fast tokenizer there "
+            "(fenchel.checkpoints.load_model reads the weights alone)."
+        )
+    run = is_run(path)
+    tokenizer = load_tokenizer(bounded_json_file(path, TOKENIZER), needs_end=run)
+    if vocabulary is not None and (size := tokenizer.get_vocab_size()) > vocabulary:
+        raise ValueError(
+            f"{path / TOKENIZER} has {size} ids and the vocabulary of the model {vocabulary}; "
+            "it is not the tokenizer of this model."
+        )
+    if not begin_ids(tokenizer):
+        begin = end_id(tokenizer) if run else _bos_id(path, tokenizer)
+        tokenizer = tokenizer if begin is None else begin_with(tokenizer, begin)
+    return tokenizer
+
+
+def end_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids at which a text of the directory ends: its eos_token_id, else the end token."""
+    path = Path(path)
+    if not is_run(path) and has_file(path, CONFIG) and (eos := read_generation_config(path).eos):
+        return eos
+    return (end_id(tokenizer),) if has_end(tokenizer) else ()
+
+
+def describe_beginning(tokenizer: Tokenizer) -> str:
+    """How a text begins, in one line.
+
+    >>> from fenchel.data import train_tokenizer
+    >>> describe_beginning(begin_with(train_tokenizer(["aa"], 300), 0))
+    'A text begins with <|end|>.'
+    """
+    names = [printable(tokenizer.id_to_token(token)) for token in begin_ids(tokenizer)]
+    return f"A text begins with {' '.join(names) or 'no control token'}."
+
+
+def _bos_id(path: Path, tokenizer: Tokenizer) -> int | None:
+    """The token that begins a text where the template of tokenizer.json has none."""
+    if not has_file(path, CONFIG):
+        return None
+    settings = read_bounded_json(path, TOKENIZER_CONFIG) if has_file(path, TOKENIZER_CONFIG) else {}
+    family = read_bounded_json(path, CONFIG).get("model_type")
+    adds = settings.get("add_bos_token")
+    if not isinstance(adds, bool):
+        adds = all(one.begins_with_bos for one in FAMILIES if one.name == family)
+    if not adds:
+        return None
+    bos = read_generation_config(path).bos
+    bos = _token_id(tokenizer, settings.get("bos_token")) if bos is None else bos
+    # transformers writes the family's own id into configs of other vocabularies, such as 50256.
+    return None if bos is None or tokenizer.id_to_token(bos) is None else bos
+
+
+def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
+    """The id of a token of tokenizer_config.json, a string or an object with its content."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return tokenizer.token_to_id(content) if isinstance(content, str) else None

@@ -1,0 +1,147 @@
+"""checkpoints/tokenizer.py: one rule for how a text begins, whatever a directory has."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from fenchel.checkpoints.tokenizer import describe_beginning, end_ids, read_tokenizer
+from fenchel.data import begin_ids, encode, encode_whole, train_tokenizer
+
+START, STOP = "<start>", "<stop>"
+Write = Callable[..., Path]
+
+
+def tokenizer_with(template: str | None = None, *, byte_level: bool = False) -> Tokenizer:
+    tokenizer = train_tokenizer(["the people of these States"], 270)
+    tokenizer.add_special_tokens([STOP, START])
+    steps: list[Any] = [ByteLevel(trim_offsets=False)] if byte_level else []
+    if template is not None:
+        special = [(name, tokenizer.token_to_id(name)) for name in (START, STOP)]
+        steps.append(TemplateProcessing(single=template, special_tokens=special))
+    if steps:
+        tokenizer.post_processor = Sequence(steps)
+    return tokenizer
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A directory without weights; ``ids`` are those of START and STOP unless given."""
+
+    def write(
+        tokenizer: Tokenizer,
+        config: dict[str, Any] | None = None,
+        tokenizer_config: dict[str, Any] | None = None,
+        generation: dict[str, Any] | None = None,
+    ) -> Path:
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        files = {
+            "config.json": {"model_type": "llama"} | (config or {}),
+            "tokenizer_config.json": tokenizer_config,
+            "generation_config.json": generation,
+        }
+        for name, content in files.items():
+            if content is not None:
+                (tmp_path / name).write_text(json.dumps(content))
+        return tmp_path
+
+    return write
+
+
+BOS = {"bos_token_id": 271, "eos_token_id": 270}
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "tokenizer_config", "generation", "begins"),
+    [
+        (f"{START} $A", BOS, {"add_bos_token": False}, None, [START]),
+        (f"{START} $A {STOP}", {}, None, None, [START]),
+        (f"{STOP} {START} $A", {}, None, None, [STOP, START]),
+        ("$A", BOS, None, None, [START]),
+        (None, BOS, None, None, [START]),
+        (None, BOS, {"add_bos_token": True}, None, [START]),
+        (None, BOS, {"add_bos_token": False}, None, []),
+        (None, BOS, {"add_bos_token": None}, None, [START]),
+        (None, {"bos_token_id": 270}, None, {"bos_token_id": 271}, [START]),
+        (None, BOS, None, {"temperature": 1.0}, [START]),
+        (None, BOS, None, {"bos_token_id": None}, []),
+        (None, {}, None, None, []),
+        (None, {}, {"add_bos_token": True, "bos_token": START}, None, [START]),
+        (None, {}, {"add_bos_token": True, "bos_token": {"content": START}}, None, [START]),
+        (None, {}, {"add_bos_token": True, "bos_token": ["no token"]}, None, []),
+        (None, {"bos_token_id": 50256}, None, None, []),
+        (None, {**BOS, "model_type": "gpt2"}, None, None, [START]),
+        (None, {**BOS, "model_type": "opt"}, None, None, [START]),
+        (None, {**BOS, "model_type": "qwen3"}, None, None, []),
+        (None, {**BOS, "model_type": "bloom"}, None, None, []),
+        (None, {**BOS, "model_type": "qwen2"}, {"add_bos_token": True}, None, [START]),
+    ],
+)
+@pytest.mark.parametrize("byte_level", [False, True])
+def test_a_text_begins_as_the_directory_has_it(
+    template: str | None,
+    config: dict[str, Any],
+    tokenizer_config: dict[str, Any] | None,
+    generation: dict[str, Any] | None,
+    begins: list[str],
+    byte_level: bool,
+    write: Write,
+) -> None:
+    path = write(
+        tokenizer_with(template, byte_level=byte_level), config, tokenizer_config, generation
+    )
+    tokenizer = read_tokenizer(path)
+    ids = [tokenizer.token_to_id(name) for name in begins]
+    assert begin_ids(tokenizer) == ids
+    assert encode_whole(tokenizer, "people")[: len(ids)] == ids
+    assert encode(tokenizer, "people") == encode(tokenizer_with(), "people")
+    names = " ".join(begins) or "no control token"
+    assert describe_beginning(tokenizer) == f"A text begins with {names}."
+
+
+@pytest.mark.parametrize("template", [None, f"{START} $A", f"{START} $A {STOP}"])
+def test_transformers_reads_the_beginning_that_is_written(
+    template: str | None, write: Write, tmp_path: Path
+) -> None:
+    tokenizer = read_tokenizer(write(tokenizer_with(template), BOS))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert theirs("people")["input_ids"] == encode_whole(tokenizer, "people")
+    assert theirs("people")["input_ids"][0] == 271
+
+
+def test_a_run_begins_with_its_end_token(write: Write) -> None:
+    path = write(tokenizer_with(), BOS)
+    (path / "checkpoints").mkdir()  # which makes it a run
+    tokenizer = read_tokenizer(path)
+    assert describe_beginning(tokenizer) == "A text begins with <|end|>."
+    assert end_ids(path, tokenizer) == (0,)
+
+
+def test_a_text_ends_where_the_checkpoint_has_it(write: Write) -> None:
+    path = write(tokenizer_with(), BOS)
+    assert end_ids(path, read_tokenizer(path)) == (270,)
+    path = write(tokenizer_with(), {}, None, {})
+    assert end_ids(path, read_tokenizer(path)) == (0,)  # by its name
+
+
+def test_an_end_token_of_any_name_is_read(write: Write) -> None:
+    tokenizer = tokenizer_with()
+    raw = json.loads(tokenizer.to_str())
+    raw["added_tokens"] = [t for t in raw["added_tokens"] if t["content"] != "<|end|>"]
+    path = write(Tokenizer.from_str(json.dumps(raw)), BOS)
+    assert end_ids(path, read_tokenizer(path)) == (270,)
+    (path / "config.json").write_text("{}")
+    assert end_ids(path, read_tokenizer(path)) == ()
+
+
+def test_a_large_tokenizer_config_is_read(write: Write) -> None:
+    many = {str(i): {"content": f"<unused{i}>", "special": False} for i in range(20_000)}
+    settings = {"added_tokens_decoder": many, "add_bos_token": False}
+    assert len(json.dumps(settings)) > 2**20
+    assert begin_ids(read_tokenizer(write(tokenizer_with(), BOS, settings))) == []
