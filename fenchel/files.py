@@ -24,7 +24,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -108,9 +108,13 @@ def committed(path: Path, header: Mapping[str, Any]) -> Iterator[Path]:
     sync(path.parent)
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Check every byte of a sealed folder and return its manifest."""
-    path = folder / MANIFEST
+def verify(folder: Path, *, locate: Callable[[str], Path] | None = None) -> dict[str, Any]:
+    """Check every byte of a sealed folder and return its manifest.
+
+    ``locate`` gives the file of a name in a folder where users may add files of their own; without
+    it every file must be in the manifest.
+    """
+    path = folder / MANIFEST if locate is None else locate(MANIFEST)
     manifest = read_json(path)
     try:
         if path.read_text(encoding="utf-8") != _text(manifest):
@@ -119,11 +123,11 @@ def verify(folder: Path) -> dict[str, Any]:
             raise Damaged(f"{path} does not match its own seal.")
         contents = _contents(manifest, path)
         for name, (size, digest) in contents.items():
-            _verify_file(folder / name, size, digest)
+            _verify_file(folder / name if locate is None else locate(name), size, digest)
         unnamed = {file.name for file in folder.iterdir()} - contents.keys() - {MANIFEST}
     except OSError as error:
         raise Damaged(f"{folder} cannot be read ({error}).") from error
-    if unnamed:
+    if unnamed and locate is None:
         raise Damaged(f"{folder} holds {min(unnamed)}, which its manifest does not name.")
     return manifest
 

@@ -20,6 +20,8 @@ The policies below hold for every reader: ``load``, ``convert`` and every comman
 | a run checkpoint of another format | refused (``run_checkpoint``) |
 | a run checkpoint that is damaged | skipped with a warning; the newest intact one is read |
 | ``auto_map`` in config.json | a warning; the code is never run, the built-in class is used |
+| ``transformers_weights``, adapters, kernels, backbones in config.json | refused (``_REFUSED``) |
+| a manifest.json of ours | every file that it names is compared with it before it is used |
 | a pickle beside safetensors | ignored |
 | a pickle instead of safetensors | refused |
 | an index beside model.safetensors | ignored; the single file is read |
@@ -29,7 +31,7 @@ The policies below hold for every reader: ``load``, ``convert`` and every comman
 | quantised weights | refused |
 | a size out of range, more layers than tensors | refused before a module is built |
 | a missing, extra or misshapen tensor | refused by name |
-| an unknown key of config.json | a warning that names it |
+| unknown keys of config.json | a warning that names them |
 """
 
 import os
@@ -37,7 +39,7 @@ import re
 import stat
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +48,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fenchel.checkpoints.safetensors_header import TensorEntry, read_header
-from fenchel.files import Damaged, Notice, printable, read_json
+from fenchel.files import MANIFEST, Damaged, Notice, printable, read_json, verify
 from fenchel.model.config import LARGEST
 from fenchel.model.families.config_reader import CONFIG
 
@@ -73,6 +75,25 @@ _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_attention_heads", "n_head")
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_ANY_DEPTH = re.compile(r"(.*_)?(layers?|blocks?|depth)")
+_QUANTISED = "a variant that fenchel does not have; give the model in bfloat16 or float32"
+_ELSEWHERE = "not followed; give a directory whose weights and settings are all its own"
+_REFUSED = {
+    **dict.fromkeys(("quantization_config", "compression_config"), _QUANTISED),
+    **dict.fromkeys(
+        ("transformers_weights", "adapter_config", "adapters", "peft_config"), _ELSEWHERE
+    ),
+    **dict.fromkeys(("base_model_name_or_path", "backbone", "use_timm_backbone"), _ELSEWHERE),
+    **dict.fromkeys(("use_pretrained_backbone", "kernel_config", "fusion_config"), _ELSEWHERE),
+    **dict.fromkeys(("distributed_config", "custom_generate"), _ELSEWHERE),
+}
+"""Keys of config.json, at any depth, that lead a reader to other files, other code or other
+arithmetic."""
+_NAMES = frozenset({"_name_or_path", "_model_name_or_path", "name_or_path", "auto_map"})
+_FILE_NAME = re.compile(
+    r".*\.(safetensors|bin|pt|pth|pkl|ckpt|gguf|json|py|so|txt|model|jinja)|.*://.*|[/~].*|.*\.\./.*",
+    re.DOTALL,
+)
 
 
 class TensorLocation(NamedTuple):
@@ -123,7 +144,11 @@ class CheckpointDirectory(NamedTuple):
 
 
 def open_directory(path: Path) -> CheckpointDirectory:
-    """Settings and tensor table of a Hugging Face directory."""
+    """Settings and tensor table of a Hugging Face directory.
+
+    Where it has a manifest of ours, every file that this names is compared with it.
+    """
+    verify_manifest(path)
     config = read_bounded_json(path, CONFIG)
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise ValueError(f"{path / CONFIG} has no model_type, which names the family of a model.")
@@ -133,10 +158,59 @@ def open_directory(path: Path) -> CheckpointDirectory:
             Notice,
             stacklevel=2,
         )
+    _require_own_settings(path / CONFIG, config)
     directory = CheckpointDirectory(path, config, read_headers(path))
     _require_floating_point(directory)
     _require_sizes(directory)
     return directory
+
+
+def verify_manifest(path: Path) -> bool:
+    """Whether a directory has a manifest of ours; a file that differs from it is refused.
+
+    Files that the manifest does not name are allowed, as people add pages and licences.
+    """
+    if not has_file(path, MANIFEST):
+        return False
+    if b'"seal"' not in bounded_file(path, MANIFEST).read_bytes():
+        return False  # of another program
+    try:
+        verify(path, locate=lambda name: regular_file(path, name))
+    except Damaged as error:
+        raise Damaged(
+            f"{str(error).rstrip('.')}; if the change is yours, delete {path / MANIFEST}."
+        ) from None
+    return True
+
+
+def require_no_file_names(directory: CheckpointDirectory) -> None:
+    """Refuse a setting that names a file or an address, for a reader that may look for it."""
+    for key, value in _walk(directory.config):
+        if isinstance(value, str) and key not in _NAMES and _FILE_NAME.fullmatch(value):
+            raise ValueError(
+                f"{directory.config_path}: {printable(key)}={printable(repr(value))} names a file, "
+                f"which is {_ELSEWHERE}."
+            )
+
+
+def _require_own_settings(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse the keys of ``_REFUSED`` wherever they have a value."""
+    for key, value in _walk(config):
+        if key in _REFUSED and value not in (None, False, "", [], {}):
+            raise ValueError(f"{path}: {key} is {_REFUSED[key]}.")
+
+
+def _walk(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Every key of nested objects with its value; an entry of a list has the key of the list."""
+    pending: list[tuple[str, Any]] = [("", settings)]
+    while pending:
+        key, value = pending.pop()
+        if key:
+            yield key, value
+        if isinstance(value, dict):
+            pending.extend(value.items())
+        elif isinstance(value, list):
+            pending.extend((key, one) for one in value)
 
 
 def read_headers(path: Path) -> dict[str, TensorLocation]:
@@ -164,12 +238,18 @@ def has_file(path: Path, name: str) -> bool:
     return os.path.lexists(path / name)
 
 
-def bounded_json_file(path: Path, name: str) -> Path:
-    """``regular_file``, refused if parsing it as JSON would take gigabytes."""
+def bounded_file(path: Path, name: str) -> Path:
+    """``regular_file``, refused if it is larger than files of its name are."""
     file = regular_file(path, name)
     limit = _BYTES.get(name, 2**20)
     if (size := file.stat().st_size) > limit:
         raise Damaged(f"{file} has {size} bytes; more than {limit} is not read.")
+    return file
+
+
+def bounded_json_file(path: Path, name: str) -> Path:
+    """``bounded_file``, refused if parsing it as JSON would take gigabytes."""
+    file = bounded_file(path, name)
     data = file.read_bytes()
     if (values := sum(data.count(sign) for sign in b",:[{")) > _SEPARATORS:
         raise Damaged(f"{file} holds some {values} values; more than {_SEPARATORS} are not read.")
@@ -251,11 +331,6 @@ def require_finite(tensor: torch.Tensor, name: str) -> None:
 
 def _require_floating_point(directory: CheckpointDirectory) -> None:
     """Refuse quantised weights, and files without any floating-point tensor."""
-    if directory.config.get("quantization_config") is not None:
-        raise ValueError(
-            f"{directory.config_path}: quantization_config is a variant that fenchel does not "
-            "have; give the model in bfloat16 or float32."
-        )
     dtypes = {location.entry.dtype for location in directory.tensors.values()}
     for name, location in directory.tensors.items():
         if location.entry.dtype.startswith("F8"):
@@ -272,6 +347,13 @@ def _require_sizes(directory: CheckpointDirectory) -> None:
 
     Some families give a list of sizes, one per layer.
     """
+    most = 4 * len(directory.tensors)
+    for key, value in _walk(directory.config):
+        if type(value) is int and value > most and _ANY_DEPTH.fullmatch(key):
+            raise ValueError(
+                f"{directory.config_path}: {printable(key)}={printable(repr(value), 40)} does not "
+                f"fit the {len(directory.tensors)} tensors of the weights."
+            )
     for key in _SIZES:
         size = directory.config.get(key)
         if size is None or isinstance(size, list):
@@ -285,7 +367,7 @@ def _require_sizes(directory: CheckpointDirectory) -> None:
         depth = directory.config.get(key)
         if depth is None:
             continue
-        if type(depth) is not int or not 0 < depth <= 4 * len(directory.tensors):
+        if type(depth) is not int or not 0 < depth <= most:
             raise ValueError(
                 f"{directory.config_path}: {key}={printable(repr(depth), 40)} does not fit the "
                 f"{len(directory.tensors)} tensors of the weights."

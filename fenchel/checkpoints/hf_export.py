@@ -30,9 +30,11 @@ from fenchel.checkpoints.directory import (
     INDEX,
     TOKENIZER,
     WEIGHTS,
+    CheckpointDirectory,
     bounded_json_file,
     has_file,
     open_directory,
+    open_tensors,
     regular_file,
 )
 from fenchel.checkpoints.generation_config import GENERATION
@@ -226,6 +228,19 @@ def _recast(source: Path, target: Path, dtype: torch.dtype | None, *, overwrite:
     files = {CONFIG: dumps({**settings, "dtype": str(kind).removeprefix("torch.")}).encode()}
     write_directory(target, files | _copied_files(source), tensors, overwrite=overwrite)
     return Converted(family.name, sum(t.numel() for t in tensors.values()), kind)
+
+
+def write_copy(source: CheckpointDirectory, target: Path, settings: Mapping[str, Any]) -> None:
+    """A checked directory again, with ``settings`` added to its config.json.
+
+    Tensors are copied by name, in their own dtype; of the other files, those of the tokenizer and
+    generation_config.json.
+    """
+    config = {k: v for k, v in source.config.items() if k != "auto_map"}
+    files = {CONFIG: dumps({**config, **settings}).encode()}
+    with open_tensors(source) as tensors:
+        weights = {name: tensors[name] for name in source.tensors}
+        write_directory(target, files | _copied_files(source.path), weights, overwrite=False)
 
 
 def _copied_files(source: Path) -> dict[str, bytes]:

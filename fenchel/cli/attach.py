@@ -1,7 +1,6 @@
 """fenchel attach: replace the attention of a transformers checkpoint, with a proof."""
 
 import json as json_format
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
+    from fenchel.checkpoints.directory import CheckpointDirectory
     from fenchel.choice import Choice
     from fenchel.evaluate import Score
     from fenchel.hf import Proof
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PROBE = 32  # tokens of the text that prove the swap
 
 
@@ -53,16 +52,19 @@ def run(
         How many tokens of it are predicted at most.
     out
         Save the checkpoint with the map in its config to this directory, which must not exist.
+        Weights, tokenizer and generation settings are copied as they are.
     json
         Print one JSON object instead of tables.
     """
+    from fenchel.checkpoints.hf_export import write_copy
     from fenchel.checkpoints.tokenizer import read_tokenizer
     from fenchel.evaluate import text_ids
-    from fenchel.hf import attach, prove
+    from fenchel.hf import prove
+    from fenchel.hf.adapter import FIELD
 
     if out is not None and out.exists():
         raise ValueError(f"{out} exists and is left alone; name another directory.")
-    model = _load(directory)
+    checkpoint, model = _load(directory)
     choice = _choice(model, map, alpha, beta)
     ids, size = None, 0
     if text is not None:
@@ -80,18 +82,14 @@ def run(
         record["text"] = {name: score._asdict() for name, score in scores.items()}
         lines += _score_lines(scores)
     if out is not None:
-        with attach(model, choice):
-            model.save_pretrained(out)
-        for name in _TOKENIZER:
-            if (directory / name).is_file():
-                shutil.copyfile(directory / name, out / name)
+        write_copy(checkpoint, out, {FIELD: record["map"]})
         lines.append(f"saved to {out}; fenchel attach {out} finds the map in its config")
     print(json_format.dumps(record) if json else "\n".join(lines))
     return 0
 
 
-def _load(directory: Path) -> Any:
-    """The model in float32, every tensor of it from the files, its config.json naming its class."""
+def _load(directory: Path) -> "tuple[CheckpointDirectory, Any]":
+    """The checked directory, and its model in float32 with every tensor from the files."""
     from fenchel.checkpoints.directory import has_file, open_directory
     from fenchel.hf import load_transformers_model
     from fenchel.model.families.config_reader import CONFIG
@@ -99,10 +97,7 @@ def _load(directory: Path) -> Any:
     if not has_file(directory, CONFIG):
         raise ValueError(f"{directory} holds no {CONFIG}; it is not a transformers checkpoint.")
     checkpoint = open_directory(directory)
-    model = load_transformers_model(checkpoint)
-    if type(model).__name__ != checkpoint.architecture:
-        raise ValueError(f"{directory / CONFIG} names no architecture of transformers.")
-    return model
+    return checkpoint, load_transformers_model(checkpoint, bare_otherwise=False)
 
 
 def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":

@@ -1,33 +1,54 @@
 """A Hugging Face directory to a model of transformers, in float32 with its own eager attention.
 
-The directory has passed the guarded reader (``fenchel.checkpoints.directory``): its files, headers,
-dtypes and sizes are checked before transformers sees them. transformers is restricted to local
-files, to safetensors and to its own classes: no code of the directory runs. Afterwards every
-tensor must have come from the files, and every number must be finite.
+transformers opens no file of the directory. Its settings are those that the guarded reader
+(``fenchel.checkpoints.directory``) parsed, less the keys by which transformers would look for code,
+kernels or other files, and its state dict is the tensors whose headers that reader verified. A
+setting that names a file or an address is refused.
+
+Memory: transformers builds a model on the meta device, where nothing is allocated, and fills it
+afterwards. Each parameter and buffer that it registers there is counted, and the first beyond what
+the files can fill ends the attempt. Afterwards every tensor must have come from the files, every
+tensor of the files must have a place, and every number must be finite.
 
 Written against transformers 5.22; nothing of it is imported before a model is loaded.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as global_hooks
 
-from fenchel.checkpoints.directory import CheckpointDirectory, require_finite
-from fenchel.files import printable
+from fenchel.checkpoints.directory import (
+    CheckpointDirectory,
+    open_tensors,
+    require_finite,
+    require_no_file_names,
+)
+from fenchel.files import Damaged, printable
+
+_NOT_PASSED = frozenset(
+    """
+    _name_or_path _model_name_or_path attn_implementation _attn_implementation auto_map
+    custom_pipelines experts_implementation _experts_implementation name_or_path
+    """.split()
+)
+"""Keys by which transformers looks for code, kernels or files, at any depth of a config.json."""
+_SPARE = 2**24  # numbers that a model may have besides those of its files: tables, masks
 
 
 def load_transformers_model(
-    directory: CheckpointDirectory, *, pooler_optional: bool = False
+    directory: CheckpointDirectory, *, bare_otherwise: bool = True, pooler_optional: bool = False
 ) -> nn.Module:
     """The model of the class that config.json names, or the bare model of its family.
 
-    A class of another family, or one that transformers does not have, gives the bare model.
-    ``pooler_optional`` accepts a randomly initialised pooler where the files hold none.
+    A class of another family, or one that transformers does not have, gives the bare model, whose
+    files may hold a head besides; without ``bare_otherwise`` it is refused. ``pooler_optional``
+    accepts a randomly initialised pooler where the files hold none.
     """
     transformers = _transformers()
     model_type = directory.model_type
@@ -35,29 +56,116 @@ def load_transformers_model(
         raise ValueError(
             f"transformers {transformers.__version__} has no family {printable(model_type)!r}."
         )
-    with quiet(), one_sentence(f"build this {model_type!r} model"):
-        model, info = _model_class(transformers, directory).from_pretrained(
-            directory.path,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
+    require_no_file_names(directory)
+    with quiet(), one_sentence(f"build this {printable(model_type)!r} model"):
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(_passed(directory.config))
+        named = _named_class(transformers, directory)
+        if named is None and not bare_otherwise:
+            raise ValueError(f"{directory.config_path} names no architecture of transformers.")
+        with open_tensors(directory) as tensors, _bounded_by(directory):
+            model, info = (named or _bare_class(transformers, config)).from_pretrained(
+                None,
+                config=config,
+                state_dict={name: tensors[name] for name in directory.tensors},
+                local_files_only=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+            )
+    if named is None:
+        info["unexpected_keys"] = ()  # the head of a class that is not known here
+    _require_same_tensors(directory, info, pooler_optional=pooler_optional)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            require_finite(tensor, f"{directory.path}: {printable(name)}")
+    loaded: nn.Module = model.eval()
+    return loaded
+
+
+def _passed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without ``_NOT_PASSED``, nested ones included."""
+    return {
+        key: _passed(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key not in _NOT_PASSED
+    }
+
+
+@contextmanager
+def _bounded_by(directory: CheckpointDirectory) -> Iterator[None]:
+    """Within, a model on the meta device that the files cannot fill is refused as it is built.
+
+    Tied weights are registered twice, and so is a buffer that a parent replaces.
+    """
+    entries = [location.entry for location in directory.tensors.values()]
+    numbers = 2 * sum(torch.Size(entry.shape).numel() for entry in entries) + _SPARE
+    left = {"parameters": 4 * len(entries) + 64, "buffers": 8 * len(entries) + 64}
+    modules = 64 * (len(entries) + 64)
+
+    def count(kind: str, tensor: torch.Tensor | None) -> None:
+        nonlocal numbers
+        if tensor is None or not tensor.is_meta:
+            return
+        left[kind] -= 1
+        numbers -= tensor.numel()
+        if numbers < 0 or left[kind] < 0:
+            raise ValueError(
+                f"{directory.path} has settings for a larger model than its files hold: one tensor "
+                f"has shape {list(tensor.shape)}."
+            )
+
+    def count_module() -> None:
+        nonlocal modules
+        modules -= 1
+        if modules < 0:
+            raise ValueError(
+                f"{directory.path} has settings for more layers than its {len(entries)} tensors."
+            )
+
+    with ExitStack() as stack:
+        for handle in (
+            global_hooks.register_module_parameter_registration_hook(
+                lambda _module, _name, tensor: count("parameters", tensor)
+            ),
+            global_hooks.register_module_buffer_registration_hook(
+                lambda _module, _name, tensor: count("buffers", tensor)
+            ),
+            global_hooks.register_module_module_registration_hook(
+                lambda _module, _name, _child: count_module()
+            ),
+        ):
+            stack.callback(handle.remove)
+        yield
+
+
+def _require_same_tensors(
+    directory: CheckpointDirectory, info: Mapping[str, Any], *, pooler_optional: bool
+) -> None:
+    """Refuse files that lack a tensor of the model, misshape one or hold another besides."""
+    path = directory.path
     missing = sorted(
         name for name in info["missing_keys"] if not (pooler_optional and "pooler" in name)
     )
+    if info["mismatched_keys"]:
+        name, stored, asked = min(info["mismatched_keys"])
+        raise ValueError(
+            f"{path}: {printable(name)} has shape {list(stored)}, its settings ask for "
+            f"{list(asked)}."
+        )
     if missing:
         raise ValueError(
-            f"{directory.path} lacks {len(missing)} tensors that its settings ask for, the first "
-            f"{missing[0]}."
+            f"{path} lacks {len(missing)} tensors that its settings ask for, the first "
+            f"{printable(missing[0])}."
         )
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():
-            require_finite(tensor, f"{directory.path}: {name}")
-    loaded: nn.Module = model.eval()
-    return loaded
+    if info["unexpected_keys"]:
+        raise ValueError(
+            f"{path} holds {printable(min(info['unexpected_keys']))}, which its settings have no "
+            "place for."
+        )
+    if info["error_msgs"]:
+        raise ValueError(f"{path} cannot be read ({printable(info['error_msgs'][0], 200)}).")
 
 
 def gives_logits(model: nn.Module) -> bool:
@@ -68,13 +176,21 @@ def gives_logits(model: nn.Module) -> bool:
     return type(model).__name__ in {table.get(config.model_type) for table in tables}
 
 
-def _model_class(transformers: Any, directory: CheckpointDirectory) -> Any:
+def _named_class(transformers: Any, directory: CheckpointDirectory) -> Any:
+    """The class that config.json names, where it is a model of the family; else None."""
     named = getattr(transformers, directory.architecture or "", None)
     if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         family = getattr(getattr(named, "config_class", None), "model_type", None)
         if family == directory.model_type:
             return named
-    return transformers.AutoModel
+    return None
+
+
+def _bare_class(transformers: Any, config: Any) -> Any:
+    bare = transformers.MODEL_MAPPING.get(type(config), None)
+    if bare is None:
+        raise ValueError(f"transformers has no bare model of the family {config.model_type!r}.")
+    return bare[0] if isinstance(bare, tuple) else bare
 
 
 def _transformers() -> Any:
@@ -108,8 +224,9 @@ def one_sentence(action: str) -> Iterator[None]:
     """The one boundary to transformers: any of its errors becomes a ValueError of one sentence."""
     try:
         yield
-    except (MemoryError, ValueError):
+    except (MemoryError, Damaged):
         raise
     except Exception as error:
-        reason = printable(" ".join(str(error).split()), 300).rstrip(".")
-        raise ValueError(f"transformers cannot {action}: {reason}.") from None
+        reason = printable(" ".join(str(error).split()), 400).rstrip(".")
+        cause = "" if isinstance(error, ValueError) else f"transformers cannot {action}: "
+        raise ValueError(f"{cause}{reason}.") from None

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from fenchel.cli import main
@@ -103,6 +105,80 @@ def test_what_is_saved_remembers_its_map(
     assert again["text"]["entmax"] == pytest.approx(first["text"]["entmax"])
     assert main(["attach", str(checkpoint), "--map", "hard", "--out", str(out)]) == 2
     assert "exists and is left alone" in capsys.readouterr().err
+
+
+def test_what_is_saved_is_the_same_checkpoint(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights in their own dtype, template and generation settings; sealed by a manifest."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(checkpoint, source)
+    weights = {
+        name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(weights, source / "model.safetensors")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "generation_config.json").write_text('{"bos_token_id": 7, "top_p": 3}')
+    assert main(["attach", str(source), "--map", "entmax", "--out", str(out)]) == 0
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], weights[name]) for name in weights)
+    assert written["lm_head.weight"].dtype == torch.bfloat16
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    (out / "chat_template.jinja").write_text("{{ message }}")
+    capsys.readouterr()
+    assert main(["attach", str(out)]) == 2
+    assert "chat_template.jinja has" in capsys.readouterr().err
+
+
+def test_nothing_outside_the_directory_is_read_or_copied(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = tmp_path / "outside"
+    shutil.copytree(checkpoint, outside)
+
+    def refused(change: Callable[[Path], object]) -> str:
+        folder, out = tmp_path / "hostile", tmp_path / "out"
+        shutil.copytree(checkpoint, folder)
+        change(folder)
+        words = ["attach", str(folder), "--map", "entmax", "--out", str(out)]
+        assert main(words) == 2
+        assert not out.exists()
+        assert not list(tmp_path.glob("out.tmp-*"))
+        shutil.rmtree(folder)
+        return capsys.readouterr().err
+
+    def link(name: str, target: Path) -> Callable[[Path], None]:
+        def change(folder: Path) -> None:
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(target)
+
+        return change
+
+    def index(name: str) -> Callable[[Path], None]:
+        def change(folder: Path) -> None:
+            (folder / "model.safetensors").unlink()
+            tensors = load_file(outside / "model.safetensors")
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": dict.fromkeys(tensors, name)})
+            )
+
+        return change
+
+    weights = outside / "model.safetensors"
+    assert "symbolic link" in refused(link("model.safetensors", weights))
+    assert "symbolic link" in refused(link("tokenizer_config.json", Path("/etc/hostname")))
+    assert "symbolic link" in refused(link("chat_template.jinja", Path("/proc/self/mem")))
+    assert "plain names" in refused(index("../outside/model.safetensors"))
+    assert "plain names" in refused(index(str(weights)))
+
+    def sparse(folder: Path) -> None:
+        with (folder / "special_tokens_map.json").open("wb") as file:
+            file.truncate(2**38)
+
+    assert "is not read" in refused(sparse)
+    assert "has no place" not in refused(lambda f: (f / "vocab.txt").mkdir())
 
 
 def broken(checkpoint: Path, to: Path, **changes: Any) -> Path:
