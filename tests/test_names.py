@@ -24,7 +24,6 @@ ELSEWHERE = {
     "cli/reliability": "cli/test_eval.py",
     "cli/report": "cli/test_reading_commands.py",
     "generation/plain_decoder": "generation/test_cpu_step.py",
-    "hf/loader": "hf/test_adapter_attach.py",
     "hf/proof": "hf/test_adapter_attach.py",
     "inspection/loader": "inspection/test_refusals.py",
     "inspection/network": "inspection/test_measure.py",
