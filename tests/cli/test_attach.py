@@ -84,7 +84,7 @@ def test_the_losses_are_those_of_the_model(
     assert abs(other["sparsemax"]["loss"] - other["eager"]["loss"]) > 1e-3
     model = hf.LlamaForCausalLM.from_pretrained(checkpoint)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    ids = torch.tensor([[0, *tokenizer.encode(LINE * 12).ids][:64]])
+    ids = torch.tensor([[model.config.bos_token_id, *tokenizer.encode(LINE * 12).ids][:64]])
     with torch.no_grad():
         direct = float(model(ids, labels=ids).loss)
     assert same["eager"]["tokens"] == 63
