@@ -60,10 +60,8 @@ class Capped(Choice):
 
     def regulariser(self, p: Tensor, log_prior: Tensor | None = None) -> Tensor:
         """Omega(p) - <p, log u>, infinite above the cap and where p > 0 is forbidden."""
-        allowed = p.shape[-1]
-        if log_prior is not None:
-            allowed = (log_prior > FORBIDDEN).expand_as(p).sum(-1, keepdim=True)
-        cap = torch.as_tensor(1.0 / allowed, device=p.device).clamp(min=self.cap)
+        allowed = torch.ones_like(p) if log_prior is None else (log_prior > FORBIDDEN).expand_as(p)
+        cap = (1.0 / allowed.sum(-1, keepdim=True)).clamp(min=self.cap)
         above = (p > cap * (1.0 + 4.0 * torch.finfo(p.dtype).eps)).any(-1)
         return super().regulariser(p, log_prior).masked_fill(above, float("inf"))
 

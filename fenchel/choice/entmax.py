@@ -15,7 +15,13 @@ times a projection. alpha -> 1 tends to softmax. entmax_solver.py computes tau.
 alpha may be a tensor and learn: omega'(p_i) = x_i - nu on the support holds while alpha moves, so
 dalpha acts like the move of scores -m dalpha, where m is omega' differentiated by alpha,
 
-    m_i = p_i^(alpha - 1) (log p_i - 1 / (alpha - 1)) / (alpha - 1)        up to a constant.
+    omega'(p_i) = l_i E(w_i),    m_i = l_i^2 E'(w_i)                      up to constants,
+    l_i = log p_i,    w_i = (alpha - 1) l_i,    E(w) = (e^w - 1) / w.
+
+As alpha tends to 1, E tends to 1 and E' to 1/2, while the difference (p^(alpha - 1) - 1) /
+(alpha - 1) and its derivatives lose all digits. For small w, E and its derivatives are computed as
+means over s in [0, 1] of e^(w s), s e^(w s), ..., and log(1 + w) / w as that of 1 / (1 + w s), by
+Gauss's quadrature: sums of positive terms, exact to rounding.
 
 There are two forms of one function. For plain tensors it is an ``autograd.Function`` that saves
 only the weights and is differentiable any number of times, in reverse and with dual numbers.
@@ -41,6 +47,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,45 +133,90 @@ def _saved(ctx: Any) -> tuple[Tensor, Any]:
 
 def _slope_by_alpha(p: Tensor, alpha: Tensor) -> Tensor:
     """m on the support, 0 off it."""
-    on = p > 0
-    q = torch.where(on, p, 1.0)
-    m = q.pow(alpha - 1.0) * (q.log() - 1.0 / (alpha - 1.0)) / (alpha - 1.0)
-    return torch.where(on, m, 0.0)
+    log_p = torch.where(p > 0, p, 1.0).log()
+    return log_p.square() * expm1_ratio_slope((alpha - 1.0) * log_p)
+
+
+def _nodes(count: int) -> list[tuple[float, float]]:
+    """Points s of [0, 1] and weights, exact for polynomials of degree below 2 count."""
+    points, weights = np.polynomial.legendre.leggauss(count)
+    return [
+        ((1.0 + s) / 2.0, w / 2.0) for s, w in zip(points.tolist(), weights.tolist(), strict=True)
+    ]
+
+
+_NODES = {torch.float32: _nodes(5), torch.float64: _nodes(8)}
+
+
+def expm1_ratio(w: Tensor) -> Tensor:
+    """E(w) = (e^w - 1) / w, with derivatives that are exact near 0 too.
+
+    >>> expm1_ratio(torch.tensor([0.0, -1.0]))
+    tensor([1.0000, 0.6321])
+    """
+    near = w.abs() < 2.0
+    small, large = torch.where(near, w, 0.0), torch.where(near, 2.0, w)
+    mean = sum(weight * (s * small).exp() for s, weight in _NODES[w.dtype])
+    return torch.where(near, mean, large.expm1() / large)
+
+
+def expm1_ratio_slope(w: Tensor) -> Tensor:
+    """E'(w) = (e^w (w - 1) + 1) / w^2, with derivatives that are exact near 0 too.
+
+    >>> expm1_ratio_slope(torch.tensor([0.0, -1.0]))
+    tensor([0.5000, 0.2642])
+    """
+    near = w.abs() < 2.0
+    small, large = torch.where(near, w, 0.0), torch.where(near, 2.0, w)
+    mean = sum(weight * s * (s * small).exp() for s, weight in _NODES[w.dtype])
+    return torch.where(near, mean, (large.exp() * (large - 1.0) + 1.0) / large.square())
+
+
+def log1p_ratio(w: Tensor) -> Tensor:
+    """log(1 + w) / w for w > -1, with derivatives that are exact near 0 too.
+
+    >>> log1p_ratio(torch.tensor([0.0, -0.5]))
+    tensor([1.0000, 1.3863])
+    """
+    near = w.abs() < 0.25
+    small, large = torch.where(near, w, 0.0), torch.where(near, 1.0, w)
+    mean = sum(weight / (1.0 + s * small) for s, weight in _NODES[w.dtype])
+    return torch.where(near, mean, large.log1p() / large)
 
 
 def _traced(x: Tensor, alpha: float | Tensor) -> Tensor:
     """``tsallis`` in operations that torch.compile and torch.func differentiate themselves.
 
-    The threshold comes from one opaque operation, as a constant. Two Newton steps from there
-    leave its value unchanged and restore its dependence on x and alpha: each step squares the
-    error of the derivatives, so the first three are exact.
+    The threshold, here T = d / (alpha - 1) so that it has a limit as alpha tends to 1, comes from
+    one opaque operation, as a constant. Two Newton steps from there leave its value unchanged and
+    restore its dependence on x and alpha: each step squares the error of the derivatives, so the
+    first three are exact.
     """
     top = x.detach().amax(-1, keepdim=True)
     empty = top == FORBIDDEN
-    y = (alpha - 1.0) * (x.masked_fill(empty, 0.0) - top.masked_fill(empty, 0.0))
+    below = x.masked_fill(empty, 0.0) - top.masked_fill(empty, 0.0)
     constant = torch.as_tensor(alpha, dtype=x.dtype, device=x.device).detach()
-    d = _threshold(y.detach(), constant)
-    r = 1.0 / (alpha - 1.0)
+    T = _threshold((constant - 1.0) * below.detach(), constant) / (constant - 1.0)
     for _ in range(2):
-        on, log_u = _log_u(y, d, alpha)
-        f = torch.where(on, (r * log_u).exp(), 0.0).sum(-1, keepdim=True)
-        g = torch.where(on, ((r - 1.0) * log_u).exp(), 0.0).sum(-1, keepdim=True)
-        d = d - (f - f.pow(2.0 - alpha)) / g
-    on, log_u = _log_u(y, d, alpha)
-    p = torch.where(on, (r * log_u).exp(), 0.0)
+        on, log_p = _log_weights(below + T, alpha)
+        f = torch.where(on, log_p.exp(), 0.0).sum(-1, keepdim=True)
+        g = torch.where(on, ((2.0 - alpha) * log_p).exp(), 0.0).sum(-1, keepdim=True)
+        T = T - (f - 1.0) / g
+    on, log_p = _log_weights(below + T, alpha)
+    p = torch.where(on, log_p.exp(), 0.0)
     return (p / p.sum(-1, keepdim=True)).masked_fill(empty, 0.0)
 
 
-def _log_u(y: Tensor, d: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The support, and log u on it; off it 0, with no derivative."""
-    w = y + d
-    on = w > -origin(alpha)
-    w = torch.where(on, w, 1.0 - origin(alpha))
+def _log_weights(v: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The support, and log p on it for u = origin + (alpha - 1) v; off it 0, with no derivative."""
+    start, rate = origin(alpha), alpha - 1.0
+    on = rate * v > -start
+    v = torch.where(on, v, (1.0 - start) / rate)
     if not isinstance(alpha, Tensor):
-        return on, (w.log1p() if alpha < 1.5 else w.log())
+        return on, ((rate * v).log1p() if alpha < 1.5 else (rate * v).log()) / rate
     near_one = alpha < 1.5
-    log1p, log = torch.where(near_one, w, 0.0).log1p(), torch.where(near_one, 1.0, w).log()
-    return on, torch.where(near_one, log1p, log)
+    near, far = torch.where(near_one, v, 0.0), torch.where(near_one, 1.0 / rate, v)
+    return on, torch.where(near_one, near * log1p_ratio(rate * near), (rate * far).log() / rate)
 
 
 @torch.library.custom_op("fenchel::tsallis_threshold", mutates_args=())
@@ -223,8 +275,10 @@ class Entmax(Choice):
 
     def omega(self, p: Tensor) -> Tensor:
         """(p^alpha - p) / (alpha (alpha - 1)), in a form that keeps its digits as alpha -> 1."""
-        excess = torch.expm1((self.alpha - 1.0) * torch.where(p > 0, p, 1.0).log())
-        return p * excess / (self.alpha * (self.alpha - 1.0))
+        rate, log_p = self.alpha - 1.0, torch.where(p > 0, p, 1.0).log()
+        if isinstance(rate, Tensor):  # which may learn
+            return p * log_p * expm1_ratio(rate * log_p) / self.alpha
+        return p * torch.expm1(rate * log_p) / (self.alpha * rate)
 
     def slope(self, p: Tensor) -> Tensor:
         """(p^(alpha - 1) - 1) / (alpha - 1) + 1 / alpha."""

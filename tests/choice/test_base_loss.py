@@ -27,16 +27,17 @@ def loss_in_digits(
     with mpmath.workdps(60):
         beta = mpmath.mpf(float(choice.beta))
         x = [beta * mpmath.mpf(s) + mpmath.mpf(u) for s, u in zip(z, log_u, strict=True)]
-        a = {Softmax: 1, Capped: 1, Sparsemax: 2}.get(type(choice)) or mpmath.mpf(choice.alpha)
+        alpha = {Softmax: 1, Capped: 1, Sparsemax: 2}.get(type(choice)) or choice.alpha
+
+        def omega(t: mpmath.mpf) -> mpmath.mpf:
+            a = mpmath.mpf(alpha)
+            return t * mpmath.log(t) if a == 1 else (t**a - t) / (a * (a - 1))
 
         def objective(p: Sequence[mpmath.mpf]) -> mpmath.mpf:
-            omega = (
-                (lambda t: t * mpmath.log(t)) if a == 1 else lambda t: (t**a - t) / (a * (a - 1))
-            )
             return sum(t * s - omega(t) for t, s in zip(p, x, strict=True) if t > 0)
 
-        best, reached = objective(solver(choice, x)), objective([mpmath.mpf(t) for t in y])
-        return float((best - reached) / beta)
+        best = objective(solver(x, alpha, min(choice.ceiling, 1.0)))
+        return float((best - objective([mpmath.mpf(t) for t in y])) / beta)
 
 
 @every_map

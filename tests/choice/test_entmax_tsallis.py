@@ -1,5 +1,6 @@
 """fenchel/choice/entmax.py: a learnable alpha, and the form for torch.compile and torch.func."""
 
+import mpmath
 import pytest
 import torch
 from torch import Tensor
@@ -119,3 +120,44 @@ def test_the_backward_pass_saves_the_weights_alone() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         p = tsallis(x, 1.5)
     assert [t.shape for t in saved] == [p.shape]
+
+
+NEAR_ONE = [1.0 + 1e-6, 1.00001, 1.0001, 1.001, 1.01, 1.2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", [*NEAR_ONE, 1.49, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0])
+def test_both_derivatives_in_alpha_have_their_digits(
+    alpha: float, dtype: torch.dtype, mp_weights
+) -> None:
+    """Against differences in 60 digits; the plain form, the traced form, and the value."""
+    a = torch.tensor(alpha, dtype=dtype, requires_grad=True)
+    x = torch.tensor([0.3, -0.2, 0.6, 0.0], dtype=dtype) / max(1.0, alpha - 1.0)
+    with mpmath.workdps(60):
+        h, centre, scores = mpmath.mpf(10) ** -15, mpmath.mpf(a.item()), x.tolist()
+        low, mid, high = (mp_weights(scores, centre + k * h) for k in (-1, 0, 1))
+        first = [float((q - p) / (2 * h)) for p, q in zip(low, high, strict=True)]
+        rows = zip(low, mid, high, strict=True)
+        second = [float((r - 2 * q + p) / h**2) for p, q, r in rows]
+
+        def best(p: list[mpmath.mpf], c: mpmath.mpf) -> mpmath.mpf:
+            terms = zip(p, scores, strict=True)
+            return sum(t * s - (t**c - t) / (c * (c - 1)) for t, s in terms)
+
+        slope = float((best(high, centre + h) - best(low, centre - h)) / (2 * h))
+
+    def close(found: Tensor, wanted: list[float] | float, units: float) -> bool:
+        exact = torch.tensor(wanted, dtype=torch.float64)
+        error = (found.detach().double() - exact).abs().max()
+        return bool(error <= units * torch.finfo(dtype).eps * exact.abs().max())
+
+    p = tsallis(x, a)
+    once = torch.stack([torch.autograd.grad(t, a, create_graph=True)[0] for t in p])
+    twice = torch.stack([torch.autograd.grad(t, a, retain_graph=True)[0] for t in once])
+    assert close(once, first, 20)
+    assert close(twice, second, 60)
+    traced = jacfwd(lambda a: _traced(x, a))
+    assert close(traced(a.detach()), first, 20)
+    assert close(jacfwd(traced)(a.detach()), second, 200)
+    (found,) = torch.autograd.grad(Entmax(a).value(x), a)
+    assert close(found, slope, 20)
