@@ -34,6 +34,16 @@ COMMANDS = {
     "doctor": "What this machine supports, and whether a run directory is intact.",
 }
 
+LESS_MEMORY = {
+    "train": "set a smaller train.batch, model.context or model.width",
+    "generate": "give fewer --max-new-tokens, --cache int8 or --dtype bfloat16",
+    "eval": "give a shorter --context or --dtype bfloat16",
+    "inspect": "give fewer --max-tokens",
+    "certify": "give fewer --max-tokens",
+    "attach": "give a shorter --context",
+}
+"""What to change where a command runs out of memory."""
+
 app = App(
     name="fenchel",
     help="Transformers whose attention can be derived, measured and steered.",
@@ -66,7 +76,9 @@ def _dispatch(argv: list[str] | None) -> int:
 
         if (shortage := out_of_memory(error)) is None:
             raise
-        return _error(f"memory ran out ({shortage}); give it less to do at once.", 2)
+        command = next(iter(sys.argv[1:] if argv is None else argv), "")
+        advice = LESS_MEMORY.get(command, "close other programs or use a larger machine")
+        return _error(f"memory ran out ({shortage}); {advice}.", 2)
     except KeyboardInterrupt as error:
         signal = error.args[0] if error.args else SIGINT
         return _error("stopped at once; what was saved before is intact.", 128 + signal)

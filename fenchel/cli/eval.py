@@ -25,6 +25,7 @@ def run(
     *,
     text: str | None = None,
     tokens: int | None = None,
+    context: int | None = None,
     against: Path | None = None,
     calibration: Switch = False,
     page: Path | None = None,
@@ -43,6 +44,9 @@ def run(
         by default.
     tokens
         Number of tokens to predict, from the start of the text; all by default.
+    context
+        Tokens that the model reads at once; as many as it can by default. A window begins half of
+        them after the one before it, and the last ends with the text.
     against
         A second model to evaluate on the same --text: compared by bits per byte, and by
         perplexity where both have the same tokenizer.
@@ -67,23 +71,27 @@ def run(
 
         from fenchel.cli.reliability import page as reliability_page
         from fenchel.evaluate import confidence
+        from fenchel.evaluate.score import stride
         from fenchel.files import write_atomic
 
         if against is not None and tokens is not None:
             _require_one_tokenizer(directory, against)
         place = device_and_dtype(device, dtype)
-        measured = _evaluate(directory, text, tokens, place, console)
+        measured = _evaluate(directory, text, tokens, context, place, console)
         model, evaluation = measured.model, measured.evaluation
         output: dict[str, Any] = {
             "text": evaluation.text,
             "bytes": measured.bytes,
             "device": str(place[0]),
+            "begin": measured.begin,
+            "context": measured.context,
+            "stride": stride(measured.context),
             **evaluation.score._asdict(),
         }
         lines = _lines(measured, truncated=tokens is not None)
         if calibration or page is not None:
             result = confidence(
-                model, measured.ids, context=model.config.context, progress=console.progress
+                model, measured.ids, context=measured.context, progress=console.progress
             )
             output["calibration"] = _as_json(result)
             lines += _calibration_lines(result)
@@ -91,7 +99,7 @@ def run(
                 write_atomic(page, reliability_page(directory.name, evaluation.text, result))
                 lines.append(f"reliability diagram  {page}")
         if against is not None:
-            second = _evaluate(against, text, tokens, place, console).evaluation
+            second = _evaluate(against, text, tokens, context, place, console).evaluation
             output["against"], comparison_lines = _compare(evaluation, second)
             lines += comparison_lines
     print(json_format.dumps(output) if json else "\n".join(lines))
@@ -104,6 +112,10 @@ class _Measured(NamedTuple):
     model: "Transformer"
     ids: "Ids"
     bytes: int
+    context: int
+    """Tokens per window."""
+    begin: str
+    """How the text begins, in words."""
     evaluation: "Evaluation"
 
 
@@ -123,16 +135,24 @@ def _evaluate(
     directory: Path,
     text: str | None,
     tokens: int | None,
+    context: int | None,
     place: "tuple[torch.device, torch.dtype | None]",
     console: Console,
 ) -> _Measured:
     from fenchel.checkpoints import load
+    from fenchel.checkpoints.tokenizer import describe_beginning
     from fenchel.evaluate import Evaluation, fingerprint, score, text_ids, truncate_ids
+    from fenchel.evaluate.score import require_decoder
     from fenchel.pipeline import open_corpus
 
     device, dtype = place
     model, tokenizer, config = load(directory, dtype=dtype)
-    model = model.to(device)
+    require_decoder(model)
+    if context is not None and not 1 <= context <= config.context:
+        raise ValueError(
+            f"--context {context} should be 1 to {config.context}, the most that {directory} reads."
+        )
+    context, model = context or config.context, model.to(device)
     if text is None:
         if not (directory / "text.json").is_file():
             raise ValueError(f"{directory} has no text of its own; name one with --text.")
@@ -142,16 +162,19 @@ def _evaluate(
     else:
         ids, size = text_ids(tokenizer, text, limit=tokens, progress=console.progress)
         name = text
-    result = score(model, ids, bytes=size, context=config.context, progress=console.progress)
+    result = score(model, ids, bytes=size, context=context, progress=console.progress)
     evaluation = Evaluation(str(directory), result, fingerprint(tokenizer), name)
-    return _Measured(model, ids, size, evaluation)
+    return _Measured(model, ids, size, context, describe_beginning(tokenizer), evaluation)
 
 
 def _lines(measured: _Measured, *, truncated: bool) -> list[str]:
-    score = measured.evaluation.score
+    from fenchel.evaluate.score import stride
+
+    score, context = measured.evaluation.score, measured.context
     amount = f"{measured.bytes:,} bytes, {score.tokens:,} tokens"
     return [
         f"{measured.evaluation.text}: {'the first, about ' if truncated else ''}{amount}",
+        f"{measured.begin} Windows have {context:,} tokens and begin {stride(context):,} apart.",
         f"bits per byte  {score.bits_per_byte:.4f}",
         f"loss           {score.loss:.4f} nats per token",
         f"perplexity     {score.perplexity:.2f} per token (compare within one tokenizer only)",

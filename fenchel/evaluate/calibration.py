@@ -237,7 +237,7 @@ def fit_temperature(
             "a temperature cannot correct an impossible target (logit -inf) or a certain class "
             "(logit inf); leave out the rows with such logits."
         )
-    ahead = (logits_NV.double().amax(-1) - truth_N.double()).sum()
+    ahead = (logits_NV.amax(-1).double() - truth_N.double()).sum()
     if ahead == 0.0:  # f'(inf) = 0: the target has the largest logit in every row
         ties = (logits_NV == truth_N[:, None]).sum(-1).double()
         return TemperatureFit(0.0, float(ties.log().mean()), 0)
@@ -340,14 +340,20 @@ def _halves(
 
 def _subsample(model: nn.Module, ids: Ids, **options: Any) -> tuple[Tensor, Tensor]:
     """Logits (N, V) and targets (N,) of every k-th prediction, at most ``FIT_LOGITS`` logits."""
-    logits, targets, count, stride = [], [], 0, 0
+    logits: Tensor | None = None
+    targets: list[Tensor] = []
+    count, stride, filled = 0, 1, 0
     for logits_NV, targets_N in predictions(model, ids, **options):
-        stride = stride or 1 + (len(ids) - 1) * logits_NV.shape[1] // FIT_LOGITS
-        first = -count % stride
-        logits.append(logits_NV[first::stride].float())
-        targets.append(targets_N[first::stride])
-        count += len(targets_N)
-    return torch.cat(logits), torch.cat(targets)
+        V = logits_NV.shape[1]
+        if logits is None:  # one allocation: joining blocks at the end would need it twice
+            stride = 1 + (len(ids) - 1) * V // FIT_LOGITS
+            logits = logits_NV.new_empty(-(-(len(ids) - 1) // stride), V, dtype=torch.float32)
+        part = logits_NV[-count % stride :: stride]
+        logits[filled : filled + len(part)] = part
+        targets.append(targets_N[-count % stride :: stride])
+        count, filled = count + len(targets_N), filled + len(part)
+    assert logits is not None  # a text of two tokens has a prediction
+    return logits[:filled], torch.cat(targets)
 
 
 def _outcomes(

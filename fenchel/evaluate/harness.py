@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from fenchel.checkpoints import load
 from fenchel.checkpoints.tokenizer import end_ids
 from fenchel.data import begin_ids, decode, encode, end_id, windows
+from fenchel.evaluate.score import LOGITS, require_decoder
 from fenchel.generation import GenerationSettings, Sampling, stream
 from fenchel.model import Transformer, evaluating
 
@@ -52,6 +53,9 @@ class HarnessAdapter:
     """Seed of tasks that sample."""
     ends: Sequence[int] = ()
     """Ids that end a text; the tokenizer's end token where none is given."""
+
+    def __post_init__(self) -> None:
+        require_decoder(self.model)
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """log p(continuation | context), and whether greedy decoding gives the continuation."""
@@ -138,14 +142,21 @@ class HarnessAdapter:
                 cut = [rows[i][0][-(context + 1) :] for i in part]
                 wide = max(map(len, cut)) - 1
                 inputs = torch.tensor([[*row[:-1], *[0] * (wide + 1 - len(row))] for row in cut])
-                log_p = self.model(inputs.to(device)).float().log_softmax(-1)
-                for i, row, log_p_TV in zip(part, cut, log_p, strict=True):
+                x_BTM = self.model(inputs.to(device), return_hidden=True)
+                for i, row, x_TM in zip(part, cut, x_BTM, strict=True):
                     count = rows[i][1]
                     targets = torch.tensor(row[-count:], device=device)
-                    log_p_NV = log_p_TV[len(row) - 1 - count : len(row) - 1]
-                    value = log_p_NV.gather(-1, targets[:, None]).sum(dtype=torch.float64)
-                    scores[i] = float(value), bool((log_p_NV.argmax(-1) == targets).all())
+                    scores[i] = self._score(x_TM[len(row) - 1 - count : len(row) - 1], targets)
         return scores
+
+    def _score(self, x_NM: torch.Tensor, targets_N: torch.Tensor) -> tuple[float, bool]:
+        """log p of the targets, and whether all are the argmax, with few logits at a time."""
+        value, greedy, rows = 0.0, True, max(1, LOGITS // self.model.config.vocabulary)
+        for x, targets in zip(x_NM.split(rows), targets_N.split(rows), strict=True):
+            log_p = self.model.logits(x).float().log_softmax(-1)
+            value += float(log_p.gather(-1, targets[:, None]).sum(dtype=torch.float64))
+            greedy = greedy and bool((log_p.argmax(-1) == targets).all())
+        return value, greedy
 
 
 def harness_model(directory: str | Path, *, batch: int = 16, seed: int = 0) -> Any:

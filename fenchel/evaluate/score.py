@@ -9,11 +9,16 @@ its prediction is p = weights(logits). A sparse p may give a target probability 
 bits per byte are then infinite; the loss, the accuracy and the share of targets outside the support
 remain.
 
-Every token but the first is a target exactly once. A target has at least half a context before
-it, except near the start of the text.
+Every token but the first is a target exactly once. The windows have ``context`` tokens and begin
+half a context apart (``stride``): a target has at least half a context before it, except near the
+start of the text. The last window ends with the text, so its targets have more.
+
+Memory is bounded by the weights, ``LOGITS`` and ``ACTIVATIONS``, whatever the text, the context and
+the vocabulary.
 """
 
 import math
+from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -34,7 +39,8 @@ from fenchel.data import (
     open_text,
     windows,
 )
-from fenchel.model import evaluating
+from fenchel.generation.kv_cache import KVCache
+from fenchel.model import ModelConfig, Transformer, evaluating
 
 
 class Score(NamedTuple):
@@ -132,6 +138,12 @@ def score_choice(
     return ChoiceScore(loss, accuracy, support, uncovered, _exp(nats), bits, count)
 
 
+LOGITS = 1 << 24
+"""The most logits in memory at once, 64 MiB in float32."""
+ACTIVATIONS = 1 << 26
+"""About the most numbers of a layer in memory at once."""
+
+
 @torch.no_grad()
 def predictions(
     model: nn.Module,
@@ -141,17 +153,72 @@ def predictions(
     batch: int = 32,
     progress: ProgressCallback | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of logits (N, V) and targets (N,); every id but the first is a target once."""
+    """Blocks of logits (N, V) and targets (N,); every id but the first is a target once.
+
+    A window of a Transformer is read in slices of its positions, with a KV cache between them, and
+    the logits are computed for a block of positions at a time: the memory does not grow with the
+    text, and with the vocabulary only where one row has more than ``LOGITS``.
+    """
+    if isinstance(model, Transformer):
+        require_decoder(model)
+        T = min(context, max(1, len(ids) - 1))
+        batch = max(1, min(batch, _slice(model.config, T) // T))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     done = 0
     with evaluating(model):
-        for window in windows(ids, context=context, stride=max(1, context // 2), batch=batch):
-            scored_BT = window.scored.to(device)
-            logits_BTV = model(window.inputs.to(device))
-            yield logits_BTV[scored_BT], window.targets.to(device)[scored_BT]
+        for window in windows(ids, context=context, stride=stride(context), batch=batch):
+            yield from _blocks(model, *(x.to(device) for x in window))
             if progress is not None:
                 done += int(window.scored.sum())
                 progress("reading", done, len(ids) - 1)
+
+
+def stride(context: int) -> int:
+    """How far the next window begins after a window of ``context`` tokens: half of it."""
+    return max(1, context // 2)
+
+
+def _blocks(
+    model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor, scored_BT: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and targets of the scored positions of a batch, in bounded memory."""
+    (B, T), V = inputs_BT.shape, model.config.vocabulary if isinstance(model, Transformer) else 0
+    if not isinstance(model, Transformer) or B * T * V <= LOGITS:
+        yield model(inputs_BT)[scored_BT], targets_BT[scored_BT]
+        return
+    rows = max(1, LOGITS // V)
+    for part, x_BtM in _hidden(model, inputs_BT):
+        scored_Bt = scored_BT[:, part]
+        x_NM, targets_N = x_BtM[scored_Bt], targets_BT[:, part][scored_Bt]
+        for x, y in zip(x_NM.split(rows), targets_N.split(rows), strict=True):
+            yield model.logits(x), y
+
+
+def _hidden(model: Transformer, inputs_BT: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The inputs of the LM head at a slice of the positions, (B, t, M)."""
+    (B, T), table = inputs_BT.shape, model.lm_head_weight
+    size = max(1, _slice(model.config, T) // B)
+    if size >= T:
+        yield slice(0, T), model(inputs_BT, return_hidden=True)
+        return
+    cache = KVCache(model.config, batch=B, positions=T, dtype=table.dtype, device=table.device)
+    for start in range(0, T, size):
+        part = slice(start, start + size)
+        yield part, model(inputs_BT[:, part], cache=cache, return_hidden=True)
+
+
+def _slice(config: ModelConfig, S: int) -> int:
+    """Positions per pass: the MLP and the scores against S keys stay within ``ACTIVATIONS``."""
+    return max(16, ACTIVATIONS // max(3 * config.mlp_width, config.heads * S))
+
+
+def require_decoder(model: Transformer) -> None:
+    """Raises for a model that does not predict the next token of a text."""
+    if model.config.kind != "decoder":
+        raise ValueError(
+            f"a model of kind={model.config.kind!r} does not predict the next token of a text, so "
+            "it has no loss or perplexity on one; use a decoder."
+        )
 
 
 def _exp(loss: float) -> float:
@@ -174,10 +241,10 @@ def text_ids(
     text, begin, size = open_text(source), begin_ids(tokenizer), 0
     between = [end_id(tokenizer)] if has_end(tokenizer) else []
     between += begin if begin != between else []
-    ids, total = list(begin), text.size
+    ids, total = array("I", begin), text.size
     for document in text.documents():
-        ids += between if size and not document.continues else []
-        ids += encode(tokenizer, document.text)
+        ids.extend(between if size and not document.continues else ())
+        ids.extend(encode(tokenizer, document.text))
         size += len(document.text.encode())
         if progress is not None:
             progress("encoding", min(size, total), total)

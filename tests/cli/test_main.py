@@ -3,11 +3,15 @@
 import subprocess
 import sys
 import warnings
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
-from fenchel.cli import COMMANDS, main
+from fenchel.cli import COMMANDS, LESS_MEMORY, main
 from fenchel.files import Notice
+from fenchel.model import ModelConfig
+from fenchel.train.config import TrainConfig
 
 
 def test_help_and_mistakes_load_neither_torch_nor_numpy() -> None:
@@ -76,3 +80,25 @@ def test_completion_can_be_installed_for_every_shell() -> None:
     for shell in ("bash", "zsh", "fish"):
         script = app.generate_completion(prog_name="fenchel", shell=shell)  # type: ignore[arg-type]
         assert all(command in script for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", LESS_MEMORY)
+def test_the_advice_on_memory_names_flags_and_settings_that_exist(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([command, "--help"]) == 0
+    flags = capsys.readouterr().out
+    for word in LESS_MEMORY[command].replace(",", " ").split():
+        if word.startswith("--"):
+            assert word in flags
+        elif "." in word:
+            section, name = word.split(".")
+            classes: dict[str, Any] = {"model": ModelConfig, "train": TrainConfig}
+            assert name in {field.name for field in fields(classes[section])}
+
+    def exhausted(*_: object, **__: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("fenchel.cli.app", exhausted)
+    assert main([command]) == 2
+    assert capsys.readouterr().err.endswith(f"; {LESS_MEMORY[command]}.\n")

@@ -1,7 +1,10 @@
 """fenchel/evaluate/score.py: what perplexity and bits per byte must be."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import entmax as peer
 import numpy as np
@@ -11,7 +14,15 @@ from torch import Tensor, nn
 
 from fenchel.choice import Entmax, Softmax
 from fenchel.data import begin_with, train_tokenizer
-from fenchel.evaluate import score, score_choice, text_ids, truncate_ids
+from fenchel.evaluate import (
+    HarnessAdapter,
+    confidence,
+    score,
+    score_choice,
+    text_ids,
+    truncate_ids,
+)
+from fenchel.evaluate.score import predictions
 from fenchel.model import ModelConfig, Transformer
 
 V = 23
@@ -159,3 +170,76 @@ def test_a_sparse_map_is_measured_as_its_peer_computes_it(spread: float) -> None
     bits = -of_target.log2().double().sum().item() / 90
     assert ours.bits_per_byte == pytest.approx(bits, rel=1e-4)
     assert math.isinf(ours.bits_per_byte) == (spread == 2.0)  # or one case is not covered
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "learned positions": {"positions": "learned", "norm": "layer", "mlp": "gelu"},
+    "alibi": {"positions": "alibi"},
+    "windows": {"windows": (5, 0)},
+    "entmax, capped": {"choice": "entmax", "softcap": 3.0, "logit_softcap": 2.0},
+    "a bias in the head": {"lm_head_bias": True, "logit_scale": 0.5, "tied": False},
+}
+
+
+@pytest.mark.parametrize("settings", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("limits", [(300, 1 << 26), (300, 1500), (1, 1)], ids=str)
+def test_slices_of_a_window_give_the_predictions_of_the_whole(
+    settings: dict[str, Any], limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(
+        vocabulary=61, context=40, width=16, initial="normal", initial_std=0.3, **settings
+    )
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).double()
+    ids = some_ids(150) % 61
+
+    def joined() -> tuple[Tensor, Tensor, int]:
+        blocks = list(predictions(model, ids, context=40, batch=3))
+        logits, targets = (torch.cat(part) for part in zip(*blocks, strict=True))
+        return logits, targets, max(block.numel() for block, _ in blocks)
+
+    whole, targets, _ = joined()
+    assert targets.tolist() == ids[1:].tolist()
+    for name, limit in zip(("LOGITS", "ACTIVATIONS"), limits, strict=True):
+        monkeypatch.setattr(sys.modules["fenchel.evaluate.score"], name, limit)
+    parts, targets, largest = joined()
+    assert targets.tolist() == ids[1:].tolist()
+    assert largest <= max(61, limits[0])
+    torch.testing.assert_close(parts, whole, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
+def test_a_model_that_predicts_no_next_token_has_no_score(kind: str) -> None:
+    config = ModelConfig(vocabulary=9, width=8, layers=1, heads=2, kind=kind, mlp="relu")
+    model = Transformer(config)
+    with pytest.raises(ValueError, match="does not predict the next token"):
+        score(model, some_ids(8), bytes=8, context=4)
+    with pytest.raises(ValueError, match="does not predict the next token"):
+        confidence(model, some_ids(8), context=4)
+    with pytest.raises(ValueError, match="does not predict the next token"):
+        HarnessAdapter(model, train_tokenizer(["sea"], 270))
+
+
+PEAK = """
+import resource, sys
+import numpy as np, torch
+from fenchel.evaluate import confidence, score
+from fenchel.model import ModelConfig, Transformer
+model = Transformer(ModelConfig(vocabulary=2**18, context=4096, width=4, layers=1, heads=1))
+ids = np.arange(int(sys.argv[1]) + 1) % 1000
+score(model, ids[:10], bytes=9, context=4096)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+score(model, ids, bytes=9, context=4096)
+confidence(model, ids[:200], context=4096)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_vocabulary_and_the_text() -> None:
+    """1,500 rows of 2^18 logits are 1.6 GB, and their softmax as much again."""
+    peaks = [
+        int(subprocess.run([sys.executable, "-c", PEAK, n], capture_output=True, check=True).stdout)
+        for n in ("300", "1500")
+    ]
+    assert max(peaks) < 900
+    assert abs(peaks[1] - peaks[0]) < 150
