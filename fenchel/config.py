@@ -1,17 +1,26 @@
 """Settings: frozen dataclasses to and from plain mappings and TOML, strictly.
 
-A setting is defined once, in the dataclass of the package that reads it. This module converts
-between such a dataclass and text. An unknown key is an error that names the nearest known one, and
-a value of the wrong type one that names the type.
+A setting is defined once, in the dataclass of the package that reads it: its type, its default, and
+its meaning in the docstring below it. This module converts between such a dataclass and text. An
+unknown key is an error that names the nearest known one, and a value of the wrong type one that
+names the type. ``reference`` lists all settings.
+
+A setting may be read under a condition only, as alpha is by entmax alone. The class attribute
+``USES`` lists these, one ``Use`` per condition, and ``require_read`` refuses a value that nothing
+would read.
 """
 
+import ast
+import inspect
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from operator import attrgetter
+from types import MappingProxyType, UnionType
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -61,20 +70,140 @@ def to_mapping(settings: Any) -> dict[str, Any]:
     return plain
 
 
-def to_toml(mapping: Mapping[str, Any]) -> str:
+def to_toml(mapping: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
     """Nested mappings of strings, numbers, booleans and lists of them as TOML text.
 
-    >>> print(to_toml({"seed": 1, "train": {"steps": 3}}), end="")
+    ``comments`` are one line each, under the dotted name of their setting.
+
+    >>> print(to_toml({"seed": 1, "train": {"steps": 3}}, {"train.steps": "how long"}), end="")
     seed = 1
     <BLANKLINE>
     [train]
+    # how long
     steps = 3
     """
-    lines = [f"{k} = {_toml(v)}" for k, v in mapping.items() if not isinstance(v, Mapping)]
-    for name, section in mapping.items():
-        if isinstance(section, Mapping):
-            lines += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in section.items())]
+
+    def entry(name: str, key: str, value: Any) -> list[str]:
+        return [*([f"# {comments[name]}"] if name in comments else []), f"{key} = {_toml(value)}"]
+
+    lines = []
+    for key, value in mapping.items():
+        if not isinstance(value, Mapping):
+            lines += entry(key, key, value)
+    for section, values in mapping.items():
+        if isinstance(values, Mapping):
+            lines += ["", f"[{section}]"]
+            for key, value in values.items():
+                lines += entry(f"{section}.{key}", key, value)
     return "\n".join(lines) + "\n"
+
+
+class Use(NamedTuple):
+    """Settings that are read under a condition only."""
+
+    names: tuple[str, ...]
+    """Names of fields, or dotted names of fields of a section."""
+    needs: str
+    """The condition in words, which follow "it needs"."""
+    read: Callable[[Any], bool]
+    """The condition, a function of the settings."""
+
+
+def read_with(names: str, setting: str, *values: str) -> Use:
+    """The commonest ``Use``: ``names`` are read where ``setting`` has one of ``values``.
+
+    >>> read_with("score_rate score_radius", "optimiser", "score", "trust").needs
+    'optimiser="score" or "trust"'
+    """
+    *others, last = (f'"{value}"' for value in values)
+    words = f"{', '.join(others)} or {last}" if others else last
+    return Use(tuple(names.split()), f"{setting}={words}", lambda c: getattr(c, setting) in values)
+
+
+def require_read(settings: Any) -> None:
+    """Refuse a setting that differs from its default although nothing would read it.
+
+    >>> from fenchel.optim import OptimConfig
+    >>> OptimConfig(optimiser="adamw", score_rate=0.1)
+    Traceback (most recent call last):
+    ValueError: score_rate=0.1 would do nothing; it needs optimiser="score" or "trust".
+    """
+    for names, needs, read in settings.USES:
+        if read(settings):
+            continue
+        for name in names:
+            section, _, key = name.rpartition(".")
+            owner = attrgetter(section)(settings) if section else settings
+            (default,) = (_default(field) for field in fields(owner) if field.name == key)
+            if (value := getattr(owner, key)) != default:
+                raise ValueError(f"{name}={value!r} would do nothing; it needs {needs}.")
+
+
+class Setting(NamedTuple):
+    """One row of the reference of settings."""
+
+    name: str
+    """Dotted: the section and the key."""
+    kind: str
+    """Its type in words."""
+    default: str
+    """As in TOML; empty where there is none, or where it is left out."""
+    about: str
+    needs: str
+    """What it needs to be read; empty where it is always read."""
+
+
+def reference(cls: type, where: str = "", uses: Collection[Use] = ()) -> Iterator[Setting]:
+    """Every setting of a settings class and of its sections, as text.
+
+    >>> from fenchel.data import TextConfig
+    >>> next(reference(TextConfig, "text."))[:3]
+    ('text.source', 'str', '"sotu"')
+    """
+    types, about, sections = get_type_hints(cls), _docstrings(cls), []
+    uses = (*uses, *(u._replace(names=[where + n for n in u.names]) for u in cls.USES))
+    for field in fields(cls):
+        kind, name = types[field.name], f"{where}{field.name}"
+        if is_dataclass(kind):
+            sections.append((kind, f"{name}."))
+            continue
+        default = _default(field)
+        shown = "" if default in (None, MISSING) else _toml(default)
+        needs = [use.needs for use in uses if name in use.names]
+        yield Setting(name, _kind_name(kind), shown, about[field.name], " and ".join(needs))
+    for section, prefix in sections:
+        yield from reference(section, prefix, uses)
+
+
+def _default(field: "Field[Any]") -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """The docstrings below the fields of a class, each as one line."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    pairs = zip(definition.body, definition.body[1:], strict=False)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairs
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def _kind_name(kind: Any) -> str:
+    """
+    >>> _kind_name(int | None), _kind_name(tuple[str, ...])
+    ('int', 'list of str')
+    """
+    if get_origin(kind) is tuple:
+        return f"list of {_kind_name(get_args(kind)[0])}"
+    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return " or ".join(choice.__name__ for choice in choices if choice is not type(None))
 
 
 def assign(mapping: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any]:

@@ -2,13 +2,23 @@
 
 import tomllib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fenchel.config import assign, from_mapping, parse_value, to_mapping, to_toml
+from fenchel.config import (
+    Use,
+    assign,
+    from_mapping,
+    parse_value,
+    read_with,
+    reference,
+    require_read,
+    to_mapping,
+    to_toml,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +100,57 @@ def test_assigning_leaves_the_rest_and_the_original_alone() -> None:
 )
 def test_a_value_is_read_as_it_looks(text: str, value: object) -> None:
     assert parse_value(text) == value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kitchen:
+    """Settings of which some are read under a condition."""
+
+    stove: str = "gas"
+    """What it burns."""
+    flame: float = 1.0
+    """How high
+    it burns."""
+    pans: tuple[int, ...] = ()
+    """Sizes."""
+
+    USES: ClassVar = (read_with("flame", "stove", "gas", "wood"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class House:
+    kitchen: Kitchen
+    rooms: int | None = None
+    """How many."""
+
+    USES: ClassVar = (Use(("kitchen.pans",), "rooms", lambda c: c.rooms is not None),)
+
+
+def test_a_setting_that_nothing_reads_is_refused_with_what_it_needs() -> None:
+    require_read(Kitchen(flame=2.0))
+    require_read(Kitchen(stove="power"))
+    with pytest.raises(
+        ValueError, match=r'^flame=2\.0 would do nothing; it needs stove="gas" or "wood"\.$'
+    ):
+        require_read(Kitchen(stove="power", flame=2.0))
+    require_read(House(kitchen=Kitchen(pans=(3,)), rooms=2))
+    with pytest.raises(ValueError, match=r"^kitchen\.pans=\(3,\) would do nothing; it needs rooms"):
+        require_read(House(kitchen=Kitchen(pans=(3,))))
+
+
+def test_the_reference_has_type_default_meaning_and_condition_of_every_setting() -> None:
+    assert [tuple(row) for row in reference(House)] == [
+        ("rooms", "int", "", "How many.", ""),
+        ("kitchen.stove", "str", '"gas"', "What it burns.", ""),
+        ("kitchen.flame", "float", "1.0", "How high it burns.", 'stove="gas" or "wood"'),
+        ("kitchen.pans", "list of int", "[]", "Sizes.", "rooms"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "x", '"""', "a # b"])
+def test_comments_leave_the_values_as_they_are(text: str) -> None:
+    mapping = {"seed": 1, "inner": {"name": "x = 1 # y"}}
+    comments = {"seed": text, "inner.name": text, "inner": text, "other": text}
+    written = to_toml(mapping, comments)
+    assert tomllib.loads(written) == mapping
+    assert written.count(f"# {text}\n") == 2

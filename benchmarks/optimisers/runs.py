@@ -39,10 +39,16 @@ def model_of(job: Job, config: ModelConfig) -> Transformer:
     return Transformer(config, generator=torch.Generator().manual_seed(job.seed)).to(device)
 
 
+class StudyConfig(OptimConfig):
+    """Settings of which the rules of a study read other ones than the optimiser they begin from."""
+
+    USES = ()
+
+
 def optimiser_of(job: Job, model: nn.Module) -> tuple[CombinedOptimiser, OptimConfig]:
     """The optimiser of the rule, with the settings of the job."""
     rule = rule_of(job)
-    config = OptimConfig(
+    config = StudyConfig(
         optimiser=rule.optimiser,
         learning_rate=job.rate,
         matrix_learning_rate=job.rate,

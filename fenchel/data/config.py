@@ -1,6 +1,7 @@
 """Settings of a text: its source, its division and its tokenizer."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 SMALLEST_VOCABULARY = 258
 """256 bytes and two special tokens."""
@@ -22,6 +23,8 @@ class TextConfig:
     """k: every k-th document is for validation; of fewer than 2k documents, the last k-th."""
     prepared: str | None = None
     """Folder for token files that runs share; by default inside the run."""
+
+    USES: ClassVar = ()
 
     def __post_init__(self) -> None:
         for name in ("source", "tokenizer", "prepared"):

@@ -6,10 +6,12 @@ the layers, and an empty pattern is the default for all of them.
 """
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fenchel.choice import by_name
+from fenchel.choice.by_name import maps_with
+from fenchel.config import Use, read_with, require_read
 
 LARGEST = 2**24
 """The largest size accepted: a product of two stays far below the limit of a tensor."""
@@ -82,7 +84,7 @@ class ModelConfig:
     choice: str = "softmax"
     """How a query chooses among keys: a name in fenchel.choice.MAPS, such as "entmax"."""
     alpha: float = 1.5
-    """Exponent of entmax; unused by other choices."""
+    """Exponent of entmax."""
     tied: bool = True
     """Use the embedding as the matrix of the LM head."""
     bias: bool = False
@@ -198,6 +200,31 @@ class ModelConfig:
     initial_depth: bool = False
     """Scale the fresh last map of every branch by (2 layers)^-1/2 (not under "zero")."""
 
+    USES: ClassVar = (
+        Use(
+            ("alpha",),
+            'choice, layer_choices or router "entmax"',
+            lambda c: any(name in maps_with("alpha") for name in c.choice_names),
+        ),
+        Use(("choice",), "no layer_choices", lambda c: not c.layer_choices),
+        read_with(
+            "rotary_base rotary_layout rotary_fraction rotary_scaling rotary_local_base",
+            "positions",
+            "rotary",
+        ),
+        Use(("rotary_local_base",), "windows", lambda c: any(c.windows)),
+        Use(("rotary_factor",), "rotary_scaling", lambda c: c.rotary_scaling is not None),
+        read_with(
+            "rotary_trained_context rotary_slow rotary_fast", "rotary_scaling", "yarn", "llama3"
+        ),
+        read_with("rotary_attention rotary_truncate", "rotary_scaling", "yarn"),
+        read_with("buckets bucket_distance", "positions", "buckets"),
+        read_with("encoder_layers", "kind", "encoder-decoder"),
+        read_with("norm_plus_one", "norm", "rms"),
+        Use(("experts_per_token", "router"), "experts", lambda c: c.experts > 0),
+        read_with("initial_depth", "initial", "normal", "xavier"),
+    )
+
     def __post_init__(self) -> None:
         self._require_sizes()
         for name, kinds in _KINDS.items():
@@ -284,14 +311,8 @@ class ModelConfig:
             )
 
     def _require_use(self) -> None:
-        """Raise for a setting that would have no effect."""
-        defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        for names, used, needed in _uses(self):
-            for name in names:
-                if not used and getattr(self, name) != defaults[name]:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} would do nothing; it needs {needed}."
-                    )
+        """Raise for a setting that would have no effect, alone or beside another."""
+        require_read(self)
         if self.scores == "l2" and (self.groups != self.heads or self.has_qkv_bias or self.qk_norm):
             raise ValueError(
                 'scores="l2" has one matrix for queries and keys; it needs kv_heads=None, '
@@ -356,33 +377,16 @@ class ModelConfig:
         """How many keys a query of this layer sees, its own included; None is all."""
         return (self.windows[layer % len(self.windows)] or None) if self.windows else None
 
+    @property
+    def choice_names(self) -> tuple[str, ...]:
+        """The names of all choice maps in use: those of the layers and that of the router."""
+        router = (self.router,) if self.experts else ()
+        return (*(self.layer_choices or (self.choice,)), *router)
+
     def choice_of(self, layer: int) -> str:
         """The name of the choice map of this layer."""
         choices = self.layer_choices or (self.choice,)
         return choices[layer % len(choices)]
-
-
-def _uses(c: ModelConfig) -> tuple[tuple[tuple[str, ...], bool, str], ...]:
-    """(settings, whether they have an effect, what they need)."""
-    scaled = c.rotary_scaling is not None
-    rotary = ("rotary_layout", "rotary_fraction", "rotary_scaling", "rotary_local_base")
-    blended = ("rotary_trained_context", "rotary_slow", "rotary_fast")
-    return (
-        (rotary, c.positions == "rotary", 'positions="rotary"'),
-        (("rotary_local_base",), any(c.windows), "windows"),
-        (("rotary_factor",), scaled, "rotary_scaling"),
-        (blended, c.rotary_scaling in ("yarn", "llama3"), 'rotary_scaling="yarn" or "llama3"'),
-        (
-            ("rotary_attention", "rotary_truncate"),
-            c.rotary_scaling == "yarn",
-            'rotary_scaling="yarn"',
-        ),
-        (("buckets", "bucket_distance"), c.positions == "buckets", 'positions="buckets"'),
-        (("encoder_layers",), c.kind == "encoder-decoder", 'kind="encoder-decoder"'),
-        (("norm_plus_one",), c.norm == "rms", 'norm="rms"'),
-        (("experts_per_token", "router"), c.experts > 0, "experts"),
-        (("initial_depth",), c.initial != "zero", 'initial="normal" or "xavier"'),
-    )
 
 
 def _require_whole(name: str, size: Any, least: int) -> None:

@@ -16,10 +16,12 @@ own go into ``OptimConfig``.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from fenchel.config import read_with, require_read
 from fenchel.optim import first_order, schedule
 from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.muon import Muon
@@ -44,12 +46,12 @@ class OptimConfig:
     matrix_learning_rate: float = 1e-2
     """Peak rate of Muon."""
     score_rate: float = 0.2
-    """Peak RMS change of the scores of a head per step, for "score" and "trust"."""
+    """Peak RMS change of the scores of a head per step."""
     score_radius: float = 6.0
-    """Largest RMS of the scores of a head, for "score" and "trust"."""
+    """Largest RMS of the scores of a head."""
     score_damping: float = 1.0
-    """For "score": the multiple of the mean eigenvalue of a partner Gram that is added to the Gram
-    before a step is whitened by it; more damping, less whitening."""
+    """The multiple of the mean eigenvalue of a partner Gram that is added to the Gram before a step
+    is whitened by it; more damping, less whitening."""
     weight_decay: float = 0.1
     """Share of a matrix, times the rate, that is subtracted in each step."""
     beta1: float = 0.9
@@ -64,9 +66,23 @@ class OptimConfig:
     schedule: str = "hold"
     """"hold" (plateau, then linear), "cosine", "linear", "inverse_sqrt" or "constant"."""
     warmup: float = 0.02
-    """Share of the steps in which the rate rises; "constant" ignores it."""
+    """Share of the steps in which the rate rises."""
     final: float = 0.0
-    """Share of the peak rate left at the end of "hold", "cosine" and "linear"."""
+    """Share of the peak rate left at the end."""
+
+    USES: ClassVar = (
+        read_with("matrix_learning_rate", "optimiser", "muon", "score", "trust"),
+        read_with("score_rate score_radius", "optimiser", "score", "trust"),
+        read_with("score_damping", "optimiser", "score"),
+        read_with(
+            "beta1 beta2 beta2_warmup", "optimiser", "muon", "score", "trust", "adamw", "adam_l2"
+        ),
+        read_with(
+            "momentum", "optimiser", "muon", "score", "trust", "sgd", "sgd_average", "nesterov"
+        ),
+        read_with("warmup", "schedule", "hold", "cosine", "linear", "inverse_sqrt"),
+        read_with("final", "schedule", "hold", "cosine", "linear"),
+    )
 
     def __post_init__(self) -> None:
         if self.optimiser not in OPTIMISERS:
@@ -87,6 +103,7 @@ class OptimConfig:
                 f"beta2_warmup={self.beta2_warmup} counts steps in which beta2 rises from "
                 f"{BETA2_START}; it needs a beta2 of at least that, got beta2={self.beta2}."
             )
+        require_read(self)
 
 
 Members = tuple[torch.optim.Optimizer, ...]

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from fenchel.config import from_mapping
+from fenchel.config import Use, from_mapping, require_read
 from fenchel.data import TextConfig
 from fenchel.model import ModelConfig
 from fenchel.optim import OptimConfig
@@ -37,12 +37,18 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    USES: ClassVar = (
+        Use(("text.vocabulary",), "no text.tokenizer", lambda c: c.text.tokenizer is None),
+        Use(("train.balance_weight",), "model.experts", lambda c: c.model.experts > 0),
+    )
+
     def __post_init__(self) -> None:
         if self.model.kind != "decoder":
             raise ValueError(
                 f"model.kind={self.model.kind!r} sees the tokens it would have to predict; a run "
                 'trains model.kind="decoder".'
             )
+        require_read(self)
 
 
 class RunCallback(Callback, Protocol):

@@ -3,8 +3,10 @@
 import math
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fenchel.choice.by_name import MAPS, by_name
+from fenchel.config import Use, read_with, require_read
 
 LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
 """Cross-entropy is the Fenchel-Young loss of softmax; the others bear the name of their map."""
@@ -30,7 +32,7 @@ class TrainConfig:
     loss: str = "cross_entropy"
     """"cross_entropy", or the Fenchel-Young loss of a map: "entmax", "sparsemax" or "hard"."""
     loss_alpha: float = 1.5
-    """alpha of loss="entmax"; no other loss reads it."""
+    """alpha of the loss of entmax."""
     smoothing: float = 0.0
     """Label smoothing: share of each target's probability that is spread over all tokens."""
     qk_clip: float | None = None
@@ -38,9 +40,9 @@ class TrainConfig:
     entropy_floor: float = 0.0
     """Mean entropy in nats below which a head is penalised; 0 disables the penalty."""
     entropy_weight: float = 0.1
-    """Factor of that penalty in the loss; read only with an ``entropy_floor``."""
+    """Factor of that penalty in the loss."""
     balance_weight: float = 0.01
-    """Factor of the load-balancing loss of a mixture of experts; read only with experts."""
+    """Factor of the load-balancing loss of a mixture of experts."""
     precision: str = "auto"
     """"float32", "bfloat16" (autocast), "float16" (autocast, the loss scaled), or "auto": bfloat16
     where the hardware has it."""
@@ -66,6 +68,11 @@ class TrainConfig:
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     log: tuple[str, ...] = ()
     """Loggers beside metrics.jsonl: "tensorboard"."""
+
+    USES: ClassVar = (
+        read_with("loss_alpha", "loss", "entmax"),
+        Use(("entropy_weight",), "an entropy_floor above 0", lambda c: c.entropy_floor > 0.0),
+    )
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "log_every", "keep", "patience", "evaluate_tokens"):
@@ -104,6 +111,7 @@ class TrainConfig:
         for name in self.log:
             if name not in LOGGERS:
                 raise ValueError(f"log={name!r} should be one of {LOGGERS}.")
+        require_read(self)
 
 
 def seconds(budget: str | float) -> float:

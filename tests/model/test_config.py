@@ -1,12 +1,15 @@
 """fenchel/model/config.py: what is refused, and the sizes that follow from others."""
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fenchel.config import from_mapping, to_mapping
-from fenchel.model import ModelConfig
+from fenchel.model import ModelConfig, Transformer
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"vocabulary": 0}, "vocabulary=0 should be a whole number, 1 to 16777216."),
@@ -139,3 +142,122 @@ def test_a_gated_mlp_is_eight_thirds_as_wide_rounded_up_to_a_multiple_of_32(widt
 def test_settings_survive_being_written_and_read() -> None:
     config = ModelConfig(vocabulary=77, heads=4, kv_heads=2, choice="entmax", alpha=1.25)
     assert from_mapping(ModelConfig, to_mapping(config)) == config
+
+
+OTHERS: dict[str, Any] = {
+    "context": 9,
+    "width": 24,
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 1,
+    "hidden": 20,
+    "norm": "layer",
+    "positions": "alibi",
+    "rotary_base": 500.0,
+    "mlp": "gelu",
+    "choice": "entmax",
+    "alpha": 1.3,
+    "tied": False,
+    "bias": True,
+    "dropout": 0.3,
+    "epsilon": 0.1,
+    "kind": "encoder",
+    "encoder_layers": 3,
+    "distinct_layers": 1,
+    "head_size": 4,
+    "embedding_width": 6,
+    "token_types": 2,
+    "embedding_scale": 3.0,
+    "embedding_norm": True,
+    "norm_place": "post",
+    "norm_plus_one": True,
+    "final_norm": False,
+    "qk_norm": True,
+    "residual_scale": 0.5,
+    "parallel": True,
+    "rotary_layout": "pairs",
+    "rotary_fraction": 0.5,
+    "rotary_local_base": 50.0,
+    "rotary_factor": 4.0,
+    "rotary_trained_context": 2,
+    "rotary_slow": 0.1,
+    "rotary_fast": 1.1,
+    "rotary_attention": 3.0,
+    "rotary_truncate": False,
+    "buckets": 8,
+    "bucket_distance": 6,
+    "windows": (2,),
+    "layer_choices": ("sparsemax",),
+    "scores": "l2",
+    "score_scale": 3.0,
+    "softcap": 0.2,
+    "sinks": True,
+    "qkv_bias": True,
+    "sigma_reparam": True,
+    "experts": 3,
+    "experts_per_token": 1,
+    "router": "sparsemax",
+    "attention_dropout": 0.3,
+    "mlp_dropout": 0.3,
+    "logit_scale": 3.0,
+    "logit_softcap": 0.2,
+    "lm_head_bias": True,
+    "lm_head_transform": True,
+    "pooler": True,
+    "initial": "xavier",
+    "initial_std": 0.3,
+    "initial_qk": 3.0,
+    "initial_depth": True,
+}
+"""Another value of every setting but the vocabulary and rotary_scaling, whose factor 1, which some
+checkpoints name, is none."""
+BASES: list[dict[str, Any]] = [
+    {},
+    {"choice": "entmax"},
+    {"layer_choices": ("softmax", "entmax")},
+    {"positions": "learned"},
+    {"positions": "buckets", "buckets": 8},
+    {"experts": 2, "router": "entmax"},
+    {"rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_base": 9.0, "head_size": 32},
+    {"rotary_scaling": "llama3", "rotary_factor": 2.0},
+    {"windows": (2, 0)},
+    {"norm": "layer"},
+    {"initial": "normal"},
+]
+
+
+def outcome(**settings: Any) -> tuple[list[str], torch.Tensor]:
+    """Names and shapes of all parameters; their fresh values and the logits while training."""
+    fresh = torch.Generator().manual_seed(0)
+    model = Transformer(
+        ModelConfig(**{"vocabulary": 11, "context": 8, "width": 16, "layers": 2, **settings}),
+        generator=fresh,
+    )
+    initial = nn.utils.parameters_to_vector(model.parameters()).detach()
+    with torch.no_grad():
+        for n, p in enumerate(model.parameters()):
+            p.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(n))
+    torch.manual_seed(0)  # dropout
+    logits = model.train()(torch.tensor([[1, 5, 2, 9, 9, 4, 0, 10]]))
+    shapes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
+    return [*shapes, str(model.config.context)], torch.cat([initial, logits.detach().flatten()])
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_a_setting_changes_the_model_or_is_refused(base: dict[str, Any]) -> None:
+    """Either way a person learns of it: no setting is accepted and then not read."""
+    assert OTHERS.keys() | {"vocabulary", "rotary_scaling"} == {
+        field.name for field in fields(ModelConfig)
+    }
+    shapes, numbers = outcome(**base)
+    silent = []
+    for name, value in OTHERS.items():
+        if name in base:
+            continue
+        try:
+            others = outcome(**{**base, name: value})
+        except ValueError:
+            continue
+        if others[0] == shapes and torch.equal(others[1], numbers):
+            silent.append(name)
+    assert not silent

@@ -1,10 +1,13 @@
 """fenchel/optim/config.py: which optimiser moves which parameter, and what decays."""
 
 import copy
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import (
@@ -159,10 +162,11 @@ def test_every_row_is_moved_once_under_score() -> None:
 
 @pytest.mark.parametrize("name", ["score", "trust"])
 def test_the_settings_reach_the_score_optimisers(name: str) -> None:
-    config = OptimConfig(optimiser=name, score_rate=0.07, score_radius=3.0, score_damping=0.5)
+    own = {"score_damping": 0.5} if name == "score" else {}
+    config = OptimConfig(optimiser=name, score_rate=0.07, score_radius=3.0, **own)
     first = build_optimiser(small(), config).param_groups[0]
     assert (first["lr"], first["radius"]) == (0.07, 3.0)
-    assert first.get("damping", 0.5) == 0.5  # ScoreTrust has none
+    assert first.get("damping") == own.get("score_damping")  # ScoreTrust has none
 
 
 def test_a_state_of_other_optimisers_is_refused() -> None:
@@ -197,8 +201,59 @@ def test_beta2_warms_up_to_the_setting_and_only_when_asked() -> None:
 
 @pytest.mark.parametrize("name", ["hold", "cosine", "linear", "inverse_sqrt", "constant"])
 def test_every_named_schedule_peaks_at_1(name: str) -> None:
-    schedule = build_schedule(OptimConfig(schedule=name, warmup=0.1), 100)
+    warmup = {} if name == "constant" else {"warmup": 0.1}
+    schedule = build_schedule(OptimConfig(schedule=name, **warmup), 100)
     assert max(schedule(t) for t in range(100)) == pytest.approx(1.0)
+
+
+RATES = ("learning_rate", "matrix_learning_rate", "score_rate", "score_radius", "score_damping")
+CHANGED = {
+    **dict.fromkeys(RATES, 0.003),
+    "weight_decay": 0.7,
+    "beta1": 0.5,
+    "beta2": 0.995,
+    "momentum": 0.5,
+}
+"""Another value of every number that an optimiser is built from."""
+
+
+@pytest.mark.parametrize("setting", CHANGED)
+@every_rule
+def test_a_setting_changes_the_step_or_is_refused(name: str, setting: str) -> None:
+    ids = torch.tensor([[1, 5, 2, 9], [3, 1, 1, 7]])
+
+    def weights(config: OptimConfig) -> Tensor:
+        model = small()
+        with torch.no_grad():
+            for n, p in enumerate(model.parameters()):
+                p.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(n))
+        optimiser = build_optimiser(model, config)
+        for _ in range(3):
+            optimiser.zero_grad()
+            model(ids).logsumexp(-1).square().sum().backward()
+            optimiser.step()
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    changed: dict[str, Any] = {"optimiser": name, setting: CHANGED[setting]}
+    with patch.object(OptimConfig, "USES", ()):  # nothing is refused
+        unread = torch.equal(weights(OptimConfig(optimiser=name)), weights(OptimConfig(**changed)))
+    with pytest.raises(ValueError, match="would do nothing") if unread else nullcontext():
+        OptimConfig(**changed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({"schedule": "constant", "warmup": 0.1}, 'schedule="hold"'),
+        ({"schedule": "inverse_sqrt", "final": 0.1}, 'schedule="hold"'),
+        ({"optimiser": "sgd", "beta2": 0.999, "beta2_warmup": 10}, 'optimiser="muon"'),
+    ],
+)
+def test_a_setting_that_the_schedule_does_not_read_is_refused(
+    settings: dict[str, Any], needs: str
+) -> None:
+    with pytest.raises(ValueError, match="would do nothing; it needs " + needs):
+        OptimConfig(**settings)
 
 
 @pytest.mark.parametrize(
