@@ -11,7 +11,7 @@ dtype of the weights.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fenchel.optim.score.pairs import QueryKeyPair
 from fenchel.optim.score.probe import LayerInput, PositionGrid, Probe, StackInput, stack_inputs
-from fenchel.optim.score.score_line import HeadWeights
+from fenchel.optim.score.score_line import HeadWeights, NormGains
 from fenchel.optim.score.step_size import HeadStats, StepRecord
 
 STATE_NAMES = ("score_bound", "query_momentum", "key_momentum")
@@ -63,6 +63,8 @@ class PairProbes:
     """The probes of a group of pairs, and the records of their last step."""
 
     def __init__(self, pairs: Iterable[QueryKeyPair], tokens: int) -> None:
+        pairs = list(pairs)
+        _require_own_parameters(pairs)
         self.probes = {pair: Probe(pair, tokens) for pair in pairs}
         # By default torch.compile does not guard on hooks: a graph compiled for a model without
         # hooks would run for one with hooks, and the probes would receive nothing.
@@ -71,12 +73,15 @@ class PairProbes:
         self.records: list[tuple[list[QueryKeyPair], StepRecord]] = []
         self.grids: dict[Any, PositionGrid] = {}
 
-    def stacks(self) -> Iterator[PairStack]:
-        """The pairs that have gradients, by shape; each sample is returned once."""
+    def stacks(
+        self, selected: Callable[[QueryKeyPair], bool] | None = None
+    ) -> Iterator[PairStack]:
+        """The pairs that have gradients, or are selected, by shape; each sample comes once."""
+        selected = selected or has_gradients
         self.records.clear()
         by_shape: dict[Any, list[tuple[QueryKeyPair, LayerInput | None]]] = defaultdict(list)
         for pair, probe in self.probes.items():
-            if has_gradients(pair):
+            if selected(pair):
                 sample = probe.take()
                 by_shape[_stack_key(pair, sample)].append((pair, sample))
         for members in by_shape.values():
@@ -133,9 +138,48 @@ def write_weights(pairs: list[QueryKeyPair], stacks: list[Tensor], W: HeadWeight
         torch._foreach_copy_(list(kind), list(stack.unbind()))
 
 
+def copy_gains(pairs: list[QueryKeyPair]) -> list[dict[str, Tensor]]:
+    """The parameters of the norms of queries and keys, layer by layer; empty where none moves."""
+    if all(p.grad is None for pair in pairs for p in pair.gains.values()):
+        return []
+    return [
+        {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in pair.gains.items()
+        }
+        for pair in pairs
+    ]
+
+
+@torch.no_grad()
+def write_gains(pairs: list[QueryKeyPair], gains: NormGains, share: Tensor) -> None:
+    """Set the norms to a share (L,) of their move; where it is 1 they keep their bits."""
+    for layer, pair in enumerate(pairs):
+        for name, p in pair.gains.items():
+            at = torch.addcmul(gains.start[layer][name], share[layer], gains.move[layer][name])
+            p.copy_(torch.where(share[layer] == 1.0, p, at.to(p.dtype)))
+
+
 def has_gradients(pair: QueryKeyPair) -> bool:
-    """Whether the last backward pass reached the pair."""
+    """Whether the last backward pass reached every weight of the pair."""
     return all(p.grad is not None for p in pair.parameters)
+
+
+def moves(pair: QueryKeyPair) -> bool:
+    """Whether an optimiser may move a weight of the pair or a gain of its norms."""
+    return any(p.grad is not None for p in (*pair.parameters, *pair.gains.values()))
+
+
+def _require_own_parameters(pairs: list[QueryKeyPair]) -> None:
+    """Raise where two pairs train one parameter: each of them would overwrite the other's step."""
+    owner: dict[Tensor, QueryKeyPair] = {}
+    for pair in pairs:
+        for p in {*pair.parameters, *pair.gains.values()}:
+            if p.requires_grad and owner.setdefault(p, pair) is not pair:
+                raise ValueError(
+                    f"{owner[p].name} and {pair.name} share a parameter of queries and keys; "
+                    "freeze it, or give each layer its own."
+                )
 
 
 def _stacks_of(

@@ -139,6 +139,17 @@ class QueryKeyPair:
         """Weights and biases, each once; a fused weight also holds the values."""
         return list(dict.fromkeys((*self.query.parameters, *self.key.parameters)))
 
+    @cached_property
+    def gains(self) -> dict[str, Tensor]:
+        """The parameters of q_norm and k_norm by name, such as "q_norm.weight"."""
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return {
+            f"{which}.{name}": p
+            for which, norm in norms.items()
+            if norm is not None
+            for name, p in norm.named_parameters()
+        }
+
     @property
     def trained(self) -> bool:
         """Whether the weights require a gradient."""

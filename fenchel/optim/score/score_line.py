@@ -1,6 +1,7 @@
 """The scores of several layers along a line of weights, on a sample of pairs of positions.
 
     W(t)   = shrink W + t U                              t and shrink for queries and for keys
+    g(s)   = g + s dg                                    parameters of the norms n, where they move
     S(t)   = scale <R_i n(W_Q(t) x_i), R_j n(W_K(t) x_j)>
     change = root mean square over the sampled pairs (i, j) of S(t) - S(0 and no shrink)
 
@@ -17,7 +18,8 @@ and S(t) - S(0) = <(q(t), -q(0)), (k(t), k(0))> is such a product too.
 On a GPU the inputs are read in bfloat16, as the model's own pass reads them; sums are float32.
 
 Shapes: L layers, n sequences, T positions, m sampled queries, H query heads, G key heads, D their
-width, M inputs (one more with a bias); t and change are (L, H).
+width, M inputs (one more with a bias); t and change are (L, H), s is (L,): all heads of a layer
+share its norms.
 """
 
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fenchel.attention import Angles, rotate
 from fenchel.optim.score.pairs import QueryKeyPair
@@ -50,8 +53,39 @@ class HeadFactors(NamedTuple):
     """(L, G)."""
 
 
+class NormGains(NamedTuple):
+    """Parameters of the norms of queries and keys, and their move: one dict per layer.
+
+    The keys are those of ``QueryKeyPair.gains``; the values are float32 or better.
+    """
+
+    start: list[dict[str, Tensor]]
+    move: list[dict[str, Tensor]]
+
+    @classmethod
+    def between(
+        cls, start: list[dict[str, Tensor]], end: list[dict[str, Tensor]]
+    ) -> "NormGains":
+        """The move from ``start`` to ``end``."""
+        layers = zip(start, end, strict=True)
+        return cls(start, [{name: y[name] - x[name] for name in x} for x, y in layers])
+
+    def at(self, layer: int, norm: str, s: Tensor | None) -> dict[str, Tensor]:
+        """The parameters of one norm at a share ``s`` (L,) of the move; None for the start."""
+        return {
+            name.removeprefix(f"{norm}."): value
+            if s is None
+            else torch.addcmul(value, s[layer], self.move[layer][name])
+            for name, value in self.start[layer].items()
+            if name.startswith(f"{norm}.")
+        }
+
+
 class ScoreLine:
-    """Scores along W + t U for the layers of a stack; ``set_direction`` gives U."""
+    """Scores along W + t U for the layers of a stack; ``set_direction`` gives U.
+
+    Without ``gains`` the norms are those of the model as it is.
+    """
 
     def __init__(
         self,
@@ -60,8 +94,10 @@ class ScoreLine:
         W: HeadWeights,
         *,
         closed: bool = False,
+        gains: NormGains | None = None,
     ) -> None:
         self.pairs, self.inputs, self.closed = pairs, inputs, closed or not inputs.from_batch
+        self.gains = gains
         self.has_qk_norm = pairs[0].q_norm is not None or pairs[0].k_norm is not None
         self.group = W.Q.shape[1] // W.K.shape[1]
         self.x_q, self.angles_q = inputs.x, inputs.angles
@@ -104,11 +140,13 @@ class ScoreLine:
             return self.independent(self.start_q, self.start_k)
         return self.rms(self.start)
 
-    def move(self, t: HeadFactors, shrink: HeadFactors | None) -> tuple[Tensor, Tensor]:
+    def move(
+        self, t: HeadFactors, shrink: HeadFactors | None, s: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(RMS of the change, RMS of the scores) at a point of the line, (L, H) each."""
         if self.parts is not None:
             return self._by_parts(t, shrink, 1.0), self._by_parts(t, shrink, 0.0)
-        q, k = self.point(t, shrink)
+        q, k = self.point(t, shrink, s)
         if self.closed:
             both_q, both_k = torch.cat((q, -self.start_q), -1), torch.cat((k, self.start_k), -1)
             return self.independent(both_q, both_k), self.independent(q, k)
@@ -135,7 +173,9 @@ class ScoreLine:
     def _per_head(self, x: Tensor) -> Tensor:
         return x if self.group == 1 else x.repeat_interleave(self.group, dim=1)
 
-    def point(self, t: HeadFactors, shrink: HeadFactors | None) -> tuple[Tensor, Tensor]:
+    def point(
+        self, t: HeadFactors, shrink: HeadFactors | None, s: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Queries (L, n, H, m, D) and keys (L, n, G, T, D) at a point, after norm and rotation."""
         assert self.dq is not None
         assert self.dk is not None
@@ -146,24 +186,40 @@ class ScoreLine:
                 zip(t, (self.dq, self.dk), (self.q, self.k), strict=True)
             )
         )
-        return self.queries(q), self.keys(k)
+        return self.queries(q, s), self.keys(k, s)
 
     def release(self) -> None:
         """Free the tensors that only a step needs."""
         del self.q, self.k
-        self.dq = self.dk = self._start = None
+        self.dq = self.dk = self._start = self.gains = None
 
     def same_for_keys(self, t: Tensor) -> HeadFactors:
         """t (L, H) for queries, and for the keys of each group the t of its first head."""
         return HeadFactors(t, t[:, :: self.group])
 
-    def queries(self, q: Tensor) -> Tensor:
+    def queries(self, q: Tensor, s: Tensor | None = None) -> Tensor:
         """W_Q x with norm and rotation applied."""
-        return self._rotate(_normalise(q, [pair.q_norm for pair in self.pairs]), self.angles_q)
+        return self._rotate(self._normalise(q, "q_norm", s), self.angles_q)
 
-    def keys(self, k: Tensor) -> Tensor:
+    def keys(self, k: Tensor, s: Tensor | None = None) -> Tensor:
         """W_K x with norm and rotation applied."""
-        return self._rotate(_normalise(k, [pair.k_norm for pair in self.pairs]), self.inputs.angles)
+        return self._rotate(self._normalise(k, "k_norm", s), self.inputs.angles)
+
+    def _normalise(self, x: Tensor, which: str, s: Tensor | None) -> Tensor:
+        """x with the norm of each layer applied, at a share ``s`` of the move of the gains."""
+        norms: list[nn.Module | None] = [getattr(pair, which) for pair in self.pairs]
+        if all(norm is None for norm in norms):
+            return x
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        rows = []
+        for layer, (row, norm) in enumerate(zip(x, norms, strict=True)):
+            if norm is None:
+                rows.append(row)
+            elif self.gains is None:
+                rows.append(norm(row))
+            else:
+                rows.append(functional_call(norm, self.gains.at(layer, which, s), (row,)))
+        return torch.stack(rows).to(x.dtype)
 
     def _rotate(self, x: Tensor, angles: Angles | None) -> Tensor:
         """x rotated where there are rotary positions, and contiguous."""
@@ -246,11 +302,3 @@ def _project(x: Tensor, W: Tensor) -> Tensor:
     L, n, T, _ = x.shape
     flat = torch.bmm(x.flatten(1, 2), W.flatten(1, 2).to(x.dtype).mT)
     return flat.view(L, n, T, W.shape[1], W.shape[2]).transpose(2, 3)
-
-
-def _normalise(x: Tensor, norms: Sequence[nn.Module | None]) -> Tensor:
-    if all(norm is None for norm in norms):
-        return x
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    layers = [row if norm is None else norm(row) for row, norm in zip(x, norms, strict=True)]
-    return torch.stack(layers).to(x.dtype)

@@ -25,6 +25,15 @@ is a parabola, which gives t_Q in closed form. Where there are no parts (a norm 
 closed sizes) y is still nearly a parabola: ``find_crossing`` fits one through y(0) and the last two
 points, moves to where it meets gamma^2, and keeps a bracket for when the fit fails.
 
+The gains of a norm of queries and keys move the scores of all heads of their layer. ScoreTrust
+limits them with the weights, the most widely shared first:
+
+    s per layer       the largest share of the whole step, gains and weights alike, at which no head
+                      of the layer has moved by more than gamma
+    t_K, t_Q          then as above, from s on, with the gains at s
+
+Every share is one at which the change was measured and found to be gamma at most.
+
 **Score ball.** The root mean square r of the scores of a head stays below a radius. Each head has
 its own bound,
 
@@ -172,10 +181,68 @@ def crossing_by_search(
     return HeadFactors(t_Q, t_K)
 
 
+def shares_by_search(
+    line: ScoreLine, gamma: Tensor, shrink: HeadFactors | None, scale: Tensor
+) -> tuple[HeadFactors, Tensor | None]:
+    """(t, s): the shares of U and of the move of the gains at which no head moves by more than gamma.
+
+    ``scale`` (L, H) is a t that moves the weights by about their own size.
+    """
+    (L, H), G = gamma.shape, gamma.shape[1] // line.group
+    most = gamma.clamp(min=torch.finfo(gamma.dtype).tiny)
+
+    def ratio(t_Q: Tensor, t_K: Tensor, s: Tensor | None) -> Tensor:
+        return line.move(HeadFactors(t_Q, t_K), shrink, s)[0] / most
+
+    s, base = None, torch.zeros_like(gamma)
+    if line.gains is not None:
+
+        def whole_layer(s: Tensor) -> Tensor:
+            return ratio(s.expand(L, H), s.expand(L, G), s.squeeze(1)).amax(1, keepdim=True)
+
+        share = largest_share(whole_layer, base[:, :1], scale.amin(1, keepdim=True))
+        s, base = share.squeeze(1), share.expand(L, H)
+    if line.group == 1:
+        t = largest_share(lambda t: ratio(t, t, s), base, scale)
+        return HeadFactors(t, t), s
+
+    def whole_group(t: Tensor) -> Tensor:
+        return by_group(ratio(_per_head(t, H), t, s), G).amax(2)
+
+    t_K = largest_share(whole_group, base[:, :: line.group], by_group(scale, G).amin(2))
+    t_Q = largest_share(lambda t: ratio(t, t_K, s), _per_head(t_K, H), scale)
+    return HeadFactors(t_Q, t_K), s
+
+
+def largest_share(change: Callable[[Tensor], Tensor], base: Tensor, scale: Tensor) -> Tensor:
+    """The t in [base, 1] with change(t) = 1, or 1 where change(1) <= 1; change(base) <= 1.
+
+    The result is one of the points where the change was measured, and was 1 at most.
+    """
+    whole = change(torch.ones_like(base)) <= 1.0
+    y0 = change(base)
+    # how fast the change grows at base: at 1 it may have levelled off, as it does under a norm
+    eps = torch.minimum(PROBING * torch.where(base > 0.0, base, scale), 1.0 - base)
+    rate = (change(base + eps) - y0) / eps
+    start = torch.where(rate > 0.0, (1.0 - y0).clamp(min=0.0) / rate, eps)
+    beyond = find_crossing(
+        lambda t: change(base + t), torch.ones_like(base), start, 1.0 - base, from_below=True
+    )
+    return torch.where(whole, torch.ones_like(base), base + beyond)
+
+
 def find_crossing(
-    change: Callable[[Tensor], Tensor], gamma: Tensor, start: Tensor, limit: Tensor
+    change: Callable[[Tensor], Tensor],
+    gamma: Tensor,
+    start: Tensor,
+    limit: Tensor,
+    *,
+    from_below: bool = False,
 ) -> Tensor:
-    """The t in [0, limit] with change(t) = gamma, near ``start``; ``limit`` where there is none."""
+    """The t in [0, limit] with change(t) = gamma, near ``start``; ``limit`` where there is none.
+
+    With ``from_below`` a point where the change was measured and is at most gamma, to TOLERANCE.
+    """
     low, high = torch.zeros_like(start), torch.full_like(start, torch.inf)
     y0 = change(low).square()
     target = gamma.square() - y0
@@ -192,7 +259,10 @@ def find_crossing(
         guess = torch.where(outside, safe, guess)
         near = (y / gamma.square() - 1.0).abs() < TOLERANCE  # rounding hides more
         t = torch.minimum(torch.where(near | ~guess.isfinite(), t, guess), limit)
-    return t
+    if not from_below:
+        return t
+    over = change(t).square() / gamma.square() - 1.0
+    return torch.where(over < TOLERANCE, t, low)
 
 
 def _parabola_root(
@@ -273,12 +343,16 @@ class StepRecord(NamedTuple):
     """(RMS change, RMS score), (L, H) each, where there are no parts to compute them from."""
     shortens: bool
     """Whether t < 1 means a shortened step (ScoreTrust)."""
+    gain_share: Tensor | None = None
+    """The share of the move of the gains, (L,); None where they do not move."""
 
     def stats(self, W: HeadWeights) -> HeadStats:
         """Statistics stacked over layers; W are the weights after the step."""
         capped = self.t.Q.lt(1.0 if self.shortens else 0.0)
         if self.score_factor is not None:
             capped = capped | (self.score_factor < 1.0)
+        if self.gain_share is not None:
+            capped = capped | (self.gain_share < 1.0).unsqueeze(1)
         change, score = self.measured or self.line.move(
             _times(self.t, self.projection),
             self.projection if self.shrink is None else _times(self.shrink, self.projection),
@@ -339,15 +413,17 @@ def take_step(
     """Move from W along U, where ``line`` runs; ``before`` is the score bound."""
     groups = W.K.shape[1]
     if not line.inputs.from_batch or line.has_qk_norm:  # no ball
-        t = _step_lengths(line, W, U, torch.full_like(line.start_rms, limits.gamma), None, limits)
+        gamma = torch.full_like(line.start_rms, limits.gamma)
+        t, s = _step_lengths(line, W, U, gamma, None, limits)
         new = _updated_weights(W, U, t, None, None)
         if line.has_qk_norm and limits.exact:
             new = HeadWeights(*(_with_norm_of(to, old) for to, old in zip(new, W, strict=True)))
-        record = StepRecord(line, t, None, None, None, line.move(t, None), not limits.exact)
+        measured = line.move(t, None, s)
+        record = StepRecord(line, t, None, None, None, measured, not limits.exact, s)
         return WeightUpdate(new, before, record)
     ball = score_ball(line.start_rms, before, limits.gamma, limits.radius, soft=limits.exact)
     shrink = None if ball.shrink is None else scaling(ball.shrink, groups)
-    t = _step_lengths(line, W, U, ball.budget, shrink, limits)
+    t, _ = _step_lengths(line, W, U, ball.budget, shrink, limits)
     measured = None if line.parts is not None else line.move(t, shrink)
     after = line.rms_score(t, shrink) if measured is None else measured[1]
     c = projection(after, ball.bound)
@@ -363,23 +439,23 @@ def _step_lengths(
     gamma: Tensor,
     shrink: HeadFactors | None,
     limits: StepLimits,
-) -> HeadFactors:
-    one = torch.ones_like(gamma)
+) -> tuple[HeadFactors, Tensor | None]:
+    """The distances along U, and the share of the move of the gains."""
     if line.parts is not None:
-        limit = torch.full_like(gamma, torch.inf) if limits.exact else one
-        return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1])
-    if not limits.exact:  # all of U, or less
-        return crossing_by_search(line, gamma, shrink, one, one)
+        limit = torch.full_like(gamma, torch.inf if limits.exact else 1.0)
+        return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1]), None
     ratio = torch.minimum(
         _norm(W.Q) / _norm(U.Q).clamp(min=1e-30),
         (_norm(W.K) / _norm(U.K).clamp(min=1e-30)).repeat_interleave(line.group, dim=1),
     )
     ratio = torch.where(ratio > 0, ratio, 1.0)
+    if not limits.exact:  # all of U, or less
+        return shares_by_search(line, gamma, shrink, ratio.clamp(max=1.0))
     limit = ratio if line.has_qk_norm else torch.full_like(ratio, torch.inf)
     eps = PROBING * ratio
     rate = line.move(line.same_for_keys(eps), None)[0] / eps
     start = torch.where(rate > 0, gamma / rate.clamp(min=1e-30), 0.0)
-    return crossing_by_search(line, gamma, shrink, start, limit)
+    return crossing_by_search(line, gamma, shrink, start, limit), None
 
 
 def _updated_weights(

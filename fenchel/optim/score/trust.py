@@ -25,15 +25,18 @@ from fenchel.optim.score.pair_stack import (
     STATE_NAMES,
     PairProbes,
     PairStack,
+    copy_gains,
     head_weights,
+    moves,
     restore_dtypes,
     stack_parameters,
     stacked_bounds,
     store_bounds,
+    write_gains,
     write_weights,
 )
 from fenchel.optim.score.pairs import QueryKeyPair
-from fenchel.optim.score.score_line import HeadWeights, ScoreLine
+from fenchel.optim.score.score_line import HeadWeights, NormGains, ScoreLine
 from fenchel.optim.score.step_size import HeadStats, StepLimits, WeightUpdate, take_step
 
 
@@ -78,24 +81,32 @@ class ScoreTrust(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        before = [(stack, stack_parameters(stack.pairs)) for stack in self.pair_probes.stacks()]
+        before = [
+            (stack, stack_parameters(stack.pairs), copy_gains(stack.pairs))
+            for stack in self.pair_probes.stacks(moves)
+        ]
         for member in self.members:
             member.step()
-        for stack, stacks in before:
-            self._limit(stack, stacks)
+        for stack, weights, gains in before:
+            self._limit(stack, weights, gains)
         return loss
 
-    def _limit(self, stack: PairStack, before: list[Tensor]) -> None:
+    def _limit(
+        self, stack: PairStack, before: list[Tensor], gains: list[dict[str, Tensor]]
+    ) -> None:
         pairs, inputs = stack
         after = stack_parameters(pairs)
         W, proposal = head_weights(pairs, before), head_weights(pairs, after)
         U = HeadWeights(proposal.Q - W.Q, proposal.K - W.K)
+        norms = NormGains.between(gains, copy_gains(pairs)) if any(gains) else None
         group = self.param_groups[0]
         limits = StepLimits(float(group["lr"]), group["radius"], exact=False)
-        line = ScoreLine(pairs, inputs, W)
+        line = ScoreLine(pairs, inputs, W, gains=norms)
         line.set_direction(U)
         update = take_step(line, W, U, stacked_bounds(self.state, pairs), limits)
         write_weights(pairs, after, _select_limited(update, proposal))
+        if norms is not None and update.record.gain_share is not None:
+            write_gains(pairs, norms, update.record.gain_share)
         self.pair_probes.record_step(pairs, update.record)
         store_bounds(self.state, pairs, update.bound)
 

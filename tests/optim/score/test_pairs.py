@@ -1,5 +1,6 @@
 """fenchel/optim/score/pairs.py: the scores rebuilt from a pair are those the model computes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -14,7 +16,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from fenchel.optim import HeadProjection, QueryKeyPair, ScoreDescent, attention_pairs
+from fenchel.optim import (
+    CombinedOptimiser,
+    HeadProjection,
+    Muon,
+    QueryKeyPair,
+    ScoreDescent,
+    ScoreTrust,
+    attention_pairs,
+)
 
 SIZES = {
     "vocab_size": 31,
@@ -33,6 +43,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=12),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=12, sliding_window=64),
 }  # fmt: skip
 families = pytest.mark.parametrize("family", CONFIGS)
 
@@ -93,6 +104,46 @@ def test_score_descent_sees_the_same_scores_and_moves_them_by_lr(
         torch.testing.assert_close(
             stats.max_change, moved.abs().amax(dim=(0, 2, 3)), rtol=1e-3, atol=1e-5
         )
+
+
+INNER: dict[str, Callable[[nn.Module], Any]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "small adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=50.0),
+    "muon": lambda model: CombinedOptimiser(
+        Muon([p for p in model.parameters() if p.ndim == 2], lr=0.3),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim == 1], lr=0.3),
+    ),
+}
+
+
+@pytest.mark.parametrize("frozen", [None, "q_norm", "proj.weight"])
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "ours"])
+def test_trust_limits_the_gains_of_a_norm_of_queries_and_keys_too(
+    family: str, inner: str, frozen: str | None, small: Any, tokens: Any, inputs: Any,
+    scores_of: Any, backward: Any,
+) -> None:  # fmt: skip
+    model = small(qk_norm=True, kv_heads=2) if family == "ours" else hugging_face(family)
+    for name, p in model.named_parameters():
+        p.requires_grad_(frozen is None or frozen not in name.replace("qkv", "proj"))
+    pairs, lr = attention_pairs(model), 0.05
+    trust = ScoreTrust(INNER[inner](model), pairs, lr=lr)
+    for step in range(2):
+        ids = tokens(step, 8)
+        backward(model, ids)
+        read = inputs(model, pairs, ids)
+        before = [scores_of(pair, *given) for pair, given in zip(pairs, read, strict=True)]
+        trust.step()
+        for pair, given, start in zip(pairs, read, before, strict=True):
+            moved = scores_of(pair, *given) - start
+            rms = (moved.square().sum(dim=(0, 2, 3)) / (8 * 300)).sqrt()
+            assert rms.max() <= 1.001 * lr
+            stats = trust.score_stats()[pair.name]
+            torch.testing.assert_close(stats.rms_change, rms, rtol=1e-3, atol=1e-6)
+            if stats.capped.any():
+                assert rms.max() > 0.99 * lr  # no shorter than it must be
+        trust.zero_grad()
 
 
 @families
