@@ -7,13 +7,15 @@ In every step, for every head of every pair,
     W   <- project(shrink W + t U),  RMS dS = lr             step_size.py
 
 lr *is* gamma: the root mean square by which the scores that the softmax receives (scale included)
-move in one step, on a sample of the step's own batch. Any schedule of learning rates therefore
-applies, and a rate means the same in every layer, at every width and time. radius bounds the root
-mean square of the scores themselves. The sample comes from the forward pass; a step without a
-forward pass since the last one uses closed-form sizes for white inputs, and no ball.
+move in one step, on a sample of the step's own forward passes, all micro-batches together; a head
+that other layers have pushed out of the ball by e > lr moves by e. Any schedule of learning rates
+therefore applies, and a rate means the same in every layer, at every width and time. radius bounds
+the root mean square of the scores themselves. A step without a forward pass since the last one uses
+closed-form sizes for white inputs, and no ball.
 
 Only the rows of queries and keys move. Where they share a parameter with the values,
-``remaining_parameters`` (pairs.py) gives the rows of the values to another optimiser.
+``remaining_parameters`` (pairs.py) gives the rows of the values to another optimiser. The gains of
+a norm of queries and keys belong to that optimiser too: what they move comes on top of lr.
 """
 
 import math

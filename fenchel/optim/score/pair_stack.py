@@ -73,9 +73,7 @@ class PairProbes:
         self.records: list[tuple[list[QueryKeyPair], StepRecord]] = []
         self.grids: dict[Any, PositionGrid] = {}
 
-    def stacks(
-        self, selected: Callable[[QueryKeyPair], bool] | None = None
-    ) -> Iterator[PairStack]:
+    def stacks(self, selected: Callable[[QueryKeyPair], bool] | None = None) -> Iterator[PairStack]:
         """The pairs that have gradients, or are selected, by shape; each sample comes once."""
         selected = selected or has_gradients
         self.records.clear()

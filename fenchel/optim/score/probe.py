@@ -2,16 +2,23 @@
 
 A ``Probe`` is a forward-pre-hook on one layer. Of every forward pass that builds a gradient it
 copies the first few sequences of the layer's input into a buffer that is allocated once, and keeps
-a reference to the rotary angles and the mask that came with them. No sample outlives a step: the
-sample of a step comes from the last forward pass before it, so a resumed run measures the same
-numbers as an uninterrupted one. With activation checkpointing the hook runs twice on the same
-input; with gradient accumulation the last micro-batch stays; passes without gradients (evaluation,
-generation) are ignored.
+a reference to the rotary angles and the mask that came with them. A pass counts when its backward
+pass reaches the weights: a hook on the gradient of one of them marks it. The sample of a step has
+an equal share of every pass that counts since gradients were last None, ``tokens`` tokens in all,
+so that with gradient accumulation every micro-batch is measured; where one sequence of each would
+be too many, of every second, every fourth, ... micro-batch, and the last. With a single pass its
+buffer is the sample. Passes without a backward pass (evaluation, generation) are ignored, and no
+sample outlives a step, so a resumed run measures the same numbers as an uninterrupted one. Where
+gradients were set by hand, the last pass is the sample. With activation checkpointing the hook runs
+twice on the same input. A layer that is called several times in one pass, such as one that layers
+share, is measured at its last call.
 
 Under torch.compile the hook is part of the one graph. A fresh copy would be one more output of that
 graph, which the compiler may turn into a view of the whole input, so that the input of every layer
 would stay in memory until the step; a copy into a preallocated buffer cannot become one. Whatever
-is not needed for the copy is computed when the sample is taken, outside of the graph.
+is not needed for the copy is computed outside of the graph: what an earlier pass left in the buffer
+is copied out before the next pass overwrites it, by the next call of the hook or, when compiled, by
+the hook on the gradient.
 
 ``stack_inputs`` puts the samples of equal layers side by side and decides which pairs of positions
 count. Queries are sampled evenly over the positions, and all keys are used. A pair (i, j) counts
@@ -22,12 +29,14 @@ inputs are taken as white: the rows of the identity.
 Shapes: L layers, n sequences, T positions, m sampled queries, M inputs (one more with a bias).
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fenchel.attention import Angles
 from fenchel.optim.score.pairs import QueryKeyLayer, QueryKeyPair
@@ -55,10 +64,11 @@ class HookRecord(NamedTuple):
     angles: Any
     """Angles, or (cos, sin) of (B, T, W) as in transformers."""
     mask: Tensor | None
+    compiled: bool
 
 
 class Probe:
-    """The hook of one layer; ``take`` returns its sample once."""
+    """The hooks of one layer; ``take`` returns its sample once."""
 
     def __init__(self, pair: QueryKeyPair, tokens: int) -> None:
         weight, layer = pair.query.weight, pair.module
@@ -68,7 +78,18 @@ class Probe:
         self.buffer = torch.empty(tokens, self.width, dtype=dtype, device=weight.device)
         self.view: Tensor | None = None
         self.record: HookRecord | None = None
-        self.handle = layer.register_forward_pre_hook(self, with_kwargs=True)
+        self._forget()
+        self.handles = [layer.register_forward_pre_hook(self, with_kwargs=True)]
+        trained = [p for p in (*pair.parameters, *pair.gains.values()) if p.requires_grad]
+        self.handles += [p.register_post_accumulate_grad_hook(self._count) for p in trained[:1]]
+
+    def _forget(self) -> None:
+        """Drop the samples of all passes that count."""
+        self.gradient: weakref.ref[Tensor] | None = None
+        self.counted: HookRecord | None = None
+        self.copy: LayerInput | None = None
+        self.earlier: list[LayerInput] = []
+        self.passes, self.stride = 0, 1
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Store a sample of the arguments of a forward pass."""
@@ -85,12 +106,44 @@ class Probe:
         B, T, M = x.shape
         if B * T == 0:
             return
+        compiled = torch.compiler.is_compiling()
+        if not compiled and self.record is not None and self.counted is self.record:
+            self._add(self.copy or _copied(self._buffered(self.record)))
+            self.copy = None
         T = min(T, self.tokens)
         n = min(B, max(1, self.tokens // T))
         if self.buffer.device != x.device:
             self.buffer, self.view = self.buffer.to(x.device), None
         self.buffer[: n * T].view(n, T, M).copy_(x[:n, :T].detach())
-        self.record = HookRecord(n, T, angles, _crop_mask(mask, n, T))
+        self.record = HookRecord(n, T, angles, _crop_mask(mask, n, T), compiled)
+
+    def _count(self, weight: Tensor) -> None:
+        """After a backward pass has reached ``weight``: the last forward pass counts."""
+        if self.gradient is None or self.gradient() is not weight.grad:
+            self._forget()  # the gradients were None before this pass
+            self.gradient = None if weight.grad is None else weakref.ref(weight.grad)
+        if self.record is None or self.counted is self.record:
+            return
+        if self.copy is not None:
+            self._add(self.copy)
+        self.counted = self.record
+        self.copy = _copied(self._buffered(self.record)) if self.record.compiled else None
+
+    def _add(self, sample: LayerInput) -> None:
+        """Add the sample of a pass to ``earlier``, which holds ``tokens`` tokens at most."""
+        if self.passes % self.stride == 0:
+            self.earlier.append(sample)
+        self.passes += 1
+        while len(self.earlier) > 1 and sum(s.x.shape[1] for s in self.earlier) > self.tokens:
+            self.earlier, self.stride = self.earlier[::2], 2 * self.stride
+        shares = zip(_equal_shares(self.earlier, self.tokens), self.earlier, strict=True)
+        self.earlier = [s if s is whole else _copied(s) for s, whole in shares]
+
+    def _buffered(self, record: HookRecord) -> LayerInput:
+        n, T, angles, mask, _ = record
+        if self.view is None or self.view.shape[:2] != (n, T):
+            self.view = self.buffer[: n * T].view(n, T, self.width)
+        return LayerInput(self.view, _crop_angles(angles, n, T), _pair_mask(mask, n, T))
 
     def _angles_among(self, values: list[Any]) -> Any:
         """The rotary angles among the arguments: ours, or (cos, sin) as in transformers."""
@@ -102,18 +155,74 @@ class Probe:
         return None
 
     def take(self) -> LayerInput | None:
-        """The sample of the last pass, once; the next pass overwrites its memory."""
-        if self.record is None:
-            return None
-        n, T, angles, mask = self.record
+        """The sample of the step, once; the next pass overwrites its memory."""
+        record, samples, last = self.record, self.earlier, self.copy
+        if record is not None and (self.counted is record or not (samples or last)):
+            last = self._buffered(record)
         self.record = None
-        if self.view is None or self.view.shape[:2] != (n, T):
-            self.view = self.buffer[: n * T].view(n, T, self.width)
-        return LayerInput(self.view, _crop_angles(angles, n, T), _pair_mask(mask, n, T))
+        self._forget()
+        samples = samples if last is None else [*samples, last]
+        return _join(_equal_shares(samples, self.tokens)) if samples else None
 
     def remove(self) -> None:
-        """Remove the hook."""
-        self.handle.remove()
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def _copied(sample: LayerInput) -> LayerInput:
+    """The sample in memory of its own; rotary angles are computed anew in every pass."""
+    return sample._replace(x=sample.x.clone())
+
+
+def _equal_shares(samples: list[LayerInput], tokens: int) -> list[LayerInput]:
+    """The first sequences of each sample, ``tokens`` tokens in all, but at least one of each."""
+    shares = []
+    for sample in samples:
+        n = max(1, tokens // (len(samples) * sample.x.shape[1]))
+        if n < len(sample.x):
+            x, angles, mask = sample
+            if angles is not None and angles.cos.ndim == 4:
+                angles = Angles(*(part[:n] for part in angles))
+            sample = LayerInput(x[:n], angles, None if mask is None else mask[:n])
+        shares.append(sample)
+    return shares
+
+
+def _join(samples: list[LayerInput]) -> LayerInput:
+    """The sequences of all samples as one; shorter ones are padded, and the padding is masked."""
+    if len(samples) == 1:
+        return samples[0]
+    T = max(sample.x.shape[1] for sample in samples)
+    x = torch.cat([pad(s.x, (0, 0, 0, T - s.x.shape[1])) for s in samples])
+    mask = None
+    if any(s.mask is not None or s.x.shape[1] < T for s in samples):
+        mask = torch.cat([_padded_mask(s, T) for s in samples])
+    return LayerInput(x, _joined_angles(samples, T), mask)
+
+
+def _padded_mask(sample: LayerInput, T: int) -> Tensor:
+    n, t = sample.x.shape[:2]
+    mask = sample.mask
+    if mask is None:
+        mask = torch.ones(n, t, t, dtype=torch.bool, device=sample.x.device)
+    return pad(mask, (0, T - t, 0, T - t))
+
+
+def _joined_angles(samples: list[LayerInput], T: int) -> Angles | None:
+    tables = [s.angles for s in samples if s.angles is not None]
+    if len(tables) < len(samples):
+        return None
+    longest = max(tables, key=lambda table: table.cos.shape[-2])
+    where = {(table.cos.data_ptr(), table.cos.stride(), table.cos.ndim) for table in tables}
+    if len(where) == 1 and longest.cos.ndim == 2:
+        return longest  # one table, of which every pass read the beginning
+    rows = []
+    for s, table in zip(samples, tables, strict=True):
+        n, t = s.x.shape[:2]
+        parts = (part if part.ndim == 4 else part[None, None] for part in table)
+        rows.append([pad(part.expand(n, -1, -1, -1), (0, 0, 0, T - t)) for part in parts])
+    return Angles(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
 
 
 def _probe_dtype(weight: Tensor) -> torch.dtype:

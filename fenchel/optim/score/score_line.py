@@ -63,9 +63,7 @@ class NormGains(NamedTuple):
     move: list[dict[str, Tensor]]
 
     @classmethod
-    def between(
-        cls, start: list[dict[str, Tensor]], end: list[dict[str, Tensor]]
-    ) -> "NormGains":
+    def between(cls, start: list[dict[str, Tensor]], end: list[dict[str, Tensor]]) -> "NormGains":
         """The move from ``start`` to ``end``."""
         layers = zip(start, end, strict=True)
         return cls(start, [{name: y[name] - x[name] for name in x} for x, y in layers])

@@ -184,7 +184,7 @@ def crossing_by_search(
 def shares_by_search(
     line: ScoreLine, gamma: Tensor, shrink: HeadFactors | None, scale: Tensor
 ) -> tuple[HeadFactors, Tensor | None]:
-    """(t, s): the shares of U and of the move of the gains at which no head moves by more than gamma.
+    """Shares (t, s) of U and of the move of the gains at which no head moves by more than gamma.
 
     ``scale`` (L, H) is a t that moves the weights by about their own size.
     """

@@ -1,12 +1,26 @@
-"""ScoreTrust: any optimiser, with its query and key steps limited in the scores.
+"""ScoreTrust: any optimiser, with its steps of queries and keys limited in the scores.
 
     W'  = the weights after a step of the optimiser,   U = W' - W
     W  <- project(W + t U),  t <= 1 per head such that RMS dS <= lr           step_size.py
 
-lr *is* gamma, as in ScoreDescent: the largest root mean square by which the scores of a head, as
-the softmax receives them, may move in one step; radius bounds the scores themselves. A head whose
-step is small enough and inside the ball keeps exactly the bits that the optimiser computed. Every
-other parameter of the model moves as the optimiser moves it.
+lr *is* gamma, as in ScoreDescent: the root mean square by which a step may move the scores of a
+head, as the softmax receives them. It is measured on a sample of the tokens of the step's own
+forward passes, all micro-batches together, with the inputs of the layer as they were; the gains of
+a norm of queries and keys are part of the step and are limited with the weights. radius bounds the
+root mean square of the scores themselves. What a head moves by is therefore
+
+    RMS dS <= max(lr, e),     e = by how much other layers have pushed the head out of the ball,
+
+since a head that is out of the ball comes back in one step; a head inside, and one that started
+outside, moves by lr at most. Three limits of this promise:
+
+    sample      other sequences move by a little more or less (docs/maths/score_descent.md)
+    bfloat16    what is written back to weights in bfloat16 is rounded: moves of up to 1.07 lr were
+                seen (heads of width 8), 1.01 lr in GPT-2; float32 weights move by lr to 1e-4
+    QK-norm     no ball: the gains of the norms bound the scores, and radius is not used
+
+A head whose step is small enough and inside the ball keeps exactly the bits that the optimiser
+computed. Every other parameter of the model moves as the optimiser moves it.
 
 param_groups begins with the group of lr and radius, followed by those of the optimiser, so a
 scheduler over ScoreTrust scales gamma and the optimiser's own rates alike; state_dict holds both.
@@ -41,7 +55,18 @@ from fenchel.optim.score.step_size import HeadStats, StepLimits, WeightUpdate, t
 
 
 class ScoreTrust(torch.optim.Optimizer):
-    """Wraps an optimiser, or a ``CombinedOptimiser``, and limits its query and key steps.
+    """Limits the steps of an optimiser to an RMS change of lr in the scores of every head.
+
+    The exception: a head that other layers have pushed out of the ball by e > lr moves by e.
+
+    ``optimizer`` is the optimiser inside, or a ``CombinedOptimiser``, which moves the whole model;
+    ``pairs`` come from ``attention_pairs`` or are made by hand. ``lr`` is the largest root mean
+    square by which one step moves the scores of a head, over sampled pairs of query and key. These
+    are the scores that the softmax receives, scale included: a change of 0.2 multiplies the ratio
+    of two attention weights by up to exp(0.4) or so. ``radius`` is the largest root mean square of
+    the scores themselves, the ball; where queries and keys are normalised there is none. Limited
+    are queries, keys, their biases and the gains of their norms. ``probe`` is the number of tokens
+    per layer on which scores are measured, an equal share of every micro-batch of the step.
 
     >>> import torch
     >>> from fenchel.model import ModelConfig, Transformer
@@ -62,7 +87,6 @@ class ScoreTrust(torch.optim.Optimizer):
         *,
         probe: int = 2048,
     ) -> None:
-        """``probe`` is the number of tokens per layer on which scores are measured."""
         pairs = list(pairs)
         self.members = (
             optimizer.members if isinstance(optimizer, CombinedOptimiser) else (optimizer,)

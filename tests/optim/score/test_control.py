@@ -172,6 +172,24 @@ def test_trust_cuts_every_head_to_lr_and_no_further(
         trust.zero_grad()
 
 
+@pytest.mark.parametrize("lr", [0.2, 0.05, 0.001])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_to_bfloat16_weights_adds_a_few_hundredths_of_a_move(
+    kind: str, lr: float, small: Any, tokens: Any, backward: Any, held_out: Any
+) -> None:
+    model = small(**KINDS[kind]).bfloat16()
+    pairs, ids = attention_pairs(model), tokens(0, 64)
+    trust = ScoreTrust(torch.optim.AdamW(model.parameters(), lr=0.03), pairs, lr=lr)
+    backward(model, ids)
+    model.float()  # the layers' inputs are measured in float32; the weights stay as they are
+    change = held_out(model, pairs, ids)
+    model.bfloat16()
+    trust.step()
+    model.float()
+    moved, _ = change()
+    assert (moved / lr).max() <= 1.1, moved / lr
+
+
 def test_trust_leaves_a_small_step_exactly_as_it_was(
     small: Any, tokens: Any, backward: Any
 ) -> None:
@@ -239,6 +257,36 @@ def test_the_statistics_tell_of_a_step_that_the_ball_cut(
         capped += [s.capped.any() for s in stats]
         model.zero_grad()
     assert any(capped)
+
+
+@pytest.mark.parametrize(("method", "rate"), [("descent", 0.0), ("trust", 0.0), ("trust", 0.03)])
+@pytest.mark.parametrize("push", [1.02, 1.5, 30.0])
+def test_a_head_that_other_layers_push_out_of_the_ball_moves_by_that_or_by_lr(
+    method: str, rate: float, push: float, small: Any, tokens: Any, backward: Any, held_out: Any
+) -> None:
+    model, lr, radius = small(kv_heads=2), 0.2, 0.8
+    pairs, ids = attention_pairs(model), tokens(0, 32)
+    optimiser: Any = ScoreDescent(pairs, lr=lr, radius=radius)
+    if method == "trust":
+        inner = torch.optim.AdamW(model.parameters(), lr=rate)
+        optimiser = ScoreTrust(inner, pairs, lr=lr, radius=radius)
+    bound = held_out(model, pairs, ids)()[1] + lr
+    for step in range(4):
+        backward(model, ids)
+        r = held_out(model, pairs, ids)()[1]
+        bound = (bound - lr).clamp(min=radius)
+        change = held_out(model, pairs, ids)
+        optimiser.step()
+        moved, after = change()
+        allowed = (r - bound).clamp(min=lr)
+        assert (moved <= 1.001 * allowed).all(), (step, moved / allowed)
+        assert (after <= 1.001 * bound).all()
+        if step and push == 30.0:
+            torch.testing.assert_close(moved, r - bound, rtol=1e-3, atol=0)
+        model.zero_grad()
+        with torch.no_grad():
+            for block in model.blocks:
+                block.attention_norm.weight.mul_(push)
 
 
 @pytest.mark.parametrize("method", ["descent", "trust"])

@@ -147,6 +147,29 @@ def test_trust_limits_the_gains_of_a_norm_of_queries_and_keys_too(
 
 
 @families
+def test_micro_batches_of_different_lengths_are_measured_together(
+    family: str, tokens: Any, inputs: Any, scores_of: Any, backward: Any
+) -> None:
+    model = hugging_face(family)
+    pairs, lr = attention_pairs(model), 0.05
+    trust = ScoreTrust(torch.optim.AdamW(model.parameters(), lr=0.1), pairs, lr=lr)
+    parts = [tokens(n, 4, length) for n, length in enumerate((24, 11, 24))]
+    given = [inputs(model, pairs, part) for part in parts]
+    before = [[scores_of(p, *x) for p, x in zip(pairs, g, strict=True)] for g in given]
+    for part in parts:
+        backward(model, part)
+    trust.step()
+    for layer, pair in enumerate(pairs):
+        moved = [scores_of(pair, *g[layer]) - b[layer] for g, b in zip(given, before, strict=True)]
+        squares = torch.stack([dS.square().sum(dim=(0, 2, 3)) for dS in moved]).sum(0)
+        rms = (squares / (4 * (300 + 66 + 300))).sqrt()
+        assert rms.max() <= 1.001 * lr
+        torch.testing.assert_close(
+            trust.score_stats()[pair.name].rms_change, rms, rtol=1e-3, atol=0
+        )
+
+
+@families
 def test_padding_is_no_part_of_the_scores(family: str, tokens: Any) -> None:
     """The same step, whatever stands in the padded places of half of the sequences."""
     steps = []

@@ -126,22 +126,107 @@ def test_a_compiled_model_is_probed_too(small: Any, tokens: Any, backward: Any) 
         torch.testing.assert_close(p, ends[1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_of_accumulated_parts_the_last_is_the_probe(
-    small: Any, tokens: Any, backward: Any, inputs: Any, scores_of: Any
+def rms_together(
+    pairs: list[QueryKeyPair], given: list[Any], before: list[Any], scores_of: Any
+) -> Tensor:
+    """RMS change of the scores of every head over all micro-batches together: (L, H)."""
+    rows = []
+    for layer, pair in enumerate(pairs):
+        squares, count = torch.zeros(4), 0
+        for read, start in zip(given, before, strict=True):
+            moved = scores_of(pair, *read[layer]) - start[layer]
+            squares += moved.square().sum(dim=(0, 2, 3))
+            count += moved.shape[0] * moved.shape[-1] * (moved.shape[-1] + 1) // 2
+        rows.append((squares / count).sqrt())
+    return torch.stack(rows)
+
+
+@both
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"positions": "learned"}, {"qk_norm": True}], ids=str)
+def test_the_scores_of_all_micro_batches_together_move_by_lr(
+    make: Make, settings: dict[str, Any], compiled: bool, small: Any, tokens: Any, backward: Any,
+    inputs: Any, scores_of: Any,
+) -> None:  # fmt: skip
+    model = small(**settings)
+    pairs = attention_pairs(model)
+    torch._dynamo.reset()
+    optimiser = make(model)
+    run = torch.compile(model, backend="eager") if compiled else model
+    lr = float(optimiser.param_groups[0]["lr"])
+    for step in range(2):
+        # of different size, and without compilation of different length
+        lengths = [(5, 24), (16, 24), (3, 24)] if compiled else [(5, 24), (16, 17), (3, 9)]
+        parts = [tokens(10 * step + n, *size) for n, size in enumerate(lengths)]
+        given = [inputs(model, pairs, part) for part in parts]
+        before = [[scores_of(p, *x) for p, x in zip(pairs, g, strict=True)] for g in given]
+        for part in parts:
+            backward(run, part)
+        optimiser.step()
+        moved = rms_together(pairs, given, before, scores_of)
+        torch.testing.assert_close(moved, torch.full_like(moved, lr), rtol=1e-3, atol=0)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sample_has_an_equal_share_of_every_micro_batch(
+    compiled: bool, small: Any, tokens: Any, backward: Any
 ) -> None:
     model = small()
-    pairs = attention_pairs(model)
-    score = ScoreDescent(pairs, lr=0.2)
-    parts = [tokens(0), tokens(1)]
-    read = inputs(model, pairs, parts[-1])
-    before = [scores_of(pair, *given) for pair, given in zip(pairs, read, strict=True)]
+    torch._dynamo.reset()
+    score = ScoreDescent(attention_pairs(model)[:1], probe=6 * 24)
+    run = torch.compile(model, backend="eager") if compiled else model
+    (probe,) = score.pair_probes[0].probes.values()
+    layer = next(iter(score.pair_probes[0].probes)).module
+
+    def first_rows(parts: list[Tensor]) -> list[Tensor]:
+        rows: list[Tensor] = []
+        hook = layer.register_forward_pre_hook(lambda _, args: rows.append(args[0]))
+        with torch.no_grad():
+            for part in parts:
+                model(part)
+        hook.remove()
+        return rows
+
+    parts = [tokens(n, 4) for n in range(3)]
     for part in parts:
-        backward(model, part)
-    score.step()
-    for pair, given, start in zip(pairs, read, before, strict=True):
-        moved = scores_of(pair, *given) - start
-        rms = (moved.square().sum(dim=(0, 2, 3)) / (16 * 300)).sqrt()
-        torch.testing.assert_close(rms, torch.full_like(rms, 0.2), rtol=1e-3, atol=0)
+        backward(run, part)
+    sample = probe.take()
+    assert sample is not None
+    expected = torch.cat([rows[:2] for rows in first_rows(parts)])
+    torch.testing.assert_close(sample.x, expected)
+
+    # more micro-batches than sequences: evenly spaced ones, and the last; memory stays bounded
+    parts = [tokens(n, 4) for n in range(20)]
+    for part in parts:
+        backward(run, part)
+        assert sum(len(earlier.x) for earlier in probe.earlier) <= 6
+    sample = probe.take()
+    assert sample is not None
+    expected = torch.cat([first_rows(parts)[n][:1] for n in (0, 4, 8, 12, 16, 19)])
+    torch.testing.assert_close(sample.x, expected)
+    assert probe.take() is None
+
+
+def test_passes_that_do_not_count_are_not_measured(small: Any, tokens: Any, backward: Any) -> None:
+    """A pass without a backward pass, and the passes of a step that was not taken."""
+    ends = []
+    for other in (False, True):
+        model = small()
+        score = descent(model)
+        if other:
+            backward(model, tokens(7))
+            backward(model, tokens(8))
+            model.zero_grad()
+        backward(model, tokens(0))
+        if other:
+            model(tokens(5))
+        backward(model, tokens(1))
+        if other:
+            model(tokens(6))
+        score.step()
+        ends.append(weights(model))
+    same(*ends)
 
 
 def test_passes_without_gradients_are_not_looked_at(small: Any, tokens: Any, backward: Any) -> None:
