@@ -73,7 +73,7 @@ def to_mapping(settings: Any) -> dict[str, Any]:
 def to_toml(mapping: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
     """Nested mappings of strings, numbers, booleans and lists of them as TOML text.
 
-    ``comments`` are one line each, under the dotted name of their setting.
+    ``comments`` stand above the setting whose dotted name they have.
 
     >>> print(to_toml({"seed": 1, "train": {"steps": 3}}, {"train.steps": "how long"}), end="")
     seed = 1
@@ -84,7 +84,8 @@ def to_toml(mapping: Mapping[str, Any], comments: Mapping[str, str] = MappingPro
     """
 
     def entry(name: str, key: str, value: Any) -> list[str]:
-        return [*([f"# {comments[name]}"] if name in comments else []), f"{key} = {_toml(value)}"]
+        about = textwrap.wrap(comments.get(name, ""), 98)
+        return [*(f"# {line}" for line in about), f"{key} = {_toml(value)}"]
 
     lines = []
     for key, value in mapping.items():
@@ -153,7 +154,7 @@ class Setting(NamedTuple):
     """What it needs to be read; empty where it is always read."""
 
 
-def reference(cls: type, where: str = "", uses: Collection[Use] = ()) -> Iterator[Setting]:
+def reference(cls: Any, where: str = "", uses: Collection[Use] = ()) -> Iterator[Setting]:
     """Every setting of a settings class and of its sections, as text.
 
     >>> from fenchel.data import TextConfig
@@ -170,7 +171,8 @@ def reference(cls: type, where: str = "", uses: Collection[Use] = ()) -> Iterato
         default = _default(field)
         shown = "" if default in (None, MISSING) else _toml(default)
         needs = [use.needs for use in uses if name in use.names]
-        yield Setting(name, _kind_name(kind), shown, about[field.name], " and ".join(needs))
+        text = about[field.name].replace("``", "")
+        yield Setting(name, _kind_name(kind), shown, text, " and ".join(needs))
     for section, prefix in sections:
         yield from reference(section, prefix, uses)
 

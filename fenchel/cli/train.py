@@ -32,9 +32,10 @@ def run(
     Parameters
     ----------
     config
-        A TOML file of settings; see config.toml of any run.
+        A TOML file of settings; config.toml of any run is one.
     set
         One setting, such as model.width=256 or train.loss=entmax; repeatable, overrides the file.
+        fenchel settings explains them all.
     text
         "sotu", "kjv", a text file, a folder of them, or a .jsonl file. Short for text.source.
     budget

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from fenchel.config import Use, from_mapping, require_read
+from fenchel.config import Use, from_mapping, reference, require_read
 from fenchel.data import TextConfig
 from fenchel.model import ModelConfig
 from fenchel.optim import OptimConfig
@@ -68,6 +68,18 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
     text = mapping.get("text", {})
     model.setdefault("vocabulary", text.get("vocabulary", TextConfig().vocabulary))
     return from_mapping(RunConfig, {**mapping, "model": model})
+
+
+def comments() -> dict[str, str]:
+    """The meaning of every setting, by its dotted name.
+
+    >>> comments()["train.batch"]
+    'Sequences per step, B.'
+    """
+    return {
+        row.name: f"{row.about} Needs {row.needs}." if row.needs else row.about
+        for row in reference(RunConfig)
+    }
 
 
 def change_settings(

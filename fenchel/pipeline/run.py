@@ -29,7 +29,13 @@ from fenchel.files import Damaged, StorageFailed, locked, read_json, sweep
 from fenchel.model import Transformer
 from fenchel.model.transformer import meta_model
 from fenchel.optim import CombinedOptimiser, build_beta2, build_optimiser, build_schedule
-from fenchel.pipeline.config import RunCallback, RunConfig, change_settings, settings
+from fenchel.pipeline.config import (
+    RunCallback,
+    RunConfig,
+    change_settings,
+    comments,
+    settings,
+)
 from fenchel.pipeline.preparation import (
     build_batches,
     build_model,
@@ -79,7 +85,7 @@ def begin(config: RunConfig, path: Path, callback: RunCallback) -> Outcome:
                 config = resolve_steps(config, model, batches, callback)
             require_room(model, run)
             record_corpus(run, corpus)
-            run.write_settings(to_mapping(config))
+            run.write_settings(to_mapping(config), comments())
         except BaseException:
             if new:
                 run.abandon()
@@ -109,7 +115,7 @@ def resume(
             corpus = prepare(same_ids, folder, progress=callback.progress)
             record_corpus(run, corpus)
         if config != settings(before):
-            run.write_settings(to_mapping(config))
+            run.write_settings(to_mapping(config), comments())
         model, batches = build_model(config).to(device), build_batches(config, corpus.train)
         return train_and_report(config, model, run, corpus, batches, callback)
 

@@ -26,7 +26,8 @@ class TrainConfig:
     batch: int = 32
     """Sequences per step, B."""
     accumulate: int = 1
-    """Micro-batches per step, a divisor of ``batch``; more of them need less memory."""
+    """Micro-batches that a step is split into, a divisor of ``batch``: the same step, up to
+    rounding, in less memory."""
     clip: float = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
     loss: str = "cross_entropy"

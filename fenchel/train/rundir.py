@@ -25,6 +25,7 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, FORMAT, require_format
@@ -72,9 +73,11 @@ class RunDir:
         if names and LOCK not in names:
             raise ValueError(f"{self.path} holds other files ({min(names)}); choose a new folder.")
 
-    def write_settings(self, settings: Mapping[str, Any]) -> None:
+    def write_settings(
+        self, settings: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Write the complete settings; from now on the folder is a run."""
-        text = f"# written by fenchel\nformat = {FORMAT}\n{to_toml(settings)}"
+        text = f"# written by fenchel\nformat = {FORMAT}\n{to_toml(settings, comments)}"
         write_atomic(self.path / "config.toml", text)
 
     def read_settings(self) -> dict[str, Any]:

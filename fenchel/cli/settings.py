@@ -1,0 +1,78 @@
+"""fenchel settings: every setting of a run with its type, default and meaning."""
+
+import json as json_format
+from collections.abc import Iterable
+from itertools import groupby
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from fenchel.cli.console import Console
+from fenchel.config import did_you_mean
+
+if TYPE_CHECKING:
+    from fenchel.config import Setting
+
+Switch = Annotated[bool, Parameter(negative="")]
+
+
+def run(prefix: str = "", /, *, markdown: Switch = False, json: Switch = False) -> int:
+    """Print what every setting of a run means, of which type it is, and when it is read.
+
+    Parameters
+    ----------
+    prefix
+        Only settings whose name begins so, such as optim or model.rotary.
+    markdown
+        Print the tables of docs/settings.md.
+    json
+        Print one JSON object, settings by name.
+    """
+    with Console(quiet=json, aside=True) as console:
+        console.progress("loading torch", 0, 0)
+
+        from fenchel.config import reference
+        from fenchel.pipeline import RunConfig
+
+        rows = list(reference(RunConfig))
+    chosen = [row for row in rows if row.name.startswith(prefix)]
+    if not chosen:
+        sections = dict.fromkeys(row.name.partition(".")[0] for row in rows)
+        known = [row.name for row in rows] if "." in prefix else list(sections)
+        raise ValueError(
+            f"no setting begins with {prefix!r}; {did_you_mean(prefix, known, show=str)}"
+        )
+    if json:
+        print(json_format.dumps({row.name: row._asdict() for row in chosen}, indent=1))
+    else:
+        print(tables(chosen) if markdown else plain(chosen, console.terminal.width))
+    return 0
+
+
+def plain(rows: "Iterable[Setting]", width: int) -> str:
+    """One paragraph per setting."""
+    paragraphs = []
+    for row in rows:
+        default = f", {row.default} by default" if row.default else ""
+        paragraphs.append(f"{row.name} ({row.kind}{default})\n{_meaning(row, width)}")
+    return "\n".join(paragraphs)
+
+
+def _meaning(row: "Setting", width: int) -> str:
+    needs = f" Needs {row.needs}." if row.needs else ""
+    return fill(row.about + needs, min(width, 100), initial_indent="  ", subsequent_indent="  ")
+
+
+def tables(rows: "Iterable[Setting]") -> str:
+    """One table in Markdown per section."""
+    lines = []
+    for section, group in groupby(rows, lambda row: row.name.rpartition(".")[0]):
+        lines += ["", f"## {section}", ""] if section else []
+        lines += ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for row in group:
+            default = f"`{row.default}`" if row.default else ""
+            needs = f" Needs {row.needs}." if row.needs else ""
+            meaning = f"{row.about}{needs}".replace("|", "\\|")
+            lines.append(f"| `{row.name}` | {row.kind} | {default} | {meaning} |")
+    return "\n".join(lines)
