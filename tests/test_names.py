@@ -23,6 +23,7 @@ ELSEWHERE = {
     "cli/inspection_tables": "cli/test_inspect.py",
     "cli/reliability": "cli/test_eval.py",
     "cli/report": "cli/test_reading_commands.py",
+    "data/tokenizer_process": "data/test_tokenizer_file.py",
     "generation/plain_decoder": "generation/test_cpu_step.py",
     "hf/proof": "hf/test_adapter_attach.py",
     "inspection/loader": "inspection/test_refusals.py",

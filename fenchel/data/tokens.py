@@ -10,21 +10,25 @@ returns exactly the string that was encoded.
 
 Control tokens are never the result of encoding a text: a text that contains ``<|end|>`` becomes the
 tokens of those seven characters. Which of them begin a text is part of the tokenizer, its template
-(``begin_ids``). A tokenizer.json from elsewhere is untrusted until checked.
+(``begin_ids``). A tokenizer.json from elsewhere is checked (``tokenizer_file``), and one whose
+patterns are not known to be quick encodes in a bounded process (``tokenizer_process``).
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from fenchel.data import tokenizer_file
 from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
-from fenchel.files import read_json
+from fenchel.data.tokenizer_process import EncodingProcess
+from fenchel.files import printable, read_json
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 """An array of token ids, of one or two axes."""
@@ -36,8 +40,9 @@ TRAINED_ON = 2**26
 _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _PADS = (PAD, "<pad>", "[PAD]")
 _FILE_LIMIT = 48 * 2**20  # the largest in use, of 256,000 tokens, is 33 MB
-_SPECIAL_LIMIT = 256  # characters in an added token
-_GROWTH_LIMIT = 64  # characters that replacements may make from one
+_PROBE = "Ab 12\n\té中😀"
+_BOUNDED: "WeakKeyDictionary[Tokenizer, EncodingProcess]" = WeakKeyDictionary()
+"""Tokenizers that encode in a process of their own."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -73,22 +78,28 @@ def load_tokenizer(path: Path, *, needs_end: bool = True) -> Tokenizer:
     ``needs_end`` refuses one without an end token, which training puts between documents.
     """
     raw = read_json(path, limit=_FILE_LIMIT)
-    _check_tokens(raw, path)
-    _check_growth(raw, path)
+    tokenizer_file.check(raw, path)
     # Truncation, padding and dropout belong to a pipeline; here every text has one full encoding.
     raw["truncation"] = raw["padding"] = None
     if isinstance(model := raw.get("model"), dict) and model.get("dropout"):
         model["dropout"] = None
-    with _rust(f"read {path}"):
-        tokenizer = Tokenizer.from_str(json.dumps(raw))
+    text = json.dumps(raw)
+    bounded = None
+    if not tokenizer_file.is_plain(raw):
+        bounded = EncodingProcess(text, printable(path, 200), _PROBE)
+    with _rust(f"read {path}"), _without_panic_lines():
+        tokenizer = Tokenizer.from_str(text)
     _check_ids(tokenizer, path)
     if needs_end and not has_end(tokenizer):
         raise ValueError(
             f"{path} has no special token that ends a document; it needs one of {', '.join(_ENDS)}."
         )
     _spell_out_specials(tokenizer)
-    with _rust(f"use {path}"):  # errors that appear only in use appear here, before any work
-        tokenizer.decode(tokenizer.encode("Ab 12\n\té中😀").ids)
+    # Errors that appear only in use appear here, before any work.
+    with _rust(f"use {path}"), _without_panic_lines():
+        tokenizer.decode(tokenizer.encode(_PROBE).ids)
+    if bounded is not None:
+        _BOUNDED[tokenizer] = bounded
     return tokenizer
 
 
@@ -116,10 +127,7 @@ def begin_ids(tokenizer: Tokenizer) -> list[int]:
     >>> begin_ids(tokenizer), begin_ids(begin_with(tokenizer, end_id(tokenizer)))
     ([], [0])
     """
-    with _rust("encode a text"):
-        encoded = tokenizer.encode("a")
-    mask = encoded.special_tokens_mask
-    return list(encoded.ids[: mask.index(0)] if 0 in mask else encoded.ids)
+    return _around(tokenizer)[0]
 
 
 def begin_with(tokenizer: Tokenizer, token: int) -> Tokenizer:
@@ -146,9 +154,18 @@ def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
     >>> len(encode(tokenizer, "aa")), len(encode_whole(tokenizer, "aa"))
     (1, 2)
     """
-    encode(tokenizer, text)  # refuses what is no text or contains a control token
-    with _rust("encode the text"):
-        return list(tokenizer.encode(text).ids)
+    before, after = _around(tokenizer)
+    return [*before, *encode(tokenizer, text), *after]
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids of the control tokens that the template puts before and after a text."""
+    with _rust("encode a text"):
+        encoded = tokenizer.encode("a")
+    ids, mask = list(encoded.ids), encoded.special_tokens_mask
+    if 0 not in mask:
+        return ids, []
+    return ids[: mask.index(0)], ids[len(mask) - mask[::-1].index(0) :]
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
@@ -167,9 +184,12 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     for text in texts:
         if not _is_unicode(text):
             raise ValueError("the text contains a lone surrogate, which UTF-8 cannot represent.")
-    with _rust("encode the text"):
-        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        rows = [row.ids for row in encoded]
+    if (bounded := _BOUNDED.get(tokenizer)) is not None:
+        rows = bounded.encode(texts)
+    else:
+        with _rust("encode the text"):
+            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            rows = [row.ids for row in encoded]
     # A model whose vocabulary has the whole spelling can still produce it.
     control = _control_ids(tokenizer)
     for row in rows:
@@ -196,8 +216,26 @@ def _rust(doing: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, OSError, ValueError):
         raise
     except BaseException as error:  # a Rust panic is a BaseException and not an Exception
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = printable(" ".join(str(error).split()), 300).rstrip(".")
         raise ValueError(f"cannot {doing}: {reason}.") from None
+
+
+@contextmanager
+def _without_panic_lines() -> Iterator[None]:
+    """Within, file descriptor 2 leads nowhere: a Rust panic writes lines of its own to it."""
+    try:
+        terminal = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
 
 
 def _at_most(limit: int, texts: Iterable[str]) -> Iterator[str]:
@@ -234,53 +272,6 @@ def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
     added = tokenizer.get_added_tokens_decoder()
     unknown = getattr(tokenizer.model, "unk_token", None)  # marks unknown text, controls nothing
     return frozenset(id for id, t in added.items() if t.special and t.content != unknown)
-
-
-def _check_tokens(raw: dict[str, Any], path: Path) -> None:
-    added = raw.get("added_tokens", [])
-    if not isinstance(added, list):
-        raise ValueError(f"{path} should list its added_tokens, got {type(added).__name__}.")
-    model = raw.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    count = len(added) + (len(vocab) if isinstance(vocab, dict | list) else 0)
-    if count > LARGEST_VOCABULARY:
-        raise ValueError(f"{path} has {count} tokens; more than {LARGEST_VOCABULARY} is refused.")
-    for token in added:
-        content = token.get("content") if isinstance(token, dict) else None
-        if not isinstance(content, str) or not 0 < len(content) <= _SPECIAL_LIMIT:
-            raise ValueError(
-                f"{path} has an added token that is not a string "
-                f"of 1 to {_SPECIAL_LIMIT} characters."
-            )
-
-
-def _check_growth(raw: dict[str, Any], path: Path) -> None:
-    """Refuses replacements that together could expand a short text into a very long one."""
-    growth = prod(_growth(part) for part in _typed_parts(raw) if part["type"] == "Replace")
-    if growth > _GROWTH_LIMIT:
-        raise ValueError(
-            f"{path} replaces one character by as many as {growth}; "
-            f"more than {_GROWTH_LIMIT} is refused."
-        )
-
-
-def _growth(replace: dict[str, Any]) -> int:
-    size = len(str(replace.get("content", "")))
-    pattern = replace.get("pattern")
-    literal = isinstance(pattern, dict) and bool(pattern.get("String"))
-    return max(1, size if literal else 1 + size)  # an empty match inserts text
-
-
-def _typed_parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    pending: list[Any] = [v for k, v in raw.items() if k not in ("model", "added_tokens")]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            if "type" in value:
-                yield value
-            pending.extend(value.values())
-        elif isinstance(value, list):
-            pending.extend(value)
 
 
 def _check_ids(tokenizer: Tokenizer, path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from fenchel.data import tokens
+from fenchel.data import tokenizer_file, tokens
 from fenchel.data.tokens import (
     END,
     PAD,
@@ -233,7 +233,7 @@ def test_a_file_too_large_is_refused_before_it_is_read(
 def test_more_tokens_than_anybody_needs_are_refused(
     raw: dict[str, Any], load: Callable[[Any], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "LARGEST_VOCABULARY", 300)
+    monkeypatch.setattr(tokenizer_file, "LARGEST_VOCABULARY", 300)
     count = len(raw["model"]["vocab"]) + 2
     with pytest.raises(ValueError, match=f"has {count} tokens; more than 300 is refused"):
         load(raw)
