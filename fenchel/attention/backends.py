@@ -11,17 +11,19 @@ A call is described by plain facts (``CallFacts``), so that nothing is computed 
 
 **The costs.** A call takes about
 
-    start + score * (scores visited) + entry * (entries of log u written out)
+    start + score * (scores visited) + entry * (entries of log u)
 
 where the scores visited are all of them, or for back ends that skip keys those that the prior's
-``key_range`` leaves open to some row of a tile. ``_RATES`` has the measured constants.
+``key_range`` leaves open to some row of a tile, and the entries of log u are those written out, for
+flex those computed in the kernel. ``_RATES`` has the measured constants.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -157,24 +159,25 @@ class _Rate(NamedTuple):
     score: float
     """Picoseconds per score visited."""
     entry: float = 0.0
-    """Picoseconds per entry of log u that is written out."""
+    """Picoseconds per entry of log u."""
+    mask: float = 0.0
+    """Picoseconds per entry of FlexAttention's mask where it is made anew."""
 
 
 # Fitted to measurements, forward (False) and forward with backward (True).
 #   cpu     the cases of benchmarks/attention_auto.py, float32, 4 heads of 64, 512 to 4096 keys, in
 #           CPU seconds of one core with AVX-512; the start of blocked and the rates of flex on two.
-#   cuda    an H200, bfloat16, 32k tokens in 16 heads of 64, sequences of 8k, milliseconds forward /
-#           with backward: fused softmax 1.25 / 4.6, a dense window mask 5.3 / 15.6, a dense ALiBi
-#           bias 14.0 / 24.5; flex .38 / 1.49 under a window of 512, 2.6 / 8.2 under causal ALiBi
-#           (1.5 to 2 times that when compiled for any length). The starts come from 16k to 32k
-#           tokens in sequences of 256 to 2048. Those of reference and blocked are estimates.
+#   cuda    the same on an H200, bfloat16, 16k tokens in 16 heads of 64, 256 to 8192 keys: all four
+#           numbers of sdpa and flex; those of reference and blocked are estimates. A call there
+#           takes the longer of what the host and the device need; the starts are a compromise.
 _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
     ("cpu", False): {
         "reference": _Rate(0.0, 10e3),
         "blocked": _Rate(10000.0, 9e3, 1e3),
         "sdpa": _Rate(0.0, 4.5e3, 2.5e3),
         "fused": _Rate(0.0, 4.5e3),
-        "flex": _Rate(300.0, 6e3, 5e3),
+        "flex": _Rate(300.0, 6e3, 0.0, 5e3),
+        "flex with a table": _Rate(300.0, 6e3, 0.0, 5e3),
     },
     ("cpu", True): {
         "reference": _Rate(0.0, 19e3),
@@ -185,16 +188,18 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
     ("cuda", False): {
         "reference": _Rate(150.0, 20.0, 8.0),
         "blocked": _Rate(600.0, 15.0, 8.0),
-        "sdpa": _Rate(220.0, 1.2, 9.0),
+        "sdpa": _Rate(60.0, 1.05, 9.2),
         "fused": _Rate(20.0, 0.6),
-        "flex": _Rate(400.0, 1.3, 8.0),
+        "flex": _Rate(320.0, 0.7, 1.2, 10.0),
+        "flex with a table": _Rate(2300.0, 0.7, 8.0, 10.0),
     },
     ("cuda", True): {
         "reference": _Rate(400.0, 50.0, 8.0),
         "blocked": _Rate(1500.0, 40.0, 16.0),
-        "sdpa": _Rate(500.0, 3.6, 9.0),
+        "sdpa": _Rate(200.0, 3.6, 9.0),
         "fused": _Rate(50.0, 2.1),
-        "flex": _Rate(1100.0, 4.0, 8.0),
+        "flex": _Rate(1200.0, 2.5, 3.3, 10.0),
+        "flex with a table": _Rate(4000.0, 2.5, 300.0, 10.0),
     },
 }
 _ONE_PIECE = 1 << 16
@@ -205,18 +210,21 @@ _WORTH_COMPILING = 1 << 24
 """Scores below which no kernel is compiled: compiling takes seconds and would save microseconds."""
 _FLEX_ROWS = 128
 """Rows of a block of FlexAttention's mask."""
-_MASK_START = 5000.0
+_MASK_START = 5500.0
 """Microseconds to make FlexAttention's mask anew, as padding and sinks need it at every call."""
 _SAMPLES = 8
 """Bands of rows whose keys are counted to estimate how many scores are visited."""
 
 
+def _rates(call: CallFacts) -> dict[str, _Rate]:
+    return _RATES.get((call.device, call.gradient)) or _RATES["cuda", call.gradient]
+
+
 def _cost(call: CallFacts, rate: str, visited: float, entries: float = 0.0) -> float:
     """Microseconds; ``visited`` and ``entries`` are parts of the scores of one head."""
-    rates = _RATES.get((call.device, call.gradient)) or _RATES["cuda", call.gradient]
-    start, score, entry = rates[rate]
+    start, score, entry, _ = _rates(call)[rate]
     heads = squares = call.B * call.H
-    if entries and rate != "blocked":  # every tile writes its own part of log u
+    if entries and rate in ("reference", "sdpa"):  # the others compute log u for every score
         by_sequence, by_head = (False, False) if call.prior is None else call.prior.varies()
         squares = (call.B if by_sequence else 1) * (call.H if by_head else 1)
     return start + 1e-6 * call.T * call.S * (score * visited * heads + entry * entries * squares)
@@ -259,9 +267,15 @@ def _flex_cost(call: CallFacts) -> float:
     if scores < _WORTH_COMPILING or not flex.can_compile(call.device):
         return math.inf
     visited, _ = _visited(call, _FLEX_ROWS)
-    if call.prior is not None and flex.remakes_mask(call.prior):
-        return _MASK_START + _cost(call, "flex", visited, 1.0)
-    return _cost(call, "flex", visited)
+    if call.prior is None:
+        return _cost(call, "flex", visited)
+    rate = "flex with a table" if flex.has_table(call.prior) else "flex"
+    cost = _cost(call, rate, visited, visited if flex.has_bias(call.prior) else 0.0)
+    if flex.remakes_mask(call.prior):
+        by_sequence, by_head = call.prior.varies()
+        squares = (call.B if by_sequence else 1) * (call.H if by_head else 1)
+        cost += _MASK_START + 1e-6 * _rates(call)[rate].mask * squares * call.T * call.S
+    return cost
 
 
 def _visited(call: CallFacts, height: int) -> tuple[float, float]:
@@ -321,9 +335,15 @@ def backend_named(name: str, call: CallFacts) -> Backend:
 
 def cheapest(call: CallFacts) -> Backend:
     """The back end that ``auto`` takes."""
-    if call.compiling or not (call.prior is None or flex.has_value_equality(call.prior)):
+    if call.compiling:
         return _cheapest(call)
-    return _cached_cheapest(call)
+    if call.prior is None or flex.has_value_equality(call.prior):
+        return _cached_cheapest(call)
+    by_facts = _BY_PRIOR.setdefault(call.prior, {})
+    facts = tuple(getattr(call, name) for name in _FACTS)
+    if facts not in by_facts:
+        by_facts[facts] = _cheapest(call)
+    return by_facts[facts]
 
 
 def _cheapest(call: CallFacts) -> Backend:
@@ -339,6 +359,9 @@ def _cheapest(call: CallFacts) -> Backend:
 
 
 _cached_cheapest = lru_cache(maxsize=1024)(_cheapest)
+_BY_PRIOR: WeakKeyDictionary[Prior, dict[tuple[object, ...], Backend]] = WeakKeyDictionary()
+"""The choice for priors that carry tensors, which are equal only to themselves."""
+_FACTS = tuple(field.name for field in fields(CallFacts) if field.name != "prior")
 _LEFT_OUT: set[tuple[object, ...]] = set()
 """Back ends and kinds of calls for which no kernel could be compiled on this machine."""
 
@@ -346,7 +369,13 @@ _LEFT_OUT: set[tuple[object, ...]] = set()
 def leave_out(backend: Backend, call: CallFacts) -> None:
     """Let ``auto`` take another back end for calls of this kind from now on."""
     _LEFT_OUT.add((backend.name, *_kind(call)))
+    clear_caches()
+
+
+def clear_caches() -> None:
+    """Decide anew at the next calls."""
     _cached_cheapest.cache_clear()
+    _BY_PRIOR.clear()
 
 
 def _kind(call: CallFacts) -> tuple[object, ...]:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fenchel.attention.prior import Prior, ScoreIndex
+from fenchel.attention.prior import Prior, ScoreBlock, ScoreIndex
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,6 @@ class ALiBi(Prior):
     def __post_init__(self) -> None:
         if self.heads < 1:
             raise ValueError(f"ALiBi needs 1 head or more, got {self.heads}.")
-
-    def admits(self, at: ScoreIndex) -> None:  # noqa: ARG002
-        """Every key is open."""
-        return
 
     def bias(self, at: ScoreIndex) -> Tensor:
         """-m_h |i - j|."""
@@ -98,16 +94,32 @@ class RelativeBias(Prior):
                 f"{tuple(self.table.shape)}."
             )
 
-    def admits(self, at: ScoreIndex) -> None:  # noqa: ARG002
-        """Every key is open."""
-        return
-
     def bias(self, at: ScoreIndex) -> Tensor:
         """The entry of the bucket and the head."""
         row = bucket(
             at.j - at.i, self.table.shape[0], both_sides=self.both_sides, distance=self.distance
         )
         return self.table[row, at.h]
+
+    def dense(self, block: ScoreBlock, dtype: torch.dtype) -> Tensor:
+        """One entry per distance, then the rows as windows of them.
+
+        A block of t rows and s keys has t + s - 1 distances, and row r is the window that begins at
+        t - 1 - r. The gradient is then a sum along diagonals; looked up entry by entry it would be
+        a sort of all entries, a hundred times as slow on a GPU.
+        """
+        heads = range(block.H)[block.heads]
+        rows, keys = range(block.T)[block.rows], range(block.S)[block.keys]
+        if not rows or not keys or {rows.step, keys.step, heads.step} != {1}:
+            return super().dense(block, dtype)
+        first = keys[0] - (rows[-1] + block.S - block.T)
+        distance = torch.arange(first, first + len(rows) + len(keys) - 1, device=block.device)
+        row = bucket(
+            distance, self.table.shape[0], both_sides=self.both_sides, distance=self.distance
+        )
+        by_distance = self.table.to(distance.device)[row, heads.start : heads.stop].T.contiguous()
+        # in the table's own precision up to here, since the gradient adds up many entries
+        return by_distance.unfold(1, len(keys), 1).to(dtype).flip(1)[None]
 
     def varies(self) -> tuple[bool, bool]:
         """Between heads."""

@@ -59,15 +59,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
             block_mask=mask,
             scale=scale * beta if capped is None else scale,
             enable_gqa=k.shape[1] != H,
-            kernel_options=_SMALL if q.is_cuda and biased and _has_table(prior) else None,
+            kernel_options=_SMALL if q.is_cuda and prior and biased and has_table(prior) else None,
         )
     return out
 
 
-def _has_table(prior: Prior | None) -> bool:
+def has_table(prior: Prior) -> bool:
     """Whether log u is looked up, or learns."""
-    tensors = () if prior is None else prior.tensors()
-    return any(x.ndim > 1 or (torch.is_grad_enabled() and x.requires_grad) for x in tensors)
+    learns = torch.is_grad_enabled()
+    return any(x.ndim > 1 or (learns and x.requires_grad) for x in prior.tensors())
+
+
+def has_bias(prior: Prior) -> bool:
+    """Whether log u has a finite part."""
+    parts = prior.parts if isinstance(prior, PriorSum) else (prior,)
+    return any(type(part).bias is not Prior.bias for part in parts)
 
 
 @cache

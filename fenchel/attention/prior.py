@@ -24,7 +24,6 @@ key j of S,
 b, h, i, j are integer tensors that broadcast against one another. log u broadcasts to (B, H, T, S).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -81,12 +80,12 @@ class ScoreBlock(NamedTuple):
         return x[tuple(p if n > 1 else whole for p, n in zip(self[5:], x.shape, strict=True))]
 
 
-class Prior(ABC):
-    """log u over the keys, for every sequence, head and query."""
+class Prior:
+    """log u over the keys, for every sequence, head and query; 0 everywhere in this base."""
 
-    @abstractmethod
-    def admits(self, at: ScoreIndex) -> Tensor | None:
+    def admits(self, at: ScoreIndex) -> Tensor | None:  # noqa: ARG002
         """Whether the key is open to the position; None when every key is."""
+        return None
 
     def bias(self, at: ScoreIndex) -> Tensor | None:  # noqa: ARG002
         """The finite part of log u; None when it is 0 everywhere."""
@@ -116,7 +115,7 @@ class Prior(ABC):
         """The same prior with per-head functions replaced by lookup tables, for kernels."""
         return self
 
-    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027
+    def check(self, B: int, H: int, T: int, S: int) -> None:
         """Raises ValueError for a call that this prior does not fit."""
 
     def dense(self, block: ScoreBlock, dtype: torch.dtype) -> Tensor:

@@ -37,20 +37,23 @@ def check(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, softcap: float | None = None
 ) -> None:
     """Raises ValueError with the shapes where they do not fit together."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if min(q.dim(), k.dim(), v.dim()) < 2 or not q.dim() == k.dim() == v.dim():
         raise ValueError(
-            f"attend needs q, k, v with the same number of axes, 2 or more; got {shapes}."
+            f"attend needs q, k, v with the same number of axes, 2 or more; got {_shapes(q, k, v)}."
         )
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"a query and a key must be equally wide; got {shapes}.")
+        raise ValueError(f"a query and a key must be equally wide; got {_shapes(q, k, v)}.")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"there must be one value for each key; got {shapes}.")
+        raise ValueError(f"there must be one value for each key; got {_shapes(q, k, v)}.")
     if any(n != m and 1 not in (n, m) for n, m in zip(q.shape[:-3], k.shape[:-3], strict=True)):
-        raise ValueError(f"q and k must hold the same batch, or one of them 1; got {shapes}.")
+        raise ValueError(
+            f"q and k must hold the same batch, or one of them 1; got {_shapes(q, k, v)}."
+        )
     H, G = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k))
     if G == 0 or H % G:
-        raise ValueError(f"{G} heads of keys do not divide {H} heads of queries; got {shapes}.")
+        raise ValueError(
+            f"{G} heads of keys do not divide {H} heads of queries; got {_shapes(q, k, v)}."
+        )
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(
             f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}."
@@ -59,3 +62,7 @@ def check(
         raise ValueError(f"dropout is a probability in [0, 1); got {dropout}.")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise ValueError(f"softcap is a finite number above 0, or None; got {softcap}.")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

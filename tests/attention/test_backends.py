@@ -13,6 +13,7 @@ from fenchel.attention import (
     Dense,
     Padding,
     Prior,
+    RelativeBias,
     Sink,
     Window,
     attend,
@@ -67,16 +68,15 @@ PRIORS: dict[str, Prior] = {
     "window": Window(512),
     "ALiBi": ALiBi(16) + Causal(),
     "padding": Padding(torch.tensor([8192, 100, 5000, 7])) + Causal(),
-    "sink": Sink(torch.zeros(16), Causal()),
 }
 
 
 @pytest.fixture
 def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flex, "can_compile", lambda _: True)
-    backends._cached_cheapest.cache_clear()
+    backends.clear_caches()
     yield
-    backends._cached_cheapest.cache_clear()
+    backends.clear_caches()
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -86,15 +86,24 @@ def test_auto_compiles_for_a_long_call_and_only_then(
     prior: Prior, gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = replace(LONG, prior=prior, gradient=gradient)
-    # A mask that is made at every call costs more than a forward pass saves.
-    dense = flex.remakes_mask(prior) and not gradient
-    assert cheapest(long).name == ("sdpa" if dense else "flex")
+    if flex.remakes_mask(prior):  # at every call, which costs more than such a call saves
+        assert cheapest(replace(long, T=2048, S=2048)).name == "sdpa"
+        long = replace(long, T=1 << 16, S=1 << 16)
+    assert cheapest(long).name == "flex"
     elsewhere = {"T": 64, "S": 64}, {"learns": True}, {"transformed": True}, {"compiling": True}
     for change in (*elsewhere, {"device": "cpu", "gradient": True}, {"dropout": 0.1}):
         assert cheapest(replace(long, **change)).name != "flex"
     monkeypatch.setattr(flex, "can_compile", lambda _: False)
-    backends._cached_cheapest.cache_clear()
+    backends.clear_caches()
     assert cheapest(long).name == "sdpa"
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("gradient", [False, True])
+def test_sinks_and_tables_stay_with_the_dense_mask(gradient: bool) -> None:
+    for prior in (Sink(torch.zeros(16), Causal()), RelativeBias(torch.zeros(32, 16)) + Causal()):
+        long = replace(LONG, B=2, T=2048, S=2048, prior=prior, gradient=gradient)
+        assert cheapest(long).name == "sdpa"
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -120,12 +129,12 @@ def test_auto_on_a_cpu_skips_keys_where_a_window_leaves_few(
     gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "can_compile", lambda _: False)
-    backends._cached_cheapest.cache_clear()
+    backends.clear_caches()
     call = replace(LONG, device="cpu", dtype=torch.float32, prior=Window(512), gradient=gradient)
     assert cheapest(call).name == "blocked"
     assert cheapest(replace(call, prior=Window(8000, 8000))).name == "sdpa"
     assert cheapest(replace(call, T=64, S=64)).name == "sdpa"
-    backends._cached_cheapest.cache_clear()
+    backends.clear_caches()
 
 
 def test_auto_takes_another_back_end_where_no_kernel_compiles(
@@ -140,7 +149,7 @@ def test_auto_takes_another_back_end_where_no_kernel_compiles(
     cheap = replace(backends.BACKENDS["flex"], cost=lambda _: -1.0, attend=broken)
     monkeypatch.setitem(backends.BACKENDS, "flex", cheap)
     monkeypatch.setattr(backends, "_LEFT_OUT", set())
-    backends._cached_cheapest.cache_clear()
+    backends.clear_caches()
     wanted = attend(*qkv, prior=Window(2), backend="reference")
     with pytest.warns(RuntimeWarning, match="did not compile"):
         torch.testing.assert_close(attend(*qkv, prior=Window(2)), wanted)
@@ -148,7 +157,7 @@ def test_auto_takes_another_back_end_where_no_kernel_compiles(
     assert len(tries) == 1  # the failure is remembered for calls of this kind
     with pytest.raises(AssertionError, match="no kernel"):  # asked for by name, it is an error
         attend(*qkv, prior=Window(2), backend="flex")
-    backends._cached_cheapest.cache_clear()
+    backends.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """fenchel/attention/bias.py: slopes, buckets, and what a bias means as a prior."""
 
+import itertools
+
 import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -7,6 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from fenchel.attention import ALiBi, Causal, RelativeBias, attend
 from fenchel.attention.bias import bucket, slope
+from fenchel.attention.prior import Prior, ScoreBlock
 from fenchel.choice import Softmax
 
 
@@ -37,6 +40,32 @@ def test_under_a_causal_mask_three_forms_of_alibi_are_one(draw) -> None:
     torch.testing.assert_close(causal[0], causal[2], atol=1e-15, rtol=0)
     free = [Softmax().weights(z, form.double()) for form in forms]
     assert (free[0] - free[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("both_sides", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 9), (7, 7), (5, 40), (9, 4), (0, 3), (200, 200)])
+def test_a_relative_bias_written_out_is_the_table_entry_by_entry(
+    draw, both_sides: bool, dtype: torch.dtype, T: int, S: int
+) -> None:
+    table = draw(8, 4).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    prior = RelativeBias(table, both_sides, distance=20)
+    some = slice(1, None), slice(1, 3), slice(0, None, 2)
+    for rows, keys, heads in itertools.product((slice(None), *some), repeat=3):
+        block = ScoreBlock(1, 4, T, S, None, slice(None), heads, rows, keys)
+        quick, plain = prior.dense(block, dtype), Prior.dense(prior, block, dtype)
+        assert torch.equal(quick, plain)
+        if quick.numel() and dtype == torch.float64:
+            towards = torch.linspace(-1, 1, quick.numel(), dtype=dtype).view(quick.shape)
+            gradients = [torch.autograd.grad(x, table, towards)[0] for x in (quick, plain)]
+            torch.testing.assert_close(*gradients)
+
+
+def test_the_gradient_of_a_relative_bias_adds_up_in_the_precision_of_the_table() -> None:
+    table = torch.zeros(4, 1, requires_grad=True)
+    log_u = RelativeBias(table).log(600, 600, dtype=torch.bfloat16)
+    log_u.sum().backward()
+    assert table.grad.sum() == 600 * 600  # bfloat16 stops counting at 256
 
 
 def test_a_bias_is_a_prior_that_multiplies_the_weights(draw) -> None:
