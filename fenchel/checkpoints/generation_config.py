@@ -6,6 +6,7 @@ refused. Settings that ``fenchel.generation`` does not
 have (beams, other penalties, logits processors) are not read.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,20 @@ class GenerationConfig:
     """Applies to greedy decoding too, as in Hugging Face."""
 
 
-def read_generation_config(path: str | Path) -> GenerationConfig:
-    """The generation settings of the Hugging Face directory ``path``."""
+def read_generation_config(
+    path: str | Path, config: Mapping[str, Any] | None = None
+) -> GenerationConfig:
+    """The generation settings of the Hugging Face directory ``path``, whose ``config`` is read
+    unless it is given.
+    """
     path = Path(path)
     name = GENERATION if has_file(path, GENERATION) else CONFIG
-    settings = read_bounded_json(path, name)
-    if name == GENERATION and has_file(path, CONFIG):
-        config = read_bounded_json(path, CONFIG)
-        settings = {key: config[key] for key in TOKEN_IDS if key in config} | settings
+    if config is None:
+        config = read_bounded_json(path, CONFIG) if has_file(path, CONFIG) else {}
+    settings = dict(config)
+    if name == GENERATION:
+        tokens = {key: config[key] for key in TOKEN_IDS if key in config}
+        settings = tokens | read_bounded_json(path, name)
     reader = ConfigReader(settings, (), path / name)
     sampled = reader.has("do_sample") and reader.flag("do_sample")
     return GenerationConfig(

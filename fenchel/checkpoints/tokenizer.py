@@ -18,6 +18,7 @@ in tokenizer_config.json. A template takes precedence in transformers too, which
 there is neither a template nor a switch: the last rows but one are what the model was trained on.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,13 @@ from fenchel.model.families import FAMILIES
 from fenchel.model.families.config_reader import CONFIG
 
 
-def read_tokenizer(path: Path, vocabulary: int | None = None) -> Tokenizer:
-    """tokenizer.json of a directory; refused if it has more ids than ``vocabulary``."""
+def read_tokenizer(
+    path: Path, vocabulary: int | None = None, config: Mapping[str, Any] | None = None
+) -> Tokenizer:
+    """tokenizer.json of a directory; refused if it has more ids than ``vocabulary``.
+
+    ``config`` is its config.json, which is read unless it is given.
+    """
     if not has_file(path, TOKENIZER):
         raise ValueError(
             f"{path} holds no {TOKENIZER}; save the model's fast tokenizer there "
@@ -53,7 +59,7 @@ def read_tokenizer(path: Path, vocabulary: int | None = None) -> Tokenizer:
             "it is not the tokenizer of this model."
         )
     if not begin_ids(tokenizer):
-        begin = end_id(tokenizer) if run else _bos_id(path, tokenizer)
+        begin = end_id(tokenizer) if run else _bos_id(path, tokenizer, config)
         tokenizer = tokenizer if begin is None else begin_with(tokenizer, begin)
     return tokenizer
 
@@ -77,18 +83,18 @@ def describe_beginning(tokenizer: Tokenizer) -> str:
     return f"A text begins with {' '.join(names) or 'no control token'}."
 
 
-def _bos_id(path: Path, tokenizer: Tokenizer) -> int | None:
+def _bos_id(path: Path, tokenizer: Tokenizer, config: Mapping[str, Any] | None) -> int | None:
     """The token that begins a text where the template of tokenizer.json has none."""
-    if not has_file(path, CONFIG):
-        return None
+    if config is None:
+        config = read_bounded_json(path, CONFIG) if has_file(path, CONFIG) else {}
     settings = read_bounded_json(path, TOKENIZER_CONFIG) if has_file(path, TOKENIZER_CONFIG) else {}
-    family = read_bounded_json(path, CONFIG).get("model_type")
     adds = settings.get("add_bos_token")
     if not isinstance(adds, bool):
+        family = config.get("model_type")
         adds = all(one.begins_with_bos for one in FAMILIES if one.name == family)
     if not adds:
         return None
-    bos = read_generation_config(path).bos
+    bos = read_generation_config(path, config).bos
     bos = _token_id(tokenizer, settings.get("bos_token")) if bos is None else bos
     # transformers writes the family's own id into configs of other vocabularies, such as 50256.
     return None if bos is None or tokenizer.id_to_token(bos) is None else bos

@@ -6,7 +6,11 @@ here and one export in ``fenchel/choice/__init__.py``. The settings of a map are
 dataclass, and each has a default. ``Capped`` has none for its cap, so it has no name.
 """
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
 
 from fenchel.choice.base import Choice
 from fenchel.choice.entmax import Entmax, Sparsemax
@@ -58,3 +62,39 @@ def maps_with(setting: str) -> list[str]:
 
 SETTINGS = tuple(dict.fromkeys(setting for name in MAPS for setting in settings_of(name)))
 """The settings of all maps, each once."""
+
+FIELD = "fenchel"
+"""The field of a config.json that holds the map of the attention: see ``choice_record``."""
+
+
+def choice_record(choice: Choice) -> dict[str, Any]:
+    """A choice map as plain values, for a config.
+
+    >>> from fenchel.choice import Entmax
+    >>> choice_record(Entmax(1.5))
+    {'map': 'entmax', 'alpha': 1.5, 'beta': 1.0}
+    """
+    record: dict[str, Any] = {"map": type(choice).__name__.lower()}
+    names: list[str] = [field.name for field in fields(choice)] if is_dataclass(choice) else []
+    for name in names:
+        value = getattr(choice, name)
+        record[name] = value.tolist() if isinstance(value, Tensor) else value
+    return record
+
+
+def choice_from_record(record: object) -> Choice:
+    """The choice map of a config's field, which may hold anything.
+
+    >>> choice_from_record({"map": "entmax", "alpha": 1.5})
+    Entmax(alpha=1.5, beta=1.0)
+    """
+    known = {"map", *SETTINGS}
+    if not isinstance(record, Mapping) or not isinstance(record.get("map"), str):
+        raise ValueError(f'the config\'s field "{FIELD}" should hold a map and its settings.')
+    if unknown := sorted(str(key)[:40] for key in record.keys() - known):
+        raise ValueError(f'the config\'s field "{FIELD}" holds {unknown[0]!r}, unknown here.')
+    settings = {key: record[key] for key in SETTINGS if key in record}
+    for key, value in settings.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f'the config\'s field "{FIELD}" should give {key} as a number.')
+    return by_name(record["map"], **{key: float(value) for key, value in settings.items()})

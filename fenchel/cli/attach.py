@@ -58,9 +58,9 @@ def run(
     """
     from fenchel.checkpoints.hf_export import write_copy
     from fenchel.checkpoints.tokenizer import read_tokenizer
+    from fenchel.choice.by_name import FIELD
     from fenchel.evaluate import text_ids
     from fenchel.hf import prove
-    from fenchel.hf.adapter import FIELD
 
     if out is not None and out.exists():
         raise ValueError(f"{out} exists and is left alone; name another directory.")
@@ -83,7 +83,7 @@ def run(
         lines += _score_lines(scores)
     if out is not None:
         write_copy(checkpoint, out, {FIELD: record["map"]})
-        lines.append(f"saved to {out}; fenchel attach {out} finds the map in its config")
+        lines.append(f"saved to {out} with the map in its config, where every command finds it")
     print(json_format.dumps(record) if json else "\n".join(lines))
     return 0
 
@@ -103,7 +103,7 @@ def _load(directory: Path) -> "tuple[CheckpointDirectory, Any]":
 def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":
     """The map that was named, or the one the checkpoint was saved with."""
     from fenchel.choice import by_name, maps_with
-    from fenchel.hf.adapter import FIELD, choice_from_record
+    from fenchel.choice.by_name import FIELD, choice_from_record
 
     options = {"alpha": alpha, "beta": beta}
     settings = {name: value for name, value in options.items() if value is not None}
@@ -175,7 +175,7 @@ def _score(
 
 
 def _plain(kind: str, proof: "Proof") -> dict[str, Any]:
-    from fenchel.hf.adapter import choice_record
+    from fenchel.choice.by_name import choice_record
 
     return {
         "model": kind,

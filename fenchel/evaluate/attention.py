@@ -61,7 +61,7 @@ def attention_calls(model: Transformer, ids_BT: Tensor) -> list[AttentionCall]:
         calls.append(model.attention_call(layer, q, k, v))
 
     with evaluating(model):
-        model(ids_BT, observe=observe, last=True)
+        model(ids_BT, observe=observe, last=True, return_hidden=True)
     return calls
 
 

@@ -152,7 +152,8 @@ class HarnessAdapter:
     def _score(self, x_NM: torch.Tensor, targets_N: torch.Tensor) -> tuple[float, bool]:
         """log p of the targets, and whether all are the argmax, with few logits at a time."""
         value, greedy, rows = 0.0, True, max(1, LOGITS // self.model.config.vocabulary)
-        for x, targets in zip(x_NM.split(rows), targets_N.split(rows), strict=True):
+        blocks = zip(torch.split(x_NM, rows), torch.split(targets_N, rows), strict=True)
+        for x, targets in blocks:
             log_p = self.model.logits(x).float().log_softmax(-1)
             value += float(log_p.gather(-1, targets[:, None]).sum(dtype=torch.float64))
             greedy = greedy and bool((log_p.argmax(-1) == targets).all())

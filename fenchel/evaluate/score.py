@@ -190,7 +190,7 @@ def _blocks(
     for part, x_BtM in _hidden(model, inputs_BT):
         scored_Bt = scored_BT[:, part]
         x_NM, targets_N = x_BtM[scored_Bt], targets_BT[:, part][scored_Bt]
-        for x, y in zip(x_NM.split(rows), targets_N.split(rows), strict=True):
+        for x, y in zip(torch.split(x_NM, rows), torch.split(targets_N, rows), strict=True):
             yield model.logits(x), y
 
 

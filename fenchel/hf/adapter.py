@@ -32,15 +32,16 @@ silently comes back with softmax. While a model is attached its config therefore
 
     "fenchel": {"map": "entmax", "alpha": 1.5, "beta": 1.0}
 
-which is saved with it, and ``attach(model)`` without a choice takes the map from there.
+which is saved with it. ``attach(model)`` without a choice takes the map from there, and so does
+fenchel's own loader.
 
 Written against transformers 5.22; nothing of it is imported before ``register`` is called.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -50,7 +51,8 @@ from torch import Tensor, nn
 from fenchel.attention import Causal, Dense, Prior, Window, attend
 from fenchel.attention.bias import Sink, with_sink
 from fenchel.attention.spec import SOFTMAX, AttentionCall, AttentionSpec
-from fenchel.choice import SETTINGS, Choice, by_name
+from fenchel.choice import Choice
+from fenchel.choice.by_name import FIELD, choice_from_record, choice_record
 
 IRRELEVANT_KEYWORDS = frozenset(
     {
@@ -320,8 +322,6 @@ def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
         )
 
 
-FIELD = "fenchel"
-"""The field of a config that holds the map."""
 _numbers = count(1)
 
 
@@ -423,39 +423,6 @@ def attach(
             )
         choice = choice_from_record(record)
     return Attachment(model, choice, observer=observer, override=override, backend=backend)
-
-
-def choice_record(choice: Choice) -> dict[str, Any]:
-    """A choice map as plain values, for a config.
-
-    >>> from fenchel.choice import Entmax
-    >>> choice_record(Entmax(1.5))
-    {'map': 'entmax', 'alpha': 1.5, 'beta': 1.0}
-    """
-    record: dict[str, Any] = {"map": type(choice).__name__.lower()}
-    names: list[str] = [field.name for field in fields(choice)] if is_dataclass(choice) else []
-    for name in names:
-        value = getattr(choice, name)
-        record[name] = value.tolist() if isinstance(value, Tensor) else value
-    return record
-
-
-def choice_from_record(record: object) -> Choice:
-    """The choice map of a config's field, which may hold anything.
-
-    >>> choice_from_record({"map": "entmax", "alpha": 1.5})
-    Entmax(alpha=1.5, beta=1.0)
-    """
-    known = {"map", *SETTINGS}
-    if not isinstance(record, Mapping) or not isinstance(record.get("map"), str):
-        raise ValueError(f'the config\'s field "{FIELD}" should hold a map and its settings.')
-    if unknown := sorted(str(key)[:40] for key in record.keys() - known):
-        raise ValueError(f'the config\'s field "{FIELD}" holds {unknown[0]!r}, unknown here.')
-    settings = {key: record[key] for key in SETTINGS if key in record}
-    for key, value in settings.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f'the config\'s field "{FIELD}" should give {key} as a number.')
-    return by_name(record["map"], **{key: float(value) for key, value in settings.items()})
 
 
 def _implementations(model: Any) -> list[tuple[Any, Any]]:

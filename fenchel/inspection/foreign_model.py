@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fenchel.attention.bias import Sink
 from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.checkpoints.directory import CheckpointDirectory
+from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.hf.adapter import Attachment, attach
 from fenchel.hf.loader import gives_logits, load_transformers_model, one_sentence, quiet
 from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override, first_of
@@ -146,7 +147,9 @@ class ForeignModel(InspectedModel):
 
     @torch.no_grad()
     def _require_agreement(self, ids: Tensor) -> None:
-        ours = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
+        """Refuse a model whose own attention is more than our softmax, whatever map it has now."""
+        with attach(self.model, SOFTMAX, observer=self.listener.observe, backend="blocked"):
+            ours = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
         with quiet(), self.attachment.eager():
             theirs = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
         if not bool(theirs.isfinite().all()):
@@ -176,12 +179,17 @@ def open_foreign(directory: CheckpointDirectory, tokenizer: Tokenizer) -> Foreig
     model = (model if reads_out else model.base_model).requires_grad_(False)
     listener = _Listener()
     with quiet():
+        stored = directory.config.get(FIELD)
         attachment = attach(
-            model, SOFTMAX, observer=listener.observe, override=listener.output, backend="blocked"
+            model,
+            SOFTMAX if stored is None else choice_from_record(stored),
+            observer=listener.observe,
+            override=listener.output,
+            backend="blocked",
         )
     return ForeignModel(
         name=directory.name,
-        family=directory.model_type,
+        family=directory.model_type + ("" if stored is None else f", {attachment.choice}"),
         model=model,
         tokenizer=tokenizer,
         context=_context(model),

@@ -33,7 +33,7 @@ def open_model(folder: str | Path) -> InspectedModel:
         return open_run(path)
     if has_file(path, CONFIG):
         directory = open_directory(path)
-        return open_checkpoint(directory, read_tokenizer(path))
+        return open_checkpoint(directory, read_tokenizer(path, config=directory.config))
     raise ValueError(
         f"{path} is neither a run directory (checkpoints/) nor a Hugging Face directory "
         "(config.json)."

@@ -92,12 +92,12 @@ def open_known(directory: CheckpointDirectory, tokenizer: Tokenizer) -> OurModel
     require_choice(config, str(directory.path))
     return OurModel(
         name=directory.name,
-        family=directory.model_type,
+        family=directory.model_type + ("" if config.choice == "softmax" else f", {config.choice}"),
         model=_still(build(config, _weights(directory, family, config))),
         tokenizer=tokenizer,
         context=config.context,
         stored=str(directory.dtype).removeprefix("torch."),
-        reads_out=config.kind == "decoder" or config.lm_head_transform,
+        reads_out=config.lm_head,
     )
 
 

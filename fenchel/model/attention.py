@@ -58,6 +58,11 @@ def layer_mask(config: ModelConfig, layer: int) -> Prior | None:
     return CAUSAL if window is None else Window(window - 1, 0)
 
 
+def layer_choice(config: ModelConfig, layer: int) -> Choice:
+    """The choice map of a layer."""
+    return by_name(config.choice_of(layer), alpha=config.alpha, beta=config.beta)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with grouped keys and values (MHA, GQA, MQA)."""
 
@@ -66,7 +71,7 @@ class Attention(nn.Module):
         H, G, D = config.heads, config.groups, config.head_width
         self.heads, self.groups, self.head_width = H, G, D
         self.layer, self.dropout = layer, _dropout(config)
-        self.choice: Choice = by_name(config.choice_of(layer), alpha=config.alpha)
+        self.choice = layer_choice(config, layer)
         self.mask, self.local = layer_mask(config, layer), config.window(layer) is not None
         self.scale, self.softcap = config.score_scale, config.softcap
         self.rotary_layout, self.l2 = config.rotary_layout, config.scores == "l2"
@@ -153,7 +158,7 @@ class CrossAttention(nn.Module):
         self.groups, self.head_width, self.layer = G, D, layer
         self.dropout = _dropout(config)
         self.scale, self.softcap = config.score_scale, config.softcap
-        self.choice: Choice = by_name(config.choice_of(layer), alpha=config.alpha)
+        self.choice = layer_choice(config, layer)
         bias, sigma = config.has_qkv_bias, config.sigma_reparam
         self.q = linear_map(M, H * D, bias=bias, sigma=sigma)
         self.kv = linear_map(M, 2 * G * D, bias=bias, sigma=sigma)

@@ -38,7 +38,7 @@ _SIZES_OR_NONE = (
     "rotary_trained_context",
 )
 _COUNTS = ("token_types", "experts")  # 0 is none
-_POSITIVE = ("embedding_scale", "logit_scale", "initial_std", "initial_qk", "rotary_factor")
+_POSITIVE = ("beta", "embedding_scale", "logit_scale", "initial_std", "initial_qk", "rotary_factor")
 _POSITIVE_OR_NONE = (
     "score_scale",
     "softcap",
@@ -85,6 +85,8 @@ class ModelConfig:
     """How a query chooses among keys: a name in fenchel.choice.MAPS, such as "entmax"."""
     alpha: float = 1.5
     """Exponent of entmax."""
+    beta: float = 1.0
+    """Inverse temperature of the choice among keys."""
     tied: bool = True
     """Use the embedding as the matrix of the LM head."""
     bias: bool = False
@@ -179,6 +181,8 @@ class ModelConfig:
     mlp_dropout: float = 0.0
     """Probability of dropping an entry inside the MLP, after the activation."""
 
+    lm_head: bool = True
+    """Whether the model predicts tokens. Without, it has hidden states only (BERT's body)."""
     logit_scale: float = 1.0
     """Factor on the input of the LM head: width^-1/2 in a tied T5."""
     logit_softcap: float | None = None
@@ -206,6 +210,11 @@ class ModelConfig:
             'choice, layer_choices or router "entmax"',
             lambda c: any(name in maps_with("alpha") for name in c.choice_names),
         ),
+        Use(
+            ("beta",),
+            "a choice or layer_choices with a temperature",
+            lambda c: any(name in maps_with("beta") for name in c.layer_choices or (c.choice,)),
+        ),
         Use(("choice",), "no layer_choices", lambda c: not c.layer_choices),
         read_with(
             "rotary_base rotary_layout rotary_fraction rotary_scaling rotary_local_base",
@@ -222,6 +231,11 @@ class ModelConfig:
         read_with("encoder_layers", "kind", "encoder-decoder"),
         read_with("norm_plus_one", "norm", "rms"),
         Use(("experts_per_token", "router"), "experts", lambda c: c.experts > 0),
+        Use(
+            ("tied", "lm_head_bias", "lm_head_transform", "logit_scale", "logit_softcap"),
+            "lm_head",
+            lambda c: c.lm_head,
+        ),
         read_with("initial_depth", "initial", "normal", "xavier"),
     )
 

@@ -63,7 +63,8 @@ class Transformer(nn.Module):
         self.lm_head_proj = nn.Linear(M, E) if config.lm_head_transform else None
         self.lm_head_norm = norm(config, E) if config.lm_head_transform else None
         width = E if config.lm_head_transform else M
-        self.lm_head = None if config.tied else nn.Linear(width, V, bias=False)
+        untied = config.lm_head and not config.tied
+        self.lm_head = nn.Linear(width, V, bias=False) if untied else None
         self.lm_head_bias = nn.Parameter(torch.zeros(V)) if config.lm_head_bias else None
         self.pooler = nn.Linear(M, M) if config.pooler else None
         self._rotary_tables = RotaryTable(config), RotaryTable(config, local=True)
@@ -90,7 +91,8 @@ class Transformer(nn.Module):
         output of ``encode``, with a mask of its own. ``observe`` receives the queries, keys and
         values of every layer; ``attention_override`` may replace its attention output
         (fenchel/model/forward_context.py). With ``return_hidden`` the input of the LM head is
-        returned instead of the logits, (B, T, M), for a loss that computes them in parts.
+        returned instead of the logits, (B, T, M), for a loss that computes them in parts; a model
+        without an LM head has nothing else to return.
         """
         if cache is not None and self.config.kind == "encoder":
             raise ValueError("an encoder reads a sequence at once; call it without a cache.")
@@ -263,6 +265,11 @@ class Transformer(nn.Module):
 
     def logits(self, x_BTM: Tensor) -> Tensor:
         """The LM head, on what a pass with ``return_hidden`` returns: (B, T, M) -> (B, T, V)."""
+        if not self.config.lm_head:
+            raise ValueError(
+                "this model has no LM head and hence no logits; call it with return_hidden=True "
+                "for its hidden states."
+            )
         logits_BTV = linear(x_BTM, self.lm_head_weight, self.lm_head_bias)
         c = self.config.logit_softcap
         return logits_BTV if c is None else c * torch.tanh(logits_BTV / c)

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from fenchel.attention import Causal, Dense, Window
 from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax
+from fenchel.choice.by_name import choice_from_record, choice_record
 from fenchel.hf import attach, prove
 from fenchel.hf.adapter import (
     AttentionFunction,
-    choice_from_record,
-    choice_record,
     classify_mask,
     mask_kind,
 )

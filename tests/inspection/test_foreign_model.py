@@ -1,5 +1,7 @@
 """fenchel/inspection/foreign_model.py and recorder.py: transformers' own numbers are the law."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from fenchel.attention import Causal, Window
-from fenchel.checkpoints import directory
+from fenchel.checkpoints import directory, tokenizer
 from fenchel.checkpoints.directory import open_directory
 from fenchel.checkpoints.tokenizer import read_tokenizer
 from fenchel.choice import Entmax
@@ -120,16 +122,37 @@ def test_settings_and_headers_are_read_once(
     """By fenchel; transformers reads the files of a family that only it has once more."""
     paths: list[Path] = []
 
-    def counted(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-        def reader(path: Path) -> Any:
+    def counted(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reader(path: Path, **options: Any) -> Any:
             paths.append(path)
-            return read(path)
+            return read(path, **options)
 
         return reader
 
     folder = save(family)
-    for name in ("read_json", "read_header", "load_tokenizer"):
-        monkeypatch.setattr(directory, name, counted(getattr(directory, name)))
+    for module, name in (
+        (directory, "read_json"),
+        (directory, "read_header"),
+        (tokenizer, "load_tokenizer"),
+    ):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
     open_model(folder)
-    files = ("config.json", "model.safetensors", "tokenizer.json")
+    files = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     assert sorted(paths) == sorted(folder / name for name in files)
+
+
+def test_a_map_that_was_attached_is_the_map_that_is_inspected(
+    save: Save, ids: Tensor, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(save("opt"), tmp_path / "opt"))
+    plain = opened(folder).trace(ids)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["fenchel"] = {"map": "entmax", "alpha": 1.5, "beta": 2.0}
+    (folder / "config.json").write_text(json.dumps(settings))
+    subject = opened(folder)
+    assert subject.facts()["family"] == "opt, Entmax(alpha=1.5, beta=2.0)"
+    trace = subject.trace(ids)
+    assert {str(block.attention.spec.choice) for block in trace.blocks} == {
+        "Entmax(alpha=1.5, beta=2.0)"
+    }
+    assert not torch.allclose(trace.blocks[-1].output, plain.blocks[-1].output)

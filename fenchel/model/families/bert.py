@@ -1,6 +1,6 @@
 """BERT (MiniLM): an encoder with post-norm blocks and a head for masked tokens.
 
-Files without the head are read too; they end with a pooler or with the last block.
+Files without the head are read too (``BERT_BODY``); they end with a pooler or with the last block.
 """
 
 from fenchel.model.families.family import Family
@@ -99,6 +99,7 @@ BERT_BODY = Family(
             lambda c: {"pooler": bool({_POOLER, _POOLER.removeprefix("bert.")} & set(c.tensors))},
             lambda _: {},
         ),
+        constant(lm_head=False, tied=True),
     ),
     tensors=(*_BODY, *weight_and_bias("pooler", "bert.pooler.dense")),
     prefix="bert.",

@@ -3,6 +3,9 @@
 Loading and saving use the same rows, so they cannot disagree. Whether a family can express a
 ModelConfig needs no list of exceptions: it is written, read back and compared, and what comes back
 different is what the family cannot express.
+
+Besides its own settings a family reads the choice map that ``fenchel attach`` adds to a
+config.json. It writes none, since transformers would silently compute a softmax.
 """
 
 import math
@@ -14,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fenchel.choice.by_name import FIELD, choice_from_record, choice_record, maps_with
 from fenchel.files import Notice, printable
 from fenchel.model.config import ModelConfig
 from fenchel.model.families.config_reader import CONFIG, ConfigReader
@@ -60,6 +64,7 @@ class Family:
         reader.ignore(HARMLESS)
         reader.only("quantization_config", (None,))
         ours = {name: value for row in self.settings for name, value in row.read(reader).items()}
+        ours |= _attached_choice(reader)
         if unread := reader.unread_keys():
             warnings.warn(
                 f"{where}: {printable(unread[0])} is no setting of {self.name} "
@@ -119,6 +124,20 @@ class Family:
         return [*(f"{name}={before[name]!r}" for name in lost), *unmatched]
 
 
+def _attached_choice(reader: ConfigReader) -> dict[str, Any]:
+    """The choice map that ``fenchel attach`` wrote into a config.json; empty where it did not."""
+    if not reader.has(FIELD):
+        return {}
+    try:
+        record = choice_record(choice_from_record(reader.settings[FIELD]))
+    except ValueError as error:
+        raise ValueError(f"{reader.where}: {printable(error, 200)}") from None
+    name = record.pop("map")
+    if unknown := sorted(record.keys() - {"alpha", "beta"}):
+        raise ValueError(f"{reader.where}: {unknown[0]} of {name} is no setting of a model here.")
+    return {"choice": name, **record}
+
+
 def resolved(config: ModelConfig) -> dict[str, Any]:
     """The settings that decide what a model computes, with defaults filled in."""
     layers = range(config.layers)
@@ -136,8 +155,10 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
         "choice": _alike(config.choice_of(layer) for layer in layers),
     }
     del settings["layer_choices"]
-    if "entmax" not in settings["choice"]:
-        del settings["alpha"]
+    choices = {config.choice_of(layer) for layer in layers}
+    for name in ("alpha", "beta"):
+        if choices.isdisjoint(maps_with(name)):
+            del settings[name]
     if config.positions != "rotary":
         return {name: value for name, value in settings.items() if not name.startswith("rotary_")}
     return settings | _resolved_rotary(config)

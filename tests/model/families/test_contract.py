@@ -4,17 +4,22 @@ A family joins by one line in conftest.py. Logits are of order 1; float32 roundi
 leaves differences of at most 3e-6. What is promised is 1e-4; 2e-5 is asked here.
 """
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fenchel.checkpoints import load_model, save
+from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
+from fenchel.choice.by_name import choice_record
 from fenchel.generation import generate
+from fenchel.hf import attach
 from fenchel.model import Transformer
 from fenchel.model.families.family import resolved
 
@@ -60,6 +65,36 @@ def test_their_files_loaded_here_give_their_logits(
     theirs = their_logits(foreign(name))
     torch.testing.assert_close(our_logits(ours(written(name))), theirs, atol=2e-5, rtol=0)
     assert theirs.std() > 0.1
+
+
+ATTACHED = [Entmax(1.25, beta=1.5), Softmax(beta=0.5), Sparsemax(), Hard()]
+
+
+@pytest.mark.parametrize("choice", ATTACHED, ids=str)
+def test_an_attached_map_is_read_with_the_directory(
+    name: str, choice: Choice, foreign: Foreign, written: Written
+) -> None:
+    theirs, path = foreign(name), written(name)
+    settings = json.loads((path / "config.json").read_text())
+    settings["fenchel"] = choice_record(choice)
+    (path / "config.json").write_text(json.dumps(settings))
+    model = ours(path)
+    layers = model.attention_layers()
+    assert {str(layer.choice) for layer in layers} == {str(choice)}
+    assert (our_logits(model) - their_logits(theirs)).abs().max() > 1e-3
+    if type(theirs).__name__.startswith("Bloom"):  # computes its attention itself
+        return
+    with attach(theirs, choice):
+        torch.testing.assert_close(our_logits(model), their_logits(theirs), atol=5e-5, rtol=0)
+
+
+def test_a_map_that_cannot_be_is_refused_by_its_file(written: Written) -> None:
+    path = written("llama")
+    settings = json.loads((path / "config.json").read_text())
+    for record in ({"map": "entmax", "alpha": 0.0}, {"map": "best"}, {"map": "hard", "x": 1}, 7):
+        (path / "config.json").write_text(json.dumps(settings | {"fenchel": record}))
+        with pytest.raises(ValueError, match=r"config\.json: "):
+            load_model(path)
 
 
 def test_padding_on_either_side_changes_no_logit_of_a_token(

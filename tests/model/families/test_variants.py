@@ -131,6 +131,8 @@ def test_a_bert_without_its_head_gives_the_same_stream_and_pool(
             expected = model(IDS)
         torch.testing.assert_close(stream, expected.last_hidden_state, atol=1e-5, rtol=0)
         torch.testing.assert_close(ours.pool(stream), expected.pooler_output, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="no LM head and hence no logits"):
+        ours(IDS)
 
 
 # settings
