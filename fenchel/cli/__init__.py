@@ -29,6 +29,7 @@ COMMANDS = {
     "certify": "How sensitive attention can be anywhere in a ball around a text, from both sides.",
     "convert": "Write a run or a checkpoint as a Hugging Face directory.",
     "attach": "Replace the attention of a transformers checkpoint, and prove the replacement.",
+    "compare": "Compare runs: results, the settings that differ, and curves in one page.",
     "settings": "Print what every setting of a run means, of which type it is, when it is read.",
     "report": "Write the page of a run directory again.",
     "bench": "Run a benchmark of the source tree: fenchel and its peers in one process.",

@@ -98,7 +98,7 @@ def curves(run: RunData) -> Section:
         pictures[chart.name] = _data(run, chart, columns)
         figures.append(_figure(chart, columns, log=pictures[chart.name]["log"]))
     if figures:
-        body += [_axis_choice(pictures), element("div", *figures, class_="charts")]
+        body += [axis_choice(pictures), element("div", *figures, class_="charts")]
     if missing and run.rows:
         body.append(notes([f"The metrics contain no values yet for: {', '.join(missing)}."]))
     return Section(anchor="learning", title="Learning", body=join(body, "\n"), pictures=pictures)
@@ -142,7 +142,8 @@ def _gap(label: str, column: Series) -> str:
     return f"{count} not finite ({label}, {where}) and left out of the curve."
 
 
-def _axis_choice(pictures: Mapping[str, Any]) -> Html:
+def axis_choice(pictures: Mapping[str, Any]) -> Html:
+    """Radio buttons for the horizontal axis of all curves of a page."""
     known = {axis for data in pictures.values() for one in data["series"] for axis in one["x"]}
     choices = (
         element(

@@ -1,6 +1,6 @@
-// Charts drawn from plain data: no library, no request, no markup made from data.
+// Charts from plain data: no library, no request, no markup made from data.
 //
-//   bars(host, {bars: [{name, value, ours}]})
+//   bars(host, {bars: [{name, value, ours}], gutter})
 //   lineChart(host, {series: [{name, tone, x: {step}, y}], references: [{name, value}], log, zero}, state)
 //   strips(host, {x: {step}, layers: [[value]], names, last, least, most}, state)
 //   attention(host, {layers, heads, size, tokens, data}), which consists of
@@ -126,7 +126,7 @@ const rampBar = (low, high) => node("p", { class: "ramp" }, ...(low === high ? [
 export function bars(host, data) {
 	const most = Math.max(...data.bars.map((bar) => bar.value), 1e-12);
 	return () => {
-		const width = widthOf(host), row = 40, gutter = Math.min(110, width * 0.34), room = width - gutter - 58;
+		const width = widthOf(host), row = 40, gutter = Math.min(data.gutter ?? 110, width * 0.45), room = width - gutter - 58;
 		const label = data.bars.map((bar) => `${bar.name} ${digits(bar.value)}`).join(", ");
 		const chart = frame(width, data.bars.length * row, { role: "img", "aria-label": label });
 		data.bars.forEach(({ name, value, ours }, i) => {

@@ -1,0 +1,62 @@
+"""fenchel compare: runs side by side, as a table and as one page with overlaid curves."""
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fenchel.cli.console import Console, printable
+from fenchel.cli.inspect import require_ours
+
+
+def run(
+    *runs: Path,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Compare runs: results, the settings that differ, and curves in one page.
+
+    Parameters
+    ----------
+    runs
+        Run directories, two or more; of a run that is still going on, what exists.
+    out
+        Write a page with the curves of all runs to this file.
+    json
+        Print one JSON object instead of tables.
+    """
+    if out is not None:
+        require_ours(out)
+
+    from fenchel.files import write_atomic
+    from fenchel.report.comparison import COLUMNS, compare_runs, render
+
+    comparison = compare_runs(runs)
+    if out is not None:
+        write_atomic(out, render(comparison))
+    if json:
+        print(json_format.dumps(comparison.plain(), indent=1))
+        return 0
+    console = Console()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("run", overflow="fold")
+    for column in COLUMNS:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for n, (name, result) in enumerate(zip(comparison.names, comparison.results, strict=True), 1):
+        table.add_row(f"{n} {printable(name)}", *(column.cell(result) for column in COLUMNS))
+    console.terminal.print(table, markup=False)
+    if comparison.settings:
+        differences = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+        for heading in ("setting", *(f"run {n}" for n in range(1, len(runs) + 1))):
+            differences.add_column(heading, overflow="fold")
+        for name, values in comparison.settings.items():
+            differences.add_row(printable(name), *map(printable, values))
+        console.terminal.print(differences, markup=False)
+    for sentence in comparison.notes:
+        console.message(sentence)
+    if out is not None:
+        console.message(f"Page  {out}")
+    return 0
