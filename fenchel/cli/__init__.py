@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError
 
 from fenchel import __version__
 from fenchel.cli.console import may_close
-from fenchel.files import Notice, StorageFailed
+from fenchel.files import Notice, StorageFailed, printable
 
 COMMANDS = {
     "train": "Train a model on a text; write a run directory with a report.",
@@ -45,6 +45,8 @@ LESS_MEMORY = {
     "attach": "give a shorter --context",
 }
 """What to change where a command runs out of memory."""
+
+_LONGEST = 800  # characters of a message, which may quote a foreign file
 
 app = App(
     name="fenchel",
@@ -93,7 +95,7 @@ def _error(sentence: str, code: int) -> int:
 
 
 def _print_error(sentence: str) -> None:
-    print(f"fenchel: {' '.join(sentence.split())}", file=sys.stderr)
+    print(f"fenchel: {printable(' '.join(sentence.split()), _LONGEST)}", file=sys.stderr)
 
 
 @contextmanager

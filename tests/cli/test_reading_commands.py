@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fenchel.cli import main
+from fenchel.cli.console import for_stdout
 
 
 def out_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -90,3 +91,51 @@ def test_a_folder_without_a_run_gets_one_sentence(
     told = capsys.readouterr().err
     assert told.startswith("fenchel: ")
     assert told.count("\n") == 1
+
+
+def test_one_flipped_bit_of_a_converted_checkpoint_is_found(
+    run_directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By every command that reads it, and by doctor; the numbers alone would pass."""
+    monkeypatch.setattr("fenchel.cli.doctor.machine", dict)  # times a model for seconds
+    out = tmp_path / "converted"
+    assert main(["convert", str(run_directory), str(out)]) == 0
+    (out / "README.md").write_text("a page of the user's own")
+    assert main(["doctor", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.partition("\n")[2])
+    names = {"manifest.json", "weights", "tokenizer.json", "generation_config.json"}
+    assert told["checkpoint"] == dict.fromkeys(names, "intact")
+    weights = out / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 4
+    weights.write_bytes(data)
+    assert main(["doctor", str(out)]) == 1
+    commands = {
+        "generate": [],
+        "eval": [],
+        "inspect": ["--text", "kjv"],
+        "attach": ["--map", "hard"],
+    }
+    for command, flags in commands.items():
+        capsys.readouterr()
+        assert main([command, str(out), *flags.get(command, ())]) == 2
+        assert "model.safetensors has changed since it was written" in capsys.readouterr().err
+    (out / "manifest.json").write_text('{"files": "of another program"}')
+    assert main(["generate", str(out), "--max-new-tokens", "1"]) == 0
+
+
+def test_foreign_text_cannot_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = "x\x1b[2J\u202e\x07" + "y" * 5000
+    assert main(["generate", str(tmp_path / hostile)]) == 2
+    told = capsys.readouterr().err
+    assert told.rstrip("\n").isprintable()
+    assert len(told) < 900
+    text = "a\x1b]0;title\x07b \u202ec\u2028d\x85e\u00a0f\u200d\n\t"
+    assert for_stdout(text) == text  # a pipe gets what the model wrote
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert for_stdout(text) == "a]0;titleb cde\u00a0f\u200d\n\t"

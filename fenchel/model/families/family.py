@@ -33,6 +33,9 @@ class Match(NamedTuple):
     layout: Layout
 
 
+_NAMED = 12  # of the settings that are not known, those that a warning names
+
+
 @dataclass(frozen=True)
 class Family:
     """A model_type: its two tables, and the few other names that its files may hold."""
@@ -66,9 +69,11 @@ class Family:
         ours = {name: value for row in self.settings for name, value in row.read(reader).items()}
         ours |= _attached_choice(reader)
         if unread := reader.unread_keys():
+            names = ", ".join(printable(key, 40) for key in unread[:_NAMED])
+            more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
+            verb = "is" if len(unread) == 1 else "are each"
             warnings.warn(
-                f"{where}: {printable(unread[0])} is no setting of {self.name} "
-                "known here; not used.",
+                f"{where}: {names}{more} {verb} no setting of {self.name} known here; not used.",
                 Notice,
                 stacklevel=3,
             )

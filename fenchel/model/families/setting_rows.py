@@ -115,6 +115,7 @@ def unread(*theirs: str) -> Setting:
 
 HARMLESS = frozenset(
     """
+    _attn_implementation _attn_implementation_autoset _commit_hash _model_name_or_path
     _name_or_path architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
     bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout cls_token_id
     cross_attention_hidden_size decoder_start_token_id directionality dtype eos_token_id

@@ -212,6 +212,21 @@ def test_a_setting_that_nobody_reads_is_named(written: Written) -> None:
         load_model(resay(written("llama"), attention_multiplier=2.0))
 
 
+def test_every_setting_that_nobody_reads_is_named(
+    written: Written, recwarn: pytest.WarningsRecorder
+) -> None:
+    """And no setting that only says where a checkpoint came from."""
+    names = {"_model_name_or_path": "a/b", "_commit_hash": "c", "_attn_implementation": "sdpa"}
+    path = written("llama")
+    load_model(resay(path, **names))
+    assert not [one for one in recwarn if "no setting" in str(one.message)]
+    read = "attention_multiplier, residual_multiplier are each no setting of llama"
+    with pytest.warns(UserWarning, match=read):
+        load_model(resay(path, attention_multiplier=2.0, residual_multiplier=3.0))
+    with pytest.warns(UserWarning, match="unheard_09 and 10 more are each no setting"):
+        load_model(resay(path, **{f"unheard_{i:02}": i for i in range(20)}))
+
+
 # kinds of numbers, and memory
 
 
