@@ -74,14 +74,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
 def exponent(choice: Choice) -> float | None:
     """alpha, with 1 for softmax; None for a map whose rows do not follow from one number.
 
-    None for a Tsallis map close to softmax too: there u^(1 / (alpha - 1)) loses too many digits.
+    None for a Tsallis map close to softmax and for one above alpha = 2 too: there
+    u^(1 / (alpha - 1)) loses too many digits.
     """
     if isinstance(choice, Softmax):
         return 1.0
     if isinstance(choice, Sparsemax):
         return 2.0
     if isinstance(choice, Entmax) and not isinstance(choice.alpha, Tensor):
-        return float(choice.alpha) if choice.alpha >= 1.05 else None
+        return float(choice.alpha) if 1.05 <= choice.alpha <= 2.0 else None
     return None
 
 
@@ -116,8 +117,6 @@ def recompute_rows_(y: Tensor, nu: Tensor, alpha: float, work: Tensor) -> tuple[
         return u, torch.sign(u, out=work)
     r = 1.0 / (alpha - 1.0)
     p = torch.pow(u, r, out=work)
-    if alpha > 2.0:  # a negative power: 0 must stay 0
-        u.masked_fill_(u == 0.0, torch.inf)
     return p, u.pow_((2.0 - alpha) * r)
 
 

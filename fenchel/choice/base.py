@@ -259,6 +259,15 @@ def centred(s: Tensor, v: Tensor) -> Tensor:
     return s * (v - mean)
 
 
+def relative(s: Tensor, v: Tensor) -> Tensor:
+    """v minus its entry at the largest s, which ``centred`` maps to the same.
+
+    Where one s exceeds the others by more digits than the dtype has, as those of entmax above
+    alpha = 2 do, v minus its mean would have none left there.
+    """
+    return v - v.gather(-1, s.argmax(-1, keepdim=True).expand(*v.shape[:-1], 1))
+
+
 def is_plain(t: Tensor) -> bool:
     """Whether t holds numbers, and is no placeholder of torch.compile or torch.func."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor

@@ -59,6 +59,7 @@ from fenchel.choice.base import (
     float32_or_better,
     is_plain,
     is_readable,
+    relative,
     require_positive,
 )
 from fenchel.choice.entmax_solver import origin
@@ -113,7 +114,7 @@ class _Tsallis(torch.autograd.Function):
         if not torch.is_grad_enabled():
             move = entmax_solver.jacobian_product(p, grad, alpha)
         else:
-            move = centred(spread(p, alpha), grad)
+            move = _jacobian_product(p, grad, alpha)
         if ctx.alpha is not None:
             return move, None
         return move, -(move * _slope_by_alpha(p, alpha)).sum_to_size(alpha.shape)
@@ -124,7 +125,13 @@ class _Tsallis(torch.autograd.Function):
         move = torch.zeros_like(p) if dx is None else dx
         if dalpha is not None:
             move = move - _slope_by_alpha(p, alpha) * dalpha
-        return centred(spread(p, alpha), move)
+        return _jacobian_product(p, move, alpha)
+
+
+def _jacobian_product(p: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
+    """J v, where the entries of s are unbounded for alpha > 2."""
+    s = spread(p, alpha)
+    return centred(s, relative(s, v) if isinstance(alpha, Tensor) or alpha > 2.0 else v)
 
 
 def _saved(ctx: Any) -> tuple[Tensor, Any]:
@@ -145,7 +152,7 @@ def _nodes(count: int) -> list[tuple[float, float]]:
     ]
 
 
-_NODES = {torch.float32: _nodes(5), torch.float64: _nodes(8)}
+_NODES = {torch.float32: _nodes(4), torch.float64: _nodes(7)}
 
 
 def expm1_ratio(w: Tensor) -> Tensor:
@@ -154,8 +161,8 @@ def expm1_ratio(w: Tensor) -> Tensor:
     >>> expm1_ratio(torch.tensor([0.0, -1.0]))
     tensor([1.0000, 0.6321])
     """
-    near = w.abs() < 2.0
-    small, large = torch.where(near, w, 0.0), torch.where(near, 2.0, w)
+    near = w.abs() < 1.0
+    small, large = torch.where(near, w, 0.0), torch.where(near, 1.0, w)
     mean = sum(weight * (s * small).exp() for s, weight in _NODES[w.dtype])
     return torch.where(near, mean, large.expm1() / large)
 
@@ -166,8 +173,8 @@ def expm1_ratio_slope(w: Tensor) -> Tensor:
     >>> expm1_ratio_slope(torch.tensor([0.0, -1.0]))
     tensor([0.5000, 0.2642])
     """
-    near = w.abs() < 2.0
-    small, large = torch.where(near, w, 0.0), torch.where(near, 2.0, w)
+    near = w.abs() < 1.0
+    small, large = torch.where(near, w, 0.0), torch.where(near, 1.0, w)
     mean = sum(weight * s * (s * small).exp() for s, weight in _NODES[w.dtype])
     return torch.where(near, mean, (large.exp() * (large - 1.0) + 1.0) / large.square())
 
@@ -178,7 +185,7 @@ def log1p_ratio(w: Tensor) -> Tensor:
     >>> log1p_ratio(torch.tensor([0.0, -0.5]))
     tensor([1.0000, 1.3863])
     """
-    near = w.abs() < 0.25
+    near = w.abs() < 0.15
     small, large = torch.where(near, w, 0.0), torch.where(near, 1.0, w)
     mean = sum(weight / (1.0 + s * small) for s, weight in _NODES[w.dtype])
     return torch.where(near, mean, large.log1p() / large)
@@ -187,16 +194,18 @@ def log1p_ratio(w: Tensor) -> Tensor:
 def _traced(x: Tensor, alpha: float | Tensor) -> Tensor:
     """``tsallis`` in operations that torch.compile and torch.func differentiate themselves.
 
-    The threshold, here T = d / (alpha - 1) so that it has a limit as alpha tends to 1, comes from
-    one opaque operation, as a constant. Two Newton steps from there leave its value unchanged and
-    restore its dependence on x and alpha: each step squares the error of the derivatives, so the
-    first three are exact.
+    One opaque operation gives the threshold as a constant, measured from the score of alternative
+    j and divided by alpha - 1, so that it has a limit as alpha tends to 1. Two Newton steps from
+    there leave its value unchanged and restore its dependence on x and alpha: each step squares the
+    error of the derivatives, so the first three are exact.
     """
-    top = x.detach().amax(-1, keepdim=True)
+    fixed = x.detach()
+    top = fixed.amax(-1, keepdim=True)
     empty = top == FORBIDDEN
-    below = x.masked_fill(empty, 0.0) - top.masked_fill(empty, 0.0)
+    x, fixed, top = (t.masked_fill(empty, 0.0) for t in (x, fixed, top))
     constant = torch.as_tensor(alpha, dtype=x.dtype, device=x.device).detach()
-    T = _threshold((constant - 1.0) * below.detach(), constant) / (constant - 1.0)
+    j, d = _threshold((constant - 1.0) * (fixed - top), constant)
+    below, T = x - x.gather(-1, j), d / (constant - 1.0)
     for _ in range(2):
         on, log_p = _log_weights(below + T, alpha)
         f = torch.where(on, log_p.exp(), 0.0).sum(-1, keepdim=True)
@@ -220,27 +229,28 @@ def _log_weights(v: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("fenchel::tsallis_threshold", mutates_args=())
-def _threshold(y: Tensor, alpha: Tensor) -> Tensor:
+def _threshold(y: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     return entmax_solver.thresholds(y, alpha if alpha.numel() > 1 else alpha.item())
 
 
 @_threshold.register_fake
-def _(y: Tensor, alpha: Tensor) -> Tensor:
+def _(y: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     del alpha
-    return y.new_empty((*y.shape[:-1], 1))
+    shape = (*y.shape[:-1], 1)
+    return y.new_empty(shape, dtype=torch.int64), y.new_empty(shape)
 
 
 @_threshold.register_vmap
 def _(
     info: Any, in_dims: tuple[int | None, int | None], y: Tensor, alpha: Tensor
-) -> tuple[Tensor, int]:
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     y_dim, alpha_dim = in_dims
     ndim, size = y.ndim - (y_dim is not None), info.batch_size
     y = y.expand(size, *y.shape) if y_dim is None else y.movedim(y_dim, 0)
     if alpha_dim is not None:  # its own axes stay aligned with the last ones of y
         alpha = alpha.movedim(alpha_dim, 0)
         alpha = alpha.reshape(size, *(1,) * (ndim + 1 - alpha.ndim), *alpha.shape[1:])
-    return _threshold(y, alpha), 0
+    return _threshold(y, alpha), (0, 0)
 
 
 @final
@@ -292,6 +302,11 @@ class Entmax(Choice):
     def spread(self, p: Tensor) -> Tensor:
         """p^(2 - alpha) on the support."""
         return spread(float32_or_better(p), self.alpha)
+
+    def jacobian_product(self, p: Tensor, v: Tensor) -> Tensor:
+        """J v at the scores that gave ``p``: (..., K) -> (..., K)."""
+        wide = float32_or_better(p)
+        return (self.beta * _jacobian_product(wide, v.to(wide.dtype), self.alpha)).to(p.dtype)
 
     def divergence(self, y: Tensor, p: Tensor) -> Tensor:
         """(y^alpha - p^alpha - alpha p^(alpha - 1) (y - p)) / (alpha (alpha - 1))."""

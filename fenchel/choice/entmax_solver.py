@@ -22,7 +22,11 @@ decreases from t = 1 towards the root and never below it, with no bracket, sort 
 
 *Bracketed*, for 2 < alpha <= 4. There r < 1, f^(1/r) is no norm and g is infinite wherever an
 alternative enters the support; the same step is confined between two bounds and replaced by their
-midpoint when it leaves them or stalls.
+midpoint when it leaves them or stalls. There p = u^r has an infinite slope at u = 0, and a light
+weight is lost in the rounding of y + t: with alpha = 4 and eps of float32, an error of eps in u is
+one of 5e-3 in p. ``lightest`` therefore measures t from the kink c = -y_j of the last alternative j
+in the support, with the weight e of j as the unknown, u_i = (y_i + c) + e^(1/r). As a function of e
+each u_i^r is a norm of (e, (y_i + c)^r), convex, and Newton's method decreases to the root again.
 
 ``bisect`` is the reference of both: slow, simple, and certain to converge.
 
@@ -47,7 +51,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fenchel.choice.base import FORBIDDEN, float32_or_better
+from fenchel.choice.base import FORBIDDEN, float32_or_better, relative
 
 _STEPS = 60  # Newton from above needs 3 to 12; an adversarial row falls back to ``bisect``
 
@@ -182,6 +186,41 @@ def _bracketed(y: Tensor, alpha: float | Tensor) -> Tensor:
     return bisect(y, alpha)
 
 
+def lightest(y: Tensor, d: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(c, d - c) to more digits than d has, (N, 1) each: c is the last kink up to d, for alpha > 2.
+
+    Rows whose alpha is 2 or less return (0, d).
+    """
+    rate, eps = alpha - 1.0, torch.finfo(y.dtype).eps
+    # f(d) is 1 to 8 eps, so t is within 8 alpha eps of d. A kink beyond t has f > 1 there: take the
+    # one before it. All weights grow with t, so each is then off by less than f - 1.
+    c = torch.where(-y <= d * (1.0 + 16.0 * alpha * eps), -y, 0.0).amax(-1, keepdim=True)
+    for _ in range(_STEPS):
+        above_j = (y + c).clamp_(min=0.0).pow_(1.0 / rate)
+        base = above_j.sum(-1, keepdim=True)
+        over = base > 1.0 + 2.0 * eps
+        if not bool(over.any()):
+            break
+        c = torch.where(over, torch.where(-y < c, -y, 0.0).amax(-1, keepdim=True), c)
+    gap = (y + c).masked_fill_(y + c < 0.0, torch.nan)  # nan: not in the support
+    e = (1.0 - base).clamp_(min=0.0) / (gap == 0.0).sum(-1, keepdim=True)
+    guess = (d - c).clamp_(min=0.0).pow_(1.0 / rate)
+    e = torch.where(
+        (guess > 0.0) & (guess < e), guess, e
+    )  # from below, a step leads above the root
+    for _ in range(_STEPS):
+        p = (gap + e.pow(rate)).pow_(1.0 / rate)
+        slope = (e / p).pow_(rate - 1.0).nansum(-1, keepdim=True)
+        step = ((p.nansum(-1, keepdim=True) - 1.0) / slope).masked_fill_(e == 0.0, 0.0)
+        e = (e - step).clamp_(min=0.0)
+        if not bool((step > 2.0 * eps * e).any()):
+            break
+    light = e.pow(rate)
+    if not isinstance(alpha, Tensor):
+        return c, light
+    return torch.where(alpha > 2.0, c, 0.0), torch.where(alpha > 2.0, light, d)
+
+
 def _sums(y: Tensor, d: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
     """f = sum u^r and g = sum over the support of u^(r - 1)."""
     w = y + d
@@ -214,13 +253,19 @@ def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
     return weights.view(x.shape)
 
 
-def thresholds(y: Tensor, alpha: float | Tensor) -> Tensor:
-    """d for y whose rows have their largest entry at 0: (..., K) -> (..., 1)."""
+def thresholds(y: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(j, d) with u_i = origin + (y_i - y_j) + d, for rows whose largest entry is 0: (..., 1) each.
+
+    j is the index of the largest entry, and for alpha > 2 that of the last one in the support.
+    """
     rows = y.reshape(-1, y.shape[-1])
     d = torch.empty_like(rows[:, :1])
+    j = torch.empty_like(d, dtype=torch.int64)
     for block in _blocks(rows, alpha, y.shape):
-        d[block.part] = threshold(rows[block.part], block.alpha, block.space)
-    return d.view(*y.shape[:-1], 1)
+        part = rows[block.part]
+        c, d[block.part] = _threshold_from(part, block.alpha, block.space)
+        j[block.part] = (part == -c).to(torch.uint8).argmax(-1, keepdim=True)
+    return j.view(*y.shape[:-1], 1), d.view(*y.shape[:-1], 1)
 
 
 def jacobian_product(p: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
@@ -230,6 +275,8 @@ def jacobian_product(p: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
     for block in _blocks(rows, alpha, p.shape):
         v, out = vectors[block.part], product[block.part]
         s = _spread(rows[block.part], block.alpha, block.space[0])
+        if isinstance(block.alpha, Tensor) or block.alpha > 2.0:
+            v = relative(s, v)
         total = s.sum(-1, keepdim=True)
         total.masked_fill_(total == 0.0, 1.0)
         mean = torch.mul(s, v, out=out).sum(-1, keepdim=True).div_(total)
@@ -298,14 +345,24 @@ def _solve_sparse(
 
 def _write_weights(y: Tensor, alpha: float | Tensor, out: Tensor, work: Tensor) -> None:
     """The weights of rows whose largest entry is 0, written into ``out``."""
-    d = threshold(y, alpha, (out, work))
+    c, d = _threshold_from(y, alpha, (out, work))
     if isinstance(alpha, Tensor) or alpha not in (1.5, 2.0):
-        out.copy_(powers(y + d, alpha))
+        out.copy_(powers(y + c + d, alpha))
     else:
         above(y, d, out)
         if alpha == 1.5:
             out.square_()
     out.div_(out.sum(-1, keepdim=True))
+
+
+def _threshold_from(
+    y: Tensor, alpha: float | Tensor, work: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(c, d) with u = origin + (y + c) + d, where c = 0 up to alpha = 2."""
+    d = threshold(y, alpha, work)
+    if bool((alpha > 2.0).any()) if isinstance(alpha, Tensor) else alpha > 2.0:
+        return lightest(y, d, alpha)
+    return torch.zeros_like(d), d
 
 
 def _spread(p: Tensor, alpha: float | Tensor, out: Tensor) -> Tensor:

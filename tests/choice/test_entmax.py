@@ -3,9 +3,11 @@
 import math
 
 import entmax as peer
+import mpmath
 import pytest
 import torch
 from torch import Tensor
+from torch.func import jvp, vjp, vmap
 
 from fenchel.choice import Entmax, Softmax, Sparsemax
 
@@ -135,3 +137,51 @@ def test_a_tensor_alpha_has_a_tensor_constant() -> None:
 def test_an_alpha_out_of_range_gets_a_sentence(alpha: float | Tensor) -> None:
     with pytest.raises(ValueError, match="1 < alpha <= 4"):
         Entmax(alpha)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", [1.0001, 1.49, 1.7, 2.0, 2.1, 3.0, 4.0])
+def test_weights_are_right_to_rounding_for_every_alpha(
+    alpha: float, dtype: torch.dtype, mp_weights
+) -> None:
+    """Light weights too, where the power of a difference has no digits: also in the traced form."""
+    generator = torch.Generator().manual_seed(0)
+    eps, reach = torch.finfo(dtype).eps, 1.0 / (alpha - 1.0)
+    rows = [[0.0, -reach * (1.0 - 10.0**-k)] for k in (1, 3, 5, 7)]
+    rows += [[0.7, 0.7 - reach * (1.0 - 3.0**-k)] for k in (2, 8)]
+    rows += (0.5 * min(reach, 3.0) * torch.randn(3, 4, generator=generator)).tolist()
+    rows += [[0.0, -reach], [0.0, -0.99 * reach, -0.99 * reach], [0.3, 0.3, 0.3 - 0.2 * reach]]
+    for row in rows:
+        x = torch.tensor(row, dtype=dtype)
+        with mpmath.workdps(30 + 15 * int(alpha)):
+            wanted = torch.tensor(
+                [float(t) for t in mp_weights(x.tolist(), alpha)], dtype=torch.float64
+            )
+        steep = float(Entmax(alpha).sensitivity(wanted))  # the effect of rounding the scores
+        allowed = 4.0 * eps * max(1.0, steep * float(x.abs().max()))
+        for p in (Entmax(alpha).weights(x), vmap(Entmax(alpha).weights)(x[None])[0]):
+            assert (p.double() - wanted).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("alpha", [2.5, 4.0])
+def test_the_derivative_at_a_light_weight_keeps_its_digits(alpha: float) -> None:
+    """Two alternatives: J = g ((1, -1), (-1, 1)) with g = s_1 s_2 / (s_1 + s_2), about 1."""
+    x = torch.tensor([0.0, -(1.0 - 1e-5) / (alpha - 1.0)], dtype=torch.float64)
+    p = Entmax(alpha).weights(x)
+    s = p.pow(2.0 - alpha)
+    v = torch.tensor([0.3, -0.4])
+    wanted = s.prod() / s.sum() * (v[0] - v[1]).double() * torch.tensor([1.0, -1.0]).double()
+    single = x.float().requires_grad_()
+    choice = Entmax(alpha)
+    weights = choice.weights(single)
+    (g,) = torch.autograd.grad(weights, single, v, create_graph=True)
+    (plain,) = torch.autograd.grad(weights, single, v)
+    products = [choice.jacobian_product(p.float(), v), g, plain]
+    products += [
+        jvp(choice.weights, (x.float(),), (v,))[1],
+        vjp(choice.weights, x.float())[1](v)[0],
+    ]
+    for product in products:
+        torch.testing.assert_close(product.detach().double(), wanted, atol=0, rtol=2e-3)
+    learns = Entmax(torch.tensor(alpha))
+    torch.testing.assert_close(learns.jacobian_product(p.float(), v), products[0])
