@@ -369,7 +369,7 @@ def one_line(metrics: Mapping[str, Any], width: int | None = None) -> str:
 def baseline_table(summary: Mapping[str, Any]) -> Table:
     """Bits per byte of the model and of the baselines, as a table."""
     validation, baselines = summary["validation"], summary.get("baselines", {})
-    table = Table(title="validation text, lower is better", title_justify="left")
+    table = Table(title="all validation text, lower is better", title_justify="left")
     table.add_column("")
     table.add_column("bits/byte", justify="right")
     rows = {

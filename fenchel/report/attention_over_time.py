@@ -198,7 +198,7 @@ def _data(
     """What ``strips`` of viewer.js takes."""
     ends, columns = reduce_spans(values, _COLUMNS, peak=chart.peak)
     finite = columns[np.isfinite(columns)]
-    least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
+    least, most = colour_range(finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
     return {
         "view": "strips",
         "x": axis_values(run, steps[ends]),
@@ -208,6 +208,22 @@ def _data(
         "least": json_numbers([least])[0],
         "most": json_numbers([most])[0],
     }
+
+
+def colour_range(least: float, most: float) -> tuple[float, float]:
+    """The ends of a colour scale: a span of at least a quarter of the largest value.
+
+    Differences of a few per cent would otherwise have the contrast of none and all.
+
+    >>> colour_range(1.0, 4.0), colour_range(10.0, 10.5), colour_range(3.0, 3.0)
+    ((1.0, 4.0), (8.9375, 11.5625), (3.0, 3.0))
+    """
+    widest = max(abs(least), abs(most)) / 4
+    if not 0.0 < most - least < widest:
+        return least, most
+    margin = (widest - (most - least)) / 2
+    low = least - margin
+    return (max(low, 0.0) if least >= 0.0 else low), most + margin
 
 
 def _figure(chart: StripChart, steps: Numbers, names: list[str], values: Numbers) -> Html:

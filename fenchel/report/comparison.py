@@ -44,7 +44,7 @@ from fenchel.report.run_data import (
     series,
     table_rows,
 )
-from fenchel.report.summary import validation
+from fenchel.report.summary import evaluated_part, validation
 
 TONES = 8
 """Colours of page.css; a ninth run has the colour of the first."""
@@ -187,7 +187,7 @@ def _charts() -> list[tuple[Chart, str, Callable[[RunData], Series]]]:
     for chart in CHARTS:
         if chart.name == "perplexity":
             continue
-        for key, label in reversed(chart.columns.items()):  # validation before training
+        for key, label in reversed(list(chart.columns.items())):  # validation before training
             words = f"{chart.title}, {label}" if len(chart.columns) > 1 else chart.title
             charts.append((chart, words, lambda run, key=key: series(run, key)))  # type: ignore[misc]
     entropy = Chart(
@@ -224,7 +224,7 @@ def _results(comparison: Comparison) -> Section:
         "entropy is that of attention at the last step, in nats"
     )
     head = ("run", *(column.title for column in COLUMNS))
-    ranked = [
+    ranked: list[dict[str, Any]] = [
         {"name": shorten(name, _BAR), "value": result["bits_per_byte"], "ours": True}
         for name, result in zip(comparison.names, comparison.results, strict=True)
         if "bits_per_byte" in result
@@ -279,7 +279,9 @@ def _curves(comparison: Comparison) -> Section:
     if not figures:
         body = notes(["None of the runs has a measurement yet."])
     else:
-        body = join([axis_choice(pictures), element("div", *figures, class_="charts")], "\n")
+        parts = dict.fromkeys(filter(None, map(evaluated_part, comparison.runs)))
+        charts = element("div", *figures, class_="charts")
+        body = join([notes(parts), axis_choice(pictures), charts], "\n")
     return Section(anchor="curves", title="Curves", body=body, pictures=pictures)
 
 

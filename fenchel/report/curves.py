@@ -13,7 +13,7 @@ import numpy as np
 
 from fenchel.report.html import Html, Section, element, format_number, join, notes, picture, table
 from fenchel.report.run_data import RunData, Series, chart_series, series, table_rows
-from fenchel.report.summary import baselines
+from fenchel.report.summary import baselines, evaluated_part
 
 _AXES = {"step": "steps", "tokens": "tokens", "elapsed": "time"}
 
@@ -98,7 +98,11 @@ def curves(run: RunData) -> Section:
         pictures[chart.name] = _data(run, chart, columns)
         figures.append(_figure(chart, columns, log=pictures[chart.name]["log"]))
     if figures:
-        body += [axis_choice(pictures), element("div", *figures, class_="charts")]
+        body += [
+            notes(filter(None, [evaluated_part(run)])),
+            axis_choice(pictures),
+            element("div", *figures, class_="charts"),
+        ]
     if missing and run.rows:
         body.append(notes([f"The metrics contain no values yet for: {', '.join(missing)}."]))
     return Section(anchor="learning", title="Learning", body=join(body, "\n"), pictures=pictures)

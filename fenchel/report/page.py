@@ -12,9 +12,26 @@ from fenchel.report.attention_over_time import heads, layers
 from fenchel.report.curves import curves
 from fenchel.report.html import document, shorten
 from fenchel.report.run_data import RunData, read_run
-from fenchel.report.summary import environment, header, headline, sample, settings
+from fenchel.report.summary import (
+    environment,
+    header,
+    headline,
+    next_commands,
+    sample,
+    settings,
+)
 
-SECTIONS = (headline, curves, layers, heads, attention_map, sample, settings, environment)
+SECTIONS = (
+    headline,
+    sample,
+    next_commands,
+    curves,
+    layers,
+    heads,
+    attention_map,
+    settings,
+    environment,
+)
 """The sections in the order of the page."""
 
 

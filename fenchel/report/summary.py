@@ -6,6 +6,7 @@ beside baselines that need no neural network (``fenchel/evaluate/baseline.py``).
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,6 +82,9 @@ def headline(run: RunData) -> Section:
     bars += [{"name": name, "value": value, "ours": False} for name, value in others]
     if bars:
         body.append(_beside(bars, _comparison(bits, others)))
+    reason = run.summary.get("no_baselines")
+    if not others and isinstance(reason, str):
+        body.append(notes([f"The baselines were not computed: {shorten(reason, 300)}"]))
     body.append(_numbers(run, measured))
     return Section(
         anchor="result",
@@ -105,7 +109,8 @@ def validation(run: RunData) -> tuple[Mapping[str, float], str]:
     """The evaluation of the summary, else the last one of the metrics, and which step it is of."""
     stated = mapping(run.summary.get("validation"))
     if measures := _finite({name: stated.get(name) for name in _MEASURES}):
-        return measures, ""
+        tokens = number(stated.get("tokens"))
+        return measures, "" if tokens is None else f", all {format_number(tokens)} tokens of it"
     for row in reversed(run.rows):
         if measures := _finite({name: row.get(f"validation/{name}") for name in _MEASURES}):
             return measures, f", at the last evaluation, step {format_number(number(row['step']))}"
@@ -201,6 +206,22 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: x for key, x in numbers if x is not None and math.isfinite(x)}
 
 
+def evaluated_part(run: RunData) -> str:
+    """Which part of the validation text the curves are of, if it is not all of it.
+
+    The evaluations while training read the first tokens only, so that their last one differs from
+    the result, which reads all of them.
+    """
+    limit = number(mapping(run.config.get("train")).get("evaluate_tokens"))
+    whole = number(mapping(run.summary.get("text")).get("validation_tokens"))
+    if limit is None or whole is None or whole - 1 <= limit:  # the first token is not predicted
+        return ""
+    return (
+        f"Held-out text while training: its first {format_number(limit)} tokens of "
+        f"{format_number(whole)}. The result above is of all of them, so the numbers differ."
+    )
+
+
 _TEXT = 20_000
 _NESTED = 40
 
@@ -226,6 +247,26 @@ def sample(run: RunData) -> Section:
         "\n",
     )
     return Section(anchor="sample", title="Sample", body=body)
+
+
+def next_commands(run: RunData) -> Section:
+    """What can be done with the run, as commands to copy."""
+    name = shlex.quote(clean(run.name))
+    prompt = run.sample.get("prompt")
+    words = " ".join(prompt.split()[:3]) if isinstance(prompt, str) else ""
+    commands = {
+        f"fenchel generate {name} --prompt {shlex.quote(words)}": "continue a prompt",
+        f"fenchel eval {name} --calibration": "loss and calibration on the held-out text",
+        f"fenchel inspect {name} --text FILE": "what attention does on a text",
+        f"fenchel compare {name} RUN": "beside another run",
+        f"fenchel convert {name} OUT": "as a Hugging Face directory",
+    }
+    if run.summary.get("status") in ("interrupted", "running"):
+        commands = {f"fenchel train --resume {name}": "go on with the run", **commands}
+    rows = list(commands.items())
+    about = "Commands, from the folder that holds the run"
+    body = table(("command", "purpose"), rows, caption=about, numeric=False)
+    return Section(anchor="next", title="Next", body=element("div", body, class_="scroll"))
 
 
 def settings(run: RunData) -> Section:

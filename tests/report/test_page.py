@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +350,45 @@ def test_a_page_needs_no_torch(make_run: MakeRun) -> None:
         "page(Path(sys.argv[1])); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(make_run(steps=20))], check=True)
+
+
+def changed(folder: Path, file: str, **changes: Any) -> None:
+    known = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**known, **changes}))
+
+
+@pytest.mark.parametrize(("tokens", "differ"), [(50_000, True), (16_385, False), (900, False)])
+def test_the_curves_say_that_they_are_of_a_part_of_the_text_the_result_is_of(
+    make_run: MakeRun, tokens: int, differ: bool
+) -> None:
+    """The result is of all tokens, the curves of the first 16,384: two numbers for one step."""
+    folder = make_run("part")
+    (folder / "config.toml").write_text("[train]\nevaluate_tokens = 16384\n")
+    changed(
+        folder,
+        "summary.json",
+        text={"validation_tokens": tokens},
+        validation={"loss": 3.9, "bits_per_byte": 1.291, "tokens": tokens - 1},
+    )
+    html = written(folder)
+    assert f"bits per byte of held-out text, all {tokens - 1:,} tokens of it" in html
+    assert (f"its first 16,384 tokens of {tokens:,}. The result above is of all" in html) == differ
+
+
+def test_the_sample_and_the_next_command_come_before_the_curves(make_run: MakeRun) -> None:
+    folder = make_run("my run")
+    changed(folder, "sample.json", prompt="It's a long way to go")
+    html = written(folder)
+    places = [html.index(f'id="{anchor}"') for anchor in ("result", "sample", "next", "learning")]
+    assert places == sorted(places)
+    told = "fenchel generate 'my run' --prompt 'It'\"'\"'s a long'"
+    assert escape(told) in html
+    assert "--resume" not in html
+    changed(folder, "summary.json", status="interrupted")
+    assert escape("fenchel train --resume 'my run'") in written(folder)
+
+
+def test_baselines_that_were_not_computed_say_why(make_run: MakeRun) -> None:
+    folder = make_run("long")
+    changed(folder, "summary.json", baselines={}, no_baselines="the text has <300> MiB.")
+    assert "The baselines were not computed: the text has &lt;300&gt; MiB." in written(folder)
