@@ -235,13 +235,9 @@ def _results(comparison: Comparison) -> Section:
     if len(bars) > 1:
         longest = max(len(bar["name"]) for bar in bars)
         pictures["ranking"] = {"view": "bars", "bars": bars, "gutter": 10 + 9 * longest}  # pixels
-        body.append(
-            element(
-                "figure",
-                element("figcaption", element("h3", "Bits per byte, the lowest first")),
-                element("div", class_="view", data_picture="ranking", aria_label="Bits per byte"),
-            )
-        )
+        numbers = [(bar["name"], format_number(bar["value"])) for bar in bars]
+        words = table(("run", "bits per byte"), numbers, caption="Bits per byte")
+        body.append(picture("ranking", "Bits per byte", "The lowest first.", words))
     return Section(anchor="results", title="Results", body=join(body, "\n"), pictures=pictures)
 
 

@@ -9,6 +9,7 @@ the tests are skipped, and the summary of the suite says so in one line (tests/c
 import base64
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ from fenchel.cli import reliability
 from fenchel.evaluate import Confidence, outcomes, summarise
 from fenchel.report import certificates
 from fenchel.report import page as run_page
+from fenchel.report.comparison import compare_runs
+from fenchel.report.comparison import render as render_comparison
 from fenchel.report.inspection import render
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -36,7 +39,7 @@ pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"
 )
 
-PAGES = ("run", "inspection", "certificates", "reliability")
+PAGES = ("run", "comparison", "inspection", "certificates", "reliability")
 DESKTOP, PHONE = 1280, 390
 
 
@@ -169,7 +172,7 @@ def pages(
     inspection: Callable[..., dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
-    """The four kinds of page as files."""
+    """The kinds of page as files."""
     folder = tmp_path_factory.mktemp("pages")
     data = inspection()
     area = data["maps"]["size"] ** 2
@@ -187,8 +190,12 @@ def pages(
     )
     reliability_page = reliability.page("tiny", "a text", Confidence(4.0, 400, plain, scaled))
     (folder / "reliability.html").write_text(reliability_page, encoding="utf-8")
+    runs = [make_run("browsed", steps=500), make_run("a run of another name", steps=300)]
+    compared = render_comparison(compare_runs(runs))
+    (folder / "comparison.html").write_text(compared, encoding="utf-8")
     return {
-        "run": run_page(make_run("browsed", steps=500)),
+        "run": run_page(runs[0]),
+        "comparison": folder / "comparison.html",
         "inspection": folder / "inspection.html",
         "certificates": folder / "certificates.html",
         "reliability": folder / "reliability.html",
@@ -206,7 +213,8 @@ def test_a_page_opens_in_silence_and_fits_the_screen(
     assert browser.requests() == [pages[name].as_uri()]
     assert browser.run("return document.documentElement.scrollWidth") == width
     hosts = browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture]")
-    assert len(hosts) == {"run": 15, "inspection": 7, "certificates": 2, "reliability": 0}[name]
+    charts = {"run": 15, "comparison": 8, "inspection": 7, "certificates": 2, "reliability": 0}
+    assert len(hosts) == charts[name]
     drawings = browser.driver.find_elements(By.CSS_SELECTOR, "figure svg, figure canvas")
     assert len(drawings) >= max(len(hosts), 1)
     for drawing in drawings:
@@ -251,6 +259,22 @@ def test_the_policy_runs_nothing_but_the_page_itself(
     assert len(browser.console()) >= 3  # the policy reports what it refused
     assert browser.requests() == [(tmp_path / "smuggled.html").as_uri()]
     assert len(browser.driver.find_elements(By.CSS_SELECTOR, "[data-picture=loss] svg")) == 1
+
+
+def test_the_curves_of_a_comparison_have_a_legend_and_show_every_run_under_the_mouse(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    browser.open(pages["comparison"])
+    chart = "[data-picture=loss-0]"
+    keys = browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} .legend li")
+    assert [key.text for key in keys] == ["browsed", "a run of another name"]
+    colour = "return getComputedStyle(document.querySelector(arguments[0])).stroke"
+    strokes = [browser.run(colour, f"{chart} path.line.s{tone}") for tone in (0, 1)]
+    assert strokes == ["rgb(0, 114, 178)", "rgb(196, 82, 10)"]
+    browser.hover(f"{chart} svg", 0.3, 0.5)
+    told = browser.text(f"{chart} .readout")
+    assert re.match(r"step \d+: browsed [\d.]+.*, a run of another name [\d.]+", told), told
+    assert len(browser.driver.find_elements(By.CSS_SELECTOR, f"{chart} g .dot")) == 2
 
 
 def test_the_axis_switch_relabels_every_curve(browser: Browser, pages: dict[str, Path]) -> None:
