@@ -34,7 +34,7 @@ from fenchel.inspection.linearisation import frozen_derivative
 from fenchel.inspection.result import Head, Interval, Method, Spread
 from fenchel.sensitivity import spectral_norm
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian
-from fenchel.sensitivity.bounds.covariance import Terms, terms
+from fenchel.sensitivity.bounds.covariance import terms
 from fenchel.sensitivity.operator import Operator
 
 # Weights held at a time, and queries: on a CPU few enough that most of the future is left out.
@@ -269,7 +269,7 @@ def sensitivities(
             whole.rows, v.view(*whole.rows.lead, *v.shape[1:]), wrt, True, axes=whole.rows.lead
         )
         bracket = spectral_norm(
-            WithCeiling(J, _bound(bound_terms, wrt)),
+            WithCeiling(J, bound_terms.separate(wrt)),
             tol=method.tolerance,
             failure=method.failure,
             iterations=method.iterations,
@@ -278,13 +278,7 @@ def sensitivities(
         ends = zip(bracket.lower[0].tolist(), bracket.upper[0].tolist(), strict=True)
         sigma[wrt] = [Interval(low, high, bracket.iterations) for low, high in ends]
         top = bracket.values[0]
-    return Sensitivities(sigma, _bound(bound_terms, "qkv")[0].tolist(), top.tolist())
-
-
-def _bound(bound_terms: Terms, wrt: str) -> Tensor:
-    parts = {"q": bound_terms.query, "k": bound_terms.key, "v": bound_terms.mixing}
-    squares = torch.stack([parts[name].double().square() for name in wrt])
-    return squares.sum(0).sqrt()
+    return Sensitivities(sigma, bound_terms.separate("qkv")[0].tolist(), top.tolist())
 
 
 def _nearest_head(alike: Tensor) -> dict[str, Any]:

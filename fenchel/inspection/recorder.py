@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
@@ -185,7 +186,10 @@ class BlockRecorder:
 
     def _norm(self, module: nn.Module, x: Tensor, y: Tensor) -> NormInput:
         values = [getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
-        epsilon = next((value for value in values if isinstance(value, float)), 0.0)
+        epsilon = next((value for value in values if isinstance(value, float)), None)
+        if epsilon is None:  # torch's RMSNorm then takes the eps of the dtype in which it computes
+            wide = torch.promote_types(x.dtype, torch.float32)
+            epsilon = torch.finfo(wide).eps if isinstance(module, nn.RMSNorm) else 0.0
         kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
         name = self._names[id(module)].rpartition(".")[2]
         return NormInput(name, x.detach(), _gain(module, x, y, kind), epsilon, kind)

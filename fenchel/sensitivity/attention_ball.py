@@ -51,9 +51,10 @@ from torch import Tensor
 from fenchel.attention import AttentionSpec
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.sensitivity.bounds.covariance import factor
-from fenchel.sensitivity.norms import largest, nonnegative, outward, spectral
+from fenchel.sensitivity.norms import largest, nonnegative, spectral
 from fenchel.sensitivity.perturbation import Ball
-from fenchel.sensitivity.weight_blocks import Projections
+from fenchel.sensitivity.rounding import lengths, outward
+from fenchel.sensitivity.weight_blocks import Projections, threshold
 
 _BLOCK = 1 << 21  # numbers in one (H, t, n, d) tensor
 
@@ -129,10 +130,18 @@ def head_bounds(x: Projections, out: Tensor | None, spec: AttentionSpec, ball: B
     if not bounded(spec.choice):
         infinite = x.q.new_full((H,), torch.inf)
         return HeadBounds(infinite, infinite, infinite)
+    ball = _beyond_rounding(x, ball)
     head = _coordinates(x, out, spec)
     w = _weights(x, head, spec, ball)
     rows = _RowBounds(head, w, ball, exact_sum=isinstance(spec.choice, Softmax))
     return rows.bounds(n)
+
+
+def _beyond_rounding(x: Projections, ball: Ball) -> Ball:
+    """The ball, grown by a move of every token that is larger than the rounding of X W."""
+    n, M = x.X.shape[-2:]
+    size = 4.0 * (M + 8) * M**0.5 * torch.finfo(x.X.dtype).eps * float(lengths(x.X).amax())
+    return Ball(ball.token + size, ball.total + n**0.5 * size)
 
 
 def _coordinates(x: Projections, out: Tensor | None, spec: AttentionSpec) -> _Head:
@@ -184,7 +193,7 @@ def _weights(x: Projections, head: _Head, spec: AttentionSpec, ball: Ball) -> _W
     else:
         scores = choice.scores(z, log_prior, -1)[0][0]
         low, high = _threshold_box(choice, scores, e)
-    slack = 16.0 * torch.finfo(p.dtype).eps  # corners are rounded too
+    slack = 512.0 * torch.finfo(p.dtype).eps  # corners are rounded too
     low, high = low * (1.0 - slack), high * (1.0 + slack)
     s_low, s_high = choice.spread(low), choice.spread(high)
     return _Weights(
@@ -204,7 +213,8 @@ def _score_moves(head: _Head, s: Tensor, ball: Ball) -> Tensor:
     mean = s @ head.k / torch.where(total > 0, total, 1.0)
     far = [head.keys(mean[:, rows], rows).norm(dim=-1) for rows in _row_slices(head)]
     moves: Tensor = r * (torch.cat(far, 1) + head.query_sizes()) + r * r * head.M.view(-1, 1, 1)
-    return moves
+    sizes = lengths(head.q).unsqueeze(-1) * lengths(head.k).amax(-1).view(-1, 1, 1)
+    return moves + (head.q.shape[-1] + 8) * torch.finfo(s.dtype).eps * sizes  # of the products
 
 
 def _row_slices(head: _Head) -> list[slice]:
@@ -228,7 +238,7 @@ def _softmax_box(p: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
 
 def _threshold_box(choice: Choice, x: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
     """``_softmax_box`` for p = response(x - nu) with a threshold nu, which rises with x."""
-    nu_low, nu_high = (_threshold(choice, x + sign * e) for sign in (-1.0, 1.0))
+    nu_low, nu_high = (threshold(choice, y, choice.choose(y)) for y in (x - e, x + e))
     slack = 16.0 * torch.finfo(x.dtype).eps
     nu_low, nu_high = nu_low - slack * (1.0 + nu_low.abs()), nu_high + slack * (1.0 + nu_high.abs())
     high = choice.response(x + e - nu_low).clamp(0.0, 1.0)
@@ -241,13 +251,6 @@ def _threshold_box(choice: Choice, x: Tensor, e: Tensor) -> tuple[Tensor, Tensor
     rest_low = (1.0 - slack) - (high.sum(-1, keepdim=True) - high)
     any_open = open_.any(-1, keepdim=True)
     return torch.maximum(low, torch.where(any_open, rest_low, 0.0)), torch.minimum(high, rest_high)
-
-
-def _threshold(choice: Choice, x: Tensor) -> Tensor:
-    p = choice.choose(x)
-    top = p.argmax(-1, keepdim=True)
-    nu = x.gather(-1, top) - choice.slope(p.gather(-1, top))
-    return torch.where(nu.isfinite(), nu, 0.0)
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ from fenchel.attention import AttentionSpec
 from fenchel.attention.reference import full_precision
 from fenchel.attention.shapes import check, four_axes
 from fenchel.attention.spec import AttentionKeywords
-from fenchel.sensitivity.bounds.covariance import Factors, Terms, factor, terms
+from fenchel.sensitivity.bounds.covariance import Terms, factors_of, projection_errors, terms
 from fenchel.sensitivity.operator import Operator, Space
+from fenchel.sensitivity.rounding import lengths, outward
 from fenchel.sensitivity.weight_blocks import (
     Projections,
     WeightBlock,
@@ -267,7 +268,17 @@ class AttentionJacobian(Operator):
         other.rows, other.v, other.dtype = self.rows.single(), self.v.float(), torch.float32
         for name in ("_mean", "_values_and_one"):
             other.__dict__.pop(name, None)
+        # Weights below the least float32 are lost: S of them, times the largest values and scores.
+        r = self.rows
+        sizes = [float(lengths(x).amax()) if x.numel() else 0.0 for x in (r.q, r.k, self.v)]
+        moved = abs(r.scale) * sizes[2] * (sizes[0] + sizes[1])
+        other.underflow = torch.finfo(torch.float32).tiny * r.S * (1.0 + moved)
         return other
+
+    @property
+    def error(self) -> float:
+        """That of products, and that of the weights, which is the error of a score."""
+        return super().error + self.rows.error
 
     @full_precision
     def parts(self) -> Terms:
@@ -277,16 +288,13 @@ class AttentionJacobian(Operator):
     @full_precision
     def ceiling(self) -> Tensor:
         """The covariance bound: (B, H) with ``each``, else one number."""
-        t = self.parts()
-        chosen = {"q": t.query, "k": t.key, "v": t.mixing}
-        # The moves of q, k and v are separate coordinates: |a x + b y| <= sqrt(a^2 + b^2).
-        square = sum((chosen[name].square() for name in self.wrt), torch.zeros_like(t.key))
+        bound = self.parts().separate(self.wrt)
         if self.each:
-            return square.sqrt().reshape(self.domain.batch)
+            return bound.reshape(self.domain.batch)
         if self.G == self.rows.H:
-            return square.amax().sqrt()
-        groups = square.reshape(len(square), self.G, -1)  # the heads of a group share their keys
-        return groups.sum(2).amax().sqrt()
+            return bound.amax()
+        groups = bound.reshape(len(bound), self.G, -1)  # the heads of a group share their keys
+        return outward(lengths(groups), groups.shape[-1]).amax()
 
 
 @final
@@ -294,7 +302,7 @@ class SelfAttentionJacobian(Operator):
     """d Att(X) for Att(X) = attend(X W_Q, X W_K, X W_V)."""
 
     def __init__(self, inner: AttentionJacobian, x: Projections) -> None:
-        self.inner, self.W = inner, x.W
+        self.inner, self.X, self.W = inner, x.X, x.W
         self.widths = [w.shape[-1] for w in x.W]
         # Concatenated, (B or 1, H, M, 2 D + E): one product instead of three.
         self.W_QKV = torch.cat(x.W, -1)
@@ -335,20 +343,32 @@ class SelfAttentionJacobian(Operator):
         rows, M = inner.rows, self.W_QKV.shape[-2]
         one_small_head = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
         block = next(iter(rows), None) if one_small_head else None
+        underflow = inner.underflow * float(lengths(self.W_QKV.flatten()))
         if block is not None and block.keys == slice(0, rows.S) and block.slope is None:
             W_Q, W_K, W_V = (w[0, 0].float() for w in self.W)
             q, k, v = rows.q[0], rows.k[0], inner.v[0]
-            return OneHead(block, q, k, v, (W_Q, W_K, W_V), rows.scale, self.domain, self.codomain)
+            J = OneHead(block, q, k, v, (W_Q, W_K, W_V), rows.scale, self.domain, self.codomain)
+            J.underflow = underflow
+            return J
         other = copy(self)
         other.inner, other.dtype, other.W_QKV = inner, torch.float32, self.W_QKV.float()
+        other.underflow = underflow
         return other
+
+    @property
+    def error(self) -> float:
+        """That of attention in (q, k, v)."""
+        return self.inner.error
 
     @full_precision
     def parts(self) -> Terms:
         """The covariance bound's three numbers for every sequence and head: (B, H)."""
-        rows, v = self.inner.rows, self.inner.v
-        factors = Factors(*(factor(w) for w in self.W))
-        return terms(rows, v.view(*rows.lead, *v.shape[1:]), factors)
+        X = self.X.double().reshape(-1, 1, *self.X.shape[-2:])
+        W = [w.double() for w in self.W]
+        q, k, v = (X @ w for w in W)
+        x = Projections(X[:, 0], q, k, v, (W[0], W[1], W[2]), self.inner.rows.lead)
+        rows = WeightBlocks(q, k, self.inner.rows.spec, self.inner.rows.budget)
+        return terms(rows, v, factors_of(x), errors=projection_errors(x))
 
     @full_precision
     def ceiling(self) -> Tensor:
@@ -356,7 +376,7 @@ class SelfAttentionJacobian(Operator):
         total = self.parts().total
         if self.inner.each:
             return total.reshape(self.domain.batch)
-        return total.square().sum(1).amax().sqrt()
+        return outward(lengths(total), total.shape[-1]).amax()
 
 
 def attention_jacobian(

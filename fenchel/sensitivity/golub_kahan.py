@@ -34,6 +34,14 @@ The recurrence continues with a fresh random vector, and b_j is set to the size 
 that is exact for an operator that differs from J by rounding, and the bound stays valid, which it
 would not if the recurrence simply stopped.
 
+Scale. The squares of |J v| overflow or vanish long before |J v| does. Where the first product is
+very large or very small, J is replaced by f J with a power of two f near 1 / |J v_1|, which is
+applied to the input, so that every product is of order one; the ends of the bracket are divided
+by f.
+
+Precision. A float64 operator may run in float32 (``Operator.single``). What underflows there is
+lost to it, so where its ``underflow`` is not far below the norm found, it runs in float64.
+
 New vectors are orthogonalised against all before them, twice. Left vectors are not stored, which
 halves the memory and costs no accuracy in the large singular values (Simon and Zha). A batch of
 operators advances together, each with its own start and its own bracket.
@@ -43,7 +51,7 @@ bounds for the matrix two-norm. Simon and Zha (2000), Low-rank matrix approximat
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +59,7 @@ import torch
 from torch import Tensor
 
 from fenchel.sensitivity.operator import Matrix, Operator
+from fenchel.sensitivity.rounding import above
 
 Array = npt.NDArray[np.float64]
 
@@ -152,30 +161,41 @@ def spectral_norm(
     """
     J = Matrix(J) if isinstance(J, Tensor) else J
     _check(J, tol, failure, iterations)
-    run = _Bidiagonalisation(_quickest(J, tol), generator)
-    iterations = min(iterations, J.domain.size)
-    for k in range(1, iterations + 1):
-        run.step()
-        if failure > 0 and k % _EVERY == 0 and run.closed(tol, failure):
-            break
+    quickest = _quickest(J, tol)
+    run = _converged(quickest, tol, failure, iterations, generator)
     left, right, lower = run.attained(J)
+    if quickest is not J and bool((1e-3 * tol * lower < quickest.underflow).any()):
+        run = _converged(J, tol, failure, iterations, generator)
+        left, right, lower = run.attained(J)
     upper = torch.full_like(lower, math.inf)
     if failure > 0:
         upper = torch.as_tensor(run.christoffel(failure), device=lower.device)
     # Products are rounded, and so is the recurrence, by the relative error of the operator.
     error = run.J.error
-    upper = torch.maximum(upper, lower) * (1.0 + error)
+    upper = above(torch.maximum(upper, lower) * (1.0 + error))
     if failure == 0 or bool((upper > (1 + tol + error) * lower).any()):
         upper = _capped(J, upper, lower, failure)
     return Bracket(
         lower,
         upper,
         failure,
-        k,
+        len(run.a),
         J.codomain.write(left[None], "shaped"),  # type: ignore[arg-type]
         J.domain.write(right[None], "shaped"),
-        torch.as_tensor(run.ritz(_VALUES), device=lower.device),
+        torch.as_tensor(run.singular_values(_VALUES), device=lower.device),
     )
+
+
+def _converged(
+    J: Operator, tol: float, failure: float, iterations: int, generator: torch.Generator | None
+) -> "_Bidiagonalisation":
+    """The recurrence, until its bracket is narrow enough."""
+    run = _Bidiagonalisation(J, generator)
+    for k in range(1, min(iterations, J.domain.size) + 1):
+        run.step()
+        if failure > 0 and k % _EVERY == 0 and run.closed(tol, failure):
+            break
+    return run
 
 
 def _check(J: Operator, tol: float, failure: float, iterations: int) -> None:
@@ -196,7 +216,48 @@ def _quickest(J: Operator, tol: float) -> Operator:
     """
     if J.dtype != torch.float64 or tol < 10.0 * 32.0 * torch.finfo(torch.float32).eps:
         return J
-    return J.single() or J
+    single = J.single()
+    precise = single is not None and 10.0 * single.error <= tol and math.isfinite(single.underflow)
+    return single if single is not None and precise else J
+
+
+@final
+class UnitScale(Operator):
+    """v -> J (f v) with a power of two f for each operator of a batch: products of order one."""
+
+    def __init__(self, inner: Operator, f: Tensor) -> None:
+        """``f`` has the shape of the batch."""
+        self.inner, self.f = inner, f.to(inner.dtype).unsqueeze(-1)
+        self.domain, self.codomain = inner.domain, inner.codomain
+        self.dtype, self.device = inner.dtype, inner.device
+
+    def apply(self, v: Tensor) -> Tensor:
+        """f J v."""
+        return self.inner.apply(v * self.f)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        """f J^T u."""
+        return self.inner.adjoint(u * self.f)
+
+    @property
+    def error(self) -> float:
+        """That of J."""
+        return self.inner.error
+
+
+def unit_scale(J: Operator, v: Tensor, size: Tensor) -> Tensor | None:
+    """f for J, given |J v| for a random unit v: None where that is a moderate number already."""
+    reach = int(0.75 * math.log2(torch.finfo(J.dtype).max))
+    low, high = 2.0 ** (-reach // 3), 2.0 ** (reach // 3)
+    if bool(((size > low) & (size < high)).all()):
+        return None
+    f = torch.ones_like(size).masked_fill(~(size > low), 2.0**reach)
+    f = f.masked_fill(~(size < high), 2.0**-reach)  # inf and nan as well
+    size = length(UnitScale(J, f).apply(v[None])[0])
+    exponent = torch.frexp(torch.where((size > 0) & size.isfinite(), size, 1.0)).exponent
+    limit = int(math.log2(torch.finfo(J.dtype).max)) - 8
+    exponent = (torch.frexp(f).exponent - exponent).clamp(-limit, limit)
+    return torch.where(size > 0, torch.ldexp(torch.ones_like(f), exponent), 1.0)
 
 
 def _capped(J: Operator, upper: Tensor, lower: Tensor, failure: float) -> Tensor:
@@ -221,6 +282,8 @@ class _Bidiagonalisation:
 
     def __init__(self, J: Operator, generator: torch.Generator | None) -> None:
         self.J, self.generator = J, generator
+        self.f: Tensor | None = None
+        """The recurrence is that of f J; None is 1."""
         self.start(gaussian(J, generator))
 
     def start(self, g: Tensor) -> None:
@@ -237,7 +300,14 @@ class _Bidiagonalisation:
         """One product with J and one with J^T."""
         self.basis.append(self.v)
         w = self.J.apply(self.v[None])[0]
-        self.a.append(_array(length(w)) ** 2)
+        size = length(w)
+        if not self.a:
+            self.f = unit_scale(self.J, self.v, size)
+            if self.f is not None:
+                self.J = UnitScale(self.J, self.f)
+                w = self.J.apply(self.v[None])[0]
+                size = length(w)
+        self.a.append(_array(size) ** 2)
         self.largest_a = np.maximum(self.largest_a, self.a[-1])
         w = self.basis.without(self.J.adjoint(w[None])[0])
         rest = length(w)
@@ -268,13 +338,20 @@ class _Bidiagonalisation:
 
     def attained(self, J: Operator) -> tuple[Tensor, Tensor, Tensor]:
         """left, right, lower with left = J v / |J v| and lower = |J^T left|, computed anew."""
+        J = J if self.f is None else UnitScale(J, self.f)
         y = np.linalg.eigh(self._tridiagonal()).eigenvectors[..., -1]
         v = self.basis.combine(torch.as_tensor(y, device=self.v.device)).to(J.dtype)
         w = J.apply(v[None])[0]
         left = scaled(w, length(w))
         w = J.adjoint(left[None])[0]
         lower = length(w)
-        return left, torch.where(lower.unsqueeze(-1) > 0, scaled(w, lower), v), lower
+        right = torch.where(lower.unsqueeze(-1) > 0, scaled(w, lower), v)
+        return left, right, lower if self.f is None else lower / self.f.to(lower)
+
+    def singular_values(self, count: int) -> Array:
+        """``ritz``, in the units of J."""
+        values = self.ritz(count)
+        return values if self.f is None else values / _array(self.f)[..., None]
 
     def closed(self, tol: float, failure: float) -> bool:
         """Whether every upper end is within 1 + tol of its Ritz value."""
@@ -284,6 +361,10 @@ class _Bidiagonalisation:
 
     def christoffel(self, failure: float) -> Array:
         """The root above theta of sum_j p_j(sigma^2)^2 = 1 / c^2, approached from above."""
+        root = self._root(failure)
+        return root if self.f is None else np.nextafter(root / _array(self.f), np.inf)
+
+    def _root(self, failure: float) -> Array:
         theta = self.ritz()[..., 0]
         if len(self.a) == self.J.domain.size:
             return theta  # nothing is left outside the basis

@@ -27,7 +27,7 @@ product of the upper bounds is another, and the smaller one is used.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -42,7 +42,14 @@ from fenchel.sensitivity.attention_jacobian import attention_jacobian, self_atte
 from fenchel.sensitivity.autodiff import point, space
 from fenchel.sensitivity.bounds.feedforward import SLOPES, linear, norm_layer, slope_range
 from fenchel.sensitivity.operator import Operator, Space, identity
-from fenchel.sensitivity.perturbation import Ball, BallBound, NormEstimator, TokenLayer
+from fenchel.sensitivity.perturbation import (
+    IDENTITY,
+    Ball,
+    BallBound,
+    NormEstimator,
+    TokenLayer,
+)
+from fenchel.sensitivity.rounding import frobenius, lengths, outward
 from fenchel.sensitivity.weight_blocks import project, repeat_heads
 
 
@@ -55,8 +62,10 @@ class NormJacobian(Operator):
         self.domain = self.codomain = space((X,), 0, several=False)
         self.dtype, self.device = X.dtype, X.device
         self.centre, self.weight = kind == "layer", weight
+        self.top = norm_layer(X, weight, eps=eps, kind=kind)
         X = self._centred(X)
-        self.gain = (X.square().mean(-1, keepdim=True) + eps).rsqrt()
+        size = lengths(X).unsqueeze(-1) / X.shape[-1] ** 0.5
+        self.gain = 1.0 / torch.hypot(size, torch.full_like(size, eps**0.5))
         self.hat = X * self.gain
 
     def apply(self, v: Tensor) -> Tensor:
@@ -71,8 +80,7 @@ class NormJacobian(Operator):
 
     def ceiling(self) -> Tensor:
         """max|gamma| times the largest gain."""
-        top = self.gain.amax()
-        return top if self.weight is None else top * self.weight.abs().amax()
+        return self.top.double().amax()
 
     def _inner(self, v: Tensor) -> Tensor:
         v = self._centred(v)
@@ -124,7 +132,7 @@ class TokenMap(Operator):
 
     def ceiling(self) -> Tensor:
         """The Frobenius norm of W."""
-        return self.W.square().sum().sqrt()
+        return frobenius(self.W)
 
 
 @final
@@ -233,19 +241,35 @@ class SelfAttention(TokenLayer):
         """The lesser of bound A and the exact norm at the centre plus bound B."""
         bounds = self.head_bounds(X, ball)
         if self.W_O is None:  # heads side by side: squares add
-            upper, variation, token = (float(part.norm()) for part in bounds)
+            upper, variation, token = (float(outward(lengths(part), len(part))) for part in bounds)
         else:  # heads are summed
-            upper, variation, token = (float(part.sum()) for part in bounds)
+            upper, variation, token = (float(outward(part.sum(), len(part))) for part in bounds)
         return estimator.from_centre(self.jacobian(X), BallBound(upper, variation, token))
 
     def head_bounds(self, X: Tensor, ball: Ball) -> HeadBounds:
-        """Bounds per head, each with its own rows of W_O."""
-        W_Q, W_K, W_V = self._weights
-        x = project(X, W_Q, W_K, W_V)
-        q, k, v = (repeat_heads(y, self._heads, -3)[None] for y in self._qkv(X))
-        x = x._replace(q=q, k=k, v=v, rotations=self.rotations)
-        out = None if self.W_O is None else self.W_O.reshape(self._heads, -1, self.W_O.shape[-1])
+        """Bounds per head, each with its own rows of W_O; computed in float64."""
+        layer = self.double()
+        x = project(X.double(), *layer._weights)
+        q, k, v = (repeat_heads(y, self._heads, -3)[None] for y in layer._qkv(X.double()))
+        x = x._replace(q=q, k=k, v=v, rotations=layer.rotations)
+        W_O = layer.W_O
+        out = None if W_O is None else W_O.reshape(self._heads, -1, W_O.shape[-1])
         return head_bounds(x, out, self._spec, ball)
+
+    def double(self) -> "SelfAttention":
+        """The same layer with its tensors in float64."""
+        W_Q, W_K, W_V = (w.double() for w in (self.W_Q, self.W_K, self.W_V))
+        b_Q, b_K, b_V = (None if b is None else b.double() for b in self.biases)
+        W_O, rotations = (None if x is None else x.double() for x in (self.W_O, self.rotations))
+        return replace(
+            self,
+            W_Q=W_Q,
+            W_K=W_K,
+            W_V=W_V,
+            W_O=W_O,
+            biases=(b_Q, b_K, b_V),
+            rotations=rotations,
+        )
 
     @property
     def _heads(self) -> int:
@@ -283,28 +307,36 @@ class NormLayer(TokenLayer):
 
     weight: Tensor | None = None
     bias: Tensor | None = None
-    eps: float = 1e-5
+    eps: float | None = 1e-5
+    """None is torch's default for RMSNorm: the eps of the dtype in which it computes."""
     kind: str = "layer"
 
     def __call__(self, X: Tensor) -> Tensor:
         """(..., M) -> (..., M)."""
         shape = X.shape[-1:]
         if self.kind == "layer":
-            return functional.layer_norm(X, shape, self.weight, self.bias, self.eps)
-        y = functional.rms_norm(X, shape, self.weight, self.eps)
+            return functional.layer_norm(X, shape, self.weight, self.bias, self._eps(X))
+        y = functional.rms_norm(X, shape, self.weight, self._eps(X))
         return y if self.bias is None else y + self.bias
 
     def jacobian(self, X: Tensor) -> Operator:
         """In closed form."""
-        return NormJacobian(X, self.weight, self.eps, self.kind)
+        return NormJacobian(X, self.weight, self._eps(X), self.kind)
+
+    def _eps(self, X: Tensor) -> float:
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(torch.promote_types(X.dtype, torch.float32)).eps
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
         """max|gamma| / r at the least r of the ball, and the variation that follows from it."""
-        gain = norm_layer(X, self.weight, eps=self.eps, kind=self.kind, radius=ball.token)
+        gain = norm_layer(X, self.weight, eps=self._eps(X), kind=self.kind, radius=ball.token)
         upper = float(gain.amax())
         size = 1.0 if self.weight is None else float(self.weight.abs().amax())
-        steep = 2.0 * upper**2 / (size * (3.0 * X.shape[-1]) ** 0.5) if size > 0 else 0.0
-        return BallBound(upper, min(steep * ball.token, 2.0 * upper), upper)
+        if size == 0.0 or ball.token == 0.0:
+            return BallBound(upper, 0.0, upper)
+        steep = outward(2.0 * gain.double().amax() / size, X.shape[-1]) / (3.0 * X.shape[-1]) ** 0.5
+        return BallBound(upper, min(float(steep) * upper * ball.token, 2.0 * upper), upper)
 
 
 @final
@@ -368,8 +400,7 @@ class Residual(TokenLayer):
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
         """The upper bound of the branch plus one, and its variation."""
-        inner = self.branch.ball_bound(X, ball, estimator)
-        bound = BallBound(1.0 + inner.upper, inner.variation, 1.0 + inner.token)
+        bound = IDENTITY.plus(self.branch.ball_bound(X, ball, estimator))
         return estimator.from_centre(self.jacobian(X), bound)
 
 
@@ -395,15 +426,11 @@ class Chain(TokenLayer):
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
         """The bounds of a product, and the norm at the centre plus the variation if it is less."""
-        whole, J = BallBound(1.0, 0.0, 1.0), identity(X)
+        whole, J = IDENTITY, identity(X)
         for layer in self.layers:
             bound = layer.ball_bound(X, ball, estimator)
             J, X, ball = layer.jacobian(X) @ J, layer(X), bound.carry(ball)
-            whole = BallBound(
-                bound.upper * whole.upper,
-                bound.variation * whole.upper + bound.upper * whole.variation,
-                bound.token * whole.token,
-            )
+            whole = bound.after(whole)
         return whole if len(self.layers) < 2 else estimator.from_centre(J, whole)
 
 
@@ -423,8 +450,7 @@ def layer_of(f: object) -> TokenLayer | None:
         )
         if isinstance(f, nn.LayerNorm):
             return NormLayer(weight, bias, f.eps, "layer")
-        eps = f.eps if f.eps is not None else torch.finfo(torch.float32).eps
-        return NormLayer(weight, None, eps, "rms")
+        return NormLayer(weight, None, f.eps, "rms")
     if isinstance(f, nn.GELU):
         return ActivationLayer("gelu" if f.approximate == "none" else "gelu_tanh")
     name = _MODULES.get(type(f))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fenchel.sensitivity.operator import Operator, Space
+from fenchel.sensitivity.rounding import unit_size
 
 _POWER_STEPS = 16  # within 1 % on random, saturated and causal weights; a bound after any number
 
@@ -53,15 +54,9 @@ def spectral(A: Tensor) -> Tensor:
     """The spectral norm of small matrices: (..., m, n) -> (...)."""
     if min(A.shape[-2:]) == 0:
         return A.new_zeros(A.shape[:-2])
-    size = A.abs().amax((-2, -1), keepdim=True)
-    A = A / torch.where(size > 0, size, 1.0)  # so that squares neither overflow nor vanish
+    A, size = unit_size(A, (-2, -1))
     gram = A @ A.mT if A.shape[-2] <= A.shape[-1] else A.mT @ A
     return largest(gram).sqrt() * size[..., 0, 0]
-
-
-def outward(bound: Tensor) -> Tensor:
-    """A bound, a little larger than it was computed, so that rounding cannot undercut it."""
-    return bound * (1.0 + 64.0 * torch.finfo(bound.dtype).eps)
 
 
 def nonnegative(P: Tensor, steps: int = _POWER_STEPS) -> Tensor:

@@ -26,6 +26,8 @@ from typing import Any, Union, final, overload
 import torch
 from torch import Tensor
 
+from fenchel.sensitivity.rounding import above, frobenius
+
 Tensors = Tensor | Sequence[Tensor]
 Shape = tuple[int, ...]
 
@@ -109,6 +111,8 @@ class Operator(ABC):
     codomain: Space
     dtype: torch.dtype
     device: torch.device
+    underflow: float = 0.0
+    """How far |J v| may be off, for a unit v, by numbers too small for the dtype."""
 
     @abstractmethod
     def apply(self, v: Tensor) -> Tensor:
@@ -124,7 +128,7 @@ class Operator(ABC):
         return 32.0 * torch.finfo(self.dtype).eps
 
     def ceiling(self) -> Tensor | None:
-        """A certain upper bound on the spectral norm, shape ``batch``; None if unknown."""
+        """A certain upper bound on the spectral norm, rounded up: ``batch``; None if unknown."""
         return None
 
     def single(self) -> "Operator | None":
@@ -247,7 +251,7 @@ class Product(Operator):
     def ceiling(self) -> Tensor | None:
         """The product of the two ceilings."""
         a, b = self.left.ceiling(), self.right.ceiling()
-        return None if a is None or b is None else a * b
+        return None if a is None or b is None else above(a.double() * b.double())
 
 
 @final
@@ -284,7 +288,7 @@ class Sum(Operator):
     def ceiling(self) -> Tensor | None:
         """The sum of the two ceilings."""
         a, b = self.left.ceiling(), self.right.ceiling()
-        return None if a is None or b is None else a + b
+        return None if a is None or b is None else above(a.double() + b.double())
 
 
 @final
@@ -312,7 +316,7 @@ class Scaled(Operator):
     def ceiling(self) -> Tensor | None:
         """|c| times that of J."""
         inner = self.inner.ceiling()
-        return None if inner is None else abs(self.factor) * inner
+        return None if inner is None else above(abs(self.factor) * inner.double())
 
 
 @final
@@ -341,7 +345,7 @@ class Matrix(Operator):
 
     def ceiling(self) -> Tensor:
         """The Frobenius norm."""
-        return self.A.square().sum((-2, -1)).sqrt()
+        return frobenius(self.A)
 
 
 @final

@@ -17,7 +17,8 @@ A ``BallBound``, with J the Jacobian at the centre X and J' that at any other po
     token       the gain in the norm max_i |x_i|
 
 |J|_2 at the centre is measured, so |J|_2 + variation is an upper bound too, and the smaller one in
-small balls (``NormEstimator.from_centre``).
+small balls (``NormEstimator.from_centre``). The products that make up J are rounded relative to the
+norms of its factors, which ``upper`` bounds, so J.error times ``upper`` is added.
 """
 
 import math
@@ -30,8 +31,10 @@ from torch import Tensor
 
 from fenchel.sensitivity.autodiff import jacobian
 from fenchel.sensitivity.golub_kahan import spectral_norm
-from fenchel.sensitivity.norms import outward
 from fenchel.sensitivity.operator import Operator
+from fenchel.sensitivity.rounding import outward
+
+_GROW = 1.0 + 1e-12  # sums and products of bounds are rounded too
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Ball:
         count = min(float(n), (self.total / self.token) ** 2 * (1.0 + 1e-12))
         places = torch.arange(n, dtype=w.dtype, device=w.device)
         spent = (count - places).clamp(0.0, 1.0)
-        return self.token**2 * (w.sort(dim=-1, descending=True).values * spent).sum(-1)
+        return self.token * self.token * (w.sort(dim=-1, descending=True).values * spent).sum(-1)
 
     def within(self, moves: Tensor) -> Tensor:
         """The moves, shortened where needed to lie in the ball: (n, d) -> (n, d)."""
@@ -83,9 +86,22 @@ class BallBound(NamedTuple):
 
     def carry(self, ball: Ball) -> Ball:
         """A ball that contains the image of ``ball``."""
-        grow = 1.0 + 1e-12  # a product is rounded too
-        total = self.upper * ball.total * grow
-        return Ball(min(self.token * ball.token * grow, total), total)
+        total = self.upper * ball.total * _GROW
+        return Ball(min(self.token * ball.token * _GROW, total), total)
+
+    def after(self, first: "BallBound") -> "BallBound":
+        """The bounds of this layer applied to the image of ``first``."""
+        varied = self.variation * first.upper + self.upper * first.variation
+        return BallBound(
+            self.upper * first.upper * _GROW, varied * _GROW, self.token * first.token * _GROW
+        )
+
+    def plus(self, other: "BallBound") -> "BallBound":
+        """The bounds of a sum of two layers."""
+        return BallBound(*((a + b) * _GROW for a, b in zip(self, other, strict=True)))
+
+
+IDENTITY = BallBound(1.0, 0.0, 1.0)
 
 
 class NormEstimator:
@@ -105,7 +121,7 @@ class NormEstimator:
                     f"failure=0 takes the singular values of a {m} by {n} matrix; allow a failure "
                     "such as 1e-9 instead."
                 )
-            return float(outward(torch.linalg.matrix_norm(J.dense(), 2)))
+            return float(outward(torch.linalg.matrix_norm(J.dense().double(), 2), m + n))
         self.spent += self.failure
         bracket = spectral_norm(J, tol=1e-3, failure=self.failure, generator=self.generator)
         return float(bracket.upper)
@@ -114,9 +130,8 @@ class NormEstimator:
         """``bound``, with |J|_2 plus the variation as its upper bound where that is less."""
         if bound.variation >= bound.upper:
             return bound
-        return BallBound(
-            min(bound.upper, self.upper_norm(J) + bound.variation), bound.variation, bound.token
-        )
+        near = (self.upper_norm(J) + bound.variation + J.error * bound.upper) * _GROW
+        return BallBound(min(bound.upper, near), bound.variation, bound.token)
 
 
 class TokenLayer(ABC):

@@ -17,7 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.sensitivity.golub_kahan import Basis, gaussian, length, scaled
+from fenchel.sensitivity.golub_kahan import (
+    Basis,
+    UnitScale,
+    gaussian,
+    length,
+    scaled,
+    unit_scale,
+)
 from fenchel.sensitivity.operator import Matrix, Operator
 
 
@@ -55,8 +62,11 @@ def singular_values(
         raise ValueError(
             f"an operator of shape {J.shape} has 1 to {most} singular values, got k={k}."
         )
-    run = _BlockKrylov(J)
     block = torch.stack([gaussian(J, generator) for _ in range(k)])
+    v = scaled(block[0], length(block[0]))
+    f = unit_scale(J, v, length(J.apply(v[None])[0]))
+    J = J if f is None else UnitScale(J, f)
+    run = _BlockKrylov(J)
     for step in range(1, iterations + 1):  # noqa: B007
         block = run.step(block)
         values, vectors = torch.linalg.eigh(run.image())
@@ -65,7 +75,11 @@ def singular_values(
         rest = tops[..., -len(block) :, :].mT @ block.movedim(0, -2).double()
         if bool((length(rest) <= tol * values[..., -1:]).all()) or run.basis.count >= n:
             break
-    return _fitting(J, run.basis, tops.flip(-1), step)
+    top = _fitting(J, run.basis, tops.flip(-1), step)
+    if f is None:
+        return top
+    f = f.unsqueeze(-1)
+    return top._replace(values=(top.values.double() / f).to(top.values), error=top.error / f)
 
 
 class _BlockKrylov:

@@ -26,10 +26,13 @@ from fenchel.attention import AttentionSpec
 from fenchel.attention.reference import cap_slope
 from fenchel.attention.shapes import four_axes
 from fenchel.attention.tiles import ScoreTile, row_tiles, score_tiles
-from fenchel.choice import Choice
+from fenchel.choice import Choice, Entmax, Sparsemax
+from fenchel.sensitivity.rounding import lengths
 
 # Numbers in a block: on a CPU as many as the cache holds, on a GPU enough to fill it.
 BUDGET, GPU_BUDGET = 1 << 21, 1 << 26
+_ROUNDING = 512.0  # units of rounding in a weight besides those of its score: exp, log u, the sum
+_TINY = 1e-300  # added to weights, which may have underflowed
 _SPREAD = 1e-4  # rows with more than this share beside the largest s lose at most four digits
 
 
@@ -62,6 +65,29 @@ class WeightBlock(NamedTuple):
         return dz.addcmul_(self.s, dz.sum(-1, keepdim=True) * self.inverse, value=-1.0)
 
 
+class SpreadBlock(NamedTuple):
+    """A block of weights with what the rounding of its scores leaves open: (N, t, s) each."""
+
+    rows: slice
+    keys: slice
+    s: Tensor
+    """The spread as computed, times beta."""
+    p_max: Tensor
+    s_max: Tensor
+    """The largest weights and spreads of scores within the error of the computed ones."""
+    p_off: Tensor
+    s_off: Tensor
+    """How far such weights and spreads are from the computed ones, at most."""
+    slope: Tensor | None
+
+    def part(self, rows: slice) -> "SpreadBlock":
+        """Some of its rows, counted from its first."""
+        first = self.rows.start
+        tensors = (x[:, rows] for x in self[2:7])
+        slope = None if self.slope is None else self.slope[:, rows]
+        return SpreadBlock(slice(first + rows.start, first + rows.stop), self.keys, *tensors, slope)
+
+
 class WeightBlocks:
     """The weights of q (B, H, T, D) on k (B, H, S, D), iterated block by block."""
 
@@ -84,8 +110,10 @@ class WeightBlocks:
         self.scaled_q, self.scaled_k = self.scale * self.q, self.scale * self.k
         if budget is None:
             budget = BUDGET if q.device.type == "cpu" else GPU_BUDGET
+        self.budget = budget
         self.height = max(1, budget // max(1, self.B * self.H * self.S))
         self.cache = cache or self.whole
+        self._error: float | None = None
         self._cached: tuple[WeightBlock, ...] | None = None
 
     @property
@@ -99,7 +127,72 @@ class WeightBlocks:
         for name in ("q", "k", "scaled_q", "scaled_k"):
             setattr(other, name, getattr(self, name).float())
         other._cached = tuple(_rounded(block) for block in self) if self.whole else None
+        other._error = self.error if self.whole else None
         return other
+
+    @property
+    def error(self) -> float:
+        """The relative error of a weight, which is the rounding of its score: 4 eps |q| |k|."""
+        if self._error is None:
+            q, k = (float(lengths(x).amax()) if x.numel() else 0.0 for x in (self.q, self.k))
+            beta = float(torch.as_tensor(self.spec.choice.score_scale).max())
+            self._error = 4.0 * torch.finfo(self.q.dtype).eps * beta * abs(self.scale) * q * k
+        return self._error
+
+    def double(self) -> "WeightBlocks":
+        """The same weights computed in float64."""
+        if self.q.dtype == torch.float64:
+            return self
+        q, k = (x.double().view(*self.lead, *x.shape[1:]) for x in (self.q, self.k))
+        return WeightBlocks(q, k, self.spec, self.budget, cache=self.cache)
+
+    def enlarged(self, errors: Tensor) -> Iterator[SpreadBlock]:
+        """The blocks, with what scores that are off by at most ``errors`` (N, T) leave open.
+
+        Softmax: p' <= exp(2 e) p. A threshold map p = response(x - nu): nu moves by at most e, so
+        p' <= response(x - nu + 2 e), and likewise from below. Other maps: as softmax, given that
+        the support is the computed one.
+        """
+        choice, eps = self.spec.choice, torch.finfo(self.q.dtype).eps
+        scale = float(torch.as_tensor(choice.score_scale).max())
+        errors = errors * scale + _ROUNDING * eps
+        if isinstance(choice, Entmax | Sparsemax):
+            for scored in self._scored():
+                yield self._threshold_block(scored, errors)
+            return
+        for block in self:
+            e = errors[:, block.rows].unsqueeze(-1).clamp(max=350.0)
+            p, grown, share = block.p, torch.exp(2.0 * e), torch.expm1(2.0 * e)
+            s = flat(spread(choice, p.view(*self.lead, *p.shape[1:])))
+            p_max, s_max = ((w + _TINY) * grown for w in (p, s))
+            p_off, s_off = (w * share + _TINY for w in (p, s))
+            p_max, s_max = p_max.clamp(max=1.0), s_max.clamp(max=scale)
+            yield SpreadBlock(block.rows, block.keys, s, p_max, s_max, p_off, s_off, block.slope)
+
+    def _threshold_block(self, scored: ScoreTile, errors: Tensor) -> SpreadBlock:
+        choice, tile = scored.choice, scored.tile
+        slope = cap_slope(scored.z, self.spec.softcap)
+        x, _ = choice.scores(scored.z, scored.log_prior(), -1)
+        p = choice.choose(x)
+        peak = x.amax(-1, keepdim=True)
+        e = errors.view(*self.lead, -1, 1)[:, :, tile.rows]
+        e = e + _ROUNDING * torch.finfo(x.dtype).eps * torch.where(peak.isfinite(), peak.abs(), 0.0)
+        p_max, p_min = (
+            torch.where(x > -torch.inf, choice.response(x - threshold(choice, x, p) + move), 0.0)
+            for move in (2.0 * e, -2.0 * e)
+        )
+        p_max, p_min = p_max.clamp(0.0, 1.0), p_min.clamp(0.0, 1.0)
+        s, ends = choice.spread(p), [choice.spread(p_max), choice.spread(p_min)]
+        # Above alpha = 2 the spread falls with the weight, and is unbounded as that tends to 0.
+        falls = torch.as_tensor(getattr(choice, "alpha", 2.0) > 2.0)
+        ends[1] = torch.where(falls & (p_max > 0) & (p_min == 0), torch.inf, ends[1])
+        s_max, s_min = torch.maximum(*ends), torch.minimum(*ends)
+        s_max, s_min = torch.maximum(s_max, s), torch.minimum(s_min, s)
+        scale = choice.score_scale
+        s_off, p_off = torch.maximum(s_max - s, s - s_min), torch.maximum(p_max - p, p - p_min)
+        parts = (scale * s, p_max, scale * s_max, p_off, scale * s_off)
+        slope = None if slope is None else flat(slope)
+        return SpreadBlock(tile.rows, tile.keys, *(flat(y) for y in parts), slope)
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -117,12 +210,14 @@ class WeightBlocks:
         """The blocks if they are cached, else none; blocks computed anew all have a shift."""
         return tuple(self) if self.cache else ()
 
-    def _compute(self) -> Iterator[WeightBlock]:
+    def _scored(self) -> Iterator[ScoreTile]:
         q, k = (x.view(self.B, self.H, *x.shape[1:]) for x in (self.q, self.k))
         rows = row_tiles(q, k, self.spec.prior, height=self.height)
         open_rows = [tile for tile in rows if tile.keys.start < tile.keys.stop]
-        for scored in score_tiles(q, k, self.spec, open_rows):
-            yield self._block(scored)
+        return score_tiles(q, k, self.spec, open_rows)
+
+    def _compute(self) -> Iterator[WeightBlock]:
+        return (self._block(scored) for scored in self._scored())
 
     def _block(self, scored: ScoreTile) -> WeightBlock:
         tile, choice = scored.tile, self.spec.choice
@@ -205,6 +300,13 @@ def project(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Projections:
     q, k, v = (four_axes(X.unsqueeze(-3) @ w) for w in W)
     flat = [w[None] if w.dim() == 3 else w.expand(*lead, *w.shape[-3:]).flatten(0, -4) for w in W]
     return Projections(X, q, k, v, (flat[0], flat[1], flat[2]), (*lead, H) if headed else lead)
+
+
+def threshold(choice: Choice, x: Tensor, p: Tensor) -> Tensor:
+    """nu of p = response(x - nu), from the largest weight; 0 where all is forbidden: (..., 1)."""
+    top = p.argmax(-1, keepdim=True)
+    nu = x.gather(-1, top) - choice.slope(p.gather(-1, top))
+    return torch.where(nu.isfinite(), nu, 0.0)
 
 
 def cut(x: Tensor, part: slice) -> Tensor:

@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +25,7 @@ from fenchel.sensitivity import (
 Draw = Callable[..., Tensor]
 Instance = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 Weights = tuple[Tensor, Tensor, Tensor]
+Array = npt.NDArray[Any]
 DUST = 1e-13  # the truth is rounded as well
 
 
@@ -244,3 +248,65 @@ def test_norm_layers_bound_the_radius(draw: Draw) -> None:
     y = torch.nn.functional.layer_norm(100 * draw(500, 6), (6,), gamma, beta)
     assert y.norm(dim=-1).max() <= bounds.normalised_radius(6, gamma, beta)
     assert bounds.normalised_radius(9) == 3.0
+
+
+def near_cluster(n: int, d: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Weights]:
+    """Rows attend inside a cluster of spread about sqrt(eps), one far token at distance 1.
+
+    Coordinate 0 is 1 for every token and makes the queries; scores fall off towards the far token.
+    """
+    g = torch.Generator().manual_seed(n)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=g)
+
+    def sizes(low: float, high: float) -> Tensor:
+        u = torch.rand(count, 1, 1, dtype=torch.float64, generator=g)
+        return 10.0 ** (low + (high - low) * u)
+
+    delta = sizes(-1.0, 1.0) * torch.finfo(dtype).eps ** 0.5
+    X = delta * normal(count, n, d)
+    X[:, -1] = 0.0
+    X[:, -1, -1] = -1.0
+    X[..., 0] = 1.0
+    W_Q, W_K = torch.zeros(2, count, d, 1, dtype=torch.float64)
+    W_Q[:, :1] = sizes(0.0, 1.3) / delta
+    W_K[:, 1:] = normal(count, d - 1, 1)
+    W_K[:, -1] = 1.0
+    W = (W_Q, W_K, normal(count, d, d))
+    return X.to(dtype), tuple(w.to(dtype).unsqueeze(1) for w in W)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [3, 4, 6])
+def test_no_bound_is_exceeded_in_a_cluster_far_from_other_tokens(
+    n: int, dtype: torch.dtype
+) -> None:
+    X, W = near_cluster(n, 3, 300, dtype)
+    exact = attention_matrix(*(np.asarray(A.double(), dtype=np.longdouble) for A in (X, *W)))
+    truth = torch.linalg.matrix_norm(torch.from_numpy(exact.astype(np.float64)), 2)
+    for cheap in (False, True):
+        bound = bounds.covariance(X, *W, scale=1.0, cheap=cheap).double().reshape(-1)
+        assert (bound >= truth * (1 - DUST)).all()
+        assert cheap or (bound / truth).median() < 1.6
+    blocks = torch.from_numpy(exact.astype(np.float64)).view(300, n, 3, n, 3)
+    # One output coordinate moves by the sum of the lengths of its rows, in the token norm.
+    tokens = blocks.norm(dim=-1).sum(-1).amax((1, 2))
+    bound = bounds.token_max(X, *W, scale=1.0).double().reshape(-1)
+    assert (bound >= tokens * (1 - DUST)).all()
+
+
+def attention_matrix(X: Array, W_Q: Array, W_K: Array, W_V: Array) -> Array:
+    """d Att(X) for scale 1 as matrices (B, n E, n M), in extended precision."""
+    W_Q, W_K, W_V = (w[:, 0] for w in (W_Q, W_K, W_V))
+    q, k, v = (np.einsum("bnm,bmd->bnd", X, w) for w in (W_Q, W_K, W_V))
+    z = np.einsum("bid,bjd->bij", q, k)
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p = p / p.sum(-1, keepdims=True)
+    far, wide = (y[:, None] - np.einsum("bij,bjd->bid", p, y)[:, :, None] for y in (v, k))
+    key = np.einsum("bij,bije,bid,bmd->biejm", p, far, q, W_K)
+    J = np.einsum("bij,bme->biejm", p, W_V) + key
+    query = np.einsum("bij,bije,bijd,bmd->biem", p, far, wide, W_Q)
+    for i in range(X.shape[1]):
+        J[:, i, :, i] += query[:, i]
+    return J.reshape(len(X), X.shape[1] * W_V.shape[-1], -1)

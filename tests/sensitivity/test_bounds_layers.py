@@ -158,3 +158,35 @@ def test_distance_attention_with_heads_and_an_output_matrix(draw: Draw) -> None:
     assert (truth <= bounds.l2_attention(W_Q, W_V, W_O, n=4)).all()
     with pytest.raises(ValueError, match="n >= 1"):
         bounds.l2_attention(W_Q, W_V, n=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("short", [1e-3, 1e-6, 1e-8, 1e-12])
+def test_a_ball_that_nearly_reaches_the_constant_token(
+    short: float, kind: str, dtype: torch.dtype, draw: Draw
+) -> None:
+    """The point of the ball nearest to it has s = sqrt((short |x|)^2 / d + eps)."""
+    for _ in range(20):
+        x = (5.0 + draw(1, 6)).to(dtype)
+        length = (x.double() - x.double().mean() if kind == "layer" else x.double()).norm()
+        radius = float((1 - short) * length)
+        near = length - radius  # exact by Sterbenz, up to the rounding of the length itself
+        bound = bounds.norm_layer(x, eps=1e-12, kind=kind, radius=radius)
+        truth = (near.square() / 6 + 1e-12).rsqrt()
+        assert float(bound) >= float(truth) * (1 - 1e-3 * (short < 1e-9))
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-160, 1e160, 1e300])
+def test_the_gain_of_a_norm_layer_has_no_scale_of_its_own(size: float, draw: Draw) -> None:
+    x = draw(5, 4)
+    plain = bounds.norm_layer(x, eps=0.0)
+    torch.testing.assert_close(bounds.norm_layer(size * x, eps=0.0) * size, plain)
+
+
+def test_softplus_is_linear_above_twenty_as_in_torch() -> None:
+    for x in (19.0, 20.0, 20.5, 25.0, 40.0):
+        point = torch.tensor([x], dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(functional.softplus(point).sum(), point)
+        for radius in (0.0, 0.5):
+            assert bounds.activation("softplus", point.detach(), radius=radius) >= slope

@@ -15,6 +15,7 @@ from fenchel.sensitivity import (
     identity,
     jacobian,
     self_attention_jacobian,
+    singular_values,
     spectral_norm,
 )
 from fenchel.sensitivity.golub_kahan import _Bidiagonalisation
@@ -233,3 +234,45 @@ def test_what_cannot_be_measured_is_refused(generator: torch.Generator) -> None:
         spectral_norm(torch.zeros(0, 3))
     with pytest.raises(ValueError, match="inf or nan"):
         spectral_norm(torch.full((2, 2), torch.inf), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [(torch.float32, e) for e in (-44, -38, -25, -22, 19, 30, 37)]
+    + [(torch.float64, e) for e in (-310, -300, -170, -150, 150, 200, 300)],
+)
+def test_a_bracket_holds_at_every_scale_of_the_dtype(
+    dtype: torch.dtype, exponent: int, generator: torch.Generator
+) -> None:
+    A = torch.randn(3, 30, 20, dtype=torch.float64, generator=generator)
+    A = (A * 10.0 ** (exponent // 2) * 10.0 ** (exponent - exponent // 2)).to(dtype)
+    size = A.double().abs().amax()
+    truth = torch.linalg.matrix_norm(A.double() / size, 2)
+    bracket = spectral_norm(A, generator=generator)
+    upper, lower = bracket.upper / size, bracket.lower / size
+    spacing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / size
+    assert (upper >= truth).all()
+    assert (upper <= truth * (1 + 2e-4)).all()
+    assert (lower <= truth * (1 + 4 * torch.finfo(dtype).eps) + spacing).all()
+    top = singular_values(A, 2, generator=generator)
+    assert ((top.values[..., 0].double() / size - truth).abs() <= 1e-5 * truth + spacing).all()
+
+
+@pytest.mark.parametrize("margin", [5.0, 60.0, 200.0, 600.0])
+@pytest.mark.parametrize("wrt", ["q", "k", "qk", "qkv"])
+def test_a_saturated_head_is_bracketed_though_float32_underflows(
+    wrt: str, margin: float, generator: torch.Generator
+) -> None:
+    q = torch.zeros(1, 1, 6, 4, dtype=torch.float64)
+    q[..., 0] = 2.0 * margin
+    k, v = (torch.randn(1, 1, 6, 4, dtype=torch.float64, generator=generator) for _ in range(2))
+    k = 0.1 * k
+    k[..., 0, 0] += 1.0
+    J = attention_jacobian(q, k, v, wrt=wrt)
+    D = J.dense()
+    size = D.abs().amax()
+    truth = torch.linalg.matrix_norm(D / size, 2) * size
+    bracket = spectral_norm(J, generator=generator)
+    assert truth * (1 - 1e-12) <= bracket.upper <= truth * (1 + 2e-4)
+    assert bracket.lower <= truth * (1 + 1e-12)
+    assert J.ceiling() >= truth * (1 - 1e-12)

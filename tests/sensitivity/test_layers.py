@@ -206,3 +206,15 @@ def test_a_measured_centre_can_be_asked_to_be_sure(draw: Draw) -> None:
     estimator = NormEstimator(1e-6)
     assert exact <= estimator.upper_norm(J) < exact * 1.01
     assert estimator.spent == 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_norm_without_an_eps_takes_that_of_its_input(dtype: torch.dtype) -> None:
+    module = nn.RMSNorm(4).to(dtype)
+    x = torch.full((1, 4), 1e-6, dtype=dtype)
+    layer = layer_of(module)
+    assert layer is not None
+    attained = torch.autograd.functional.jacobian(module, x).reshape(4, 4)
+    torch.testing.assert_close(layer.jacobian(x).dense(), attained, rtol=1e-5, atol=0.0)
+    upper = layer.ball_bound(x, Ball(1e-7, 1e-7), NormEstimator(0.0)).upper
+    assert upper >= float(torch.linalg.matrix_norm(attained, 2))

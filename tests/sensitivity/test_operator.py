@@ -1,6 +1,7 @@
 """fenchel/sensitivity/operator.py: every layout, adjoints, and the algebra of operators."""
 
 from collections.abc import Callable
+from decimal import Decimal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fenchel.sensitivity import (
     identity,
     jacobian,
     self_attention_jacobian,
+    spectral_norm,
 )
 from fenchel.sensitivity.layers import (
     ActivationLayer,
@@ -25,6 +27,7 @@ from fenchel.sensitivity.layers import (
     NormLayer,
     Residual,
     SelfAttention,
+    TokenMap,
 )
 
 Draw = Callable[..., Tensor]
@@ -156,3 +159,40 @@ def test_mistakes_are_answered_with_the_shapes(draw: Draw) -> None:
         J @ jacobian(torch.sin, draw(4, 4))
     with pytest.raises(ValueError, match="two or more axes"):
         Matrix(draw(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_ceiling_is_rounded_up(dtype: torch.dtype) -> None:
+    """Of rank one the Frobenius norm is the spectral norm, |a| |b|, known to 40 digits."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        a, b = (torch.randn(n, dtype=dtype, generator=g) for n in (5, 3))
+        a, b = (x.mul(64).round().div(64) for x in (a, b))  # products of these are exact
+        truth = _length(a) * _length(b)
+        outer = torch.outer(a, b)
+        ceilings = {
+            "matrix": Matrix(outer).ceiling(),
+            "token map": TokenMap(torch.zeros(2, 5, dtype=dtype), outer).ceiling(),
+            "scaled": (-Matrix(outer)).ceiling(),
+            "product": (Matrix(a[:, None]) @ Matrix(b[None])).ceiling(),
+            "sum": (Matrix(0.25 * outer) + Matrix(0.75 * outer)).ceiling(),
+        }
+        for name, ceiling in ceilings.items():
+            assert ceiling is not None
+            assert Decimal(float(ceiling)) >= truth, name
+        bracket = spectral_norm(outer, failure=0.0, generator=g)
+        assert Decimal(float(bracket.upper)) >= truth
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_the_ceiling_of_a_norm_layer_is_rounded_up(kind: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        x = torch.randn(1, 8, generator=g)
+        exact = NormLayer(eps=1e-5, kind=kind).jacobian(x.double()).dense()
+        truth = float(torch.linalg.matrix_norm(exact, 2))
+        assert float(NormLayer(eps=1e-5, kind=kind).jacobian(x).ceiling()) >= truth * (1 - 1e-15)  # type: ignore[arg-type]
+
+
+def _length(x: Tensor) -> Decimal:
+    return sum((Decimal(float(part)) ** 2 for part in x), Decimal(0)).sqrt()

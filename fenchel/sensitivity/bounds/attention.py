@@ -66,6 +66,8 @@ Rakhuba (2025), Pay attention to attention distribution.
 """
 
 import math
+import sys
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -74,14 +76,35 @@ from torch import Tensor
 from fenchel.attention import AttentionSpec
 from fenchel.attention.spec import AttentionKeywords
 from fenchel.choice import Choice
-from fenchel.sensitivity.bounds.covariance import factor, mixing, moment
-from fenchel.sensitivity.norms import largest, outward, spectral
-from fenchel.sensitivity.weight_blocks import Projections, WeightBlocks, flat, project, spread
+from fenchel.sensitivity.bounds.covariance import (
+    RowMoments,
+    factor,
+    factors_of,
+    mixing,
+    projection_errors,
+    score_errors,
+)
+from fenchel.sensitivity.norms import spectral
+from fenchel.sensitivity.rounding import (
+    above,
+    bound_dtype,
+    lengths,
+    outward,
+    product,
+    round_up,
+    unit_size,
+)
+from fenchel.sensitivity.weight_blocks import WeightBlocks, project, spread
+
+_FLOOR = 1e-150  # added to lengths of entries of order 1, whose squares may have underflowed
 
 
 def row(choice: Choice, p: Tensor) -> Tensor:
     """An upper bound on ``choice.sensitivity(p)``, differentiable: (..., K) -> (...)."""
-    s = spread(choice, p)
+    return _row_bound(spread(choice, p))
+
+
+def _row_bound(s: Tensor) -> Tensor:
     if s.shape[-1] < 2:
         return torch.zeros_like(s.sum(-1))
     top = s.topk(2, dim=-1)
@@ -89,7 +112,8 @@ def row(choice: Choice, p: Tensor) -> Tensor:
     others = s * torch.ones_like(s).scatter(-1, top.indices[..., :1], 0.0)
     rest = others.sum(-1)
     total = first + rest
-    return outward(first * (rest + second) / torch.where(total > 0, total, 1.0))
+    # The quotient is at most 2, and a product of two weights may underflow.
+    return outward(first * ((rest + second) / torch.where(total > 0, total, 1.0)), s.shape[-1])
 
 
 def penalty(choice: Choice, p: Tensor) -> Tensor:
@@ -104,13 +128,14 @@ def penalty(choice: Choice, p: Tensor) -> Tensor:
 
 def entropy(T: int, size: float) -> float:
     """The least entropy of softmax over T scores of length at most ``size``. Attained."""
-    if T < 1 or size < 0:
+    if T < 1 or not size >= 0:
         raise ValueError(f"entropy needs T >= 1 scores of length >= 0; got T={T}, size={size}.")
-    if T == 1:
-        return 0.0
-    b = math.exp(-size * math.sqrt(T / (T - 1)))
+    b = 0.0 if T == 1 else math.exp(-size * math.sqrt(T / (T - 1)))
     rest = (T - 1) * b
-    return math.log1p(rest) + size * math.sqrt(T * (T - 1)) * b / (1.0 + rest)
+    if rest == 0.0:
+        return 0.0
+    least = math.log1p(rest) + size * math.sqrt(T * (T - 1)) * b / (1.0 + rest)
+    return least * (1.0 - (64.0 + size) * sys.float_info.epsilon)  # exp(-x) is off by x eps
 
 
 def generic(
@@ -121,9 +146,9 @@ def generic(
     **keywords: Unpack[AttentionKeywords],
 ) -> Tensor:
     """|W_V| (|P| + 2 L |X|^2 |M|). At a point; any choice with a constant L."""
-    x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
-    slope = torch.as_tensor(rows.spec.choice.lipschitz(rows.S), dtype=X.dtype, device=X.device)
-    return _through_scores(x, rows, slope.amax())
+    point = _Point(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
+    constant = torch.as_tensor(point.rows.spec.choice.lipschitz(point.rows.S))
+    return point.through_scores(constant.to(point.x.X).amax().expand(point.rows.lead))
 
 
 def yudin(
@@ -134,29 +159,37 @@ def yudin(
     **keywords: Unpack[AttentionKeywords],
 ) -> Tensor:
     """|W_V| (|P| + 2 |X|^2 |M| max_i b_i). At a point; any choice."""
-    x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
-    slope = x.q.new_zeros(rows.lead)
-    for block in rows:
-        p = block.p.view(*rows.lead, *block.p.shape[1:])
-        slope = torch.maximum(slope, row(rows.spec.choice, p).amax(-1))
-    return _through_scores(x, rows, slope)
+    point = _Point(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
+    slope = point.x.q.new_zeros(len(point.rows.q))
+    for block in point.rows.enlarged(score_errors(point.rows, point.errors)):
+        slope = torch.maximum(slope, _row_bound(block.s_max).amax(-1))
+    return point.through_scores(slope.view(point.rows.lead))
 
 
 def castin_at(
     X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, scale: float | None = None
 ) -> Tensor:
     """|W_V| sqrt(n + (n + 1) r^2 R^2), the data form. At a point; softmax, masked or not."""
-    x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(scale=scale))
-    n = rows.T
-    far = torch.cdist(x.X, x.X).amax((-2, -1)).reshape(-1, 1)
-    keys, queries = (
-        abs(rows.scale) * (a @ factor(w)).norm(dim=-1).amax(-1)
-        for a, w in ((x.q, x.W[1]), (x.k, x.W[0]))
-    )
-    z = far * torch.maximum(keys, queries)
-    released = (n + (n + 1) * z.square()).sqrt()
-    proven = (n + n * z.square() / 4).sqrt() + z / 2
-    return outward(spectral(x.W[2]) * torch.maximum(released, proven)).reshape(x.axes)
+    point = _Point(X, W_Q, W_K, W_V, AttentionSpec(scale=scale))
+    x, n, M = point.x, point.rows.T, point.x.X.shape[-1]
+    X_unit, unit = unit_size(x.X, (-2, -1))
+    far = torch.cdist(X_unit, X_unit, compute_mode="donot_use_mm_for_euclid_dist")
+    diameter = product(outward(far.amax((-2, -1)) + _FLOOR, M).reshape(-1, 1), unit.reshape(-1, 1))
+    pairs = (x.q, factor(x.W[1])), (x.k, factor(x.W[0]))
+    longest = torch.maximum(*(_longest_product(a, F) for a, F in pairs))
+    gains = [lengths(w.flatten(-2)) for w in x.W[:2]]
+    rounding = 8.0 * torch.finfo(x.q.dtype).eps * (M + x.q.shape[-1])
+    longest = longest + rounding * product(lengths(x.X).amax(-1).reshape(-1, 1), *gains)
+    z = product(diameter, longest, torch.full_like(longest, abs(point.rows.scale)))
+    released = math.sqrt(n + 1) * torch.hypot(z, torch.full_like(z, math.sqrt(n / (n + 1))))
+    proven = math.sqrt(n) * torch.hypot(z / 2, torch.ones_like(z)) + z / 2
+    return point.result(product(spectral(x.W[2]), torch.maximum(released, proven)))
+
+
+def _longest_product(a: Tensor, F: Tensor) -> Tensor:
+    """The longest row of a F: (B, H, n, D), (B or 1, H, D, r) -> (B, H)."""
+    (a, unit), (F, factor_unit) = (unit_size(x, (-2, -1)) for x in (a, F))
+    return product(lengths(a @ F).amax(-1), unit[..., 0, 0], factor_unit[..., 0, 0])
 
 
 def token_max(
@@ -167,90 +200,138 @@ def token_max(
     **keywords: Unpack[AttentionKeywords],
 ) -> Tensor:
     """How far any token can move when none moves further than 1. At a point; free of n."""
-    x, rows = _at(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
-    F_Q, F_K = (flat(factor(w).expand(*rows.lead, -1, -1)) for w in x.W[:2])
-    k, v = (y - y.mean(-2, keepdim=True) for y in (rows.k, flat(x.v)))
-    worst = k.new_zeros(len(k))
-    for block in rows:
-        block_rows, keys = block.rows, block.keys
-        C = moment(block.s, v[:, keys], k[:, keys]) @ F_Q.unsqueeze(1)
-        D = moment(block.s, v[:, keys], v[:, keys])
-        size = (rows.q[:, block_rows] @ F_K).norm(dim=-1)
-        key = (largest(D) * block.s.sum(-1)).sqrt() * size
-        worst = torch.maximum(worst, abs(rows.scale) * (spectral(C) + key).amax(-1))
-    return outward(spectral(x.W[2]) + worst.view(rows.lead)).reshape(x.axes)
+    point = _Point(X, W_Q, W_K, W_V, AttentionSpec(**keywords))
+    moments = RowMoments(point.rows, point.x.v, factors_of(point.x), point.errors, cheap=False)
+    worst = torch.zeros_like(moments.gain_v)
+    for block in moments:
+        size = lengths(moments.q[:, block.rows]) + moments.e_q.unsqueeze(-1)
+        key = block.root * block.weight.sum(-1).sqrt() * size
+        parts = (block.query, moments.query_units), (key, moments.key_units)
+        query, key = (product(part, *(u.unsqueeze(-1) for u in units)) for part, units in parts)
+        worst = torch.maximum(worst, (query + key).amax(-1))
+    worst = outward(worst, 2 * moments.terms)
+    return point.result(spectral(point.x.W[2]) + worst.view(point.rows.lead))
 
 
-def _at(
-    X: Tensor,
-    W_Q: Tensor,
-    W_K: Tensor,
-    W_V: Tensor,
-    spec: AttentionSpec,
-) -> tuple[Projections, WeightBlocks]:
-    if spec.softcap is not None:
-        raise ValueError("this bound is for scores without a soft cap; use bounds.covariance.")
-    x = project(X, W_Q, W_K, W_V)
-    return x, WeightBlocks(x.q, x.k, spec)
+class _Point:
+    """Self-attention at X in float64, for scores without a soft cap."""
+
+    def __init__(
+        self, X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, spec: AttentionSpec
+    ) -> None:
+        if spec.softcap is not None:
+            raise ValueError("this bound is for scores without a soft cap; use bounds.covariance.")
+        self.dtype = bound_dtype(X, W_Q, W_K, W_V)
+        self.x = project(*(A.double() for A in (X, W_Q, W_K, W_V)))
+        self.rows = WeightBlocks(self.x.q, self.x.k, spec)
+        self.errors = projection_errors(self.x)
+
+    def through_scores(self, slope: Tensor) -> Tensor:
+        """|W_V| (|P| + 2 slope |X|^2 |M|) for a slope (B, H)."""
+        x, rows = self.x, self.rows
+        size, M = spectral(x.X).reshape(-1, 1), _pair_norm(x.W[0], x.W[1])
+        P = mixing(rows)
+        for block in rows.enlarged(score_errors(rows, self.errors)):
+            P = P + lengths(block.p_off.flatten(1))
+        P = P.view(rows.lead).clamp(max=rows.T**0.5)
+        scores = product(slope, size, M, size, torch.full_like(size, 2.0 * abs(rows.scale)))
+        return self.result(product(spectral(x.W[2]), P + scores))
+
+    def result(self, bound: Tensor) -> Tensor:
+        """``bound`` (B, H), beyond its rounding, in the dtype and axes of the inputs."""
+        n, M = self.x.X.shape[-2:]
+        bound = above(outward(bound, n + 4 * (M + sum(w.shape[-1] for w in self.x.W))))
+        return round_up(bound, self.dtype).reshape(self.x.axes)
 
 
-def _through_scores(x: Projections, rows: WeightBlocks, slope: Tensor) -> Tensor:
-    size = spectral(x.X).reshape(-1, 1)
-    M = abs(rows.scale) * spectral(factor(x.W[0]).mT @ factor(x.W[1]))
-    P = mixing(rows).view(rows.lead)
-    bound = spectral(x.W[2]) * (P + 2.0 * slope * size.square() * M)
-    return outward(bound).reshape(x.axes)
+def _pair_norm(W_Q: Tensor, W_K: Tensor) -> Tensor:
+    """|W_Q W_K^T|_2, from above: (..., M, D) -> (...)."""
+    (A, a), (B, b) = (unit_size(factor(w), (-2, -1)) for w in (W_Q, W_K))
+    # Where the product cancels, its rounding is that of its terms.
+    rounding = 8.0 * sum(W_Q.shape[-2:]) * torch.finfo(A.dtype).eps
+    size = spectral(A.mT @ B) + rounding * lengths(A.flatten(-2)) * lengths(B.flatten(-2))
+    return product(size, a[..., 0, 0], b[..., 0, 0])
 
 
 def ball(
-    W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, n: int, radius: float, scale: float | None = None
+    W_Q: Tensor,
+    W_K: Tensor,
+    W_V: Tensor,
+    *,
+    n: int,
+    radius: float | Tensor,
+    scale: float | None = None,
 ) -> Tensor:
     """|W_V| ((1 + sqrt n) |A| R^2 + sqrt n). On a ball of tokens; softmax."""
-    A, V = _sizes(W_Q, W_K, W_V, scale)
     root = math.sqrt(n)
-    return outward(V * ((1.0 + root) * A * radius**2 + root))
+    return _on_ball(W_Q, W_K, W_V, radius, scale, lambda a: (1.0 + root) * a + root)
 
 
 def castin(
-    W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, n: int, radius: float, scale: float | None = None
+    W_Q: Tensor,
+    W_K: Tensor,
+    W_V: Tensor,
+    *,
+    n: int,
+    radius: float | Tensor,
+    scale: float | None = None,
 ) -> Tensor:
     """sqrt(3) |W_V| sqrt(|A|^2 R^4 (4 n + 1) + n). On a ball of tokens; softmax."""
-    A, V = _sizes(W_Q, W_K, W_V, scale)
-    return outward(V * (3.0 * (A.square() * radius**4 * (4 * n + 1) + n)).sqrt())
+
+    def bound(a: Tensor) -> Tensor:
+        hypot: Tensor = torch.hypot(math.sqrt(4 * n + 1) * a, torch.full_like(a, math.sqrt(n)))
+        return math.sqrt(3.0) * hypot
+
+    return _on_ball(W_Q, W_K, W_V, radius, scale, bound)
 
 
 def token_max_ball(
-    W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, radius: float, scale: float | None = None
+    W_Q: Tensor, W_K: Tensor, W_V: Tensor, *, radius: float | Tensor, scale: float | None = None
 ) -> Tensor:
     """|W_V| (1 + 2 |A| R^2), in the norm max_i |x_i|. On a ball of tokens; softmax; free of n."""
-    A, V = _sizes(W_Q, W_K, W_V, scale)
-    return outward(V * (1.0 + 2.0 * A * radius**2))
+    return _on_ball(W_Q, W_K, W_V, radius, scale, lambda a: 1.0 + 2.0 * a)
+
+
+def _on_ball(
+    W_Q: Tensor,
+    W_K: Tensor,
+    W_V: Tensor,
+    radius: float | Tensor,
+    scale: float | None,
+    bound: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """|W_V| bound(|A| R^2)."""
+    dtype, D = bound_dtype(W_Q, W_K, W_V), W_Q.shape[-1]
+    pair = _pair_norm(W_Q.double(), W_K.double())
+    R = torch.as_tensor(radius, dtype=torch.float64, device=pair.device)
+    c = torch.as_tensor(abs(AttentionSpec(scale=scale).scale_for(D)), dtype=R.dtype).to(R)
+    size = product(spectral(W_V.double()), bound(product(pair, R, R, c)))
+    return round_up(above(outward(size, 4 * (W_Q.shape[-2] + D))), dtype)
 
 
 def normalised_radius(d: int, weight: Tensor | None = None, bias: Tensor | None = None) -> float:
     """The largest length of a token after a LayerNorm or RMSNorm of width d."""
-    longest = math.sqrt(d) * (1.0 if weight is None else float(weight.abs().amax()))
-    return longest + (0.0 if bias is None else float(bias.norm()))
-
-
-def _sizes(W_Q: Tensor, W_K: Tensor, W_V: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    A = abs(AttentionSpec(scale=scale).scale_for(W_Q.shape[-1])) * spectral(
-        factor(W_Q).mT @ factor(W_K)
-    )
-    return A, torch.as_tensor(spectral(W_V))
+    root = math.sqrt(d)
+    root = root if root.is_integer() else math.nextafter(root, math.inf)
+    if weight is None and bias is None:
+        return root
+    longest = root * (1.0 if weight is None else float(weight.double().abs().amax()))
+    size = longest + (0.0 if bias is None else float(lengths(bias.double())))
+    return size * (1.0 + (64.0 + d) * sys.float_info.epsilon)
 
 
 def l2_attention(W_Q: Tensor, W_V: Tensor, W_O: Tensor | None = None, *, n: int) -> Tensor:
     """The bound for W_Q (H, M, D) or (M, D), W_V (H, M, E), W_O (H E, M) or none. Global."""
     if n < 1:
         raise ValueError(f"attention needs n >= 1 tokens, got n={n}.")
-    W_Q, W_V = (w if w.dim() > 2 else w[None] for w in (W_Q, W_V))
-    heads = spectral(W_Q).square() * spectral(W_V)
-    tau = W_Q.shape[-1] ** -0.5
-    total = heads.square().sum(-1).sqrt()
-    if W_O is not None:
-        total = total * spectral(W_O)
-    return outward(math.sqrt(n) * tau * (4.0 * _inverse_phi(n - 1) + 1.0) * total)
+    dtype = bound_dtype(W_Q, W_V, *(() if W_O is None else (W_O,)))
+    W_Q, W_V = (w.double() if w.dim() > 2 else w.double()[None] for w in (W_Q, W_V))
+    Q = spectral(W_Q)
+    total = lengths(product(Q, spectral(W_V), Q))
+    out = torch.ones_like(total) if W_O is None else spectral(W_O.double())
+    constant = math.sqrt(n / W_Q.shape[-1]) * (4.0 * _inverse_phi(n - 1) + 1.0)
+    bound = product(total, out, torch.full_like(total, constant))
+    return round_up(above(outward(bound, 4 * (sum(W_Q.shape) + W_V.shape[-1]))), dtype)
 
 
 def distance_attention(X: Tensor, W_Q: Tensor, W_V: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ depends on x:
     within radius rho   max|gamma| / sqrt(max(0, |x - mean| - rho)^2 / d + eps)
     everywhere          max|gamma| / sqrt(eps), reached at a constant token: 316 for eps = 1e-5
 
-That factor 316 makes every product of global constants useless; the local one is near 1.
+That factor 316 makes every product of global constants useless; the local one is near 1. Near the
+constant token |x - mean| - rho cancels, so the rounding of |x| is subtracted from it.
 
 Activations act on each number; the constant is the largest slope, over all numbers or over
-[x - rho, x + rho]: the slope is monotone between its extrema, which are listed below.
+[x - rho, x + rho]: the slope is monotone between its extrema, which are listed below. Slopes are
+those of torch's functions, whose softplus is x itself above 20.
 """
 
 import math
@@ -24,7 +26,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from fenchel.config import did_you_mean
-from fenchel.sensitivity.norms import outward, spectral
+from fenchel.sensitivity.norms import spectral
+from fenchel.sensitivity.rounding import bound_dtype, outward, round_up, unit_size
 
 
 def norm_layer(
@@ -43,17 +46,23 @@ def norm_layer(
         raise ValueError(f'a norm layer is of kind "layer" or "rms", got {kind!r}.')
     if eps < 0 or radius < 0:
         raise ValueError(f"eps and radius cannot be negative; got {eps} and {radius}.")
-    gain = torch.ones((), dtype=torch.float64) if weight is None else weight.abs().amax()
+    gain = torch.ones((), dtype=torch.float64) if weight is None else weight.abs().amax().double()
     if x is None:
-        return outward(gain * (eps**-0.5 if eps > 0 else math.inf))
-    centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
-    near = (centred.norm(dim=-1) - radius).clamp(min=0.0)
-    return outward(gain.to(x) * (near.square() / x.shape[-1] + eps).rsqrt())
+        dtype = torch.float64 if weight is None else bound_dtype(weight)
+        return round_up(outward(gain * (eps**-0.5 if eps > 0 else math.inf)), dtype)
+    d, dtype = x.shape[-1], bound_dtype(x)
+    y, size = unit_size(x.double(), (-1,))
+    size = size[..., 0]
+    centred = y - y.mean(-1, keepdim=True) if kind == "layer" else y
+    rounding = 4.0 * (d + 8) * torch.finfo(y.dtype).eps * torch.linalg.vector_norm(y, dim=-1)
+    near = (torch.linalg.vector_norm(centred, dim=-1) - rounding - radius / size).clamp(min=0.0)
+    spread = torch.hypot(near * (size / math.sqrt(d)), torch.full_like(near, math.sqrt(eps)))
+    return round_up(outward(gain.to(spread) / spread, d), dtype)
 
 
 def linear(W: Tensor) -> Tensor:
     """|W|_2. Everywhere; exact."""
-    return outward(spectral(W))
+    return round_up(outward(spectral(W.double()), sum(W.shape[-2:])), bound_dtype(W))
 
 
 class Slope(NamedTuple):
@@ -73,6 +82,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     c = math.sqrt(2.0 / math.pi)
+    x = x.clamp(-1e3, 1e3)  # beyond, the slope is constant and x^3 overflows
     t = torch.tanh(c * (x + 0.044715 * x**3))
     return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t.square()) * c * (1.0 + 3 * 0.044715 * x.square())
 
@@ -96,7 +106,7 @@ SLOPES = {
     "relu2": Slope(lambda x: 2.0 * x.clamp(min=0.0), (), math.inf),
     "leaky_relu": Slope(lambda x: torch.ones_like(x).masked_fill(x < 0, 0.01), (), 1.0),
     "elu": Slope(lambda x: torch.where(x >= 0, 1.0, x.clamp(max=0.0).exp()), (), 1.0),
-    "softplus": Slope(torch.sigmoid, (), 1.0),
+    "softplus": Slope(lambda x: torch.where(x > 20.0, 1.0, torch.sigmoid(x)), (), 1.0),
     "tanh": Slope(lambda x: 1.0 - torch.tanh(x).square(), (0.0,), 1.0),
     "sigmoid": Slope(lambda x: torch.sigmoid(x) * torch.sigmoid(-x), (0.0,), 0.25),
     "gelu": Slope(_gelu, (-math.sqrt(2.0), math.sqrt(2.0)), 1.1289041451851548),
@@ -116,19 +126,25 @@ def activation(name: str, x: Tensor | None = None, *, radius: float | Tensor = 0
     if x is None:
         return torch.tensor(SLOPES[name].steepest, dtype=torch.float64)
     low, _, high = slope_range(name, x, radius)
-    return torch.maximum(low.abs(), high.abs())
+    return round_up(torch.maximum(low.abs(), high.abs()), bound_dtype(x))
 
 
 def slope_range(name: str, x: Tensor, radius: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The least slope within ``radius`` of each number of x, the slope there, and the largest."""
-    slope = SLOPES[name]
-    ends = slope.at(x - radius), slope.at(x + radius)
-    centre = slope.at(x)
+    """The least slope within ``radius`` of each number of x, the slope there, and the largest.
+
+    In float64, the ends rounded outward.
+    """
+    slope, x = SLOPES[name], x.double()
+    left, right = (
+        torch.nextafter(x + sign * radius, torch.full_like(x, sign * torch.inf))
+        for sign in (-1.0, 1.0)
+    )
+    ends, centre = (slope.at(left), slope.at(right)), slope.at(x)
     low, high = torch.minimum(*ends), torch.maximum(*ends)
     for turn in slope.turns:
         extreme = slope.at(torch.full_like(x, turn))
-        inside = (x - turn).abs() <= radius
+        inside = (left <= turn) & (turn <= right)
         low = torch.where(inside, torch.minimum(low, extreme), low)
         high = torch.where(inside, torch.maximum(high, extreme), high)
-    rounding = 64.0 * torch.finfo(x.dtype).eps
+    rounding = 64.0 * torch.finfo(x.dtype).eps * (1.0 + high.abs())
     return torch.minimum(low, centre) - rounding, centre, torch.maximum(high, centre) + rounding
