@@ -24,9 +24,16 @@ s_max the largest singular value of J, for one sequence without a mask.
 
    of the best <G, dS> at equal |dS| (Kantorovich's inequality for J J^T on its range).
 
+With X = U S V^T, J acts as (dA, dB) -> dA K^T + Q dB^T on A = S V^T W_Q = U^T Q and the same B, an
+r^2 by 2 r k matrix, and its singular values are those of that matrix: a Gram matrix would square
+their ratio. They are correct to rounding of the largest, which is subtracted from the smallest:
+where nothing is left, s is 0 and the bounds say so. X has the rank r that matrix_rank gives it:
+directions below max(n, d) eps |X|_2 count as absent.
+
 For the lesson "Score-space descent", which is planned; no command uses it.
 """
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -39,7 +46,7 @@ class ScoreSpectrum(NamedTuple):
     """Extreme singular values of J: how far a unit move of the weights moves the scores."""
 
     smallest: float
-    """Over moves orthogonal to the gauge; 0 when J = 0."""
+    """Over moves orthogonal to the gauge; 0 when J = 0, or when it is below rounding."""
     largest: float
     rank: int
 
@@ -63,22 +70,53 @@ def score_spectrum(X: Tensor, W_Q: Tensor, W_K: Tensor) -> ScoreSpectrum:
     >>> score_spectrum(torch.eye(2), torch.eye(2), torch.eye(2))
     ScoreSpectrum(smallest=1.4142135623730951, largest=1.4142135623730951, rank=4)
     """
+    s, s_max, rank, rounding, unit = _spectrum(X, W_Q, W_K)
+    return ScoreSpectrum(s * unit if s > rounding else 0.0, s_max * unit, rank)
+
+
+class _Spectrum(NamedTuple):
+    """The spectrum of J for X and W divided by their sizes."""
+
+    s: float
+    s_max: float
+    rank: int
+    rounding: float
+    """How far s and s_max may be off."""
+    unit: float
+    """What they are to be multiplied by."""
+
+    @property
+    def least(self) -> float:
+        """s, from below."""
+        return max(0.0, self.s - self.rounding)
+
+
+def _spectrum(X: Tensor, W_Q: Tensor, W_K: Tensor) -> _Spectrum:
     X, W_Q, W_K = X.double(), W_Q.double(), W_K.double()
+    size_X, size_W = (max(float(A.abs().max()) for A in group) for group in ((X,), (W_Q, W_K)))
+    if size_X == 0.0 or size_W == 0.0:
+        return _Spectrum(0.0, 0.0, 0, 0.0, 1.0)
+    X, W_Q, W_K = X / size_X, W_Q / size_W, W_K / size_W
     rank = reachable_rank(X, W_Q, W_K)
     if rank == 0:
-        return ScoreSpectrum(0.0, 0.0, 0)
-    C = X.mT @ X
-    CQ, CK = C @ W_Q, C @ W_K
-    size = W_Q.numel()
-    cross = torch.einsum("ib,ja->iajb", CQ, CK).reshape(size, size)
-    gram = torch.cat(
+        return _Spectrum(0.0, 0.0, 0, 0.0, 1.0)
+    _, S, V = torch.linalg.svd(X, full_matrices=False)
+    r = int(torch.linalg.matrix_rank(X))
+    S, Q, K = S[:r], S[:r, None] * (V[:r] @ W_Q), S[:r, None] * (V[:r] @ W_K)
+    eye = torch.eye(r, dtype=S.dtype, device=S.device)
+    # Columns: dA, whose moves are diag(S) dA K^T, and dB, whose moves are Q (diag(S) dB)^T.
+    moved = torch.cat(
         (
-            torch.cat((torch.kron(C, W_K.mT @ CK), cross), dim=1),
-            torch.cat((cross.mT, torch.kron(C, W_Q.mT @ CQ)), dim=1),
-        )
+            torch.einsum("i,ia,jb->ijab", S, eye, K).reshape(r * r, -1),
+            torch.einsum("j,ja,ib->ijab", S, eye, Q).reshape(r * r, -1),
+        ),
+        dim=1,
     )
-    squares = torch.linalg.eigvalsh(gram).clamp(min=0.0)
-    return ScoreSpectrum(float(squares[-rank].sqrt()), float(squares[-1].sqrt()), rank)
+    values = torch.linalg.svdvals(moved)
+    # J is rounded, and so are its singular values, by the size of the largest.
+    rounding = 8.0 * (sum(X.shape) + W_Q.shape[-1]) * torch.finfo(S.dtype).eps * float(values[0])
+    unit = size_X * size_X * size_W
+    return _Spectrum(float(values[rank - 1]), float(values[0]), rank, rounding, unit)
 
 
 def reachable_rank(X: Tensor, W_Q: Tensor, W_K: Tensor) -> int:
@@ -101,11 +139,9 @@ def efficiency_lower(X: Tensor, W_Q: Tensor, W_K: Tensor) -> float:
     >>> round(efficiency_lower(X, W, W), 4)
     0.9428
     """
-    s, s_max, _ = score_spectrum(X, W_Q, W_K)
-    if s == 0.0:
-        return 0.0
-    kappa = (s_max / s) ** 2
-    return float(2.0 * kappa**0.5 / (1.0 + kappa))
+    found = _spectrum(X, W_Q, W_K)
+    ratio = found.least / (found.s_max + found.rounding) if found.rank else 0.0
+    return 2.0 * ratio / (1.0 + ratio * ratio) * (1.0 - 1e-15)
 
 
 def remainder_upper(X: Tensor, W_Q: Tensor, W_K: Tensor, gamma: float) -> float:
@@ -116,10 +152,16 @@ def remainder_upper(X: Tensor, W_Q: Tensor, W_K: Tensor, gamma: float) -> float:
     >>> round(remainder_upper(X, W, W, gamma=0.1), 6)
     0.005
     """
-    s = score_spectrum(X, W_Q, W_K).smallest
-    if s == 0.0:
-        return float("inf")
-    return float(torch.linalg.matrix_norm(X.double(), 2)) ** 2 * gamma**2 / (2.0 * s**2)
+    gain = _least_gain(X, W_Q, W_K)
+    length = gamma / gain if gain > 0.0 else float("inf")
+    return 0.5 * length * length * (1.0 + 1e-12)
+
+
+def _least_gain(X: Tensor, W_Q: Tensor, W_K: Tensor) -> float:
+    """s / |X|_2, from below."""
+    found = _spectrum(X, W_Q, W_K)
+    size = float(torch.linalg.matrix_norm(X.double(), 2))
+    return found.least * (found.unit / size) * (1.0 - 1e-12) if size > 0.0 else 0.0
 
 
 def reachable_gradient(X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor) -> Tensor:
@@ -148,16 +190,16 @@ def gamma_bounds(
     if not smoothness > 0.0 or not tau > 0.0:
         raise ValueError(f"smoothness={smoothness} and tau={tau} should be above 0.")
     slope = float(reachable_gradient(X, W_Q, W_K, G).norm())
-    s = score_spectrum(X, W_Q, W_K).smallest
-    spread = float(torch.linalg.matrix_norm(X.double(), 2)) ** 2
-    bilinear = 2.0 * tau * s**2 / spread if spread else float("inf")
+    bilinear = 2.0 * tau * _least_gain(X, W_Q, W_K) ** 2 if bool(X.any()) else float("inf")
     return GammaBounds(slope / smoothness, 2.0 * slope / smoothness, bilinear)
 
 
 def decrease_lower(slope: float, smoothness: float, gamma: float) -> float:
     """A lower bound on the decrease of the loss, for slope = |Pi(G)| and |dS| = gamma.
 
-    >>> decrease_lower(slope=2.0, smoothness=1.0, gamma=0.5)
+    >>> round(decrease_lower(slope=2.0, smoothness=1.0, gamma=0.5), 6)
     0.875
     """
-    return gamma * slope - 0.5 * smoothness * gamma**2
+    decrease = gamma * slope - 0.5 * smoothness * gamma * gamma
+    rounding = 8.0 * sys.float_info.epsilon * (gamma * slope + smoothness * gamma * gamma)
+    return decrease - rounding

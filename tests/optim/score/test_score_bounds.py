@@ -1,5 +1,6 @@
 """fenchel/optim/score/score_bounds.py: bounds that random moves and losses try to break."""
 
+import mpmath  # type: ignore[import-untyped]
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from fenchel.optim.score import remove_gauge, score_step
 from fenchel.optim.score.exact_step import ScoreMap, WeightMove
 from fenchel.optim.score.score_bounds import (
     decrease_lower,
+    efficiency_lower,
     gamma_bounds,
     reachable_gradient,
     reachable_rank,
@@ -89,3 +91,54 @@ def test_up_to_the_gamma_bounds_the_linear_rule_errs_by_less_than_tau() -> None:
 def test_a_loss_that_is_not_smooth_has_no_gamma_bounds() -> None:
     with pytest.raises(ValueError, match="smoothness=0"):
         gamma_bounds(*problem(9, 5, 2, seed=1), smoothness=0.0)
+
+
+@pytest.mark.parametrize("log_condition", [2, 5, 7, 8, 10])
+def test_ill_conditioned_tokens_never_raise_the_bound_above_what_is_attained(
+    log_condition: int,
+) -> None:
+    n, d, k = 12, 5, 2
+    for seed in range(2):
+        U, _, V = torch.linalg.svd(draw(n, d, seed=seed), full_matrices=False)
+        X = U * 10.0 ** -torch.linspace(0, log_condition, d, dtype=torch.float64) @ V
+        W_Q, W_K = draw(d, k, seed=seed + 1), draw(d, k, seed=seed + 2)
+        s, s_max = exact_extremes(X, W_Q, W_K)
+        # Kantorovich's inequality is attained by a G with equal parts of both singular vectors.
+        attained = 2.0 * s * s_max / (s * s + s_max * s_max)
+        assert efficiency_lower(X, W_Q, W_K) <= attained
+        gamma = 0.1
+        assert remainder_upper(X, W_Q, W_K, gamma) >= spectral(X) ** 2 * gamma**2 / (2 * s**2)
+        tau_length = gamma_bounds(X, W_Q, W_K, draw(n, n, seed=9), smoothness=1.0).bilinear
+        assert tau_length <= 0.2 * s**2 / spectral(X) ** 2
+        if log_condition <= 5:
+            assert efficiency_lower(X, W_Q, W_K) == pytest.approx(attained, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-120, 1e-30, 1e30, 1e120])
+def test_the_efficiency_does_not_depend_on_the_units(size: float) -> None:
+    X, W_Q, W_K, _ = problem(9, 5, 2, seed=4)
+    plain = efficiency_lower(X, W_Q, W_K)
+    assert efficiency_lower(size * X, W_Q, W_K) == pytest.approx(plain)
+    assert efficiency_lower(X, size * W_Q, size * W_K) == pytest.approx(plain)
+
+
+def spectral(X: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(X, 2))
+
+
+def exact_extremes(X: Tensor, W_Q: Tensor, W_K: Tensor) -> tuple[float, float]:
+    """Extreme singular values of J at full rank, by mpmath to 50 digits."""
+    with mpmath.workdps(50):
+        x, q, k = (mpmath.matrix(A.tolist()) for A in (X, W_Q, W_K))
+        d, width = W_Q.shape
+        r = mpmath.qr(x)[1][:d, :]  # the scores of R are those of X = Q R up to a rotation
+        Q, K = r * q, r * k
+        rows = []
+        for a in range(d):
+            for b in range(width):
+                rows.append([r[i, a] * K[j, b] for i in range(d) for j in range(d)])
+                rows.append([Q[i, b] * r[j, a] for i in range(d) for j in range(d)])
+        J = mpmath.matrix(rows)
+        squares = sorted(mpmath.eigsy(J * J.T, eigvals_only=True))
+        rank = width * (2 * d - width)
+        return float(mpmath.sqrt(squares[-rank])), float(mpmath.sqrt(squares[-1]))
