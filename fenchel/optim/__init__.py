@@ -28,6 +28,7 @@ from fenchel.optim.schedule import (
 from fenchel.optim.score import (
     HeadProjection,
     HeadStats,
+    LayerArguments,
     QueryKeyLayer,
     QueryKeyPair,
     ScoreDescent,
@@ -45,6 +46,7 @@ __all__ = [
     "CombinedOptimiser",
     "HeadProjection",
     "HeadStats",
+    "LayerArguments",
     "Muon",
     "OptimConfig",
     "QueryKeyLayer",

@@ -9,6 +9,7 @@ from fenchel.optim.score.descent import ScoreDescent
 from fenchel.optim.score.exact_step import Step, remove_gauge, score_step
 from fenchel.optim.score.pairs import (
     HeadProjection,
+    LayerArguments,
     QueryKeyLayer,
     QueryKeyPair,
     attention_pairs,
@@ -21,6 +22,7 @@ from fenchel.optim.score.trust import ScoreTrust
 __all__ = [
     "HeadProjection",
     "HeadStats",
+    "LayerArguments",
     "QueryKeyLayer",
     "QueryKeyPair",
     "ScoreDescent",

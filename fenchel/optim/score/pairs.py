@@ -4,17 +4,40 @@ The scores of a head are S_ij = scale <R_i n(W_Q x_i + b_Q), R_j n(W_K x_j + b_K
 rotation by position (rotary) and n the norm of each query and key (QK-norm), where the model has
 them. H query heads share G key heads (GQA), each of width D.
 
-``attention_pairs`` recognises layers by their structure. Layers of fenchel declare the protocol
-``QueryKeyLayer``; other models are recognised by the attributes in ``ADAPTERS``:
+``attention_pairs`` recognises layers by their structure:
 
-    qkv              one Linear: H D rows of queries, G D of keys, G D of values     fenchel
-    c_attn           one Conv1D: the same as columns, H = G                          GPT-2
-    q_proj, k_proj   two Linear maps, with q_norm and k_norm where they exist        Llama, Qwen
+    QueryKeyLayer            the protocol below; layers of fenchel declare it
+    nn.MultiheadAttention    and so nn.TransformerEncoderLayer; of nn.TransformerDecoderLayer the
+                             self-attention
+    FUSED                    one linear map: H D rows of queries, G D of keys, G D of values, in
+                             this order (GPT-2, nanoGPT, Phi-3, timm, your own)
+    SEPARATE                 two linear maps, with q_norm and k_norm where they exist (Llama, Qwen,
+                             Gemma, BERT, your own)
+
+The last two need the number or the width of the heads, under one of the names in HEADS and WIDTHS.
+What cannot be read from a layer is assumed: that it is causal unless ``is_causal`` says otherwise
+(``attention_pairs(model, causal=False)`` for encoders), that scores are q . k / sqrt(D) unless it
+has a ``scaling`` or ``scale``, and that rotary angles, where there are any, are an argument of its
+forward: (cos, sin) as in transformers, or ``Angles``.
 
 A bias is one more column of the weight, multiplied by a constant input of 1. A layer that cannot be
-described this way is refused in one sentence (``REFUSALS``); a ``QueryKeyPair`` can be constructed
-by hand for it. Cross-attention in an encoder-decoder of fenchel has no pair and is left to other
-optimisers. Scores are measured before a soft cap and before a position bias.
+described this way is refused in one sentence (``REFUSALS``). Cross-attention has no pair and is
+left to other optimisers (``CROSS``). Scores are measured before a soft cap and before a position
+bias.
+
+**By hand.** A pair needs the rows of queries and of keys, and the module whose input they multiply:
+
+    pair = QueryKeyPair(
+        "encoder.0",
+        layer,                                           # layer(x), x (B, T, M)
+        HeadProjection(layer.mix.weight, 0, 64, heads=4),
+        HeadProjection(layer.mix.weight, 64, 128, heads=4),
+        scale=16**-0.5,
+        causal=False,
+    )
+    optimiser = ScoreTrust(torch.optim.AdamW(model.parameters()), [pair])
+
+``read`` is for layers whose input is not their first argument of shape (B, T, M).
 
 **Remaining parameters.** A fused weight holds rows of queries, keys and values. The rows of the
 values become a parameter of their own that shares the memory of the fused weight, so moving it
@@ -29,10 +52,11 @@ moves the rows, and another optimiser can own it. Before that optimiser steps, t
 Slices point into the memory of the weights: create them after the model is on its device.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -101,9 +125,36 @@ class HeadProjection:
             weight[..., at, :] = flat
 
 
+class LayerArguments(NamedTuple):
+    """What an attention layer receives in one forward pass."""
+
+    x: Tensor
+    """What the weights multiply, (B, T, M)."""
+    angles: Any = None
+    """Angles, or (cos, sin) of (B, T, W) as in transformers; None without rotary positions."""
+    mask: Tensor | None = None
+    """Keys (B, T) or pairs (B, 1, T, T) that count: True, or a number above -1e4."""
+
+
+Reader = Callable[[tuple[Any, ...], dict[str, Any]], LayerArguments | None]
+"""Reads the positional and keyword arguments of a forward pass; None for a pass to ignore."""
+
+
 @dataclass(frozen=True, eq=False)
 class QueryKeyPair:
-    """The query and key weights of one attention layer, and what separates them from the scores."""
+    """The query and key weights of one attention layer, and what separates them from the scores.
+
+    >>> layer = nn.Linear(8, 24)  # queries, keys and values of two heads
+    >>> pair = QueryKeyPair(
+    ...     "mine",
+    ...     layer,
+    ...     HeadProjection(layer.weight, 0, 8, heads=2, bias=layer.bias),
+    ...     HeadProjection(layer.weight, 8, 16, heads=2, bias=layer.bias),
+    ...     scale=0.5,
+    ... )
+    >>> pair.query.values().shape  # heads, width, inputs and the bias
+    torch.Size([2, 4, 9])
+    """
 
     name: str
     """The path of the layer in the model."""
@@ -120,6 +171,8 @@ class QueryKeyPair:
     """A query attends to keys less than this many positions away; None for no window."""
     layout: str = "half"
     """Which entries a rotation pairs, as in fenchel.attention.rotate."""
+    read: "Reader | None" = None
+    """The input among the arguments of the module's forward; None for the first (B, T, M)."""
 
     def __post_init__(self) -> None:
         if self.query.heads % self.key.heads:
@@ -183,36 +236,57 @@ class QueryKeyLayer(Protocol):
     k_norm: nn.Module | None
 
 
-def attention_pairs(model: nn.Module) -> list[QueryKeyPair]:
-    """The query and key weights of every attention layer of ``model``, first layer first.
+def attention_pairs(model: nn.Module, *, causal: bool = True) -> list[QueryKeyPair]:
+    """The query and key weights of every self-attention layer of ``model``, first layer first.
+
+    ``causal`` holds for layers that do not say themselves whether they are.
 
     >>> from fenchel.model import ModelConfig, Transformer
     >>> pairs = attention_pairs(Transformer(ModelConfig(vocabulary=16, width=32, layers=2)))
     >>> [pair.name for pair in pairs]
     ['blocks.0.attention', 'blocks.1.attention']
+    >>> [pair.name for pair in attention_pairs(nn.TransformerEncoderLayer(32, 4))]
+    ['self_attn']
     """
-    pairs = list(_pairs_of(model))
+    pairs = list(_pairs_of(model, causal))
     if not pairs:
         raise ValueError(
-            f"no query and key weights were found in {type(model).__name__}: known are modules "
-            "with qkv (fenchel), c_attn (GPT-2) or q_proj and k_proj (Llama, Qwen); make a "
-            "QueryKeyPair by hand for others."
+            f"no query and key weights were found in {type(model).__name__}: known are "
+            f"nn.MultiheadAttention and modules with one linear map named {' or '.join(FUSED)}, or "
+            f"two named {', '.join(map(' and '.join, SEPARATE))}; make a QueryKeyPair by hand for "
+            "others."
         )
     return pairs
 
 
-def _pairs_of(model: nn.Module) -> Iterator[QueryKeyPair]:
+def _pairs_of(model: nn.Module, causal: bool) -> Iterator[QueryKeyPair]:
+    inside_cross: list[str] = []
     for name, module in model.named_modules():
+        if any(name == cross or name.startswith(f"{cross}.") for cross in inside_cross):
+            continue
+        if name.rpartition(".")[2] in CROSS:
+            inside_cross.append(name)
+            continue
         if reason := _refusal(module):
             raise ValueError(f"{name or type(module).__name__} cannot be paired: {reason}.")
         if isinstance(module, QueryKeyLayer):
             yield _fenchel_pair(name, module)
-            continue
-        for attributes, adapter in ADAPTERS:
-            if all(hasattr(module, attribute) for attribute in attributes):
-                yield adapter(name, module)
-                break
+        elif isinstance(module, nn.MultiheadAttention):
+            yield _multihead_pair(name, module)
+        elif (pair := _linear_pair(name, module, causal)) is not None:
+            yield pair
 
+
+CROSS = ("cross_attention", "cross_attn", "crossattention", "encoder_attn", "multihead_attn")
+"""Names of layers whose queries and keys read two different streams; they have no pair."""
+FUSED = ("qkv", "qkv_proj", "c_attn")
+"""Names of one linear map with the rows of queries, keys and values, in this order."""
+SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("c_q", "c_k"), ("wq", "wk"), ("to_q", "to_k"))
+"""Names of two linear maps, of queries and of keys."""
+HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads")
+"""Attributes, of the layer or of its ``config``, with the number of query heads."""
+WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size")
+"""Attributes with the width of a head."""
 
 REFUSALS: dict[str, str] = {
     "query_key_value": (
@@ -231,12 +305,17 @@ def _refusal(module: nn.Module) -> str | None:
             return reason
     if getattr(module, "is_cross_attention", False):
         return "its queries and keys read two different streams (cross-attention)"
-    for name in ("qkv", "q_proj", "k_proj"):
+    for name in ("qkv", "qkv_proj", "q_proj", "k_proj"):
         linear = getattr(module, name, None)
         if isinstance(linear, nn.Module) and not _is_plain_linear(linear):
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
     if isinstance(module, QueryKeyLayer) and module.l2:
         return "its scores are not products of queries and keys"
+    if isinstance(module, nn.MultiheadAttention):
+        if module.bias_k is not None or module.add_zero_attn:
+            return "add_bias_kv and add_zero_attn append keys that no token makes"
+        if module.in_proj_weight is None and module.kdim != module.embed_dim:
+            return f"its keys read {module.kdim} entries and its queries {module.embed_dim}"
     return None
 
 
@@ -267,43 +346,133 @@ def _fenchel_pair(name: str, layer: QueryKeyLayer) -> QueryKeyPair:
     )
 
 
-def _gpt2_pair(name: str, module: Any) -> QueryKeyPair:
-    H, M = int(module.num_heads), int(module.split_size)
-    weight, bias = module.c_attn.weight, module.c_attn.bias
-    return _pair(
-        name,
-        module,
-        HeadProjection(weight, 0, M, H, bias, columns=True),
-        HeadProjection(weight, M, 2 * M, H, bias, columns=True),
-        scale=module.scaling,
-        causal=True,
-    )
-
-
-def _llama_pair(name: str, module: Any) -> QueryKeyPair:
-    q, k = module.q_proj, module.k_proj
-    D = getattr(module, "head_dim", None)
-    if not isinstance(D, int) or q.out_features % D or k.out_features % D:
+def _multihead_pair(name: str, module: nn.MultiheadAttention) -> QueryKeyPair:
+    M, H = module.embed_dim, module.num_heads
+    weights, bias = (module.q_proj_weight, module.k_proj_weight), module.in_proj_bias
+    if module.in_proj_weight is not None:
+        query = HeadProjection(module.in_proj_weight, 0, M, H, bias)
+        key = HeadProjection(module.in_proj_weight, M, 2 * M, H, bias)
+    elif bias is None:
+        query, key = (HeadProjection(weight, 0, M, H) for weight in weights)
+    else:
         raise ValueError(
-            f"{name} does not give the width of its heads: head_dim={D} should divide the "
-            f"{q.out_features} rows of q_proj and the {k.out_features} of k_proj."
+            f"{name} cannot be paired: it has three weights and one bias for all of them; "
+            "make it with bias=False, or with vdim equal to embed_dim."
         )
+    read = partial(_read_multihead, name, module.batch_first, H)
+    return _pair(name, module, query, key, scale=None, causal=False, read=read)
+
+
+def _read_multihead(
+    name: str, batch_first: bool, heads: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LayerArguments:
+    """The arguments of nn.MultiheadAttention: its masks are True, or -inf, where nothing counts."""
+    names = (
+        "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask",
+    )  # fmt: skip
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, key = given["query"], given["key"]
+    if x is not key:
+        raise ValueError(
+            f"{name} receives queries and keys that are two tensors (cross-attention), which has "
+            "no pair; leave it out of the pairs."
+        )
+    if x.ndim == 2:
+        x = x.unsqueeze(0)
+    elif not batch_first:
+        x = x.transpose(0, 1)
+    B, T = x.shape[:2]
+    allowed: Tensor | None = None
+    if (padding := given.get("key_padding_mask")) is not None:
+        keys = padding.reshape(B, T)
+        keys = ~keys if keys.dtype == torch.bool else keys > -1e4
+        allowed = keys[:, None, None, :].expand(B, 1, T, T)
+    if (mask := given.get("attn_mask")) is not None:
+        pairs = ~mask if mask.dtype == torch.bool else mask > -1e4
+        if pairs.ndim == 3:  # per sequence and head, of which the first stands for all
+            pairs = pairs.unflatten(0, (B, heads))[:, :1]
+        pairs = pairs.expand(B, 1, T, T)
+        allowed = pairs if allowed is None else allowed & pairs
+    return LayerArguments(x, None, allowed)
+
+
+def _linear_pair(name: str, module: Any, causal: bool) -> QueryKeyPair | None:
+    """The pair of a layer with one fused or two separate linear maps; None for other modules."""
+    fused = next((n for n in FUSED if isinstance(getattr(module, n, None), nn.Module)), None)
+    if fused is not None:
+        linear = getattr(module, fused)
+        columns = not isinstance(linear, nn.Linear)  # the Conv1D of GPT-2
+        rows = linear.weight.shape[1 if columns else 0]
+        H, D = _heads_and_width(f"{name}.{fused}", module, rows, 3)
+        G, rest = divmod(rows - H * D, 2 * D)
+        if G < 1 or rest:
+            raise ValueError(
+                f"{name}.{fused} has {rows} rows, which {H} heads of queries, {D} wide, and as "
+                "many rows of keys as of values do not make; make a QueryKeyPair by hand."
+            )
+        weight, bias = linear.weight, linear.bias
+        query = HeadProjection(weight, 0, H * D, H, bias, columns)
+        key = HeadProjection(weight, H * D, (H + G) * D, G, bias, columns)
+    else:
+        for names in SEPARATE:
+            q, k = (getattr(module, n, None) for n in names)
+            if isinstance(q, nn.Linear) and isinstance(k, nn.Linear):
+                break
+        else:
+            return None
+        _, D = _heads_and_width(f"{name}.{names[0]}", module, q.out_features, 1)
+        if k.out_features % D:
+            raise ValueError(
+                f"{name} has heads {D} wide, which do not divide the {k.out_features} rows of "
+                f"{names[1]}; make a QueryKeyPair by hand."
+            )
+        query = HeadProjection(q.weight, 0, q.out_features, q.out_features // D, q.bias)
+        key = HeadProjection(k.weight, 0, k.out_features, k.out_features // D, k.bias)
     return _pair(
         name,
         module,
-        HeadProjection(q.weight, 0, q.out_features, q.out_features // D, q.bias),
-        HeadProjection(k.weight, 0, k.out_features, k.out_features // D, k.bias),
-        scale=getattr(module, "scaling", None),
-        causal=getattr(module, "is_causal", True),
+        query,
+        key,
+        scale=_scale_of(module, D),
+        causal=getattr(module, "is_causal", causal),
         window=getattr(module, "sliding_window", None),
     )
 
 
-ADAPTERS: tuple[tuple[tuple[str, ...], Callable[[str, Any], QueryKeyPair]], ...] = (
-    (("c_attn", "num_heads"), _gpt2_pair),
-    (("q_proj", "k_proj"), _llama_pair),
-)
-"""Foreign layers: the attributes that identify a layout of weights, and its reader."""
+def _heads_and_width(where: str, module: Any, rows: int, blocks: int) -> tuple[int, int]:
+    """(H, D): the query heads and their width, where ``rows`` are ``blocks`` times H D or fewer."""
+    D, H = _first_whole(module, WIDTHS), _first_whole(module, HEADS)
+    if H is None and D is not None and rows % (blocks * D) == 0:
+        H = rows // (blocks * D)
+    if D is None and H is not None and rows % (blocks * H) == 0:
+        D = rows // (blocks * H)
+    if H is None or D is None or (blocks == 1 and rows % D):
+        raise ValueError(
+            f"{where} has {rows} rows, and its layer does not say how they split into heads: give "
+            f"it an attribute num_heads or head_dim, whole and a divisor (here "
+            f"num_heads={_first_whole(module, HEADS)}, head_dim={_first_whole(module, WIDTHS)}), "
+            "or make a QueryKeyPair by hand."
+        )
+    return H, D
+
+
+def _first_whole(module: Any, names: tuple[str, ...]) -> int | None:
+    """The first of the attributes, of a layer or its config, that is a whole number above 0."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _scale_of(module: Any, D: int) -> float | None:
+    """The factor on q . k; ``scale`` may also be the root that the product is divided by."""
+    for name in ("scaling", "scale"):
+        value = getattr(module, name, None)
+        if isinstance(value, float) and value > 0.0:
+            return None if D > 1 and math.isclose(value, D**0.5) else value
+    return None
 
 
 def _pair(
@@ -316,9 +485,11 @@ def _pair(
     causal: bool,
     window: int | None = None,
     layout: str = "half",
+    read: Reader | None = None,
 ) -> QueryKeyPair:
     D = (query.stop - query.start) // query.heads
     norms = [getattr(module, which, None) for which in ("q_norm", "k_norm")]
+    norms = [None if isinstance(norm, nn.Identity) else norm for norm in norms]
     for norm in norms:
         gain = getattr(norm, "weight", None)
         if isinstance(gain, Tensor) and gain.shape != (D,):
@@ -337,6 +508,7 @@ def _pair(
         causal=bool(causal),
         window=window if isinstance(window, int) and window > 0 else None,
         layout=layout,
+        read=read,
     )
 
 

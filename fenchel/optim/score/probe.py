@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fenchel.attention import Angles
-from fenchel.optim.score.pairs import QueryKeyLayer, QueryKeyPair
+from fenchel.optim.score.pairs import LayerArguments, QueryKeyLayer, QueryKeyPair
 
 QUERIES = 64
 """Sampled queries per sequence."""
@@ -72,6 +72,7 @@ class Probe:
 
     def __init__(self, pair: QueryKeyPair, tokens: int) -> None:
         weight, layer = pair.query.weight, pair.module
+        self.name, self.read = pair.name, pair.read or self._read
         self.tokens, self.width = tokens, weight.shape[0 if pair.query.columns else 1]
         self.rotary_index = int(isinstance(layer, QueryKeyLayer) and layer.local)
         dtype = _probe_dtype(weight)
@@ -96,11 +97,23 @@ class Probe:
         del module
         if not torch.is_grad_enabled():
             return
+        given = self.read(args, kwargs)
+        if given is not None:
+            self._store(*given)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerArguments | None:
+        """The first stream (B, T, M) among the arguments, with the angles and mask beside it."""
+        if kwargs.get("key_value_states") is not None:
+            raise ValueError(
+                f"{self.name} receives keys of another stream (cross-attention), which has no "
+                "pair; leave it out of the pairs."
+            )
         values = [*args, *kwargs.values()]
         for value in values:
             if _is_stream(value, self.width):
-                self._store(value, self._angles_among(values), kwargs.get("attention_mask"))
-                return
+                mask = kwargs.get("attention_mask")
+                return LayerArguments(value, self._angles_among(values), mask)
+        return None
 
     def _store(self, x: Tensor, angles: Any, mask: Any) -> None:
         B, T, M = x.shape

@@ -8,10 +8,14 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    OPTConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -44,6 +48,11 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=12),
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=12, sliding_window=64),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0),
+    "opt": OPTConfig(
+        vocab_size=31, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0, pad_token_id=0,
+    ),
 }  # fmt: skip
 families = pytest.mark.parametrize("family", CONFIGS)
 
@@ -104,6 +113,18 @@ def test_score_descent_sees_the_same_scores_and_moves_them_by_lr(
         torch.testing.assert_close(
             stats.max_change, moved.abs().amax(dim=(0, 2, 3)), rtol=1e-3, atol=1e-5
         )
+
+
+def test_an_encoder_says_itself_that_it_is_not_causal(tokens: Any, inputs: Any) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    model = AutoModelForMaskedLM.from_config(BertConfig(**sizes), attn_implementation="eager")
+    pairs, ids = attention_pairs(model.eval()), tokens(0, 3)
+    assert not any(pair.causal for pair in pairs)
+    weights = model(ids, output_attentions=True).attentions
+    for pair, (x, _), wanted in zip(pairs, inputs(model, pairs, ids), weights, strict=True):
+        x1 = torch.cat((x, torch.ones_like(x[..., :1])), -1)  # the column of the bias
+        q, k = (torch.einsum("btm,hdm->bhtd", x1, rows.values()) for rows in (pair.query, pair.key))
+        torch.testing.assert_close((pair.scale * q @ k.mT).softmax(-1), wanted.detach())
 
 
 INNER: dict[str, Callable[[nn.Module], Any]] = {
