@@ -45,8 +45,9 @@ def run(
     tokens
         Number of tokens to predict, from the start of the text; all by default.
     context
-        Tokens that the model reads at once; as many as it can by default. A window begins half of
-        them after the one before it, and the last ends with the text.
+        Tokens that the model reads at once; as many as in training by default. Positions that are
+        not learned can be read further. A window begins half of them after the one before it, and
+        the last ends with the text.
     against
         A second model to evaluate on the same --text: compared by bits per byte, and by
         perplexity where both have the same tokenizer.
@@ -148,10 +149,10 @@ def _evaluate(
     device, dtype = place
     model, tokenizer, config = load(directory, dtype=dtype)
     require_decoder(model)
-    if context is not None and not 1 <= context <= config.context:
-        raise ValueError(
-            f"--context {context} should be 1 to {config.context}, the most that {directory} reads."
-        )
+    if context is not None and context > config.context:
+        model = model.with_context(context)
+    elif context is not None and context < 1:
+        raise ValueError(f"--context {context} should be 1 or more.")
     context, model = context or config.context, model.to(device)
     if text is None:
         if not (directory / "text.json").is_file():

@@ -39,6 +39,7 @@ def run(
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
     draft: int = 0,
+    context: int | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
     seed: int = 0,
@@ -76,6 +77,9 @@ def run(
         What keys and values are stored in: the model's own dtype, float16 or int8.
     draft
         Tokens to guess ahead from earlier text; changes the speed, not the text.
+    context
+        Positions to read before the oldest half is dropped; as many as in training by default.
+        Positions that are not learned can be read further.
     device
         "cpu", "cuda" or "cuda:1"; the GPU where there is one.
     dtype
@@ -105,7 +109,7 @@ def run(
     sampling = sampling_settings(directory, flags)
     on, as_dtype = device_and_dtype(device, dtype)
     model, tokenizer, config = load(directory, dtype=as_dtype)
-    model.to(on)
+    model = (model if context is None else model.with_context(context)).to(on)
     ends = end_ids(directory, tokenizer)
     ids, source = prompt_ids(prompt, tokenizer, config, sampling.decoder_start, ends)
     from_checkpoint = dict(sampling.from_checkpoint)

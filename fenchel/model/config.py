@@ -6,7 +6,7 @@ the layers, and an empty pattern is the default for all of them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fenchel.choice import by_name
@@ -386,6 +386,35 @@ class ModelConfig:
         if isinstance(self.residual_scale, str):
             return 1.0 / math.sqrt(2 * self.layers)
         return self.residual_scale
+
+    def with_context(self, context: int, rotary_scaling: str | None = None) -> "ModelConfig":
+        """The settings of the same weights for another context, in training or longer.
+
+        Only a learned table of positions ends at its last row; all other positions are functions of
+        the position or the distance, defined everywhere. ``rotary_scaling`` divides the rotary
+        frequencies by as much as the context grows.
+
+        >>> ModelConfig(vocabulary=16, context=128).with_context(512, "ntk").rotary_factor
+        4.0
+        """
+        if self.positions == "learned" and context > self.context:
+            raise ValueError(
+                f'positions="learned" is a table of {self.context} positions without a row for '
+                f"later ones; context={context} should be {self.context} at most."
+            )
+        changes: dict[str, Any] = {"context": context}
+        if rotary_scaling is not None:
+            if self.positions != "rotary" or self.rotary_scaling is not None:
+                raise ValueError(
+                    f"rotary_scaling={rotary_scaling!r} needs rotary positions that are not scaled "
+                    f"yet; this model has positions={self.positions!r} and "
+                    f"rotary_scaling={self.rotary_scaling!r}."
+                )
+            changes["rotary_scaling"] = rotary_scaling
+            changes["rotary_factor"] = max(1.0, context / self.context)
+        if (rotary_scaling or self.rotary_scaling) in ("yarn", "llama3"):
+            changes["rotary_trained_context"] = self.rotary_trained_context or self.context
+        return replace(self, **changes)
 
     def window(self, layer: int) -> int | None:
         """How many keys a query of this layer sees, its own included; None is all."""

@@ -19,6 +19,7 @@ embedding, V vocabulary. Fresh parameters: fenchel/model/initialisation.py.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -116,6 +117,24 @@ class Transformer(nn.Module):
         x_BTM = self.lm_head_input(x_BTM[:, -1:] if last else x_BTM)
         return x_BTM if return_hidden else self.logits(x_BTM)
 
+    def with_context(self, context: int, *, rotary_scaling: str | None = None) -> "Transformer":
+        """A model with these parameters, shared, that reads ``context`` positions.
+
+        Nothing is said about how well it reads positions that training did not have: ALiBi and
+        relative biases change little with the length, rotary positions need ``rotary_scaling``
+        ("linear", "ntk", "yarn", "llama3") beyond a little more, and learned tables end
+        (docs/maths/model.md).
+
+        >>> model = Transformer(ModelConfig(vocabulary=16, context=4, width=32))
+        >>> model.with_context(64)(torch.arange(12)[None]).shape
+        torch.Size([1, 12, 16])
+        """
+        config = self.config.with_context(context, rotary_scaling)
+        other = copy(self)  # shares every module and parameter
+        other.config = config
+        other._rotary_tables = RotaryTable(config), RotaryTable(config, local=True)
+        return other
+
     def encode(
         self,
         ids_BS: Tensor,
@@ -195,8 +214,13 @@ class Transformer(nn.Module):
             )
         if slots > self.config.context:
             raise ValueError(
-                f"{slots} positions were given and the model reads {self.config.context}; "
-                "shorten the sequence."
+                f"{slots} positions were given and the model reads {self.config.context}; shorten "
+                "the sequence"
+                + (
+                    "."
+                    if self.pos_embed is not None
+                    else f", or read on with model.with_context({slots})."
+                )
             )
         if token_mask_BS is None:
             return
