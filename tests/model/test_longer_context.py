@@ -64,7 +64,7 @@ def test_what_a_table_does_not_have_is_refused() -> None:
         random_model(positions="learned").with_context(13)
     learned = random_model(positions="learned")
     assert learned.with_context(8).config.context == 8
-    with pytest.raises(ValueError, match="reads 12; shorten the sequence\\.$"):
+    with pytest.raises(ValueError, match=r"reads 12; shorten the sequence\.$"):
         learned(torch.zeros(1, 13, dtype=torch.long))
     with pytest.raises(ValueError, match="needs rotary positions that are not scaled yet"):
         random_model(positions="alibi").with_context(24, rotary_scaling="ntk")
