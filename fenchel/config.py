@@ -3,7 +3,8 @@
 A setting is defined once, in the dataclass of the package that reads it: its type, its default, and
 its meaning in the docstring below it. This module converts between such a dataclass and text. An
 unknown key is an error that names the nearest known one, and a value of the wrong type one that
-names the type. ``reference`` lists all settings.
+names the type. ``reference`` lists all settings. Settings may come from a foreign file: the length
+of its lines, its nesting and its numbers are bounded.
 
 A setting may be read under a condition only, as alpha is by entmax alone. The class attribute
 ``USES`` lists these, one ``Use`` per condition, and ``require_read`` refuses a value that nothing
@@ -15,6 +16,7 @@ import inspect
 import json
 import math
 import textwrap
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
@@ -23,6 +25,11 @@ from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+_TOML_BYTES = 2**20
+_TOML_LINE = 2**13  # a dotted key of n parts takes a time of n^2, and a key ends with its line
+_DEPTH = 8  # parts of a dotted name; settings have two
+_INTEGERS = 2**64  # seeds are below it
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
@@ -208,6 +215,22 @@ def _kind_name(kind: Any) -> str:
     return " or ".join(choice.__name__ for choice in choices if choice is not type(None))
 
 
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """TOML text as nested mappings, within bounded time; ValueError if it is none.
+
+    >>> parse_toml(b"seed = 1")
+    {'seed': 1}
+    """
+    if len(data) > _TOML_BYTES:
+        raise ValueError(f"it has {len(data)} bytes; more than {_TOML_BYTES} is not read")
+    if (longest := max(map(len, data.splitlines()), default=0)) > _TOML_LINE:
+        raise ValueError(f"it has a line of {longest} bytes; more than {_TOML_LINE} is not read")
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def assign(mapping: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any]:
     """A copy of ``mapping`` with ``section.key``, or ``key``, set to a value.
 
@@ -215,6 +238,8 @@ def assign(mapping: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any
     {'seed': 1, 'train': {'steps': 3}}
     """
     head, _, rest = dotted.partition(".")
+    if rest.count(".") >= _DEPTH:
+        raise ValueError(f"there is no setting {_short(dotted)}.")
     if not rest:
         return {**mapping, head: value}
     section = mapping.get(head, {})
@@ -233,9 +258,12 @@ def parse_value(text: str) -> Any:
         return text == "true"
     for convert in (int, float, json.loads):
         try:
-            return convert(text)
-        except ValueError:
+            value = convert(text)
+        except (ValueError, RecursionError):  # a number of too many digits, a list too deep
             continue
+        if isinstance(value, float) and math.isinf(value) and "inf" not in text.lower():
+            break  # a number beyond the largest float
+        return value
     return text
 
 
@@ -245,7 +273,13 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         if is_dataclass(choice) and isinstance(value, Mapping):
             return from_mapping(choice, value, where=f"{name}.")  # type: ignore[arg-type]
         if get_origin(choice) is tuple and isinstance(value, list | tuple):
-            return tuple(value)
+            element = get_args(choice)[0]  # every list of settings is of one type
+            return tuple(_convert(element, v, f"{name}[{n}]") for n, v in enumerate(value))
+        if isinstance(value, int) and abs(value) >= _INTEGERS:
+            raise ValueError(
+                f"setting {name!r} should be a number below 2^64, got one of "
+                f"{value.bit_length()} bits."
+            )
         if choice is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if isinstance(choice, type) and isinstance(value, choice):
@@ -255,7 +289,16 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         if choice is None and value is None:
             return None
     expected = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
-    raise ValueError(f"setting {name!r} should be {expected}, got {value!r}.")
+    raise ValueError(f"setting {name!r} should be {expected}, got {_short(value)}.")
+
+
+def _short(value: Any) -> str:
+    """A value from anywhere as part of a message."""
+    try:
+        text = ascii(value) if len(str(value)) > 80 else repr(value)
+    except (ValueError, RecursionError):  # an integer of too many digits, a list too deep
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _toml(value: Any) -> str:

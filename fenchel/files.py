@@ -3,7 +3,12 @@
 A file is written beside its final name, synced, then renamed over it. A folder of several
 files is committed the same way: written under a temporary name, sealed by ``manifest.json``
 with the size and SHA-256 of every file in it, synced, renamed. The rename is the commit.
-A sealed folder is read back by ``verify``, which names the first thing that is wrong.
+A sealed folder is read back by ``verify``, which names the first thing that is wrong. A single
+file carries its own seal: a JSON object under the key "seal", a text in its first line, a line of
+a JSON-lines file under the key "crc".
+
+A file of a folder that may come from elsewhere is opened by ``open_regular``: a link is not
+followed and a pipe is not waited for.
 
     Damaged         a file is not what was written
     NoSpace         a write does not fit; nothing of it is left behind
@@ -22,18 +27,25 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 MANIFEST = "manifest.json"
 LOCK = "run.lock"
+_JSON_LIMIT = 64 * 2**20
 _TEMPORARY = re.compile(r"\.tmp-(\d+)")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
+"""Errors of opening something that is not there, or is a folder, a link, a pipe or a socket."""
+_TEXT_SEAL = re.compile(rb"(?:# |<!doctype html><!-- )fenchel seal ([0-9a-f]{64})[^\n]*\n")
+_LINE_SEAL = re.compile(rb', "crc": (\d{1,10})\}\n?\Z')
 
 
 class Damaged(ValueError):
@@ -56,9 +68,51 @@ class Notice(UserWarning):
     """A warning about a file that can be used all the same."""
 
 
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+    """Open a regular file without a buffer; a link, a pipe or anything else is Damaged.
+
+    A file that is written in place must have one name only: under another, it belongs to a copy.
+    """
+    writing = flags & (os.O_WRONLY | os.O_RDWR)
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in _ABSENT and not (error.errno == errno.ENOENT and flags & os.O_CREAT):
+            raise Damaged(f"{path} is missing or not a plain file.") from None
+        raise
+    except ValueError:
+        raise Damaged(f"{printable(path)} is not the name of a file.") from None
+    facts = os.fstat(handle)
+    if not stat.S_ISREG(facts.st_mode) or (writing and facts.st_nlink > 1):
+        os.close(handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise Damaged(f"{path} is missing or not a plain file.")
+        raise Damaged(f"{path} has a second name (a hard link); replace it by a copy of its own.")
+    return cast(BinaryIO, os.fdopen(handle, "r+b" if writing else "rb", buffering=0))
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes."""
+    with errors_name(path), open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise Damaged(f"{path} has {size} bytes; more than {limit} is not read.")
+        return file.read()
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Within, an OSError that names no file names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in blocks."""
-    with path.open("rb") as file:
+    """Hexadecimal SHA-256 of a regular file, read in blocks."""
+    with errors_name(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -66,7 +120,8 @@ def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with errors_name(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -74,8 +129,9 @@ def sync(path: Path) -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace ``path`` by ``content``; a reader sees the old file or the new one."""
     temporary = _temporary_path(path)
+    _remove(temporary)  # a link of that name would be written through
     try:
-        with full_disk_as_no_space(path):
+        with full_disk_as_no_space(path), errors_name(path):
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
             sync(temporary)
             temporary.replace(path)
@@ -112,41 +168,104 @@ def verify(folder: Path, *, locate: Callable[[str], Path] | None = None) -> dict
     """Check every byte of a sealed folder and return its manifest.
 
     ``locate`` gives the file of a name in a folder where users may add files of their own; without
-    it every file must be in the manifest.
+    it every file must be in the manifest. What cannot be read because the disk is broken (EIO) is
+    Damaged. Any other error of the system, such as too many open files, says nothing about the
+    files and is raised as it is.
     """
     path = folder / MANIFEST if locate is None else locate(MANIFEST)
-    manifest = read_json(path)
     try:
-        if path.read_text(encoding="utf-8") != _text(manifest):
-            raise Damaged(f"{path} is not written as it was sealed.")
-        if manifest.get("seal") != _seal(manifest):
-            raise Damaged(f"{path} does not match its own seal.")
+        manifest = read_manifest(folder) if locate is None else _sealed_manifest(path)
         contents = _contents(manifest, path)
         for name, (size, digest) in contents.items():
             _verify_file(folder / name if locate is None else locate(name), size, digest)
         unnamed = {file.name for file in folder.iterdir()} - contents.keys() - {MANIFEST}
     except OSError as error:
+        if error.errno != errno.EIO and error.errno not in _ABSENT:
+            raise
         raise Damaged(f"{folder} cannot be read ({error}).") from error
     if unnamed and locate is None:
         raise Damaged(f"{folder} holds {min(unnamed)}, which its manifest does not name.")
     return manifest
 
 
-def read_json(path: Path, *, limit: int = 64 * 2**20) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a sealed folder if it matches its own seal; the files are not read."""
+    if folder.is_symlink():
+        raise Damaged(f"{folder} is a link, which is not followed.")
+    return _sealed_manifest(folder / MANIFEST)
+
+
+def _sealed_manifest(path: Path) -> dict[str, Any]:
+    manifest = read_json(path)
+    if read_regular(path, _JSON_LIMIT).decode("utf-8") != _text(manifest):
+        raise Damaged(f"{path} is not written as it was sealed.")
+    if manifest.get("seal") != _seal(manifest):
+        raise Damaged(f"{path} does not match its own seal.")
+    return manifest
+
+
+def read_json(path: Path, *, limit: int = _JSON_LIMIT) -> dict[str, Any]:
     """Read a JSON object from an untrusted file: its size, form and depth are checked."""
-    _require_plain(path)
+    data = read_regular(path, limit)
     try:
-        if (size := path.stat().st_size) <= limit:
-            value = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read ({error.strerror}).") from error
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long
         raise Damaged(f"{path} is not JSON ({error}).") from None
-    if size > limit:
-        raise Damaged(f"{path} has {size} bytes; more than {limit} is not read.")
     if not isinstance(value, dict):
         raise Damaged(f"{path} holds a {type(value).__name__}, an object was expected.")
     return value
+
+
+def write_sealed_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace ``path`` by a JSON object with its seal."""
+    plain = json.loads(json.dumps(value))  # tuples are lists in a file
+    write_atomic(path, _text({**plain, "seal": _seal(plain)}))
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """``read_json`` without the seal; Damaged if the object is not the one that was sealed.
+
+    An object without a seal is accepted: runs of earlier versions have none.
+    """
+    value = read_json(path)
+    if value.get("seal", _seal(value)) != _seal(value):
+        raise Damaged(f"{path} has changed since it was written (it does not match its seal).")
+    value.pop("seal", None)
+    return value
+
+
+def seal_text(body: str, comment: str = "# {}") -> str:
+    """``body`` below a line that seals it; ``comment`` makes a line a comment of its language.
+
+    >>> sealed = seal_text("seed = 1\\n")
+    >>> is_sealed(sealed.encode()), is_sealed(sealed.replace("1", "2").encode()), is_sealed(b"")
+    (True, False, None)
+    """
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return comment.format(f"fenchel seal {digest}") + "\n" + body
+
+
+def is_sealed(data: bytes) -> bool | None:
+    """Whether a text is as it was sealed; None for one without a seal."""
+    if (seal := _TEXT_SEAL.match(data)) is None:
+        return None
+    return hashlib.sha256(data[seal.end() :]).hexdigest().encode() == seal[1]
+
+
+def seal_line(line: bytes) -> bytes:
+    """A JSON object on one line with its CRC-32 as the last entry, under "crc".
+
+    >>> seal_line(b'{"step": 1}')
+    b'{"step": 1, "crc": 981963069}\\n'
+    """
+    return line[:-1] + b', "crc": %d}\n' % zlib.crc32(line)
+
+
+def is_sealed_line(line: bytes) -> bool | None:
+    """Whether a line is as ``seal_line`` wrote it; None for one without a checksum."""
+    if (seal := _LINE_SEAL.search(line)) is None:
+        return None
+    return zlib.crc32(line[: seal.start()] + b"}") == int(seal[1])
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -175,10 +294,13 @@ def discard(folder: Path) -> None:
     _remove(folder.rename(_temporary_path(folder)))
 
 
-def sweep(folder: Path) -> None:
-    """Remove the temporary files of dead writers in ``folder``, whose lock the caller holds."""
+def sweep(folder: Path, ours: Callable[[str], object]) -> None:
+    """Remove the temporary files of dead writers in ``folder``, whose lock the caller holds.
+
+    ``ours`` tells by its final name whether a file is one that such a writer makes.
+    """
     for stray in folder.glob("*.tmp-*"):
-        if _TEMPORARY.fullmatch(stray.suffix):
+        if _TEMPORARY.fullmatch(stray.suffix) and ours(stray.stem):
             _remove(stray)
 
 
@@ -222,21 +344,23 @@ def _folder_lock(folder: Path) -> Iterator[None]:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder``, which ends with the process; raise Busy if another holds it."""
     path = folder / LOCK
-    with path.open("a+") as file:
+    with open_regular(path, os.O_RDWR | os.O_CREAT) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with errors_name(path):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _lock_holder(file.fileno())
             raise Busy(f"{folder} is being written by {holder}; wait or choose another.") from None
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
             raise Busy(f"{folder} was taken away by another process; try again.")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with suppress(OSError):  # the lock holds without the name of its holder
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         try:
             yield
         finally:
-            file.truncate(0)
+            with suppress(OSError):
+                file.truncate(0)
 
 
 def _lock_holder(handle: int) -> str:
@@ -271,14 +395,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _require_plain(path: Path) -> None:
-    if path.is_symlink() or not path.is_file():
-        raise Damaged(f"{path} is missing or not a plain file.")
-
-
 def _verify_file(file: Path, size: int, digest: str) -> None:
-    _require_plain(file)
-    if (actual := file.stat().st_size) != size:
+    with errors_name(file), open_regular(file) as opened:
+        actual = os.fstat(opened.fileno()).st_size
+    if actual != size:
         raise Damaged(f"{file} has {actual} bytes, its manifest says {size}.")
     if sha256(file) != digest:
         raise Damaged(f"{file} has changed since it was written (SHA-256 differs).")
@@ -310,6 +430,18 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice!r} stands twice")
     return value
+
+
+def describe(error: OSError) -> str:
+    """An error of the system as a phrase: the file, and what the system says.
+
+    >>> describe(OSError(28, "No space left on device", "runs/a/metrics.jsonl"))
+    'runs/a/metrics.jsonl: no space left on device'
+    """
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is None:
+        return reason
+    return f"{printable(error.filename, 200)}: {reason[0].lower()}{reason[1:]}"
 
 
 def printable(value: object, limit: int = 80) -> str:

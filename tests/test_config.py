@@ -12,6 +12,7 @@ from fenchel.config import (
     Use,
     assign,
     from_mapping,
+    parse_toml,
     parse_value,
     read_with,
     reference,
@@ -37,18 +38,19 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
+integers = st.integers(min_value=1 - 2**64, max_value=2**64 - 1)
 inners = st.builds(
     Inner,
-    width=st.integers(),
+    width=integers,
     rate=st.floats(allow_nan=False),
     name=st.text(),
     loud=st.booleans(),
     many=st.lists(st.text()).map(tuple),
-    maybe=st.none() | st.integers(),
+    maybe=st.none() | integers,
 )
 
 
-@given(st.builds(Outer, seed=st.integers(), inner=inners))
+@given(st.builds(Outer, seed=integers, inner=inners))
 def test_settings_survive_toml(settings: Outer) -> None:
     text = to_toml(to_mapping(settings))
     assert from_mapping(Outer, tomllib.loads(text)) == settings
@@ -154,3 +156,50 @@ def test_comments_leave_the_values_as_they_are(text: str) -> None:
     written = to_toml(mapping, comments)
     assert tomllib.loads(written) == mapping
     assert written.count(f"# {text}\n") == 2
+
+
+@pytest.mark.parametrize("huge", [10**400, -(10**400), 2**64, 10**5000], ids="abcd")
+@pytest.mark.parametrize("key", ["width", "rate", "maybe", "name"])
+def test_an_absurd_number_is_refused_in_one_short_sentence(key: str, huge: int) -> None:
+    with pytest.raises(ValueError, match=rf"setting 'inner\.{key}' should be") as refused:
+        from_mapping(Outer, {"inner": {key: huge}})
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("many", [[10**400], [1], [["a"]], "a"], ids="abcd")
+def test_the_elements_of_a_list_have_types_too(many: Any) -> None:
+    with pytest.raises(ValueError, match=r"setting 'inner\.many"):
+        from_mapping(Outer, {"inner": {"many": many}})
+
+
+def test_a_value_of_any_length_gives_a_short_message() -> None:
+    with pytest.raises(ValueError, match="should be int") as refused:
+        from_mapping(Outer, {"seed": "x" * 10**6})
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "[" * 100_000, "1" + "0" * 400], ids="abc")
+def test_a_value_that_cannot_be_parsed_is_text_or_a_number(text: str) -> None:
+    assert str(parse_value(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"a = " + b"[" * 4000 + b"]" * 4000, "nested too deeply"),
+        (b".".join([b"a"] * 50_000) + b" = 1", "a line of 100003 bytes"),
+        (b"[" + b".".join([b"a"] * 50_000) + b"]", "a line of 100001 bytes"),
+        (b"a = 1\n" * 200_000, "has 1200000 bytes"),
+        (b"a = 1\na = 2", "Cannot overwrite"),
+        (b"a = '\xff'", "utf-8"),
+    ],
+    ids="abcdef",
+)
+def test_toml_of_any_kind_is_read_or_refused_in_bounded_time(data: bytes, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_toml(data)
+
+
+def test_a_name_of_many_parts_is_no_setting() -> None:
+    with pytest.raises(ValueError, match="there is no setting"):
+        assign({}, ".".join("a" * 50_000), 1)

@@ -5,7 +5,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -166,7 +167,7 @@ def test_a_discarded_folder_loses_its_name_before_its_files(
     files.discard(sealed)
     assert seen == [False]
     monkeypatch.undo()
-    sweep(sealed.parent)
+    sweep(sealed.parent, lambda name: name == "box")
     assert not names(sealed.parent)
 
 
@@ -175,10 +176,11 @@ def test_sweeping_takes_what_dead_writers_left_and_nothing_else(tmp_path: Path) 
     (tmp_path / "step-000005.tmp-123" / "part").touch()
     (tmp_path / "config.toml.tmp-7").touch()
     (tmp_path / "link.tmp-8").symlink_to(tmp_path / "notes.tmp-mine")
-    for mine in ("notes.tmp-mine", "a.tmp-1.txt", "tmp-5", "step-000005"):
-        (tmp_path / mine).touch()
-    sweep(tmp_path)
-    assert names(tmp_path) == {"notes.tmp-mine", "a.tmp-1.txt", "tmp-5", "step-000005"}
+    others = {"notes.tmp-mine", "a.tmp-1.txt", "tmp-5", "step-000005", "notes.tmp-5"}
+    for name in others:
+        (tmp_path / name).touch()
+    sweep(tmp_path, {"step-000005", "config.toml", "link"}.__contains__)
+    assert names(tmp_path) == others
 
 
 # --- reading back
@@ -302,15 +304,93 @@ def test_a_link_is_not_followed_even_to_the_same_bytes(sealed: Path) -> None:
         verify(sealed)
 
 
-def test_a_file_that_cannot_be_read_is_damage_and_not_a_crash(
-    sealed: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_a_broken_disk_is_damage_and_other_read_errors_are_themselves(
+    sealed: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(_: Path) -> str:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(files, "sha256", fail)
-    with pytest.raises(Damaged, match="Input/output error"):
+    expected = Damaged if number == errno.EIO else OSError
+    with pytest.raises(expected, match=os.strerror(number)):
         verify(sealed)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "socket"])
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT])
+def test_only_a_regular_file_is_opened_and_a_pipe_is_not_waited_for(
+    tmp_path: Path, kind: str, flags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    path, target = Path("entry"), Path("target")
+    target.write_text("outside")
+    match kind:
+        case "link":
+            path.symlink_to(target)
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+    with pytest.raises(Damaged, match="entry is missing or not a plain file"):
+        files.open_regular(path, flags)
+    assert target.read_text() == "outside"
+
+
+def test_a_file_with_two_names_is_read_and_not_written(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("shared with a backup")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    assert files.read_regular(tmp_path / "b", 100) == b"shared with a backup"
+    with pytest.raises(Damaged, match="has a second name"):
+        files.open_regular(tmp_path / "b", os.O_RDWR)
+
+
+def test_an_atomic_write_does_not_go_through_a_link_under_its_temporary_name(
+    tmp_path: Path,
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (tmp_path / f"f.tmp-{os.getpid()}").symlink_to(outside)
+    files.write_atomic(tmp_path / "f", "new")
+    assert outside.read_text() == "mine"
+    assert not (tmp_path / "f").is_symlink()
+
+
+def flips(data: bytes) -> Iterator[bytes]:
+    """Every content that differs from ``data`` in one bit."""
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield bytes(flipped)
+
+
+def test_every_single_flipped_bit_of_a_sealed_object_is_found_or_harmless(tmp_path: Path) -> None:
+    """Harmless: the numbers and texts under the keys that were written are the same."""
+    path = tmp_path / "summary.json"
+    value = {"status": "finished", "loss": 1.25e-07, "text": "café", "best": None, "list": [1]}
+    files.write_sealed_json(path, value)
+    assert files.read_sealed_json(path) == value
+    for content in flips(path.read_bytes()):
+        path.write_bytes(content)
+        try:
+            read = files.read_sealed_json(path)
+        except Damaged:
+            continue
+        assert {key: read.get(key, "gone") for key in value} == value, content
+
+
+def test_every_single_flipped_bit_of_a_sealed_text_is_found_or_harmless() -> None:
+    body = 'seed = 1\n\n[train]\nsource = "a"\n'
+    sealed = files.seal_text(body).encode()
+    assert files.is_sealed(sealed)
+    for content in flips(sealed):
+        if files.is_sealed(content) is None:  # the seal itself was hit, so the rest was not
+            assert content[len(sealed) - len(body) :] == body.encode()
+        else:
+            assert not files.is_sealed(content)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ compared with what the settings imply before a byte of weights is read, and what
 the file's own pages.
 """
 
-import tomllib
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
-from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, open_checkpoint
+from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, read_checkpoint
 from fenchel.checkpoints.tokenizer import read_tokenizer
 from fenchel.checkpoints.weights import (
     meta_state_dict,
@@ -27,8 +26,8 @@ from fenchel.checkpoints.weights import (
     read_weights,
     require_enough_tensors,
 )
-from fenchel.config import from_mapping
-from fenchel.files import Notice, printable
+from fenchel.config import from_mapping, parse_toml
+from fenchel.files import Notice, printable, read_regular
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import family_of
 from fenchel.model.families.config_reader import CONFIG
@@ -66,7 +65,7 @@ def load_model(
     if which not in ("best", "newest"):
         raise ValueError(f'which={which!r} should be "best" or "newest".')
     if is_run(path):
-        config, weights = _read_run(open_checkpoint(path, which), dtype)
+        config, weights = read_checkpoint(path, which, lambda found: _read_run(found, dtype))
         _warn_of_loss(path / "config.toml")
     elif has_file(path, CONFIG):
         config, weights = _read_family(open_directory(path), dtype)
@@ -95,8 +94,7 @@ def _read_run(
 def _warn_of_loss(settings: Path) -> None:
     """Warn of a run that was trained by a loss whose predictions are not a softmax."""
     try:
-        text = settings.read_text(encoding="utf-8") if settings.stat().st_size < 2**20 else ""
-        train = tomllib.loads(text).get("train", {})
+        train = parse_toml(read_regular(settings, 2**20)).get("train", {})
     except (OSError, ValueError):  # the weights can be used without it
         return
     loss = train.get("loss", "cross_entropy") if isinstance(train, dict) else "cross_entropy"

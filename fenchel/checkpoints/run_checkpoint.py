@@ -16,15 +16,16 @@ until its step has been taken again.
 seal, the format and the step. Format 2 renamed the parameters of the model.
 """
 
+import errno
 import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -41,6 +42,7 @@ from fenchel.checkpoints.directory import (
 from fenchel.checkpoints.weights import read_state_dict
 from fenchel.config import from_mapping
 from fenchel.files import (
+    MANIFEST,
     Damaged,
     NoSpace,
     Notice,
@@ -56,7 +58,11 @@ FORMAT = 2
 """The format of a run directory and of its checkpoints."""
 CHECKPOINTS = "checkpoints"
 OPTIMISER, STATE = "optimiser.safetensors", "state.json"
+_FILES = {WEIGHTS, OPTIMISER, CONFIG, STATE, MANIFEST}
 _NAME = re.compile(r"step-(\d+)(\.damaged)?")
+_ATTEMPTS = 100  # to read a checkpoint of a run that deletes it meanwhile
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -107,6 +113,7 @@ def save(
     """Commit one checkpoint; NoSpace when the disk cannot take it, with nothing left behind."""
     tensors, rest = flatten(optimiser.state_dict())
     size = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
+    checkpoints.mkdir(exist_ok=True)  # deleted while the run trained; the rest of it is there
     require_space(checkpoints, int(1.2 * size) + 2**16)
     path = checkpoints / _folder_name(progress.step)
     if path.exists():  # from a time line that a resume from further back has left
@@ -135,17 +142,34 @@ def restore(
     expected = model.state_dict()
     _require_same_dtypes(directory, expected)
     weights = read_state_dict(directory, expected)
-    state = read_json(folder / STATE)
+    progress, rest = _read_state(folder)
     groups = optimiser.state_dict()
-    saved = unflatten(_load_file(folder / OPTIMISER), state.pop("optimiser", {}))
+    try:
+        saved = unflatten(_load_file(folder / OPTIMISER), rest)
+    except ValueError:  # a name that is not member.index.name
+        raise Damaged(f"{folder} does not hold the state of an optimiser.") from None
     for member in groups.keys() | saved.keys():
         if not _same_optimiser(groups.get(member), saved.get(member)):
             raise ValueError(f"{folder} was saved by another optimiser than the settings ask for.")
         groups[member]["state"] = saved.get(member, {}).get("state", {})
-    progress = from_mapping(Progress, state)
     model.load_state_dict(weights, strict=True)
     optimiser.load_state_dict(groups)  # rates and decays are those of today's settings
     return progress
+
+
+def _read_state(folder: Path) -> tuple[Progress, dict[str, Any]]:
+    """state.json: the progress, and the state of the optimiser that is not tensors."""
+    path = folder / STATE
+    state = read_json(path)
+    rest = state.pop("optimiser", {})
+    try:
+        progress = from_mapping(Progress, state)
+    except ValueError as error:
+        raise Damaged(f"{path} is not the state of a run ({error}).") from None
+    numbers = (progress.tokens, progress.seconds, progress.metrics_bytes, progress.loss_count)
+    if progress.step != _step_of(folder) or not isinstance(rest, dict) or min(numbers) < 0:
+        raise Damaged(f"{path} is not the state of a run after step {_step_of(folder)}.")
+    return progress, rest
 
 
 def is_run(path: Path) -> bool:
@@ -153,26 +177,45 @@ def is_run(path: Path) -> bool:
     return (path / CHECKPOINTS).is_dir()
 
 
-def open_checkpoint(run: Path, which: str = "newest") -> CheckpointDirectory:
-    """The newest intact checkpoint of a run, or the best if it is intact.
+def read_checkpoint(run: Path, which: str, read: Callable[[CheckpointDirectory], T]) -> T:
+    """``read`` of the newest intact checkpoint of a run, or of the best if it is intact.
 
-    Damaged checkpoints are skipped with a warning; one of another format is refused.
+    Damaged checkpoints are skipped with a warning; one of another format is refused. A run that
+    still trains may delete a checkpoint while it is read: the then newest is read instead.
     """
-    folder, damaged = newest(run / CHECKPOINTS)
-    if folder is not None and which == "best":
+    for _ in range(_ATTEMPTS):
+        folder, damaged = _choose(run / CHECKPOINTS, which)
+        try:
+            result = None if folder is None else read(open_folder(folder))
+        except (OSError, ValueError, RuntimeError):  # safetensors raises all three
+            if folder is None or folder.exists():
+                raise
+            continue
+        for skipped, reason in damaged.items():
+            warnings.warn(f"{skipped.name} is skipped: {reason}", Notice, stacklevel=4)
+        if result is None:
+            raise ValueError(f"{run} holds no intact checkpoint.")
+        return result
+    raise ValueError(f"{run} deletes its checkpoints faster than they are read; try again.")
+
+
+def _choose(checkpoints: Path, which: str) -> tuple[Path | None, dict[Path, str]]:
+    """The newest intact checkpoint or the best, and what is wrong with those before it."""
+    folder, damaged = newest(checkpoints)
+    if folder is None or which != "best":
+        return folder, damaged
+    try:
         best = read_json(folder / STATE).get("best_step")
-        named = folder.with_name(_folder_name(best)) if type(best) is int else folder
-        if named != folder and named.is_dir():
-            try:
-                check(named)
-                folder = named
-            except Damaged as error:
-                damaged[named] = str(error)
-    for skipped, reason in damaged.items():
-        warnings.warn(f"{skipped.name} is skipped: {reason}", Notice, stacklevel=4)
-    if folder is None:
-        raise ValueError(f"{run} holds no intact checkpoint.")
-    return open_folder(folder)
+    except Damaged:  # deleted since; the caller tries again
+        return folder, damaged
+    named = folder.with_name(_folder_name(best)) if type(best) is int else folder
+    if named != folder and named.is_dir():
+        try:
+            check(named)
+            return named, damaged
+        except Damaged as error:
+            damaged[named] = str(error)
+    return folder, damaged
 
 
 def open_folder(folder: Path) -> CheckpointDirectory:
@@ -205,28 +248,42 @@ def require_format(version: int, path: Path) -> None:
     raise ValueError(f"{path} has format {version}, this fenchel reads format {FORMAT}; {advice}.")
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name in ``checkpoints`` is one that a run makes."""
+    return _NAME.fullmatch(name) is not None
+
+
 def folders(checkpoints: Path) -> list[Path]:
     """All committed checkpoints, oldest first."""
     return _named(checkpoints, damaged=False)
 
 
 def newest(checkpoints: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest intact checkpoint, and what is wrong with each newer one."""
-    wrong: dict[Path, str] = {}
-    for folder in reversed(folders(checkpoints)):
-        try:
-            check(folder)
-            return folder, wrong
-        except Damaged as error:
-            wrong[folder] = str(error)
+    """The newest intact checkpoint, and what is wrong with each newer one.
+
+    One that is deleted while it is checked, by a run that still trains, is not counted as damaged.
+    """
+    for _ in range(_ATTEMPTS):
+        wrong: dict[Path, str] = {}
+        deleted = False
+        for folder in reversed(folders(checkpoints)):
+            try:
+                check(folder)
+                return folder, wrong
+            except Damaged as error:
+                if os.path.lexists(folder):
+                    wrong[folder] = str(error)
+                deleted = deleted or folder not in wrong
+        if not deleted:
+            break
     return None, wrong
 
 
 def set_aside(folder: Path) -> None:
     """Rename a checkpoint so that it is kept but neither resumed from nor counted."""
     aside = folder.with_name(f"{folder.name}.damaged")
-    if aside.exists():
-        discard(aside)
+    if os.path.lexists(aside):
+        _discard(aside)
     folder.rename(aside)
 
 
@@ -238,7 +295,15 @@ def rotate(checkpoints: Path, *, keep: int, best_step: int | None) -> None:
     retaken = [f for f in _named(checkpoints, damaged=True) if _step_of(f) <= newest_step]
     for folder in (*old, *retaken):
         with suppress(OSError):  # an old one too many does no harm; the next rotation tries again
-            discard(folder)
+            _discard(folder)
+
+
+def _discard(folder: Path) -> None:
+    """Delete a checkpoint, unless it holds a file that no checkpoint has."""
+    if folder.is_symlink() or {file.name for file in folder.iterdir()} <= _FILES:
+        discard(folder)
+    else:
+        raise FileExistsError(errno.ENOTEMPTY, "it holds other files than a checkpoint", folder)
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> tuple[str, int] | None:
@@ -323,10 +388,10 @@ def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:  # it gives the errno only in its message
-        errno = re.search(r"\(os error (\d+)\)", str(error))
-        if errno is None:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
             raise
-        raise OSError(int(errno[1]), os.strerror(int(errno[1])), str(path)) from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:

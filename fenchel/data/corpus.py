@@ -15,8 +15,9 @@ import errno
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -35,7 +36,9 @@ from fenchel.files import (
     MANIFEST,
     Damaged,
     committed,
+    discard,
     read_json,
+    read_manifest,
     require_space,
     sweep_beside,
     verify,
@@ -138,12 +141,17 @@ class Corpus:
 
 
 def prepare(
-    config: TextConfig, folder: Path, *, progress: ProgressCallback | None = None
+    config: TextConfig,
+    folder: Path,
+    *,
+    owned: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> Corpus:
     """Makes the token files of a text in ``folder``, or opens those that are there.
 
-    Damaged files are made again. A folder that holds another text or other files is refused and
-    not changed. Temporary files of an earlier call that was killed are removed.
+    Damaged files that an intact manifest names are made again. A folder that holds another text or
+    other files is refused and not changed, unless it is ``owned`` by the caller and holds nothing
+    but token files. Temporary files of an earlier call that was killed are removed.
     """
     progress = progress or _no_progress
     sweep_beside(folder, _OURS)
@@ -155,7 +163,7 @@ def prepare(
         "validation": config.validation,
         "tokenizer": f"trained for {config.vocabulary}" if given is None else _sha256(given),
     }
-    if (corpus := _reusable(folder, recipe)) is None:
+    if (corpus := _reusable(folder, recipe, owned)) is None:
         split = Split(config.validation, tally.documents, tally.bytes)
         with _new_folder(folder, text, tally, recipe) as fresh:
             if given is None:
@@ -182,30 +190,71 @@ def _read_tokenizer(path: Path) -> bytes:
     return path.expanduser().read_bytes()
 
 
-def _reusable(folder: Path, recipe: Mapping[str, Any]) -> Corpus | None:
+def _reusable(folder: Path, recipe: Mapping[str, Any], owned: bool) -> Corpus | None:
     """The corpus in ``folder`` if it was made by ``recipe``; None if it must be made."""
-    if not folder.exists():
-        return None
-    if not folder.is_dir() or not {file.name for file in folder.iterdir()} <= _OURS:
-        raise ValueError(f"{folder} holds something other than token files; name another folder.")
+    while os.path.lexists(folder):
+        if folder.is_symlink() and owned:
+            raise ValueError(f"{folder} is a link, which a run does not write through.")
+        if not folder.is_dir() or not _names(folder) <= _OURS:
+            raise ValueError(
+                f"{folder} holds something other than token files; name another folder."
+            )
+        before = _identity(folder)
+        try:
+            corpus = Corpus.open(folder)
+        except Damaged as error:
+            if _identity(folder) != before:  # another process has replaced it meanwhile
+                continue
+            if not owned and not _is_named_by_manifest(folder):
+                raise ValueError(
+                    f"{error} No intact manifest names the files in {folder}, so they are not "
+                    "replaced; name another folder, or remove this one."
+                ) from None
+        else:
+            if not owned or not _differences(corpus, recipe):
+                _require_recipe(corpus, recipe)
+                return corpus
+        with suppress(FileNotFoundError):
+            discard(folder)
+    return None
+
+
+def _names(folder: Path) -> set[str]:
     try:
-        corpus = Corpus.open(folder)
-    except Damaged:
-        for name in _OURS:
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
+        return {file.name for file in folder.iterdir()}
+    except FileNotFoundError:  # another process replaces it
+        return set()
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    try:
+        facts = folder.stat()
+    except FileNotFoundError:
         return None
-    _require_recipe(corpus, recipe)
-    return corpus
+    return facts.st_dev, facts.st_ino
+
+
+def _is_named_by_manifest(folder: Path) -> bool:
+    """Whether an intact manifest of token files names all files in ``folder``."""
+    try:
+        manifest = read_manifest(folder)
+    except Damaged:
+        return False
+    files = manifest.get("files")
+    named = {MANIFEST, *files} if isinstance(files, dict) else {MANIFEST}
+    return manifest.get("kind") == _KIND and _names(folder) <= named
+
+
+def _differences(corpus: Corpus, recipe: Mapping[str, Any]) -> list[str]:
+    return [key for key, expected in recipe.items() if corpus.recipe.get(key) != expected]
 
 
 def _require_recipe(corpus: Corpus, recipe: Mapping[str, Any]) -> None:
-    for key, expected in recipe.items():
-        if (present := corpus.recipe.get(key)) != expected:
-            raise ValueError(
-                f"{corpus.folder} holds token files with another {key} ({present}, now "
-                f"{expected}); name another folder, or remove it to make them anew."
-            )
+    for key in _differences(corpus, recipe):
+        raise ValueError(
+            f"{corpus.folder} holds token files with another {key} ({corpus.recipe.get(key)}, now "
+            f"{recipe[key]}); name another folder, or remove it to make them anew."
+        )
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """Before a run trains: its text is checked, its steps are timed, its disk space is ensured.
 
 A run records which token files it reads, with the hashes of their text and tokenizer. A resume
-opens them again and refuses others; damaged ones are made again from the text.
+opens them again and refuses others; damaged ones are made again from the text, inside the run: the
+record of a foreign run cannot name a folder elsewhere that is written to.
 
 The number of steps follows from a time budget and the time of a step, which is measured on the
 model of the run; its initial weights are restored afterwards, bit for bit.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,11 +17,19 @@ import torch
 from torch import nn
 
 from fenchel.data import Batches, Corpus, Ids, open_text, prepare
-from fenchel.files import Damaged, read_json, require_space, sha256, write_atomic
+from fenchel.files import (
+    Damaged,
+    read_regular,
+    read_sealed_json,
+    require_space,
+    sha256,
+    write_atomic,
+)
 from fenchel.model import Transformer
 from fenchel.optim import build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
+from fenchel.train.rundir import TOKENS, is_run_name
 
 EVALUATION_SHARE = 0.1
 """Part of a time budget that is left to evaluations and checkpoints."""
@@ -30,14 +40,15 @@ def record_corpus(run: RunDir, corpus: Corpus) -> None:
     inside = corpus.folder.parent == run.path
     folder = corpus.folder.name if inside else str(corpus.folder.resolve())
     record = {"folder": folder, "source": corpus.source, **asdict(corpus.facts)}
+    tokenizer = read_regular(corpus.folder / "tokenizer.json", 2**28)
+    write_atomic(run.path / "tokenizer.json", tokenizer)
     run.write_json("text.json", record)
-    write_atomic(run.path / "tokenizer.json", (corpus.folder / "tokenizer.json").read_bytes())
 
 
 def open_corpus(path: Path) -> Corpus:
     """The token files that the run in ``path`` reads, refused if they are of another text."""
     record = _read_record(path)
-    corpus = replace(Corpus.open(path / record["folder"]), source=record["source"])
+    corpus = replace(Corpus.open(_tokens(path, record)), source=record["source"])
     for what in ("text_sha256", "tokenizer_sha256"):
         digest = getattr(corpus.facts, what)
         if digest != record[what]:
@@ -48,16 +59,25 @@ def open_corpus(path: Path) -> Corpus:
     return corpus
 
 
+def _tokens(path: Path, record: Mapping[str, str]) -> Path:
+    """The token files of a run: a folder of its own, or the absolute path of a shared one."""
+    folder = Path(record["folder"])
+    if not folder.is_absolute() and not is_run_name(record["folder"]):
+        raise Damaged(f"{path / 'text.json'} names a folder that is not one of token files.")
+    return path / folder
+
+
 def _read_record(path: Path) -> dict[str, str]:
-    record = read_json(path / "text.json")
+    record = read_sealed_json(path / "text.json")
     names = ("folder", "source", "text_sha256", "tokenizer_sha256")
     if not all(isinstance(record.get(name), str) for name in names):
         raise Damaged(f"{path / 'text.json'} does not say which text the run reads.")
     return {name: record[name] for name in names}
 
 
-def reopen_corpus(config: RunConfig, path: Path, callback: RunCallback) -> Corpus:
+def reopen_corpus(config: RunConfig, run: RunDir, callback: RunCallback) -> Corpus:
     """The token files of a run, made again from its text if they are damaged."""
+    path = run.path
     record, own = _read_record(path), path / "tokenizer.json"
     if not own.is_file() or sha256(own) != record["tokenizer_sha256"]:
         raise ValueError(
@@ -71,7 +91,11 @@ def reopen_corpus(config: RunConfig, path: Path, callback: RunCallback) -> Corpu
         _require_text(record["source"], digest, record["text_sha256"])
         callback.message(f"{error} The token files are made again.")
         same_ids = replace(config.text, source=record["source"], tokenizer=str(own))
-        prepare(same_ids, path / record["folder"], progress=callback.progress)
+        folder = _tokens(path, record)
+        if folder.parent != path:  # shared with other runs, which may be reading them
+            folder = path / TOKENS
+        corpus = prepare(same_ids, folder, owned=True, progress=callback.progress)
+        record_corpus(run, corpus)
         return open_corpus(path)
 
 

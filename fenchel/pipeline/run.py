@@ -1,7 +1,9 @@
 """``begin`` starts a run, ``resume`` continues one, and both end in ``train_and_report``.
 
 A directory becomes a run when its settings are written, after everything that can be refused has
-been checked: a run that cannot begin leaves nothing behind.
+been checked: a run that cannot begin leaves nothing behind, and one that is killed before leaves a
+folder that ``begin`` takes over. The summary is written last, after the sample and the page: a run
+whose summary says that it is finished has both of the last step.
 """
 
 import math
@@ -25,7 +27,16 @@ from fenchel.evaluate import (
     score,
     score_choice,
 )
-from fenchel.files import Damaged, StorageFailed, locked, read_json, sweep
+from fenchel.files import (
+    Busy,
+    Damaged,
+    NoSpace,
+    StorageFailed,
+    describe,
+    locked,
+    read_sealed_json,
+    sweep,
+)
 from fenchel.model import Transformer
 from fenchel.model.transformer import meta_model
 from fenchel.optim import CombinedOptimiser, build_beta2, build_optimiser, build_schedule
@@ -59,9 +70,9 @@ from fenchel.train import (
     require_loggers,
     select_device,
 )
+from fenchel.train.loop import newest_checkpoint
+from fenchel.train.rundir import TOKENS, is_run_name, plain_json
 
-TOKENS = "tokens"
-"""Folder of a run's token files, unless they are shared."""
 BASELINE_BYTES = 64 * 2**20
 """A longer text than this would need too large a table; its baselines are left out."""
 
@@ -69,15 +80,16 @@ BASELINE_BYTES = 64 * 2**20
 def begin(config: RunConfig, path: Path, callback: RunCallback) -> Outcome:
     """Start a run in ``path``: text to tokens, a fresh model, training, the report."""
     run = RunDir(path)
-    new = run.create()
-    with locked(path):
+    with _storage_errors(run):
+        new = run.create()
+    with _storage_errors(run), locked(path):
         try:
             run.require_free()  # again, under the lock: another process may have been faster
-            sweep(path)
+            sweep(path, is_run_name)
             require_loggers(config.train.log)
             shared = config.text.prepared
             folder = path / TOKENS if shared is None else Path(shared).expanduser()
-            corpus = prepare(config.text, folder, progress=callback.progress)
+            corpus = prepare(config.text, folder, owned=shared is None, progress=callback.progress)
             config = _fit_vocabulary(config, corpus)
             batches = build_batches(config, corpus.train)
             with explain_out_of_memory("nothing was begun"):
@@ -98,21 +110,23 @@ def resume(
 ) -> Outcome:
     """Continue the run in ``path`` from its newest intact checkpoint."""
     run = RunDir(path)
-    before = run.read_settings()
-    with locked(path):
-        sweep(path)
-        sweep(run.checkpoints)
+    with _storage_errors(run):
+        before = run.read_settings()
+        run.require_plain()
+    with _storage_errors(run), locked(path):
+        sweep(path, is_run_name)
+        sweep(run.checkpoints, run_checkpoint.is_checkpoint_name)
         config = change_settings(before, changes, callback)
         device = select_device(config.train.device)  # refused before anything is written
         require_loggers(config.train.log)
         require_room(meta_model(config.model), run)
-        corpus = reopen_corpus(config, path, callback)
+        corpus = reopen_corpus(config, run, callback)
         if digest := new_text(corpus, callback, accept_new_text):
             same_ids = replace(
                 config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
             )
             folder = path / f"{TOKENS}-{digest[:12]}"
-            corpus = prepare(same_ids, folder, progress=callback.progress)
+            corpus = prepare(same_ids, folder, owned=True, progress=callback.progress)
             record_corpus(run, corpus)
         if config != settings(before):
             run.write_settings(to_mapping(config), comments())
@@ -137,11 +151,10 @@ def train_and_report(
     progress = _restore(config, run, model, optimiser, callback)
     if progress.step >= steps:
         callback.message(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
-        complete = _read_summary(run).get("status") == "finished"
-        if complete and (run.path / "report.html").is_file():
+        if _is_complete(run, progress.step):
             return Outcome("finished", progress)
     _record_environment(run, device, progress, callback)
-    run.write_json("summary.json", {"status": "running", "step": progress.step, "steps": steps})
+    run.write_status(progress.step, steps)
 
     def validate(model: nn.Module, limit: int | None) -> dict[str, float]:
         return _evaluate(config, model, corpus, limit)
@@ -183,7 +196,6 @@ def train_and_report(
             summary["validation"] = validate(model, None)
             callback.progress("computing the baselines", 0, 0)
             summary |= _baselines(corpus, callback)
-        run.write_json("summary.json", summary)
         if outcome.status != "diverged":
             # Sampling draws from the softmax of the logits, which another loss does not fit; their
             # largest is the most probable token under every map.
@@ -193,7 +205,8 @@ def train_and_report(
                 "sample.json",
                 sample(model, corpus.tokenizer, ids, seed=config.seed, temperature=temperature),
             )
-        page(run.path)
+        page(run.path, plain_json(summary))
+        run.write_json("summary.json", summary)
     return outcome
 
 
@@ -227,9 +240,11 @@ def _restore(
         instead = f"{folder.name} is used instead" if folder else "it cannot be used"
         callback.message(f"{bad.name} is damaged, {instead}: {error}")
     if folder is None:
-        if damaged or _read_summary(run).get("step"):  # it has been past its first step
+        saved = _read_summary(run).get("step")
+        if damaged or saved:
+            lost = f" of a run that has saved step {saved}" if saved and not damaged else ""
             raise ValueError(
-                f"{run.checkpoints} holds no intact checkpoint; "
+                f"{run.checkpoints} holds no intact checkpoint{lost}; "
                 "start a new run, or restore one of them from a backup."
             )
         if run.metrics.exists():
@@ -250,20 +265,50 @@ def _restore(
 @contextmanager
 def _explain_failure(run: RunDir) -> Iterator[None]:
     """Turn a failure of disk or memory into one sentence: what is saved, how to continue."""
-    saved = f"what was saved before is intact, go on with --resume {run.path}"
     try:
-        with explain_out_of_memory(saved):
+        with _storage_errors(run):
             yield
-    except StorageFailed:
+    except NoSpace as error:
+        raise StorageFailed(f"{error} Make room first; {_what_is_saved(run)}.") from error
+    except (MemoryError, RuntimeError):
+        with explain_out_of_memory(_what_is_saved(run)):
+            raise
+
+
+@contextmanager
+def _storage_errors(run: RunDir) -> Iterator[None]:
+    """Turn an error of the system that is not a sentence yet into StorageFailed."""
+    try:
+        yield
+    except (StorageFailed, NoSpace, Busy):
         raise
     except OSError as error:
-        raise StorageFailed(f"{error}; {saved}.") from error
+        raise StorageFailed(f"{describe(error)}; {_what_is_saved(run)}.") from error
+
+
+def _what_is_saved(run: RunDir) -> str:
+    """What is left of a run that has failed, and how to continue, as part of a sentence."""
+    if not (run.path / "config.toml").exists():
+        return "nothing was begun" if run.path.exists() else f"{run.path} is not there"
+    return f"{newest_checkpoint(run)}, go on with --resume {run.path}"
+
+
+def _is_complete(run: RunDir, step: int) -> bool:
+    """Whether summary, sample and page are there and are those of the last step."""
+    summary = _read_summary(run)
+    wrong = {name for name, verdict in run.check_files().items() if verdict != "intact"}
+    return (
+        (summary.get("status"), summary.get("step")) == ("finished", step)
+        and (run.path / "report.html").exists()
+        and (run.path / "sample.json").exists()
+        and not wrong & {"summary.json", "sample.json", "report.html"}
+    )
 
 
 def _read_summary(run: RunDir) -> dict[str, Any]:
     """The summary of an earlier process, empty if it cannot be read."""
     try:
-        return read_json(run.path / "summary.json")
+        return read_sealed_json(run.path / "summary.json")
     except Damaged:
         return {}
 
@@ -274,8 +319,9 @@ def _record_environment(
     """Record what the bits depend on, and report what has changed since the last process."""
     now = environment(device)
     try:
-        before = read_json(run.path / "environment.json") if progress.step else now
-    except Damaged:
+        before = read_sealed_json(run.path / "environment.json") if progress.step else now
+    except Damaged as error:
+        callback.message(f"{error} It is written anew.")
         before = now
     for what in ("torch", "device"):
         if before.get(what) != now[what]:

@@ -4,9 +4,12 @@ The page is a function of the files alone: the same run gives the same bytes, wh
 the page is written.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from fenchel.files import write_atomic
+from fenchel.files import seal_text, write_atomic
 from fenchel.report.attention_map import attention_map
 from fenchel.report.attention_over_time import heads, layers
 from fenchel.report.curves import curves
@@ -35,10 +38,19 @@ SECTIONS = (
 """The sections in the order of the page."""
 
 
-def page(run: Path) -> Path:
-    """Writes ``report.html`` into the run directory and returns its path."""
+def page(run: Path, summary: Mapping[str, Any] | None = None) -> Path:
+    """Writes ``report.html``, sealed, into the run directory and returns its path.
+
+    ``summary`` stands for the summary.json of a run that has yet to write it.
+    """
     target = run / "report.html"
-    write_atomic(target, render(read_run(run)))
+    data = read_run(run)
+    if summary is not None:
+        troubles = {k: v for k, v in data.troubles.items() if k != "summary.json"}
+        data = replace(data, summary=summary, troubles=troubles)
+    doctype = "<!doctype html>"
+    text = render(data).removeprefix(f"{doctype}\n")
+    write_atomic(target, seal_text(text, f"{doctype}<!-- {{}} -->"))
     return target
 
 

@@ -17,16 +17,17 @@ keeps the first, least, greatest and last value of every span, so that no spike 
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fenchel.files import read_json
+from fenchel.config import parse_toml
+from fenchel.files import is_sealed, is_sealed_line, open_regular, read_sealed_json
 from fenchel.report.html import json_numbers, pluralise
 
 MetricsRow = Mapping[str, float | tuple[float, ...]]
@@ -120,7 +121,7 @@ def _object(path: Path, troubles: dict[str, tuple[str, ...]]) -> Mapping[str, An
     if _absent(path, troubles):
         return {}
     try:
-        return read_json(path)
+        return read_sealed_json(path)
     except (ValueError, OSError) as error:
         _note(troubles, path, f"{_without_folder(error, path)} So {CONSEQUENCES[path.name]}.")
         return {}
@@ -131,10 +132,13 @@ def _settings(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[str, Ma
         return "", {}
     text = ""
     try:
-        with path.open("rb") as file:
-            text = file.read(_SETTINGS_LIMIT).decode("utf-8", errors="replace")
-        return text, tomllib.loads(text)
-    except (ValueError, OSError, RecursionError) as error:
+        with open_regular(path) as file:
+            data = file.read(_SETTINGS_LIMIT)
+        text = data.decode("utf-8", errors="replace")
+        if is_sealed(data) is False:
+            _note(troubles, path, f"{path.name} has changed since it was written.")
+        return text, parse_toml(data)
+    except (ValueError, OSError) as error:
         sentence = f"{path.name} is not readable as TOML ({_without_folder(error, path)})."
         _note(troubles, path, f"{sentence} Its text is shown below." if text else sentence)
         return text, {}
@@ -178,7 +182,7 @@ def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[MetricsR
 
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines that are not blank; a line that is too long comes in pieces that do not parse."""
-    with path.open("rb") as file:
+    with BufferedReader(open_regular(path)) as file:  # type: ignore[type-var]
         while line := file.readline(_LINE_LIMIT):
             if line.strip():
                 yield line
@@ -189,11 +193,15 @@ def _row(line: bytes) -> dict[str, float | tuple[float, ...]] | None:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    if is_sealed_line(line) is False:
+        return None
     step = number(mapping(value).get("step"))
     if step is None or not 0 <= step <= _STEP_LIMIT:
         return None
     row: dict[str, float | tuple[float, ...]] = {}
     for key, entry in value.items():
+        if key == "crc":
+            continue
         if isinstance(entry, list):
             row[key] = _numbers(entry)
             # One list per layer, such as one number per head, is stored under name/layer.

@@ -240,10 +240,12 @@ class Loop:
             if must:
                 raise StorageFailed(
                     f"{error} Make room and go on with --resume {self.run.path}; "
-                    f"{self._newest_checkpoint()}."
+                    f"{newest_checkpoint(self.run)}."
                 ) from error
             self.callback.message(f"{error} The run goes on without this checkpoint.")
             return None
+        if self._saved_step == 0:  # from now on a run without a checkpoint has lost some
+            self.run.write_status(self.progress.step, self.steps)
         self._saved_step = self.progress.step
         if not self.skipped_in_a_row():  # while steps are skipped, older ones may still be needed
             run_checkpoint.rotate(
@@ -257,11 +259,6 @@ class Loop:
         factor, age = self.stepper.scaling.scale
         return {"loss_scale": factor, "loss_scale_age": age}
 
-    def _newest_checkpoint(self) -> str:
-        folder, _ = run_checkpoint.newest(self.run.checkpoints)
-        name = folder.name if folder else None
-        return f"the last good checkpoint is {name}" if name else "there is no checkpoint yet"
-
     def _interrupted(self, by: Signals) -> Outcome:
         if outcome := self._save(must=True):
             return outcome
@@ -269,5 +266,14 @@ class Loop:
         return Outcome("interrupted", self.progress, reason, by)
 
     def _diverged(self, what: str) -> Outcome:
-        reason = f"{what}; {self._newest_checkpoint()}. Try a lower learning rate."
+        reason = f"{what}; {newest_checkpoint(self.run)}. Try a lower learning rate."
         return Outcome("diverged", self.progress, reason)
+
+
+def newest_checkpoint(run: RunDir) -> str:
+    """The newest checkpoint of a run, after checking it, as part of a sentence."""
+    try:
+        folder, _ = run_checkpoint.newest(run.checkpoints)
+    except (OSError, ValueError) as error:
+        return f"its checkpoints cannot be read ({error})"
+    return f"the last good checkpoint is {folder.name}" if folder else "there is no checkpoint"

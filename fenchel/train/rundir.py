@@ -4,33 +4,67 @@
     environment.json   versions, device, threads, commit
     text.json          which text it reads, with its hash; the token files are in tokens/
     tokenizer.json     text to ids and back
-    metrics.jsonl      one line per log: {"step": 12, "train/loss": 3.41, ...}
+    metrics.jsonl      one line per log: {"step": 12, "train/loss": 3.41, ..., "crc": 305419896}
     checkpoints/       see fenchel/checkpoints/run_checkpoint.py
     tensorboard/       the same metrics as events, with train.log
-    summary.json       status and last numbers
     sample.json        a generated sample and attention maps, when training has ended
     report.html        the page made from these files
+    summary.json       status and last numbers, written last
     run.lock           held by the one process that writes here
 
 A folder is a run once it has config.toml. Metrics whose names start with "time/" are durations and
 differ between two runs of the same settings; all others are the same bits.
+
+Every file is sealed, so that a changed bit is found: config.toml and report.html in their first
+line, the JSON files under "seal", a line of metrics under "crc",
+the rest by manifests (fenchel/files.py). config.toml is therefore not edited by hand: a resume
+changes a setting by --set. A link, a pipe or a device under one of these names is refused.
 """
 
 import errno
 import json
 import math
 import os
+import re
 import shutil
-import tomllib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, FORMAT, require_format
-from fenchel.config import to_toml
-from fenchel.files import LOCK, Damaged, NoSpace, full_disk_as_no_space, sync, write_atomic
+from fenchel.config import parse_toml, to_toml
+from fenchel.files import (
+    LOCK,
+    Damaged,
+    Notice,
+    errors_name,
+    full_disk_as_no_space,
+    is_sealed,
+    is_sealed_line,
+    open_regular,
+    read_regular,
+    read_sealed_json,
+    seal_line,
+    seal_text,
+    write_atomic,
+    write_sealed_json,
+)
+
+TOKENS = "tokens"
+"""Folder of a run's token files, unless they are shared."""
+_NAME = re.compile(
+    r"(config\.toml|(text|tokenizer|environment|summary|sample)\.json|metrics\.jsonl|report\.html)"
+    rf"|{re.escape(LOCK)}"
+)
+_FOLDER = re.compile(rf"{CHECKPOINTS}|tensorboard|{TOKENS}(-[0-9a-f]+)?(\.damaged)?")
+_TEMPORARY = re.compile(r"\.tmp-\d+\Z")
+_SETTINGS_BYTES = 2**20
+_LINE_BYTES = 2**24  # of metrics; a line has some hundred
+_PAGE_BYTES = 2**28
 
 
 class RunDir:
@@ -41,6 +75,8 @@ class RunDir:
         self.checkpoints = path / CHECKPOINTS
         self.metrics = path / "metrics.jsonl"
         self._unwritten = b""
+        self._end = 0
+        """Bytes of metrics.jsonl that are whole lines; what a torn write left is beyond them."""
 
     def create(self) -> bool:
         """Make the folder, refused if it holds anything; return whether it was new."""
@@ -54,9 +90,16 @@ class RunDir:
         return new
 
     def abandon(self) -> None:
-        """Remove the folder of a run that never began."""
-        if not (self.path / "config.toml").exists():
-            shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the folder of a run that never began, except what is not of such a run."""
+        if (self.path / "config.toml").exists():
+            return
+        with suppress(OSError):
+            for entry in self.path.iterdir():
+                if entry.is_dir() and not entry.is_symlink() and is_run_name(entry.name):
+                    shutil.rmtree(entry, ignore_errors=True)
+                elif is_run_name(entry.name):
+                    entry.unlink(missing_ok=True)
+            self.path.rmdir()
 
     def require_free(self) -> None:
         """Refuse a folder that holds a run or any file that an interrupted start does not leave."""
@@ -64,85 +107,226 @@ class RunDir:
             return
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; choose another folder.")
+        self.require_plain()
         names = {file.name for file in self.path.iterdir()} - {self.checkpoints.name}
         if "config.toml" in names or any(self.checkpoints.glob("*")):
             raise ValueError(
                 f"{self.path} holds a run already; continue it with --resume {self.path} "
                 "or choose another folder."
             )
-        if names and LOCK not in names:
-            raise ValueError(f"{self.path} holds other files ({min(names)}); choose a new folder.")
+        others = names if LOCK not in names else {name for name in names if not is_run_name(name)}
+        if others:
+            raise ValueError(f"{self.path} holds other files ({min(others)}); choose a new folder.")
+
+    def require_plain(self) -> None:
+        """Refuse links, pipes and devices under the names of a run's files and folders."""
+        for entry in self.path.iterdir():
+            file, folder = _NAME.fullmatch(entry.name), _FOLDER.fullmatch(entry.name)
+            if entry.is_symlink() and (file or folder):
+                raise Damaged(
+                    f"{entry} is a link, which a run does not write through; "
+                    "put what it points to in its place."
+                )
+            if (file and not entry.is_file()) or (folder and not entry.is_dir()):
+                raise Damaged(f"{entry} is not a plain {'file' if file else 'folder'}.")
 
     def write_settings(
         self, settings: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Write the complete settings; from now on the folder is a run."""
         text = f"# written by fenchel\nformat = {FORMAT}\n{to_toml(settings, comments)}"
-        write_atomic(self.path / "config.toml", text)
+        write_atomic(self.path / "config.toml", seal_text(text))
 
     def read_settings(self) -> dict[str, Any]:
-        """Read the settings; a damaged file or an unknown format is refused."""
+        """Read the settings; a file that was changed, or of an unknown format, is refused."""
         path = self.path / "config.toml"
-        if not path.is_file():
-            raise ValueError(f"{self.path} is not a run directory: it has no config.toml.")
+        self._require_run()
+        data = read_regular(path, _SETTINGS_BYTES)
         try:
-            settings = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            settings = parse_toml(data)
+        except ValueError as error:
             raise Damaged(f"{path} cannot be read ({error}).") from None
         version = settings.pop("format", None)
         if type(version) is not int or version < 1:
             raise Damaged(f"{path} has no format; it should begin with format = {FORMAT}.")
         require_format(version, self.path)
+        if is_sealed(data) is False:
+            raise Damaged(
+                f"{path} has changed since it was written (it does not match its seal): put the "
+                f"old file back, and change a setting by --resume {self.path} --set NAME=VALUE."
+            )
         return settings
+
+    def _require_run(self) -> None:
+        if os.path.lexists(self.path / "config.toml"):
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"there is no run directory {self.path}.")
+        if (self.path / LOCK).exists():
+            raise ValueError(
+                f"{self.path} is a run that was stopped before it began to train; give the command "
+                f"that began it again, with --out {self.path}."
+            )
+        raise ValueError(f"{self.path} is not a run directory: it has no config.toml.")
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Replace one of the JSON files."""
-        write_atomic(self.path / name, json.dumps(_plain(value), indent=1) + "\n")
+        write_sealed_json(self.path / name, plain_json(value))
+
+    def write_status(self, step: int, steps: int) -> None:
+        """The summary of a run that trains: checkpoints up to ``step`` have been written."""
+        self.write_json("summary.json", {"status": "running", "step": step, "steps": steps})
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Append one line of metrics; on a full disk it is written once there is room."""
-        self._unwritten += json.dumps(_plain(line)).encode() + b"\n"
-        with suppress(NoSpace):
+        """Append one line of metrics; what cannot be written now is written by the next call."""
+        self._unwritten += seal_line(json.dumps(plain_json(line)).encode())
+        with suppress(OSError):
             self._append()
 
     def flush(self) -> int:
         """Write all metrics to the disk and return the size of their file in bytes."""
-        self._append()
-        sync(self.metrics)
-        return self.metrics.stat().st_size
+        self._append(sync=True)
+        return self._end
 
     def rewind(self, position: int) -> str | None:
-        """Remove metrics past ``position``; return a sentence if some before it are lost."""
-        size = self.metrics.stat().st_size if self.metrics.exists() else 0
-        if size >= position:
-            if size > position:
-                os.truncate(self.metrics, position)
-            return None
-        if size:  # perhaps cut in the middle of a line, which is removed
-            os.truncate(self.metrics, self.metrics.read_bytes().rfind(b"\n") + 1)
+        """Remove metrics past ``position``; return a sentence if some before it have changed."""
+        self._end = 0
+        if not self.metrics.exists():
+            return self._loss(position) if position else None
+        with errors_name(self.metrics), open_regular(self.metrics, os.O_RDWR) as file:
+            size = os.fstat(file.fileno()).st_size
+            self._end, broken = _whole_lines(file, position)
+            if size > self._end:
+                file.truncate(self._end)
+        if self._end < position:
+            return self._loss(position - min(size, self._end if size >= position else size))
+        if broken:
+            return (
+                f"{self.metrics} has changed since it was written, first in line {broken}; "
+                "the run goes on, and its report leaves out the lines that have changed."
+            )
+        return None
+
+    def _loss(self, count: int) -> str:
         return (
-            f"{self.metrics} has lost {position - size} bytes since the checkpoint; "
+            f"{self.metrics} has lost {count} bytes since the checkpoint; "
             "the run goes on, some of its metrics are gone."
         )
 
-    def _append(self) -> None:
-        with full_disk_as_no_space(self.metrics), self.metrics.open("ab", buffering=0) as file:
-            end = file.tell()
+    def _append(self, *, sync: bool = False) -> None:
+        """Write at the end of the last whole line, over what a torn write may have left there."""
+        with (
+            full_disk_as_no_space(self.metrics),
+            errors_name(self.metrics),
+            open_regular(self.metrics, os.O_RDWR | os.O_CREAT) as file,
+        ):
+            size = os.fstat(file.fileno()).st_size
+            if size < self._end:
+                self._end = size
+                warnings.warn(
+                    f"{self.metrics} was cut or removed while the run goes on; "
+                    "some of its metrics are gone.",
+                    Notice,
+                    stacklevel=2,
+                )
+            file.seek(self._end)
             try:
                 if file.write(self._unwritten) != len(self._unwritten):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                file.truncate(end)  # a line is written whole or not at all
+                with suppress(OSError):
+                    file.truncate(self._end)
                 raise
-        self._unwritten = b""
+            self._end += len(self._unwritten)
+            self._unwritten = b""
+            if size > self._end:
+                file.truncate(self._end)
+            if sync:
+                os.fsync(file.fileno())
+
+    def check_files(self) -> dict[str, str]:
+        """Each file of the run outside its folders, with "intact" or what is wrong with it."""
+        checks: dict[str, Callable[[Path], object]] = {
+            "config.toml": lambda _: self.read_settings(),
+            "environment.json": read_sealed_json,
+            "text.json": read_sealed_json,
+            "metrics.jsonl": _require_whole_lines,
+            "sample.json": read_sealed_json,
+            "report.html": _require_sealed,
+            "summary.json": read_sealed_json,
+        }
+        verdicts = {}
+        for name, check in checks.items():
+            path = self.path / name
+            if not os.path.lexists(path):  # of an interrupted run, some are not written yet
+                continue
+            try:
+                check(path)
+                verdicts[name] = "intact"
+            except ValueError as error:
+                verdicts[name] = str(error)
+        return verdicts
 
 
-def _plain(value: Any) -> Any:
-    """``value`` for JSON, which has no nan and no inf: they become strings."""
+def is_run_name(name: str) -> bool:
+    """Whether a file or folder of this name in a run directory is one that a run makes.
+
+    >>> is_run_name("metrics.jsonl"), is_run_name("tokens.tmp-123"), is_run_name("notes.txt")
+    (True, True, False)
+    """
+    name = _TEMPORARY.sub("", name)
+    return bool(_NAME.fullmatch(name) or _FOLDER.fullmatch(name))
+
+
+def _whole_lines(file: BinaryIO, position: int) -> tuple[int, int | None]:
+    """The end of the last whole line up to ``position``, and the first line that has changed."""
+    reader = BufferedReader(file)  # type: ignore[type-var]
+    end, number, broken = 0, 0, None
+    while end < position:
+        line = reader.readline(min(_LINE_BYTES, position - end))
+        if not line.endswith(b"\n"):
+            break
+        end, number = end + len(line), number + 1
+        if broken is None and not _is_whole(line):
+            broken = number
+    reader.detach()
+    return end, broken
+
+
+def _is_whole(line: bytes) -> bool:
+    if (sealed := is_sealed_line(line)) is not None:
+        return sealed
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _require_whole_lines(path: Path) -> None:
+    with errors_name(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        end, broken = _whole_lines(file, size)
+    if broken or end < size:
+        where = f"in line {broken}" if broken else f"after byte {end}, where a line is not whole"
+        raise Damaged(f"{path} has changed since it was written, {where}.")
+
+
+def _require_sealed(path: Path) -> None:
+    if not is_sealed(read_regular(path, _PAGE_BYTES)):
+        raise Damaged(f"{path} is not as it was written; fenchel report writes it again.")
+
+
+def plain_json(value: Any) -> Any:
+    """``value`` as it is read back from a JSON file: nan and inf are strings, tuples are lists.
+
+    >>> plain_json({"loss": float("nan"), "skipped": (1, 2)})
+    {'loss': 'nan', 'skipped': [1, 2]}
+    """
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

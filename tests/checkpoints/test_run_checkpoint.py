@@ -146,9 +146,15 @@ def test_a_disk_that_fills_while_writing_leaves_the_last_checkpoint_alone(
 
 def test_a_folder_that_is_gone_is_an_ordinary_trouble_of_a_disk(small: Callable[..., Any]) -> None:
     s = small()
-    s.run.checkpoints.rmdir()
+    shutil.rmtree(s.run.path)
     with pytest.raises(FileNotFoundError):
         saved(s)
+
+
+def test_checkpoints_deleted_under_a_run_are_a_folder_again(small: Callable[..., Any]) -> None:
+    s = small()
+    s.run.checkpoints.rmdir()
+    run_checkpoint.check(saved(s))
 
 
 def test_what_safetensors_says_of_a_disk_keeps_its_number(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from fenchel import files
 from fenchel.data import corpus as module
 from fenchel.data.config import TextConfig
 from fenchel.data.corpus import Corpus, prepare
@@ -278,11 +280,89 @@ def test_a_flipped_byte_is_found_named_and_mended(
     path.write_bytes(data)
     with pytest.raises(Damaged, match=name):
         Corpus.open(there)
+    if name == "manifest.json":  # without it nothing says that the files are not the user's own
+        with pytest.raises(ValueError, match=r"No intact manifest names the files"):
+            prepare(config, there)
+        assert path.read_bytes() == data
     data[len(data) // 2] ^= 1
-    prepare(config, there)
+    prepare(config, there, owned=name == "manifest.json")
     assert Corpus.open(there).folder == there
     if name != "manifest.json":
         assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_the_user_under_one_of_our_names_is_left_alone(
+    name: str, config: TextConfig, there: Path
+) -> None:
+    there.mkdir(parents=True)
+    (there / name).write_text("mine")
+    with pytest.raises(ValueError, match=r"so they are not replaced; name another folder"):
+        prepare(config, there)
+    assert {file.name: file.read_text() for file in there.iterdir()} == {name: "mine"}
+
+
+def test_a_file_that_the_manifest_does_not_name_keeps_the_folder(
+    config: TextConfig, there: Path
+) -> None:
+    prepare(config, there)
+    manifest = json.loads((there / "manifest.json").read_text())
+    del manifest["files"]["tokenizer.json"]
+    manifest["seal"] = files._seal(manifest)
+    (there / "manifest.json").write_text(files._text(manifest))
+    with pytest.raises(ValueError, match="so they are not replaced"):
+        prepare(config, there)
+
+
+def test_files_of_another_recipe_in_a_folder_of_ones_own_are_made_anew(
+    config: TextConfig, there: Path
+) -> None:
+    prepare(config, there)
+    other = replace(config, vocabulary=config.vocabulary + 1)
+    with pytest.raises(ValueError, match="with another tokenizer"):
+        prepare(other, there)
+    prepare(other, there, owned=True)
+    assert Corpus.open(there).recipe["tokenizer"] == f"trained for {other.vocabulary}"
+    assert [path.name for path in there.parent.glob(f"{there.name}*")] == [there.name]
+
+
+def test_a_damaged_folder_that_another_process_mends_meanwhile_is_used(
+    config: TextConfig, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(config, there)
+    (there / "train.bin").write_bytes(b"")
+    prepare(config, tmp_path / "mended")
+    opened, calls = Corpus.open, []
+
+    def rival(folder: Path) -> Corpus:
+        calls.append(folder)
+        try:
+            return opened(folder)
+        finally:
+            if len(calls) == 1:
+                there.rename(tmp_path / "old")
+                (tmp_path / "mended").rename(there)
+
+    monkeypatch.setattr(Corpus, "open", rival)
+    prepare(config, there)
+    assert len(calls) == 2
+    assert (tmp_path / "old").is_dir(), "what the rival removed is not ours to remove"
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE])
+def test_a_read_error_is_not_taken_for_damage(
+    number: int, config: TextConfig, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(config, there)
+    before = {file: file.stat().st_ino for file in there.iterdir()}
+
+    def fail(path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(files, "sha256", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        prepare(config, there, owned=True)
+    assert {file: file.stat().st_ino for file in there.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", FILES)

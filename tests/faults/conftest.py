@@ -162,12 +162,13 @@ class Lab:
         for name in ("seconds", "metrics_bytes"):  # they measure time, or lines that tell it
             state.pop(name)
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        same = [{k: x[k] for k in x if not k.startswith("time/") and k != "crc"} for x in lines]
         return {
             "step": folder.name,
             "weights": sha256(folder / "model.safetensors"),
             "optimiser": sha256(folder / run_checkpoint.OPTIMISER),
             "state": state,
-            "metrics": [{k: v for k, v in x.items() if not k.startswith("time/")} for x in lines],
+            "metrics": same,
             "sample": (run / "sample.json").read_text(),
             "validation": json.loads((run / "summary.json").read_text()).get("validation"),
         }

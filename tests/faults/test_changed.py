@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fenchel.data import open_text
+from fenchel.files import write_sealed_json
 
 STOPPED = 128 + signal.SIGTERM
 
@@ -171,7 +172,8 @@ def test_other_settings_take_effect_and_the_promise_is_taken_back(
 def test_another_machine_is_said_and_the_run_goes_on(lab: Any, halfway: Path) -> None:
     path = halfway / "environment.json"
     kept = json.loads(path.read_text())
-    path.write_text(json.dumps({**kept, "torch": "2.11.0"}))
+    del kept["seal"]
+    write_sealed_json(path, {**kept, "torch": "2.11.0"})
     ended = lab.resume(halfway, mischief=lab.signalled(24))
     assert ended.code == STOPPED
     assert f"torch was 2.11.0 and is {kept['torch']}" in ended.said

@@ -1,8 +1,10 @@
 """Checkpoints that are cut, flipped, exchanged, poisoned or of another model."""
 
+import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fenchel import files
+from fenchel.checkpoints import run_checkpoint
+from fenchel.train import RunDir
 
 NAMES = ("model.safetensors", "optimiser.safetensors", "config.json", "state.json", "manifest.json")
 
@@ -67,6 +71,46 @@ def test_without_an_intact_one_it_refuses_and_does_not_begin_again(lab: Any, hal
     assert ended.step == 0
     after = {path: files.sha256(path) for path in halfway.rglob("*.*") if path.is_file()}
     assert after == before
+
+
+def test_checkpoints_deleted_while_the_run_trains_are_not_called_intact(
+    lab: Any, tmp_path: Path
+) -> None:
+    """Audit F9: all are deleted, then the process is killed before the next one."""
+    run = tmp_path / "run"
+
+    def mischief() -> None:
+        lab.at_step(8, lambda: shutil.rmtree(run / "checkpoints"))()
+        lab.at_step(9, lambda: os.kill(os.getpid(), 9))()
+
+    assert lab.begin(run, mischief=mischief).code == -9
+    before = (run / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        ended = lab.resume(run)
+        assert ended.code == 2
+        assert "holds no intact checkpoint of a run that has saved step 5" in ended.said
+        assert "begins again" not in ended.said
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_failure_names_the_checkpoint_that_was_checked(lab: Any, halfway: Path) -> None:
+    """Not "what was saved before is intact", unseen."""
+
+    def mischief() -> None:
+        def lose() -> None:
+            flip(newest(halfway) / "model.safetensors", 777)
+            run_checkpoint._save_file = refuse
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error", "the disk")
+
+        lab.at_step(24, lose)()
+
+    ended = lab.resume(halfway, mischief=mischief)
+    assert ended.code == 4
+    assert "the disk: input/output error; the last good checkpoint is step-000020, go on" in (
+        ended.said
+    )
 
 
 def test_without_any_it_refuses_too_if_there_were_some(lab: Any, halfway: Path) -> None:
@@ -145,7 +189,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_number(
         ("steps = 40", "", "does not say train.steps"),
     ],
 )
-def test_settings_edited_by_hand_that_do_not_fit_the_weights_are_refused(
+def test_settings_edited_by_hand_are_refused_and_sealed_anew_if_they_do_not_fit_the_weights(
     lab: Any, halfway: Path, setting: str, other: str, says: str
 ) -> None:
     path = halfway / "config.toml"
@@ -153,8 +197,18 @@ def test_settings_edited_by_hand_that_do_not_fit_the_weights_are_refused(
     path.write_text(path.read_text().replace(setting, other))
     ended = lab.resume(halfway)
     assert ended.code == 2
+    assert "config.toml has changed since it was written" in ended.said
+    assert "change a setting by --resume" in ended.said
+    reseal(path)
+    ended = lab.resume(halfway)
+    assert ended.code == 2
     assert says in ended.said
     assert lab.kept(halfway)[-1] == 23
+
+
+def reseal(path: Path) -> None:
+    """Seal a text again, as only an ill-meaning hand would."""
+    path.write_text(files.seal_text(path.read_text().partition("\n")[2]))
 
 
 def test_damaged_token_files_are_made_again_from_the_same_text(
@@ -184,7 +238,128 @@ def test_a_log_that_was_cut_is_said_and_the_weights_do_not_mind(
 def test_a_run_of_a_newer_fenchel_is_refused_in_one_sentence(lab: Any, halfway: Path) -> None:
     path = halfway / "config.toml"
     path.write_text(path.read_text().replace("format = 2", "format = 3"))
+    reseal(path)
     ended = lab.resume(halfway)
     assert ended.code == 2
     assert ended.said.startswith("fenchel: ")
     assert "has format 3, this fenchel reads format 2; use the newer" in ended.said
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: s.update(optimiser=5), "is not the state of a run after step 23"),
+        (lambda s: s.update(optimiser={"step": 1}), "does not hold the state of an optimiser"),
+        (lambda s: s.update(loss_sum=10**400), "should be a number below 2^64"),
+        (lambda s: s.update(step=10**4000), "should be a number below 2^64"),
+        (lambda s: s.update(step=39), "is not the state of a run after step 23"),
+        (lambda s: s.update(metrics_bytes=-1), "is not the state of a run after step 23"),
+        (lambda s: s.update(skipped=["a"]), "'skipped[0]' should be int"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_though_it_is_sealed(
+    lab: Any, halfway: Path, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    """Audit F11."""
+    folder = newest(halfway)
+    state = json.loads((folder / "state.json").read_text())
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    content = (folder / "state.json").read_bytes()
+    manifest["files"]["state.json"] = {
+        "bytes": len(content),
+        "sha256": files.sha256(folder / "state.json"),
+    }
+    manifest["seal"] = files._seal(manifest)
+    (folder / "manifest.json").write_text(files._text(manifest))
+    ended = lab.resume(halfway)
+    assert ended.code == 2
+    assert says in ended.said
+    assert (halfway / "metrics.jsonl").stat().st_size
+
+
+def test_a_changed_line_of_metrics_is_said_and_left_out_of_the_page(
+    lab: Any, whole: dict[str, Any], halfway: Path
+) -> None:
+    """Audit F7."""
+    path = halfway / "metrics.jsonl"
+    flip(path, 8 * (path.read_bytes().index(b"train/loss") + len('train/loss": ')))
+    ended = lab.resume(halfway)
+    assert ended.code == 0
+    assert "has changed since it was written, first in line 1;" in ended.said
+    assert lab.story(halfway)["weights"] == whole["weights"]
+    assert "1 line of metrics.jsonl could not be read" in (halfway / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["sample.json", "report.html", "summary.json"])
+def test_a_changed_file_of_a_finished_run_is_made_again_by_a_resume(
+    lab: Any, whole: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(lab.folder / "whole", run)
+    flip(run / name, 8_000)
+    assert lab.resume(run).code == 0
+    assert lab.story(run) == whole
+    assert set(RunDir(run).check_files().values()) == {"intact"}
+
+
+def test_shared_token_files_that_are_damaged_are_made_again_inside_the_run(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Audit F8: what the record of a run names elsewhere is never written to."""
+    shared, run = tmp_path / "shared", tmp_path / "run"
+    sharing = ("--set", f"text.prepared={shared}")
+    assert lab.begin(run, *sharing, mischief=lab.signalled(3)).code == 143
+    flip(shared / "train.bin", 777)
+    before = {path: path.read_bytes() for path in shared.iterdir()}
+    ended = lab.resume(run)
+    assert ended.code == 0
+    assert "The token files are made again." in ended.said
+    assert {path: path.read_bytes() for path in shared.iterdir()} == before
+    assert (run / "tokens" / "train.bin").is_file()
+    assert lab.story(run) == whole
+
+
+@pytest.mark.parametrize("folder", ["../outside", ".", "", "checkpoints/../../outside", "notes"])
+def test_a_record_that_names_a_folder_elsewhere_is_refused(
+    lab: Any, halfway: Path, folder: str
+) -> None:
+    path = halfway / "text.json"
+    record = json.loads(path.read_text())
+    del record["seal"]
+    files.write_sealed_json(path, {**record, "folder": folder})
+    before = sorted(halfway.parent.iterdir())
+    ended = lab.resume(halfway)
+    assert ended.code == 2
+    assert "names a folder that is not one of token files" in ended.said
+    assert sorted(halfway.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["run.lock", "metrics.jsonl", "checkpoints", "tokens"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "hard link"])
+def test_a_foreign_run_writes_nowhere_else_and_waits_for_nothing(
+    lab: Any, halfway: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    """Audit F10."""
+    entry, outside = halfway / name, tmp_path / "outside"
+    if kind == "hard link" and entry.is_dir():
+        return  # a folder has one name
+    entry.rename(outside)
+    match kind:
+        case "link":
+            entry.symlink_to(outside)
+        case "pipe":
+            os.mkfifo(entry)
+        case "hard link":
+            entry.hardlink_to(outside)
+    before = tree(outside)
+    ended = lab.resume(halfway)
+    assert ended.code == 2
+    assert "is a link" in ended.said or "is not a plain" in ended.said or "hard link" in ended.said
+    assert tree(outside) == before
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    every = path.rglob("*") if path.is_dir() else [path]
+    return {str(file): file.read_bytes() for file in every if file.is_file()}

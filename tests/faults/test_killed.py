@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fenchel import files
+from fenchel import files, report
 from fenchel.checkpoints import run_checkpoint
 from fenchel.pipeline import run as pipeline_run
 
@@ -252,7 +252,9 @@ def test_killed_while_the_settings_are_written(
     if when == "before":
         refused = lab.resume(run)
         assert refused.code == 2
-        assert "is not a run directory" in refused.said
+        assert "was stopped before it began to train; give the command that began it" in (
+            refused.said
+        )
         assert lab.begin(run).code == 0
     else:
         assert lab.resume(run).code == 0
@@ -274,3 +276,36 @@ def test_killed_after_the_last_step_the_report_is_made_by_a_resume(
     assert "already finished" in ended.said
     assert (run / "report.html").exists()
     assert lab.story(run) == whole
+
+
+@pytest.mark.parametrize("name", ["sample", "page"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_while_the_last_page_is_written_a_resume_makes_that_of_the_last_step(
+    lab: Any, whole: dict[str, Any], halfway: Path, name: str, when: str
+) -> None:
+    """Audit F1: the run was interrupted before, so that an older sample and page are there."""
+    older = (halfway / "report.html").read_text()
+    ended = lab.resume(halfway, mischief=around(pipeline_run, name, when))
+    assert ended.code == -signal.SIGKILL
+    assert lab.resume(halfway).code == 0
+    assert lab.story(halfway) == whole
+    page = (halfway / "report.html").read_text()
+    assert page != older
+    assert "stopped by SIGTERM" not in page
+    assert report.page(halfway).read_text() == page
+
+
+def test_killed_in_preparation_the_folder_may_be_begun_again_with_other_settings(
+    lab: Any, tmp_path: Path
+) -> None:
+    """Audit A15: its token files are of another vocabulary."""
+    run = tmp_path / "run"
+    killed = lab.begin(run, mischief=around(pipeline_run, "resolve_steps", "before"))
+    assert killed.code == -signal.SIGKILL
+    assert (run / "tokens").is_dir()
+    refused = lab.resume(run)
+    assert refused.code == 2
+    assert f"give the command that began it again, with --out {run}" in refused.said
+    ended = lab.begin(run, "--set", "text.vocabulary=290", "--steps", "5")
+    assert ended.code == 0, ended.said
+    assert not lab.left_over(run)
