@@ -2,7 +2,7 @@
 
 The module of a command declares its options and imports the library when it is called, so that
 help and usage errors need no torch. Results go to standard output. Errors and notices are one
-sentence on standard error.
+sentence on standard error. The process is started by fenchel/__main__.py, which loads this package.
 
 Exit codes: 0 success, 1 doctor found damage, 2 wrong input, 3 the run diverged, 4 storage failed,
 128 + n stopped by signal n.
@@ -12,14 +12,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from signal import SIGINT
+from signal import SIGINT, SIGPIPE
 from typing import Any
 
 from cyclopts import App, CycloptsError
 
 from fenchel import __version__
-from fenchel.cli.console import may_close
-from fenchel.files import Notice, StorageFailed, printable
+from fenchel.cli.console import OutputClosed, may_close
+from fenchel.files import Notice, StorageFailed, describe, printable
 
 COMMANDS = {
     "train": "Train a model on a text; write a run directory with a report.",
@@ -63,7 +63,13 @@ app.register_install_completion_command(add_to_startup=False)
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line; an error becomes one sentence and an exit code."""
     with may_close(), _plain_notices():
-        return _dispatch(argv)
+        try:
+            code = _dispatch(argv)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OutputClosed:
+            return 128 + SIGPIPE
+        return code
 
 
 def _dispatch(argv: list[str] | None) -> int:
@@ -73,7 +79,9 @@ def _dispatch(argv: list[str] | None) -> int:
         return _error(str(error), 2)
     except StorageFailed as error:
         return _error(str(error), 4)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        return _error(describe(error), 2)
+    except ValueError as error:
         return _error(str(error), 2)
     except (MemoryError, RuntimeError) as error:
         from fenchel.train.machine import out_of_memory  # torch is loaded by then
@@ -85,7 +93,7 @@ def _dispatch(argv: list[str] | None) -> int:
         return _error(f"memory ran out ({shortage}); {advice}.", 2)
     except KeyboardInterrupt as error:
         signal = error.args[0] if error.args else SIGINT
-        return _error("stopped at once; what was saved before is intact.", 128 + signal)
+        return _error("stopped at once; what was saved before is unchanged.", 128 + signal)
     return code if isinstance(code, int) else 0
 
 

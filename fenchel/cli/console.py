@@ -12,6 +12,11 @@ which torch is imported.
 the shell), and every further write to the terminal fails with EIO. That error would end a run
 before it could save its state, so ``may_close`` turns the first SIGHUP into KeyboardInterrupt, like
 Ctrl-C, and discards further output.
+
+**A pipe that closes.** A command whose reader has gone, as in ``fenchel generate RUN | head -1``,
+ends in silence with the exit code of SIGPIPE. Training goes on instead (``outlive_output``): its
+results are in the run directory. The error is ``OutputClosed`` and not BrokenPipeError, which rich
+would turn into an exit of its own.
 """
 
 import errno
@@ -21,7 +26,6 @@ import shlex
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -37,7 +41,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Column, Table
 from rich.text import Text
 
-from fenchel.config import assign, parse_value
+from fenchel.config import assign, parse_toml, parse_value
 
 if TYPE_CHECKING:
     import torch
@@ -61,15 +65,30 @@ def device_and_dtype(
     return select_device(device or "auto"), None if dtype is None else getattr(torch, dtype)
 
 
+class OutputClosed(Exception):
+    """The reader of standard output has closed it."""
+
+
 @contextmanager
 def may_close() -> Iterator[None]:
-    """Within, SIGHUP raises KeyboardInterrupt once; output to a closed terminal is discarded."""
+    """Within, SIGHUP raises KeyboardInterrupt once, and output that is closed does no harm.
+
+    Output to a closed terminal and to a closed standard error is discarded; that to a closed
+    standard output raises OutputClosed.
+    """
     with ExitStack() as stack:
-        for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
-            if stream is not None and stream.isatty():
-                stack.enter_context(redirect(_TerminalStream(stream)))
+        if sys.stdout is not None:
+            stack.enter_context(redirect_stdout(_Output(sys.stdout)))
+        if sys.stderr is not None:
+            stack.enter_context(redirect_stderr(_Output(sys.stderr, needed=False)))
         stack.enter_context(_sighup_as_interrupt())
         yield
+
+
+def outlive_output() -> None:
+    """Go on after standard output is closed or cannot be written; said once on standard error."""
+    if isinstance(sys.stdout, _Output):
+        sys.stdout.needed = False
 
 
 @contextmanager
@@ -93,17 +112,18 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number))
 
 
-class _TerminalStream:
-    """A stream to a terminal that discards its output once the terminal has closed."""
+class _Output:
+    """A standard stream that may close; unless it is needed, what cannot be written is lost."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, needed: bool = True) -> None:
         self._stream = stream
+        self.needed = needed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes, or discards the text if the terminal has closed."""
+        """Writes, or discards the text if the stream has closed."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -118,11 +138,21 @@ class _TerminalStream:
             self._discard(error)
 
     def _discard(self, error: OSError) -> None:
-        if error.errno != errno.EIO:
+        terminal = error.errno == errno.EIO and self._stream.isatty()
+        if self.needed and error.errno != errno.EPIPE and not terminal:
             raise error
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self._stream.fileno())  # buffered output is discarded too
         os.close(null)
+        if self.needed and not terminal:
+            raise OutputClosed
+        if not terminal and self is sys.stdout:
+            reason = (error.strerror or "closed").lower()
+            print(
+                f"fenchel: standard output cannot be written ({reason}); the run goes on "
+                "without it.",
+                file=sys.stderr,
+            )
 
 
 PLAIN_EVERY = 5.0
@@ -141,12 +171,7 @@ def settings_from(
     """
     mapping: dict[str, Any] = {}
     if file is not None:
-        try:
-            mapping = tomllib.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"there is no settings file {file}.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is not TOML ({error}).") from None
+        mapping = _read_settings(file)
         mapping.pop("format", None)
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -157,6 +182,20 @@ def settings_from(
         if given is not None:
             mapping = assign(mapping, name, given)
     return mapping
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    if file.is_dir():
+        run = (file / "config.toml").exists()
+        use = f"continue the run by --resume {file}" if run else f"read its texts by --text {file}"
+        raise ValueError(f"{file} is a folder and not a file of settings; {use}.")
+    try:
+        return parse_toml(file.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"there is no settings file {file}.") from None
+    except ValueError as error:
+        hint = "" if file.suffix == ".toml" else f"; a text is named by --text {file}"
+        raise ValueError(f"{file} is not TOML ({error}){hint}.") from None
 
 
 class Bars(Progress):
@@ -412,7 +451,8 @@ def for_stdout(text: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    values = json.loads(path.read_text()) if path.exists() else {}
+    return {name: value for name, value in values.items() if name != "seal"}
 
 
 def _dumps(value: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, settings_from
+from fenchel.cli.console import Console, outlive_output, settings_from
 
 DIVERGED = 3
 
@@ -68,6 +68,7 @@ def run(
     if resume is not None and (config is not None or out is not None or text is not None):
         raise ValueError("--resume continues a run as it is: no CONFIG, --out or --text with it.")
     mapping = settings_from(config, set, short)
+    outlive_output()
     console = Console(quiet=json)
     with console:
         console.progress("loading torch", 0, 0)  # seconds, in which nothing else could be shown

@@ -1,9 +1,11 @@
 """fenchel/cli/__init__.py: help at once, mistakes in one sentence."""
 
+import os
 import subprocess
 import sys
 import warnings
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +104,86 @@ def test_the_advice_on_memory_names_flags_and_settings_that_exist(
     monkeypatch.setattr("fenchel.cli.app", exhausted)
     assert main([command]) == 2
     assert capsys.readouterr().err.endswith(f"; {LESS_MEMORY[command]}.\n")
+
+
+def closed_pipe(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command whose reader has gone before it writes."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "fenchel", *words],
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["settings"], ["train", "--help"], ["--version"]])
+def test_a_closed_pipe_ends_a_command_in_silence(words: list[str]) -> None:
+    ended = closed_pipe(*words)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("command", ["generate", "report"])
+def test_a_closed_pipe_ends_a_command_on_a_run_in_silence(
+    command: str, run_directory: Path
+) -> None:
+    ended = closed_pipe(command, str(run_directory))
+    assert ended.returncode == 141
+    assert "fenchel: " not in ended.stderr
+    assert "Broken pipe" not in ended.stderr
+
+
+@pytest.mark.parametrize("module", ["cyclopts", "rich.progress", "numpy", "torch"])
+def test_ctrl_c_while_a_module_is_imported_is_one_sentence(module: str, tmp_path: Path) -> None:
+    probe = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.argv = ['fenchel', 'train', '--out', {str(tmp_path / 'run')!r}]\n"
+        "from fenchel.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert ended.stderr == "fenchel: stopped at once; what was saved before is unchanged.\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_ctrl_c_ends_a_command_that_swallows_the_first() -> None:
+    probe = (
+        "import os, signal, sys\n"
+        "import fenchel.cli\n"
+        "def stubborn():\n"
+        "    for _ in range(2):\n"
+        "        try:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        except BaseException as error:\n"
+        "            print(repr(error.args[0]), flush=True)\n"
+        "fenchel.cli.main = stubborn\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from fenchel.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert ended.stdout == "<Signals.SIGINT: 2>\n"
+    assert ended.returncode == 130
+    assert ended.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_system_names_the_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files", "runs/a/metrics.jsonl")
+
+    monkeypatch.setattr("fenchel.cli.app", fail)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "fenchel: runs/a/metrics.jsonl: too many open files\n"

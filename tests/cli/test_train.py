@@ -169,3 +169,15 @@ def test_a_folder_that_holds_a_run_is_never_written_over(
     words = ["train", "--text", str(text_file), "--out", str(run_directory), *flags]
     assert "holds a run already" in error_of(words, capsys)
     assert {p: p.stat().st_mtime_ns for p in run_directory.rglob("*")} == before
+
+
+def test_a_folder_or_a_text_in_place_of_the_settings_gets_the_right_flag(
+    text_file: Path, run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, flag in (
+        (text_file.parent, f"--text {text_file.parent}"),
+        (text_file, f"--text {text_file}"),
+        (run_directory, f"--resume {run_directory}"),
+    ):
+        assert main(["train", str(path)]) == 2
+        assert flag in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_twice_stops_at_once_and_harms_no_checkpoint(
 
         ended = lab.resume(halfway, mischief=mischief)
         assert ended.code == 128 + by
-        assert "stopped at once; what was saved before is intact." in ended.said
+        assert "stopped at once; what was saved before is unchanged." in ended.said
         after = {p: p.stat().st_mtime_ns for p in (halfway / "checkpoints").rglob("*")}
         assert after == before
     assert lab.resume(halfway).code == 0
@@ -110,6 +110,27 @@ def test_a_closed_terminal_stops_as_a_signal_does_though_nothing_can_be_said(
     assert lab.story(halfway) == whole
 
 
+@pytest.mark.parametrize("also_errors", [False, True])
+def test_a_closed_pipe_does_not_end_a_run(
+    lab: Any, whole: dict[str, Any], halfway: Path, also_errors: bool
+) -> None:
+    """Audit F6: fenchel train | head -1, with and without 2>&1."""
+
+    def mischief() -> None:
+        ours, theirs = os.pipe()
+        os.close(ours)
+        os.dup2(theirs, 1)
+        if also_errors:
+            os.dup2(theirs, 2)
+
+    ended = lab.resume(halfway, mischief=mischief)
+    assert ended.code == 0
+    if not also_errors:
+        says = "standard output cannot be written (broken pipe); the run goes on without it."
+        assert ended.said == f"fenchel: {says}"
+    assert lab.story(halfway) == whole
+
+
 def test_a_run_under_nohup_outlives_its_terminal(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
@@ -136,7 +157,7 @@ def test_a_stop_before_training_leaves_no_half_made_folder(
 
     ended = lab.begin(tmp_path / "run", mischief=mischief)
     assert ended.code == 128 + by
-    assert "stopped at once; what was saved before is intact." in ended.said
+    assert "stopped at once; what was saved before is unchanged." in ended.said
     assert not (tmp_path / "run").exists()
 
 
