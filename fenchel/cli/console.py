@@ -117,6 +117,7 @@ class _Output:
 
     def __init__(self, stream: TextIO, *, needed: bool = True) -> None:
         self._stream = stream
+        self._on_terminal = stream.isatty()  # a closed one does not say so
         self.needed = needed
 
     def __getattr__(self, name: str) -> Any:
@@ -138,7 +139,7 @@ class _Output:
             self._discard(error)
 
     def _discard(self, error: OSError) -> None:
-        terminal = error.errno == errno.EIO and self._stream.isatty()
+        terminal = error.errno == errno.EIO and self._on_terminal
         if self.needed and error.errno != errno.EPIPE and not terminal:
             raise error
         null = os.open(os.devnull, os.O_WRONLY)

@@ -124,7 +124,7 @@ def test_a_sparse_loss_trains_and_says_what_it_measures(
         (["--budget", "soon"], "90s, 3m or 1h"),
         (["--budget", "1m", "--steps", "3"], "not both"),
         (["no_such.toml"], "no settings file"),
-        (["--resume", "no/such/run"], "not a run directory"),
+        (["--resume", "no/such/run"], "there is no run directory no/such/run"),
         (["--resume", "x", "--out", "y"], "--resume"),
         (["--log", "papyrus"], "tensorboard"),
     ],
