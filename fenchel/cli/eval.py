@@ -2,8 +2,9 @@
 
 import json as json_format
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
@@ -12,7 +13,7 @@ from fenchel.cli.console import Console, DtypeName, device_and_dtype
 if TYPE_CHECKING:
     import torch
 
-    from fenchel.data import Ids
+    from fenchel.data import Document, Ids
     from fenchel.evaluate import Calibration, Confidence, Evaluation
     from fenchel.model import Transformer
 
@@ -24,6 +25,7 @@ def run(
     /,
     *,
     text: str | None = None,
+    split: Literal["validation", "train"] | None = None,
     tokens: int | None = None,
     context: int | None = None,
     against: Path | None = None,
@@ -40,8 +42,10 @@ def run(
     directory
         A run directory, or a Hugging Face directory with safetensors and tokenizer.json.
     text
-        "sotu", "kjv", a text file, a folder or a .jsonl file; the run's own validation text
-        by default.
+        "sotu", "kjv", a text file, a folder or a .jsonl file; the validation part of the run's own
+        text by default.
+    split
+        The part of the run's own text: "validation", which was held out, or "train".
     tokens
         Number of tokens to predict, from the start of the text; all by default.
     context
@@ -49,8 +53,8 @@ def run(
         not learned can be read further. A window begins half of them after the one before it, and
         the last ends with the text.
     against
-        A second model to evaluate on the same --text: compared by bits per byte, and by
-        perplexity where both have the same tokenizer.
+        A second model to evaluate on the same text: compared by bits per byte, and by perplexity
+        where both have the same tokenizer.
     calibration
         Also measure ECE and Brier score on the second half of the text, before and after scaling
         by the temperature that fits its first half best.
@@ -63,8 +67,8 @@ def run(
     json
         Print one JSON object instead of tables.
     """
-    if against is not None and text is None:
-        raise ValueError("two models are compared on one text; name it with --text.")
+    if text is not None and split is not None:
+        raise ValueError("--split names a part of the run's own text: leave out --text.")
     if page is not None and page.exists():
         raise ValueError(f"{page} exists and is left alone; name another file for the page.")
     with Console(quiet=json, aside=True) as console:
@@ -75,10 +79,12 @@ def run(
         from fenchel.evaluate.score import stride
         from fenchel.files import write_atomic
 
-        if against is not None and tokens is not None:
-            _require_one_tokenizer(directory, against)
         place = device_and_dtype(device, dtype)
-        measured = _evaluate(directory, text, tokens, context, place, console)
+        source = _source(directory, text, split)
+        if against is not None:
+            both = _source_of_both(source, directory, against, tokens)
+            tokens, source = (tokens if both is source else None), both
+        measured = _evaluate(directory, source, tokens, context, place, console)
         model, evaluation = measured.model, measured.evaluation
         output: dict[str, Any] = {
             "text": evaluation.text,
@@ -100,7 +106,7 @@ def run(
                 write_atomic(page, reliability_page(directory.name, evaluation.text, result))
                 lines.append(f"reliability diagram  {page}")
         if against is not None:
-            second = _evaluate(against, text, tokens, context, place, console).evaluation
+            second = _evaluate(against, source, tokens, context, place, console).evaluation
             output["against"], comparison_lines = _compare(evaluation, second)
             lines += comparison_lines
     print(json_format.dumps(output) if json else "\n".join(lines))
@@ -120,21 +126,70 @@ class _Measured(NamedTuple):
     evaluation: "Evaluation"
 
 
-def _require_one_tokenizer(first: Path, second: Path) -> None:
+class _Source(NamedTuple):
+    """A text that one or two models are evaluated on."""
+
+    name: str
+    bytes: int
+    documents: "Callable[[], Iterator[Document]]"
+    ids: "Ids | None" = None
+    """Its tokens, for a model with the tokenizer of ``fingerprint``."""
+    fingerprint: str = ""
+
+
+def _source(directory: Path, text: str | None, split: str | None) -> _Source:
+    """The text of --text, else a part of the run's own."""
     from fenchel.checkpoints.tokenizer import read_tokenizer
+    from fenchel.data import open_text
+    from fenchel.evaluate import fingerprint
+    from fenchel.pipeline import open_corpus
+
+    if text is not None:
+        opened = open_text(text)
+        return _Source(text, opened.size, opened.documents)
+    if not (directory / "text.json").is_file():
+        raise ValueError(f"{directory} has no text of its own; name one with --text.")
+    corpus, held_out = open_corpus(directory), split != "train"
+    return _Source(
+        f"{split or 'validation'} text of {directory}",
+        corpus.facts.validation_bytes if held_out else corpus.facts.train_bytes,
+        lambda: corpus.documents(validation=held_out),
+        corpus.validation if held_out else corpus.train,
+        fingerprint(read_tokenizer(directory)),
+    )
+
+
+def _source_of_both(source: _Source, first: Path, second: Path, tokens: int | None) -> _Source:
+    """The text for two models: where their tokenizers differ, documents and not tokens.
+
+    A number of tokens is then the number of the first model's, whose text both read.
+    """
+    from fenchel.checkpoints.tokenizer import read_tokenizer
+    from fenchel.data import Document, decode, encode
     from fenchel.evaluate import fingerprint
 
-    prints = {fingerprint(read_tokenizer(path)) for path in (first, second)}
-    if len(prints) > 1:
-        raise ValueError(
-            f"{first} and {second} have different tokenizers, whose first tokens are different "
-            "texts; leave out --tokens."
-        )
+    tokenizer = read_tokenizer(first)
+    if fingerprint(tokenizer) == fingerprint(read_tokenizer(second)):
+        return source
+    if tokens is None:
+        return source._replace(ids=None)
+    documents: list[Document] = []
+    left = tokens
+    for document in source.documents():
+        ids = encode(tokenizer, document.text)
+        if len(ids) >= left:  # a cut inside a character would decode to U+FFFD
+            begin = decode(tokenizer, ids[:left]).rstrip("\ufffd")
+            documents.append(document._replace(text=document.text[: len(begin)]))
+            break
+        documents.append(document)
+        left -= len(ids)
+    size = sum(len(document.text.encode()) for document in documents)
+    return _Source(f"{source.name}, its first {tokens:,} tokens", size, lambda: iter(documents))
 
 
 def _evaluate(
     directory: Path,
-    text: str | None,
+    source: _Source,
     tokens: int | None,
     context: int | None,
     place: "tuple[torch.device, torch.dtype | None]",
@@ -142,9 +197,8 @@ def _evaluate(
 ) -> _Measured:
     from fenchel.checkpoints import load
     from fenchel.checkpoints.tokenizer import describe_beginning
-    from fenchel.evaluate import Evaluation, fingerprint, score, text_ids, truncate_ids
-    from fenchel.evaluate.score import require_decoder
-    from fenchel.pipeline import open_corpus
+    from fenchel.evaluate import Evaluation, fingerprint, score, truncate_ids
+    from fenchel.evaluate.score import document_ids, require_decoder
 
     device, dtype = place
     model, tokenizer, config = load(directory, dtype=dtype)
@@ -154,17 +208,14 @@ def _evaluate(
     elif context is not None and context < 1:
         raise ValueError(f"--context {context} should be 1 or more.")
     context, model = context or config.context, model.to(device)
-    if text is None:
-        if not (directory / "text.json").is_file():
-            raise ValueError(f"{directory} has no text of its own; name one with --text.")
-        corpus = open_corpus(directory)
-        ids, size = truncate_ids(corpus.validation, corpus.facts.validation_bytes, tokens)
-        name = "validation text"
+    if source.ids is not None and source.fingerprint == fingerprint(tokenizer):
+        ids, size = truncate_ids(source.ids, source.bytes, tokens)
     else:
-        ids, size = text_ids(tokenizer, text, limit=tokens, progress=console.progress)
-        name = text
+        ids, size = document_ids(
+            tokenizer, source.documents(), source.bytes, limit=tokens, progress=console.progress
+        )
     result = score(model, ids, bytes=size, context=context, progress=console.progress)
-    evaluation = Evaluation(str(directory), result, fingerprint(tokenizer), name)
+    evaluation = Evaluation(str(directory), result, fingerprint(tokenizer), source.name)
     return _Measured(model, ids, size, context, describe_beginning(tokenizer), evaluation)
 
 

@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,16 @@ class Corpus:
             source=source,
             recipe=recipe,
         )
+
+    def documents(self, *, validation: bool) -> Iterator[Document]:
+        """The documents of one stream, decoded: they need no source, and no tokenizer of a model.
+
+        A given tokenizer that does not decode to the same text changes them.
+        """
+        ids = self.validation if validation else self.train
+        ends = np.flatnonzero(ids == tokens.end_id(self.tokenizer))
+        for n, (start, stop) in enumerate(pairwise(ends.tolist())):
+            yield Document(str(n), tokens.decode(self.tokenizer, ids[start + 1 : stop].tolist()))
 
     def train_text(self, limit: int | None = None) -> bytes:
         """The training text, documents separated by form feeds, at most ``limit`` bytes."""

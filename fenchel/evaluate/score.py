@@ -19,7 +19,7 @@ the vocabulary.
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from torch.nn.functional import cross_entropy
 
 from fenchel.choice import Choice
 from fenchel.data import (
+    Document,
     Ids,
     ProgressCallback,
     begin_ids,
@@ -238,11 +239,25 @@ def text_ids(
     they are the same. With a ``limit`` only as many documents are read as give that many targets,
     and the result is truncated by ``truncate_ids``.
     """
-    text, begin, size = open_text(source), begin_ids(tokenizer), 0
+    text = open_text(source)
+    documents = text.documents()
+    return document_ids(tokenizer, documents, text.size, limit=limit, progress=progress)
+
+
+def document_ids(
+    tokenizer: Tokenizer,
+    documents: Iterable[Document],
+    total: int,
+    *,
+    limit: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> tuple[Ids, int]:
+    """``text_ids`` of documents, ``total`` being about their size in bytes."""
+    begin, size = begin_ids(tokenizer), 0
     between = [end_id(tokenizer)] if has_end(tokenizer) else []
     between += begin if begin != between else []
-    ids, total = array("I", begin), text.size
-    for document in text.documents():
+    ids = array("I", begin)
+    for document in documents:
         ids.extend(between if size and not document.continues else ())
         ids.extend(encode(tokenizer, document.text))
         size += len(document.text.encode())

@@ -1,16 +1,19 @@
-"""fenchel eval with --calibration, --page and --against on one tiny run."""
+"""fenchel eval with --split, --calibration, --page and --against on one tiny run."""
 
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
+from fenchel.data import decode, encode, end_id
 from fenchel.evaluate import calibration_error, confidence, score, text_ids
 from fenchel.evaluate.calibration import Bin
+from fenchel.pipeline import open_corpus
 
 
 @pytest.fixture
@@ -105,14 +108,69 @@ def test_a_number_of_tokens_reads_the_beginning(
     assert "give at least 1" in capsys.readouterr().err
 
 
-def test_the_first_tokens_of_two_tokenizers_are_not_compared(
+def bits_of(directory: Path, texts: list[str]) -> float:
+    """Bits per byte of a model on documents, computed without the command."""
+    model, tokenizer, config = load(directory)
+    ids = [end_id(tokenizer)]
+    for n, text in enumerate(texts):
+        ids += [*([end_id(tokenizer)] if n else []), *encode(tokenizer, text)]
+    size = sum(len(text.encode()) for text in texts)
+    return score(model, np.array(ids), bytes=size, context=config.context).bits_per_byte
+
+
+def test_the_first_tokens_of_two_tokenizers_are_the_text_of_the_first_ones(
     run_directory: Path, rival: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["eval", str(run_directory), "--text", str(other_text), "--tokens", "50", "--against"]
-    assert main([*words, str(rival)]) == 2
-    assert "leave out --tokens" in capsys.readouterr().err
+    found = json.loads(told([*words, str(rival), "--json"], capsys))
+    tokenizer = load(run_directory).tokenizer
+    begin = decode(tokenizer, encode(tokenizer, other_text.read_text())[:50])
+    assert found["bytes"] == len(begin.encode())
+    assert found["bits_per_byte"] == pytest.approx(bits_of(run_directory, [begin]))
+    assert found["against"]["bits_per_byte"] == pytest.approx(bits_of(rival, [begin]))
+    assert found["text"] == f"{other_text}, its first 50 tokens"
     same = json.loads(told([*words, str(run_directory), "--json"], capsys))
     assert same["against"]["tokens"] == 50
+
+
+def test_a_cut_inside_a_character_leaves_the_character_out(
+    run_directory: Path, rival: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "signs.txt"
+    text.write_text("\N{SNOWMAN}\N{COMET}" * 9)
+    words = ["eval", str(run_directory), "--text", str(text), "--tokens", "7", "--json"]
+    found = json.loads(told([*words, "--against", str(rival)], capsys))
+    assert found["bytes"] == 6  # two signs of three bytes, and the first byte of a third
+
+
+def test_two_runs_with_other_tokenizers_are_compared_on_the_held_out_text_of_the_first(
+    run_directory: Path, rival: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(
+        told(["eval", str(run_directory), "--against", str(rival), "--json"], capsys)
+    )
+    corpus = open_corpus(run_directory)
+    held_out = corpus.validation_text().decode().split("\f")
+    assert found["bytes"] == corpus.facts.validation_bytes == sum(map(len, held_out))
+    assert found["bits_per_byte"] == pytest.approx(bits_of(run_directory, held_out))
+    assert found["against"]["bits_per_byte"] == pytest.approx(bits_of(rival, held_out))
+    assert found["text"] == f"validation text of {run_directory}"
+
+
+@pytest.mark.parametrize("split", ["validation", "train"])
+def test_a_part_of_the_runs_own_text_is_named_by_split(
+    split: str, run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(told(["eval", str(run_directory), "--split", split, "--json"], capsys))
+    corpus = open_corpus(run_directory)
+    ids = corpus.train if split == "train" else corpus.validation
+    assert found["tokens"] == len(ids) - 1
+    assert found["bytes"] == getattr(corpus.facts, f"{split}_bytes")
+    stated = json.loads((run_directory / "summary.json").read_text())["validation"]["loss"]
+    assert (found["loss"] == pytest.approx(stated)) == (split == "validation")
+    assert told(["eval", str(run_directory), "--split", split], capsys).startswith(f"{split} text")
+    assert main(["eval", str(run_directory), "--split", split, "--text", "sotu"]) == 2
+    assert "leave out --text" in capsys.readouterr().err
 
 
 def test_a_long_reading_tells_how_far_it_is_beside_the_result(
@@ -163,13 +221,6 @@ def test_the_best_device_is_used_and_an_unknown_one_refused(
     error = capsys.readouterr().err
     assert "no device 'abacus'" in error
     assert error.count("\n") == 1
-
-
-def test_a_comparison_without_a_text_is_refused(
-    run_directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", str(run_directory), "--against", str(run_directory)]) == 2
-    assert "--text" in capsys.readouterr().err
 
 
 def test_a_model_without_a_text_of_its_own_asks_for_one(

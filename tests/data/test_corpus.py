@@ -142,6 +142,17 @@ def test_progress_runs_from_the_reading_to_the_end_of_each_stage(
 # the text, read again
 
 
+def test_the_documents_are_decoded_from_the_streams_without_the_text(
+    config: TextConfig, there: Path, verses: list[str]
+) -> None:
+    prepare(config, there)
+    corpus = replace(Corpus.open(there), source="gone")
+    held_out = [document.text for document in corpus.documents(validation=True)]
+    trained = [document.text for document in corpus.documents(validation=False)]
+    assert held_out == verses[9::10]
+    assert trained == [verse for n, verse in enumerate(verses) if n % 10 != 9]
+
+
 def test_the_texts_for_baselines_are_those_of_the_streams(
     config: TextConfig, there: Path, verses: list[str]
 ) -> None:
