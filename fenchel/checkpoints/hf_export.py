@@ -3,8 +3,8 @@
     config.json               settings of the first family that expresses them exactly
     model.safetensors         weights by the names of that family; beyond SHARD bytes several files
                               and an index of them
-    generation_config.json    ids of the tokens that begin, end and pad a text
-    tokenizer.json, tokenizer_config.json
+    generation_config.json    ids of the tokens that begin, end and pad a text; how to sample
+    tokenizer.json, tokenizer_config.json, chat_template.jinja
     manifest.json             size and SHA-256 of each of these
 
 The directory appears whole or not at all. A model that no family can express is refused in one
@@ -29,29 +29,32 @@ from tokenizers import Tokenizer
 from fenchel.checkpoints.directory import (
     INDEX,
     TOKENIZER,
+    TOKENIZER_CONFIG,
     WEIGHTS,
     CheckpointDirectory,
-    bounded_json_file,
-    has_file,
     open_directory,
     open_tensors,
-    regular_file,
 )
-from fenchel.checkpoints.generation_config import GENERATION
+from fenchel.checkpoints.generation_config import GENERATION, TOKEN_IDS
 from fenchel.checkpoints.load import load
 from fenchel.checkpoints.run_checkpoint import is_run
+from fenchel.checkpoints.tokenizer import COPIED, read_files
 from fenchel.checkpoints.weights import read_weights, write_weights
-from fenchel.data import end_id, pad_id
+from fenchel.choice.by_name import FIELD, choice_record
+from fenchel.data import begin_ids, end_id, pad_id
 from fenchel.files import committed, discard, require_space
+from fenchel.model.attention import layer_choice
 from fenchel.model.config import ModelConfig
-from fenchel.model.families import family_for, family_of
+from fenchel.model.families import FAMILIES, Family, family_for, family_of
 from fenchel.model.families.config_reader import CONFIG
+from fenchel.model.families.setting_rows import HARMLESS
 from fenchel.model.sigma_linear import SigmaLinear, matrix_of
 from fenchel.model.transformer import Transformer
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 SHARD = 5 * 10**9
 """Bytes of weights in one file."""
+_REPLACED = frozenset({"auto_map", "dtype", "torch_dtype", "attn_implementation"})
+_ALPHA = ModelConfig(vocabulary=1).alpha  # of a model whose choice has none
 _BEGINNINGS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]")
 
 
@@ -64,20 +67,66 @@ def save(
     overwrite: bool = False,
     shard: int = SHARD,
 ) -> None:
-    """Write a Hugging Face directory, with the weights as they are or in another ``dtype``."""
+    """Write a Hugging Face directory, with the weights as they are or in another ``dtype``.
+
+    A model that ``load`` read from a Hugging Face directory keeps what this directory has besides
+    the weights: ids of special tokens, generation settings, the settings of the tokenizer, the chat
+    template. Other models get ids and settings from the tokenizer.
+    """
     config, weights = export_state(model)
-    family = family_for(config, weights)
+    source = _Source.of(model, tokenizer)
+    config, attached = source.without_attached(config)
+    family = source.family(config, weights) or family_for(config, weights)
     theirs = write_weights(weights, family, config, dtype)
-    tokens = token_ids(tokenizer, config.kind)
+    tokens = source.tokens or token_ids(tokenizer, config.kind)
     kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
-    files: dict[str, str | bytes] = {
-        CONFIG: dumps({**family.write(config), **tokens, "dtype": kind}),
-        GENERATION: dumps(tokens),
-    }
+    settings = source.harmless | family.write(config) | tokens | attached | {"dtype": kind}
+    files: dict[str, str | bytes] = {CONFIG: dumps(settings), GENERATION: dumps(tokens)}
     if tokenizer is not None:
-        files[TOKENIZER] = tokenizer.to_str(pretty=True)
         files[TOKENIZER_CONFIG] = dumps(_tokenizer_config(tokenizer, tokens, config.context))
+        files |= {TOKENIZER: tokenizer.to_str(pretty=True), **source.files}
+    elif GENERATION in source.files:
+        files[GENERATION] = source.files[GENERATION]
     write_directory(Path(path), files, theirs, overwrite=overwrite, shard=shard)
+
+
+class _Source(NamedTuple):
+    """What a model's directory had besides the weights; empty for a model that has none."""
+
+    config: dict[str, Any]
+    files: dict[str, bytes]
+
+    @classmethod
+    def of(cls, model: Transformer, tokenizer: Tokenizer | None) -> "_Source":
+        """The source of a loaded model, unless its ids are those of another tokenizer."""
+        files = dict(model.source_files)
+        config = json.loads(files.pop(CONFIG, b"{}"))
+        ids = [config[key] for key in TOKEN_IDS if type(config.get(key)) is int]
+        if tokenizer is not None and max(ids, default=-1) >= tokenizer.get_vocab_size():
+            return cls({}, {})
+        return cls(config, files)
+
+    @property
+    def tokens(self) -> dict[str, Any]:
+        """The ids of special tokens."""
+        return {key: self.config[key] for key in TOKEN_IDS if key in self.config}
+
+    @property
+    def harmless(self) -> dict[str, Any]:
+        """Settings that do not affect what the model computes."""
+        return {k: v for k, v in self.config.items() if k in HARMLESS and k not in _REPLACED}
+
+    def family(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Family | None:
+        """Its family, if that still expresses the model."""
+        named = (f for f in FAMILIES if f.name == self.config.get("model_type"))
+        return next((f for f in named if not f.cannot_express(config, weights)), None)
+
+    def without_attached(self, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
+        """The settings without the map that was attached to the source, and the field for it."""
+        record = self.config.get(FIELD)
+        if record is None or record != choice_record(layer_choice(config, 0)):
+            return config, {}
+        return replace(config, choice="softmax", alpha=_ALPHA, beta=1.0), {FIELD: record}
 
 
 def export_state(model: Transformer) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
@@ -132,6 +181,7 @@ def token_ids(tokenizer: Tokenizer | None, kind: str) -> dict[str, int | None]:
         return dict.fromkeys(names)
     end, pad = end_id(tokenizer), pad_id(tokenizer)
     begin = next((i for s in _BEGINNINGS if (i := tokenizer.token_to_id(s)) is not None), end)
+    begin = begin_ids(tokenizer)[-1] if begin_ids(tokenizer) else begin
     ids: dict[str, int | None] = dict(zip(names, (begin, end, pad), strict=True))
     return ids | ({"decoder_start_token_id": pad} if kind == "encoder-decoder" else {})
 
@@ -178,11 +228,6 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard: int
     (folder / INDEX).write_text(dumps({"metadata": {"total_size": total}, "weight_map": where}))
 
 
-_JSON = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "added_tokens.json")
-_TEXT = ("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")
-_MAX_BYTES = 64 * 2**20
-
-
 class Converted(NamedTuple):
     """The family, size and dtype of the directory that ``convert`` wrote."""
 
@@ -226,7 +271,7 @@ def _recast(source: Path, target: Path, dtype: torch.dtype | None, *, overwrite:
     kind = next(iter(tensors.values())).dtype
     settings = {k: v for k, v in directory.config.items() if k not in ("torch_dtype", "auto_map")}
     files = {CONFIG: dumps({**settings, "dtype": str(kind).removeprefix("torch.")}).encode()}
-    write_directory(target, files | _copied_files(source), tensors, overwrite=overwrite)
+    write_directory(target, files | read_files(source, COPIED), tensors, overwrite=overwrite)
     return Converted(family.name, sum(t.numel() for t in tensors.values()), kind)
 
 
@@ -240,17 +285,4 @@ def write_copy(source: CheckpointDirectory, target: Path, settings: Mapping[str,
     files = {CONFIG: dumps({**config, **settings}).encode()}
     with open_tensors(source) as tensors:
         weights = {name: tensors[name] for name in source.tensors}
-        write_directory(target, files | _copied_files(source.path), weights, overwrite=False)
-
-
-def _copied_files(source: Path) -> dict[str, bytes]:
-    """The files of the tokenizer and generation_config.json, byte for byte."""
-    files = {}
-    for name in (*_JSON, *_TEXT):
-        if not has_file(source, name):
-            continue
-        file = bounded_json_file(source, name) if name in _JSON else regular_file(source, name)
-        if (size := file.stat().st_size) > _MAX_BYTES:
-            raise ValueError(f"{file} has {size} bytes; more than {_MAX_BYTES} is not copied.")
-        files[name] = file.read_bytes()
-    return files
+        write_directory(target, files | read_files(source.path, COPIED), weights, overwrite=False)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
 from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, read_checkpoint
-from fenchel.checkpoints.tokenizer import read_tokenizer
+from fenchel.checkpoints.tokenizer import JSON_FILES, TEXT_FILES, read_files, read_tokenizer
 from fenchel.checkpoints.weights import (
     meta_state_dict,
     read_state_dict,
@@ -64,16 +64,20 @@ def load_model(
         raise ValueError(f"there is no run directory or checkpoint {path}.")
     if which not in ("best", "newest"):
         raise ValueError(f'which={which!r} should be "best" or "newest".')
+    files: dict[str, bytes] = {}
     if is_run(path):
         config, weights = read_checkpoint(path, which, lambda found: _read_run(found, dtype))
         _warn_of_loss(path / "config.toml")
     elif has_file(path, CONFIG):
         config, weights = _read_family(open_directory(path), dtype)
+        files = read_files(path, (CONFIG, *JSON_FILES, *TEXT_FILES))
     else:
         raise ValueError(
             f"{path} holds neither the {CHECKPOINTS} of a run nor the {CONFIG} of a model."
         )
-    return build(config, weights).to(dtype=dtype)
+    model = build(config, weights).to(dtype=dtype)
+    model.source_files = files
+    return model
 
 
 def build(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Transformer:

@@ -18,7 +18,7 @@ in tokenizer_config.json. A template takes precedence in transformers too, which
 there is neither a template nor a switch: the last rows but one are what the model was trained on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from fenchel.checkpoints.directory import (
     bounded_json_file,
     has_file,
     read_bounded_json,
+    regular_file,
 )
-from fenchel.checkpoints.generation_config import read_generation_config
+from fenchel.checkpoints.generation_config import GENERATION, read_generation_config
 from fenchel.checkpoints.run_checkpoint import is_run
 from fenchel.data import begin_ids, begin_with, end_id, has_end, load_tokenizer
 from fenchel.files import printable
@@ -104,3 +105,29 @@ def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
     """The id of a token of tokenizer_config.json, a string or an object with its content."""
     content = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(content) if isinstance(content, str) else None
+
+
+JSON_FILES = (TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "added_tokens.json")
+TEXT_FILES = ("chat_template.jinja", "chat_template.json")
+COPIED = (
+    *JSON_FILES,
+    *TEXT_FILES,
+    *(TOKENIZER, "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+"""Files beside the weights that belong to a model: those of its tokenizer and of generation."""
+_MAX_BYTES = 64 * 2**20
+
+
+def read_files(path: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Those of the files that the directory has, byte for byte."""
+    files = {}
+    for name in names:
+        if not has_file(path, name):
+            continue
+        parsed = name in (TOKENIZER, *JSON_FILES)
+        file = bounded_json_file(path, name) if parsed else regular_file(path, name)
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise ValueError(f"{file} has {size} bytes; more than {_MAX_BYTES} is not copied.")
+        files[name] = file.read_bytes()
+    return files

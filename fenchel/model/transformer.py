@@ -69,6 +69,9 @@ class Transformer(nn.Module):
         self.lm_head_bias = nn.Parameter(torch.zeros(V)) if config.lm_head_bias else None
         self.pooler = nn.Linear(M, M) if config.pooler else None
         self._rotary_tables = RotaryTable(config), RotaryTable(config, local=True)
+        self.source_files: Mapping[str, bytes] = {}
+        """Files beside the weights of the Hugging Face directory it was loaded from, by name; they
+        are written again when it is saved."""
         self.initialise(generator)
 
     def forward(

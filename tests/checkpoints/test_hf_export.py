@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from fenchel.checkpoints import load, load_model, save
-from fenchel.data import train_tokenizer
+from fenchel.data import begin_with, end_id, train_tokenizer
 from fenchel.files import verify
 from fenchel.model import ModelConfig, Transformer
 
@@ -36,7 +36,10 @@ def test_what_was_saved_is_loaded_bit_for_bit(tokenizer: Tokenizer, tmp_path: Pa
     model = model_of()
     save(model, tokenizer, tmp_path / "out")
     loaded = load(tmp_path / "out")
-    assert loaded.tokenizer.to_str() == tokenizer.to_str()
+    begun = begin_with(Tokenizer.from_str(tokenizer.to_str()), end_id(tokenizer))
+    assert loaded.tokenizer.to_str() == begun.to_str()
+    save(loaded.model, loaded.tokenizer, tmp_path / "again")
+    assert load(tmp_path / "again").tokenizer.to_str() == begun.to_str()
     weights = loaded.model.state_dict()
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
 
@@ -100,7 +103,7 @@ def test_what_no_family_can_express_is_said_and_nothing_written(
             "gpt2",
         ),
         ({"norm": "layer", "mlp": "gelu", "bias": True, "kv_heads": 4}, "gpt_neox"),
-        ({"choice": "softmax", "alpha": 3.0, "dropout": 0.3, "initial": "xavier"}, "llama"),
+        ({"choice": "softmax", "dropout": 0.3, "initial": "xavier"}, "llama"),
     ],
 )
 def test_the_first_family_that_says_it_all_is_used(

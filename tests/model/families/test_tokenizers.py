@@ -1,15 +1,30 @@
 """Tokenizers of other families beside their weights: read here, and the same in transformers."""
 
+import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-from fenchel.checkpoints import load, read_generation_config, save
-from fenchel.data import encode, end_id
+from fenchel.checkpoints import convert, load, read_generation_config, save
+from fenchel.checkpoints.directory import open_directory
+from fenchel.checkpoints.hf_export import write_copy
+from fenchel.checkpoints.tokenizer import end_ids
+from fenchel.data import begin_ids, encode, end_id
+from fenchel.model.families.family import resolved
 
 TEXTS = ["the people of these States have peace", "and trade with every nation"] * 5
 
@@ -39,6 +54,12 @@ def unigram() -> Tokenizer:
     return tokenizer
 
 
+def add(path: Path, name: str, **settings: Any) -> None:
+    file = path / name
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**before, **settings}))
+
+
 @pytest.mark.parametrize(("name", "make"), [("bert", word_pieces), ("t5", unigram)])
 def test_a_tokenizer_goes_in_and_out_with_its_model(
     name: str,
@@ -48,7 +69,10 @@ def test_a_tokenizer_goes_in_and_out_with_its_model(
     tmp_path: Path,
 ) -> None:
     path = written(name)
-    make().save(str(path / "tokenizer.json"))
+    made = make()
+    made.save(str(path / "tokenizer.json"))
+    add(path, "config.json", eos_token_id=end_id(made))
+    add(path, "generation_config.json", eos_token_id=end_id(made))
     model, tokenizer, _ = load(path)
     save(model, tokenizer, tmp_path / "ours")
     reload(tmp_path / "ours", name)
@@ -57,3 +81,86 @@ def test_a_tokenizer_goes_in_and_out_with_its_model(
     assert theirs(text, add_special_tokens=False)["input_ids"] == encode(tokenizer, text)
     assert theirs.eos_token_id == end_id(tokenizer)
     assert read_generation_config(tmp_path / "ours").eos == (end_id(tokenizer),)
+
+
+IDS = {"bos_token_id": 11, "eos_token_id": 12, "pad_token_id": 14}
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+TEMPLATE = "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}"
+
+
+def distinctive(path: Path, *, template: bool) -> None:
+    """A tokenizer whose special tokens have unusual names and ids, and settings that name them."""
+    words = [f"w{i}" for i in range(69)]
+    words[11], words[12], words[14] = "<start>", "<stop>", "<fill>"
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*words, "?"])}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<start>", "<stop>", "<fill>"])
+    if template:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<start> $A", special_tokens=[("<start>", 11)]
+        )
+    tokenizer.save(str(path / "tokenizer.json"))
+    names = {"bos_token": "<start>", "eos_token": "<stop>", "pad_token": "<fill>"}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+    (path / "tokenizer_config.json").write_text(json.dumps(names | kind))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    add(path, "config.json", **IDS)
+    add(path, "generation_config.json", **IDS, **SAMPLING)
+
+
+WAYS = ("save", "save in another dtype", "convert", "attach")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_directory_keeps_everything_beside_its_weights(
+    name: str, way: str, written: Callable[..., Path], reload: Callable[..., Any], tmp_path: Path
+) -> None:
+    path, out = written(name), tmp_path / "out"
+    distinctive(path, template=name != "llama tied, with biases")
+    dtype = torch.bfloat16 if way == "save in another dtype" else torch.float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if way == "convert":
+            convert(path, out)
+        elif way == "attach":
+            write_copy(open_directory(path), out, {"fenchel": {"map": "sparsemax", "beta": 2.0}})
+        else:
+            model, tokenizer, _ = load(path)
+            save(model, tokenizer, out, dtype=dtype)
+    theirs = reload(out, name)
+    assert theirs.dtype == dtype
+    assert {key: getattr(theirs.config, key) for key in IDS} == IDS
+    assert theirs.config.model_type == json.loads((path / "config.json").read_text())["model_type"]
+    generation = transformers.GenerationConfig.from_pretrained(out).to_dict()
+    for key, value in (IDS | SAMPLING).items():
+        assert generation[key] == value
+    before, after = (
+        transformers.PreTrainedTokenizerFast.from_pretrained(folder) for folder in (path, out)
+    )
+    for key in ("bos_token", "eos_token", "pad_token", "chat_template"):
+        assert getattr(after, key) == getattr(before, key)
+    assert after.chat_template == TEMPLATE
+    if name != "llama tied, with biases":
+        assert after("w1 w2")["input_ids"] == before("w1 w2")["input_ids"] == [11, 1, 2]
+    assert begin_ids(load(out).tokenizer) == [11]
+    assert end_ids(out, load(out).tokenizer) == (12,)
+    if way == "attach":
+        again = tmp_path / "again"
+        model, tokenizer, config = load(out)
+        assert (config.choice, config.beta) == ("sparsemax", 2.0)
+        save(model, tokenizer, again)
+        assert resolved(load(again).config) == resolved(config)
+        convert(out, tmp_path / "recast", dtype=torch.float16)
+        assert resolved(load(tmp_path / "recast").config) == resolved(config)
+
+
+def test_another_tokenizer_gives_ids_of_its_own(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = written("llama")
+    distinctive(path, template=True)
+    add(path, "config.json", bos_token_id=68)
+    model = load(path).model
+    save(model, unigram(), tmp_path / "out")
+    found = read_generation_config(tmp_path / "out")
+    assert (found.eos, found.pad) == ((1,), 0)
