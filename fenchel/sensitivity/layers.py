@@ -19,6 +19,18 @@ Norm layers over a ball: with r the least sqrt(var + eps) in the ball and d the 
 maps like x / |x| is a symmetric form, so its norm is reached with all arguments equal, where it is
 c (3 t - 3 tau t^3).
 
+A gated MLP multiplies two linear maps of its token, y = a(g) u with g = x W_G and u = x W_U, and
+
+    J = diag(a'(g) u) W_G^T + diag(a(g)) W_U^T        for every token alone.
+
+In the ball g_f moves by at most rho |W_G e_f| and u_f by rho |W_U e_f|, so the two diagonals move
+by at most some d_f and e_f, |J' - J| <= |diag(d) W_G^T| + |diag(e) W_U^T|, and |J'| is at most that
+plus |J|, which is a small matrix per token.
+
+Norms of queries and keys (QK-norm): q = N(x W_Q) is not affine. Its derivative is at most
+L_Q = gain |W_Q| anywhere in the ball, so bound A holds with L_Q 1 for A_i and L_K 1 for B_j; the
+variation is then at most twice the bound.
+
 Chains. The image of the ball of one layer lies in the ball of the next one (``BallBound.carry``).
 Upper bounds multiply, and J_2' J_1' - J_2 J_1 = (J_2' - J_2) J_1' + J_2 (J_1' - J_1) gives the
 variation. A skip connection adds one to the upper bound and nothing to the variation. So a network
@@ -41,7 +53,8 @@ from fenchel.sensitivity.attention_ball import HeadBounds, head_bounds
 from fenchel.sensitivity.attention_jacobian import attention_jacobian, self_attention_jacobian
 from fenchel.sensitivity.autodiff import point, space
 from fenchel.sensitivity.bounds.feedforward import SLOPES, linear, norm_layer, slope_range
-from fenchel.sensitivity.operator import Operator, Space, identity
+from fenchel.sensitivity.norms import spectral
+from fenchel.sensitivity.operator import Operator, Scaled, Space, identity
 from fenchel.sensitivity.perturbation import (
     IDENTITY,
     Ball,
@@ -70,13 +83,20 @@ class NormJacobian(Operator):
 
     def apply(self, v: Tensor) -> Tensor:
         """J v."""
-        moved = self._inner(self.domain.unflatten(v)[0])
-        return self.domain.flatten([moved if self.weight is None else self.weight * moved])
+        return self.domain.flatten([self.push(self.domain.unflatten(v)[0])])
 
     def adjoint(self, u: Tensor) -> Tensor:
         """J^T u."""
-        g = self.domain.unflatten(u)[0]
-        return self.domain.flatten([self._inner(g if self.weight is None else self.weight * g)])
+        return self.domain.flatten([self.pull(self.domain.unflatten(u)[0])])
+
+    def push(self, v: Tensor) -> Tensor:
+        """J v for v shaped like X, behind the axis of a stack."""
+        moved = self._inner(v)
+        return moved if self.weight is None else self.weight * moved
+
+    def pull(self, g: Tensor) -> Tensor:
+        """J^T g for g shaped like X, behind the axis of a stack."""
+        return self._inner(g if self.weight is None else self.weight * g)
 
     def ceiling(self) -> Tensor:
         """max|gamma| times the largest gain."""
@@ -137,11 +157,20 @@ class TokenMap(Operator):
 
 @final
 class Projection(Operator):
-    """d (q, k, v) of a token matrix (N, M): linear maps per head, queries and keys then rotated."""
+    """d (q, k, v) of a token matrix (N, M): linear maps per head, then norms and rotations."""
 
-    def __init__(self, X: Tensor, W: Sequence[Tensor], rotations: Tensor | None) -> None:
-        """W_Q (H, M, D), W_K (G, M, D) and W_V (G, M, E); ``rotations`` (N, D, D) or None."""
-        self.W, self.rotations = W, rotations
+    def __init__(
+        self,
+        X: Tensor,
+        W: Sequence[Tensor],
+        rotations: Tensor | None,
+        norms: Sequence[NormJacobian] = (),
+    ) -> None:
+        """W_Q (H, M, D), W_K (G, M, D) and W_V (G, M, E); ``rotations`` (N, D, D) or None.
+
+        ``norms`` are those of the norm layers of queries and keys, or none.
+        """
+        self.W, self.rotations, self.norms = W, rotations, norms
         self.domain = space((X,), 0, several=False)
         shapes = tuple((w.shape[0], X.shape[0], w.shape[2]) for w in W)
         self.codomain = Space(shapes, (), several=True)
@@ -151,6 +180,8 @@ class Projection(Operator):
         """(dq, dk, dv), flat."""
         dX = self.domain.unflatten(v)[0].unsqueeze(1)
         q, k, values = (dX @ w for w in self.W)
+        if self.norms:
+            q, k = self.norms[0].push(q), self.norms[1].push(k)
         if self.rotations is not None:
             q, k = (rotated(x, self.rotations) for x in (q, k))
         return self.codomain.flatten([q, k, values])
@@ -160,6 +191,8 @@ class Projection(Operator):
         q, k, values = self.codomain.unflatten(u)
         if self.rotations is not None:
             q, k = (rotated(x, self.rotations.mT) for x in (q, k))
+        if self.norms:
+            q, k = self.norms[0].pull(q), self.norms[1].pull(k)
         parts = zip((q, k, values), self.W, strict=True)
         return self.domain.flatten([sum((g @ w.mT).sum(1) for g, w in parts)])  # type: ignore[list-item]
 
@@ -208,8 +241,8 @@ class SelfAttention(TokenLayer):
 
     W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M'); ``biases``
     of q (D,) or (H, D), of k and v (D,) or (G, D). ``rotations`` (N, D, D) multiply queries and
-    keys by position (RoPE, see ``rotation_matrices``). A bias after W_O is left out: it has
-    no effect on the derivative.
+    keys by position (RoPE, see ``rotation_matrices``), behind ``qk_norm``, the norm layers of
+    queries and keys per head. A bias after W_O is left out: it has no effect on the derivative.
     """
 
     W_Q: Tensor
@@ -221,6 +254,7 @@ class SelfAttention(TokenLayer):
     scale: float | None = None
     biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     rotations: Tensor | None = None
+    qk_norm: "tuple[NormLayer, NormLayer] | None" = None
 
     def __call__(self, X: Tensor) -> Tensor:
         """(..., N, M) -> (..., N, M')."""
@@ -234,7 +268,11 @@ class SelfAttention(TokenLayer):
         if self._is_linear and self.W_O is None and self._heads == 1:
             return self_attention_jacobian(X, self.W_Q, self.W_K, self.W_V, **self._spec)
         q, k, v = (x.detach() for x in self._qkv(X))
-        J = attention_jacobian(q, k, v, **self._spec) @ Projection(X, self._weights, self.rotations)
+        norms = [
+            norm.jacobian(y) for norm, y in zip(self.qk_norm or (), self._affine(X), strict=False)
+        ]
+        moved = Projection(X, self._weights, self.rotations, norms)
+        J = attention_jacobian(q, k, v, **self._spec) @ moved
         return HeadJoin(J.codomain, self.W_O, J.dtype, J.device) @ J
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
@@ -244,6 +282,8 @@ class SelfAttention(TokenLayer):
             upper, variation, token = (float(outward(lengths(part), len(part))) for part in bounds)
         else:  # heads are summed
             upper, variation, token = (float(outward(part.sum(), len(part))) for part in bounds)
+        if self.qk_norm is not None:  # B needs affine queries and keys
+            return BallBound(upper, 2.0 * upper, token)
         return estimator.from_centre(self.jacobian(X), BallBound(upper, variation, token))
 
     def head_bounds(self, X: Tensor, ball: Ball) -> HeadBounds:
@@ -252,15 +292,33 @@ class SelfAttention(TokenLayer):
         x = project(X.double(), *layer._weights)
         q, k, v = (repeat_heads(y, self._heads, -3)[None] for y in layer._qkv(X.double()))
         x = x._replace(q=q, k=k, v=v, rotations=layer.rotations)
+        if layer.qk_norm is not None:
+            x = x._replace(W=(*layer._gains(X.double(), ball), x.W[2]))
         W_O = layer.W_O
         out = None if W_O is None else W_O.reshape(self._heads, -1, W_O.shape[-1])
         return head_bounds(x, out, self._spec, ball)
+
+    def _gains(self, X: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
+        """L_Q 1 and L_K 1 for every head: (1, H, D, D) each."""
+        assert self.qk_norm is not None
+        both = []
+        for norm, W, y in zip(self.qk_norm, self._weights[:2], self._affine(X)[:2], strict=True):
+            size = linear(W)  # (H,) or (G,)
+            rounding = 4.0 * (X.shape[-1] + 8) * torch.finfo(X.dtype).eps * lengths(y).amax(-1)
+            radius = (size * ball.token + rounding).unsqueeze(-1)
+            gain = norm.gain(y, radius).amax(-1) * size
+            eye = torch.eye(W.shape[-1], dtype=X.dtype, device=X.device)
+            both.append(repeat_heads(outward(gain).view(1, -1, 1, 1) * eye, self._heads))
+        return both[0], both[1]
 
     def double(self) -> "SelfAttention":
         """The same layer with its tensors in float64."""
         W_Q, W_K, W_V = (w.double() for w in (self.W_Q, self.W_K, self.W_V))
         b_Q, b_K, b_V = (None if b is None else b.double() for b in self.biases)
         W_O, rotations = (None if x is None else x.double() for x in (self.W_O, self.rotations))
+        qk_norm = None
+        if self.qk_norm is not None:
+            qk_norm = self.qk_norm[0].double(), self.qk_norm[1].double()
         return replace(
             self,
             W_Q=W_Q,
@@ -269,6 +327,7 @@ class SelfAttention(TokenLayer):
             W_O=W_O,
             biases=(b_Q, b_K, b_V),
             rotations=rotations,
+            qk_norm=qk_norm,
         )
 
     @property
@@ -282,7 +341,7 @@ class SelfAttention(TokenLayer):
     @property
     def _is_linear(self) -> bool:
         """Whether q, k and v are X times a matrix and nothing more."""
-        return all(part is None for part in (*self.biases, self.rotations))
+        return all(part is None for part in (*self.biases, self.rotations, self.qk_norm))
 
     @property
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,13 +350,19 @@ class SelfAttention(TokenLayer):
 
     def _qkv(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (..., H, N, D), k (..., G, N, D), v (..., G, N, E)."""
-        q, k, v = (
-            X.unsqueeze(-3) @ w if b is None else X.unsqueeze(-3) @ w + b.unsqueeze(-2)
-            for w, b in zip(self._weights, self.biases, strict=True)
-        )
+        q, k, v = self._affine(X)
+        if self.qk_norm is not None:
+            q, k = (norm(x) for norm, x in zip(self.qk_norm, (q, k), strict=True))
         if self.rotations is not None:
             q, k = (rotated(x, self.rotations) for x in (q, k))
         return q, k, v
+
+    def _affine(self, X: Tensor) -> list[Tensor]:
+        """q, k and v before norms and rotations."""
+        return [
+            X.unsqueeze(-3) @ w if b is None else X.unsqueeze(-3) @ w + b.unsqueeze(-2)
+            for w, b in zip(self._weights, self.biases, strict=True)
+        ]
 
 
 @final
@@ -319,9 +384,21 @@ class NormLayer(TokenLayer):
         y = functional.rms_norm(X, shape, self.weight, self._eps(X))
         return y if self.bias is None else y + self.bias
 
-    def jacobian(self, X: Tensor) -> Operator:
+    def jacobian(self, X: Tensor) -> NormJacobian:
         """In closed form."""
         return NormJacobian(X, self.weight, self._eps(X), self.kind)
+
+    def gain(self, X: Tensor, radius: float | Tensor) -> Tensor:
+        """A bound of the gain within ``radius`` of every token: (..., M) -> (...)."""
+        return norm_layer(X, self.weight, eps=self._eps(X), kind=self.kind, radius=radius)
+
+    def double(self) -> "NormLayer":
+        """The same layer in float64, with the same eps."""
+        weight, bias = (None if x is None else x.double() for x in (self.weight, self.bias))
+        eps = self.eps
+        if eps is None and self.weight is not None:
+            eps = self._eps(self.weight)
+        return replace(self, weight=weight, bias=bias, eps=eps)
 
     def _eps(self, X: Tensor) -> float:
         if self.eps is not None:
@@ -330,7 +407,7 @@ class NormLayer(TokenLayer):
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
         """max|gamma| / r at the least r of the ball, and the variation that follows from it."""
-        gain = norm_layer(X, self.weight, eps=self._eps(X), kind=self.kind, radius=ball.token)
+        gain = self.gain(X, ball.token)
         upper = float(gain.amax())
         size = 1.0 if self.weight is None else float(self.weight.abs().amax())
         if size == 0.0 or ball.token == 0.0:
@@ -384,23 +461,96 @@ class ActivationLayer(TokenLayer):
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class GatedLayer(TokenLayer):
+    """X -> a(X W_G + b_G) * (X W_U + b_U), the first half of a gated MLP: SwiGLU for a = "silu".
+
+    W_G and W_U are (M, F), ``biases`` are b_G and b_U; a ``LinearLayer`` is the second half.
+    """
+
+    W_G: Tensor
+    W_U: Tensor
+    name: str = "silu"
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """(..., M) -> (..., F)."""
+        g, u = self._parts(X)
+        return _FUNCTIONS[self.name](g) * u
+
+    def jacobian(self, X: Tensor) -> Operator:
+        """diag(a'(g) u) W_G^T + diag(a(g)) W_U^T, token by token."""
+        (X,) = point(X)
+        g, u = self._parts(X)
+        gate = Diagonal(SLOPES[self.name].at(g) * u) @ TokenMap(X, self.W_G)
+        return gate + Diagonal(_FUNCTIONS[self.name](g)) @ TokenMap(X, self.W_U)
+
+    def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:  # noqa: ARG002
+        """The largest |J| + |diag(d) W_G^T| + |diag(e) W_U^T| of a token, in float64."""
+        layer, X = self.double(), X.double()
+        g, u = layer._parts(X)
+        W_G, W_U = layer.W_G.mT, layer.W_U.mT
+        rounding = 4.0 * (X.shape[-1] + 8) * torch.finfo(X.dtype).eps
+        size = ball.token + rounding * lengths(X).unsqueeze(-1)  # a move beyond the rounding of X W
+        move_g, move_u = (
+            size * lengths(W) + (0.0 if b is None else rounding * b.abs())
+            for W, b in zip((W_G, W_U), layer.biases, strict=True)
+        )
+        low, slope, high = slope_range(self.name, g, move_g)
+        d = torch.maximum(high - slope, slope - low) * (u.abs() + move_u) + slope.abs() * move_u
+        e = torch.maximum(low.abs(), high.abs()) * move_g
+        bounds = []
+        for at_g, at_u, d_i, e_i in zip(slope * u, _FUNCTIONS[self.name](g), d, e, strict=True):
+            parts = at_g.unsqueeze(-1) * W_G, at_u.unsqueeze(-1) * W_U
+            lost = rounding * sum(lengths(part.flatten()) for part in parts)  # where they cancel
+            moved = spectral(d_i.unsqueeze(-1) * W_G) + spectral(e_i.unsqueeze(-1) * W_U) + lost
+            bounds.append(torch.stack((spectral(parts[0] + parts[1]) + moved, moved)))
+        upper, variation = outward(torch.stack(bounds), sum(W_G.shape)).amax(0).tolist()
+        return BallBound(upper, variation, upper)
+
+    def double(self) -> "GatedLayer":
+        """The same layer with its tensors in float64."""
+        b_G, b_U = (None if b is None else b.double() for b in self.biases)
+        return replace(self, W_G=self.W_G.double(), W_U=self.W_U.double(), biases=(b_G, b_U))
+
+    def _parts(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        g, u = (
+            X @ W if b is None else X @ W + b
+            for W, b in zip((self.W_G, self.W_U), self.biases, strict=True)
+        )
+        return g, u
+
+
+@final
 @dataclass(frozen=True)
 class Residual(TokenLayer):
-    """X -> X + branch(X)."""
+    """X -> X + scale (the sum of branches), each a function of X: several are parallel branches."""
 
     branch: TokenLayer
+    parallel: tuple[TokenLayer, ...] = ()
+    scale: float = 1.0
 
     def __call__(self, X: Tensor) -> Tensor:
         """(..., M) -> (..., M)."""
-        return X + self.branch(X)
+        total = self.branch(X)
+        for branch in self.parallel:
+            total = total + branch(X)
+        return X + self.scale * total
 
     def jacobian(self, X: Tensor) -> Operator:
-        """I + J of the branch."""
-        return identity(X) + self.branch.jacobian(X)
+        """I + scale times the sum of the J of the branches."""
+        J = identity(X)
+        for branch in (self.branch, *self.parallel):
+            part = branch.jacobian(X)
+            J = J + (part if self.scale == 1.0 else Scaled(part, self.scale))
+        return J
 
     def ball_bound(self, X: Tensor, ball: Ball, estimator: NormEstimator) -> BallBound:
-        """The upper bound of the branch plus one, and its variation."""
-        bound = IDENTITY.plus(self.branch.ball_bound(X, ball, estimator))
+        """The sum of the bounds of the branches plus one, and of their variations."""
+        bound, size = IDENTITY, abs(self.scale)
+        for branch in (self.branch, *self.parallel):
+            inner = branch.ball_bound(X, ball, estimator)
+            bound = bound.plus(BallBound(*(size * end for end in inner)))
         return estimator.from_centre(self.jacobian(X), bound)
 
 

@@ -26,7 +26,8 @@ def lengths(x: Tensor) -> Tensor:
     if x.shape[-1] == 0:
         return x.new_zeros(x.shape[:-1])
     x, size = unit_size(x, (-1,))
-    return torch.linalg.vector_norm(x, dim=-1) * size[..., 0]
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1) * size[..., 0]
+    return length
 
 
 def unit_size(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:

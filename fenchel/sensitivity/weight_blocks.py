@@ -83,9 +83,10 @@ class SpreadBlock(NamedTuple):
     def part(self, rows: slice) -> "SpreadBlock":
         """Some of its rows, counted from its first."""
         first = self.rows.start
-        tensors = (x[:, rows] for x in self[2:7])
+        s, p_max, s_max, p_off, s_off = (x[:, rows] for x in self[2:7])
         slope = None if self.slope is None else self.slope[:, rows]
-        return SpreadBlock(slice(first + rows.start, first + rows.stop), self.keys, *tensors, slope)
+        rows = slice(first + rows.start, first + rows.stop)
+        return SpreadBlock(rows, self.keys, s, p_max, s_max, p_off, s_off, slope)
 
 
 class WeightBlocks:
@@ -190,9 +191,10 @@ class WeightBlocks:
         s_max, s_min = torch.maximum(s_max, s), torch.minimum(s_min, s)
         scale = choice.score_scale
         s_off, p_off = torch.maximum(s_max - s, s - s_min), torch.maximum(p_max - p, p - p_min)
-        parts = (scale * s, p_max, scale * s_max, p_off, scale * s_off)
+        s, s_max, s_off = (flat(scale * y) for y in (s, s_max, s_off))
+        p_max, p_off = flat(p_max), flat(p_off)
         slope = None if slope is None else flat(slope)
-        return SpreadBlock(tile.rows, tile.keys, *(flat(y) for y in parts), slope)
+        return SpreadBlock(tile.rows, tile.keys, s, p_max, s_max, p_off, s_off, slope)
 
     @property
     def lead(self) -> tuple[int, int]:

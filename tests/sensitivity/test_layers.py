@@ -11,10 +11,11 @@ from fenchel.attention import Causal, angles, rotary
 from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.model.norm import RMSNormPlusOne
 from fenchel.model.sigma_linear import SigmaLinear
-from fenchel.sensitivity import Ball, jacobian
+from fenchel.sensitivity import Ball, certify, jacobian
 from fenchel.sensitivity.layers import (
     ActivationLayer,
     Chain,
+    GatedLayer,
     LinearLayer,
     NormLayer,
     Residual,
@@ -45,9 +46,49 @@ def block(draw: Draw, M: int, H: int = 2) -> TokenLayer:
     )
 
 
+def llama_block(draw: Draw, M: int, *, n: int, qk_norm: bool = False) -> TokenLayer:
+    """RMSNorm, grouped rotary attention and SwiGLU, each branch with a skip connection."""
+    H, G, D, F = 4, 2, 4, 3 * M
+    positions = rotation_matrices(angles(torch.arange(n), D, dtype=torch.float64), D)
+    norms = NormLayer(1 + 0.1 * draw(D), kind="rms"), NormLayer(1 + 0.1 * draw(D), kind="rms")
+    attention = SelfAttention(
+        draw(H, M, D) / M**0.5,
+        draw(G, M, D) / M**0.5,
+        draw(G, M, D) / M**0.5,
+        draw(H * D, M) / (H * D) ** 0.5,
+        prior=Causal(),
+        rotations=positions,
+        qk_norm=norms if qk_norm else None,
+    )
+    gated = GatedLayer(draw(M, F) / M**0.5, draw(M, F) / M**0.5)
+    mlp = (gated, LinearLayer(draw(F, M) / F**0.5))
+    return Chain(
+        (
+            Residual(Chain((NormLayer(1 + 0.1 * draw(M), kind="rms"), attention))),
+            Residual(Chain((NormLayer(1 + 0.1 * draw(M), kind="rms"), *mlp))),
+        )
+    )
+
+
 def layers(draw: Draw) -> dict[str, TokenLayer]:
     M = 4
     return {
+        "swiglu": GatedLayer(draw(M, 6), draw(M, 6), biases=(draw(6), None)),
+        "geglu": GatedLayer(draw(M, 3), draw(M, 3), "gelu"),
+        "normalised queries": SelfAttention(
+            draw(4, M, 2),
+            draw(2, M, 2),
+            draw(2, M, 3),
+            draw(12, M),
+            prior=Causal(),
+            biases=(draw(4, 2), None, None),
+            qk_norm=(NormLayer(draw(2), kind="rms"), NormLayer(kind="rms")),
+        ),
+        "parallel": Residual(
+            SelfAttention(draw(M, 3), draw(M, 3), draw(M, M)), (LinearLayer(draw(M, M)),), 0.5
+        ),
+        "llama block": llama_block(draw, M, n=5),
+        "llama block with normalised queries": llama_block(draw, M, n=5, qk_norm=True),
         "linear": LinearLayer(draw(M, 3), draw(3)),
         "layer norm": NormLayer(draw(M), draw(M)),
         "rms norm": NormLayer(draw(M), draw(M), kind="rms"),
@@ -218,3 +259,12 @@ def test_a_norm_without_an_eps_takes_that_of_its_input(dtype: torch.dtype) -> No
     torch.testing.assert_close(layer.jacobian(x).dense(), attained, rtol=1e-5, atol=0.0)
     upper = layer.ball_bound(x, Ball(1e-7, 1e-7), NormEstimator(0.0)).upper
     assert upper >= float(torch.linalg.matrix_norm(attained, 2))
+
+
+def test_a_llama_block_is_certified_from_both_sides(draw: Draw) -> None:
+    X = 2 * draw(8, 8)
+    block = llama_block(draw, 8, n=8)
+    for radius, most in ((1e-3, 1.05), (1e-2, 1.6)):
+        certificate = certify(block, X, radius, steps=20, restarts=1)
+        assert certificate.lower <= certificate.upper
+        assert certificate.ratio < most

@@ -36,7 +36,7 @@ def norm_layer(
     *,
     eps: float = 1e-5,
     kind: str = "layer",
-    radius: float = 0.0,
+    radius: float | Tensor = 0.0,
 ) -> Tensor:
     """The norm layer's gain for every token within ``radius`` of x: (..., d) -> (...).
 
@@ -44,7 +44,7 @@ def norm_layer(
     """
     if kind not in ("layer", "rms"):
         raise ValueError(f'a norm layer is of kind "layer" or "rms", got {kind!r}.')
-    if eps < 0 or radius < 0:
+    if eps < 0 or bool(torch.as_tensor(radius < 0).any()):
         raise ValueError(f"eps and radius cannot be negative; got {eps} and {radius}.")
     gain = torch.ones((), dtype=torch.float64) if weight is None else weight.abs().amax().double()
     if x is None:
