@@ -15,6 +15,11 @@ call, the reason why each of them cannot compute it:
     flex         FlexAttention, compiled: softmax under any prior, reverse derivative on a GPU
     auto         the quickest that serves; plain softmax goes to sdpa with nothing in between
 
+torch's fused kernels have no second derivative, and whether one will be taken (a backward pass with
+create_graph=True, then another) is not known when ``attend`` is called: torch raises then, and
+``backend="reference"`` or ``"blocked"`` has them all. A second derivative by torch.func is known,
+and so is forward mode: auto leaves the fused kernels out.
+
 Dropout draws from torch's default generator in every back end, since the fused kernels take no
 other. A query that no key is open to gets zeros, with zero derivatives.
 """
@@ -23,16 +28,17 @@ from typing import Literal, overload
 from warnings import warn
 
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # torch has no public function for this
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
-from fenchel.attention.backends import BACKENDS, backend_named, describe, leave_out
+from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, describe, leave_out
 from fenchel.attention.flex import failed_to_compile
-from fenchel.attention.prior import Prior
+from fenchel.attention.prior import PriorLike
 from fenchel.attention.sdpa import causal_flag
-from fenchel.attention.shapes import broadcast_batch, check, output_axes
-from fenchel.attention.spec import SOFTMAX, AttentionSpec
-from fenchel.choice import Choice, Softmax
+from fenchel.attention.shapes import broadcast_batch, check, output_axes, under_autocast
+from fenchel.attention.spec import SOFTMAX, AttentionSpec, ChoiceLike
+from fenchel.choice import Softmax
 
 
 @overload
@@ -41,8 +47,8 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    choice: Choice = ...,
-    prior: Prior | None = ...,
+    choice: ChoiceLike = ...,
+    prior: PriorLike = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout: float = ...,
@@ -55,8 +61,8 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    choice: Choice = ...,
-    prior: Prior | None = ...,
+    choice: ChoiceLike = ...,
+    prior: PriorLike = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout: float = ...,
@@ -68,8 +74,8 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    choice: Choice = SOFTMAX,
-    prior: Prior | None = None,
+    choice: ChoiceLike = SOFTMAX,
+    prior: PriorLike = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -80,9 +86,19 @@ def attend(
 
     q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E), weights (B, H, T, S)
 
+    ``choice`` is a map, its class or its name; ``prior`` a Prior, or a tensor that broadcasts to
+    (B, H, T, S): True in a bool tensor means "may attend", a float tensor is added to the scores.
     ``scale`` multiplies q.k and is 1/sqrt(D) by default; ``softcap`` bounds the scores. There may
     be fewer axes before T (the missing ones count as 1) or more (the last is the heads, the others
-    together are the batch).
+    together are the batch). ``backend`` is one of
+
+        "auto"         the quickest that serves the call
+        "reference"    the definition, O(T S) memory, every derivative
+        "blocked"      tile by tile, O(T + S) memory, every map, first and second derivatives
+        "sdpa"         torch's fused softmax, first derivatives in reverse
+        "flex"         FlexAttention, compiled: softmax under any prior
+
+    A second derivative of softmax (create_graph=True) needs "reference" or "blocked".
 
     >>> import torch
     >>> from fenchel.attention import Causal
@@ -98,6 +114,7 @@ def attend(
         if (
             type(beta) is float
             and forward_ad._current_level < 0
+            and peek_interpreter_stack() is None
             and q.ndim == k.ndim == v.ndim == 4
         ):
             B, H, T, D = q.shape
@@ -119,15 +136,11 @@ def attend(
                     check(q, k, v, dropout)  # raises our message if the dtypes differ
                     raise
     spec = AttentionSpec(choice, prior, scale, softcap)
-    check(q, k, v, dropout, softcap)
+    queries, keys, values, facts = _prepare(q, k, v, spec, dropout, return_weights)
     axes_out = output_axes(q, k)
-    q, k, v = broadcast_batch(q, k, v)
-    if prior is not None:
-        prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    facts = describe(q, k, v, spec, dropout, return_weights)
     selected_backend = backend_named(backend, facts)
     try:
-        out, p = selected_backend.attend(q, k, v, spec, dropout)
+        out, p = selected_backend.attend(queries, keys, values, spec, dropout)
     except Exception as error:
         if backend != "auto" or selected_backend.name != "flex" or not failed_to_compile(error):
             raise
@@ -138,12 +151,13 @@ def attend(
             RuntimeWarning,
             stacklevel=2,
         )
-        out, p = backend_named(backend, facts).attend(q, k, v, spec, dropout)
+        other = backend_named(backend, facts)
+        out, p = other.attend(queries, keys, values, spec, dropout)
     out = out.reshape(*axes_out, *out.shape[-2:])
     if not return_weights:
         return out
     assert p is not None
-    return out, p.to(q.dtype).reshape(*axes_out, *p.shape[-2:])
+    return out, p.to(out.dtype).reshape(*axes_out, *p.shape[-2:])
 
 
 def serves(
@@ -151,8 +165,8 @@ def serves(
     k: Tensor,
     v: Tensor,
     *,
-    choice: Choice = SOFTMAX,
-    prior: Prior | None = None,
+    choice: ChoiceLike = SOFTMAX,
+    prior: PriorLike = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -165,10 +179,8 @@ def serves(
     >>> serves(q, q, q, return_weights=True)["sdpa"]
     "torch's fused kernels cannot return the weights"
     """
-    check(q, k, v, dropout, softcap)
-    q, k, v = broadcast_batch(q, k, v)
     spec = AttentionSpec(choice, prior, scale, softcap)
-    facts = describe(q, k, v, spec, dropout, return_weights)
+    *_, facts = _prepare(q, k, v, spec, dropout, return_weights)
     return {name: backend.why_not(facts) for name, backend in BACKENDS.items()}
 
 
@@ -177,8 +189,8 @@ def selected(
     k: Tensor,
     v: Tensor,
     *,
-    choice: Choice = SOFTMAX,
-    prior: Prior | None = None,
+    choice: ChoiceLike = SOFTMAX,
+    prior: PriorLike = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -191,7 +203,18 @@ def selected(
     >>> selected(q, q, q)
     'sdpa'
     """
-    check(q, k, v, dropout, softcap)
-    q, k, v = broadcast_batch(q, k, v)
     spec = AttentionSpec(choice, prior, scale, softcap)
-    return backend_named("auto", describe(q, k, v, spec, dropout, return_weights)).name
+    *_, facts = _prepare(q, k, v, spec, dropout, return_weights)
+    return backend_named("auto", facts).name
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float, return_weights: bool
+) -> tuple[Tensor, Tensor, Tensor, CallFacts]:
+    """q, k, v with four axes, one batch and one dtype, and the facts of the call."""
+    q, k, v = under_autocast(q, k, v)
+    check(q, k, v, dropout, spec.softcap)
+    q, k, v = broadcast_batch(q, k, v)
+    if spec.prior is not None:
+        spec.prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return q, k, v, describe(q, k, v, spec, dropout, return_weights)

@@ -63,6 +63,8 @@ class CallFacts:
     """Whether forward-mode derivatives are carried."""
     transformed: bool = False
     """Whether the call is inside a transform of torch.func."""
+    twice: bool = False
+    """Whether torch.func takes two reverse derivatives of the call."""
     compiling: bool = False
     """Whether torch.compile traces the call."""
 
@@ -80,6 +82,7 @@ def describe(
     grad = torch.is_grad_enabled()
     learns = grad and any(x.requires_grad for x in tensors)
     compiling = torch.compiler.is_compiling()
+    transforms = [] if compiling else _transforms()
     return CallFacts(
         choice=type(spec.choice).__name__,
         prior=spec.prior,
@@ -98,10 +101,15 @@ def describe(
         learns=learns,
         gradient=learns or (grad and any(x.requires_grad for x in (q, k, v))),
         tangent=forward_ad._current_level >= 0,
-        # torch has no public function for this
-        transformed=not compiling and torch._C._functorch.peek_interpreter_stack() is not None,
+        transformed=bool(transforms),
+        twice=transforms.count(torch._C._functorch.TransformType.Grad) > 1,
         compiling=compiling,
     )
+
+
+def _transforms() -> list[object]:
+    """The transforms of torch.func around the call; torch has no public function for this."""
+    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def _reference(call: CallFacts) -> str | None:  # noqa: ARG001
@@ -148,6 +156,8 @@ def _only_softmax(call: CallFacts, kernels: str) -> str | None:
         return f"{kernels} cannot return the weights"
     if call.tangent:
         return f"{kernels} cannot carry tangents"
+    if call.twice:
+        return f"{kernels} cannot be differentiated twice"
     return None
 
 

@@ -148,11 +148,11 @@ class Prior:
         whole = slice(None)
         return self.dense(ScoreBlock(B, H, T, S, device, whole, whole, rows, keys), dtype)
 
-    def __add__(self, other: "Prior") -> "Prior":
+    def __add__(self, other: "Prior | Tensor") -> "Prior":
         """Both at once: measures multiply, logarithms add."""
         return PriorSum((*_parts(self, PriorSum), *_parts(other, PriorSum)))
 
-    def __or__(self, other: "Prior") -> "Prior":
+    def __or__(self, other: "Prior | Tensor") -> "Prior":
         """Masks joined: open where either is open."""
         return MaskUnion((*_parts(self, MaskUnion), *_parts(other, MaskUnion)))
 
@@ -171,7 +171,7 @@ class Dense(Prior):
         if not (kind == torch.bool or kind.is_floating_point) or self.log_prior.dim() > 4:
             raise ValueError(
                 "a dense prior is a float or bool tensor that broadcasts to (B, H, T, S), got "
-                f"{tuple(self.log_prior.shape)} of {kind}."
+                f"{tuple(self.log_prior.shape)} of {kind}; mask.bool() may attend where it is True."
             )
 
     def admits(self, at: ScoreIndex) -> Tensor | None:
@@ -219,6 +219,34 @@ class Dense(Prior):
         t = at.i - (at.S - x.shape[2])  # from a position among the keys to the number of a query
         index = zip((at.b, at.h, t, at.j), x.shape, strict=True)
         return x[tuple(i if size > 1 else torch.zeros_like(i) for i, size in index)]
+
+
+PriorLike = Prior | type[Prior] | Tensor | None
+"""What ``as_prior`` accepts."""
+
+
+def as_prior(prior: PriorLike) -> Prior | None:
+    """A prior from itself, from its class, or from a tensor, which becomes ``Dense``.
+
+    >>> as_prior(torch.tensor([True, False]))
+    Dense(log_prior=tensor([ True, False]))
+    """
+    if prior is None or isinstance(prior, Prior):
+        return prior
+    if isinstance(prior, Tensor):
+        return Dense(prior)
+    if isinstance(prior, type) and issubclass(prior, Prior):
+        try:
+            return prior()
+        except TypeError:
+            raise TypeError(
+                f"prior={prior.__name__} is a class that needs arguments; pass an instance of it."
+            ) from None
+    raise TypeError(
+        "prior is a Prior such as Causal(), or a tensor that broadcasts to (B, H, T, S): bool, "
+        "True where a query may attend, or float, added to the scores; got "
+        f"{type(prior).__name__}."
+    )
 
 
 class Combined(Prior):
@@ -321,8 +349,10 @@ class MaskUnion(Combined):
         return max(ranges, key=lambda ends: ends[1] - ends[0])
 
 
-def _parts(prior: Prior, kind: type[Combined]) -> tuple[Prior, ...]:
-    return prior.parts if isinstance(prior, kind) else (prior,)
+def _parts(prior: Prior | Tensor, kind: type[Combined]) -> tuple[Prior, ...]:
+    part = as_prior(prior)
+    assert part is not None
+    return part.parts if isinstance(part, kind) else (part,)
 
 
 def _common(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:

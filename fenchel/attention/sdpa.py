@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fenchel.attention.mask import Causal
-from fenchel.attention.prior import Prior
+from fenchel.attention.prior import PriorLike
 from fenchel.attention.spec import AttentionSpec
 
 
-def causal_flag(prior: Prior | None, T: int, S: int) -> bool | None:
+def causal_flag(prior: PriorLike, T: int, S: int) -> bool | None:
     """``is_causal`` where torch's kernels apply the prior without a mask; None where they cannot.
 
     >>> causal_flag(None, 4, 4), causal_flag(Causal(), 4, 4), causal_flag(Causal(), 1, 4)

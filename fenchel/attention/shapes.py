@@ -7,6 +7,7 @@ The batch of q and that of k and v broadcast, as they do in torch's own attentio
 
 import math
 
+import torch
 from torch import Tensor
 
 
@@ -31,6 +32,20 @@ def four_axes(x: Tensor) -> Tensor:
     if x.dim() == 4:
         return x
     return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of unequal dtypes in the dtype of torch.autocast, where it is on.
+
+    Its rule for a product; it leaves float64 as it is.
+    """
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    if len(dtypes) == 1 or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    if torch.float64 in dtypes or not all(dtype.is_floating_point for dtype in dtypes):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def check(

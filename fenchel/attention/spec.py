@@ -18,24 +18,50 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from fenchel.attention.prior import Prior
-from fenchel.choice import Choice, Softmax
+from fenchel.attention.prior import Prior, PriorLike, as_prior
+from fenchel.choice import MAPS, Choice, Softmax, by_name
 
 SOFTMAX = Softmax()
+ChoiceLike = Choice | type[Choice] | str
+"""What ``as_choice`` accepts."""
+
+
+def as_choice(choice: ChoiceLike) -> Choice:
+    """A choice map from itself, from its class, or from its name in ``fenchel.choice.MAPS``.
+
+    >>> from fenchel.choice import Sparsemax
+    >>> as_choice("entmax"), as_choice(Sparsemax)
+    (Entmax(alpha=1.5, beta=1.0), Sparsemax(beta=1.0))
+    """
+    if isinstance(choice, Choice):
+        return choice
+    if isinstance(choice, str):
+        return by_name(choice)
+    if isinstance(choice, type) and issubclass(choice, Choice):
+        try:
+            return choice()
+        except TypeError:
+            raise TypeError(
+                f"choice={choice.__name__} is a class that needs arguments; pass an instance of it."
+            ) from None
+    raise TypeError(
+        "choice is a map such as Entmax(1.5), its class or its name "
+        f"({', '.join(MAPS)}); got {type(choice).__name__}."
+    )
 
 
 class AttentionKeywords(TypedDict, total=False):
     """The fields of ``AttentionSpec`` as keywords of a function: ``**spec: Unpack[...]``."""
 
-    choice: Choice
-    prior: Prior | None
+    choice: ChoiceLike
+    prior: PriorLike
     scale: float | None
     softcap: float | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class AttentionSpec:
-    """How queries choose among keys; the defaults are those of ``attend``.
+    """How queries choose among keys; the arguments and their defaults are those of ``attend``.
 
     >>> AttentionSpec(scale=2.0).scale_for(64), AttentionSpec().scale_for(64)
     (2.0, 0.125)
@@ -45,6 +71,17 @@ class AttentionSpec:
     prior: Prior | None = None
     scale: float | None = None
     softcap: float | None = None
+
+    def __init__(
+        self,
+        choice: ChoiceLike = SOFTMAX,
+        prior: PriorLike = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        fields = (as_choice(choice), as_prior(prior), scale, softcap)
+        for name, value in zip(self.keys(), fields, strict=True):
+            object.__setattr__(self, name, value)  # the class is frozen
 
     def scale_for(self, D: int) -> float:
         """What multiplies q.k for heads of width D: ``scale``, or 1 / sqrt(D) where it is None."""

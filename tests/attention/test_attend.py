@@ -1,6 +1,7 @@
 """fenchel/attention/attend.py: the definition, worked numbers, shapes and refusals."""
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.func import grad, jacrev
 from torch.nn.functional import scaled_dot_product_attention
 
 from fenchel.attention import (
@@ -23,7 +25,7 @@ from fenchel.attention import (
     trace,
 )
 from fenchel.attention.backends import BACKENDS
-from fenchel.choice import Entmax, Softmax, Sparsemax
+from fenchel.choice import Capped, Entmax, Softmax, Sparsemax
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -340,3 +342,83 @@ def test_a_scale_of_zero_weighs_the_open_keys_evenly(backend: str, draw) -> None
     means = v.cumsum(2) / torch.arange(1.0, 5.0)[:, None]
     ours = attend(q, q, v, prior=Causal(), scale=0.0, backend=backend)
     torch.testing.assert_close(ours, means.to(ours.dtype))
+
+
+def test_a_mask_tensor_is_understood_as_torch_understands_it(qkv: QKV, draw) -> None:
+    q, k, v = qkv
+    repeated = [x.repeat_interleave(2, dim=1) for x in (k, v)]
+    masks = [draw(4, 7) > 0, draw(2, 1, 4, 7) > 0, draw(6, 4, 7), draw(1, 7)]
+    for mask in masks:
+        theirs = scaled_dot_product_attention(q, *repeated, attn_mask=mask)
+        for backend in ("auto", "reference", "blocked", "sdpa"):
+            ours = attend(q, k, v, prior=mask, backend=backend)
+            torch.testing.assert_close(ours, torch.nan_to_num(theirs))
+    both = attend(q, k, v, prior=Causal() + masks[0])
+    torch.testing.assert_close(both, attend(q, k, v, prior=Causal() + Dense(masks[0])))
+    assert serves(q, k, v, prior=masks[0])["sdpa"] is None
+    with pytest.raises(ValueError, match=r"got \(4, 7\) of torch.int64; mask.bool\(\) may attend"):
+        attend(q, k, v, prior=masks[0].long())
+    with pytest.raises(ValueError, match="does not broadcast"):
+        attend(q, k, v, prior=masks[0][:, :6])
+    with pytest.raises(TypeError, match=r"prior is a Prior such as Causal\(\), .* got list"):
+        attend(q, k, v, prior=[True])
+    with pytest.raises(TypeError, match="prior=Window is a class that needs arguments"):
+        attend(q, k, v, prior=Window)
+
+
+def test_a_map_is_understood_by_its_name_and_by_its_class(qkv: QKV) -> None:
+    wanted = attend(*qkv, choice=Entmax(1.5), prior=Causal())
+    for choice in ("entmax", Entmax):
+        assert torch.equal(attend(*qkv, choice=choice, prior=Causal), wanted)
+    assert torch.equal(attend(*qkv, choice="softmax"), attend(*qkv))
+    assert trace(*qkv, choice="entmax", prior=Causal).weights.shape == (2, 6, 4, 7)
+    with pytest.raises(ValueError, match="no choice map 'entmx'"):
+        attend(*qkv, choice="entmx")
+    with pytest.raises(TypeError, match="choice=Capped is a class that needs arguments"):
+        attend(*qkv, choice=Capped)
+    with pytest.raises(TypeError, match=r"choice is a map such as Entmax\(1.5\), .* got float"):
+        attend(*qkv, choice=1.5)
+
+
+@pytest.mark.parametrize("choice", ["softmax", "entmax", "sparsemax", "hard"])
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocked"])
+def test_autocast_takes_mixed_dtypes_for_every_map(choice: str, backend: str, draw) -> None:
+    q, k, v = draw(1, 2, 4, 8).bfloat16(), draw(1, 2, 6, 8).float(), draw(1, 2, 6, 8).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = attend(q, k, v, choice=choice, backend=backend)
+        same = attend(q, k.bfloat16(), v.bfloat16(), choice=choice, backend=backend)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, same)
+    with pytest.raises(ValueError, match="one floating dtype"):
+        attend(q, k, v, choice=choice, backend=backend)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match="one floating"),
+    ):
+        attend(q, k, v.double(), choice=choice, backend=backend)
+
+
+def test_two_reverse_derivatives_of_softmax(draw) -> None:
+    """torch.func is known when attend is called; create_graph is not, and torch raises for it."""
+    x = draw(1, 2, 4, 8)
+
+    def slope(backend: str) -> Callable[[Tensor], Tensor]:
+        return grad(lambda x: attend(x, x, x, backend=backend).pow(3).sum())
+
+    wanted = jacrev(slope("reference"))(x)
+    torch.testing.assert_close(jacrev(slope("auto"))(x), wanted)
+    torch.testing.assert_close(jacrev(slope("blocked"))(x), wanted)
+    for backend in ("reference", "blocked"):
+        leaf = x.clone().requires_grad_()
+        out = attend(leaf, leaf, leaf, backend=backend).pow(3).sum()
+        (g,) = torch.autograd.grad(out, leaf, create_graph=True)
+        (h,) = torch.autograd.grad(g.sum(), leaf)
+        torch.testing.assert_close(h, wanted.sum((0, 1, 2, 3)))
+    leaf = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(attend(leaf, leaf, leaf).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad(g.sum(), leaf)
+
+
+def test_the_help_of_attend_names_every_back_end() -> None:
+    assert all(f'"{name}"' in (attend.__doc__ or "") for name in ("auto", *BACKENDS))
