@@ -113,13 +113,8 @@ def test_one_flipped_bit_of_a_converted_checkpoint_is_found(
     data[-5] ^= 4
     weights.write_bytes(data)
     assert main(["doctor", str(out)]) == 1
-    commands = {
-        "generate": [],
-        "eval": [],
-        "inspect": ["--text", "kjv"],
-        "attach": ["--map", "hard"],
-    }
-    for command, flags in commands.items():
+    flags = {"inspect": ["--text", "kjv"], "attach": ["--map", "hard"]}
+    for command in ("generate", "eval", "inspect", "attach"):
         capsys.readouterr()
         assert main([command, str(out), *flags.get(command, ())]) == 2
         assert "model.safetensors has changed since it was written" in capsys.readouterr().err
