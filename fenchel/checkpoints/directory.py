@@ -76,22 +76,23 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_attention_heads", "n_head")
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _ANY_DEPTH = re.compile(r"(.*_)?(layers?|blocks?|depth)")
-_QUANTISED = "a variant that fenchel does not have; give the model in bfloat16 or float32"
-_ELSEWHERE = "not followed; give a directory whose weights and settings are all its own"
 _REFUSED = {
-    **dict.fromkeys(("quantization_config", "compression_config"), _QUANTISED),
     **dict.fromkeys(
-        ("transformers_weights", "adapter_config", "adapters", "peft_config"), _ELSEWHERE
+        ("quantization_config", "compression_config"),
+        "a variant that fenchel does not have; give the model in bfloat16 or float32",
     ),
-    **dict.fromkeys(("base_model_name_or_path", "backbone", "use_timm_backbone"), _ELSEWHERE),
-    **dict.fromkeys(("use_pretrained_backbone", "kernel_config", "fusion_config"), _ELSEWHERE),
-    **dict.fromkeys(("distributed_config", "custom_generate"), _ELSEWHERE),
+    **dict.fromkeys(
+        """
+        adapter_config adapters backbone custom_generate distributed_config fusion_config
+        kernel_config peft_config transformers_weights use_pretrained_backbone use_timm_backbone
+        """.split(),
+        "not followed; give a directory whose weights and settings are all its own",
+    ),
 }
-"""Keys of config.json, at any depth, that lead a reader to other files, other code or other
-arithmetic."""
-_NAMES = frozenset({"_name_or_path", "_model_name_or_path", "name_or_path", "auto_map"})
+"""Keys of config.json, at any depth, that lead a reader to other files, code or arithmetic."""
+_ORIGINS = frozenset({"_name_or_path", "_model_name_or_path", "name_or_path", "auto_map"})
 _FILE_NAME = re.compile(
-    r".*\.(safetensors|bin|pt|pth|pkl|ckpt|gguf|json|py|so|txt|model|jinja)|.*://.*|[/~].*|.*\.\./.*",
+    r".*\.(safetensors|bin|pt|pth|pkl|ckpt|gguf|json|py|so|txt|model|jinja)|[/~].*|.*(://|\.\./).*",
     re.DOTALL,
 )
 
@@ -186,10 +187,10 @@ def verify_manifest(path: Path) -> bool:
 def require_no_file_names(directory: CheckpointDirectory) -> None:
     """Refuse a setting that names a file or an address, for a reader that may look for it."""
     for key, value in _walk(directory.config):
-        if isinstance(value, str) and key not in _NAMES and _FILE_NAME.fullmatch(value):
+        if isinstance(value, str) and key not in _ORIGINS and _FILE_NAME.fullmatch(value):
             raise ValueError(
                 f"{directory.config_path}: {printable(key)}={printable(repr(value))} names a file, "
-                f"which is {_ELSEWHERE}."
+                "which is not followed; remove the setting."
             )
 
 

@@ -97,7 +97,10 @@ def load_tokenizer(path: Path, *, needs_end: bool = True) -> Tokenizer:
     _spell_out_specials(tokenizer)
     # Errors that appear only in use appear here, before any work.
     with _rust(f"use {path}"), _without_panic_lines():
-        tokenizer.decode(tokenizer.encode(_PROBE).ids)
+        ids = tokenizer.encode(_PROBE).ids
+        tokenizer.decode(ids)
+    if max(ids, default=0) >= tokenizer.get_vocab_size():
+        raise ValueError(f"{path} has a template with the id {max(ids)}, which no token has.")
     if bounded is not None:
         _BOUNDED[tokenizer] = bounded
     return tokenizer

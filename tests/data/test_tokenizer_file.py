@@ -218,6 +218,12 @@ def test_a_panic_writes_nothing(
     assert capfd.readouterr().err == ""
 
 
+def test_a_template_with_an_id_of_no_token_is_refused(load: Callable[..., Tokenizer]) -> None:
+    template = {"type": "RobertaProcessing", "sep": ["a", 3], "cls": ["b", 900]}
+    with pytest.raises(ValueError, match="template with the id 900"):
+        load(post_processor={**template, "trim_offsets": True, "add_prefix_space": False})
+
+
 def test_the_child_ends_with_the_error_of_a_file_that_is_none() -> None:
     with pytest.raises(ValueError, match="cannot read x:"):
         tokenizer_process.EncodingProcess("{", "x", "a")
