@@ -57,7 +57,7 @@ def run(
         Print one JSON object instead of tables.
     """
     from fenchel.checkpoints.hf_export import write_copy
-    from fenchel.checkpoints.tokenizer import read_tokenizer
+    from fenchel.checkpoints.tokenizer import describe_beginning, read_tokenizer
     from fenchel.choice.by_name import FIELD
     from fenchel.evaluate import text_ids
     from fenchel.hf import prove
@@ -66,10 +66,12 @@ def run(
         raise ValueError(f"{out} exists and is left alone; name another directory.")
     checkpoint, model = _load(directory)
     choice = _choice(model, map, alpha, beta)
-    ids, size = None, 0
+    ids, size, begin = None, 0, ""
     if text is not None:
         vocabulary = model.config.get_text_config().vocab_size
-        ids, size = text_ids(read_tokenizer(directory, vocabulary), text)
+        tokenizer = read_tokenizer(directory, vocabulary, checkpoint.config)
+        ids, size = text_ids(tokenizer, text)
+        begin = describe_beginning(tokenizer)
         _require_next_token(model)
     proof = prove(model, choice, _probe(model, ids))
     record = _plain(type(model).__name__, proof)
@@ -79,8 +81,8 @@ def run(
             name: _score(model, attention, ids, size, context, tokens)
             for name, attention in (("eager", None), (record["map"]["map"], choice))
         }
-        record["text"] = {name: score._asdict() for name, score in scores.items()}
-        lines += _score_lines(scores)
+        record |= {"begin": begin, "text": {n: one._asdict() for n, one in scores.items()}}
+        lines += [*_score_lines(scores), begin]
     if out is not None:
         write_copy(checkpoint, out, {FIELD: record["map"]})
         lines.append(f"saved to {out} with the map in its config, where every command finds it")

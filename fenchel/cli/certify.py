@@ -106,5 +106,6 @@ def run(
 
     for table in certificate_tables(certification.certificates, certification.tokens):
         Console().terminal.print(table)
+    Console().message(certification.subject["begin"])
     print(f"Page  {target}")
     return 0

@@ -149,5 +149,6 @@ def _show(result: "Inspection", console: Console) -> None:
 
     for table in tables(result):
         console.terminal.print(table)
+    console.message(result.subject["begin"])
     for sentence in (result.precision.statement,) if result.precision else ():
         console.message(sentence)

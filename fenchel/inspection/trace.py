@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
+from fenchel.checkpoints.tokenizer import describe_beginning
 from fenchel.data import decode, encode, encode_whole, open_text
 
 Map = Callable[[Tensor], Tensor]
@@ -110,6 +111,7 @@ class InspectedModel(ABC):
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "context": self.context,
             "stored": self.stored,
+            "begin": describe_beginning(self.tokenizer),
         }
 
 

@@ -3,6 +3,7 @@
 Sizes all differ: a head is 16 wide where a family lets it differ from width / heads.
 """
 
+import json
 import logging
 import shutil
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers.utils import logging as chatter
 
 chatter.disable_progress_bar()
@@ -232,3 +234,34 @@ def reload() -> Callable[..., Any]:
         return model.eval()
 
     return read
+
+
+IDS = {"bos_token_id": 11, "eos_token_id": 12, "pad_token_id": 14}
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+TEMPLATE = "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}"
+
+
+def add(path: Path, name: str, **settings: Any) -> None:
+    file = path / name
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**before, **settings}))
+
+
+def distinctive(path: Path, *, template: bool) -> None:
+    """A tokenizer whose special tokens have unusual names and ids, and settings that name them."""
+    words = [f"w{i}" for i in range(69)]
+    words[11], words[12], words[14] = "<start>", "<stop>", "<fill>"
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*words, "?"])}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<start>", "<stop>", "<fill>"])
+    if template:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<start> $A", special_tokens=[("<start>", 11)]
+        )
+    tokenizer.save(str(path / "tokenizer.json"))
+    names = {"bos_token": "<start>", "eos_token": "<stop>", "pad_token": "<fill>"}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+    (path / "tokenizer_config.json").write_text(json.dumps(names | kind))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    add(path, "config.json", **IDS)
+    add(path, "generation_config.json", **IDS, **SAMPLING)

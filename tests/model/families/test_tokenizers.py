@@ -15,7 +15,6 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
-    processors,
     trainers,
 )
 
@@ -25,6 +24,7 @@ from fenchel.checkpoints.hf_export import write_copy
 from fenchel.checkpoints.tokenizer import end_ids
 from fenchel.data import begin_ids, encode, end_id
 from fenchel.model.families.family import resolved
+from tests.model.families.conftest import IDS, SAMPLING, TEMPLATE, add, distinctive
 
 TEXTS = ["the people of these States have peace", "and trade with every nation"] * 5
 
@@ -54,12 +54,6 @@ def unigram() -> Tokenizer:
     return tokenizer
 
 
-def add(path: Path, name: str, **settings: Any) -> None:
-    file = path / name
-    before = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**before, **settings}))
-
-
 @pytest.mark.parametrize(("name", "make"), [("bert", word_pieces), ("t5", unigram)])
 def test_a_tokenizer_goes_in_and_out_with_its_model(
     name: str,
@@ -81,31 +75,6 @@ def test_a_tokenizer_goes_in_and_out_with_its_model(
     assert theirs(text, add_special_tokens=False)["input_ids"] == encode(tokenizer, text)
     assert theirs.eos_token_id == end_id(tokenizer)
     assert read_generation_config(tmp_path / "ours").eos == (end_id(tokenizer),)
-
-
-IDS = {"bos_token_id": 11, "eos_token_id": 12, "pad_token_id": 14}
-SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
-TEMPLATE = "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}"
-
-
-def distinctive(path: Path, *, template: bool) -> None:
-    """A tokenizer whose special tokens have unusual names and ids, and settings that name them."""
-    words = [f"w{i}" for i in range(69)]
-    words[11], words[12], words[14] = "<start>", "<stop>", "<fill>"
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*words, "?"])}, "?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<start>", "<stop>", "<fill>"])
-    if template:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<start> $A", special_tokens=[("<start>", 11)]
-        )
-    tokenizer.save(str(path / "tokenizer.json"))
-    names = {"bos_token": "<start>", "eos_token": "<stop>", "pad_token": "<fill>"}
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
-    (path / "tokenizer_config.json").write_text(json.dumps(names | kind))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    add(path, "config.json", **IDS)
-    add(path, "generation_config.json", **IDS, **SAMPLING)
 
 
 WAYS = ("save", "save in another dtype", "convert", "attach")
