@@ -3,7 +3,14 @@
 from fenchel.train.config import TrainConfig, seconds
 from fenchel.train.logger import CallbackList, TensorBoard, require_loggers
 from fenchel.train.loop import Callback, Loop, Outcome
-from fenchel.train.loss import lm_head_loss, named_loss, total_loss
+from fenchel.train.loss import (
+    count_targets,
+    lm_head_loss,
+    named_loss,
+    per_sequence,
+    target_losses,
+    total_loss,
+)
 from fenchel.train.machine import (
     StepTime,
     environment,
@@ -27,14 +34,17 @@ __all__ = [
     "TensorBoard",
     "TrainConfig",
     "Trainable",
+    "count_targets",
     "environment",
     "explain_out_of_memory",
     "lm_head_loss",
     "named_loss",
+    "per_sequence",
     "require_loggers",
     "retain_freed_memory",
     "seconds",
     "select_device",
+    "target_losses",
     "time_steps",
     "total_loss",
 ]

@@ -13,7 +13,10 @@ is 0 once the target's logit is 1 / (alpha - 1) above all others, and e is 0 at 
 far enough below. Hard, with Omega = 0, gives the perceptron loss max(z) - <y, z>.
 
 The sum and not the mean is returned: a step adds the sums of its parts and divides once by the
-number of targets, so that parts of unequal size weigh by their tokens.
+number of targets (``count_targets``), so that parts of unequal size weigh by their tokens. A target
+of -100 (padding) is left out of sums and counts. ``target_losses`` gives the loss of each target,
+and ``per_sequence`` the mean over the targets of each sequence, so that short sequences weigh as
+much as long ones. Class weights w multiply the loss of a target t by w_t, whichever the map.
 
 ``total_loss`` is the definition, for logits that exist already. ``lm_head_loss`` computes the same
 from the hidden states h and the matrix W of the LM head:
@@ -72,6 +75,7 @@ def total_loss(
     *,
     smoothing: float = 0.0,
     choice: Choice | None = None,
+    class_weights_V: Tensor | None = None,
 ) -> Tensor:
     """Sum over all targets: (B, T, V), (B, T) -> (). Targets of -100 are left out.
 
@@ -82,24 +86,73 @@ def total_loss(
     >>> total_loss(logits, target), total_loss(logits, target, choice=Sparsemax())
     (tensor(0.0659), tensor(0.))
     """
-    if choice is not None:
-        return _choice_loss(choice, logits_BTV.flatten(0, -2), targets_BT.flatten(), smoothing)
-    return cross_entropy(
-        logits_BTV.flatten(0, -2).float(),
-        targets_BT.flatten(),
-        reduction="sum",
-        label_smoothing=smoothing,
-    )
+    if choice is None and class_weights_V is None:
+        return cross_entropy(
+            _wide(logits_BTV.flatten(0, -2)),
+            targets_BT.flatten(),
+            reduction="sum",
+            label_smoothing=smoothing,
+        )
+    return target_losses(
+        logits_BTV, targets_BT, smoothing=smoothing, choice=choice, class_weights_V=class_weights_V
+    ).sum()
 
 
-def _choice_loss(choice: Choice, z_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tensor:
-    z_NV, targets_N = z_NV[targets_N != IGNORED], targets_N[targets_N != IGNORED]
+def target_losses(
+    logits_BTV: Tensor,
+    targets_BT: Tensor,
+    *,
+    smoothing: float = 0.0,
+    choice: Choice | None = None,
+    class_weights_V: Tensor | None = None,
+) -> Tensor:
+    """The loss of every target, 0 where it is -100: (B, T, V), (B, T) -> (B, T).
+
+    >>> target_losses(torch.zeros(1, 2, 8), torch.tensor([[3, -100]]))
+    tensor([[2.0794, 0.0000]])
+    """
+    z_NV, targets_N = _wide(logits_BTV.flatten(0, -2)), targets_BT.flatten()
+    if choice is None:
+        losses_N = cross_entropy(z_NV, targets_N, reduction="none", label_smoothing=smoothing)
+    else:
+        counts = targets_N != IGNORED
+        losses_N = z_NV.new_zeros(len(z_NV))
+        losses_N[counts] = _choice_losses(choice, z_NV[counts], targets_N[counts], smoothing)
+    if class_weights_V is not None:
+        losses_N = losses_N * class_weights_V.to(losses_N)[targets_N.clamp(min=0)]
+    return losses_N.view_as(targets_BT)
+
+
+def per_sequence(losses_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """The mean over the targets of each sequence, 0 for one without any: (B, T) -> (B,).
+
+    >>> targets = torch.tensor([[3, 1], [3, -100]])
+    >>> per_sequence(target_losses(torch.zeros(2, 2, 8), targets), targets)
+    tensor([2.0794, 2.0794])
+    """
+    return losses_BT.sum(-1) / (targets_BT != IGNORED).sum(-1).clamp(min=1)
+
+
+def count_targets(targets: Tensor) -> int:
+    """The number of targets that are not -100: what a sum of losses is divided by.
+
+    >>> count_targets(torch.tensor([[3, 1], [3, -100]]))
+    3
+    """
+    return int((targets != IGNORED).sum())
+
+
+def _choice_losses(choice: Choice, z_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tensor:
     if not smoothing:
-        return choice.loss(z_NV, targets_N).sum()
+        return choice.loss(z_NV, targets_N)
     V = z_NV.shape[-1]
     y_NV = torch.full_like(z_NV, smoothing / V)
     y_NV.scatter_add_(-1, targets_N.unsqueeze(-1), torch.full_like(y_NV[:, :1], 1.0 - smoothing))
-    return choice.loss(z_NV, y_NV).sum()
+    return choice.loss(z_NV, y_NV)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def lm_head_loss(
@@ -109,10 +162,11 @@ def lm_head_loss(
     *,
     smoothing: float = 0.0,
     choice: Choice | None = None,
+    class_weights_V: Tensor | None = None,
 ) -> Tensor:
     """``total_loss`` of the logits hidden @ weight.T: (B, T, M), (V, M), (B, T) -> ().
 
-    Every target is an index of the vocabulary. The logits never exist all at once.
+    Targets of -100 are left out. The logits never exist all at once.
 
     >>> hidden, weight, targets = torch.randn(2, 3, 4), torch.randn(9, 4), torch.zeros(2, 3).long()
     >>> loss = lm_head_loss(hidden, weight, targets)
@@ -122,10 +176,36 @@ def lm_head_loss(
     device, dtype = hidden_BTM.device.type, hidden_BTM.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    targets_N, V = targets_BT.flatten(), len(weight_VM)
+    count_N = _row_counts(targets_N, V, class_weights_V)
+    if count_N is not None:
+        targets_N = targets_N.clamp(0, V - 1)
     loss: Tensor = _LMHeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_BTM.flatten(0, -2), weight_VM, targets_BT.flatten(), smoothing, choice, dtype, learns
+        hidden_BTM.flatten(0, -2), weight_VM, targets_N, count_N, smoothing, choice, dtype, learns
     )
     return loss
+
+
+def _row_counts(targets_N: Tensor, V: int, class_weights_V: Tensor | None) -> Tensor | None:
+    """The factor of each row's loss, 0 for a target of -100; None where every factor is 1.
+
+    A target outside the vocabulary raises on a CPU. On a GPU the answer would have to be waited
+    for: there its row counts nan times, and the loss is nan.
+    """
+    inside_N = (targets_N >= 0) & (targets_N < V)
+    if targets_N.is_cpu:
+        if class_weights_V is None and bool(inside_N.all()):
+            return None
+        outside_N = ~inside_N & (targets_N != IGNORED)
+        if bool(outside_N.any()):
+            raise ValueError(
+                f"a target is an index below {V}, or {IGNORED} to be left out; got "
+                f"{int(targets_N[outside_N][0])}."
+            )
+    count_N = inside_N.new_ones(len(targets_N), dtype=torch.float32)
+    if class_weights_V is not None:
+        count_N = class_weights_V.to(targets_N.device)[targets_N.clamp(0, V - 1)]
+    return torch.where(inside_N, count_N, torch.where(targets_N == IGNORED, 0.0, torch.nan))
 
 
 @contextmanager
@@ -155,6 +235,7 @@ class _LMHeadLoss(torch.autograd.Function):
         h_NM: Tensor,
         W_VM: Tensor,
         targets_N: Tensor,
+        count_N: Tensor | None,
         smoothing: float,
         choice: Choice | None,
         dtype: torch.dtype,
@@ -179,14 +260,21 @@ class _LMHeadLoss(torch.autograd.Function):
                 if fused:
                     from fenchel.kernels.cross_entropy import softmax_errors
 
-                    loss += softmax_errors(z_RC[:, :V], targets_R, smoothing).sum()
+                    loss_R = softmax_errors(z_RC[:, :V], targets_R, smoothing)
                 elif choice is None:
-                    loss += _to_errors(z_RC, targets_R.unsqueeze(-1), smoothing).sum()
+                    loss_R = _to_errors(z_RC, targets_R.unsqueeze(-1), smoothing)
                 else:
-                    loss += _to_choice_errors(choice, z_RC, targets_R, smoothing).sum()
+                    loss_R = _to_choice_errors(choice, z_RC, targets_R, smoothing)
+                if count_N is not None:  # scales the narrow factors of both products, not e
+                    count_R1 = count_N[n : n + R].unsqueeze(-1)
+                    loss_R = loss_R.view(-1, 1) * count_R1
+                loss += loss_R.sum()
                 if learns:
                     e_RC = z_RC.to(dtype)
-                    gh_NM[n : n + R] = e_RC @ table_CM
+                    gh_RM = e_RC @ table_CM
+                    if count_N is not None:
+                        gh_RM, h_RM = (x * count_R1.to(x.dtype) for x in (gh_RM, h_RM))
+                    gh_NM[n : n + R] = gh_RM
                     _add_product(gW_CM, e_RC.T, h_RM, first=n == 0)
         if learns:
             ctx.gradients = gh_NM, gW_CM[:V].to(W_VM.dtype)
@@ -204,7 +292,7 @@ class _LMHeadLoss(torch.autograd.Function):
         ctx.gradients = None  # no other reference is left, so autograd need not copy them
         gh_NM.mul_(g.to(gh_NM.dtype))
         gW_VM.mul_(g.to(gW_VM.dtype))
-        return gh_NM, gW_VM, None, None, None, None, None
+        return gh_NM, gW_VM, None, None, None, None, None, None
 
 
 def _fused(h_NM: Tensor) -> bool:

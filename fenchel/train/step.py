@@ -41,7 +41,13 @@ from torch import Tensor, nn
 from fenchel.data import Batch, Batches
 from fenchel.optim import CombinedOptimiser, Schedule, clip_
 from fenchel.train.config import TrainConfig
-from fenchel.train.loss import lm_head_loss, named_loss, sparse_embedding_gradient, total_loss
+from fenchel.train.loss import (
+    count_targets,
+    lm_head_loss,
+    named_loss,
+    sparse_embedding_gradient,
+    total_loss,
+)
 from fenchel.train.loss_scale import LossScaler
 from fenchel.train.stability import Stability
 
@@ -169,18 +175,19 @@ class Stepper:
         return self.scaling.gradient(lambda: self._accumulate(batch, step))
 
     def _accumulate(self, batch: Batch, step: int) -> float:
-        count, total = batch.targets.numel(), 0.0
         parts = batch.targets.chunk(self.config.accumulate)
+        counts = [count_targets(targets) for targets in parts]
+        count, total = max(1, sum(counts)), 0.0
         if self.stability is not None:
             self.stability.reset()
-        for hidden, targets in zip(self._hidden(batch, step), parts, strict=True):
+        for hidden, targets, own in zip(self._hidden(batch, step), parts, counts, strict=True):
             with self.autocast():
                 loss = self._loss(hidden, targets)
             whole = loss / count
             if (balance := self.model.balance()) is not None:
-                whole = whole + self.config.balance_weight * balance * (targets.numel() / count)
+                whole = whole + self.config.balance_weight * balance * (own / count)
             if self.stability is not None:
-                whole = whole + self.stability.penalty(targets.numel() / count)
+                whole = whole + self.stability.penalty(own / count)
             if self.scaling is None:
                 whole.backward()  # type: ignore[no-untyped-call]
             else:

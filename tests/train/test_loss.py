@@ -8,7 +8,7 @@ from torch.func import grad
 from torch.nn.functional import cross_entropy, one_hot
 
 from fenchel.choice import Choice, Entmax, Hard, Softmax, Sparsemax
-from fenchel.train.loss import total_loss
+from fenchel.train.loss import count_targets, per_sequence, target_losses, total_loss
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -94,3 +94,44 @@ def test_a_target_of_minus_100_is_left_out(choice: Choice | None, a: float) -> N
     assert slope[:, 1].count_nonzero() == 0
     rest = total_loss(logits[:, ::2], TARGETS[:, ::2], smoothing=a, choice=choice)
     torch.testing.assert_close(total_loss(logits, some, smoothing=a, choice=choice), rest)
+
+
+@pytest.mark.parametrize(
+    ("p", "nats"), [(0.99, 0.01005), (0.9, 0.105), (0.5, 0.693), (0.1, 2.303), (0.0001, 9.21)]
+)
+def test_the_worked_losses_of_a_target_that_was_given_p(p: float, nats: float) -> None:
+    logits = torch.tensor([[[math.log(p), math.log1p(-p)]]])
+    digits = len(str(nats).partition(".")[2])
+    assert round(total_loss(logits, torch.tensor([[0]])).item(), digits) == nats
+
+
+@pytest.mark.parametrize("a", [0.0, 0.1])
+@pytest.mark.parametrize("choice", [None, Softmax(), Entmax(1.5), Sparsemax()], ids=str)
+def test_the_loss_of_each_target_and_the_mean_of_each_sequence(
+    choice: Choice | None, a: float
+) -> None:
+    logits, some = draw(2, 3, 9), TARGETS.clone()
+    some[0, 1:] = -100
+    call = {"smoothing": a, "choice": choice}
+    losses = target_losses(logits, some, **call)
+    assert losses.shape == some.shape
+    assert (losses[0, 1:] == 0).all()
+    torch.testing.assert_close(losses.sum(), total_loss(logits, some, **call))
+    alone = [total_loss(logits[:1, :1], some[:1, :1], **call)]
+    alone += [total_loss(logits[1:], some[1:], **call) / 3]
+    torch.testing.assert_close(per_sequence(losses, some), torch.stack(alone))
+    assert count_targets(some) == 4
+    nothing = torch.full_like(some, -100)
+    assert per_sequence(target_losses(logits, nothing, **call), nothing).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("choice", [None, Softmax(), Entmax(1.5)], ids=str)
+def test_class_weights_multiply_the_loss_of_their_targets(choice: Choice | None) -> None:
+    logits, some, w = draw(2, 3, 9), TARGETS.clone(), torch.arange(1.0, 10.0)
+    some[0, 2] = -100
+    ours = total_loss(logits, some, choice=choice, class_weights_V=w)
+    plain = target_losses(logits, some, choice=choice)
+    torch.testing.assert_close(ours, (w[some.clamp(min=0)] * plain).sum())
+    if choice is None:
+        theirs = cross_entropy(logits.flatten(0, 1), some.flatten(), weight=w, reduction="sum")
+        torch.testing.assert_close(ours, theirs)

@@ -141,3 +141,41 @@ def test_rows_are_alone_only_inside() -> None:
     with pytest.raises(ValueError, match="40"), sparse_embedding_gradient(model.tied_embedding):
         model(torch.tensor([[40]]))
     assert not model.embed.sparse
+
+
+@pytest.mark.parametrize("rows", [4, 100])
+@pytest.mark.parametrize("choice", [None, Entmax(1.5), Sparsemax()], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ignored_targets_and_class_weights_are_those_of_the_logits(
+    parts: tuple[Tensor, Tensor, Tensor],
+    choice: Choice | None,
+    weighted: bool,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss, "ROWS", rows)
+    monkeypatch.setattr(loss, "LOGITS", {})
+    stream, table, targets = parts
+    targets = targets.clone()
+    targets[0, 2:] = targets[2] = -100
+    call = {"choice": choice, "smoothing": 0.1}
+    if weighted:
+        call["class_weights_V"] = draw(11).abs()
+    ours = lm_head_loss(stream, table, targets, **call)
+    plain = total_loss(stream @ table.T, targets, **call)
+    torch.testing.assert_close(ours, plain, check_dtype=False)
+    found, wanted = (torch.autograd.grad(x, (stream, table)) for x in (ours, plain))
+    torch.testing.assert_close(found, wanted)
+    assert found[0][2].count_nonzero() == 0
+
+
+def test_a_target_outside_the_vocabulary_gets_a_sentence(
+    parts: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    stream, table, targets = parts
+    for wrong in (-1, 11, 40):
+        targets[1, 3] = wrong
+        with pytest.raises(
+            ValueError, match=f"index below 11, or -100 to be left out; got {wrong}"
+        ):
+            lm_head_loss(stream, table, targets)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,3 +316,21 @@ def test_experts_are_pulled_to_even_shares_and_the_loss_told_is_without_it(
     for name, pull in zip(routers, pulls, strict=True):
         apart = slopes[1.0][name] - slopes[0.0][name]
         torch.testing.assert_close(apart, pull, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_padded_targets_are_left_out_of_the_sum_and_of_the_count(
+    small: Callable[..., Any], accumulate: int
+) -> None:
+    s = small(model=CALM, accumulate=accumulate, clip=1e9)
+    inputs, targets = s.batches.at(0)
+    targets = targets.clone()
+    targets[0, 3:] = targets[-1] = -100
+    s.stepper.batches = SimpleNamespace(at=lambda _: Batch(inputs, targets))
+    found, loss = gradient(s, 0), s.stepper(0).loss
+    logits = s.model(inputs)
+    plain = cross_entropy(logits.flatten(0, 1), targets.flatten())  # torch's mean counts the rest
+    assert loss == pytest.approx(plain.item(), rel=1e-6)
+    wanted = torch.autograd.grad(plain, list(s.model.parameters()))
+    for (name, _), g in zip(s.model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-6)
