@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from fenchel.cli.console import Whole
+
 if TYPE_CHECKING:
     from fenchel.checkpoints.directory import CheckpointDirectory
     from fenchel.choice import Choice
@@ -25,8 +27,8 @@ def run(
     alpha: float | None = None,
     beta: float | None = None,
     text: str | None = None,
-    context: int = 256,
-    tokens: int = 4096,
+    context: Whole = 256,
+    tokens: Whole = 4096,
     out: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, device_and_dtype
+from fenchel.cli.console import Console, Whole, device_and_dtype
 from fenchel.cli.inspect import NormName, numbers, require_ours
 
 PAGE = Path("certificates.html")
@@ -20,15 +20,15 @@ def run(
     radius: float,
     norm: NormName = "fro",
     out: Path | None = None,
-    max_tokens: int = 64,
+    max_tokens: Whole = 64,
     layers: str | None = None,
     heads: Annotated[bool, Parameter(negative="")] = False,
-    steps: int = 20,
-    restarts: int = 1,
+    steps: Whole = 20,
+    restarts: Whole = 1,
     failure: float = 1e-9,
     device: str | None = None,
     dtype: Literal["float64", "float32"] = "float64",
-    seed: int = 0,
+    seed: Whole = 0,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """How sensitive attention can be anywhere in a ball around a text: a table, JSON and a page.

@@ -22,18 +22,21 @@ would turn into an exit of its own.
 import errno
 import json
 import os
+import re
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TextIO
 from unicodedata import category
 
+from cyclopts import Parameter, Token
+from rich.cells import cell_len
 from rich.console import Console as Terminal
 from rich.console import RenderableType
 from rich.markup import escape
@@ -48,6 +51,20 @@ if TYPE_CHECKING:
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 """What --dtype accepts."""
+
+
+def _whole(_type: type, tokens: Sequence[Token]) -> int:
+    """A whole number; 1.5 is an error, where cyclopts would round it."""
+    text = tokens[0].value
+    if re.fullmatch(r"[+-]?\d{1,18}", text) is None:
+        raise ValueError(f"it takes a whole number, got {text!r}.")
+    return int(text)
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
+"""A flag that takes a whole number."""
+Words = Annotated[str, Parameter(allow_leading_hyphen=True)]
+"""Text of a person, which may begin with a hyphen."""
 
 
 def device_and_dtype(
@@ -363,6 +380,52 @@ def loading(what: str = "loading torch") -> Iterator[None]:
     """Within, a terminal shows ``what`` on its last line; a pipe receives nothing."""
     with Terminal(stderr=True).status(what, spinner="line"):
         yield
+
+
+class WordWrap:
+    """Text that arrives in pieces, broken between words to fit a width; None changes nothing.
+
+    A word is returned once the space behind it has arrived, or as much of it as fills a line.
+
+    >>> wrap = WordWrap(9)
+    >>> [wrap(piece) for piece in ("the peo", "ple of", " these", " States\\n")]
+    ['the', '\\npeople', ' of', '\\nthese\\nStates\\n']
+    """
+
+    def __init__(self, width: int | None) -> None:
+        self.width, self.column = width, 0
+        self.space, self.word = "", ""
+
+    def __call__(self, text: str) -> str:
+        """The part of ``text``, and of what was held back, that can be printed now."""
+        if self.width is None:
+            return text
+        parts = []
+        for character in text:
+            if not character.isspace():
+                self.word += character
+                if cell_len(self.word) < self.width:
+                    continue
+            parts.append(self._place_word())
+            if character == "\n":
+                parts.append("\n")
+                self.column, self.space = 0, ""
+            elif character.isspace():
+                self.space += character
+        return "".join(parts)
+
+    def _place_word(self) -> str:
+        if not self.word:
+            return ""
+        assert self.width is not None
+        placed, length = self.space + self.word, cell_len(self.space) + cell_len(self.word)
+        if (self.column or self.space) and self.column + length > self.width:
+            placed, length, self.column = "\n" + self.word, cell_len(self.word), 0
+        self.column += length
+        if self.column > self.width:  # the terminal breaks a word that is longer than a line
+            self.column %= self.width
+        self.space = self.word = ""
+        return placed
 
 
 def generate_command(path: Path, prompt: str, words: int = 3) -> str:

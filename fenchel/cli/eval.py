@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, DtypeName, device_and_dtype
+from fenchel.cli.console import Console, DtypeName, Whole, device_and_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,8 @@ def run(
     *,
     text: str | None = None,
     split: Literal["validation", "train"] | None = None,
-    tokens: int | None = None,
-    context: int | None = None,
+    tokens: Whole | None = None,
+    context: Whole | None = None,
     against: Path | None = None,
     calibration: Switch = False,
     page: Path | None = None,

@@ -1,13 +1,24 @@
 """fenchel generate: continue a prompt."""
 
 import json as json_format
+import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import DtypeName, device_and_dtype, for_stdout
+from fenchel.cli.console import (
+    DtypeName,
+    Whole,
+    Words,
+    WordWrap,
+    device_and_dtype,
+    for_stdout,
+    loading,
+)
+from fenchel.files import Notice
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,21 +39,21 @@ DEFAULTS = {
 def run(
     directory: Path,
     /,
-    *,
-    prompt: str = "",
-    max_new_tokens: int = 200,
+    *words: str,
+    prompt: Words = "",
+    max_new_tokens: Whole = 200,
     temperature: float | None = None,
-    top_k: int | None = None,
+    top_k: Whole | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
-    draft: int = 0,
-    context: int | None = None,
+    draft: Whole = 0,
+    context: Whole | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
-    seed: int = 0,
+    seed: Whole = 0,
     stream: bool = True,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -56,9 +67,11 @@ def run(
     ----------
     directory
         A run directory, or a directory with config.json, weights and tokenizer.json.
+    words
+        The text to continue, instead of --prompt.
     prompt
-        The text to continue; empty begins a new document. In a model with an encoder it is the
-        input of the encoder.
+        The text to continue; "-" reads it from standard input, and an empty one begins a new
+        document. In a model with an encoder it is the input of the encoder.
     max_new_tokens
         Tokens to add at most; the end of the document ends the text earlier.
     temperature
@@ -91,12 +104,16 @@ def run(
     json
         Print one JSON object instead.
     """
-    import torch
+    if words and prompt:
+        raise ValueError("give the prompt once: behind the directory, or by --prompt.")
+    prompt = " ".join(words) or (sys.stdin.read() if prompt == "-" else prompt)
+    with loading():
+        import torch
 
-    from fenchel.checkpoints import load
-    from fenchel.checkpoints.tokenizer import describe_beginning, end_ids
-    from fenchel.data import end_id, has_end
-    from fenchel.generation import GenerationSettings, stream_text
+        from fenchel.checkpoints import load
+        from fenchel.checkpoints.tokenizer import describe_beginning, end_ids
+        from fenchel.data import end_id, has_end
+        from fenchel.generation import GenerationSettings, stream_text
 
     flags = {
         "temperature": temperature,
@@ -130,17 +147,26 @@ def run(
         source=None if source is None else torch.tensor(source, device=on),
         generator=torch.Generator(on).manual_seed(seed),
     )
+    if len(ids) > model.config.context:
+        left_out = len(ids) - model.config.context
+        warnings.warn(
+            f"the prompt has {len(ids):,} tokens and the model reads {model.config.context:,}: its "
+            f"first {left_out:,} are left out.",
+            Notice,
+            stacklevel=1,
+        )
     if not json:
         print(describe_beginning(tokenizer), file=sys.stderr)
         if from_checkpoint:
             print(sentence(sampling.source, from_checkpoint), file=sys.stderr)
     show, text = stream and not json, ""
+    wrap = WordWrap(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     if show:
-        print(for_stdout(prompt), end="", flush=True)
+        print(wrap(for_stdout(prompt)), end="", flush=True)
     for piece in pieces:
         text += piece
         if show:
-            print(for_stdout(piece), end="", flush=True)
+            print(wrap(for_stdout(piece)), end="", flush=True)
     if json:
         begin = describe_beginning(tokenizer)
         result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed, "begin": begin}
@@ -148,9 +174,9 @@ def run(
             result |= {"settings": from_checkpoint, "settings_from": str(sampling.source)}
         print(json_format.dumps(result))
     elif show:
-        print()
+        print(wrap("\n"), end="")
     else:
-        sys.stdout.write(for_stdout(f"{prompt}{text}\n"))
+        print(wrap(for_stdout(f"{prompt}{text}\n")), end="")
     return 0
 
 

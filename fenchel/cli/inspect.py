@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, device_and_dtype
+from fenchel.cli.console import Console, Whole, device_and_dtype
 
 if TYPE_CHECKING:
     from fenchel.inspection import Inspection
@@ -22,7 +22,7 @@ def run(
     *,
     text: str,
     out: Path | None = None,
-    max_tokens: int | None = None,
+    max_tokens: Whole | None = None,
     layers: str | None = None,
     heads: str | None = None,
     blocks: bool = True,
@@ -30,10 +30,10 @@ def run(
     radius: float | None = None,
     norm: NormName = "fro",
     rows: Annotated[bool, Parameter(negative="")] = False,
-    iterations: int | None = None,
+    iterations: Whole | None = None,
     tolerance: float = 0.05,
     device: str | None = None,
-    seed: int = 0,
+    seed: Whole = 0,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """What a checkpoint's attention does on a text: a table, JSON and a page.

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, outlive_output, settings_from
+from fenchel.cli.console import Console, Whole, Words, outlive_output, settings_from
 
 DIVERGED = 3
 
@@ -16,9 +16,9 @@ def run(
     *,
     set: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     text: str | None = None,
-    budget: str | None = None,
-    steps: int | None = None,
-    seed: int | None = None,
+    budget: Words | None = None,
+    steps: Whole | None = None,
+    seed: Whole | None = None,
     out: Path | None = None,
     resume: Path | None = None,
     accept_new_text: Annotated[bool, Parameter(negative="")] = False,
@@ -63,11 +63,14 @@ def run(
     }
     if log:
         short["train.log"] = list(log)
-    if budget is not None and steps is not None:
-        raise ValueError("give --budget or --steps, not both.")
     if resume is not None and (config is not None or out is not None or text is not None):
         raise ValueError("--resume continues a run as it is: no CONFIG, --out or --text with it.")
     mapping = settings_from(config, set, short)
+    given = settings_from(None, set, short).get("train")
+    if isinstance(given, dict) and "budget" in given:
+        if "steps" in given:
+            raise ValueError("give --budget or --steps, not both.")
+        mapping["train"].pop("steps", None)  # those of CONFIG, which the budget replaces
     outlive_output()
     console = Console(quiet=json)
     with console:

@@ -26,9 +26,11 @@ from fenchel.files import (
     write_atomic,
 )
 from fenchel.model import Transformer
+from fenchel.model.transformer import meta_model
 from fenchel.optim import build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
+from fenchel.train.machine import memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
 
 EVALUATION_SHARE = 0.1
@@ -137,6 +139,40 @@ def build_model(config: RunConfig) -> Transformer:
         return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
     finally:
         torch.set_num_threads(threads)
+
+
+def require_memory(config: RunConfig) -> None:
+    """Refuse sizes that cannot fit into the memory of the device, before any work is done.
+
+    What is counted is less than what a step needs, so that nothing is refused which would run:
+    weights, gradients and one moment of the optimiser, 12 bytes per parameter, and per token and
+    layer the inputs of the linear maps, which the backward pass reads, in 2 bytes each.
+    """
+    c, train = config.model, config.train
+    least = max(1, len(c.windows), len(c.layer_choices))  # a pattern is no longer than its layers
+    one, two = (
+        sum(p.numel() for p in meta_model(replace(c, layers=n, distinct_layers=None)).parameters())
+        for n in (least, least + 1)
+    )
+    parameters = one + (c.block_count - least) * (two - one)
+    tokens = train.batch // train.accumulate * c.context
+    per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
+    needs = 12 * parameters + 2 * tokens * c.layers * per_layer
+    device = select_device(train.device)
+    if needs > (there := memory_of(device)):
+        raise ValueError(
+            f"a step needs {_amount(needs)} of memory at least, {_amount(12 * parameters)} for "
+            f"{parameters:,} parameters and the rest for {tokens:,} tokens at once, and {device} "
+            f"has {_amount(there)}; choose a smaller model or batch, or more train.accumulate."
+        )
+
+
+def _amount(size: int) -> str:
+    """
+    >>> _amount(3 * 2**30), _amount(5 * 2**20)
+    ('3.0 GiB', '5.0 MiB')
+    """
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def require_room(model: nn.Module, run: RunDir) -> None:

@@ -53,6 +53,7 @@ from fenchel.pipeline.preparation import (
     new_text,
     record_corpus,
     reopen_corpus,
+    require_memory,
     require_room,
     resolve_steps,
 )
@@ -87,6 +88,7 @@ def begin(config: RunConfig, path: Path, callback: RunCallback) -> Outcome:
             run.require_free()  # again, under the lock: another process may have been faster
             sweep(path, is_run_name)
             require_loggers(config.train.log)
+            require_memory(config)
             shared = config.text.prepared
             folder = path / TOKENS if shared is None else Path(shared).expanduser()
             corpus = prepare(config.text, folder, owned=shared is None, progress=callback.progress)

@@ -20,6 +20,7 @@ import ctypes
 import os
 import platform
 import re
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,25 @@ def explain_out_of_memory(afterwards: str) -> Iterator[None]:
             f"memory ran out ({shortage}); a larger train.accumulate or a smaller train.batch "
             f"needs less; {afterwards}."
         ) from None
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a process may use on a device: of the machine, and of its limits.
+
+    >>> memory_of(torch.device("cpu")) > 2**20
+    True
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits += [soft for soft, _ in (resource.getrlimit(resource.RLIMIT_AS),) if soft > 0]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroup v2 and v1
+        try:
+            text = (Path("/sys/fs/cgroup") / file).read_text().strip()
+        except OSError:
+            continue
+        limits += [int(text)] if text.isdecimal() else []  # "max" is none
+    return min(limits)
 
 
 class StepTime(NamedTuple):

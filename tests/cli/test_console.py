@@ -15,11 +15,13 @@ from threading import Thread
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 
 from fenchel.cli import console as console_module
-from fenchel.cli.console import Console, may_close
+from fenchel.cli.console import Console, WordWrap, may_close
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +228,24 @@ def test_the_last_line_of_a_run_continues_a_prompt_of_its_own_text(
     Console().end(tmp_path, "finished", "", json=False)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith(f"fenchel generate {tmp_path} --prompt 'In Xanadu'\"'\"'s halls'")
+
+
+LETTERS = "ab \n\N{CJK UNIFIED IDEOGRAPH-4E2D}"
+
+
+@given(st.lists(st.text(alphabet=LETTERS, max_size=9)), st.integers(2, 12))
+def test_wrapped_text_has_the_same_words_on_lines_that_fit(pieces: list[str], width: int) -> None:
+    wrap = WordWrap(width)
+    shown = "".join(wrap(piece) for piece in [*pieces, "\n"])
+    text = "".join(pieces)
+    longest = max(map(cell_len, text.split()), default=0)
+    if longest < width:
+        assert shown.split() == text.split()
+        assert all(cell_len(line) <= width for line in shown.split("\n"))
+    assert "".join(shown.split()) == "".join(text.split())
+    assert shown.count("\n") >= text.count("\n") + 1
+    unchanged = WordWrap(None)
+    assert "".join(unchanged(piece) for piece in pieces) == text
 
 
 def test_a_path_is_never_broken_in_two() -> None:

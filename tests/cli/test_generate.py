@@ -1,6 +1,9 @@
 """fenchel generate: what its settings change, and what they do not."""
 
+import io
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -184,3 +187,34 @@ def test_a_wrong_flag_gets_one_sentence(
     assert shown == ""
     assert told.startswith("fenchel: ")
     assert told.count("\n") == 1
+
+
+def test_the_prompt_may_stand_behind_the_directory_or_come_from_standard_input(
+    words: list[str],
+    run_directory: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(words) == 0
+    by_flag = capsys.readouterr().out
+    short = ["generate", str(run_directory), "--max-new-tokens", "40"]
+    assert main([*short[:2], "the", "people", *short[2:]]) == 0
+    assert capsys.readouterr().out == by_flag
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the people"))
+    assert main([*short, "--prompt", "-"]) == 0
+    assert capsys.readouterr().out == by_flag
+    assert main([*words, "the"]) == 2
+    assert "give the prompt once" in capsys.readouterr().err
+
+
+def test_a_prompt_beyond_the_context_is_cut_with_a_notice(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(run_directory), "--max-new-tokens", "1", "--prompt"]
+    assert main([*words, "the people"]) == 0
+    assert "left out" not in capsys.readouterr().err
+    assert main([*words, "the people of peace " * 20]) == 0
+    said = capsys.readouterr().err
+    found = re.search(r"the prompt has (\d+) tokens and the model reads 16: its first (\d+)", said)
+    assert found is not None
+    assert int(found[1]) - int(found[2]) == 16

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fenchel.checkpoints import Progress
 from fenchel.cli import main
+from fenchel.pipeline import RunConfig
+from fenchel.train import Outcome
 
 FILES = "config.toml environment.json metrics.jsonl report.html sample.json summary.json".split()
 
@@ -66,6 +69,23 @@ def test_a_config_file_is_read_and_flags_win(
     assert (kept["seed"], kept["train"]["steps"], kept["train"]["batch"]) == (6, 3, 4)
 
 
+def test_a_budget_replaces_the_steps_of_a_config_file(
+    run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """config.toml of a run has both: the steps that its own budget allowed."""
+    seen: list[RunConfig] = []
+
+    def begin(config: RunConfig, *_: object) -> Outcome:
+        seen.append(config)
+        return Outcome("finished", Progress())
+
+    monkeypatch.setattr("fenchel.pipeline.begin", begin)
+    config, out = str(run_directory / "config.toml"), str(tmp_path / "x")
+    assert main(["train", config, "--budget", "90s", "--out", out]) == 0
+    assert main(["train", config, "--out", out]) == 0
+    assert [(one.train.steps, one.train.budget) for one in seen] == [(None, "90s"), (20, "2m")]
+
+
 def test_a_program_gets_the_summary_as_json(
     text_file: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +143,16 @@ def test_a_sparse_loss_trains_and_says_what_it_measures(
         (["--set", "train.device=abacus"], "abacus"),
         (["--budget", "soon"], "90s, 3m or 1h"),
         (["--budget", "1m", "--steps", "3"], "not both"),
+        (["--set", "train.budget=1m", "--steps", "3"], "not both"),
+        (["--budget", "-3m"], "90s, 3m or 1h"),
+        (["--steps", "1.5"], "--steps: it takes a whole number, got '1.5'"),
+        (["--seed", "1e3"], "it takes a whole number"),
+        (["--set", "train.steps=1.5"], "should be int, got 1.5"),
+        (["--set", "model.width=1000000"], "memory"),
+        (["--set", "model.layers=100000"], "memory"),
+        (["--set", "train.batch=10000000"], "memory"),
+        (["--set", "model.vocabulary=16777216", "--set", "model.width=65536"], "memory"),
+        (["--set", "model.experts=10000000"], "memory"),
         (["no_such.toml"], "no settings file"),
         (["--resume", "no/such/run"], "there is no run directory no/such/run"),
         (["--resume", "x", "--out", "y"], "--resume"),

@@ -1,6 +1,8 @@
 """fenchel/pipeline/preparation.py: a run builds one model, and timing steps moves no bit of it."""
 
+import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,7 @@ def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
     monkeypatch.setattr(Transformer, "__init__", counted)
     config = config_of(text)
     assert pipeline.begin(config, tmp_path / "timed", Silent()).status == "finished"
-    assert built == [True]
+    assert built == [False, False, True]  # shapes of two depths for the memory, then the model
     monkeypatch.setattr(preparation, "time_steps", lambda *_, **__: StepTime(1, 1.0))
     pipeline.begin(config, tmp_path / "not", Silent())
     assert weights_of(tmp_path / "timed") == weights_of(tmp_path / "not")
@@ -91,6 +93,49 @@ def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
     changes = {"train": {"steps": 4}}
     assert pipeline.resume(tmp_path / "timed", Silent(), changes=changes).progress.step == 4
     assert built == [False, True]  # shapes alone for the disk space, then the model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"layers": 7, "windows": (4, 4, 0)},
+        {"layers": 6, "distinct_layers": 3},
+        {"experts": 3, "tied": False, "positions": "learned"},
+    ],
+    ids=str,
+)
+def test_sizes_that_cannot_fit_are_refused_by_a_count_that_is_exact_and_low(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(model=model)
+    monkeypatch.setattr(preparation, "memory_of", lambda _: 1000)
+    with pytest.raises(ValueError, match=r"a step needs .* of memory at least") as refused:
+        preparation.require_memory(config)
+    said = re.search(
+        r"for ([\d,]+) parameters and the rest for ([\d,]+) tokens", str(refused.value)
+    )
+    assert said is not None
+    built = preparation.build_model(config)
+    count = sum(p.numel() for p in built.parameters())
+    assert int(said[1].replace(",", "")) == count
+    assert int(said[2].replace(",", "")) == config.train.batch * config.model.context
+    # What autograd itself stores for one step is more than what was counted.
+    stored: dict[int, int] = {}
+
+    def store(tensor: torch.Tensor) -> torch.Tensor:
+        stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.zeros(config.train.batch, config.model.context, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
+        loss = built(ids).sum()
+    activations = sum(stored.values()) - 4 * count
+    assert loss.requires_grad
+    for there, fits in ((12 * count + activations, True), (12 * count - 1, False)):
+        monkeypatch.setattr(preparation, "memory_of", lambda _, there=there: there)
+        with nullcontext() if fits else pytest.raises(ValueError, match="a step needs"):
+            preparation.require_memory(config)
 
 
 def weights_of(run: Path) -> dict[str, bytes]:
