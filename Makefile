@@ -26,7 +26,7 @@ docs: .venv/.docs
 
 .venv/.demo: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[text]'
+	$(BIN)/pip install --quiet --editable .
 	touch $@
 
 .venv/.dev: .venv/.demo

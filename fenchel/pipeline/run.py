@@ -74,6 +74,8 @@ from fenchel.train import (
 from fenchel.train.loop import newest_checkpoint
 from fenchel.train.rundir import TOKENS, is_run_name, plain_json
 
+SHORT_VALIDATION = 1000
+"""Bytes of held-out text below which its loss is mostly chance."""
 BASELINE_BYTES = 64 * 2**20
 """A longer text than this would need too large a table; its baselines are left out."""
 
@@ -92,6 +94,7 @@ def begin(config: RunConfig, path: Path, callback: RunCallback) -> Outcome:
             shared = config.text.prepared
             folder = path / TOKENS if shared is None else Path(shared).expanduser()
             corpus = prepare(config.text, folder, owned=shared is None, progress=callback.progress)
+            _warn_of_short_text(corpus, callback)
             config = _fit_vocabulary(config, corpus)
             batches = build_batches(config, corpus.train)
             with explain_out_of_memory("nothing was begun"):
@@ -244,9 +247,9 @@ def _restore(
     if folder is None:
         saved = _read_summary(run).get("step")
         if damaged or saved:
-            lost = f" of a run that has saved step {saved}" if saved and not damaged else ""
+            past = f" of a run that has saved step {saved}" if saved and not damaged else ""
             raise ValueError(
-                f"{run.checkpoints} holds no intact checkpoint{lost}; "
+                f"{run.checkpoints} holds no intact checkpoint{past}; "
                 "start a new run, or restore one of them from a backup."
             )
         if run.metrics.exists():
@@ -353,6 +356,16 @@ def _baselines(corpus: Corpus, callback: RunCallback) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         callback.message(f"The baselines are left out: {error}")
         return {"baselines": {}, "no_baselines": str(error)}
+
+
+def _warn_of_short_text(corpus: Corpus, callback: RunCallback) -> None:
+    facts = corpus.facts
+    if facts.validation_bytes < SHORT_VALIDATION:
+        callback.message(
+            f"The text has {facts.train_bytes + facts.validation_bytes:,} bytes and its held-out "
+            f"part {facts.validation_bytes:,}: too few for numbers that mean much; some hundred "
+            "thousand bytes are a beginning."
+        )
 
 
 def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:

@@ -182,7 +182,7 @@ def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[MetricsR
 
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines that are not blank; a line that is too long comes in pieces that do not parse."""
-    with BufferedReader(open_regular(path)) as file:  # type: ignore[type-var]
+    with BufferedReader(open_regular(path)) as file:
         while line := file.readline(_LINE_LIMIT):
             if line.strip():
                 yield line

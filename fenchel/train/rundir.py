@@ -30,10 +30,10 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, FORMAT, require_format
 from fenchel.config import parse_toml, to_toml
@@ -278,9 +278,9 @@ def is_run_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name) or _FOLDER.fullmatch(name))
 
 
-def _whole_lines(file: BinaryIO, position: int) -> tuple[int, int | None]:
+def _whole_lines(file: FileIO, position: int) -> tuple[int, int | None]:
     """The end of the last whole line up to ``position``, and the first line that has changed."""
-    reader = BufferedReader(file)  # type: ignore[type-var]
+    reader = BufferedReader(file)
     end, number, broken = 0, 0, None
     while end < position:
         line = reader.readline(min(_LINE_BYTES, position - end))

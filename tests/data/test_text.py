@@ -1,18 +1,24 @@
 """fenchel/data/text.py: sources to documents, and what is refused."""
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
 import os
+import random
 import subprocess
 import sys
 import unicodedata
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 
 from fenchel.data import text as module
-from fenchel.data.text import Document, open_text
+from fenchel.data.text import PIECE, Document, open_text
+from fenchel.files import Notice
 
 
 def read(source: Path | str) -> list[Document]:
@@ -63,7 +69,7 @@ def test_a_missing_package_ends_in_how_to_get_it(
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(module, "distribution", missing)
-    with pytest.raises(ValueError, match=rf"{name}.*pip install 'fenchel\[text\]', or name a file"):
+    with pytest.raises(ValueError, match=rf"{name}.*is not there: pip install \w+, or name a file"):
         open_text(name)
 
 
@@ -245,3 +251,105 @@ def test_ten_thousand_combining_marks_are_read_and_composed(tmp_path: Path) -> N
     path.write_text("a" + "\u0316\u0300" * 5000)
     (document,) = read(path)
     assert unicodedata.is_normalized("NFC", document.text)
+
+
+# compressed and foreign files
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.gz", "a.txt"])
+def test_a_file_compressed_by_gzip_is_the_text_it_holds(tmp_path: Path, name: str) -> None:
+    draw = random.Random(0)
+    text = "\n".join(draw.randbytes(20).hex() for _ in range(20_000))  # several pieces
+    (tmp_path / "plain").write_text(text)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    plain, packed = open_text(str(tmp_path / "plain")), open_text(str(tmp_path / name))
+    assert [d.text for d in packed.documents()] == [d.text for d in plain.documents()]
+
+
+def test_json_lines_may_be_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "web.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    assert [d.text for d in open_text(str(path)).documents()] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda data: data[:-9], "is not a whole gzip file"),
+        (lambda data: data[:30] + b"\x00" + data[31:], "is not a whole gzip file"),
+        (lambda data: data[:2] + b"\xff" + data[3:], "is not a whole gzip file"),
+    ],
+)
+def test_a_damaged_gzip_file_is_refused(
+    tmp_path: Path, damage: Callable[[bytes], bytes], says: str
+) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(damage(gzip.compress(random.Random(0).randbytes(500).hex().encode())))
+    with pytest.raises(ValueError, match=says):
+        list(open_text(str(path)).documents())
+
+
+def test_a_gzip_file_that_holds_far_more_than_text_does_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"a" * 2**26))
+    with pytest.raises(ValueError, match="more than 200 times its own size"):
+        list(open_text(str(path)).documents())
+
+
+@pytest.mark.parametrize(("pack", "kind"), [(bz2.compress, "bzip2"), (lzma.compress, "xz")])
+def test_a_file_compressed_otherwise_is_named(
+    tmp_path: Path, pack: Callable[[bytes], bytes], kind: str
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(pack(b"some words\n" * 100))
+    with pytest.raises(ValueError, match=rf"unpack it first \({kind}\)"):
+        list(open_text(str(path)).documents())
+
+
+def test_files_of_a_folder_that_are_not_text_are_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"zwei"))
+    (tmp_path / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
+    (tmp_path / "d.gz").write_bytes(gzip.compress(b"\x00\x01"))
+    cut = ("\u00e9" * PIECE).encode()[:PIECE]  # its first bytes end inside a character
+    (tmp_path / "e.txt").write_bytes(b"x" + cut + "\u00e9".encode()[1:])
+    with pytest.warns(Notice, match=r"2 of 5 files in .* are not UTF-8 text .* such as c\.png"):
+        text = open_text(str(tmp_path))
+    assert [name for name, _ in text.files] == ["a.txt", "b.md.gz", "e.txt"]
+
+
+def test_a_folder_without_any_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.png").write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match="has no text in it"):
+        open_text(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"messages": [{"role": "user", "content": "hi"}]}', r"it has messages; jq -c"),
+        ('{"id": "1", "content": "words"}', r"it has id, content; jq -c '\{text: \.content\}'"),
+        ('{"n": 1}', "an object without it"),
+    ],
+)
+def test_json_lines_of_other_fields_get_the_way_to_make_them_text(
+    tmp_path: Path, line: str, says: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=says):
+        list(open_text(str(path)).documents())
+
+
+def test_a_file_that_may_not_be_read_is_wrong_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    text = open_text(str(tmp_path / "a.txt"))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match="may not be read"):
+        list(text.documents())
