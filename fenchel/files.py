@@ -183,7 +183,7 @@ def verify(folder: Path, *, locate: Callable[[str], Path] | None = None) -> dict
     except OSError as error:
         if error.errno != errno.EIO and error.errno not in _ABSENT:
             raise
-        raise Damaged(f"{folder} cannot be read ({error}).") from error
+        raise Damaged(f"{folder} cannot be read ({describe(error)}).") from error
     if unnamed and locate is None:
         raise Damaged(f"{folder} holds {min(unnamed)}, which its manifest does not name.")
     return manifest

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from fenchel.checkpoints.directory import (
     DTYPES,
+    TOKENIZER,
     WEIGHTS,
     CheckpointDirectory,
     read_bounded_json,
@@ -49,7 +50,9 @@ from fenchel.files import (
     committed,
     discard,
     read_json,
+    read_sealed_json,
     require_space,
+    sha256,
     verify,
 )
 from fenchel.model.families.config_reader import CONFIG
@@ -57,7 +60,7 @@ from fenchel.model.families.config_reader import CONFIG
 FORMAT = 2
 """The format of a run directory and of its checkpoints."""
 CHECKPOINTS = "checkpoints"
-OPTIMISER, STATE = "optimiser.safetensors", "state.json"
+OPTIMISER, STATE, TEXT = "optimiser.safetensors", "state.json", "text.json"
 _FILES = {WEIGHTS, OPTIMISER, CONFIG, STATE, MANIFEST}
 _NAME = re.compile(r"step-(\d+)(\.damaged)?")
 _ATTEMPTS = 100  # to read a checkpoint of a run that deletes it meanwhile
@@ -221,6 +224,21 @@ def _choose(checkpoints: Path, which: str) -> tuple[Path | None, dict[Path, str]
 def open_folder(folder: Path) -> CheckpointDirectory:
     """Settings and tensor table of a checkpoint that passed ``check``."""
     return CheckpointDirectory(folder, read_bounded_json(folder, CONFIG), read_headers(folder))
+
+
+def check_tokenizer(run: Path) -> None:
+    """Refuse a tokenizer.json that is not the one which text.json of the run names by its hash."""
+    if not os.path.lexists(run / TEXT):
+        return
+    expected = read_sealed_json(run / TEXT).get("tokenizer_sha256")
+    if not isinstance(expected, str):
+        raise Damaged(f"{run / TEXT} does not say which text the run reads.")
+    path = run / TOKENIZER
+    if not path.is_file() or sha256(path) != expected:
+        raise Damaged(
+            f"{path} is not the tokenizer the run began with (SHA-256 was {expected[:12]}); "
+            "put that one back."
+        )
 
 
 def check(folder: Path) -> None:

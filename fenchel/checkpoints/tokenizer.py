@@ -33,7 +33,7 @@ from fenchel.checkpoints.directory import (
     regular_file,
 )
 from fenchel.checkpoints.generation_config import GENERATION, read_generation_config
-from fenchel.checkpoints.run_checkpoint import is_run
+from fenchel.checkpoints.run_checkpoint import check_tokenizer, is_run
 from fenchel.data import begin_ids, begin_with, end_id, has_end, load_tokenizer
 from fenchel.files import printable
 from fenchel.model.families import FAMILIES
@@ -53,6 +53,8 @@ def read_tokenizer(
             "(fenchel.checkpoints.load_model reads the weights alone)."
         )
     run = is_run(path)
+    if run:
+        check_tokenizer(path)
     tokenizer = load_tokenizer(bounded_json_file(path, TOKENIZER), needs_end=run)
     if vocabulary is not None and (size := tokenizer.get_vocab_size()) > vocabulary:
         raise ValueError(

@@ -155,14 +155,14 @@ def _verdict(check_part: Callable[[], object]) -> str:
 
 
 def check_run(directory: Path) -> dict[str, str]:
-    """Each sealed folder of a run directory, with "intact" or what is wrong with it."""
+    """Each file and sealed folder of a run, with "intact" or what is wrong with it."""
     from fenchel.checkpoints import run_checkpoint
     from fenchel.pipeline import open_corpus
     from fenchel.train import RunDir
 
     run = RunDir(directory)
-    run.read_settings()
-    verdicts = {}
+    run.require_run()
+    verdicts = run.check_files()
     for folder in run_checkpoint.folders(run.checkpoints):
         try:
             run_checkpoint.check(folder)

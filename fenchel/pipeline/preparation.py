@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from fenchel.checkpoints import run_checkpoint
 from fenchel.data import Batches, Corpus, Ids, open_text, prepare
 from fenchel.files import (
     Damaged,
     read_regular,
     read_sealed_json,
     require_space,
-    sha256,
     write_atomic,
 )
 from fenchel.model import Transformer
@@ -81,11 +81,7 @@ def reopen_corpus(config: RunConfig, run: RunDir, callback: RunCallback) -> Corp
     """The token files of a run, made again from its text if they are damaged."""
     path = run.path
     record, own = _read_record(path), path / "tokenizer.json"
-    if not own.is_file() or sha256(own) != record["tokenizer_sha256"]:
-        raise ValueError(
-            f"{own} is not the tokenizer the run began with (SHA-256 was "
-            f"{record['tokenizer_sha256'][:12]}); put that one back."
-        )
+    run_checkpoint.check_tokenizer(path)
     try:
         return open_corpus(path)
     except Damaged as error:

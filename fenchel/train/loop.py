@@ -24,7 +24,7 @@ from torch import nn
 from fenchel.checkpoints import run_checkpoint
 from fenchel.checkpoints.run_checkpoint import Progress
 from fenchel.data import Batch
-from fenchel.files import NoSpace, StorageFailed
+from fenchel.files import NoSpace, StorageFailed, describe
 from fenchel.train.loss_scale import LossScale
 from fenchel.train.rundir import RunDir
 from fenchel.train.step import Stepper, StepResult
@@ -274,6 +274,8 @@ def newest_checkpoint(run: RunDir) -> str:
     """The newest checkpoint of a run, after checking it, as part of a sentence."""
     try:
         folder, _ = run_checkpoint.newest(run.checkpoints)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return f"its checkpoints cannot be read now ({describe(error)})"
+    except ValueError as error:  # of another format
         return f"its checkpoints cannot be read ({error})"
     return f"the last good checkpoint is {folder.name}" if folder else "there is no checkpoint"

@@ -28,14 +28,19 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, FORMAT, require_format
+from fenchel.checkpoints.run_checkpoint import (
+    CHECKPOINTS,
+    FORMAT,
+    check_tokenizer,
+    require_format,
+)
 from fenchel.config import parse_toml, to_toml
 from fenchel.files import (
     LOCK,
@@ -140,7 +145,7 @@ class RunDir:
     def read_settings(self) -> dict[str, Any]:
         """Read the settings; a file that was changed, or of an unknown format, is refused."""
         path = self.path / "config.toml"
-        self._require_run()
+        self.require_run()
         data = read_regular(path, _SETTINGS_BYTES)
         try:
             settings = parse_toml(data)
@@ -157,7 +162,8 @@ class RunDir:
             )
         return settings
 
-    def _require_run(self) -> None:
+    def require_run(self) -> None:
+        """Refuse a folder without settings, with a sentence about what it is instead."""
         if os.path.lexists(self.path / "config.toml"):
             return
         if not self.path.is_dir():
@@ -246,26 +252,32 @@ class RunDir:
 
     def check_files(self) -> dict[str, str]:
         """Each file of the run outside its folders, with "intact" or what is wrong with it."""
-        checks: dict[str, Callable[[Path], object]] = {
-            "config.toml": lambda _: self.read_settings(),
-            "environment.json": read_sealed_json,
-            "text.json": read_sealed_json,
-            "metrics.jsonl": _require_whole_lines,
-            "sample.json": read_sealed_json,
-            "report.html": _require_sealed,
-            "summary.json": read_sealed_json,
+        names = "config.toml environment.json text.json tokenizer.json metrics.jsonl sample.json "
+        names += "report.html summary.json"  # of an interrupted run, some are not written yet
+        return {
+            name: self.check_file(name)
+            for name in names.split()
+            if os.path.lexists(self.path / name)
         }
-        verdicts = {}
-        for name, check in checks.items():
-            path = self.path / name
-            if not os.path.lexists(path):  # of an interrupted run, some are not written yet
-                continue
-            try:
-                check(path)
-                verdicts[name] = "intact"
-            except ValueError as error:
-                verdicts[name] = str(error)
-        return verdicts
+
+    def check_file(self, name: str) -> str:
+        """What is wrong with one of the files, or "intact"."""
+        path = self.path / name
+        try:
+            match name:
+                case "config.toml":
+                    self.read_settings()
+                case "tokenizer.json":
+                    check_tokenizer(self.path)
+                case "metrics.jsonl":
+                    _require_whole_lines(path)
+                case "report.html":
+                    _require_sealed(path)
+                case _:
+                    read_sealed_json(path)
+        except ValueError as error:
+            return str(error)
+        return "intact"
 
 
 def is_run_name(name: str) -> bool:

@@ -1,7 +1,10 @@
 """fenchel/checkpoints/load.py: weights and settings belong together, or nothing is read."""
 
 import json
+import shutil
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fenchel.checkpoints import load
+from fenchel.checkpoints import load, run_checkpoint
+from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.checkpoints.run_checkpoint import FORMAT
 from fenchel.config import to_mapping
 from fenchel.data import train_tokenizer
-from fenchel.files import committed
+from fenchel.files import Damaged, committed
 from fenchel.model import ModelConfig, Transformer
 
+module = import_module("fenchel.checkpoints.load")  # the package has a function of that name
 CONFIG = ModelConfig(vocabulary=300, context=8, width=16, layers=2)
 
 
@@ -72,6 +77,77 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path) -> None:
     with pytest.warns(UserWarning, match="step-000020 is skipped"):
         model, _, _ = load(run, which="newest")
     assert torch.equal(model.embed.weight, weights_of(1)["embed.weight"])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, FileNotFoundError, Damaged])
+@pytest.mark.parametrize("which", ["best", "newest"])
+def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_the_next(
+    run: Path, monkeypatch: pytest.MonkeyPatch, which: str, error: type[Exception]
+) -> None:
+    """Audit F12: safetensors raises any of the three, according to the moment."""
+    read, calls = module._read_run, []
+
+    def rotated(directory: CheckpointDirectory, *more: Any) -> Any:
+        calls.append(directory.path)
+        if len(calls) == 1:
+            write_checkpoint(run, 30, best=30, seed=3)
+            shutil.rmtree(directory.path)
+            raise error(f"{directory.path} is gone")
+        return read(directory, *more)
+
+    monkeypatch.setattr(module, "_read_run", rotated)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _, _ = load(run, which=which)
+    assert calls[-1].name == "step-000030"
+    assert torch.equal(model.embed.weight, weights_of(3)["embed.weight"])
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_checked_is_not_called_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, calls = run_checkpoint.check, []
+
+    def rotated(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) <= 2:  # both, one after the other, before a third is there
+            if len(calls) == 2:
+                write_checkpoint(run, 30, best=30, seed=3)
+            shutil.rmtree(folder)
+        check(folder)
+
+    monkeypatch.setattr(run_checkpoint, "check", rotated)
+    folder, damaged = run_checkpoint.newest(run / "checkpoints")
+    assert folder is not None
+    assert (folder.name, damaged) == ("step-000030", {})
+
+
+def test_an_error_about_a_checkpoint_that_is_still_there_is_raised_at_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(module, "_read_run", fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        load(run)
+
+
+def test_a_checkpoint_renamed_to_another_step_is_passed_over(run: Path) -> None:
+    """Audit F13."""
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step-000010").rename(checkpoints / "step-000040")
+    with pytest.warns(UserWarning, match="step-000040 is skipped"):
+        model, _, _ = load(run, which="newest")
+    assert torch.equal(model.embed.weight, weights_of(2)["embed.weight"])
+
+
+def test_a_link_to_a_checkpoint_is_passed_over(run: Path, tmp_path: Path) -> None:
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step-000020").rename(tmp_path / "elsewhere")
+    (checkpoints / "step-000020").symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="step-000020 is skipped: .* is a link"):
+        load(run, which="newest")
 
 
 def test_without_an_intact_checkpoint_it_says_so(run: Path) -> None:

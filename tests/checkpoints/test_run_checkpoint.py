@@ -399,3 +399,14 @@ def test_one_that_cannot_be_deleted_stops_nothing(
     rotate(s.run.checkpoints, keep=2, best_step=None)
     assert steps(s.run.checkpoints) == ["step-000001", "step-000003", "step-000004"]
     assert verify(s.run.checkpoints / "step-000004")["step"] == 4
+
+
+def test_a_folder_with_a_file_of_somebody_else_is_not_rotated_away(
+    small: Callable[..., Any],
+) -> None:
+    s = small()
+    first, second, _ = several(s, 1, 2, 3)
+    (first / "notes.txt").write_text("mine")
+    run_checkpoint.rotate(s.run.checkpoints, keep=1, best_step=None)
+    assert (first / "notes.txt").exists()
+    assert not second.exists()

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.faults import flip_bits
 from fenchel import files
-from fenchel.checkpoints import run_checkpoint
+from fenchel.checkpoints import load, run_checkpoint
+from fenchel.cli.doctor import check_run
 from fenchel.train import RunDir
 
 NAMES = ("model.safetensors", "optimiser.safetensors", "config.json", "state.json", "manifest.json")
@@ -363,3 +366,25 @@ def test_a_foreign_run_writes_nowhere_else_and_waits_for_nothing(
 def tree(path: Path) -> dict[str, bytes]:
     every = path.rglob("*") if path.is_dir() else [path]
     return {str(file): file.read_bytes() for file in every if file.is_file()}
+
+
+def test_no_flipped_bit_in_any_file_of_a_run_passes_unseen(
+    lab: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Audit F7: some thousand bits; python -m benchmarks faults flips more."""
+    assert whole["step"] == "step-000040"
+    run = tmp_path / "run"
+    shutil.copytree(lab.folder / "whole", run)
+    assert set(check_run(run).values()) == {"intact"}
+    flips = flip_bits(run, 3000, seed=1)
+    assert {"config.toml", "metrics.jsonl", "report.html", "tokens/train.bin"} <= flips.keys()
+    total = sum(flips.values(), Counter())
+    assert total["unseen"] == 0, flips
+    assert total["found"] > 1000
+
+
+def test_another_tokenizer_is_refused_by_every_reader(lab: Any, halfway: Path) -> None:
+    flip(halfway / "tokenizer.json", 12_345)
+    with pytest.raises(files.Damaged, match="is not the tokenizer the run began with"):
+        load(halfway)
+    assert lab.resume(halfway).code == 2
