@@ -160,6 +160,7 @@ def _score(
     from torch import Tensor, nn
 
     from fenchel.evaluate import score
+    from fenchel.evaluate.score import LOGITS
     from fenchel.hf import attach
 
     class Logits(nn.Module):
@@ -171,11 +172,11 @@ def _score(
             logits: Tensor = model(input_ids=ids_BT, use_cache=False).logits
             return logits
 
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or context
+    config = model.config.get_text_config()
+    context = min(context, getattr(config, "max_position_embeddings", None) or context)
+    batch = max(1, min(4, LOGITS // (context * config.vocab_size)))
     with nullcontext() if choice is None else attach(model, choice):
-        return score(
-            Logits(), ids, bytes=size, context=min(context, longest), limit=tokens, batch=4
-        )
+        return score(Logits(), ids, bytes=size, context=context, limit=tokens, batch=batch)
 
 
 def _plain(kind: str, proof: "Proof") -> dict[str, Any]:
@@ -191,6 +192,7 @@ def _plain(kind: str, proof: "Proof") -> dict[str, Any]:
         "tolerance": proof.tolerance,
         "change": proof.change,
         "leak": proof.leak,
+        "narrowed": proof.narrowed,
     }
 
 
@@ -208,7 +210,12 @@ def _lines(directory: Path, kind: str, proof: "Proof") -> list[str]:
         f" (largest difference; {proof.tolerance:.1e} allowed)",
         f"the new map against eager   {proof.change:.1e}",
         *([] if proof.leak is None else [f"from later to earlier       {proof.leak:.1e}"]),
+        *([] if proof.narrowed is None else [_narrowed(proof.narrowed)]),
     ]
+
+
+def _narrowed(window: int) -> str:
+    return f"The windows, of up to {window} tokens, are narrower here: the proof reads {_PROBE}."
 
 
 def _score_lines(scores: Mapping[str, "Score"]) -> list[str]:

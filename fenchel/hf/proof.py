@@ -9,6 +9,9 @@ and softmax, with fenchel's attention and the new map. The proof holds when
     |new map - eager|  >  0                                the replacement had an effect
     another last token moves no earlier output             the new map respects a causal mask
 
+A window that the inputs do not exceed would hide a lost window, so windows of more tokens than the
+inputs have are a quarter of these during the proof (``narrow_windows``).
+
 Each failure is a ValueError in one sentence. An attention layer is a module with "Attention" in
 the name of its class and no such module inside it; it counts as called if it, a module around it
 or a module inside it made the call. Positions that the inputs' attention mask pads are left out:
@@ -51,6 +54,8 @@ class Proof:
     """Largest change of an output under the new map."""
     leak: float | None
     """Largest change of an earlier output under another last token; None if not all is causal."""
+    narrowed: int | None = None
+    """The model's window, where it was narrowed for the proof; None where it was not."""
 
     @property
     def calls(self) -> int:
@@ -71,7 +76,9 @@ def prove(
 
     ``tolerance`` is 1e-5 unless given, and 2e-2 for a model in half precision.
     """
-    with _evaluation_mode(model):
+    ids = inputs.get("input_ids")
+    length = 0 if ids is None else ids.shape[1]
+    with _evaluation_mode(model), narrow_windows(model, length) as narrowed:
         with attach(model, SOFTMAX) as attachment:
             ours = _output(model, inputs)
             layers = _layers(model, attachment.calls, attachment.masks)
@@ -99,7 +106,7 @@ def prove(
             f"under {choice} an earlier output of {type(model).__name__} moves by {leak:.2g} when "
             "the last token changes: the mask is not kept, so the swap is refused."
         )
-    return Proof(choice, layers, difference, allowed, change, leak)
+    return Proof(choice, layers, difference, allowed, change, leak, narrowed)
 
 
 def attention_layers(model: nn.Module) -> dict[str, str]:
@@ -169,6 +176,32 @@ def _same(name: str, caller: str) -> bool:
 
 def _is_attention(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
+
+
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+@contextmanager
+def narrow_windows(model: nn.Module, length: int) -> Iterator[int | None]:
+    """Within, a window that ``length`` tokens do not exceed is a quarter of them.
+
+    transformers makes the mask of every call from the window in the config. Yields the largest
+    window that was narrowed, or None.
+    """
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    found = [
+        (config, name, window)
+        for config in configs.values()
+        for name in _WINDOWS
+        if type(window := getattr(config, name, None)) is int and window >= length > 3
+    ]
+    try:
+        for config, name, _ in found:
+            setattr(config, name, length // 4)
+        yield max((window for *_, window in found), default=None)
+    finally:
+        for config, name, window in found:
+            setattr(config, name, window)
 
 
 @contextmanager

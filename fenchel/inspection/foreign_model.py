@@ -24,6 +24,7 @@ from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.hf.adapter import Attachment, attach
 from fenchel.hf.loader import gives_logits, load_transformers_model, one_sentence, quiet
+from fenchel.hf.proof import narrow_windows
 from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override, first_of
 from fenchel.inspection.trace import ForwardTrace, InspectedModel, Map
 
@@ -148,10 +149,11 @@ class ForeignModel(InspectedModel):
     @torch.no_grad()
     def _require_agreement(self, ids: Tensor) -> None:
         """Refuse a model whose own attention is more than our softmax, whatever map it has now."""
-        with attach(self.model, SOFTMAX, observer=self.listener.observe, backend="blocked"):
-            ours = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
-        with quiet(), self.attachment.eager():
-            theirs = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
+        with narrow_windows(self.model, ids.shape[1]):
+            with attach(self.model, SOFTMAX, observer=self.listener.observe, backend="blocked"):
+                ours = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
+            with quiet(), self.attachment.eager():
+                theirs = first_of(self.model(input_ids=ids, **_BARE).to_tuple())
         if not bool(theirs.isfinite().all()):
             return  # measure.require_finite names the block
         size = float(theirs.abs().amax())

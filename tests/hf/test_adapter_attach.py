@@ -17,7 +17,7 @@ from torch import Tensor
 from fenchel.attention import Causal, Dense, Window
 from fenchel.choice import Capped, Choice, Entmax, Hard, Softmax, Sparsemax
 from fenchel.choice.by_name import choice_from_record, choice_record
-from fenchel.hf import attach, prove
+from fenchel.hf import adapter, attach, prove
 from fenchel.hf.adapter import (
     AttentionFunction,
     classify_mask,
@@ -401,3 +401,40 @@ def test_a_mask_is_known_by_its_name_or_kept_entry_by_entry() -> None:
     kind, prior = classify_mask(differing, 5, 5)
     assert kind == "causal"
     assert isinstance(prior, Dense)
+
+
+WINDOWED: dict[str, Callable[[], Any]] = {
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**GROUPED, sliding_window=512)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**GROUPED, head_dim=8, sliding_window=512)
+    ),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(**GROUPED, head_dim=8, **{**HALF, "sliding_window": 512})
+    ),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(
+        hf.Qwen3Config(
+            **GROUPED, head_dim=8, use_sliding_window=True, sliding_window=512, max_window_layers=1
+        )
+    ),
+    "starcoder2": lambda: hf.Starcoder2ForCausalLM(
+        hf.Starcoder2Config(**GROUPED, sliding_window=512)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_wider_than_the_inputs_is_exercised(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = WINDOWED[name]()
+    inputs = {"input_ids": torch.randint(V, (2, 16))}
+    proof = prove(model, Sparsemax(), inputs)
+    assert "window 4" in proof.masks
+    assert proof.narrowed == 512
+    assert model.config.sliding_window == 512
+    lost = adapter.MaskClass("causal", Causal())
+    monkeypatch.setattr(adapter, "classify_mask", lambda *_: lost)
+    with pytest.raises(ValueError, match="so the swap is refused"):
+        prove(model, Sparsemax(), inputs)
+    assert model.config.sliding_window == 512
