@@ -22,9 +22,9 @@ _HEADS = 12
 
 _LEGEND = (
     "means over heads and rows: entropy in nats, keys used, weight on the first token; the "
-    "largest: logit, row sensitivity, sigma of a head; sigma of the block, its token "
-    "norm from below, 1/s"
+    "largest: logit, row sensitivity, sigma of a head"
 )
+_BLOCK_LEGEND = "; sigma of the block, its token norm from below, 1/s"
 
 _CERTIFICATE_LEGEND = (
     "spectral norm of the Jacobian of attention with W_O, in the input of attention: at the text "
@@ -55,9 +55,9 @@ def interval(bracket: Interval | None) -> str:
 def _layers(result: Inspection) -> Table:
     s, text = result.subject, f"{result.text}, {len(result.tokens)} tokens"
     table = Table(
-        title=f"{s['name']} ({s['family']}, {s['parameters']:,} parameters) on {text}",
+        title=f"{s['name']} ({s['family']}, {s['parameters']:,} parameters)\non {text}",
         title_justify="left",
-        caption=_LEGEND,
+        caption=_LEGEND + (_BLOCK_LEGEND if result.layers else ""),
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),

@@ -120,7 +120,7 @@ def inspect(
                 model, text, radius, norm, chosen, Search(), device, generator, report
             )
     return Inspection(
-        subject=model.facts() | _sizes(trace.blocks),
+        subject=model.facts() | _sizes(trace.blocks) | {"causal": trace.causal},
         text=text.name,
         tokens=list(text.tokens),
         method=method,

@@ -43,7 +43,8 @@ def precision(
     name = str(coarse).removeprefix("torch.")
     effect = f"after the last block the stream is off by {streams[-1]:.2g}"
     if divergence is not None:
-        effect += f", the next-token law by {divergence:.2g} nats"
+        token = "next" if trace.causal else "last"  # an encoder predicts the token it reads
+        effect += f", the law of the {token} token by {divergence:.2g} nats"
     return Precision(
         again=difference,
         again_head=(top.layer, top.head),

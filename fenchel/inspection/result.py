@@ -161,7 +161,8 @@ class Precision:
     logits: float | None
     """Largest change of a last-token logit."""
     divergence: float | None
-    """KL of the next-token law, exact against rounded, in nats."""
+    """KL of the law of the next token, or of the last one in an encoder, exact against rounded, in
+    nats."""
     statement: str
 
 

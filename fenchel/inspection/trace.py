@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -70,6 +71,21 @@ class ForwardTrace(NamedTuple):
     blocks: tuple[BlockTrace, ...]
     lm_head: Map | None
     """The stream after the last block to the logits of the last token, (1, T, M) -> (V,)."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token attends to the one behind it, so that the logits predict the next."""
+        for block in self.blocks:
+            q, prior = block.attention.q, block.attention.spec.prior
+            B, H, T, _ = q.shape
+            if T == 1:
+                continue
+            if prior is None:
+                return False
+            ahead = prior.log(T, T, B=B, H=H, device=q.device, rows=slice(0, 1), keys=slice(1, 2))
+            if bool((ahead > -torch.inf).any()):
+                return False
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

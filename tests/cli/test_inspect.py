@@ -44,7 +44,9 @@ def test_a_table_and_a_page_come_out(
     assert str(out) in told.replace("\n", "")
     page = out.read_text()
     assert "Influence of tokens on tokens" in page
+    assert "sigma of the block" in " ".join(told.split())
     assert main(words(run_directory, text_file, "--out", str(out), "--no-blocks")) == 0  # again
+    assert "of the block" not in capsys.readouterr().out
 
 
 def test_json_is_one_object_and_writes_nothing(

@@ -156,3 +156,10 @@ def test_a_map_that_was_attached_is_the_map_that_is_inspected(
         "Entmax(alpha=1.5, beta=2.0)"
     }
     assert not torch.allclose(trace.blocks[-1].output, plain.blocks[-1].output)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trace_tells_a_decoder_from_an_encoder(
+    family: str, save: Callable[[str], Path], ids: Tensor
+) -> None:
+    assert read(save(family), ids).causal == ("bert" not in family)

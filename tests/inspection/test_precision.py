@@ -39,3 +39,13 @@ def test_numbers_as_fine_as_the_models_own_change_nothing(
     assert 1e-4 < found.precision.stream[-1] < 0.3  # bfloat16 keeps eight bits
     assert found.precision.again < 1e-5
     assert "bfloat16" in found.precision.statement
+
+
+@pytest.mark.parametrize(("family", "token"), [("llama", "next"), ("bert", "last")])
+def test_an_encoder_has_no_law_of_a_next_token(
+    family: str, token: str, save: Callable[[str], Path], text: Path
+) -> None:
+    found = inspect(open_model(save(family)), str(text), max_tokens=8, iterations=3)
+    assert found.precision is not None
+    assert f"the law of the {token} token by" in found.precision.statement
+    assert found.subject["causal"] == (token == "next")
