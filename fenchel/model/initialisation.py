@@ -13,7 +13,17 @@ every branch by (2 L)^(-1/2), L layers: the sum of 2 L branches then varies like
 Queries, keys and values are one matrix and are drawn as three. Under ``sigma_reparam`` a map that
 would start at zero is drawn, and has gain 0 instead.
 
+``post_norm_trouble`` warns of a depth that norms after the branches do not carry. A branch that is
+drawn to multiply the variance of its input by v (1 under "xavier", M s^2 under "normal") adds a^2 v
+of it, a the factor on branches, and every norm divides the sum by 1 + a^2 v: after 2 L branches the
+embedding is (1 + a^2 v)^(-2 L) of the variance, about exp(-2 L a^2 v), and so is the gradient that
+reaches the first layer beside that of the last. The original Transformer had 2 L a^2 v = 12 and
+needed a warm-up; in a toy of docs/maths/model.md that learns at 12, half of the gain is lost at 16,
+and from 24 on nothing is learnt in 80 steps. Branches that start at zero, ``initial_depth`` and
+``residual_scale="depth"`` (2 L a^2 v = 1) learn at any depth that was tried.
+
 Glorot and Bengio (2010), Understanding the difficulty of training deep feedforward networks.
+Xiong et al. (2020), On layer normalization in the transformer architecture.
 """
 
 import math
@@ -27,6 +37,31 @@ from fenchel.model.mlp import MixtureOfExperts, Mlp
 from fenchel.model.sigma_linear import SigmaLinear
 
 Generator = torch.Generator | None
+POST_NORM_DEPTH = 12.0
+"""The largest 2 L a^2 v without a warning: that of the original Transformer."""
+
+
+def post_norm_trouble(config: ModelConfig) -> str | None:
+    """A sentence of advice for a model too deep for norms after its branches, else None.
+
+    >>> post_norm_trouble(ModelConfig(vocabulary=16, layers=24, norm_place="post")) is None
+    True
+    >>> deep = ModelConfig(vocabulary=16, layers=24, norm_place="post", initial="xavier")
+    >>> print(post_norm_trouble(deep)[:58])
+    norm_place="post" with 24 layers: the branches add 48 time
+    """
+    variance = {"zero": 0.0, "normal": config.width * config.initial_std**2, "xavier": 1.0}
+    layers = config.layers
+    size = 2 * layers * config.branch_scale**2 * variance[config.initial]
+    if config.initial_depth:
+        size /= 2 * layers
+    if config.norm_place != "post" or size <= POST_NORM_DEPTH:
+        return None
+    return (
+        f'norm_place="post" with {layers} layers: the branches add {size:.0f} times the variance of '
+        f"the stream, {POST_NORM_DEPTH:.0f} is what training usually carries, and the first layers "
+        'may learn nothing; use norm_place="pre", residual_scale="depth" or initial_depth=True.'
+    )
 
 
 @torch.no_grad()

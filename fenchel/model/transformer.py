@@ -17,6 +17,7 @@ B sequences, T positions, S positions with those in the cache, M width of the st
 embedding, V vocabulary. Fresh parameters: fenchel/model/initialisation.py.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -34,7 +35,7 @@ from fenchel.model.attention import Attention
 from fenchel.model.block import Block, Encoder, position_bias, relative_bias_table, run_blocks
 from fenchel.model.config import ModelConfig
 from fenchel.model.forward_context import AttentionOverride, Cache, ForwardContext, Observer
-from fenchel.model.initialisation import initialise
+from fenchel.model.initialisation import initialise, post_norm_trouble
 from fenchel.model.mlp import ACTIVATIONS, MixtureOfExperts
 from fenchel.model.norm import norm
 from fenchel.model.rotary_table import RotaryTable, sinusoids
@@ -324,6 +325,8 @@ class Transformer(nn.Module):
 
     def initialise(self, generator: torch.Generator | None = None) -> None:
         """Draw every parameter anew (fenchel/model/initialisation.py)."""
+        if not self.embed.weight.is_meta and (trouble := post_norm_trouble(self.config)):
+            warnings.warn(trouble, stacklevel=3)
         initialise(self, self.config, generator)
         with torch.no_grad():
             if self.lm_head is not None and self.config.initial == "zero":

@@ -1,12 +1,16 @@
 """fenchel/model/initialisation.py: variances of fresh parameters, and what depth does to them."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from fenchel.attention import Causal, health
 from fenchel.model import ModelConfig, Transformer
+from fenchel.model.initialisation import post_norm_trouble
+from fenchel.model.transformer import meta_model
 
 
 def fresh(seed: int = 0, **settings: Any) -> Transformer:
@@ -109,7 +113,44 @@ def test_norms_after_branches_make_the_last_layers_gradient_large_with_depth() -
         _gradient_of_the_last_layer("post", L) / _gradient_of_the_last_layer("pre", L)
         for L in (6, 24, 54)
     ]
-    assert 1.0 < ratios[0] < ratios[1] < ratios[2]
+    assert ratios == pytest.approx([1.9, 4.8, 10.6], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"layers": 6, "initial": "xavier"}, False),
+        ({"layers": 7, "initial": "xavier"}, True),
+        ({"layers": 54, "initial": "xavier"}, True),
+        ({"layers": 54, "initial": "xavier", "norm_place": "pre"}, False),
+        ({"layers": 54, "initial": "xavier", "residual_scale": "depth"}, False),
+        ({"layers": 54, "initial": "xavier", "initial_depth": True}, False),
+        ({"layers": 54}, False),  # branches start at zero
+        ({"layers": 12, "width": 768, "heads": 12, "initial": "normal"}, False),  # BERT base
+        ({"layers": 24, "width": 1024, "heads": 16, "initial": "normal"}, True),  # BERT large
+    ],
+)
+def test_norms_after_many_branches_come_with_advice(settings: dict[str, Any], warned: bool) -> None:
+    config = ModelConfig(**{"vocabulary": 16, "norm_place": "post", **settings})
+    trouble = post_norm_trouble(config)
+    assert (trouble is not None) == warned
+    if warned and config.width < 200:
+        with pytest.warns(UserWarning, match='residual_scale="depth" or initial_depth=True'):
+            Transformer(config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            meta_model(config)  # weights from a file are not drawn
+
+
+def test_the_share_of_the_embedding_falls_as_the_rule_says() -> None:
+    """Under norms after branches that preserve variance, by half per branch: 2^(-2 L)."""
+    generator = torch.Generator().manual_seed(0)
+    x = stream = torch.randn(256, 1024, generator=generator)
+    for branches in range(1, 9):
+        W = torch.randn(1024, 1024, generator=generator) / 32.0
+        stream = functional.layer_norm(stream + stream @ W, (1024,))
+        share = float((x * stream).mean()) ** 2
+        assert share == pytest.approx(2.0**-branches, rel=0.2)
 
 
 def _growth(layers: int, **settings: Any) -> float:

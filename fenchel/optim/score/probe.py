@@ -82,7 +82,9 @@ class Probe:
         self._forget()
         self.handles = [layer.register_forward_pre_hook(self, with_kwargs=True)]
         trained = [p for p in (*pair.parameters, *pair.gains.values()) if p.requires_grad]
-        self.handles += [p.register_post_accumulate_grad_hook(self._count) for p in trained[:1]]
+        if trained:
+            handle = trained[0].register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
+            self.handles.append(handle)
 
     def _forget(self) -> None:
         """Drop the samples of all passes that count."""

@@ -418,8 +418,8 @@ def take_step(
         new = _updated_weights(W, U, t, None, None)
         if line.has_qk_norm and limits.exact:
             new = HeadWeights(*(_with_norm_of(to, old) for to, old in zip(new, W, strict=True)))
-        measured = line.move(t, None, s)
-        record = StepRecord(line, t, None, None, None, measured, not limits.exact, s)
+        change = line.move(t, None, s)
+        record = StepRecord(line, t, None, None, None, change, not limits.exact, s)
         return WeightUpdate(new, before, record)
     ball = score_ball(line.start_rms, before, limits.gamma, limits.radius, soft=limits.exact)
     shrink = None if ball.shrink is None else scaling(ball.shrink, groups)
