@@ -21,6 +21,7 @@ from fenchel.evaluate.calibration import (
 )
 from fenchel.evaluate.compare import Comparison, Evaluation, compare, fingerprint
 from fenchel.evaluate.harness import HarnessAdapter, harness_model
+from fenchel.evaluate.neighbours import Neighbour, Neighbours, nearest_rows, neighbours
 from fenchel.evaluate.score import ChoiceScore, Score, score, score_choice, text_ids, truncate_ids
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "Evaluation",
     "HarnessAdapter",
     "LabelSmoothing",
+    "Neighbour",
+    "Neighbours",
     "Outcomes",
     "Score",
     "TemperatureFit",
@@ -46,6 +49,8 @@ __all__ = [
     "fit_temperature",
     "harness_model",
     "label_smoothing",
+    "nearest_rows",
+    "neighbours",
     "ngram_bits",
     "outcomes",
     "reliability",

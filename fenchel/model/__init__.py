@@ -2,6 +2,7 @@
 
 from fenchel.model.attention import l2_as_dot_product
 from fenchel.model.config import ModelConfig
+from fenchel.model.flops import Flops, attention_entries, forward_flops, training_flops
 from fenchel.model.forward_context import (
     AttentionOverride,
     Cache,
@@ -15,10 +16,14 @@ __all__ = [
     "AttentionOverride",
     "Cache",
     "CrossAttentionCache",
+    "Flops",
     "ForwardContext",
     "ModelConfig",
     "Observer",
     "Transformer",
+    "attention_entries",
     "evaluating",
+    "forward_flops",
     "l2_as_dot_product",
+    "training_flops",
 ]

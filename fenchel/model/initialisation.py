@@ -58,9 +58,10 @@ def post_norm_trouble(config: ModelConfig) -> str | None:
     if config.norm_place != "post" or size <= POST_NORM_DEPTH:
         return None
     return (
-        f'norm_place="post" with {layers} layers: the branches add {size:.0f} times the variance of '
-        f"the stream, {POST_NORM_DEPTH:.0f} is what training usually carries, and the first layers "
-        'may learn nothing; use norm_place="pre", residual_scale="depth" or initial_depth=True.'
+        f'norm_place="post" with {layers} layers: the branches add {size:.0f} times the variance '
+        f"of the stream, {POST_NORM_DEPTH:.0f} is what training usually carries, and the first "
+        'layers may learn nothing; use norm_place="pre", residual_scale="depth" or '
+        "initial_depth=True."
     )
 
 

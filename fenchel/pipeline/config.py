@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 from fenchel.config import Use, from_mapping, reference, require_read
 from fenchel.data import TextConfig
 from fenchel.model import ModelConfig
+from fenchel.model.config import SIZES
 from fenchel.optim import OptimConfig
 from fenchel.train import Callback, TrainConfig
 
@@ -61,10 +62,18 @@ class RunCallback(Callback, Protocol):
 def settings(mapping: Mapping[str, Any]) -> RunConfig:
     """Nested plain values to settings; the vocabulary is the tokenizer's unless given.
 
+    ``model.size`` names a row of ``fenchel.model.config.SIZES``, which other settings override.
+
     >>> settings({"model": {"width": 64}}).model.vocabulary
     4096
+    >>> settings({"model": {"size": "small", "layers": 8}}).model.width
+    512
     """
     model = dict(mapping.get("model", {}))
+    if (size := model.pop("size", None)) is not None:
+        if size not in SIZES:
+            raise ValueError(f"model.size={size!r} should be one of {tuple(SIZES)}.")
+        model = {**SIZES[size], **model}
     text = mapping.get("text", {})
     model.setdefault("vocabulary", text.get("vocabulary", TextConfig().vocabulary))
     return from_mapping(RunConfig, {**mapping, "model": model})

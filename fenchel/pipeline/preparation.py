@@ -25,7 +25,7 @@ from fenchel.files import (
     require_space,
     write_atomic,
 )
-from fenchel.model import Transformer
+from fenchel.model import Transformer, training_flops
 from fenchel.model.transformer import meta_model
 from fenchel.optim import build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
@@ -188,8 +188,10 @@ def resolve_steps(
         budget = seconds(config.train.budget or "")
         steps = max(1, int(budget * (1.0 - EVALUATION_SHARE) / time.seconds))
     parameters = sum(p.numel() for p in model.parameters())
+    operations = training_flops(config.model, batch=config.train.batch)
     callback.message(
-        f"{parameters:,} parameters; {1e3 * time.seconds:.0f} ms per step with "
+        f"{parameters:,} parameters, {1e-9 * operations:.3g} GFLOP per step; "
+        f"{1e3 * time.seconds:.0f} ms per step with "
         f"{time.threads} thread{'' if time.threads == 1 else 's'}; {steps:,} "
         f"step{'' if steps == 1 else 's'}."
     )

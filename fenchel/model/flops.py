@@ -1,0 +1,107 @@
+"""Floating-point operations of a forward pass, counted from the settings.
+
+A product of (T, I) and (I, O) takes 2 T I O operations. For T positions of a sequence and S keys,
+per layer:
+
+    projections    2 T M (H + 2 G) D + 2 T H D M       queries, keys and values; the output
+    scores         2 H T S D + 2 H T S D               q k^T, and weights times values
+    mlp            4 T M F, or 6 T M F when gated      per expert that a token uses; router 2 T M X
+
+With G = H, H D = M and S = T these are 8 T M^2 and 4 T^2 M: equal at T = 2 M, so the square of the
+length is the smaller part of attention up to twice the width, and an MLP of F = 4 M adds 16 T M^2.
+Attention weights have H T S entries per layer, the factor H included. Once per pass:
+
+    lm_head        2 T M V                             and the maps of a narrow embedding
+
+Counted are products of matrices, as torch.utils.flop_counter counts them; norms, activations, the
+choice map, rotations and additions are O(T M) or O(H T S) and far cheaper; scores="l2" is
+counted as products too. A mask shortens nothing
+here: the count is that of dense attention, of which a causal kernel may do half. A backward pass
+takes twice the operations of the forward pass, so a training step of B sequences takes 3 B times
+the total.
+
+T positions, S keys, M width of the stream, H heads, G key heads, D their width, F width inside the
+MLP, X experts, V vocabulary, L layers.
+"""
+
+from typing import NamedTuple
+
+from fenchel.model.config import ModelConfig
+
+
+class Flops(NamedTuple):
+    """Operations of a forward pass over one sequence, all layers together."""
+
+    projections: int
+    """Queries, keys, values and the output of attention."""
+    scores: int
+    """q k^T, and the weights times the values."""
+    mlp: int
+    lm_head: int
+    """With the maps between a narrow embedding and the stream."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(self)
+
+    @property
+    def attention(self) -> int:
+        """Projections and scores."""
+        return self.projections + self.scores
+
+
+def forward_flops(config: ModelConfig, T: int, *, S: int | None = None) -> Flops:
+    """Operations of a forward pass over ``T`` positions that attend to ``S`` keys, T by default.
+
+    T = 1 with S = n counts the decoding of one token beside a cache of n - 1.
+
+    >>> config = ModelConfig(vocabulary=1000, width=64, layers=1, heads=4, mlp="gelu", context=512)
+    >>> flops = forward_flops(config, T=128)  # T = 2 M
+    >>> flops.projections == flops.scores == 8 * 128 * 64**2
+    True
+    """
+    if config.kind == "encoder-decoder":
+        raise ValueError(
+            'forward_flops counts one stack of blocks; kind="encoder-decoder" has two and '
+            "cross-attention between them."
+        )
+    S = T if S is None else S
+    M, H, G, D = config.width, config.heads, config.groups, config.head_width
+    rows = 2 * H * D if config.scores == "l2" else (H + 2 * G) * D
+    projections = 2 * T * M * rows + 2 * T * H * D * M
+    scores = 4 * H * T * S * D
+    expert = (6 if config.gated else 4) * T * M * config.mlp_width
+    mlp = expert
+    if config.experts:
+        mlp = config.experts_per_token * expert + 2 * T * M * config.experts
+    E = config.embedding_width or M
+    inner = E if config.lm_head_transform else M
+    lm_head = 2 * T * inner * config.vocabulary
+    if config.lm_head_transform:
+        lm_head += 2 * T * M * E
+    if config.embedding_width is not None:
+        lm_head += 2 * T * E * M  # into the stream
+        if config.tied and not config.lm_head_transform:
+            lm_head += 2 * T * M * E - 2 * T * (M - E) * config.vocabulary  # and back
+    L = config.layers
+    return Flops(L * projections, L * scores, L * mlp, lm_head)
+
+
+def attention_entries(config: ModelConfig, T: int) -> int:
+    """Attention weights of a forward pass that stores all of them: L H T^2.
+
+    >>> attention_entries(ModelConfig(vocabulary=10, layers=2, heads=2), T=100)
+    40000
+    """
+    return config.layers * config.heads * T * T
+
+
+def training_flops(config: ModelConfig, *, batch: int, T: int | None = None) -> int:
+    """Operations of a training step of ``batch`` sequences: 3 forward passes each.
+
+    >>> config = ModelConfig(vocabulary=1000)
+    >>> training_flops(config, batch=8) == 24 * forward_flops(config, config.context).total
+    True
+    """
+    return 3 * batch * forward_flops(config, config.context if T is None else T).total
