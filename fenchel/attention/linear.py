@@ -12,7 +12,11 @@ inside a chunk the masked square is small. In decoding, (M, n) is the whole stat
 Two feature maps. "elu": phi(x) = elu(x) + 1, a kernel of its own, not close to softmax.
 ``RandomFeatures``: phi(x) = exp(w.x' - |x'|^2 / 2) / sqrt(m), x' = x / D^(1/4), w normal, for which
 phi(q).phi(k) has the mean exp(q.k / sqrt(D)): softmax attention in the limit of many features, with
-an error that falls like 1/sqrt(m) and is large for large scores.
+an error that falls like 1/sqrt(m) and is large for large scores. phi of a long x is below the least
+number of the dtype. A factor per query cancels in the quotient, and so does one per feature that
+multiplies phi(k) and divides phi(q): without a causal order the largest phi(k) of each feature is
+moved over to the queries, and no query loses all its keys. In causal sums it is not known before
+the end; a query whose kernel is 0 at all its keys raises there, in place of an output of 0.
 
 This is no choice map: rows of phi(q) phi(k)^T sum to one only after the division, and the weights
 are the argmax of no problem. Shapes and grouped heads as in ``attend``; the T queries are aligned
@@ -21,6 +25,7 @@ to the end of the S keys.
 Katharopoulos et al. (2020), Transformers are RNNs; Choromanski et al. (2021), Performers.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +35,7 @@ from torch.nn.functional import pad
 
 from fenchel.attention.reference import full_precision, mix, score
 from fenchel.attention.shapes import broadcast_batch, check, output_axes
+from fenchel.choice.base import is_plain
 
 _CHUNK = 64
 
@@ -87,9 +93,11 @@ def linear_attend(
     check(q, k, v)
     axes = output_axes(q, k)
     q, k, v = broadcast_batch(q, k, v)
-    phi_q, phi_k, wide = _features(q, features, query=True), _features(k, features), _wide(v)
+    phi_q, phi_k = _features(q, k, features, shared=not causal)
+    wide = _wide(v)
     if causal:
         top, bottom = _causal(phi_q, phi_k, wide)
+        _require_kernel(bottom[:, :, max(0, q.shape[2] - k.shape[2]) :], features)
     else:
         state = _sums(phi_k, wide)
         top, bottom = mix(phi_q, state.M), mix(phi_q, state.n)
@@ -112,30 +120,54 @@ def linear_step(
             f"a step needs one key per query; got {k.shape[-2]} keys for {q.shape[-2]} queries."
         )
     q, k, v = broadcast_batch(q, k, v)
-    phi_q, phi_k, wide = _features(q, features, query=True), _features(k, features), _wide(v)
+    phi_q, phi_k = _features(q, k, features, shared=False)
+    wide = _wide(v)
     top, bottom = _inside(phi_q, phi_k, wide)
     new = _sums(phi_k, wide)
     if state is not None:
         top, bottom = top + mix(phi_q, state.M), bottom + mix(phi_q, state.n)
         new = LinearState(state.M + new.M, state.n + new.n)
+    _require_kernel(bottom, features)
     return _divide(top, bottom).to(v.dtype), new
 
 
-def _features(x: Tensor, features: str | RandomFeatures, *, query: bool = False) -> Tensor:
-    x = _wide(x)
+def _features(
+    q: Tensor, k: Tensor, features: str | RandomFeatures, *, shared: bool
+) -> tuple[Tensor, Tensor]:
+    """phi(q) and phi(k), up to factors that cancel; ``shared`` if each query has every key."""
     if isinstance(features, RandomFeatures):
-        m, D = features.w.shape
-        if x.shape[-1] != D:
-            raise ValueError(f"the features are for heads {D} wide, the call has {x.shape[-1]}.")
-        x = x / D**0.25
-        log_phi = x @ features.w.to(x).mT - x.square().sum(-1, keepdim=True) / 2
-        if query:  # a factor common to all features of a query cancels
-            log_phi = log_phi - log_phi.detach().amax(-1, keepdim=True)
-        phi: Tensor = log_phi.exp() / m**0.5
-        return phi
+        log_q, log_k = (_log_features(x, features) for x in (q, k))
+        if shared and k.shape[2]:
+            largest = log_k.detach().amax(2, keepdim=True)
+            log_k = log_k - largest
+            log_q = log_q + largest.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        log_q = log_q - log_q.detach().amax(-1, keepdim=True)
+        return log_q.exp(), log_k.exp()
     if features == "elu":
-        return torch.where(x > 0, x + 1.0, x.clamp(max=0.0).exp())
+        return _elu(q), _elu(k)
     raise ValueError(f'features are "elu" or RandomFeatures, got {features!r}.')
+
+
+def _elu(x: Tensor) -> Tensor:
+    x = _wide(x)
+    return torch.where(x > 0, x + 1.0, x.clamp(max=0.0).exp())
+
+
+def _log_features(x: Tensor, features: RandomFeatures) -> Tensor:
+    m, D = features.w.shape
+    if x.shape[-1] != D:
+        raise ValueError(f"the features are for heads {D} wide, the call has {x.shape[-1]}.")
+    x = _wide(x) / D**0.25
+    return x @ features.w.to(x).mT - x.square().sum(-1, keepdim=True) / 2 - math.log(m) / 2
+
+
+def _require_kernel(bottom: Tensor, features: str | RandomFeatures) -> None:
+    """Raises where random features are 0 at all keys of a query."""
+    if isinstance(features, RandomFeatures) and is_plain(bottom) and bool((bottom == 0).any()):
+        raise ValueError(
+            f"the random features of the keys are below the range of {bottom.dtype} for some "
+            'query; use shorter keys, a wider dtype, or features="elu".'
+        )
 
 
 def _causal(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,12 +44,17 @@ one score q.k has the variance D (s_q^2 s_k^2 + s_q^2 m_k^2 + s_k^2 m_q^2): it g
     scale = 1                  the factor is missing: scores spread sqrt(D) too far
     scale = 1/sqrt(d_model)    the width H D of the stream in place of D: sqrt(H) too little
 
-and two are rarer: 1/D, and sqrt(D) multiplied where it should divide. ``scale_warning`` recognises
-each by its number and reads its effect off the weights: too large a scale gives one key almost all
-the weight, too small a scale gives all keys about the same. (Vanishing gradients come later, at
-widths of some hundreds.) A scale of 1 is no mistake where the scores stay small by themselves, as
-with normalised queries and keys or in T5, whose weights start smaller: it is reported only if the
-scores spread beyond ``WIDE``.
+and two are rarer: 1/D, and sqrt(D) multiplied where it should divide. What multiplies q.k is scale
+times the beta of the map, so the factor may also be applied twice, once in each:
+
+    scale = beta = 1/sqrt(D)               together 1/D
+    scale = t/sqrt(D), beta = t            a temperature 1/t in both places
+
+``scale_warning`` recognises each by its number and reads its effect off the weights: too large a
+scale gives one key almost all the weight, too small a scale gives all keys about the same.
+(Vanishing gradients come later, at widths of some hundreds.) A scale of 1 is no mistake where the
+scores stay small by themselves, as with normalised queries and keys or in T5, whose weights start
+smaller: it is reported only if the scores spread beyond ``WIDE``.
 
 A row that no key is open to has no weights and is left out of every mean. Only
 ``head_entropy``, ``attention_weights`` and ``trace`` are differentiable.
@@ -382,64 +387,85 @@ WIDE = 2.0
 
 @torch.no_grad()
 def scale_warning(
-    q: Tensor,
-    k: Tensor,
-    *,
-    scale: float,
-    width: int | None = None,
-    prior: Prior | None = None,
+    q: Tensor, k: Tensor, *, width: int | None = None, **spec: Unpack[AttentionKeywords]
 ) -> str | None:
-    """One sentence if ``scale`` looks like a mistake on q (B, H, T, D), k (B, G, S, D), else None.
+    """One sentence if the scale looks like a mistake on q (B, H, T, D), k (B, G, S, D), else None.
 
-    ``width`` is d_model, H D by default. O(T S) memory: a small sample suffices.
+    ``width`` is d_model, H D by default. None too where no key is open to any query. O(T S) memory:
+    a small sample suffices.
+
+    >>> q = torch.zeros(1, 2, 3, 64)
+    >>> scale_warning(q, q) is None
+    True
+    >>> scale_warning(q, q, choice=Softmax(beta=0.125)).partition(";")[0]
+    'scale=0.125 and beta=0.125 apply 1/sqrt(D) twice'
     """
-    check(q, k, k)
+    call = AttentionSpec(**spec)
+    check(q, k, k, softcap=call.softcap)
     q, k, _ = broadcast_batch(q, k, k)
     H, D = q.shape[1], q.shape[3]
-    width = H * D if width is None else width
-    if not math.isfinite(scale) or scale == 0.0:
+    scale, factor = call.scale_for(D), call.choice.score_scale
+    beta = float(torch.as_tensor(factor).double().mean())
+    product = scale * beta
+    if not math.isfinite(product) or product == 0.0:
         return (
-            f"scale={scale} makes every score the same or none; with heads of {D} use {_right(D)}."
+            f"scale={product} makes every score the same or none; with heads of {D} use "
+            f"{_right(D)}."
         )
-    mistake = _mistake(scale, D, width)
-    if mistake is None:
+    mistake = _mistake(scale, beta, D, H * D if width is None else width)
+    found = None if mistake is None else _spread_and_best(q, k, call)
+    if mistake is None or found is None:
         return None
-    spread, best = _spread_and_best(q, k, scale, prior)
-    usual_spread, usual_best = _spread_and_best(q, k, D**-0.5, prior)
-    if scale == 1.0 and spread <= WIDE:
+    usual = replace(call, choice=Softmax(), scale=D**-0.5)
+    (spread, best), (usual_spread, usual_best) = found, _spread_and_best(q, k, usual) or found
+    if product == 1.0 and spread <= WIDE:
         return None
     return (
-        f"scale={scale:.4g} {mistake}; with heads of {D} use {_right(D)}: the scores spread by "
+        f"{mistake}; with heads of {D} use {_right(D)}: the scores spread by "
         f"{spread:.2g} where {usual_spread:.2g} was meant, and a query gives its best key "
         f"{best:.2g} of its weight instead of {usual_best:.2g}."
     )
 
 
-def _mistake(scale: float, D: int, width: int) -> str | None:
-    """Which mistake the number is, if it is one."""
-    if math.isclose(scale, D**-0.5, rel_tol=1e-3):
+def _mistake(scale: float, beta: float, D: int, width: int) -> str | None:
+    """Which mistake the numbers are, if they are one."""
+
+    def close(x: float, y: float) -> bool:
+        return math.isclose(x, y, rel_tol=1e-3)
+
+    right, product = D**-0.5, scale * beta
+    both = f"scale={scale:.4g} and beta={beta:.4g}"
+    if close(product, right):
         return None
+    if close(scale, beta) and close(scale, right):
+        return f"{both} apply 1/sqrt(D) twice"
+    if not close(beta, 1.0) and close(scale, beta * right):
+        return f"{both} hold the factor {beta:.4g} twice"
     mistakes = {
         1.0: "looks as if 1/sqrt(D) were missing",
         width**-0.5: f"is 1/sqrt(d_model) for d_model {width}",
         1.0 / D: "is 1/D, the root is missing",
         D**0.5: "is sqrt(D), which should divide",
     }
+    name = f"scale={scale:.4g}" if close(beta, 1.0) else f"scale * beta = {product:.4g}"
     for number, mistake in mistakes.items():
-        if math.isclose(scale, number, rel_tol=1e-3):
-            return mistake
+        if close(product, number):
+            return f"{name} {mistake}"
     return None
 
 
-def _spread_and_best(
-    q: Tensor, k: Tensor, scale: float, prior: Prior | None
-) -> tuple[float, float]:
-    """Standard deviation of the open scores, and the mean over rows of the largest weight."""
-    z = score(q, k, scale)
-    log_u = log_prior(prior, z)
-    p = Softmax().weights(z, log_u)
-    open_ = z if log_u is None else z[(log_u > -torch.inf).expand_as(z)]
-    return float(open_.std(correction=0)), float(p.amax(-1).mean())
+def _spread_and_best(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[float, float] | None:
+    """Standard deviation of beta z over the open pairs, and the mean largest weight of a row.
+
+    None where no pair is open.
+    """
+    z, log_u = logits(q, k, spec)
+    size = z * spec.choice.score_scale
+    open_ = size if log_u is None else size[(log_u > -torch.inf).expand_as(z)]
+    if not open_.numel():
+        return None
+    best = spec.choice.weights(z, log_u).amax(-1)
+    return float(open_.std(correction=0)), float(best[best > 0].mean())
 
 
 def _right(D: int) -> str:

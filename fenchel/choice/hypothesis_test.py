@@ -81,12 +81,16 @@ def evidence(z: Tensor, beta: float | Tensor, log_prior: Tensor | None = None) -
     >>> evidence(torch.tensor([0.0, 1.0, 3.0]), beta=1.0)  # positive: evidence for it
     tensor([-2.0712, -1.0712,  0.9288])
     """
-    tilt = beta * z
-    return tilt - (_log_prior(z, log_prior) + tilt).logsumexp(-1, keepdim=True)
+    forbidden = z == -math.inf  # at every beta, also at 0
+    tilt = (beta * z.masked_fill(forbidden, 0.0)).masked_fill(forbidden, -math.inf)
+    total = (_log_prior(z, log_prior) + tilt).logsumexp(-1, keepdim=True)
+    return tilt - total.masked_fill(total == -math.inf, 0.0)
 
 
 def tilted(z: Tensor, beta: float | Tensor, log_prior: Tensor | None = None) -> TiltedDistribution:
     """The tilted distribution at ``beta``, the mean and variance of z under it, and KL(p || u).
+
+    A score of -inf forbids, as for the choice maps; where all are forbidden every result is 0.
 
     >>> import torch
     >>> tilted(torch.tensor([0.0, 1.0, 3.0]), beta=1.0).p  # the softmax
@@ -94,6 +98,7 @@ def tilted(z: Tensor, beta: float | Tensor, log_prior: Tensor | None = None) -> 
     """
     log_ratio = evidence(z, beta, log_prior)
     p = (_log_prior(z, log_prior) + log_ratio).exp()
+    z, log_ratio = (torch.where(p > 0, x, 0.0) for x in (z, log_ratio))  # 0 times -inf is nan
     mean = (p * z).sum(-1, keepdim=True)
     variance = (p * (z - mean).square()).sum(-1)
     return TiltedDistribution(p, mean.squeeze(-1), variance, (p * log_ratio).sum(-1))

@@ -16,12 +16,14 @@ A sparse choice map may give fewer than k experts any weight; the others are the
 Tokens are sorted by expert, so that each expert computes its tokens at once: N k rows of work, not
 N X. The number of tokens per expert depends on the data, so a compiler breaks its graph here.
 
-Without a penalty a few experts take all tokens. The load-balancing loss is 1 when tokens spread
-evenly and grows as they concentrate,
+Without a penalty a few experts take all tokens. The load-balancing loss is
 
     balance = X sum_e f_e P_e        f_e fraction of all choices that fell on e, P_e mean of p_e,
 
-with a derivative through P alone: it lowers the scores of experts that are chosen too often. A
+with a derivative through P alone: it lowers the scores of experts that are chosen too often. It is
+1 when the choices or the weights are even, and X P_e, at most X, when all tokens choose one expert
+e. It is no distance from evenness: where the choices and the weights favour different experts it is
+below 1 (for k = 1 never below 1/X), so 1 is where training leads and not a minimum. A
 trainer adds a small multiple of it to its loss (``Transformer.balance``).
 
 N tokens, M width of the stream, F width inside, X experts.
@@ -126,7 +128,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance(p_NX: Tensor, expert_Nk: Tensor) -> Tensor:
-    """X sum_e f_e P_e: 1 when tokens spread evenly over the experts, X when all choose one.
+    """X sum_e f_e P_e: 1 where f or P is even, X P_e where all tokens choose expert e.
 
     >>> balance(torch.full((4, 2), 0.5), torch.tensor([[0], [1], [0], [1]])).item()
     1.0

@@ -186,7 +186,7 @@ class Transformer(nn.Module):
         return pooled_BM
 
     def balance(self) -> Tensor | None:
-        """The load-balancing loss of the last training pass, mean over layers; 1 is its minimum.
+        """The load-balancing loss of the last training pass, mean over layers; 1 for even use.
 
         None where there are no experts. Add a small multiple of it to the loss
         (fenchel/model/mlp.py).

@@ -117,3 +117,37 @@ def test_edges_are_defined(draw) -> None:
         linear_attend(q, k, v, features=FEATURES[1])
     with pytest.raises(ValueError, match="one key per query"):
         linear_step(q, k, v)
+
+
+@pytest.mark.parametrize("size", [1.0, 20.0, 300.0])
+@pytest.mark.parametrize("G", [1, 2])
+def test_random_features_of_long_keys_still_average_the_values(size: float, G: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = size * torch.randn(1, 2, 5, 16, generator=generator)
+    k = size * torch.randn(1, G, 9, 16, generator=generator)
+    features = random_features(16, 32, generator=generator)
+    ones = torch.ones(1, G, 9, 3)
+    torch.testing.assert_close(linear_attend(q, k, ones, features=features), torch.ones(1, 2, 5, 3))
+    v = torch.randn(1, G, 9, 3, generator=generator)
+    ours = linear_attend(q, k, v, features=features)
+    scaled = (x.double().repeat_interleave(2 // x.shape[1], 1) / 16**0.25 for x in (q, k))
+    log_q, log_k = (
+        x @ features.w.double().mT - x.square().sum(-1, keepdim=True) / 2 for x in scaled
+    )
+    kernel = torch.logsumexp(log_q.unsqueeze(3) + log_k.unsqueeze(2), -1)  # no exp before the sum
+    wanted = kernel.softmax(-1) @ v.double().repeat_interleave(2 // G, 1)
+    torch.testing.assert_close(ours.double(), wanted, atol=1e-3 * size, rtol=1e-3)
+
+
+def test_a_causal_query_that_loses_all_its_keys_raises() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = 20.0 * torch.randn(2, 1, 1, 5, 16, generator=generator)
+    features = random_features(16, 32, generator=generator)
+    with pytest.raises(ValueError, match=r"below the range of torch.float32 .* features=\"elu\""):
+        linear_attend(q, k, torch.ones_like(k), features=features, causal=True)
+    with pytest.raises(ValueError, match="below the range"):
+        linear_step(q, k, torch.ones_like(k), features=features)
+    more = torch.cat([q, q], 2)  # queries before every key have nothing to average
+    short = linear_attend(more / 20, k / 20, torch.ones_like(k), features=features, causal=True)
+    assert (short[:, :, :5] == 0).all()
+    torch.testing.assert_close(short[:, :, 5:], torch.ones_like(k))

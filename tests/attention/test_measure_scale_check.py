@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fenchel.attention import Causal, scale_warning
+from fenchel.choice import Entmax, Softmax
 
 H, D = 8, 64
 
@@ -40,14 +41,14 @@ def by_hand(q: Tensor, k: Tensor, scale: float) -> tuple[float, float]:
 def test_each_slip_is_told_with_what_it_does(
     scale: float, says: str, qk: tuple[Tensor, Tensor]
 ) -> None:
-    told = scale_warning(*qk, scale=scale)
-    assert told is not None
-    assert says in told
-    assert "use 1/sqrt(64) = 0.125" in told
+    warning = scale_warning(*qk, scale=scale)
+    assert warning is not None
+    assert says in warning
+    assert "use 1/sqrt(64) = 0.125" in warning
     (spread, best), (meant, best_meant) = by_hand(*qk, scale), by_hand(*qk, D**-0.5)
-    assert f"spread by {spread:.2g} where {meant:.2g} was meant" in told
-    assert f"best key {best:.2g} of its weight instead of {best_meant:.2g}" in told
-    assert told.count(".\n") == 0
+    assert f"spread by {spread:.2g} where {meant:.2g} was meant" in warning
+    assert f"best key {best:.2g} of its weight instead of {best_meant:.2g}" in warning
+    assert warning.count(".\n") == 0
 
 
 def test_the_symptoms_go_the_way_the_theory_says(qk: tuple[Tensor, Tensor]) -> None:
@@ -77,9 +78,9 @@ def test_one_is_no_slip_where_scores_are_small_by_themselves(qk: tuple[Tensor, T
 def test_one_wide_head_is_the_whole_stream() -> None:
     x = torch.randn(1, 1, 9, 16, generator=torch.Generator().manual_seed(1))
     assert scale_warning(x, x, scale=16**-0.5) is None  # 1/sqrt(d_model) and right
-    told = scale_warning(x, x, scale=32**-0.5, width=32)
-    assert told is not None
-    assert "d_model 32" in told
+    warning = scale_warning(x, x, scale=32**-0.5, width=32)
+    assert warning is not None
+    assert "d_model 32" in warning
 
 
 def test_forbidden_keys_do_not_count(qk: tuple[Tensor, Tensor]) -> None:
@@ -93,3 +94,42 @@ def test_forbidden_keys_do_not_count(qk: tuple[Tensor, Tensor]) -> None:
 @pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
 def test_no_scale_at_all_is_told(scale: float, qk: tuple[Tensor, Tensor]) -> None:
     assert "use 1/sqrt(64)" in (scale_warning(*qk, scale=scale) or "")
+
+
+@pytest.mark.parametrize("beta", [D**-0.5, torch.full((H, 1, 1), D**-0.5)], ids=["number", "heads"])
+@pytest.mark.parametrize("kind", [Softmax, lambda b: Entmax(1.5, b)], ids=["softmax", "entmax"])
+def test_a_factor_that_beta_applies_again_is_told(qk, beta, kind) -> None:
+    warning = scale_warning(*qk, choice=kind(beta))
+    assert warning is not None
+    assert "scale=0.125 and beta=0.125 apply 1/sqrt(D) twice" in warning
+    spread, _ = by_hand(*qk, 1 / D)
+    assert f"spread by {spread:.2g} where 1 was meant" in warning
+    assert scale_warning(*qk, choice=kind(beta), scale=1.0) is None  # once, in beta
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0, 3.0])
+def test_a_temperature_in_the_scale_and_in_beta_is_told(qk, temperature: float) -> None:
+    t = 1.0 / temperature
+    warning = scale_warning(*qk, scale=t * D**-0.5, choice=Softmax(t))
+    assert warning is not None
+    assert f"hold the factor {t:.4g} twice" in warning
+    for scale, beta in ((t * D**-0.5, 1.0), (None, t), (D**-0.5 / t, t)):
+        assert scale_warning(*qk, scale=scale, choice=Softmax(beta)) is None
+
+
+def test_a_factor_split_between_scale_and_beta_is_judged_by_its_product(qk) -> None:
+    warning = scale_warning(*qk, scale=4.0, choice=Softmax(0.25))
+    assert warning is not None
+    assert "scale * beta = 1 looks as if 1/sqrt(D) were missing" in warning
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_no_key_is_open_there_is_nothing_to_tell() -> None:
+    q = torch.randn(1, 1, 1, 4, generator=torch.Generator().manual_seed(0))
+    assert scale_warning(q, q, scale=1.0, prior=Causal(strict=True)) is None
+    assert scale_warning(q[:, :, :0], q, scale=1.0) is None
+    assert scale_warning(q, q[:, :, :0], scale=1.0) is None
+    wide = 9.0 * torch.randn(1, 1, 3, 4, generator=torch.Generator().manual_seed(1))
+    warning = scale_warning(wide, wide, scale=1.0, prior=Causal(strict=True))
+    assert warning is not None  # the row without a key is left out of the mean
+    assert "nan" not in warning

@@ -173,3 +173,35 @@ def test_a_mean_that_is_not_rare_gets_a_sentence() -> None:
     for mean in (0.5, 3.0):
         with pytest.raises(ValueError, match="should lie between"):
             large_deviation(Z, mean, U.log())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 2.0, 300.0])
+@pytest.mark.parametrize("by_prior", [False, True])
+def test_a_forbidden_alternative_is_as_if_it_were_not_there(beta: float, by_prior: bool) -> None:
+    wide = torch.tensor([0.0, -math.inf, 1.0, 3.0], dtype=torch.float64)
+    log_u = torch.tensor([0.5, 1e-3, 0.3, 0.2], dtype=torch.float64).log()
+    if by_prior:
+        wide[1], log_u[1] = 1e4, -math.inf
+    kept = [0, 2, 3]
+    for prior in (None, log_u):
+        if prior is None and by_prior:
+            continue
+        found = tilted(wide, beta, prior)
+        p = tilted(wide[kept], beta, None if prior is None else prior[kept])
+        assert found.p[1] == 0
+        torch.testing.assert_close(found.p[kept], p.p)
+        torch.testing.assert_close(found[1:3], p[1:3])
+        u = torch.full((4,), 0.25).double() if prior is None else prior.softmax(-1)
+        torch.testing.assert_close(found.divergence, divergence(found.p, u))
+        wide.requires_grad_()
+        (slope,) = torch.autograd.grad(sum(tilted(wide, beta, prior)[1:]), wide)
+        assert slope.isfinite().all()
+        wide.requires_grad_(False)
+    assert [float(x.sum()) for x in tilted(torch.full((3,), -math.inf), beta)] == [0.0] * 4
+
+
+def test_a_large_deviation_under_a_forbidden_score() -> None:
+    z = torch.tensor([0.0, 1.0, -math.inf], dtype=torch.float64)
+    found, wanted = large_deviation(z, mean=0.8), large_deviation(z[:2], mean=0.8)
+    torch.testing.assert_close(found.beta, wanted.beta)
+    torch.testing.assert_close(found.p[:2], wanted.p)

@@ -167,14 +167,28 @@ def test_with_mixtrals_weights_it_gives_mixtrals_answer(build: Build) -> None:
     torch.testing.assert_close(part(x), answer, atol=1e-5, rtol=1e-5)
 
 
-def test_the_balance_is_one_when_even_and_the_number_of_experts_when_not() -> None:
+def test_the_balance_is_one_when_choices_or_weights_are_even() -> None:
     X = 4
-    even = torch.full((8, X), 1 / X)
-    round_robin = (torch.arange(8) % X)[:, None]
-    torch.testing.assert_close(balance(even, round_robin), torch.tensor(1.0))
-    one = torch.zeros(8, X)
-    one[:, 2] = 1.0
-    torch.testing.assert_close(balance(one, torch.full((8, 1), 2)), torch.tensor(float(X)))
+    even, round_robin = torch.full((8, X), 1 / X), (torch.arange(8) % X)[:, None]
+    uneven = torch.tensor([0.7, 0.1, 0.1, 0.1]).expand(8, X)
+    for p, experts in ((even, round_robin), (even, torch.zeros_like(round_robin))):
+        torch.testing.assert_close(balance(p, experts), torch.tensor(1.0))
+    torch.testing.assert_close(balance(uneven, round_robin), torch.tensor(1.0))
+
+
+def test_the_balance_where_all_tokens_choose_one_expert_and_where_it_is_below_one() -> None:
+    certain = torch.tensor([[0.0, 0.0, 1.0, 0.0]] * 8)
+    torch.testing.assert_close(balance(certain, torch.full((8, 1), 2)), torch.tensor(4.0))
+    leaning = torch.tensor([[0.6, 0.4]] * 10)
+    torch.testing.assert_close(balance(leaning, leaning.topk(1).indices), torch.tensor(1.2))
+    opposed = torch.tensor([[0.51, 0.49]] * 3 + [[0.0, 1.0]])
+    torch.testing.assert_close(balance(opposed, opposed.topk(1).indices), torch.tensor(0.8825))
+    generator = torch.Generator().manual_seed(0)
+    for X in (2, 3, 8):
+        p = (4.0 * torch.randn(200, 6, X, generator=generator)).softmax(-1)
+        found = torch.stack([balance(each, each.topk(1).indices) for each in p])
+        assert found.min() >= 1 / X
+        assert found.max() <= X
 
 
 def test_the_balance_pushes_down_the_expert_that_is_chosen_most() -> None:
