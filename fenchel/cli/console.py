@@ -1,7 +1,7 @@
 """What commands share: options, progress and results, a terminal that closes.
 
 **Options.** ``settings_from`` merges a settings file, ``--set`` and short options.
-``device_and_dtype`` reads ``--device`` and ``--dtype``.
+``device_and_dtype`` reads ``--device`` and ``--dtype``; ``load_checkpoint`` follows them.
 
 **Output.** ``Console`` shows a run. On a terminal one line holds the stage under way, its bar and
 the time left, and the line below it the metrics that fit. In a pipe or a log file every stage is a
@@ -27,6 +27,7 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -45,9 +46,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fenchel.config import assign, parse_toml, parse_value
+from fenchel.files import Notice
 
 if TYPE_CHECKING:
     import torch
+
+    from fenchel.checkpoints import Loaded
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 """What --dtype accepts."""
@@ -80,6 +84,32 @@ def device_and_dtype(
     from fenchel.train import select_device
 
     return select_device(device or "auto"), None if dtype is None else getattr(torch, dtype)
+
+
+def load_checkpoint(
+    directory: Path, device: "torch.device", dtype: "torch.dtype | None"
+) -> "Loaded":
+    """The model of a directory on a device, and its tokenizer.
+
+    Without ``dtype`` the model has the dtype of its files, unless the machine computes in that one
+    slowly (``fenchel.train.machine.select_dtype``); a sentence then names the other.
+    """
+    from fenchel.checkpoints import load
+    from fenchel.train.machine import select_dtype
+
+    loaded = load(directory, dtype=dtype)
+    stored = loaded.model.lm_head_weight.dtype
+    size = sum(p.nbytes for p in loaded.model.parameters())
+    chosen = select_dtype(stored, device, bytes=size) if dtype is None else stored
+    if chosen != stored:
+        names = [str(one).removeprefix("torch.") for one in (stored, chosen)]
+        warnings.warn(
+            f"The weights are stored in {names[0]}, for which this CPU has no instructions; they "
+            f"are used in {names[1]} (--dtype {names[0]} keeps them).",
+            Notice,
+            stacklevel=2,
+        )
+    return loaded._replace(model=loaded.model.to(device, chosen))
 
 
 class OutputClosed(Exception):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, DtypeName, Whole, device_and_dtype
+from fenchel.cli.console import Console, DtypeName, Whole, device_and_dtype, load_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,8 @@ def run(
     device
         "cpu", "cuda" or "cuda:1"; the GPU by default where there is one.
     dtype
-        "float32", "bfloat16", "float16" or "float64"; that of the checkpoint by default.
+        "float32", "bfloat16", "float16" or "float64"; that of the checkpoint by default, or
+        float32 on a CPU without instructions for it.
     json
         Print one JSON object instead of tables.
     """
@@ -90,6 +91,7 @@ def run(
             "text": evaluation.text,
             "bytes": measured.bytes,
             "device": str(place[0]),
+            "dtype": str(model.lm_head_weight.dtype).removeprefix("torch."),
             "begin": measured.begin,
             "context": measured.context,
             "stride": stride(measured.context),
@@ -195,19 +197,18 @@ def _evaluate(
     place: "tuple[torch.device, torch.dtype | None]",
     console: Console,
 ) -> _Measured:
-    from fenchel.checkpoints import load
     from fenchel.checkpoints.tokenizer import describe_beginning
     from fenchel.evaluate import Evaluation, fingerprint, score, truncate_ids
     from fenchel.evaluate.score import document_ids, require_decoder
 
     device, dtype = place
-    model, tokenizer, config = load(directory, dtype=dtype)
+    model, tokenizer, config = load_checkpoint(directory, device, dtype)
     require_decoder(model)
     if context is not None and context > config.context:
         model = model.with_context(context)
     elif context is not None and context < 1:
         raise ValueError(f"--context {context} should be 1 or more.")
-    context, model = context or config.context, model.to(device)
+    context = context or config.context
     if source.ids is not None and source.fingerprint == fingerprint(tokenizer):
         ids, size = truncate_ids(source.ids, source.bytes, tokens)
     else:

@@ -16,6 +16,7 @@ from fenchel.cli.console import (
     WordWrap,
     device_and_dtype,
     for_stdout,
+    load_checkpoint,
     loading,
 )
 from fenchel.files import Notice
@@ -96,7 +97,8 @@ def run(
     device
         "cpu", "cuda" or "cuda:1"; the GPU where there is one.
     dtype
-        Dtype of the weights; the one they are stored in by default.
+        Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
+        instructions for it.
     seed
         The same seed draws the same text on the same device.
     stream
@@ -110,7 +112,6 @@ def run(
     with loading():
         import torch
 
-        from fenchel.checkpoints import load
         from fenchel.checkpoints.tokenizer import describe_beginning, end_ids
         from fenchel.data import end_id, has_end
         from fenchel.generation import GenerationSettings, stream_text
@@ -125,8 +126,8 @@ def run(
     flags = {name: value for name, value in flags.items() if value is not None}
     sampling = sampling_settings(directory, flags)
     on, as_dtype = device_and_dtype(device, dtype)
-    model, tokenizer, config = load(directory, dtype=as_dtype)
-    model = (model if context is None else model.with_context(context)).to(on)
+    model, tokenizer, config = load_checkpoint(directory, on, as_dtype)
+    model = model if context is None else model.with_context(context)
     ends = end_ids(directory, tokenizer)
     ids, source = prompt_ids(prompt, tokenizer, config, sampling.decoder_start, ends)
     from_checkpoint = dict(sampling.from_checkpoint)

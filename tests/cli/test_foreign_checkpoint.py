@@ -217,3 +217,23 @@ def test_the_harness(trained: Trained) -> None:
     expected = log_p.gather(-1, ids[0, 1:, None])[given - 1 :].sum()
     assert pair == (pytest.approx(float(expected), rel=1e-4), True)
     assert PROMPT + adapter.generate_until(PROMPT, {"max_gen_toks": 60}) == SENTENCES[0]
+
+
+def test_half_precision_on_a_cpu_without_it(
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    told(["convert", str(trained.path), str(out), "--dtype", "bfloat16"], capsys)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
+    words = ["eval", str(out), "--text", str(trained.text), "--device", "cpu", "--json"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["dtype"] == "float32"
+    assert "are used in float32 (--dtype bfloat16 keeps them)" in shown.err
+    assert main([*words, "--dtype", "bfloat16"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["dtype"] == "bfloat16"
+    assert "no instructions" not in shown.err
