@@ -219,16 +219,21 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(keys): value(rng, depth + 1) for _ in range(rng.choice((0, 1, 3)))}
 
 
+def _is_plain(path: Path) -> bool:
+    """Whether a file was not replaced by an earlier change."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size < 2**24
+
+
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        return json.loads(path.read_text()) if _is_plain(path) else {}
+    except (ValueError, RecursionError):
         return {}
 
 
 def _write(path: Path, content: Any) -> None:
-    if path.is_symlink() or not (path.is_file() or not path.exists()):
-        return  # an earlier change replaced it
+    if not _is_plain(path) and os.path.lexists(path):
+        return
     path.write_text(
         json.dumps(content) if not isinstance(content, str) else content, "utf-8", "surrogatepass"
     )
@@ -272,10 +277,9 @@ def change_json(rng: random.Random, path: Path) -> str:
 
 def change_text(rng: random.Random, path: Path) -> str:
     """The bytes of a file: cut, flipped, repeated, or of another kind altogether."""
-    try:
-        data = bytearray(path.read_bytes())
-    except OSError:
-        data = bytearray()
+    if not _is_plain(path):
+        return f"{path.name}: none"
+    data = bytearray(path.read_bytes())
     action = rng.randrange(7)
     if action == 0:
         data = data[: rng.randrange(len(data) + 1)]
@@ -293,8 +297,7 @@ def change_text(rng: random.Random, path: Path) -> str:
         data = bytearray(b'{"a":' * rng.choice((10, 1000, 100_000)))
     else:
         data = bytearray(b'{"x": ' + b"9" * rng.choice((400, 5000, 200_000)) + b"}")
-    if path.is_file() and not path.is_symlink():
-        path.write_bytes(data)
+    path.write_bytes(data)
     return f"{path.name}: bytes, {action}"
 
 
@@ -329,19 +332,21 @@ def family(rng: random.Random, path: Path, _: Path) -> str:
 
 
 def _weight_file(rng: random.Random, path: Path) -> Path:
-    files = [f for f in sorted(path.rglob("*.safetensors")) if f.is_file() and not f.is_symlink()]
+    files = [file for file in sorted(path.rglob("*.safetensors")) if _is_plain(file)]
     return rng.choice(files) if files else path / WEIGHTS
 
 
 def header(rng: random.Random, path: Path, _: Path) -> str:
     """Entries of the header of a safetensors file."""
     file = _weight_file(rng, path)
+    if not _is_plain(file):
+        return "header: none"
     try:
         data = file.read_bytes()
         length = int.from_bytes(data[:8], "little")
         head = json.loads(data[8 : 8 + length])
         name = rng.choice([key for key in head if key != "__metadata__"])
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError, RecursionError):
         return "header: none"
     action = rng.randrange(9)
     entry = head[name]
@@ -375,11 +380,10 @@ def header(rng: random.Random, path: Path, _: Path) -> str:
 def numbers(rng: random.Random, path: Path, _: Path) -> str:
     """Numbers of the weights: nan, infinities, the largest and the smallest, and flipped bits."""
     file = _weight_file(rng, path)
-    try:
-        data = bytearray(file.read_bytes())
-    except OSError:
+    if not _is_plain(file):
         return "numbers: none"
-    start = 8 + int.from_bytes(data[:8], "little") % max(len(data), 1)
+    data = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little") % (len(data) + 1)
     for _ in range(rng.choice((1, 10, 300))):
         if start + 4 < len(data):
             at = start + (rng.randrange(len(data) - start - 4) & ~3)
@@ -609,8 +613,7 @@ def file_system(rng: random.Random, path: Path, outside: Path) -> str:
 
 def run_files(rng: random.Random, path: Path, outside: Path) -> str:
     """A file anywhere in a run directory."""
-    files = [f for f in sorted(path.rglob("*")) if f.is_file() and not f.is_symlink()]
-    file = rng.choice(files)
+    file = rng.choice([file for file in sorted(path.rglob("*")) if _is_plain(file)])
     action = rng.randrange(4)
     if action == 0:
         return change_text(rng, file)

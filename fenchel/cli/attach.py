@@ -63,6 +63,7 @@ def run(
     from fenchel.choice.by_name import FIELD
     from fenchel.evaluate import text_ids
     from fenchel.hf import prove
+    from fenchel.hf.loader import one_sentence
 
     if out is not None and out.exists():
         raise ValueError(f"{out} exists and is left alone; name another directory.")
@@ -70,19 +71,20 @@ def run(
     choice = _choice(model, map, alpha, beta)
     ids, size, begin = None, 0, ""
     if text is not None:
-        vocabulary = model.config.get_text_config().vocab_size
-        tokenizer = read_tokenizer(directory, vocabulary, checkpoint.config)
+        tokenizer = read_tokenizer(directory, _vocabulary(model), checkpoint.config)
         ids, size = text_ids(tokenizer, text)
         begin = describe_beginning(tokenizer)
         _require_next_token(model)
-    proof = prove(model, choice, _probe(model, ids))
+    with one_sentence(f"run this {type(model).__name__}"):
+        proof = prove(model, choice, _probe(model, ids))
     record = _plain(type(model).__name__, proof)
     lines = _lines(directory, type(model).__name__, proof)
     if ids is not None:
-        scores = {
-            name: _score(model, attention, ids, size, context, tokens)
-            for name, attention in (("eager", None), (record["map"]["map"], choice))
-        }
+        with one_sentence(f"run this {type(model).__name__}"):
+            scores = {
+                name: _score(model, attention, ids, size, context, tokens)
+                for name, attention in (("eager", None), (record["map"]["map"], choice))
+            }
         record |= {"begin": begin, "text": {n: one._asdict() for n, one in scores.items()}}
         lines += [*_score_lines(scores), begin]
     if out is not None:
@@ -133,6 +135,13 @@ def _require_next_token(model: Any) -> None:
         )
 
 
+def _vocabulary(model: Any) -> int:
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    if not isinstance(size, int):
+        raise ValueError(f"{type(model).__name__} has no vocabulary; attach needs a model of text.")
+    return size
+
+
 def _probe(model: Any, ids: Any) -> dict[str, Any]:
     """The first tokens of the text, or tokens drawn at random, as the model takes them."""
     import torch
@@ -143,7 +152,7 @@ def _probe(model: Any, ids: Any) -> dict[str, Any]:
         rows = torch.from_numpy(ids[:length].astype("int64"))[None]
     else:
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randint(config.vocab_size, (2, length), generator=generator)
+        rows = torch.randint(_vocabulary(model), (2, length), generator=generator)
     return (
         {"input_ids": rows, "decoder_input_ids": rows}
         if config.is_encoder_decoder

@@ -38,8 +38,8 @@ _PART_LIMIT = 64
 _GROWTH_LIMIT = 64
 _MAP_LIMIT = 256
 _TEMPLATE_LIMIT = 256
-_TOKEN_LIMIT = 1024  # characters of a token of the vocabulary
-_WORD_LIMIT = 1000  # characters of a word that WordPiece looks up, in quadratic time
+_TOKEN_LIMIT = 256  # characters of a token, all prefixes of which Unigram looks up
+_WORD_LIMIT = 256  # characters of a word that WordPiece looks up, in quadratic time
 
 _PLAIN_PARTS = frozenset(
     """
@@ -119,8 +119,8 @@ def is_plain(raw: dict[str, Any]) -> bool:
     rows = model.get("vocab")
     if isinstance(rows, list):  # of a Unigram model: [token, score]
         rows = [row[0] if isinstance(row, list) and row else None for row in rows]
-    if not all(isinstance(token, str) and len(token) <= _TOKEN_LIMIT for token in rows or ()):
-        return False
+        if not all(isinstance(token, str) and len(token) <= _TOKEN_LIMIT for token in rows):
+            return False
     return all(
         part["type"] in _PLAIN_PARTS and _is_plain_pattern(part.get("pattern", {"String": "x"}))
         for part in _typed_parts(raw)

@@ -181,6 +181,29 @@ def test_nothing_outside_the_directory_is_read_or_copied(
     assert "has no place" not in refused(lambda f: (f / "vocab.txt").mkdir())
 
 
+def test_a_model_without_a_vocabulary_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 8, "patch_size": 4}
+    config = hf.ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    hf.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    capsys.readouterr()
+    assert main(["attach", str(tmp_path / "vit"), "--map", "entmax"]) == 2
+    assert "has no vocabulary; attach needs a model of text" in capsys.readouterr().err
+
+
+def test_an_error_of_the_model_is_a_sentence(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary that is smaller than the tokenizer says is refused; an id beyond it, too."""
+    folder = broken(checkpoint, tmp_path / "small")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    template = {"type": "BertProcessing", "sep": ["a", 3], "cls": ["b", 900]}
+    (folder / "tokenizer.json").write_text(json.dumps(raw | {"post_processor": template}))
+    assert main(["attach", str(folder), "--map", "entmax", "--text", str(text)]) == 2
+    assert "the id 900, which no token has" in capsys.readouterr().err
+
+
 def broken(checkpoint: Path, to: Path, **changes: Any) -> Path:
     shutil.copytree(checkpoint, to)
     config = json.loads((to / "config.json").read_text())
