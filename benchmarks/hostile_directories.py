@@ -887,14 +887,15 @@ def _attempts(
 ) -> dict[str, Any]:
     codes: Counter[str] = Counter()
     bad: list[dict[str, Any]] = []
-    seconds, size = 0.0, 0
+    slowest, largest = (0.0, 0), (0, 0)
     kinds = sorted(sounds)
     for number in numbers:
         rng = random.Random(f"{seed} {number}")
         kind = rng.choice(kinds)
         case = _case(rng, kind, sounds[kind], home, text, planted)
         codes[f"{case['command']} {case['code']}"] += 1
-        seconds, size = max(seconds, case["seconds"]), max(size, case["bytes"])
+        slowest = max(slowest, (round(case["seconds"], 2), number))
+        largest = max(largest, (case["bytes"], number))
         if case["violations"]:
             bad.append({"number": number, **case})
             print(f"{seed} {number}: {case}", flush=True)
@@ -906,8 +907,8 @@ def _attempts(
         "seed": seed,
         "accepted": accepted,
         "codes": dict(sorted(codes.items())),
-        "most_seconds": round(seconds, 2),
-        "most_bytes": size,
+        "slowest": dict(zip(("seconds", "number"), slowest, strict=True)),
+        "largest": dict(zip(("bytes", "number"), largest, strict=True)),
         "violations": bad,
     }
 

@@ -165,26 +165,25 @@ def committed(path: Path, header: Mapping[str, Any]) -> Iterator[Path]:
     sync(path.parent)
 
 
-def verify(folder: Path, *, locate: Callable[[str], Path] | None = None) -> dict[str, Any]:
+def verify(folder: Path) -> dict[str, Any]:
     """Check every byte of a sealed folder and return its manifest.
 
-    ``locate`` gives the file of a name in a folder where users may add files of their own; without
-    it every file must be in the manifest. What cannot be read because the disk is broken (EIO) is
+    What cannot be read because the disk is broken (EIO) is
     Damaged. Any other error of the system, such as too many open files, says nothing about the
     files and is raised as it is.
     """
-    path = folder / MANIFEST if locate is None else locate(MANIFEST)
     try:
-        manifest = read_manifest(folder) if locate is None else _sealed_manifest(path)
-        contents = _contents(manifest, path)
+        manifest = read_manifest(folder)
+        contents = _contents(manifest, folder / MANIFEST)
         for name, (size, digest) in contents.items():
-            _verify_file(folder / name if locate is None else locate(name), size, digest)
+            require_size(folder / name, size)
+            require_digest(folder / name, digest)
         unnamed = {file.name for file in folder.iterdir()} - contents.keys() - {MANIFEST}
     except OSError as error:
         if error.errno != errno.EIO and error.errno not in _ABSENT:
             raise
         raise Damaged(f"{folder} cannot be read ({describe(error)}).") from error
-    if unnamed and locate is None:
+    if unnamed:
         raise Damaged(f"{folder} holds {min(unnamed)}, which its manifest does not name.")
     return manifest
 
@@ -194,6 +193,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if folder.is_symlink():
         raise Damaged(f"{folder} is a link, which is not followed.")
     return _sealed_manifest(folder / MANIFEST)
+
+
+def manifest_files(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of each file that a manifest names, if it matches its own seal."""
+    return _contents(_sealed_manifest(path), path)
 
 
 def _sealed_manifest(path: Path) -> dict[str, Any]:
@@ -396,11 +400,16 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _verify_file(file: Path, size: int, digest: str) -> None:
+def require_size(file: Path, size: int) -> None:
+    """Refuse a file that is missing, not a plain file or of another size than its manifest says."""
     with errors_name(file), open_regular(file) as opened:
         actual = os.fstat(opened.fileno()).st_size
     if actual != size:
         raise Damaged(f"{file} has {actual} bytes, its manifest says {size}.")
+
+
+def require_digest(file: Path, digest: str) -> None:
+    """Refuse a file whose SHA-256 is another than its manifest says."""
     if sha256(file) != digest:
         raise Damaged(f"{file} has changed since it was written (SHA-256 differs).")
 

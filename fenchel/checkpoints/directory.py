@@ -42,13 +42,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fenchel.checkpoints.safetensors_header import TensorEntry, read_header
-from fenchel.files import MANIFEST, Damaged, Notice, printable, read_json, verify
+from fenchel.files import (
+    MANIFEST,
+    Damaged,
+    Notice,
+    manifest_files,
+    printable,
+    read_json,
+    require_digest,
+    require_size,
+)
 from fenchel.model.config import LARGEST
 from fenchel.model.families.config_reader import CONFIG
 
@@ -112,6 +122,8 @@ class CheckpointDirectory(NamedTuple):
     config: dict[str, Any]
     """config.json."""
     tensors: dict[str, TensorLocation]
+    digests: Mapping[str, str] = MappingProxyType({})
+    """SHA-256 of the files of weights, where a manifest of ours gives it."""
 
     @property
     def name(self) -> str:
@@ -147,9 +159,10 @@ class CheckpointDirectory(NamedTuple):
 def open_directory(path: Path) -> CheckpointDirectory:
     """Settings and tensor table of a Hugging Face directory.
 
-    Where it has a manifest of ours, every file that this names is compared with it.
+    Where it has a manifest of ours, every file that this names is compared with it; the bytes of
+    the weights when they are first used, by ``open_tensors``.
     """
-    verify_manifest(path)
+    digests = verify_manifest(path)
     config = read_bounded_json(path, CONFIG)
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise ValueError(f"{path / CONFIG} has no model_type, which names the family of a model.")
@@ -160,28 +173,42 @@ def open_directory(path: Path) -> CheckpointDirectory:
             stacklevel=2,
         )
     _require_own_settings(path / CONFIG, config)
-    directory = CheckpointDirectory(path, config, read_headers(path))
+    directory = CheckpointDirectory(path, config, read_headers(path), digests)
     _require_floating_point(directory)
     _require_sizes(directory)
     return directory
 
 
-def verify_manifest(path: Path) -> bool:
-    """Whether a directory has a manifest of ours; a file that differs from it is refused.
+def verify_manifest(path: Path) -> dict[str, str]:
+    """Compare a directory with its manifest of ours, if any; return the SHA-256 of its weights.
 
-    Files that the manifest does not name are allowed, as people add pages and licences.
+    The size of every file that the manifest names, and the bytes of those that are read whole.
+    Files that it does not name are allowed, as people add pages and licences.
     """
     if not has_file(path, MANIFEST):
-        return False
+        return {}
     if b'"seal"' not in bounded_file(path, MANIFEST).read_bytes():
-        return False  # of another program
+        return {}  # of another program
+    digests = {}
+    with _own_change(path):
+        for name, (size, digest) in manifest_files(regular_file(path, MANIFEST)).items():
+            file = regular_file(path, name)
+            require_size(file, size)
+            if name.endswith(".safetensors"):
+                digests[name] = digest
+            elif size <= max(_BYTES.values()):
+                require_digest(file, digest)
+    return digests
+
+
+@contextmanager
+def _own_change(path: Path) -> Iterator[None]:
+    """Within, the error of a file that differs from its manifest says how to accept the change."""
     try:
-        verify(path, locate=lambda name: regular_file(path, name))
+        yield
     except Damaged as error:
-        raise Damaged(
-            f"{str(error).rstrip('.')}; if the change is yours, delete {path / MANIFEST}."
-        ) from None
-    return True
+        sentence = str(error).rstrip(".")
+        raise Damaged(f"{sentence}; if the change is yours, delete {path / MANIFEST}.") from None
 
 
 def require_no_file_names(directory: CheckpointDirectory) -> None:
@@ -311,6 +338,7 @@ class TensorReader:
         file, stored_name, entry = self._directory.tensors[name]
         try:
             if file not in self._files:
+                self._verify(file)
                 self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
             tensor: torch.Tensor = self._files[file].get_tensor(stored_name)
         except (SafetensorError, OSError) as error:
@@ -318,6 +346,12 @@ class TensorReader:
         if tuple(tensor.shape) != entry.shape:
             raise Damaged(f"{file} changed while it was read.")
         return tensor
+
+    def _verify(self, file: Path) -> None:
+        """Compare a file of weights with the manifest, before its first tensor is used."""
+        if (digest := self._directory.digests.get(file.name)) is not None:
+            with _own_change(self._directory.path):
+                require_digest(file, digest)
 
 
 def require_finite(tensor: torch.Tensor, name: str) -> None:

@@ -51,7 +51,7 @@ _PLAIN_PARTS = frozenset(
     BPEDecoder ByteFallback CTC Fuse WordPiece
     """.split()
 )
-_PLAIN_MODELS = frozenset({"BPE", "Unigram", "WordLevel", "WordPiece"})
+_PLAIN_MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LINEAR = frozenset(
@@ -216,9 +216,10 @@ def _check_character_map(part: dict[str, Any], path: Path) -> None:
 
 def _check_template(part: dict[str, Any], path: Path) -> None:
     specials = part.get("special_tokens")
-    ids = specials.values() if isinstance(specials, dict) else ()
-    size = sum(len(v) for v in (part.get("single"), part.get("pair")) if isinstance(v, list | str))
-    size += sum(len(one.get("ids", ())) for one in ids if isinstance(one, dict))
+    values = specials.values() if isinstance(specials, dict) else ()
+    ids = [one.get("ids") for one in values if isinstance(one, dict)]
+    lists = (part.get("single"), part.get("pair"), *ids)
+    size = sum(len(one) for one in lists if isinstance(one, list | str))
     if size > _TEMPLATE_LIMIT:
         raise ValueError(
             f"{path} has a template of {size} tokens; more than {_TEMPLATE_LIMIT} is refused."

@@ -1,7 +1,9 @@
 """fenchel/checkpoints/directory.py: only plain files of the directory, and a true index."""
 
+import hashlib
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from fenchel.checkpoints.directory import (
     read_bounded_json,
     regular_file,
 )
-from fenchel.files import Damaged
+from fenchel.files import Damaged, committed
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 A, B = torch.arange(6.0).reshape(2, 3), torch.arange(5.0)
@@ -263,3 +265,76 @@ def test_a_file_that_changes_after_its_header_was_read_is_refused(folder: Path) 
 
 def test_a_plain_name_is_a_file_of_the_directory(folder: Path) -> None:
     assert regular_file(folder, ONE) == folder / ONE
+
+
+@pytest.fixture
+def sealed(folder: Path) -> Path:
+    """The same directory, sealed by a manifest of ours."""
+    path = folder.with_name("sealed")
+    with committed(path, {"format": 1}) as fresh:
+        for file in folder.iterdir():
+            (fresh / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def test_every_flipped_bit_of_a_sealed_directory_is_found(sealed: Path) -> None:
+    draw = random.Random(0)
+    for file in sorted(sealed.iterdir()):
+        data = file.read_bytes()
+        for _ in range(25):
+            flipped = bytearray(data)
+            flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            file.write_bytes(flipped)
+            try:
+                with open_tensors(open_directory(sealed)) as tensors:
+                    assert torch.equal(tensors["a"], A)
+                    assert torch.equal(tensors["b"], B)
+                assert file.name == "manifest.json"  # not ours any more, and the rest is intact
+            except ValueError:
+                pass
+        file.write_bytes(data)
+    open_directory(sealed)
+
+
+def test_a_change_of_the_users_own_is_named_with_the_way_to_accept_it(sealed: Path) -> None:
+    (sealed / "LICENSE").write_text("added")
+    open_directory(sealed)
+    (sealed / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(Damaged, match=r"json has 22 bytes.*; if the change is yours, delete"):
+        open_directory(sealed)
+    (sealed / "manifest.json").unlink()
+    open_directory(sealed)
+
+
+def test_a_manifest_cannot_make_a_reader_hash_a_terabyte(folder: Path) -> None:
+    path = folder.with_name("huge")
+    with committed(path, {"format": 1}) as fresh:
+        for file in folder.iterdir():
+            (fresh / file.name).write_bytes(file.read_bytes())
+        (fresh / "notes.bin").write_bytes(b"")
+        (fresh / "other.safetensors").write_bytes(b"")
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in ("notes.bin", "other.safetensors"):
+        with (path / name).open("wb") as file:
+            file.truncate(2**40)
+        manifest["files"][name]["bytes"] = 2**40
+    del manifest["seal"]
+    body = json.dumps(manifest, sort_keys=True).encode()
+    manifest["seal"] = hashlib.sha256(body).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    with open_tensors(open_directory(path)) as tensors:
+        assert torch.equal(tensors["b"], B)
+
+
+@pytest.mark.parametrize(
+    "target", ["../outside.safetensors", "/etc/passwd", "absent"], ids=["beside", "system", "none"]
+)
+def test_a_manifest_that_is_a_link_or_names_one_is_refused(sealed: Path, target: str) -> None:
+    (sealed / TWO).unlink()
+    (sealed / TWO).symlink_to(target)
+    with pytest.raises(Damaged, match="symbolic link"):
+        open_directory(sealed)
+    (sealed / "manifest.json").unlink()
+    (sealed / "manifest.json").symlink_to(target)
+    with pytest.raises(Damaged, match="symbolic link"):
+        open_directory(sealed)

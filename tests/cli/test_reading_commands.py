@@ -113,7 +113,8 @@ def test_one_flipped_bit_of_a_converted_checkpoint_is_found(
     data[-5] ^= 4
     weights.write_bytes(data)
     assert main(["doctor", str(out)]) == 1
-    flags = {"inspect": ["--text", "kjv"], "attach": ["--map", "hard"]}
+    text = ["--text", "kjv"]
+    flags = {"eval": text, "inspect": text, "attach": ["--map", "hard"]}
     for command in ("generate", "eval", "inspect", "attach"):
         capsys.readouterr()
         assert main([command, str(out), *flags.get(command, ())]) == 2

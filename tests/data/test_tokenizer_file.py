@@ -5,6 +5,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from fenchel.data import encode, load_tokenizer, tokenizer_process, tokens, train_tokenizer
-from fenchel.data.tokenizer_file import _is_plain_pattern, is_plain
+from fenchel.data.tokenizer_file import _is_plain_pattern, check, is_plain
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = (
@@ -207,6 +208,28 @@ def test_models_that_are_slow_on_long_words_are_not_plain(kind: str) -> None:
     assert not is_plain({"model": words})
     assert not is_plain({"model": long})
     assert not is_plain({"model": {"type": kind, "vocab": [5]}})
+
+
+ANYTHING = [5, 1.5, None, True, "x", [], {}, [[]], [[5, 1]], {"a": []}, {"type": 5}, {"a": {}}]
+
+
+@pytest.mark.parametrize("value", ANYTHING, ids=repr)
+def test_a_value_of_another_type_is_no_error_of_ours(
+    value: Any, raw: dict[str, Any], tmp_path: Path
+) -> None:
+    template = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+    parts: list[dict[str, Any]] = [{"model": raw["model"] | {key: value}} for key in raw["model"]]
+    parts += [{"model": raw["model"] | {"max_input_chars_per_word": value}}]
+    parts += [{key: value} for key in raw]
+    parts += [{"normalizer": {"type": "Precompiled", "precompiled_charsmap": value}}]
+    parts += [{"normalizer": {"type": "Replace", "pattern": value, "content": value}}]
+    parts += [{"post_processor": template | {key: value}} for key in template]
+    parts += [{"post_processor": template | {"special_tokens": {"a": {"ids": value}}}}]
+    for part in parts:
+        whole = raw | part
+        with suppress(ValueError):
+            check(whole, tmp_path)
+            is_plain(whole)
 
 
 def test_a_panic_writes_nothing(
