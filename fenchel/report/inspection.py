@@ -3,8 +3,8 @@
     Inspection.plain(maps=True, rows=True) -> sections -> document
 
 The data is the output of ``fenchel inspect --json`` with maps and rows; numbers that are not finite
-are None. Sections: summary, heads, rows of every head, attention maps, gains of blocks, sensitivity
-of the network, method.
+are None. Sections: summary, the scale of healthy models, heads, rows of every head, attention maps,
+gains of blocks, sensitivity of the network, method.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,14 @@ from fenchel.report.html import (
 )
 from fenchel.report.inspection_blocks import blocks, network
 from fenchel.report.inspection_heads import heads, maps, rows
+from fenchel.report.inspection_scale import meaning, scale
 
 Data = Mapping[str, Any]
 
 
 def render(result: Data) -> str:
     """The whole page as text."""
-    sections = [_summary(result), heads(result), rows(result), maps(result)]
+    sections = [_summary(result), meaning(result), heads(result), rows(result), maps(result)]
     if result["layers"]:
         sections.append(blocks(result))
     if result["network"]:
@@ -75,22 +76,36 @@ def _summary(result: Data) -> Section:
     largest = max(heads, key=lambda head: head["max_logit"]["most"])
     sink = max(heads, key=lambda head: head["first"])
     entries = [
-        ("Most sensitive head", format_number(top["sigma"]["qkv"]["lower"], 3), _name(top)),
+        (
+            "Most sensitive head",
+            format_number(top["sigma"]["qkv"]["lower"], 3),
+            f"{_name(top)}; usual {scale('sigma of a head').usual}",
+        ),
         ("Lowest entropy", f"{format_number(sharp['entropy']['mean'], 3)} nats", _name(sharp)),
-        ("Largest logit", format_number(largest["max_logit"]["most"], 3), _name(largest)),
-        ("Most weight on the first token", format_number(sink["first"], 2), _name(sink)),
+        (
+            "Largest logit",
+            format_number(largest["max_logit"]["most"], 3),
+            f"{_name(largest)}; usual {scale('largest logit').usual}",
+        ),
+        (
+            "Most weight on the first token",
+            format_number(sink["first"], 2),
+            f"{_name(sink)}; usual {scale('weight on the first token').usual}",
+        ),
     ]
     network = result["network"]
     if network:
         ends = network["stream"]
         bound = f"at most {format_number(ends['upper'], 3)}"
         entries.append(("Network, stream to stream", format_number(ends["lower"], 3), bound))
-        entries.append(("Lyapunov exponent", format_number(network["exponent"], 3), "per layer"))
+        usual = f"per layer; usual {scale('Lyapunov exponent').usual}"
+        entries.append(("Lyapunov exponent", format_number(network["exponent"], 3), usual))
     cards = (
         element("div", element("dt", name), element("dd", value, element("small", unit)))
         for name, value, unit in entries
     )
-    body = [element("dl", *cards)]
+    link = element("a", "What the numbers mean", href="#meaning")
+    body = [element("dl", *cards), element("p", link, class_="about")]
     if result["precision"]:
         body.append(element("p", result["precision"]["statement"], class_="note"))
     return Section(anchor="summary", title="Summary", body=join(body, "\n"))
