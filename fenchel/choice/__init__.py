@@ -14,6 +14,7 @@ from fenchel.choice.capped import Capped
 from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
 from fenchel.choice.kkt import Multipliers, Residuals, kkt, multipliers
+from fenchel.choice.reverse_kl import ReverseKL, reverse_kl
 from fenchel.choice.softmax import Softmax
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Hard",
     "Multipliers",
     "Residuals",
+    "ReverseKL",
     "Softmax",
     "Sparsemax",
     "beta_for_budget",
@@ -34,5 +36,6 @@ __all__ = [
     "kkt",
     "maps_with",
     "multipliers",
+    "reverse_kl",
     "settings_of",
 ]
