@@ -187,6 +187,19 @@ def test_fewer_and_more_axes_are_the_same_attention(qkv: QKV) -> None:
         torch.testing.assert_close(shared[1], attend(q[1], k[0], v[0], choice=choice))
 
 
+def test_under_dropout_the_weights_of_a_row_need_not_sum_to_one() -> None:
+    """E60: four even weights, p = 0.1: j dropped leave (4 - j) / 4 / 0.9, 0.833 for one."""
+    torch.manual_seed(0)
+    q, k, ones = torch.zeros(1, 1, 400, 8), torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 4, 1)
+    sums = attend(q, k, ones, dropout=0.1).flatten()
+    dropped = (4.0 - 3.6 * sums).round()
+    torch.testing.assert_close(sums, (4.0 - dropped) / 3.6)
+    assert (sums - 0.8333).abs().min() < 1e-4
+    assert float((dropped == 1).float().mean()) == pytest.approx(4 * 0.1 * 0.9**3, abs=0.06)
+    assert float(sums.mean()) == pytest.approx(1.0, abs=0.03)
+    assert torch.equal(attend(q, k, ones), torch.ones(1, 1, 400, 1))
+
+
 def test_dropout_keeps_the_mean_and_follows_the_seed(draw) -> None:
     q, k, v = draw(1, 2, 3, 4), draw(1, 2, 5, 4), draw(1, 2, 5, 3)
     call = {"choice": Sparsemax(), "dropout": 0.4}

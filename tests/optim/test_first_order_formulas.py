@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.optim import adam_l2, adamw, beta2_warmup, nesterov, sgd, sgd_average
+from fenchel.optim import (
+    adam_l2,
+    adamw,
+    beta2_warmup,
+    nesterov,
+    sgd,
+    sgd_average,
+    warmup_cosine,
+)
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Slope = Callable[[Tensor], Tensor]
@@ -47,13 +55,24 @@ def test_the_worked_table_of_descent_on_a_parabola() -> None:
     assert (x[10], x[10] ** 2) == pytest.approx((0.3221, 0.1038), abs=5e-5)
 
 
-@pytest.mark.parametrize(("rate", "ends"), [(0.1, 0.3221), (0.0125, 0.3958)])
-def test_descent_is_the_euler_step_of_the_gradient_flow(rate: float, ends: float) -> None:
+@pytest.mark.parametrize(
+    ("rate", "ends", "gap"),
+    [
+        (0.1, 0.3221, 0.084),
+        (0.05, 0.3647, 0.041),
+        (0.025, 0.3855, 0.020),
+        (0.0125, 0.3958, 0.010),
+    ],
+)
+def test_descent_is_the_euler_step_of_the_gradient_flow(
+    rate: float, ends: float, gap: float
+) -> None:
     """The flow of x^2 from 3 is 3 exp(-2 t): 0.4060 at time 1, approached as the rate falls."""
     flow = 3.0 * math.exp(-2.0)
     assert flow == pytest.approx(0.4060, abs=5e-5)
     found = after(round(1 / rate), lambda p: sgd(p, lr=rate), slope)[-1]
     assert found == pytest.approx(ends, abs=5e-5)
+    assert flow - found == pytest.approx(gap, abs=5e-4)
     assert 0 < flow - found < 0.9 * rate  # first order in the rate, from below
 
 
@@ -220,3 +239,47 @@ def test_a_rising_beta2_never_lengthens_a_step() -> None:
         shares.append(math.sqrt((1 - beta2(t - 1) ** t) / (1 - product)))
     assert max(shares) <= 1.0 + 1e-12
     assert min(shares) == pytest.approx(0.828, abs=1e-3)
+
+
+# --- warm-up
+
+
+def update_sizes(warmup: int, steps: int = 60) -> list[float]:
+    """RMS of every step of AdamW on a small model, in units of the peak rate."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(16, 32), torch.nn.Flatten(), torch.nn.Linear(4 * 32, 64),
+        torch.nn.GELU(), torch.nn.Linear(64, 16),
+    )  # fmt: skip
+    rate = 3e-3
+    optimiser = adamw(model.parameters(), lr=rate)
+    factor = warmup_cosine(warmup, 10**6)
+    generator = torch.Generator().manual_seed(1)
+    sizes = []
+    for step in range(steps):
+        optimiser.param_groups[0]["lr"] = rate * factor(step)
+        ids = torch.randint(16, (16, 4), generator=generator)
+        loss = torch.nn.functional.cross_entropy(model(ids), ids.sum(1) % 16)
+        optimiser.zero_grad()
+        loss.backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimiser.step()
+        moved = torch.cat(
+            [(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]
+        )
+        sizes.append(float(moved.square().mean().sqrt()) / rate)
+    return sizes
+
+
+def test_without_a_warm_up_the_first_update_is_the_largest() -> None:
+    """OP-27: m / sqrt(v) of one gradient is its sign, so every entry moves by the whole rate.
+
+    Later gradients disagree and updates are several times shorter; a warm-up of w steps divides the
+    first by w, so that the largest update comes when averages mean something.
+    """
+    bare, warm = update_sizes(warmup=0), update_sizes(warmup=20)
+    assert bare[0] == pytest.approx(1.0, abs=0.01)
+    assert max(bare) == bare[0]
+    assert sum(bare[-10:]) / 10 < 0.5
+    assert warm[0] == pytest.approx(1 / 20, abs=0.001)
+    assert max(warm) < 0.7 * bare[0]
