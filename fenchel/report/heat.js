@@ -3,7 +3,8 @@
 //   heat(host, {rows: [name], columns: [name], titles: [longer name], down, across, measures: [{name, about, bend, own, values: [[number]]}]})
 //
 // Colours are linear in the value, or in its logarithm or square root with bend "log" or "root"; with
-// "own" every row has its own scale.
+// "own" every row has its own scale. A scale spans a quarter of its largest value at least, as in
+// colour_range (attention_over_time.py): differences of a few per cent stay pale.
 
 const WIDEST = 120; // pixels of a cell, so that two heads do not fill the page
 
@@ -20,7 +21,11 @@ function heat(host, data) {
 	});
 	const ends = (values) => {
 		const finite = values.filter((value) => value !== null);
-		return finite.length ? [finite.reduce((a, b) => Math.min(a, b)), finite.reduce((a, b) => Math.max(a, b))] : [0, 0];
+		if (!finite.length) return [0, 0];
+		const low = finite.reduce((a, b) => Math.min(a, b)), high = finite.reduce((a, b) => Math.max(a, b));
+		const margin = Math.max((Math.max(Math.abs(low), Math.abs(high)) / 4 - (high - low)) / 2, 0);
+		if (low === high || !margin) return [low, high];
+		return [low < 0 ? low - margin : Math.max(low - margin, 0), high + margin];
 	};
 
 	function draw() {

@@ -330,7 +330,7 @@ export function mapView(host, maps, choice, changed) {
 	return () => {
 		const width = widthOf(host), pen = context(canvas, width, width), paint = colours();
 		const edge = Math.min(Math.max(...labels.map((text) => pen.measureText(text).width)) + 8, width * 0.2);
-		const cell = (width - edge - 6) / size, skip = Math.ceil(11 / cell), place = (i) => edge + i * cell;
+		const cell = (width - edge - 6) / size, skip = Math.ceil(14 / cell), place = (i) => edge + i * cell;
 		[gutter, span] = [edge / width, (cell * size) / width];
 		const drawn = [choice.layer, choice.head, paint.ramp].join();
 		if (painted !== drawn) paintMap(picture, maps.map(choice.layer * maps.heads + choice.head), size, size);
@@ -338,7 +338,7 @@ export function mapView(host, maps, choice, changed) {
 		pen.imageSmoothingEnabled = false;
 		pen.drawImage(picture, edge, edge, cell * size, cell * size);
 		function label(i, chosen, upright) {
-			if (i !== chosen && (i % skip || Math.abs(i - chosen) * cell < 11)) return;
+			if (i !== chosen && (i % skip || Math.abs(i - chosen) * cell < 14)) return;
 			pen.save();
 			pen.translate(...(upright ? [place(i + 0.5), edge - 4] : [edge - 4, place(i + 0.5)]));
 			if (upright) pen.rotate(-Math.PI / 2);

@@ -435,3 +435,19 @@ def test_the_reliability_diagram_draws_every_bin(browser: Browser, pages: dict[s
     assert len(bins) > 10
     assert len(dots) == len(bins) + 2  # two are in the legend
     assert browser.text("figure svg").count("T = 4.000") == 1
+
+
+def test_small_differences_stay_small_on_a_heat_map(
+    browser: Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    """Entropies of 3.0 to 3.1 in one page and of 0.5 to 3.1 in another: the scale shows both."""
+    data = json.loads((pages["inspection"].with_suffix(".json")).read_text())
+    scales = {}
+    for name, least in (("alike", 3.0), ("apart", 0.5)):
+        for n, head in enumerate(data["heads"]):
+            head["entropy"]["mean"] = least if n else 3.1
+        (tmp_path / f"{name}.html").write_text(render(data), encoding="utf-8")
+        browser.open(tmp_path / f"{name}.html")
+        scales[name] = browser.text("[data-picture=heads] .ramp").split()
+    assert [float(end) for end in scales["alike"]] == pytest.approx([2.6625, 3.4375], abs=1e-3)
+    assert [float(end) for end in scales["apart"]] == [0.5, 3.1]
