@@ -275,6 +275,7 @@ class Laboratory:
             Stepper.__call__ = watched  # type: ignore[method-assign]
 
         self._scenario("resume", stop_early)
+        self.steps |= tree(self.folder / "start-resume" / "checkpoints")
         last = {p: c for p, c in self.whole.items() if p not in ("report.html", "sample.json")}
         self.restore(None)
         write(self.run, last)
@@ -318,7 +319,7 @@ class Laboratory:
         for name in sorted({*present, *self.whole}):
             step = name.removeprefix("checkpoints/")
             older = step != name and f"step-{STEPS:06d}" not in name
-            if name == "run.lock":
+            if name in ("run.lock", "tokens/manifest.json"):  # names its process, or the recipe
                 continue
             if older:  # which of them are kept depends on the saves that failed
                 if name in present and present[name] != self.steps.get(step):

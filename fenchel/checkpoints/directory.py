@@ -46,9 +46,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from fenchel.checkpoints.safetensors_header import TensorEntry, read_header
+from fenchel.checkpoints.safetensors_header import TensorEntry, read_header, system_errors
 from fenchel.files import (
     MANIFEST,
     Damaged,
@@ -336,13 +336,11 @@ class TensorReader:
     def __getitem__(self, name: str) -> torch.Tensor:
         """A tensor on the file's own pages; writing to it does not change the file."""
         file, stored_name, entry = self._directory.tensors[name]
-        try:
+        with system_errors(file):
             if file not in self._files:
                 self._verify(file)
                 self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
             tensor: torch.Tensor = self._files[file].get_tensor(stored_name)
-        except (SafetensorError, OSError) as error:
-            raise Damaged(f"{file} cannot be read ({printable(error)}).") from None
         if tuple(tensor.shape) != entry.shape:
             raise Damaged(f"{file} changed while it was read.")
         return tensor

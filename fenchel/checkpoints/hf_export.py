@@ -38,6 +38,7 @@ from fenchel.checkpoints.directory import (
 from fenchel.checkpoints.generation_config import GENERATION, TOKEN_IDS
 from fenchel.checkpoints.load import load
 from fenchel.checkpoints.run_checkpoint import is_run
+from fenchel.checkpoints.safetensors_header import system_errors
 from fenchel.checkpoints.tokenizer import COPIED, read_files
 from fenchel.checkpoints.weights import read_weights, write_weights
 from fenchel.choice.by_name import FIELD, choice_record
@@ -217,12 +218,14 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard: int
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
+        with system_errors(folder / WEIGHTS):
+            save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
         return
     where: dict[str, str] = {}
     for number, part in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
+        with system_errors(folder / file):
+            save_file(part, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(part, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     (folder / INDEX).write_text(dumps({"metadata": {"total_size": total}, "weight_map": where}))

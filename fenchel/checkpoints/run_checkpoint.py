@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -40,6 +39,7 @@ from fenchel.checkpoints.directory import (
     read_bounded_json,
     read_headers,
 )
+from fenchel.checkpoints.safetensors_header import system_errors
 from fenchel.checkpoints.weights import read_state_dict
 from fenchel.config import from_mapping
 from fenchel.files import (
@@ -403,17 +403,10 @@ def _same_optimiser(fresh: Mapping[str, Any] | None, saved: Mapping[str, Any] | 
 
 
 def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    try:
+    with system_errors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # it gives the errno only in its message
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
-    try:
+    with system_errors(path):
         return load_file(path)
-    except SafetensorError as error:
-        raise Damaged(f"{path} is not a safetensors file ({error}).") from None

@@ -12,8 +12,14 @@ memory; parsing the largest header that is accepted takes about 0.1 GB.
 """
 
 import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
 
 from fenchel.files import Damaged, printable
 
@@ -28,9 +34,30 @@ BITS = {
     **dict.fromkeys(("U64", "I64", "F64"), 64),
 }
 """Bits per number, by the name that safetensors gives the dtype."""
+_ERRNO = re.compile(r"\(os error (\d+)\)|in read-only mode: [^()]*\((\d+)\)")
 _AXES = 8
 _SEPARATORS = 16 * MAX_TENSORS
 _NAME = 512
+
+
+@contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """Within, an error of the system that safetensors or torch only names in words is an OSError.
+
+    Any other complaint of safetensors means that the file is not one of its files: Damaged.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        path.open("rb").close()  # safetensors gives this name to every failure to open a file
+        raise
+    except (SafetensorError, RuntimeError) as error:
+        if (match := _ERRNO.search(str(error))) is not None:
+            number = int(match[1] or match[2])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        if isinstance(error, SafetensorError):
+            raise Damaged(f"{path} is not a safetensors file ({printable(error)}).") from None
+        raise
 
 
 class TensorEntry(NamedTuple):

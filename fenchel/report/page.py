@@ -44,7 +44,7 @@ def page(run: Path, summary: Mapping[str, Any] | None = None) -> Path:
     ``summary`` stands for the summary.json of a run that has yet to write it.
     """
     target = run / "report.html"
-    data = read_run(run)
+    data = read_run(run, strict=summary is not None)
     if summary is not None:
         troubles = {k: v for k, v in data.troubles.items() if k != "summary.json"}
         data = replace(data, summary=summary, troubles=troubles)

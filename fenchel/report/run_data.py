@@ -78,8 +78,12 @@ class RunData:
         return int(number(self.rows[-1]["step"]) or 0) if self.rows else None
 
 
-def read_run(path: Path) -> RunData:
-    """Everything in the run directory ``path`` that can be read."""
+def read_run(path: Path, *, strict: bool = False) -> RunData:
+    """Everything in the run directory ``path`` that can be read.
+
+    A file that the system fails to read, such as for want of memory, is left out with a sentence;
+    with ``strict`` the error is raised, for a run that writes its own page and can do so later.
+    """
     if not path.is_dir():
         raise ValueError(f"a run directory was expected, {path} is not a folder; check the name.")
     if not any((path / name).exists() for name in CONSEQUENCES):
@@ -88,15 +92,15 @@ def read_run(path: Path) -> RunData:
             "give the folder that a training run wrote."
         )
     troubles: dict[str, tuple[str, ...]] = {}
-    config_text, config = _settings(path / "config.toml", troubles)
+    config_text, config = _settings(path / "config.toml", troubles, strict)
     return RunData(
         name=path.resolve().name,
         config=config,
         config_text=config_text,
-        environment=_object(path / "environment.json", troubles),
-        rows=_metrics(path / "metrics.jsonl", troubles),
-        summary=_object(path / "summary.json", troubles),
-        sample=_object(path / "sample.json", troubles),
+        environment=_object(path / "environment.json", troubles, strict),
+        rows=_metrics(path / "metrics.jsonl", troubles, strict),
+        summary=_object(path / "summary.json", troubles, strict),
+        sample=_object(path / "sample.json", troubles, strict),
         troubles=troubles,
     )
 
@@ -117,17 +121,21 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _object(path: Path, troubles: dict[str, tuple[str, ...]]) -> Mapping[str, Any]:
+def _object(path: Path, troubles: dict[str, tuple[str, ...]], strict: bool) -> Mapping[str, Any]:
     if _absent(path, troubles):
         return {}
     try:
         return read_sealed_json(path)
     except (ValueError, OSError) as error:
+        if strict and isinstance(error, OSError):
+            raise
         _note(troubles, path, f"{_without_folder(error, path)} So {CONSEQUENCES[path.name]}.")
         return {}
 
 
-def _settings(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[str, Mapping[str, Any]]:
+def _settings(
+    path: Path, troubles: dict[str, tuple[str, ...]], strict: bool
+) -> tuple[str, Mapping[str, Any]]:
     if _absent(path, troubles):
         return "", {}
     text = ""
@@ -139,12 +147,16 @@ def _settings(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[str, Ma
             _note(troubles, path, f"{path.name} has changed since it was written.")
         return text, parse_toml(data)
     except (ValueError, OSError) as error:
+        if strict and isinstance(error, OSError):
+            raise
         sentence = f"{path.name} is not readable as TOML ({_without_folder(error, path)})."
         _note(troubles, path, f"{sentence} Its text is shown below." if text else sentence)
         return text, {}
 
 
-def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[MetricsRow, ...]:
+def _metrics(
+    path: Path, troubles: dict[str, tuple[str, ...]], strict: bool
+) -> tuple[MetricsRow, ...]:
     if _absent(path, troubles):
         return ()
     rows: dict[int, dict[str, float | tuple[float, ...]]] = {}
@@ -163,6 +175,8 @@ def _metrics(path: Path, troubles: dict[str, tuple[str, ...]]) -> tuple[MetricsR
             else:
                 truncated = True
     except OSError as error:
+        if strict:
+            raise
         _note(troubles, path, f"{path.name} could not be read to its end ({error.strerror}).")
         stride = 1
     if stride > 1:

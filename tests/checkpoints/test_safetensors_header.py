@@ -2,15 +2,24 @@
 is refused.
 """
 
+import errno
 import json
+import os
+import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from fenchel.checkpoints.safetensors_header import TensorEntry, printable, read_header
+from fenchel.checkpoints.safetensors_header import (
+    TensorEntry,
+    printable,
+    read_header,
+    system_errors,
+)
 from fenchel.files import Damaged
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -112,3 +121,44 @@ def test_a_file_too_short_for_any_header_is_refused(file: Path, size: int) -> No
 def test_words_of_strangers_are_cut_and_cannot_steer_a_terminal() -> None:
     assert printable("a\nb\x1b[31m") == "a?b?[31m"
     assert printable("x" * 200) == "x" * 80 + "..."
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOENT])
+def test_an_error_of_the_system_keeps_its_number_through_safetensors(
+    tmp_path: Path, number: int
+) -> None:
+    """Opened by torch, whose words differ from those of safetensors."""
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    words = f"unable to open file <{path}> in read-only mode: {os.strerror(number)} ({number})"
+    with pytest.raises(OSError, match=os.strerror(number)) as raised, system_errors(path):
+        raise RuntimeError(words)
+    assert (raised.value.errno, raised.value.filename) == (number, str(path))
+
+
+def test_a_real_limit_on_open_files_is_that_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, before[1]))
+    held = []
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(path, os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"), system_errors(path):
+            load_file(path)
+    finally:
+        for handle in held:
+            os.close(handle)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_other_complaints_are_damage_and_other_errors_are_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"no header")
+    with pytest.raises(Damaged, match="is not a safetensors file"), system_errors(path):
+        load_file(path)
+    with pytest.raises(RuntimeError, match="shapes"), system_errors(path):
+        raise RuntimeError("shapes do not match (3)")

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
+from fenchel import report
 from fenchel.checkpoints import run_checkpoint
+from fenchel.report import run_data
 
 
 def no_room(free: int = 0) -> None:
@@ -167,3 +169,24 @@ def test_a_folder_that_is_lost_under_the_run_is_one_sentence_and_code_4(
         halfway.mkdir()
     else:
         assert "the last good checkpoint is step-000023" in ended.said
+
+
+def test_a_read_error_does_not_become_part_of_the_page_of_a_run(
+    lab: Any, whole: dict[str, Any], halfway: Path
+) -> None:
+    """A page of any directory leaves out what cannot be read; the run writes its own later."""
+
+    def mischief() -> None:
+        def fail(path: Path) -> Any:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+        run_data._lines = fail
+
+    ended = lab.resume(halfway, mischief=mischief)
+    assert ended.code == 4
+    assert "metrics.jsonl: too many open files; the last good checkpoint is step-000040" in (
+        ended.said
+    )
+    assert lab.resume(halfway).code == 0
+    assert lab.story(halfway) == whole
+    assert report.page(halfway).read_text().count("could not be read") == 0
