@@ -1,40 +1,45 @@
 # demo and test do all set-up in .venv; stamps make a second call quick and free of the network.
+# make test TORCH=2.15.0 tests another version of torch, in an environment of its own.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(VENV)/bin
+# Triton 3.6, which torch 2.11 needs, interprets kernels with NumPy before 2.4 only.
+PINS := 'torch==$(or $(TORCH),2.13.*)' $(if $(filter 2.11%,$(TORCH)),'numpy<2.4')
 
-demo: .venv/.demo
+demo: $(VENV)/.demo
 	$(BIN)/fenchel train
 
 # One process per core and one thread per process: more threads would wait for each other.
-test: .venv/.dev lint
+# Lint and types are those of the usual torch.
+test: $(VENV)/.dev $(if $(TORCH),,lint)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
-lint: .venv/.dev
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-kernels: .venv/.dev
+kernels: $(VENV)/.dev
 	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels
 
-bench: .venv/.dev
+bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
 # The site of the documentation, into site/; site/index.html opens without a server.
-docs: .venv/.docs
+docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-.venv/.demo: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable .
+$(VENV)/.demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable . $(PINS)
 	touch $@
 
-.venv/.dev: .venv/.demo
-	$(BIN)/pip install --quiet --editable '.[dev]'
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/pip install --quiet --editable '.[dev]' $(PINS)
 	touch $@
 
-.venv/.docs: .venv/.demo
-	$(BIN)/pip install --quiet --editable '.[docs]'
+$(VENV)/.docs: $(VENV)/.demo
+	$(BIN)/pip install --quiet --editable '.[docs]' $(PINS)
 	touch $@
 
 .PHONY: demo test lint kernels bench docs

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
-from torch._inductor.exc import InductorError
 
 from benchmarks.harness import record, time_interleaved
 from fenchel.attention import (
@@ -38,6 +36,7 @@ from fenchel.attention import (
 )
 from fenchel.attention.sdpa import causal_flag
 from fenchel.choice import Entmax
+from fenchel.torch_internals import compile_error
 
 THREADS = 2
 ROUNDS = 5
@@ -145,7 +144,7 @@ def measure(machine: Machine, name: str, n: int, train: bool) -> dict[str, Any]:
     for backend in list(calls):  # compiles what is compiled, at the first call
         try:
             calls[backend]()
-        except (TorchDynamoException, InductorError) as error:  # torch's compiler has its limits
+        except compile_error() as error:  # torch's compiler has its limits
             print(f"  {backend} does not compile: {str(error).splitlines()[0][:90]}")
             if backend == "auto":
                 return {"case": name, "keys": n, "picked": picked, "error": str(error)[:400]}

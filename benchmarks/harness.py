@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
+from fenchel.torch_internals import compile_error
 from fenchel.train.machine import commit, device_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -112,7 +112,7 @@ def _worker(pipe: Any, make: Maker) -> None:
     try:
         call = make()
         call()
-    except TorchDynamoException as error:  # torch.compile needs a C++ compiler
+    except compile_error() as error:  # torch.compile needs a C++ compiler
         pipe.send(str(error).strip().splitlines()[0][:200])
         return
     pipe.send(None)

@@ -28,8 +28,6 @@ from typing import Literal, overload
 from warnings import warn
 
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # torch has no public function for this
-from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, describe, leave_out
@@ -39,6 +37,7 @@ from fenchel.attention.sdpa import causal_flag
 from fenchel.attention.shapes import broadcast_batch, check, output_axes, under_autocast
 from fenchel.attention.spec import SOFTMAX, AttentionSpec, ChoiceLike
 from fenchel.choice import Softmax
+from fenchel.torch_internals import carries_tangents, in_func_transform
 
 
 @overload
@@ -113,8 +112,8 @@ def attend(
         beta = choice.beta
         if (
             type(beta) is float
-            and forward_ad._current_level < 0
-            and peek_interpreter_stack() is None
+            and not carries_tangents()
+            and not in_func_transform()
             and q.ndim == k.ndim == v.ndim == 4
         ):
             B, H, T, D = q.shape

@@ -27,12 +27,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fenchel.attention import blocked, flex, reference, sdpa
 from fenchel.attention.prior import Combined, Prior
 from fenchel.attention.spec import AttentionSpec
 from fenchel.attention.tiles import tile_height
+from fenchel.torch_internals import carries_tangents, in_func_transform, reverse_transforms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ def describe(
     grad = torch.is_grad_enabled()
     learns = grad and any(x.requires_grad for x in tensors)
     compiling = torch.compiler.is_compiling()
-    transforms = [] if compiling else _transforms()
+    transformed = not compiling and in_func_transform()
     return CallFacts(
         choice=type(spec.choice).__name__,
         prior=spec.prior,
@@ -100,16 +100,11 @@ def describe(
         return_weights=return_weights,
         learns=learns,
         gradient=learns or (grad and any(x.requires_grad for x in (q, k, v))),
-        tangent=forward_ad._current_level >= 0,
-        transformed=bool(transforms),
-        twice=transforms.count(torch._C._functorch.TransformType.Grad) > 1,
+        tangent=carries_tangents(),
+        transformed=transformed,
+        twice=transformed and reverse_transforms() > 1,
         compiling=compiling,
     )
-
-
-def _transforms() -> list[object]:
-    """The transforms of torch.func around the call; torch has no public function for this."""
-    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def _reference(call: CallFacts) -> str | None:  # noqa: ARG001

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 from torch.nn.functional import dropout as drop
-from torch.utils._pytree import tree_map
 
 from fenchel.attention.prior import ScoreBlock
 from fenchel.attention.reference import cap, cap_slope, mix, score, without_autocast
@@ -357,7 +356,8 @@ def _jvp(f: Function, at: Sequence[Tensor], moves: Sequence[Tensor | None]) -> A
         return f(*args)
 
     out, pull = vjp(of_moving, *(at[i] for i in moving))[:2]
-    push = vjp(pull, tree_map(torch.zeros_like, out))[1]
+    zero = tuple(map(torch.zeros_like, out)) if isinstance(out, tuple) else torch.zeros_like(out)
+    push = vjp(pull, zero)[1]
     return push(tuple(moves[i] for i in moving))[0]
 
 

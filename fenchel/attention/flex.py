@@ -39,6 +39,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
     device = q.device
     if torch.is_autocast_enabled(device.type):  # as torch's fused kernels do; flex does not
         q, k, v = (x.to(torch.get_autocast_dtype(device.type)) for x in (q, k, v))
+    if k is v or q is k or q is v:  # torch 2.12 refuses one tensor for two on a CPU
+        q, k, v = (x.view_as(x) for x in (q, k, v))
     B, H, T, S = *q.shape[:3], k.shape[2]
     scale, beta, prior = spec.scale_for(q.shape[-1]), spec.choice.beta, spec.prior
     capped = None if spec.softcap is None else _capped(spec.softcap, beta, device)
@@ -50,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float)
         biased = prior.bias(_probe(device, S)) is not None
         mask = _mask(prior, B, H, T, S, device)
     score = _score(prior if biased else None, capped, T, S, device)
-    with torch._dynamo.config.patch(recompile_limit=_KINDS):
+    with torch.compiler.config.patch(recompile_limit=_KINDS):  # type: ignore[attr-defined]
         out: Tensor = _compiled(_any_length(T, S))(
             q,
             k,

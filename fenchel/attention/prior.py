@@ -137,8 +137,8 @@ class Prior:
         H: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
-        rows: slice = slice(None),
-        keys: slice = slice(None),
+        rows: slice | None = None,
+        keys: slice | None = None,
     ) -> Tensor:
         """log u for T queries on S keys, or for some rows and keys of them.
 
@@ -146,6 +146,7 @@ class Prior:
         """
         self.check(B, H, T, S)
         whole = slice(None)
+        rows, keys = rows or whole, keys or whole
         return self.dense(ScoreBlock(B, H, T, S, device, whole, whole, rows, keys), dtype)
 
     def __add__(self, other: "Prior | Tensor") -> "Prior":

@@ -67,14 +67,14 @@ class AttentionSpec:
     (2.0, 0.125)
     """
 
-    choice: Choice = SOFTMAX
-    prior: Prior | None = None
-    scale: float | None = None
-    softcap: float | None = None
+    choice: Choice
+    prior: Prior | None
+    scale: float | None
+    softcap: float | None
 
     def __init__(
         self,
-        choice: ChoiceLike = SOFTMAX,
+        choice: ChoiceLike = "softmax",  # an object here breaks the graphs of torch 2.11
         prior: PriorLike = None,
         scale: float | None = None,
         softcap: float | None = None,

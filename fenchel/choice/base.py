@@ -43,7 +43,7 @@ precision is accepted and returned; the computation between is float32.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Self
 
 import torch
@@ -51,6 +51,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from fenchel.choice.secular import largest_eigenvalue
+from fenchel.torch_internals import is_func_placeholder
 
 FORBIDDEN = float("-inf")
 
@@ -224,11 +225,16 @@ class Choice(ABC):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The settings that are tensors, which may learn, in the order of the fields."""
-        return tuple(x for x in vars(self).values() if isinstance(x, Tensor))
+        settings = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return tuple(x for x in settings if isinstance(x, Tensor))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
         """The same map with other tensors in place of ``tensors()``."""
-        names = [name for name, x in vars(self).items() if isinstance(x, Tensor)]
+        names = [
+            field.name
+            for field in fields(self)  # type: ignore[arg-type]
+            if isinstance(getattr(self, field.name), Tensor)
+        ]
         changes = dict(zip(names, tensors, strict=True))
         return replace(self, **changes) if changes else self  # type: ignore[type-var]
 
@@ -270,8 +276,7 @@ def relative(s: Tensor, v: Tensor) -> Tensor:
 
 def is_plain(t: Tensor) -> bool:
     """Whether t holds numbers, and is no placeholder of torch.compile or torch.func."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return not torch.compiler.is_compiling() and not wrapped(t)
+    return not torch.compiler.is_compiling() and not is_func_placeholder(t)
 
 
 def is_readable(t: Tensor) -> bool:

@@ -55,6 +55,7 @@ from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_nor
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.rotary_table import RotaryTable
+from fenchel.torch_internals import has_forward_hooks
 
 if TYPE_CHECKING:
     from fenchel.kernels.thin_matmul import NormWeights
@@ -240,7 +241,7 @@ def use_recorded_step(
 
 def _has_hooks(model: nn.Module) -> bool:
     """Whether a hook would miss the replays of a graph."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return any(map(has_forward_hooks, model.modules()))
 
 
 def why_not_recorded(model: Transformer, *, padded: bool) -> str | None:

@@ -20,6 +20,7 @@ from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.mlp import Mlp
 from fenchel.model.norm import RMSNorm
+from fenchel.torch_internals import has_forward_hooks
 
 SUPPORTED = frozenset(
     """vocabulary context width layers heads kv_heads head_size hidden norm positions rotary_base
@@ -48,7 +49,7 @@ def why_not_plain(model: Transformer) -> str | None:
     if any(p.dtype != table.dtype for p in model.parameters()):
         return "its parameters have several dtypes"
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_forward_hooks(module):
             return f"its {type(module).__name__} has a forward hook"
         if type(module) not in _KNOWN:
             return f"it has a {type(module).__name__}"

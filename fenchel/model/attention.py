@@ -189,7 +189,18 @@ class CrossAttention(nn.Module):
 
 
 def _attend(call: AttentionCall, dropout: float) -> Tensor:
-    return attend(call.q, call.k, call.v, **call.spec, dropout=dropout)
+    q, k, v, spec = call
+    # One by one: torch.compile of 2.11 unpacks no mapping but a dict.
+    return attend(
+        q,
+        k,
+        v,
+        choice=spec.choice,
+        prior=spec.prior,
+        scale=spec.scale,
+        softcap=spec.softcap,
+        dropout=dropout,
+    )
 
 
 def _heads(x_BTC: Tensor, D: int) -> Tensor:

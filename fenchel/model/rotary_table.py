@@ -11,6 +11,7 @@ from torch import Tensor
 from fenchel.attention import Angles, LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, angles
 from fenchel.attention.rotary import RotaryScaling
 from fenchel.model.config import ModelConfig
+from fenchel.torch_internals import constant_when_compiled
 
 COMPILED_POSITIONS = 8192
 """Contexts up to which a compiled pass uses the table of the whole context."""
@@ -43,6 +44,8 @@ class RotaryTable:
         cos, sin = self._cached_table(end, x.device, exact).unbind()
         return Angles(cos, sin)
 
+    # Traced, the angles would be computed anew for every entry, forward and backward.
+    @constant_when_compiled
     def _cached_table(self, end: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """cos and sin, (2, positions, W), of at least ``end`` positions."""
         table = self._table
@@ -54,11 +57,6 @@ class RotaryTable:
                 )
                 self._table = torch.stack(cos_sin)
         return self._table
-
-    # A constant to the compiler: traced, the angles would be computed anew for every entry, forward
-    # and backward. torch.compiler.assume_constant_result does the same, but loads the compiler when
-    # this module is imported.
-    _cached_table._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def scaling(config: ModelConfig) -> RotaryScaling | None:

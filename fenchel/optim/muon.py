@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fenchel.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
+
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -94,15 +96,15 @@ class Muon(torch.optim.Optimizer):
                 self.state[weight]["momentum"] = torch.zeros_like(weight)
         momenta = [self.state[weight]["momentum"] for weight in weights]
         gradients: list[Tensor] = [weight.grad for weight in weights]  # type: ignore[misc]
-        torch._foreach_lerp_(momenta, gradients, 1.0 - mu)
-        ahead = torch.stack(torch._foreach_lerp(gradients, momenta, mu))
+        foreach_lerp_(momenta, gradients, 1.0 - mu)
+        ahead = torch.stack(foreach_lerp(gradients, momenta, mu))
         if ahead.is_cuda and ahead.dtype == torch.float32:
             ahead = ahead.bfloat16()
         directions = orthogonal(ahead.flatten(0, -3), group["iterations"]).view_as(ahead)
         directions = directions.to(weights[0].dtype)
         size = 0.2 * max(weights[0].shape[-2:]) ** 0.5
-        torch._foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
-        torch._foreach_add_(weights, directions.unbind(), alpha=-lr * size)
+        foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
+        foreach_add_(weights, directions.unbind(), alpha=-lr * size)
 
 
 def orthogonal(stack: Tensor, iterations: int = 5) -> Tensor:

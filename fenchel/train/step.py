@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from fenchel.data import Batch, Batches
 from fenchel.optim import CombinedOptimiser, Schedule, clip_
+from fenchel.torch_internals import compile_error
 from fenchel.train.config import TrainConfig
 from fenchel.train.loss import (
     count_targets,
@@ -306,14 +307,12 @@ def deterministic(device: torch.device, *, exact: bool) -> Iterator[None]:
 
 def compiled(model: nn.Module) -> Callable[..., Tensor]:
     """The forward pass by torch.compile; its errors become one sentence."""
-    from torch._dynamo.exc import TorchDynamoException  # importing it takes a second
-
     forward = torch.compile(model)
 
     def call(*args: Any, **keywords: Any) -> Tensor:
         try:
             hidden: Tensor = forward(*args, **keywords)
-        except TorchDynamoException as error:
+        except compile_error() as error:
             reason = str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
             raise ValueError(
                 f"the forward pass cannot be compiled here ({reason}); set train.compile=false."
@@ -329,7 +328,7 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
         fast = (
             torch.cuda.is_bf16_supported()
             if device.type == "cuda"
-            else torch.cpu._is_avx512_bf16_supported()  # torch has no public name for it
+            else torch.cpu.get_capabilities().get("avx512_bf16", False)
         )
         precision = "bfloat16" if fast else "float32"
     if precision in HALF:

@@ -60,7 +60,7 @@ def test_compiled_it_is_the_reference_and_new_lengths_compile_nothing(
     softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "_EXACT", [])
-    torch._dynamo.reset()
+    torch.compiler.reset()
     # As many heads as no axis of the mask has blocks.
     spec = AttentionSpec(prior=ALiBi(5) + Causal(), softcap=softcap)
     graphs = []

@@ -22,4 +22,4 @@ def test_the_record_the_keywords_and_attend_have_the_same_fields_and_defaults() 
     assert names == list(AttentionKeywords.__annotations__) == list(AttentionSpec().keys())
     parameters = inspect.signature(attend).parameters
     for field in fields(AttentionSpec):
-        assert field.default == parameters[field.name].default
+        assert getattr(AttentionSpec(), field.name) == parameters[field.name].default

@@ -285,7 +285,7 @@ def test_compiled_in_one_graph_with_gradient_tangent_and_the_gradient_of_the_tan
     def everything(z: Tensor) -> Tensor:
         return torch.stack(jvp(lambda z: choice.weights(z, log_prior), (z,), (v,)))
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)
     leaf = z.clone().requires_grad_()
     wanted, got = everything(leaf), compiled(leaf)

@@ -100,7 +100,7 @@ def test_a_compiled_map_learns_alpha_and_beta() -> None:
         return Entmax(alpha, beta).weights(x).square().sum()
 
     leaves = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (1.4, 0.8)]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     got, wanted = compiled(x, *leaves), loss(x, *leaves)
     torch.testing.assert_close(got, wanted)

@@ -75,11 +75,11 @@ def test_every_part_of_every_step_has_noise_of_its_own(small: Callable[..., Any]
 def test_a_compiled_step_has_the_same_gradient_and_is_compiled(
     small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = []
+    given, compiler = [], torch.compile
 
     def compiled(model: nn.Module) -> Any:
         given.append(model)
-        return torch._dynamo.optimize("aot_eager")(model)  # needs no compiler of C++
+        return compiler(model, backend="aot_eager")  # needs no compiler of C++
 
     monkeypatch.setattr(torch, "compile", compiled)
     plain, fast = small("1", model=CALM), small("2", model=CALM, compile=True)
@@ -92,11 +92,13 @@ def test_a_compiled_step_has_the_same_gradient_and_is_compiled(
 def test_a_pass_that_cannot_be_compiled_is_one_sentence(
     small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compiler = torch.compile
+
     def compiled(model: nn.Module) -> Any:
         def no_compiler(*_: Any) -> Any:
             raise RuntimeError("there is no compiler")
 
-        return torch._dynamo.optimize(no_compiler)(model)
+        return compiler(model, backend=no_compiler)
 
     monkeypatch.setattr(torch, "compile", compiled)
     with pytest.raises(ValueError, match=r"compiled here \(.*no compiler.*train.compile=false"):
@@ -263,7 +265,8 @@ def test_half_precision_is_used_where_it_is_asked_for(small: Callable[..., Any])
 def test_auto_asks_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for has_it in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=has_it: answer)
+        found = {"architecture": "x86_64", "avx512_bf16": has_it}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
         assert isinstance(autocast("auto", cpu)(), torch.autocast) == has_it
     assert isinstance(autocast("float32", cpu)(), nullcontext)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.model import ModelConfig, Transformer
+from fenchel.torch_internals import has_forward_hooks
 from fenchel.train.loss import total_loss
 from fenchel.train.step import first_broken
 
@@ -124,4 +125,4 @@ def test_looking_leaves_no_hook_behind_even_when_the_model_raises(model: Transfo
     forward: Callable[[], object] = fail
     with pytest.raises(RuntimeError, match="no memory"):
         first_broken(model, forward, 1.0)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(map(has_forward_hooks, model.modules()))

@@ -39,6 +39,7 @@ from fenchel.optim.score.pair_stack import (
 from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair
 from fenchel.optim.score.score_line import HeadWeights, ScoreLine
 from fenchel.optim.score.step_size import HeadStats, StepLimits, take_step
+from fenchel.torch_internals import foreach_lerp_
 
 SIZES = ("measured", "closed")
 
@@ -140,7 +141,7 @@ class ScoreDescent(torch.optim.Optimizer):
                     gradient[layer], memory_format=torch.contiguous_format
                 )
         momenta = [self.state[row.weight][key] for row in rows]
-        torch._foreach_lerp_(momenta, list(gradient.unbind()), 1.0 - mu)
+        foreach_lerp_(momenta, list(gradient.unbind()), 1.0 - mu)
         return gradient.lerp(torch.stack(momenta), mu)
 
     def score_stats(self) -> dict[str, HeadStats]:

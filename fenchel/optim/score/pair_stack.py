@@ -22,6 +22,7 @@ from fenchel.optim.score.pairs import QueryKeyPair
 from fenchel.optim.score.probe import LayerInput, PositionGrid, Probe, StackInput, stack_inputs
 from fenchel.optim.score.score_line import HeadWeights, NormGains
 from fenchel.optim.score.step_size import HeadStats, StepRecord
+from fenchel.torch_internals import foreach_copy_, guard_on_hooks
 
 STATE_NAMES = ("score_bound", "query_momentum", "key_momentum")
 
@@ -68,8 +69,7 @@ class PairProbes:
         self.probes = {pair: Probe(pair, tokens) for pair in pairs}
         # By default torch.compile does not guard on hooks: a graph compiled for a model without
         # hooks would run for one with hooks, and the probes would receive nothing.
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-        torch.compiler.reset()
+        guard_on_hooks()
         self.records: list[tuple[list[QueryKeyPair], StepRecord]] = []
         self.grids: dict[Any, PositionGrid] = {}
 
@@ -133,7 +133,7 @@ def write_weights(pairs: list[QueryKeyPair], stacks: list[Tensor], W: HeadWeight
     for rows, values in zip((first.query, first.key), W, strict=True):
         rows.assign(values, *_stacks_of(first, rows.parameters, stacks))
     for kind, stack in zip(zip(*(p.parameters for p in pairs), strict=True), stacks, strict=True):
-        torch._foreach_copy_(list(kind), list(stack.unbind()))
+        foreach_copy_(list(kind), list(stack.unbind()))
 
 
 def copy_gains(pairs: list[QueryKeyPair]) -> list[dict[str, Tensor]]:

@@ -33,7 +33,7 @@ class Graphs:
 )
 def test_a_probed_pass_is_one_graph(kind: str, when: str, small: Any, tokens: Any) -> None:
     model = small(**KINDS[kind])
-    torch._dynamo.reset()
+    torch.compiler.reset()
     score = ScoreDescent(attention_pairs(model)) if when == "before" else None
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     score = score or ScoreDescent(attention_pairs(model))
@@ -55,7 +55,7 @@ def test_a_probed_pass_is_one_graph(kind: str, when: str, small: Any, tokens: An
 def test_a_pass_the_compiler_knows_without_hooks_is_probed_too(
     which: str, when: str, small: Any, tokens: Any
 ) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, twin = small(), small()
     compiled = torch.compile(model, backend="eager")
     other = compiled if which == "itself" else torch.compile(twin, backend="eager")
@@ -81,7 +81,7 @@ def test_a_probe_breaks_no_graph_of_transformers(tokens: Any) -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
         score = ScoreDescent(attention_pairs(model)) if probed else None
-        torch._dynamo.reset()
+        torch.compiler.reset()
         graphs = Graphs()
         torch.compile(model, backend=graphs)(tokens(0)).logits.square().mean().backward()
         counts.append(graphs.count)
@@ -96,7 +96,7 @@ def test_a_probe_holds_its_tokens_and_no_more(compiled: bool, small: Any, tokens
     """Neither the rest of the batch nor the rest of what its sample was cut from."""
     model = small()
     score = ScoreDescent(attention_pairs(model), probe=48)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     run = torch.compile(model, backend="aot_eager") if compiled else model
     run(tokens(0)).square().mean().backward()
     for probe in score.pair_probes[0].probes.values():

@@ -150,7 +150,7 @@ def test_the_scores_of_all_micro_batches_together_move_by_lr(
 ) -> None:  # fmt: skip
     model = small(**settings)
     pairs = attention_pairs(model)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     optimiser = make(model)
     run = torch.compile(model, backend="eager") if compiled else model
     lr = float(optimiser.param_groups[0]["lr"])
@@ -173,7 +173,7 @@ def test_a_sample_has_an_equal_share_of_every_micro_batch(
     compiled: bool, small: Any, tokens: Any, backward: Any
 ) -> None:
     model = small()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     score = ScoreDescent(attention_pairs(model)[:1], probe=6 * 24)
     run = torch.compile(model, backend="eager") if compiled else model
     (probe,) = score.pair_probes[0].probes.values()

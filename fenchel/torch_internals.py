@@ -1,0 +1,106 @@
+"""The private names of torch that fenchel uses, and what differs between its versions.
+
+torch 2.11 to 2.15 have all of these names, and no other file of the package uses one
+(tests/test_torch_internals.py). A name that is missing in another version is an ImportError in one
+sentence: when fenchel is imported or, for names of the compiler, which takes a second to load, when
+they are used.
+
+torch._foreach_add_, _foreach_copy_, _foreach_lerp, _foreach_lerp_, _foreach_mul_
+    One call for all weights of an optimiser, as in torch.optim. There is no public name.
+torch.autograd.forward_ad._current_level
+    Whether dual numbers are in use, so that a back end without forward derivatives is left out.
+    The public ``unpack_dual`` answers for one tensor only.
+torch._C._functorch.peek_interpreter_stack, get_interpreter_stack, TransformType
+    Whether a call is inside a transform of torch.func, and in how many reverse ones. There is no
+    public name.
+torch._C._functorch.is_functorch_wrapped_tensor
+    Whether a tensor is a placeholder of torch.func, on whose numbers Python cannot branch. There is
+    no public name.
+torch.nn.Module._forward_hooks, _forward_pre_hooks
+    Whether a module may be bypassed while decoding. Hooks can be added and removed by public names,
+    not listed.
+torch._dynamo.config.skip_nnmodule_hook_guards
+    Modules are compiled again when hooks are added. ``torch.compiler.config`` does not have it.
+_dynamo_marked_constant, on a function
+    Its result is a constant of the compiled graph; a torch that ignored it would be slower, not
+    wrong. The public ``torch.compiler.assume_constant_result`` sets it, and loads the compiler.
+torch._dynamo.exc.TorchDynamoException
+    The errors of torch.compile, those of its back ends included. There is no public name.
+
+What differs between versions, and what fenchel does about it:
+
+- FlexAttention on a CPU (2.11, 2.12) refuses queries, keys and values that are one tensor:
+  attention/flex.py passes views.
+- torch.compile with ``fullgraph=True`` (2.11) takes no objects as defaults in a dataclass and no
+  slices as defaults of a function, no ``vars`` of a frozen dataclass, and ``**`` only of a dict:
+  what a model runs has none of these.
+- torch.compile with ``fullgraph=True`` (2.14, 2.15) refuses inputs that carry tangents. Without it
+  such a call runs uncompiled, with the right tangent.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+VERSIONS = ">=2.11,<2.16"
+"""The versions of torch that the tests run on; the range of pyproject.toml."""
+
+try:
+    foreach_add_ = torch._foreach_add_
+    foreach_copy_ = torch._foreach_copy_
+    foreach_lerp = torch._foreach_lerp
+    foreach_lerp_ = torch._foreach_lerp_
+    foreach_mul_ = torch._foreach_mul_
+    is_func_placeholder: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+    _innermost_transform = torch._C._functorch.peek_interpreter_stack
+    _all_transforms = torch._C._functorch.get_interpreter_stack
+    _REVERSE = torch._C._functorch.TransformType.Grad
+    _ = forward_ad._current_level, nn.Module()._forward_hooks, nn.Module()._forward_pre_hooks
+except AttributeError as error:
+    raise ImportError(
+        f"fenchel needs torch{VERSIONS}, got torch {torch.__version__}: {error}."
+    ) from error
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def carries_tangents() -> bool:
+    """Whether forward-mode derivatives are in use."""
+    return forward_ad._current_level >= 0
+
+
+def in_func_transform() -> bool:
+    """Whether a transform of torch.func is active; not for a function that is compiled."""
+    return _innermost_transform() is not None
+
+
+def reverse_transforms() -> int:
+    """How many reverse derivatives torch.func takes of the function that is running."""
+    return [transform.key() for transform in _all_transforms() or ()].count(_REVERSE)
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the module."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def guard_on_hooks() -> None:
+    """Compile modules again when hooks are added, which torch.compile does not by default."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch.compiler.reset()
+
+
+def constant_when_compiled(function: F) -> F:
+    """The function with a result that torch.compile takes as a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def compile_error() -> type[Exception]:
+    """The class of the errors of torch.compile; loads the compiler."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
