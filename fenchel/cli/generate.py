@@ -35,6 +35,10 @@ DEFAULTS = {
     "repetition_penalty": 1.0,
 }
 """Settings of sampling where neither a flag nor the checkpoint gives one."""
+DRAFT_ROUNDS = (
+    "Drafts round otherwise than single steps in half precision: the text may part from the one "
+    "without --draft at a near tie (--dtype float32 keeps it)."
+)
 
 
 def run(
@@ -90,7 +94,8 @@ def run(
     cache
         What keys and values are stored in: the model's own dtype, float16 or int8.
     draft
-        Tokens to guess ahead from earlier text; changes the speed, not the text.
+        Tokens to guess ahead from earlier text, while the guesses pay; changes the speed, not the
+        text, except in half precision at near ties.
     context
         Positions to read before the oldest half is dropped; as many as in training by default.
         Positions that are not learned can be read further.
@@ -158,6 +163,8 @@ def run(
         )
     if not json:
         print(describe_beginning(tokenizer), file=sys.stderr)
+        if draft and model.lm_head_weight.dtype.itemsize < 4:
+            print(DRAFT_ROUNDS, file=sys.stderr)
         if from_checkpoint:
             print(sentence(sampling.source, from_checkpoint), file=sys.stderr)
     show, text = stream and not json, ""

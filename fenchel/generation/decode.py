@@ -5,7 +5,8 @@
     new    = token                   until ``max_new_tokens``, or until all sequences have stopped
 
 With ``draft`` the next tokens are guessed and read along with the last one, and those after a wrong
-guess are removed from the cache; the result is the same (generation/prompt_lookup.py). On a GPU a
+guess are removed from the cache; the result is the same but for rounding
+(generation/prompt_lookup.py). On a GPU a
 step is recorded as a CUDA graph (generation/cuda_graph.py). A recorded greedy step chooses its
 token on the device and continues from it: the loop requests a chunk of tokens, and the next chunk
 before it reads this one, so that the device never waits; tokens after a stop are dropped.
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from fenchel.generation.cuda_graph import PendingTokens, Record, use_recorded_step
 from fenchel.generation.kv_cache import CacheKind
-from fenchel.generation.prompt_lookup import PromptLookup
+from fenchel.generation.prompt_lookup import DraftControl, PromptLookup
 from fenchel.generation.sampling import NOT_FINITE, Sampling, sample
 from fenchel.generation.session import Prompts, Session, pad_prompts, previous_tokens
 from fenchel.generation.text_stream import StopCriteria, TextStream
@@ -47,7 +48,8 @@ class GenerationSettings:
     cache: CacheKind = "model"
     """What keys and values are stored in."""
     draft: int = 0
-    """Tokens to guess ahead, for a single sequence; changes the speed, not the text."""
+    """Tokens to guess ahead, for a single sequence, while guesses pay. Changes the speed, not the
+    text, except in half precision where two tokens are nearly as likely."""
     record: Record | None = "auto"
     """Whether to replay a recorded step: "graph", None for never, "auto" on a GPU where it pays. A
     recorded step rounds differently in half precision."""
@@ -273,6 +275,7 @@ def _decode(
 ) -> Iterator[Tensor]:
     """The loop: forward pass, draw, forward pass over what was drawn."""
     lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
+    control = DraftControl(draft)
     with evaluating(session.model), closing(session):
         new, history = session.restart(ids_BT, session.context), [ids_BT]
         while count:
@@ -280,7 +283,7 @@ def _decode(
                 new = session.restart(torch.cat(history, dim=-1), max(1, session.context // 2))
                 history = [new]
             guess: list[int] = []
-            if lookup is not None and new.shape[1] == 1:
+            if lookup is not None and new.shape[1] == 1 and control.ready():
                 guess = lookup.guess(min(draft, count - 1, session.free - 1))
             if guess:
                 new = torch.cat([new, new.new_tensor([guess])], dim=-1)
@@ -300,6 +303,7 @@ def _decode(
                 if i < len(guess) and token_B.item() != guess[i]:
                     break
             if guess:
+                control.record(i)
                 session.rewind(len(guess) - i)
             new = history[-1]
 

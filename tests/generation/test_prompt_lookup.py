@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fenchel.generation import PromptLookup, Sampling, generate
-from fenchel.generation.prompt_lookup import LONGEST
+from fenchel.generation.prompt_lookup import LONGEST, LONGEST_PAUSE, PAUSE, DraftControl
 from fenchel.generation.sampling import filter_probabilities
 from fenchel.generation.session import Session
 from fenchel.model import Transformer
@@ -28,7 +28,10 @@ def slowly(ids: list[int], most: int) -> list[int]:
     for size in range(min(LONGEST, len(ids)), 0, -1):
         for start in range(len(ids) - size - 1, -1, -1):
             if ids[start : start + size] == ids[-size:]:
-                return ids[start + size :][:most]
+                whole = list(ids)
+                for at in range(start + size, start + size + most):
+                    whole.append(whole[at])  # past the end it goes on with itself
+                return whole[len(ids) :]
     return []
 
 
@@ -116,3 +119,51 @@ def test_over_all_branches_the_distribution_is_the_models(
         assert script.probability == pytest.approx(expected, abs=1e-6)
         total += script.probability
     assert total == pytest.approx(1.0, abs=1e-5)
+
+
+def steps_between(control: DraftControl) -> int:
+    """Plain steps before the next draft."""
+    count = 0
+    while not control.ready():
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("draft", [1, 2, 4, 8])
+def test_drafts_that_are_not_accepted_pause_ever_longer(draft: int) -> None:
+    control = DraftControl(draft)
+    pauses = []
+    for _ in range(12):
+        while (pause := steps_between(control)) == 0:
+            control.record(0)
+        pauses.append(pause)
+        control.record(0)
+    assert pauses == sorted(pauses)
+    assert pauses[0] == PAUSE - 1
+    assert pauses[-1] == LONGEST_PAUSE - 1
+    steps_between(control)
+    control.record(draft)  # one that is accepted ends it
+    for _ in range(50):
+        assert steps_between(control) == 0
+        control.record(draft)
+
+
+def test_a_text_that_does_not_repeat_is_read_one_by_one(
+    lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random tokens of a small vocabulary: every end has a match, and almost none is right."""
+    widths: list[int] = []
+    forward = Session.forward
+
+    def counted(session: Session, ids: Tensor, *, last: bool = True) -> Tensor:
+        widths.append(ids.shape[1])
+        return forward(session, ids, last=last)
+
+    monkeypatch.setattr(Session, "forward", counted)
+    model = lively(vocabulary=60, context=256)
+    ids = torch.randint(60, (1, 40), generator=torch.Generator().manual_seed(0))
+    settings: dict[str, Any] = {"max_new_tokens": 200, "temperature": 50.0}
+    drawn = generate(model, ids, draft=6, generator=torch.Generator().manual_seed(1), **settings)
+    assert drawn.shape == (1, 240)
+    guesses = sum(width > 1 for width in widths[1:])
+    assert guesses < 12  # without a control, more than 150
