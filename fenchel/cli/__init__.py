@@ -18,7 +18,7 @@ from typing import Any
 from cyclopts import App, CycloptsError
 
 from fenchel import __version__
-from fenchel.cli.console import OutputClosed, may_close
+from fenchel.cli.console import OutputClosed, break_lines, may_close, width_of
 from fenchel.files import Notice, StorageFailed, describe, printable
 
 COMMANDS = {
@@ -103,7 +103,8 @@ def _error(sentence: str, code: int) -> int:
 
 
 def _print_error(sentence: str) -> None:
-    print(f"fenchel: {printable(' '.join(sentence.split()), _LONGEST)}", file=sys.stderr)
+    text = f"fenchel: {printable(' '.join(sentence.split()), _LONGEST)}"
+    print(break_lines(text, width_of(sys.stderr)), file=sys.stderr)
 
 
 @contextmanager

@@ -24,8 +24,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -361,14 +363,9 @@ class Console:
 
     def message(self, text: str) -> None:
         """Prints a sentence without control characters; a terminal breaks it between words."""
-        self.terminal.print(
-            printable(text),
-            highlight=False,
-            markup=False,
-            soft_wrap=not self.terminal.is_terminal,
-            overflow="ignore",  # a path stays in one piece, to be copied
-            crop=False,
-        )
+        width = self.terminal.width if self.terminal.is_terminal else None
+        shown = break_lines(printable(text), width)
+        self.terminal.print(shown, highlight=False, markup=False, soft_wrap=True)
 
     def end(self, path: Path, status: str, reason: str, *, json: bool) -> None:
         """Prints the result of a run and the commands that follow it."""
@@ -410,6 +407,26 @@ def loading(what: str = "loading torch") -> Iterator[None]:
     """Within, a terminal shows ``what`` on its last line; a pipe receives nothing."""
     with Terminal(stderr=True).status(what, spinner="line"):
         yield
+
+
+def break_lines(text: str, width: int | None) -> str:
+    """Long lines broken between words; a word stays in one piece, so that a path can be copied.
+
+    >>> break_lines("go on with --resume runs/2026-11-16_sotu", 20).splitlines()
+    ['go on with --resume', 'runs/2026-11-16_sotu']
+    """
+    if width is None:
+        return text
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    lines = text.split("\n")
+    return "\n".join(
+        textwrap.fill(line, width, **whole) if cell_len(line) > width else line for line in lines
+    )
+
+
+def width_of(stream: TextIO) -> int | None:
+    """The columns of a terminal; None for a pipe or a file."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 class WordWrap:

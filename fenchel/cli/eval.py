@@ -2,13 +2,22 @@
 
 import json as json_format
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, DtypeName, Whole, device_and_dtype, load_checkpoint
+from fenchel.cli.console import (
+    Console,
+    DtypeName,
+    Whole,
+    break_lines,
+    device_and_dtype,
+    load_checkpoint,
+    width_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +120,8 @@ def run(
             second = _evaluate(against, source, tokens, context, place, console).evaluation
             output["against"], comparison_lines = _compare(evaluation, second)
             lines += comparison_lines
-    print(json_format.dumps(output) if json else "\n".join(lines))
+    shown = break_lines("\n".join(lines), width_of(sys.stdout))
+    print(json_format.dumps(output) if json else shown)
     return 0
 
 

@@ -1,7 +1,6 @@
 """fenchel generate: continue a prompt."""
 
 import json as json_format
-import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ from fenchel.cli.console import (
     for_stdout,
     load_checkpoint,
     loading,
+    width_of,
 )
 from fenchel.files import Notice
 
@@ -168,7 +168,7 @@ def run(
         if from_checkpoint:
             print(sentence(sampling.source, from_checkpoint), file=sys.stderr)
     show, text = stream and not json, ""
-    wrap = WordWrap(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    wrap = WordWrap(width_of(sys.stdout))
     if show:
         print(wrap(for_stdout(prompt)), end="", flush=True)
     for piece in pieces:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from threading import Thread
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from rich.cells import cell_len
 from rich.console import Console as Terminal
 
 from fenchel.cli import console as console_module
+from fenchel.cli import main
 from fenchel.cli.console import Console, WordWrap, may_close
 
 
@@ -252,6 +253,14 @@ def test_a_path_is_never_broken_in_two() -> None:
     path = "runs/" + "2026-11-16_" * 6
     with terminal(40) as shown:
         Console().message(f"The run was interrupted and can be resumed from {path} at once.")
-        told = os.read(shown, 4096).decode()
-    assert path in told
-    assert all(len(line) <= 40 for line in told.splitlines() if path not in line)
+        lines = os.read(shown, 4096).decode().splitlines()
+    assert lines == ["The run was interrupted and can be", "resumed from", path, "at once."]
+
+
+def test_an_error_on_a_terminal_is_broken_between_words() -> None:
+    with terminal(40) as shown, redirect_stderr(sys.stdout):
+        assert main(["compare", "one/run/that/is/not/there", "another/run/that/is/not/there"]) == 2
+        lines = os.read(shown, 4096).decode().splitlines()
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 40
+    assert "one/run/that/is/not/there" in lines[1]
