@@ -7,8 +7,8 @@ in several, a run) after one to three random changes: to its settings, headers, 
 tokenizer, other JSON files, or to the file system (links, pipes, sockets, folders, sparse files).
 A command runs on it in a fork of this process, which has imported everything, and must
 
-    end        with a documented exit code, within 10 s of processor time and 1 GiB of memory above
-               the parent's
+    end        with a documented exit code, within 10 s of processor time (of its children too) and
+               1 GiB of memory above the parent's (a child of a command limits itself)
     speak      on standard error in printable lines of bounded length, one sentence at the end
     stay in    reads and writes nothing outside: an audit hook, inotify on planted files that
                changes point to, and a comparison of the directory before and after
@@ -733,8 +733,7 @@ def _child(words: list[str], err: Path, log: Path, inside: tuple[Path, ...]) -> 
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        os.write(events, f"memory {_peak() - base + children}\n".encode())
+        os.write(events, f"memory {_peak() - base}\n".encode())
         os._exit(code & 0xFF)
 
 
@@ -898,6 +897,7 @@ def _attempts(
         largest = max(largest, (case["bytes"], number))
         if case["violations"]:
             bad.append({"number": number, **case})
+        if case["violations"] or len(numbers) == 1:
             print(f"{seed} {number}: {case}", flush=True)
         if number % 200 == 199:
             print(f"{number + 1} directories, {len(bad)} violations", flush=True)

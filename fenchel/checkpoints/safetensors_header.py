@@ -8,7 +8,8 @@ each tensor
 The checks are stricter than those of the safetensors library: no name twice, no unprintable name,
 no field besides those three, at most 8 axes, and tensors that fill the data from its first byte to
 its last without gap or overlap. Sizes are compared as integers, so that a false size costs no
-memory; parsing the largest header that is accepted takes about 0.1 GB.
+memory; parsing the largest header that is accepted takes about 0.1 GB. A file that is mostly holes
+is refused: it claims terabytes at no cost to whoever made it, and reading them takes hours.
 """
 
 import json
@@ -35,6 +36,7 @@ BITS = {
 }
 """Bits per number, by the name that safetensors gives the dtype."""
 _ERRNO = re.compile(r"\(os error (\d+)\)|in read-only mode: [^()]*\((\d+)\)")
+_DENSE = 2**26  # bytes up to which a file may be a hole: to read them takes no time
 _AXES = 8
 _SEPARATORS = 16 * MAX_TENSORS
 _NAME = 512
@@ -76,7 +78,13 @@ class TensorEntry(NamedTuple):
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of a file by name, in the order of the data."""
-    size = path.stat().st_size
+    status = path.stat()
+    size, stored = status.st_size, 512 * status.st_blocks
+    if stored and size > max(_DENSE, 16 * stored):  # some network disks count no blocks
+        raise Damaged(
+            f"{path} has {size} bytes, of which the disk holds {stored}; a file of holes is not "
+            "read."
+        )
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 10 or not 2 <= length <= min(MAX_BYTES, size - 8):

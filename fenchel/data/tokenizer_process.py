@@ -85,8 +85,7 @@ def _end(child: "subprocess.Popen[bytes]", pipe: Connection) -> None:
 
 def _serve(pipe: Connection, seconds: float) -> None:
     """The child: read a tokenizer, then encode what arrives, each within its allowance."""
-    with suppress(ValueError, OSError):  # macOS has no limit of this kind
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _limit(resource.RLIMIT_AS, MEMORY)
     from tokenizers import Tokenizer
 
     tokenizer: Any = None
@@ -111,12 +110,20 @@ def _serve(pipe: Connection, seconds: float) -> None:
         pipe.send_bytes(json.dumps(answer).encode())
 
 
+def _limit(kind: int, amount: int) -> None:
+    """Limit a resource of this process, within the limit that it was started with."""
+    hard = resource.getrlimit(kind)[1]
+    soft = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    with suppress(ValueError, OSError):  # macOS has no limit of address space
+        resource.setrlimit(kind, (soft, hard))
+
+
 def _answer(
     action: Callable[[str], list[list[int]]], request: bytes, seconds: float
 ) -> dict[str, Any]:
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     limit = math.ceil(used + seconds + len(request) / BYTES_PER_SECOND)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    _limit(resource.RLIMIT_CPU, limit)
     try:
         return {"ids": action(request.decode())}
     except (KeyboardInterrupt, SystemExit):

@@ -31,7 +31,7 @@ from fenchel.checkpoints.directory import (
 )
 from fenchel.files import Damaged, printable
 
-_NOT_PASSED = frozenset(
+_ORIGINS = frozenset(
     """
     _name_or_path _model_name_or_path attn_implementation _attn_implementation auto_map
     custom_pipelines experts_implementation _experts_implementation name_or_path
@@ -58,7 +58,8 @@ def load_transformers_model(
         )
     require_no_file_names(directory)
     with quiet(), one_sentence(f"build this {printable(model_type)!r} model"):
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(_passed(directory.config))
+        settings = _without_origins(directory.config)
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(settings)
         named = _named_class(transformers, directory)
         if named is None and not bare_otherwise:
             raise ValueError(f"{directory.config_path} names no architecture of transformers.")
@@ -84,13 +85,11 @@ def load_transformers_model(
     return loaded
 
 
-def _passed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without ``_NOT_PASSED``, nested ones included."""
-    return {
-        key: _passed(value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if key not in _NOT_PASSED
-    }
+def _without_origins(value: Any) -> Any:
+    """The settings without the keys of ``_ORIGINS``, nested ones included."""
+    if isinstance(value, dict):
+        return {k: _without_origins(v) for k, v in value.items() if k not in _ORIGINS}
+    return [_without_origins(one) for one in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -162,3 +162,14 @@ def test_other_complaints_are_damage_and_other_errors_are_themselves(tmp_path: P
         load_file(path)
     with pytest.raises(RuntimeError, match="shapes"), system_errors(path):
         raise RuntimeError("shapes do not match (3)")
+
+
+def test_a_file_of_holes_is_refused(file: Path) -> None:
+    """Its header is true, and reading what it claims would take hours."""
+    size = 2**40
+    text = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + size)
+    with pytest.raises(Damaged, match="a file of holes is not read"):
+        read_header(file)

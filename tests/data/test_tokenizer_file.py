@@ -3,6 +3,8 @@
 import base64
 import gc
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -246,6 +248,22 @@ def test_a_template_with_an_id_of_no_token_is_refused(load: Callable[..., Tokeni
     template = {"type": "RobertaProcessing", "sep": ["a", 3], "cls": ["b", 900]}
     with pytest.raises(ValueError, match="template with the id 900"):
         load(post_processor={**template, "trim_offsets": True, "add_prefix_space": False})
+
+
+def test_the_child_serves_where_the_system_limits_time_and_memory(raw: dict[str, Any]) -> None:
+    """As under ulimit: a hard limit cannot be raised."""
+    text = json.dumps(raw | {"pre_tokenizer": {"type": "FixedLength", "length": 5}})
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\n"
+        "from fenchel.data.tokenizer_process import EncodingProcess\n"
+        "print(len(EncodingProcess(sys.stdin.read(), 'x', 'a').encode(['abc', 'd'])))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], input=text, capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout, ran.stderr) == ("2\n", "")
 
 
 def test_the_child_ends_with_the_error_of_a_file_that_is_none() -> None:
