@@ -219,16 +219,20 @@ def largest_share(change: Callable[[Tensor], Tensor], base: Tensor, scale: Tenso
 
     The result is one of the points where the change was measured, and was 1 at most.
     """
-    whole = change(torch.ones_like(base)) <= 1.0
+    one = torch.ones_like(base)
+    whole = change(one) <= 1.0
+    if bool(whole.all()):
+        return one
     y0 = change(base)
     # how fast the change grows at base: at 1 it may have levelled off, as it does under a norm
     eps = torch.minimum(PROBING * torch.where(base > 0.0, base, scale), 1.0 - base)
     rate = (change(base + eps) - y0) / eps
     start = torch.where(rate > 0.0, (1.0 - y0).clamp(min=0.0) / rate, eps)
+    start = torch.where(whole, 1.0 - base, start)
     beyond = find_crossing(
-        lambda t: change(base + t), torch.ones_like(base), start, 1.0 - base, from_below=True
+        lambda t: change(base + t), one, start, 1.0 - base, y0=y0.square(), from_below=True
     )
-    return torch.where(whole, torch.ones_like(base), base + beyond)
+    return torch.where(whole, one, base + beyond)
 
 
 def find_crossing(
@@ -237,14 +241,16 @@ def find_crossing(
     start: Tensor,
     limit: Tensor,
     *,
+    y0: Tensor | None = None,
     from_below: bool = False,
 ) -> Tensor:
     """The t in [0, limit] with change(t) = gamma, near ``start``; ``limit`` where there is none.
 
-    With ``from_below`` a point where the change was measured and is at most gamma, to TOLERANCE.
+    ``y0`` is change(0)^2 where it is known already. With ``from_below`` the result is a point where
+    the change was measured and is at most gamma, to TOLERANCE.
     """
     low, high = torch.zeros_like(start), torch.full_like(start, torch.inf)
-    y0 = change(low).square()
+    y0 = change(low).square() if y0 is None else y0
     target = gamma.square() - y0
     t = torch.minimum(start, limit)
     last, slope_at_last = low, torch.full_like(start, torch.nan)
@@ -252,12 +258,14 @@ def find_crossing(
         y = change(t).square()
         below = y <= gamma.square()
         low, high = torch.where(below, t, low), torch.where(below, high, t)
+        near = (y / gamma.square() - 1.0).abs() < TOLERANCE  # rounding hides more
+        if bool((near | (below & (t >= limit))).all()):
+            return t
         slope = (y - y0) / t
         last, slope_at_last, guess = t, slope, _parabola_root(target, t, slope, last, slope_at_last)
         outside = ~(guess > low) | ~(guess < high)
         safe = torch.where(high.isfinite(), 0.5 * (low + high), 2.0 * t)
         guess = torch.where(outside, safe, guess)
-        near = (y / gamma.square() - 1.0).abs() < TOLERANCE  # rounding hides more
         t = torch.minimum(torch.where(near | ~guess.isfinite(), t, guess), limit)
     if not from_below:
         return t
