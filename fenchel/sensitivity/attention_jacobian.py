@@ -272,7 +272,7 @@ class AttentionJacobian(Operator):
         r = self.rows
         sizes = [float(lengths(x).amax()) if x.numel() else 0.0 for x in (r.q, r.k, self.v)]
         moved = abs(r.scale) * sizes[2] * (sizes[0] + sizes[1])
-        other.underflow = torch.finfo(torch.float32).tiny * r.S * (1.0 + moved)
+        other.rounding = torch.finfo(torch.float32).tiny * r.S * (1.0 + moved)
         return other
 
     @property
@@ -313,6 +313,15 @@ class SelfAttentionJacobian(Operator):
         else:
             self.domain, self.codomain = Space((tuple(x.X.shape),)), Space(((*x.axes, *out),))
         self.dtype, self.device = inner.dtype, inner.device
+        self.score_error = 0.0
+        if self.dtype == torch.float64:
+            # The rounding of q, k and v counts in full where differences of them cancel. Bounds of
+            # it by norms are of use in float64 alone.
+            sizes = [float(lengths(w.flatten(-2)).amax()) for w in x.W]
+            size = float(lengths(x.X).amax()) if x.X.numel() else 0.0
+            eps = 4.0 * (M + 4) * torch.finfo(self.dtype).eps
+            self.score_error = eps * abs(inner.rows.scale) * size * size * sizes[0] * sizes[1]
+            self.rounding = 4.0 * self.score_error * sizes[2]
 
     @full_precision
     def apply(self, v: Tensor) -> Tensor:
@@ -343,22 +352,22 @@ class SelfAttentionJacobian(Operator):
         rows, M = inner.rows, self.W_QKV.shape[-2]
         one_small_head = len(rows.q) == 1 and rows.whole and 2 * rows.q.shape[-1] >= M
         block = next(iter(rows), None) if one_small_head else None
-        underflow = inner.underflow * float(lengths(self.W_QKV.flatten()))
+        rounding = inner.rounding * float(lengths(self.W_QKV.flatten()))
         if block is not None and block.keys == slice(0, rows.S) and block.slope is None:
             W_Q, W_K, W_V = (w[0, 0].float() for w in self.W)
             q, k, v = rows.q[0], rows.k[0], inner.v[0]
             J = OneHead(block, q, k, v, (W_Q, W_K, W_V), rows.scale, self.domain, self.codomain)
-            J.underflow = underflow
+            J.rounding = rounding
             return J
         other = copy(self)
         other.inner, other.dtype, other.W_QKV = inner, torch.float32, self.W_QKV.float()
-        other.underflow = underflow
+        other.rounding = rounding
         return other
 
     @property
     def error(self) -> float:
-        """That of attention in (q, k, v)."""
-        return self.inner.error
+        """That of attention in (q, k, v), whose scores carry the rounding of X W."""
+        return self.inner.error + self.score_error
 
     @full_precision
     def parts(self) -> Terms:

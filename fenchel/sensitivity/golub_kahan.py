@@ -39,8 +39,10 @@ very large or very small, J is replaced by f J with a power of two f near 1 / |J
 applied to the input, so that every product is of order one; the ends of the bracket are divided
 by f.
 
-Precision. A float64 operator may run in float32 (``Operator.single``). What underflows there is
-lost to it, so where its ``underflow`` is not far below the norm found, it runs in float64.
+Precision. A float64 operator may run in float32 (``Operator.single``). What underflows or cancels
+there is lost to it: where its ``rounding`` is not far below the norm found, or |J v| in float64 is
+not its Ritz value, the operator runs in float64. An operator that was built in float32 is bracketed
+as its products define it: where they cancel, that is rounding, and float64 is needed.
 
 New vectors are orthogonalised against all before them, twice. Left vectors are not stored, which
 halves the memory and costs no accuracy in the large singular values (Simon and Zha). A batch of
@@ -163,16 +165,19 @@ def spectral_norm(
     _check(J, tol, failure, iterations)
     quickest = _quickest(J, tol)
     run = _converged(quickest, tol, failure, iterations, generator)
-    left, right, lower = run.attained(J)
-    if quickest is not J and bool((1e-3 * tol * lower < quickest.underflow).any()):
-        run = _converged(J, tol, failure, iterations, generator)
-        left, right, lower = run.attained(J)
+    left, right, lower, rayleigh = run.attained(J)
+    if quickest is not J:
+        theta = torch.as_tensor(run.singular_values(1)[..., 0], device=lower.device)
+        lost = (rayleigh - theta).abs() > 0.5 * quickest.error * lower
+        if bool((lost | (quickest.rounding > 1e-3 * tol * lower)).any()):
+            run = _converged(J, tol, failure, iterations, generator)
+            left, right, lower, _ = run.attained(J)
     upper = torch.full_like(lower, math.inf)
     if failure > 0:
         upper = torch.as_tensor(run.christoffel(failure), device=lower.device)
     # Products are rounded, and so is the recurrence, by the relative error of the operator.
     error = run.J.error
-    upper = above(torch.maximum(upper, lower) * (1.0 + error))
+    upper = above(torch.maximum(upper, lower) * (1.0 + error) + J.rounding)
     if failure == 0 or bool((upper > (1 + tol + error) * lower).any()):
         upper = _capped(J, upper, lower, failure)
     return Bracket(
@@ -217,7 +222,7 @@ def _quickest(J: Operator, tol: float) -> Operator:
     if J.dtype != torch.float64 or tol < 10.0 * 32.0 * torch.finfo(torch.float32).eps:
         return J
     single = J.single()
-    precise = single is not None and 10.0 * single.error <= tol and math.isfinite(single.underflow)
+    precise = single is not None and 10.0 * single.error <= tol and math.isfinite(single.rounding)
     return single if single is not None and precise else J
 
 
@@ -255,7 +260,8 @@ def unit_scale(J: Operator, v: Tensor, size: Tensor) -> Tensor | None:
     f = f.masked_fill(~(size < high), 2.0**-reach)  # inf and nan as well
     size = length(UnitScale(J, f).apply(v[None])[0])
     exponent = torch.frexp(torch.where((size > 0) & size.isfinite(), size, 1.0)).exponent
-    limit = int(math.log2(torch.finfo(J.dtype).max)) - 8
+    # v may be nearly orthogonal to the top vector: leave room for products 2^32 times as large.
+    limit = max(0, int(math.log2(torch.finfo(J.dtype).max)) - 32)
     exponent = (torch.frexp(f).exponent - exponent).clamp(-limit, limit)
     return torch.where(size > 0, torch.ldexp(torch.ones_like(f), exponent), 1.0)
 
@@ -336,17 +342,20 @@ class _Bidiagonalisation:
         top = np.linalg.eigvalsh(self._tridiagonal())[..., : -count - 1 : -1]
         return np.asarray(np.sqrt(np.maximum(top, 0.0)), dtype=np.float64)
 
-    def attained(self, J: Operator) -> tuple[Tensor, Tensor, Tensor]:
-        """left, right, lower with left = J v / |J v| and lower = |J^T left|, computed anew."""
+    def attained(self, J: Operator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """left = J v / |J v|, right, lower = |J^T left|, computed anew, and |J v|."""
         J = J if self.f is None else UnitScale(J, self.f)
         y = np.linalg.eigh(self._tridiagonal()).eigenvectors[..., -1]
         v = self.basis.combine(torch.as_tensor(y, device=self.v.device)).to(J.dtype)
         w = J.apply(v[None])[0]
-        left = scaled(w, length(w))
+        rayleigh = length(w)
+        left = scaled(w, rayleigh)
         w = J.adjoint(left[None])[0]
         lower = length(w)
         right = torch.where(lower.unsqueeze(-1) > 0, scaled(w, lower), v)
-        return left, right, lower if self.f is None else lower / self.f.to(lower)
+        if self.f is None:
+            return left, right, lower, rayleigh
+        return left, right, lower / self.f.to(lower), rayleigh / self.f.to(lower)
 
     def singular_values(self, count: int) -> Array:
         """``ritz``, in the units of J."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fenchel.sensitivity.operator import Operator, Space
-from fenchel.sensitivity.rounding import unit_size
+from fenchel.sensitivity.rounding import outward, unit_size
 
 _POWER_STEPS = 16  # within 1 % on random, saturated and causal weights; a bound after any number
 
@@ -61,9 +61,10 @@ def spectral(A: Tensor) -> Tensor:
 
 def nonnegative(P: Tensor, steps: int = _POWER_STEPS) -> Tensor:
     """An upper bound of the spectral norm of P >= 0, close to it: (..., m, n) -> (...)."""
-    return perron(
-        lambda y: (P.mT @ (P @ y.unsqueeze(-1))).squeeze(-1), torch.ones_like(P[..., 0, :]), steps
-    )
+    P, size = unit_size(P, (-2, -1))
+    start = torch.ones_like(P[..., 0, :])
+    bound = perron(lambda y: (P.mT @ (P @ y.unsqueeze(-1))).squeeze(-1), start, steps)
+    return outward(bound, sum(P.shape[-2:])) * size[..., 0, 0]
 
 
 def perron(step: Callable[[Tensor], Tensor], start: Tensor, steps: int = _POWER_STEPS) -> Tensor:

@@ -111,8 +111,8 @@ class Operator(ABC):
     codomain: Space
     dtype: torch.dtype
     device: torch.device
-    underflow: float = 0.0
-    """How far |J v| may be off, for a unit v, by numbers too small for the dtype."""
+    rounding: float = 0.0
+    """How far |J v| may be off, for a unit v, beside ``error``: by cancellation, by underflow."""
 
     @abstractmethod
     def apply(self, v: Tensor) -> Tensor:

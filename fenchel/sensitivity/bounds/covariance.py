@@ -249,8 +249,8 @@ class RowMoments:
         root, other = g + self.e_v.unsqueeze(-1) * total.sqrt(), h + e_k * total.sqrt()
         query = root * other * self.gain_q.unsqueeze(-1)
         if nearer is not None:
-            added = (root * other - g * h) * self.gain_q.unsqueeze(-1)
-            query = torch.minimum(query, nearer + added)
+            nearer = nearer + (root * other - g * h) * self.gain_q.unsqueeze(-1)
+            query = torch.where(nearer < query, nearer, query)  # nan where nothing is certain
         return RowBlock(block.rows, block.keys, query, root, weight, block.p_max, block.p_off)
 
     def _matrices(self, block: SpreadBlock) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -267,7 +267,7 @@ class RowMoments:
         changed = (block.s_off * far * wide).sum(-1)
         off = block.s_off + self.terms * self.eps * block.s
         least = (block.s - block.s_off).clamp(min=0.0).sum(-1)
-        means = (off * far).sum(-1) * (off * wide).sum(-1) / least  # inf: g h is the less then
+        means = (off * far).sum(-1) * (off * wide).sum(-1) / least
         rounding = self.terms * self.eps * g * h
         return g, h, spectral(C) + (changed + means + rounding) * self.gain_q.unsqueeze(-1)
 
