@@ -105,7 +105,7 @@ def _warn_of_loss(settings: Path) -> None:
     if loss != "cross_entropy":
         warnings.warn(
             f"{settings.parent} was trained by train.loss={printable(loss)}: its logits are not "
-            "those of a softmax, so perplexity and sampling fit them badly; --temperature 0 does.",
+            "those of a softmax, so sampling from one fits them badly; --temperature 0 does.",
             Notice,
             stacklevel=4,
         )

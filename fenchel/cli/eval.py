@@ -18,12 +18,14 @@ from fenchel.cli.console import (
     load_checkpoint,
     width_of,
 )
+from fenchel.config import from_mapping
 
 if TYPE_CHECKING:
     import torch
 
+    from fenchel.choice import Choice
     from fenchel.data import Document, Ids
-    from fenchel.evaluate import Calibration, Confidence, Evaluation
+    from fenchel.evaluate import Calibration, ChoiceScore, Confidence, Evaluation, Score
     from fenchel.model import Transformer
 
 Switch = Annotated[bool, Parameter(negative="")]
@@ -89,6 +91,11 @@ def run(
         from fenchel.evaluate.score import stride
         from fenchel.files import write_atomic
 
+        if (calibration or page is not None) and _choice_of(directory) is not None:
+            raise ValueError(
+                f"{directory} was trained by another loss than cross-entropy; calibration is "
+                "measured on the softmax of the logits, so leave out --calibration and --page."
+            )
         place = device_and_dtype(device, dtype)
         source = _source(directory, text, split)
         if against is not None:
@@ -104,7 +111,7 @@ def run(
             "begin": measured.begin,
             "context": measured.context,
             "stride": stride(measured.context),
-            **evaluation.score._asdict(),
+            **_finite(evaluation.score),
         }
         lines = _lines(measured, truncated=tokens is not None)
         if calibration or page is not None:
@@ -208,7 +215,7 @@ def _evaluate(
     console: Console,
 ) -> _Measured:
     from fenchel.checkpoints.tokenizer import describe_beginning
-    from fenchel.evaluate import Evaluation, fingerprint, score, truncate_ids
+    from fenchel.evaluate import Evaluation, fingerprint, score, score_choice, truncate_ids
     from fenchel.evaluate.score import document_ids, require_decoder
 
     device, dtype = place
@@ -225,9 +232,25 @@ def _evaluate(
         ids, size = document_ids(
             tokenizer, source.documents(), source.bytes, limit=tokens, progress=console.progress
         )
-    result = score(model, ids, bytes=size, context=context, progress=console.progress)
+    result: Score | ChoiceScore
+    if (choice := _choice_of(directory)) is None:
+        result = score(model, ids, bytes=size, context=context, progress=console.progress)
+    else:
+        console.progress("reading", 0, 0)
+        result = score_choice(model, ids, choice=choice, bytes=size, context=context)
     evaluation = Evaluation(str(directory), result, fingerprint(tokenizer), source.name)
     return _Measured(model, ids, size, context, describe_beginning(tokenizer), evaluation)
+
+
+def _choice_of(directory: Path) -> "Choice | None":
+    """The map whose weights are the predictions of a run; None for a softmax."""
+    from fenchel.checkpoints.run_checkpoint import is_run
+    from fenchel.train import RunDir, TrainConfig, named_loss
+
+    if not is_run(directory):
+        return None
+    train = from_mapping(TrainConfig, RunDir(directory).read_settings().get("train", {}))
+    return named_loss(train.loss, alpha=train.loss_alpha)
 
 
 def _lines(measured: _Measured, *, truncated: bool) -> list[str]:
@@ -235,13 +258,23 @@ def _lines(measured: _Measured, *, truncated: bool) -> list[str]:
 
     score, context = measured.evaluation.score, measured.context
     amount = f"{measured.bytes:,} bytes, {score.tokens:,} tokens"
-    return [
+    lines = [
         f"{measured.evaluation.text}: {'the first, about ' if truncated else ''}{amount}",
         f"{measured.begin} Windows have {context:,} tokens and begin {stride(context):,} apart.",
         f"bits per byte  {score.bits_per_byte:.4f}",
-        f"loss           {score.loss:.4f} nats per token",
-        f"perplexity     {score.perplexity:.2f} per token (compare within one tokenizer only)",
     ]
+    numbers = score._asdict()
+    if "uncovered" not in numbers:
+        lines.append(f"loss           {score.loss:.4f} nats per token")
+    else:  # of another map than softmax, which may give a target probability 0
+        lines += [
+            f"loss           {score.loss:.4f} per token, the Fenchel-Young loss of train.loss",
+            f"accuracy       {numbers['accuracy']:.4f}",
+            f"support        {numbers['support']:.1f} tokens with a probability above 0",
+            f"uncovered      {numbers['uncovered']:.4f} of the targets have probability 0",
+        ]
+    word = "per token (compare within one tokenizer only)"
+    return [*lines, f"perplexity     {score.perplexity:.2f} {word}"]
 
 
 def _calibration_lines(result: "Confidence") -> list[str]:
@@ -277,11 +310,16 @@ def _as_json(result: "Confidence") -> dict[str, Any]:
     }
 
 
+def _finite(score: "Score | ChoiceScore") -> dict[str, Any]:
+    """The numbers of a score; JSON has no infinity, so an infinite one is None."""
+    return {name: x if math.isfinite(x) else None for name, x in score._asdict().items()}
+
+
 def _compare(first: "Evaluation", second: "Evaluation") -> tuple[dict[str, Any], list[str]]:
     """Two models measure by measure; a measure that cannot be compared gives the reason."""
     from fenchel.evaluate import compare
 
-    output: dict[str, Any] = {"directory": second.name, **second.score._asdict()}
+    output: dict[str, Any] = {"directory": second.name, **_finite(second.score)}
     lines = ["", f"against {second.name}"]
     for measure in ("bits_per_byte", "perplexity"):
         try:
@@ -290,7 +328,8 @@ def _compare(first: "Evaluation", second: "Evaluation") -> tuple[dict[str, Any],
             output["refused"] = str(error)
             lines.append(str(error))
             continue
-        output[f"{measure}_difference"] = comparison.difference
+        if math.isfinite(comparison.difference):
+            output[f"{measure}_difference"] = comparison.difference
         name = measure.replace("_", " ")
         lines.append(f"{name:<14} {comparison.first:.4f} and {comparison.second:.4f}")
     return output, lines

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from fenchel.evaluate.score import Score
+from fenchel.evaluate.score import ChoiceScore, Score
 
 MEASURES = ("bits_per_byte", "loss", "perplexity")
 
@@ -22,7 +22,7 @@ class Evaluation:
     """The score of a model, with the tokenizer and the text it depends on."""
 
     name: str
-    score: Score
+    score: Score | ChoiceScore
     tokenizer: str
     """A name or a ``fingerprint``, equal for equal tokenizers."""
     text: str

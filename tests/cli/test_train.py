@@ -141,6 +141,13 @@ def test_a_sparse_loss_trains_and_says_what_it_measures(
         assert "of the targets probability 0" in (out / "report.html").read_text()
     assert main(["generate", str(out), "--prompt", "the", "--max-new-tokens", "1"]) == 0
     assert f"trained by train.loss={loss}" in capsys.readouterr().err
+    assert main(["eval", str(out), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    for name in ("loss", "accuracy", "support", "uncovered", "bits_per_byte"):
+        assert evaluated[name] == pytest.approx(validation.get(name)), name
+    assert main(["eval", str(out)]) == 0
+    assert f"uncovered      {validation['uncovered']:.4f}" in capsys.readouterr().out
+    assert "leave out --calibration" in error_of(["eval", str(out), "--calibration"], capsys)
     words = ["train", "--resume", str(out), "--steps", "6", "--set", "train.loss_alpha=1.2"]
     assert "the best step so far was chosen by it" in error_of(words, capsys)
 
