@@ -53,6 +53,9 @@ def test_the_worked_forward_pass(backend: str) -> None:
         [1.5, 0.5, 0.5],
     ]
     torch.testing.assert_close(p @ V, out)
+    e = (Q @ K.T / 3**0.5).exp()  # unrounded: exp of the rounded 1.155 would be 3.174
+    assert round(float(e[0, 1]), 3) == 3.173
+    assert round(float(e[1].sum()), 3) == 3.563
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -160,6 +163,22 @@ def test_a_query_with_no_open_key_gets_zeros_where_a_large_number_would_leak(qkv
         assert all(g.isfinite().all() for g in grads)
     leak = attend(q, k, v, prior=Dense(torch.full((1, 7), -1e9)), backend="reference")
     assert (leak.abs() > 1e-3).any()
+    forbidden = Dense(torch.full((1, 4), -1e9))
+    _, p = attend(q, k[:, :, :4], v[:, :, :4], prior=forbidden, return_weights=True)
+    assert (p == 0.25).all()
+
+
+def test_a_bias_is_added_after_the_scale(draw) -> None:
+    """Added before it, a slope of 0.5 would act as 0.0625 at a width of 64."""
+    q, k = draw(1, 1, 1, 64), draw(1, 1, 2, 64)
+    bias = torch.tensor([0.5, 0.0], dtype=torch.float64)
+    _, plain = attend(q, k, k, return_weights=True)
+    _, p = attend(q, k, k, prior=Dense(bias), return_weights=True)
+    gained = (p.log() - plain.log()).squeeze()
+    assert float(gained[0] - gained[1]) == pytest.approx(0.5, rel=1e-12)
+    wrong = ((q @ k.mT + bias) / 64**0.5).softmax(-1)
+    lost = (wrong.log() - plain.log()).squeeze()
+    assert float(lost[0] - lost[1]) == pytest.approx(0.0625, rel=1e-12)
 
 
 def test_a_sharp_enough_choice_is_the_best_inner_product(draw) -> None:

@@ -127,3 +127,19 @@ def test_memory_grows_with_the_length_and_not_with_its_square(
         largest[n] = seen.entries
     assert largest[128] <= 2.1 * largest[64]
     assert largest[128] < 128 * 128 / 2
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", "sdpa"])
+def test_the_online_recurrence_over_blocks_of_keys_is_exact(backend: str, draw) -> None:
+    """The running maximum, sum and numerator of FlashAttention, 16 keys at a time."""
+    q, k, v = draw(1, 1, 5, 8), draw(1, 1, 64, 8), draw(1, 1, 64, 3)
+    m, total, acc = torch.full((5, 1), -torch.inf).double(), torch.zeros(5, 1), torch.zeros(5, 3)
+    for s in range(0, 64, 16):
+        S = q[0, 0] @ k[0, 0, s : s + 16].mT / 8**0.5
+        new = torch.maximum(m, S.amax(-1, keepdim=True))
+        weight = (S - new).exp()
+        total = total * (m - new).exp() + weight.sum(-1, keepdim=True)
+        acc = acc * (m - new).exp() + weight @ v[0, 0, s : s + 16]
+        m = new
+    ours = attend(q, k, v, backend=backend)[0, 0]
+    assert (ours - acc / total).abs().max() <= 2e-15

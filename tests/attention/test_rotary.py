@@ -167,6 +167,18 @@ def test_ntk_divides_the_slowest_speed_by_exactly_its_factor() -> None:
     assert scaled[0] == plain[0]
     base = 10000.0 * 8.0 ** (64 / 62)
     assert base == pytest.approx(85550, rel=1e-4)
+    eight_fold = 80000.0 ** (-torch.arange(0, 64, 2).double() / 64)  # the factor itself as base
+    assert float(plain[-1] / eight_fold[-1]) == pytest.approx(7.497, abs=5e-4)
+
+
+def test_the_slowest_speed_follows_from_the_width_of_a_head() -> None:
+    """Width 64 in a model of 512: with the model's width the slowest pair turns in 19 positions."""
+    slowest = float(our_frequencies(LinearScaling(1.0))[-1])
+    assert slowest == pytest.approx(1.334e-4, rel=5e-4)
+    assert round(2 * math.pi / slowest) == 47117
+    wrong = 10000.0 ** (-62 / 512)
+    assert wrong == pytest.approx(0.3278, abs=5e-5)
+    assert round(2 * math.pi / wrong) == 19
 
 
 def test_a_larger_base_is_a_smaller_speed_power_by_power() -> None:

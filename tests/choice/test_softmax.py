@@ -222,3 +222,30 @@ def test_nan_is_not_taken_for_a_forbidden_row() -> None:
 def test_a_mistake_gets_a_sentence(call: object, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 88.72), (torch.float16, 11.09)], ids=["32", "16"]
+)
+def test_a_plain_exponential_overflows_where_the_value_does_not(
+    dtype: torch.dtype, limit: float
+) -> None:
+    assert round(math.log(torch.finfo(dtype).max), 2) == limit
+    below, above = (torch.tensor([x, 0.0], dtype=dtype) for x in (limit - 0.02, limit + 0.02))
+    assert below.exp().isfinite().all()
+    assert above.exp()[0] == math.inf
+    assert (above.exp() / above.exp().sum()).isnan().any()
+    assert Softmax().value(above).isfinite()
+    torch.testing.assert_close(Softmax().weights(above).sum(), torch.ones((), dtype=dtype))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_it_is_the_gibbs_distribution_of_the_energies_minus_z(temperature: float) -> None:
+    energy = draw(6)
+    boltzmann = (-energy / temperature).exp()
+    choice = Softmax(1.0 / temperature)
+    p = choice.weights(-energy)
+    torch.testing.assert_close(p, boltzmann / boltzmann.sum())
+    free_energy = (p * energy).sum() - temperature * entropy(p)
+    torch.testing.assert_close(free_energy, -choice.value(-energy))
+    torch.testing.assert_close(free_energy, -temperature * boltzmann.sum().log())

@@ -73,6 +73,15 @@ def test_gelu_dips_below_zero_and_its_slope_above_one() -> None:
     assert X[slope.argmax()].item() == pytest.approx(2**0.5, abs=1e-3)
 
 
+def test_larger_inputs_survive_the_gate_of_gelu_more_often() -> None:
+    x = torch.tensor([-1.0, 1.0, 2.0])
+    survives = ACTIVATIONS["gelu"](x) / x
+    torch.testing.assert_close(survives, torch.tensor([0.159, 0.841, 0.977]), atol=5e-4, rtol=0)
+    assert Phi(torch.zeros(())) == 0.5
+    mean = ACTIVATIONS["gelu"](torch.tensor([-1.0, 0.5, 2.0]))
+    torch.testing.assert_close(mean, torch.tensor([-0.1587, 0.3457, 1.954]), atol=5e-4, rtol=0)
+
+
 def test_gelu_is_what_is_left_on_average_of_a_random_gate() -> None:
     x = torch.tensor([-1.0, 0.5, 2.0], dtype=torch.float64)
     gates = torch.rand(400_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -22,6 +22,8 @@ TARGETS = torch.tensor([[0, 8, 3], [3, 1, 1]])
 def test_a_uniform_model_loses_log_v_at_every_target() -> None:
     loss = total_loss(torch.zeros(2, 3, 9), TARGETS)
     torch.testing.assert_close(loss, torch.tensor(6 * math.log(9)))
+    guess = total_loss(torch.zeros(1, 1, 50257), torch.tensor([[7]]))
+    assert round(guess.item(), 1) == 10.8
 
 
 def test_it_is_the_fenchel_young_loss_of_softmax() -> None:
@@ -97,7 +99,8 @@ def test_a_target_of_minus_100_is_left_out(choice: Choice | None, a: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("p", "nats"), [(0.99, 0.01005), (0.9, 0.105), (0.5, 0.693), (0.1, 2.303), (0.0001, 9.21)]
+    ("p", "nats"),
+    [(0.99, 0.01005), (0.9, 0.105), (0.5, 0.693), (0.1, 2.303), (0.01, 4.6), (0.0001, 9.21)],
 )
 def test_the_worked_losses_of_a_target_that_was_given_p(p: float, nats: float) -> None:
     logits = torch.tensor([[[math.log(p), math.log1p(-p)]]])
