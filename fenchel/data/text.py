@@ -155,7 +155,8 @@ def open_text(source: str) -> Text:
 
 
 def _files_below(folder: Path) -> tuple[tuple[str, Path], ...]:
-    files, left_out = [], []
+    files: list[tuple[str, Path]] = []
+    left_out: list[tuple[str, Path]] = []
     for path in folder.rglob("*"):
         inside = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in inside.parts):

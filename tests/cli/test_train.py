@@ -242,3 +242,15 @@ def test_a_folder_or_a_text_in_place_of_the_settings_gets_the_right_flag(
     ):
         assert main(["train", str(path)]) == 2
         assert flag in capsys.readouterr().err
+
+
+def test_a_text_too_short_for_numbers_that_mean_much_is_said(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("a few words and no more than that\n" * 30)
+    words = ["train", "--text", str(text), "--out", str(tmp_path / "run"), "--steps", "1", *flags]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "The text has 1,020 bytes and its held-out part " in said
+    assert "too few for numbers that mean much" in said
