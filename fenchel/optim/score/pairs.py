@@ -305,9 +305,11 @@ def _refusal(module: nn.Module) -> str | None:
             return reason
     if getattr(module, "is_cross_attention", False):
         return "its queries and keys read two different streams (cross-attention)"
-    for name in ("qkv", "qkv_proj", "q_proj", "k_proj"):
+    for name in (*FUSED, "q_proj", "k_proj"):
         linear = getattr(module, name, None)
         if isinstance(linear, nn.Module) and not _is_plain_linear(linear):
+            if type(linear).__name__ == "Conv1D":  # of GPT-2: a linear map stored by columns
+                continue
             return f"its {name} is not a plain linear map ({type(linear).__name__})"
     if isinstance(module, QueryKeyLayer) and module.l2:
         return "its scores are not products of queries and keys"
@@ -433,7 +435,7 @@ def _linear_pair(name: str, module: Any, causal: bool) -> QueryKeyPair | None:
         module,
         query,
         key,
-        scale=_scale_of(module, D),
+        scale=_scale_of(name, module, D),
         causal=getattr(module, "is_causal", causal),
         window=getattr(module, "sliding_window", None),
     )
@@ -466,10 +468,15 @@ def _first_whole(module: Any, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _scale_of(module: Any, D: int) -> float | None:
+def _scale_of(where: str, module: Any, D: int) -> float | None:
     """The factor on q . k; ``scale`` may also be the root that the product is divided by."""
-    for name in ("scaling", "scale"):
+    for name in ("scaling", "scale", "logit_scale", "temperature"):
         value = getattr(module, name, None)
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ValueError(
+                f"{where} cannot be paired: its {name} is a parameter, which moves the scores "
+                "beside queries and keys; freeze it and make a QueryKeyPair by hand."
+            )
         if isinstance(value, float) and value > 0.0:
             return None if D > 1 and math.isclose(value, D**0.5) else value
     return None

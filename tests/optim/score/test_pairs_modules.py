@@ -240,6 +240,7 @@ class Unsaid(nn.Module):
         (Unsaid(), "qkv has 36 rows, and its layer does not say how they split into heads"),
         (Unsaid(num_heads=5), "num_heads=5, head_dim=None"),
         (Unsaid(num_heads=2, head_dim=7), "36 rows, which 2 heads of queries, 7 wide"),
+        (Unsaid(num_heads=2, logit_scale=nn.Parameter(torch.ones(1))), "logit_scale is a param"),
         (nn.MultiheadAttention(8, 2, kdim=4), "its keys read 4 entries and its queries 8"),
         (nn.MultiheadAttention(8, 2, vdim=4), "three weights and one bias"),
         (nn.MultiheadAttention(8, 2, add_bias_kv=True), "append keys that no token makes"),
@@ -248,6 +249,17 @@ class Unsaid(nn.Module):
 def test_what_is_missing_is_named(layer: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         attention_pairs(layer)
+
+
+def test_a_parameter_that_two_layers_share_is_refused() -> None:
+    """Each of them would write its own step into it."""
+    layers = [Fused("qkv", {"num_heads": H}, norm=lambda: nn.LayerNorm(D)) for _ in range(2)]
+    layers[1].q_norm = layers[0].q_norm
+    pairs = attention_pairs(nn.ModuleList(layers))
+    with pytest.raises(ValueError, match="0 and 1 share a parameter of queries and keys"):
+        ScoreDescent(pairs)
+    layers[0].q_norm.requires_grad_(False)
+    ScoreDescent(pairs).close()
 
 
 def test_a_pair_by_hand_with_a_reader_of_its_own() -> None:
