@@ -212,6 +212,30 @@ def test_the_dtype_is_that_of_the_weights_that_are_evaluated(
     )
 
 
+def test_positions_are_read_past_the_trained_context_where_that_is_asked_for(
+    run_directory: Path, other_text: Path, text_file: Path, flags: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    model, tokenizer, config = load(run_directory)
+    further = 2 * config.context + 3
+    words = ["eval", str(run_directory), "--text", str(other_text), "--device", "cpu", "--json"]
+    measured = json.loads(told([*words, "--context", str(further)], capsys))
+    ids, size = text_ids(tokenizer, str(other_text))
+    direct = score(model.with_context(further), ids, bytes=size, context=further)
+    assert measured["loss"] == pytest.approx(direct.loss, rel=1e-6)
+    assert measured["context"] == further
+    prompt = ["generate", str(run_directory), "--prompt", "the nation", "--temperature", "0"]
+    prompt += ["--max-new-tokens", str(2 * config.context), "--device", "cpu"]
+    assert told([*prompt, "--context", str(4 * config.context)], capsys)
+
+    learned = tmp_path / "learned"
+    train = ["train", "--text", str(text_file), "--steps", "1", "--out", str(learned), *flags]
+    assert main([*train, "--set", "model.positions=learned"]) == 0
+    capsys.readouterr()
+    assert main([*words[:1], str(learned), *words[2:], "--context", str(further)]) == 2
+    assert "without a row for later ones" in capsys.readouterr().err
+
+
 def test_the_best_device_is_used_and_an_unknown_one_refused(
     run_directory: Path, other_text: Path, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,12 +12,13 @@ root mean square of the scores themselves. What a head moves by is therefore
     RMS dS <= max(lr, e),     e = by how much other layers have pushed the head out of the ball,
 
 since a head that is out of the ball comes back in one step; a head inside, and one that started
-outside, moves by lr at most. Three limits of this promise:
+outside, moves by lr at most. Four limits of this promise:
 
     sample      other sequences move by a little more or less (docs/maths/score_descent.md)
     bfloat16    what is written back to weights in bfloat16 is rounded: moves of up to 1.07 lr were
                 seen (heads of width 8), 1.01 lr in GPT-2; float32 weights move by lr to 1e-4
     QK-norm     no ball: the gains of the norms bound the scores, and radius is not used
+    sharing     a layer that serves several layers is measured where it is used last
 
 A head whose step is small enough and inside the ball keeps exactly the bits that the optimiser
 computed. Every other parameter of the model moves as the optimiser moves it.
