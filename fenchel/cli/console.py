@@ -417,11 +417,9 @@ def break_lines(text: str, width: int | None) -> str:
     """
     if width is None:
         return text
-    whole = {"break_long_words": False, "break_on_hyphens": False}
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     lines = text.split("\n")
-    return "\n".join(
-        textwrap.fill(line, width, **whole) if cell_len(line) > width else line for line in lines
-    )
+    return "\n".join(wrapper.fill(line) if cell_len(line) > width else line for line in lines)
 
 
 def width_of(stream: TextIO) -> int | None:

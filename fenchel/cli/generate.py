@@ -113,7 +113,7 @@ def run(
     """
     if words and prompt:
         raise ValueError("give the prompt once: behind the directory, or by --prompt.")
-    prompt = " ".join(words) or (sys.stdin.read() if prompt == "-" else prompt)
+    prompt = " ".join(words) or (sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt)
     with loading():
         import torch
 

@@ -124,6 +124,7 @@ def resume(
         config = change_settings(before, changes, callback)
         device = select_device(config.train.device)  # refused before anything is written
         require_loggers(config.train.log)
+        require_memory(config)
         require_room(meta_model(config.model), run)
         corpus = reopen_corpus(config, run, callback)
         if digest := new_text(corpus, callback, accept_new_text):

@@ -200,7 +200,7 @@ def test_the_prompt_may_stand_behind_the_directory_or_come_from_standard_input(
     short = ["generate", str(run_directory), "--max-new-tokens", "40"]
     assert main([*short[:2], "the", "people", *short[2:]]) == 0
     assert capsys.readouterr().out == by_flag
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the people"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the people\n"))
     assert main([*short, "--prompt", "-"]) == 0
     assert capsys.readouterr().out == by_flag
     assert main([*words, "the"]) == 2

@@ -93,7 +93,9 @@ def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
     built.clear()
     changes = {"train": {"steps": 4}}
     assert pipeline.resume(tmp_path / "timed", Silent(), changes=changes).progress.step == 4
-    assert built == [False, True]  # shapes alone for the disk space, then the model
+    assert built == [False, False, False, True]  # shapes for memory and disk, then the model
+    with pytest.raises(ValueError, match="a step needs"):
+        pipeline.resume(tmp_path / "timed", Silent(), changes={"train": {"batch": 10**9}})
 
 
 @pytest.mark.parametrize(
