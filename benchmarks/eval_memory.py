@@ -1,0 +1,128 @@
+"""Peak memory of ``fenchel eval`` with a vocabulary of 262,144, by the number of tokens.
+
+    python -m benchmarks eval_memory [--tokens 500,2000,6000] [--layers 6]
+
+The checkpoint has the shape of Gemma 3 with 270M parameters but for its number of layers, random
+weights and bfloat16. Every evaluation is a process of its own; its peak is what the kernel counts
+(ru_maxrss), pages of the weight file included. One row of logits is a megabyte in float32, so
+logits of all positions at once would take 6 GB for 6,000 tokens, and their softmax as much again.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from benchmarks.harness import record
+from fenchel.checkpoints import save
+from fenchel.model import ModelConfig, Transformer
+
+V = 262_144
+LIMIT = 1.5e9
+"""Bytes above the weights."""
+WORDS = "the people of these states have peace and trade with all nations in war".split()
+
+
+def main(options: list[str] | None = None) -> None:
+    """Print and record the peaks; fails where one is above the limit."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks eval_memory")
+    parser.add_argument("--tokens", default="500,2000,6000")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args(options or [])
+    counts = [int(count) for count in given.tokens.split(",")]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path, text = Path(folder) / "model", Path(folder) / "text.txt"
+        _checkpoint(path, given.layers)
+        text.write_text(" ".join(random.Random(0).choices(WORDS, k=max(counts))))
+        weights = (path / "model.safetensors").stat().st_size
+        for flags in ([], ["--calibration"]):
+            for count in counts:
+                words = ["eval", str(path), "--text", str(text), "--tokens", str(count), "--json"]
+                row = _measure([*words, *flags, "--device", "cpu"], given.threads)
+                row = {"vocabulary": V, "tokens": count, "calibration": bool(flags), **row}
+                row["weights"] = weights
+                row["above_weights"] = row["peak"] - weights
+                rows.append(row)
+                print(
+                    f"{count:6} tokens{' and calibration' if flags else '':<16} "
+                    f"{row['above_weights'] / 1e6:6.0f} MB above the {weights / 1e6:.0f} MB of the "
+                    f"weights, {row['seconds']:.0f} s"
+                )
+    record("eval_memory", rows, ("tokenizers",))
+    assert all(row["above_weights"] <= LIMIT for row in rows)
+
+
+def _measure(words: list[str], threads: int) -> dict[str, Any]:
+    """Run a command line in a process of its own: its loss, peak memory and time."""
+    read, write = os.pipe()
+    started = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "fenchel", *words]
+    actions = [(os.POSIX_SPAWN_DUP2, write, 1)]
+    child = os.posix_spawn(sys.executable, command, environment, file_actions=actions)
+    os.close(write)
+    with os.fdopen(read) as output:
+        printed = output.read()
+    _, status, usage = os.wait4(child, 0)
+    if status:
+        raise RuntimeError(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}.")
+    found = json.loads(printed)
+    seconds = time.perf_counter() - started
+    return {
+        "loss": found["loss"],
+        "dtype": found["dtype"],
+        "context": found["context"],
+        "peak": usage.ru_maxrss * 1024,
+        "seconds": seconds,
+    }
+
+
+def _checkpoint(path: Path, layers: int) -> None:
+    config = ModelConfig(
+        vocabulary=V,
+        context=32_768,
+        width=640,
+        layers=layers,
+        heads=4,
+        kv_heads=1,
+        head_size=256,
+        hidden=2048,
+        windows=(*[512] * 5, 0)[:layers],
+        mlp="geglu_tanh",
+        norm_place="both",
+        norm_plus_one=True,
+        qk_norm=True,
+        score_scale=1 / 16,
+        embedding_scale=640**0.5,
+        rotary_base=1e6,
+        rotary_local_base=1e4,
+        epsilon=1e-6,
+    )
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    save(model, _tokenizer(), path, dtype=torch.bfloat16)
+
+
+def _tokenizer() -> Tokenizer:
+    """One token per byte, and names for the rest of the vocabulary."""
+    special = ["<pad>", "<eos>", "<bos>"]
+    names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<unused{i}>" for i in range(V - len(names))]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
+    return tokenizer
