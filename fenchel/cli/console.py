@@ -299,7 +299,8 @@ class Console:
 
     def __init__(self, *, quiet: bool = False, aside: bool = False) -> None:
         """``aside`` keeps standard output for results: stages and messages go to standard error."""
-        self.terminal = Terminal(stderr=quiet or aside, quiet=quiet and not sys.stderr.isatty())
+        silent = quiet and not sys.stderr.isatty()
+        self.terminal = Terminal(stderr=quiet or aside, quiet=silent, emoji=False)
         self.live = self.terminal.is_terminal and not quiet
         length = min(24, self.terminal.width - 50)
         self.bars = Bars(

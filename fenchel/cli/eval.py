@@ -18,7 +18,6 @@ from fenchel.cli.console import (
     load_checkpoint,
     width_of,
 )
-from fenchel.config import from_mapping
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +80,8 @@ def run(
     """
     if text is not None and split is not None:
         raise ValueError("--split names a part of the run's own text: leave out --text.")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"--tokens {tokens} leaves nothing to predict; give at least 1.")
     if page is not None and page.exists():
         raise ValueError(f"{page} exists and is left alone; name another file for the page.")
     with Console(quiet=json, aside=True) as console:
@@ -249,8 +250,11 @@ def _choice_of(directory: Path) -> "Choice | None":
 
     if not is_run(directory):
         return None
-    train = from_mapping(TrainConfig, RunDir(directory).read_settings().get("train", {}))
-    return named_loss(train.loss, alpha=train.loss_alpha)
+    train = RunDir(directory).read_settings().get("train", {})
+    defaults = TrainConfig()
+    return named_loss(
+        train.get("loss", defaults.loss), alpha=train.get("loss_alpha", defaults.loss_alpha)
+    )
 
 
 def _lines(measured: _Measured, *, truncated: bool) -> list[str]:

@@ -249,6 +249,11 @@ def test_wrapped_text_has_the_same_words_on_lines_that_fit(pieces: list[str], wi
     assert "".join(unchanged(piece) for piece in pieces) == text
 
 
+def test_words_between_colons_stay_words(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().message("runs/a :cat: b")  # rich would draw a cat
+    assert capsys.readouterr().out == "runs/a :cat: b\n"
+
+
 def test_a_path_is_never_broken_in_two() -> None:
     path = "runs/" + "2026-11-16_" * 6
     with terminal(40) as shown:

@@ -129,6 +129,8 @@ def test_the_first_tokens_of_two_tokenizers_are_the_text_of_the_first_ones(
     assert found["bits_per_byte"] == pytest.approx(bits_of(run_directory, [begin]))
     assert found["against"]["bits_per_byte"] == pytest.approx(bits_of(rival, [begin]))
     assert found["text"] == f"{other_text}, its first 50 tokens"
+    assert main([*words[:4], "--tokens", "0", "--against", str(rival)]) == 2
+    assert "give at least 1" in capsys.readouterr().err
     same = json.loads(told([*words, str(run_directory), "--json"], capsys))
     assert same["against"]["tokens"] == 50
 
