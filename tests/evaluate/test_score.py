@@ -105,12 +105,12 @@ def test_progress_counts_every_target_once(n: int) -> None:
 
 def test_documents_beyond_a_limit_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("sea shore\n")
-    (tmp_path / "b.txt").write_bytes(b"\xff is not text")
+    (tmp_path / "b.jsonl").write_text("no object\n")
     tokenizer = train_tokenizer(["sea shore"], 300)
     ids, size = text_ids(tokenizer, str(tmp_path), limit=2)
     assert len(ids) == 3
     assert 0 < size <= 10
-    with pytest.raises(ValueError, match="UTF-8"):
+    with pytest.raises(ValueError, match="should be an object"):
         text_ids(tokenizer, str(tmp_path))
 
 
