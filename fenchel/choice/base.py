@@ -160,33 +160,29 @@ class Choice(ABC):
         >>> slope(z)  # a margin of 1: no gradient left
         tensor([[0., 0., 0.]])
         """
-        x = float32_or_better(z)
-        if log_prior is not None:  # a forbidden score has no part in the peak, however large
-            x = x.masked_fill(log_prior == FORBIDDEN, FORBIDDEN)
-        # value(z - c) = value(z) - c, so the common part of large scores never enters the sum
+        x, _ = self.scores(z, log_prior, -1)
+        beta = self.row_beta()
+        # sum(p) = sum(y): the common part of large scores, forbidden ones left out, never enters
         peak = x.detach().amax(-1, keepdim=True)
         x = x - torch.where(peak.isfinite(), peak, 0.0)
-        if self.ceiling < 1.0:  # whether a corner is above the cap depends on how many are allowed
-            y = y if y.is_floating_point() else one_hot(y, x.shape[-1]).to(x.dtype)
-            prior = torch.zeros_like(x) if log_prior is None else log_prior
-            log_prior = torch.where(x == FORBIDDEN, FORBIDDEN, prior)
-        if not y.is_floating_point():
-            reached = x.gather(-1, y.unsqueeze(-1)).squeeze(-1)
-            cost = _omega_at_vertex(self, x, y, log_prior) / self.row_beta()
-            gap = self.value(x, log_prior) + cost - reached
+        if self.ceiling < 1.0 and not y.is_floating_point():  # a corner may be above the cap
+            y = one_hot(y, x.shape[-1]).to(x.dtype)
+        if not y.is_floating_point():  # Omega is 0 at a corner
+            gap = self._maximum(x) - x.gather(-1, y.unsqueeze(-1)).squeeze(-1) / beta
+            gap = torch.where(gap < 0, gap - gap.detach(), gap)
         else:
             y = y.to(x.dtype)
             reached = torch.where(y != 0, x, 0.0).mul(y).sum(-1)
-            cost = self.regulariser(y, log_prior) / self.row_beta()
-            gap = self.value(x, log_prior) + cost - reached
-            exact = self._gap(x, y, log_prior).detach()
+            cost = self.regulariser(y, torch.where(x == FORBIDDEN, FORBIDDEN, 0.0))
+            gap = self._maximum(x) + (cost - reached) / beta
+            exact = (self._gap(x, y) / beta).detach()
             gap = torch.where(gap.isfinite(), exact + (gap - gap.detach()), gap)
         return gap.masked_fill(peak.squeeze(-1) == FORBIDDEN, float("inf")).to(z.dtype)
 
     @torch.no_grad()
-    def _gap(self, z: Tensor, y: Tensor, log_prior: Tensor | None) -> Tensor:
-        """The Fenchel-Young loss of a distribution y as a sum without cancellation: (...)."""
-        p, (x, _) = self.weights(z, log_prior), self.scores(z, log_prior, -1)
+    def _gap(self, x: Tensor, y: Tensor) -> Tensor:
+        """beta times the loss of a distribution y, as a sum without cancellation: (...)."""
+        p = self.choose(x)
         slope, free = self.slope(p), self.spread(p) > 0
         # On the free weights omega'(p_i) = x_i - nu; with none free, nu leaves every eta_i >= 0.
         heaviest = torch.where(free, p, -1.0).argmax(-1, keepdim=True)
@@ -196,8 +192,7 @@ class Choice(ABC):
         eta = torch.where((p > 0) & ~free, (x - nu - slope).clamp(min=0.0), 0.0)
         close = self.divergence(y, torch.where(p > 0, p, 1.0)) + eta * (p - y)
         far = self.omega(y) - self.omega(p) - (x - nu) * (y - p)  # holds mu and eta
-        terms = torch.where(near, torch.where(p > 0, close, 0.0), far)
-        return terms.sum(-1).clamp(min=0.0) / self.row_beta()
+        return torch.where(near, torch.where(p > 0, close, 0.0), far).sum(-1).clamp(min=0.0)
 
     def scores(self, z: Tensor, log_prior: Tensor | None, dim: int) -> tuple[Tensor, int]:
         """x = beta z + log u in float32 or better, and the axis counted from the end."""
@@ -309,14 +304,6 @@ def checked_axis(z: Tensor, log_prior: Tensor | None, dim: int) -> int:
             "turn a mask that is True where a choice is allowed into mask.float().log()."
         )
     return dim if dim < 0 else dim - z.ndim
-
-
-def _omega_at_vertex(choice: Choice, x: Tensor, y: Tensor, log_prior: Tensor | None) -> Tensor:
-    """Omega at the vertex y of the simplex: an index (...) -> (...)."""
-    omega = choice.omega(torch.ones_like(x[..., 0]))
-    if log_prior is None:
-        return omega
-    return omega - log_prior.expand_as(x).gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
 def float32_or_better(t: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def evidence(z: Tensor, beta: float | Tensor, log_prior: Tensor | None = None) -
     >>> evidence(torch.tensor([0.0, 1.0, 3.0]), beta=1.0)  # positive: evidence for it
     tensor([-2.0712, -1.0712,  0.9288])
     """
-    forbidden = z == -math.inf  # at every beta, also at 0
+    forbidden = z == -math.inf  # whatever beta is, also where it is 0
     tilt = (beta * z.masked_fill(forbidden, 0.0)).masked_fill(forbidden, -math.inf)
     total = (_log_prior(z, log_prior) + tilt).logsumexp(-1, keepdim=True)
     return tilt - total.masked_fill(total == -math.inf, 0.0)
@@ -90,7 +90,8 @@ def evidence(z: Tensor, beta: float | Tensor, log_prior: Tensor | None = None) -
 def tilted(z: Tensor, beta: float | Tensor, log_prior: Tensor | None = None) -> TiltedDistribution:
     """The tilted distribution at ``beta``, the mean and variance of z under it, and KL(p || u).
 
-    A score of -inf forbids, as for the choice maps; where all are forbidden every result is 0.
+    A score of -inf forbids, as for the choice maps: the alternative counts as absent from u. Where
+    all are forbidden every result is 0.
 
     >>> import torch
     >>> tilted(torch.tensor([0.0, 1.0, 3.0]), beta=1.0).p  # the softmax
@@ -110,7 +111,7 @@ def divergence_upper(z: Tensor, beta: float | Tensor) -> Tensor:
     >>> import torch
     >>> z = torch.tensor([0.0, 1.0, 3.0])
     >>> tilted(z, 0.5).divergence, divergence_upper(z, 0.5)
-    (tensor(0.1927), tensor(0.2812))
+    (tensor(0.1927), tensor(0.2813))
     """
     return _rounded_up((beta * _range(z)).square() / 8.0)
 
@@ -196,8 +197,11 @@ def large_deviation(z: Tensor, mean: float, log_prior: Tensor | None = None) -> 
 
 
 def _log_prior(z: Tensor, log_prior: Tensor | None) -> Tensor:
-    """log u, normalised."""
-    return (torch.zeros_like(z) if log_prior is None else log_prior).log_softmax(-1)
+    """log u, normalised over what neither the prior nor a score of -inf forbids."""
+    log_u = torch.zeros_like(z) if log_prior is None else log_prior
+    log_u = torch.where(z == -math.inf, -math.inf, log_u)
+    empty = (log_u == -math.inf).all(-1, keepdim=True)
+    return log_u.masked_fill(empty, 0.0).log_softmax(-1).masked_fill(empty, -math.inf)
 
 
 def _range(z: Tensor) -> Tensor:

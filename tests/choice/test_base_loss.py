@@ -7,6 +7,8 @@ from dataclasses import replace
 import mpmath
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -149,3 +151,33 @@ def test_it_is_differentiable_twice_in_scores_and_temperature(choice: Choice) ->
 
     assert gradcheck(loss, (z, beta), check_forward_ad=True)
     assert gradgradcheck(loss, (z, beta))
+
+
+wild = st.one_of(
+    st.floats(-5.0, 5.0, width=32),
+    st.sampled_from([0.0, 1.0, -INF, 1e4, -1e4, 1e-30, 3e38]),
+)
+
+
+@pytest.mark.parametrize("choice", EVERY, ids=repr)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 5).flatmap(lambda K: st.lists(wild, min_size=3 * K, max_size=3 * K)),
+    target=st.integers(0, 4),
+)
+def test_wild_inputs_have_a_loss_that_is_no_less_than_zero(
+    choice: Choice, rows: list[float], target: int
+) -> None:
+    z, prior, tilt = torch.tensor(rows, dtype=torch.float32).view(3, -1)
+    prior, z = prior.clamp(max=1e4), z.requires_grad_()
+    y = choice.weights(tilt)
+    targets = [torch.tensor(target % len(z))] + ([y] if y.sum() > 0 else [])
+    for y in targets:
+        loss = choice.loss(z, y, prior)
+        assert loss >= 0  # and is not nan
+        feasible = (z > -INF) & (prior > -INF)
+        law = y if y.is_floating_point() else torch.nn.functional.one_hot(y, len(z))
+        if (~feasible & (law > 0)).any():
+            assert loss == INF
+        (slope,) = torch.autograd.grad(loss, z)
+        assert slope.isfinite().all()

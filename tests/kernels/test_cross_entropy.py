@@ -39,8 +39,9 @@ def test_it_stays_in_its_rows_and_its_dtype(device: str) -> None:
     assert (room[:, 33:] == 7.0).all()
 
 
+@pytest.mark.parametrize("padded", [False, True])
 def test_the_loss_through_it_has_the_gradient_of_the_operations(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    device: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = torch.Generator().manual_seed(0)
     found = {}
@@ -49,6 +50,8 @@ def test_the_loss_through_it_has_the_gradient_of_the_operations(
         h = torch.randn(3, 11, 8, generator=g).to(device).requires_grad_()
         W = torch.randn(50, 8, generator=g).to(device).requires_grad_()
         targets = torch.randint(50, (3, 11), generator=g).to(device)
+        if padded:
+            targets[1, 3:] = -100
         monkeypatch.setattr(loss_module, "_fused", lambda _, fused=fused: fused)
         loss = lm_head_loss(h, W, targets, smoothing=0.1)
         found[fused] = (loss.detach(), *torch.autograd.grad(loss, (h, W)))
