@@ -7,6 +7,8 @@ SMALLEST_VOCABULARY = 258
 """256 bytes and two special tokens."""
 LARGEST_VOCABULARY = 2**19
 """Twice the largest in use."""
+TOKENIZER_MODELS = ("bpe", "unigram", "characters")
+"""How a tokenizer can be trained; the first is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,9 @@ class TextConfig:
     objects have a field "text"; compressed by gzip or not."""
     vocabulary: int = 4096
     """The largest size of the trained tokenizer; a given ``tokenizer`` has its own."""
+    tokenizer_model: str = "bpe"
+    """How the tokenizer is trained: "bpe", "unigram", or "characters", which has no longer tokens.
+    """
     tokenizer: str | None = None
     """Path of a tokenizer.json to use instead of a trained one."""
     validation: int = 10
@@ -35,6 +40,11 @@ class TextConfig:
             raise ValueError(
                 f"vocabulary={self.vocabulary} is outside {SMALLEST_VOCABULARY} (256 bytes and "
                 f"two special tokens) to {LARGEST_VOCABULARY}; 4096 suits a few megabytes."
+            )
+        if self.tokenizer_model not in TOKENIZER_MODELS:
+            raise ValueError(
+                f"tokenizer_model={self.tokenizer_model!r} is none of "
+                f"{', '.join(TOKENIZER_MODELS)}."
             )
         if self.validation < 2:
             raise ValueError(

@@ -171,13 +171,13 @@ def prepare(
     recipe = {
         "text": tally.sha256(),
         "validation": config.validation,
-        "tokenizer": f"trained for {config.vocabulary}" if given is None else _sha256(given),
+        "tokenizer": _recipe(config) if given is None else _sha256(given),
     }
     if (corpus := _reusable(folder, recipe, owned)) is None:
         split = Split(config.validation, tally.documents, tally.bytes)
         with _new_folder(folder, text, tally, recipe) as fresh:
             if given is None:
-                given = _train(text, split, config.vocabulary, progress)
+                given = _train(text, split, config, progress)
             (fresh / _TOKENIZER).write_bytes(given)
             facts = _encode(fresh, text, split, tally.sha256(), progress)
             (fresh / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
@@ -284,7 +284,13 @@ def _new_folder(
             raise
 
 
-def _train(text: Text, split: Split, vocabulary: int, progress: ProgressCallback) -> bytes:
+def _recipe(config: TextConfig) -> str:
+    """What a trained tokenizer depends on, beside its text."""
+    model = "" if config.tokenizer_model == "bpe" else f"{config.tokenizer_model} "
+    return f"{model}trained for {config.vocabulary}"
+
+
+def _train(text: Text, split: Split, config: TextConfig, progress: ProgressCallback) -> bytes:
     """A tokenizer of the training stream, or of every k-th document of a large one."""
     stride = math.ceil(split.bytes / tokens.TRAINED_ON)
     total = split.bytes // stride
@@ -299,7 +305,7 @@ def _train(text: Text, split: Split, vocabulary: int, progress: ProgressCallback
         progress("counting words", total, total)
         progress("training the tokenizer", 0, 0)  # the merges, whose time is unknown
 
-    tokenizer = tokens.train_tokenizer(sample(), vocabulary)
+    tokenizer = tokens.train_tokenizer(sample(), config.vocabulary, config.tokenizer_model)
     return str(tokenizer.to_str(pretty=True)).encode()
 
 

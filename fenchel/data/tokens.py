@@ -1,12 +1,22 @@
-"""Text to token ids and back: byte-level byte-pair encoding.
+"""Text to token ids and back: byte-level tokenizers, trained in one of three ways.
 
-A text is UTF-8 bytes. Training merges the most frequent pair of neighbours until the vocabulary is
-full. Every byte is a token of its own, so any string has ids without an unknown token, and decoding
-returns exactly the string that was encoded.
+A text is UTF-8 bytes. Every byte is a token of its own, so any string has ids without an unknown
+token, and decoding returns exactly the string that was encoded. Which sequences of bytes become
+tokens beside them is learned, within words and runs of signs, which no token crosses:
+
+bpe
+    Byte-pair encoding: the most frequent pair of neighbours is merged until the vocabulary is full;
+    a text is encoded by the same merges in the same order.
+unigram
+    Tokens x have probabilities p(x), a word is cut into the tokens x_1 ... x_n with the largest
+    sum of log p(x_i) (Viterbi). p maximises the likelihood of the text, summed over all cuts (EM);
+    from a large vocabulary, the tokens are removed that cost the likelihood least.
+characters
+    The code points of the text, and no longer tokens: byte-pair encoding inside code points.
 
     id 0  ``END``   after every document, and before the first
     id 1  ``PAD``   fills rows of unequal length; never in a text
-    then 256 bytes, then the merges in the order of training
+    then 256 bytes and the merges in the order of training, or the tokens of unigram by falling p
 
 Control tokens are never the result of encoding a text: a text that contains ``<|end|>`` becomes the
 tokens of those seven characters. Which of them begin a text is part of the tokenizer, its template
@@ -23,10 +33,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fenchel.data import tokenizer_file
-from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
+from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY, TOKENIZER_MODELS
 from fenchel.data.tokenizer_process import EncodingProcess
 from fenchel.files import printable, read_json
 
@@ -45,23 +55,34 @@ _BOUNDED: "WeakKeyDictionary[Tokenizer, EncodingProcess]" = WeakKeyDictionary()
 """Tokenizers that encode in a process of their own."""
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary: int, model: str = "bpe") -> Tokenizer:
     """A tokenizer of at most ``vocabulary`` tokens, trained on at most ``TRAINED_ON`` bytes.
 
     >>> tokenizer = train_tokenizer(["the cat sat on the mat"], 300)
     >>> decode(tokenizer, encode(tokenizer, "the hat"))
     'the hat'
+    >>> characters = train_tokenizer(["naïve"], 300, "characters")
+    >>> len(encode(characters, "naïve")), len(encode(characters, "naîve"))
+    (5, 6)
     """
     if not SMALLEST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
         raise ValueError(
             f"vocabulary={vocabulary} is outside {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY}."
         )
-    tokenizer = Tokenizer(models.BPE())
+    if model not in TOKENIZER_MODELS:
+        raise ValueError(f"model={model!r} is none of {', '.join(TOKENIZER_MODELS)}.")
     # The pattern of use_regex separates letters from signs, so that no merge can spell END or PAD
     # and thereby take the id of the control token.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    unigram = model == "unigram"
+    tokenizer = Tokenizer(models.Unigram() if unigram else models.BPE())
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizer.pre_tokenizer = words
+    if model == "characters":  # each alone while training: a merge stays inside a code point
+        alone = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([alone, bytes_])
+    trainer = (trainers.UnigramTrainer if unigram else trainers.BpeTrainer)(
         vocab_size=vocabulary,
         special_tokens=[END, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -69,7 +90,27 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     )
     with _rust("train a tokenizer"):
         tokenizer.train_from_iterator(_at_most(TRAINED_ON, texts), trainer)
+        if unigram:
+            tokenizer.model = _without_noise(tokenizer)
+    # A merge ends with a byte that begins no code point, so words serve characters too.
+    tokenizer.pre_tokenizer = words
     return _spell_out_specials(tokenizer)
+
+
+def _without_noise(tokenizer: Tokenizer) -> models.Unigram:
+    """The Unigram model with scores that the same text gives again.
+
+    The library adds in an order that changes from call to call, which shows in the last digits. To
+    the bytes that its vocabulary lacks it gives the lowest score plus 0, 0.0001, 0.0002, ..., in an
+    order that changes too. So scores are rounded, and these bytes share the lowest.
+    """
+    rows = {t: s or 0.0 for t, s in json.loads(tokenizer.to_str())["model"]["vocab"]}
+    del rows[END], rows[PAD]  # and a score is null where a text of no words gave none
+    lowest = min(rows.values())
+    added = lowest + 256 * 0.0001
+    scores = {t: round(lowest if len(t) == 1 and s < added else s, 3) for t, s in rows.items()}
+    ordered = sorted(scores.items(), key=lambda row: (-row[1], row[0]))
+    return models.Unigram([(END, 0.0), (PAD, 0.0), *ordered])
 
 
 def load_tokenizer(path: Path, *, needs_end: bool = True) -> Tokenizer:

@@ -39,7 +39,11 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     USES: ClassVar = (
-        Use(("text.vocabulary",), "no text.tokenizer", lambda c: c.text.tokenizer is None),
+        Use(
+            ("text.vocabulary", "text.tokenizer_model"),
+            "no text.tokenizer",
+            lambda c: c.text.tokenizer is None,
+        ),
         Use(("train.balance_weight",), "model.experts", lambda c: c.model.experts > 0),
     )
 

@@ -205,6 +205,7 @@ def test_an_intact_folder_is_used_again_even_if_the_text_was_touched_or_moved(
     ("change", "says"),
     [
         ({"vocabulary": 300}, "another tokenizer"),
+        ({"tokenizer_model": "unigram"}, "another tokenizer"),
         ({"validation": 5}, "another validation"),
         ({"source": "kjv"}, "another text"),
     ],
@@ -217,6 +218,21 @@ def test_a_folder_of_other_settings_is_refused_and_kept(
     with pytest.raises(ValueError, match=says):
         prepare(TextConfig(**{"source": str(folder), "vocabulary": 400, **change}), there)
     assert (there / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("model", ["unigram", "characters"])
+def test_streams_of_every_tokenizer_model_decode_to_the_text(
+    model: str, there: Path, folder: Path, verses: list[str]
+) -> None:
+    config = TextConfig(source=str(folder), vocabulary=400, tokenizer_model=model)
+    corpus = prepare(config, there)
+    parts = (*corpus.documents(validation=False), *corpus.documents(validation=True))
+    assert sorted(part.text for part in parts) == sorted(verses)
+    assert json.loads((there / "tokenizer.json").read_text())["model"]["type"] == (
+        "Unigram" if model == "unigram" else "BPE"
+    )
+    again = prepare(config, there)
+    assert again.facts == corpus.facts
 
 
 def test_one_byte_of_the_text_is_another_text(

@@ -1,16 +1,20 @@
 """fenchel/data/tokens.py: exact round trips, no control tokens from text, hostile files."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from fenchel.data import tokenizer_file, tokens
+from fenchel.data.config import TOKENIZER_MODELS
 from fenchel.data.tokens import (
     END,
     PAD,
@@ -262,3 +266,137 @@ def test_a_panic_beneath_is_an_ordinary_error(tmp_path: Path, raw: dict[str, Any
     loaded = load_tokenizer(path)
     with pytest.raises(ValueError, match="cannot encode the text"):
         encode(loaded, "a" * 200)
+
+
+# the three ways to train
+
+
+@pytest.fixture(scope="module", params=["unigram", "characters"])
+def other(request: pytest.FixtureRequest, verses: list[str]) -> Tokenizer:
+    return train_tokenizer(verses, 400, request.param)
+
+
+@settings(deadline=None)
+@given(st.one_of(anything, spellings))
+def test_every_model_gives_back_what_was_encoded_and_no_control_token(
+    other: Tokenizer, text: str
+) -> None:
+    ids = encode(other, text)
+    assert decode(other, ids) == text
+    assert {end_id(other), pad_id(other)}.isdisjoint(ids)
+
+
+@pytest.mark.parametrize("model", TOKENIZER_MODELS)
+def test_every_model_is_trained_alike_from_the_same_text_and_read_back_alike(
+    model: str, verses: list[str], load: Callable[[Any], Tokenizer]
+) -> None:
+    first, again = (train_tokenizer(verses, 400, model) for _ in range(2))
+    assert first.to_str() == again.to_str()
+    assert (end_id(first), pad_id(first)) == (0, 1)
+    assert first.get_vocab_size() <= 400
+    text = "".join(verses) + "\x00ÿ<|pad|>"
+    assert encode(load(first.to_str()), text) == encode(first, text)
+
+
+@pytest.mark.parametrize("model", TOKENIZER_MODELS)
+@pytest.mark.parametrize("texts", [[], [""], ["a"], ["\x00"], ["a" * 5000], ["😀" * 40]])
+def test_every_model_is_trained_from_any_text(model: str, texts: list[str]) -> None:
+    tokenizer = train_tokenizer(texts, 300, model)
+    assert 258 <= tokenizer.get_vocab_size() <= 300
+    assert decode(tokenizer, encode(tokenizer, "aé中😀\n")) == "aé中😀\n"
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="'wordpiece' is none of bpe, unigram, characters"):
+        train_tokenizer(["a"], 300, "wordpiece")
+
+
+def test_characters_of_the_text_are_tokens_and_nothing_longer_is(verses: list[str]) -> None:
+    tokenizer = train_tokenizer(verses, 400, "characters")
+    for text in verses:
+        assert len(encode(tokenizer, text)) == len(text)
+    tokens_ = [decode(tokenizer, [i]) for i in range(2, tokenizer.get_vocab_size())]
+    assert {len(x) for x in tokens_ if "\N{REPLACEMENT CHARACTER}" not in x} == {1}
+    assert len(encode(tokenizer, "ñ")) == 2  # not in the text: its bytes
+
+
+Pieces = dict[str, float]
+"""Token to log p, in the alphabet of ByteLevel."""
+
+
+def words_of(tokenizer: Tokenizer, texts: list[str]) -> Counter[str]:
+    split = tokenizer.pre_tokenizer.pre_tokenize_str
+    return Counter(word for text in texts for word, _ in split(text))
+
+
+def scores_of(tokenizer: Tokenizer) -> Pieces:
+    rows = json.loads(tokenizer.to_str())["model"]["vocab"]
+    return {token: score for token, score in rows if token not in (END, PAD)}
+
+
+def cuts(word: str, pieces: Pieces) -> list[list[tuple[int, str]]]:
+    """Per end, the pieces that end there with their starts."""
+    return [
+        [(start, word[start:end]) for start in range(end) if word[start:end] in pieces]
+        for end in range(len(word) + 1)
+    ]
+
+
+def viterbi(word: str, pieces: Pieces) -> float:
+    """The largest sum of scores over all cuts of a word."""
+    best = [0.0] + [-math.inf] * len(word)
+    for end, row in enumerate(cuts(word, pieces)):
+        for start, piece in row:
+            best[end] = max(best[end], best[start] + pieces[piece])
+    return best[-1]
+
+
+def em_step(words: Counter[str], pieces: Pieces) -> tuple[Pieces, float]:
+    """New scores by one step of expectation maximisation, and the likelihood before it.
+
+    The expected count of a piece is the sum over its places of
+    exp(forward(start) + score + backward(end) - forward(whole)).
+    """
+    expected, likelihood = Counter[str](), 0.0
+    for word, count in words.items():
+        table = cuts(word, pieces)
+        forward = [0.0] + [-math.inf] * len(word)
+        for end, row in enumerate(table):
+            for start, piece in row:
+                forward[end] = np.logaddexp(forward[end], forward[start] + pieces[piece])
+        backward = [-math.inf] * len(word) + [0.0]
+        for end in range(len(word), 0, -1):
+            for start, piece in table[end]:
+                backward[start] = np.logaddexp(backward[start], backward[end] + pieces[piece])
+        assert backward[0] == pytest.approx(forward[-1])
+        for end, row in enumerate(table):
+            for start, piece in row:
+                log_share = forward[start] + pieces[piece] + backward[end] - forward[-1]
+                expected[piece] += count * math.exp(log_share)
+        likelihood += count * forward[-1]
+    total = sum(expected.values())
+    return {x: math.log(max(expected[x], 1e-12) / total) for x in pieces}, likelihood
+
+
+def test_unigram_cuts_words_at_the_largest_sum_of_scores(verses: list[str]) -> None:
+    tokenizer = train_tokenizer(verses, 300, "unigram")
+    pieces = scores_of(tokenizer)
+    unseen = ["shellsea sheslow, unsurely 中😀 <|end|> QQ"]
+    for word in words_of(tokenizer, verses + unseen):
+        text = decoders.ByteLevel().decode([word])
+        (found,) = encode_batch(tokenizer, [text])
+        total = sum(pieces[tokenizer.id_to_token(i)] for i in found)
+        assert total == pytest.approx(viterbi(word, pieces), abs=1e-9)
+
+
+def test_unigram_scores_are_near_a_fixed_point_of_expectation_maximisation(
+    verses: list[str],
+) -> None:
+    tokenizer = train_tokenizer(verses, 300, "unigram")
+    words, pieces = words_of(tokenizer, verses), scores_of(tokenizer)
+    after, before = em_step(words, pieces)
+    again, once = em_step(words, after)
+    assert before < once < em_step(words, again)[1]  # a step never loses likelihood
+    uniform = em_step(words, dict.fromkeys(pieces, -math.log(len(pieces))))[1]
+    # Not nearer: the library takes exp(digamma(count)) for a count, and stops after two steps.
+    assert once - before < 0.1 * (once - uniform)
