@@ -843,8 +843,9 @@ def mutate(rng: random.Random, kind: str, path: Path, outside: Path) -> list[str
     ]
 
 
-def attempt(count: int, seed: int, start: int = 0) -> dict[str, Any]:
-    """Run ``count`` directories; the figures, with every violation."""
+def attempt(count: int, seed: int, start: int = 0, minutes: float = math.inf) -> dict[str, Any]:
+    """Run ``count`` directories, or as many as ``minutes`` allow; figures and violations."""
+    until = time.monotonic() + 60 * minutes
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     from fenchel.cli import doctor
@@ -865,7 +866,7 @@ def attempt(count: int, seed: int, start: int = 0) -> dict[str, Any]:
         for kind, sound in sounds.items():  # sound ones pass, or the harness proves nothing
             case = _case(random.Random(0), kind, sound, home, text, planted, changed=False)
             assert not case["violations"], case
-        return _attempts(range(start, start + count), seed, home, text, sounds, planted)
+        return _attempts(range(start, start + count), seed, home, text, sounds, planted, until)
 
 
 def _warm(words: list[str]) -> None:
@@ -883,12 +884,15 @@ def _attempts(
     text: Path,
     sounds: dict[str, Path],
     planted: Planted,
+    until: float,
 ) -> dict[str, Any]:
     codes: Counter[str] = Counter()
     bad: list[dict[str, Any]] = []
     slowest, largest = (0.0, 0), (0, 0)
     kinds = sorted(sounds)
     for number in numbers:
+        if time.monotonic() > until:
+            break
         rng = random.Random(f"{seed} {number}")
         kind = rng.choice(kinds)
         case = _case(rng, kind, sounds[kind], home, text, planted)
@@ -903,7 +907,7 @@ def _attempts(
             print(f"{number + 1} directories, {len(bad)} violations", flush=True)
     accepted = sum(n for name, n in codes.items() if name.endswith(" 0"))
     return {
-        "directories": len(numbers),
+        "directories": codes.total(),
         "seed": seed,
         "accepted": accepted,
         "codes": dict(sorted(codes.items())),
@@ -957,9 +961,10 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--directories", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many")
     parser.add_argument("--dry", action="store_true", help="write no results")
     chosen = parser.parse_args(options or [])
-    figures = attempt(chosen.directories, chosen.seed, chosen.start)
+    figures = attempt(chosen.directories, chosen.seed, chosen.start, chosen.minutes)
     print(json.dumps({k: v for k, v in figures.items() if k != "violations"}, indent=1))
     print(f"{len(figures['violations'])} violations")
     if not chosen.dry:

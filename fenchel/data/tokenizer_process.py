@@ -39,8 +39,11 @@ MEMORY = 2**30
 class EncodingProcess:
     """A tokenizer that encodes in a bounded child process; a text too slow is a ValueError."""
 
-    def __init__(self, tokenizer: str, name: str, probe: str) -> None:
-        """Start a child with the tokenizer.json ``tokenizer``, called ``name`` in messages."""
+    def __init__(self, tokenizer: str, name: str, probes: Sequence[str]) -> None:
+        """Start a child with the tokenizer.json ``tokenizer``, called ``name`` in messages.
+
+        What it does to ``probes`` it does to them in this process too, in the same time.
+        """
         self.name = name
         self._pipe, theirs = Pipe()
         self._child = subprocess.Popen(
@@ -54,7 +57,7 @@ class EncodingProcess:
         theirs.close()
         self._finalizer = weakref.finalize(self, _end, self._child, self._pipe)
         self._ask(tokenizer.encode(), f"read {name}")
-        self.encode([probe])
+        self.encode(probes)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without control tokens."""
@@ -129,7 +132,8 @@ def _answer(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a Rust panic is a BaseException and not an Exception
-        return {"error": " ".join(str(error).split())[:300].rstrip(".")}
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        return {"error": "".join(c if c.isprintable() else "?" for c in reason)}
 
 
 if __name__ == "__main__":

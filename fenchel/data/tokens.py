@@ -51,6 +51,7 @@ _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _PADS = (PAD, "<pad>", "[PAD]")
 _FILE_LIMIT = 48 * 2**20  # the largest in use, of 256,000 tokens, is 33 MB
 _PROBE = "Ab 12\n\té中😀"
+_LETTER = "a"  # between the control tokens of a template
 _BOUNDED: "WeakKeyDictionary[Tokenizer, EncodingProcess]" = WeakKeyDictionary()
 """Tokenizers that encode in a process of their own."""
 
@@ -127,7 +128,7 @@ def load_tokenizer(path: Path, *, needs_end: bool = True) -> Tokenizer:
     text = json.dumps(raw)
     bounded = None
     if not tokenizer_file.is_plain(raw):
-        bounded = EncodingProcess(text, printable(path, 200), _PROBE)
+        bounded = EncodingProcess(text, printable(path, 200), (_PROBE, _LETTER))
     with _rust(f"read {path}"), _without_panic_lines():
         tokenizer = Tokenizer.from_str(text)
     _check_ids(tokenizer, path)
@@ -205,7 +206,7 @@ def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
 def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The ids of the control tokens that the template puts before and after a text."""
     with _rust("encode a text"):
-        encoded = tokenizer.encode("a")
+        encoded = tokenizer.encode(_LETTER)
     ids, mask = list(encoded.ids), encoded.special_tokens_mask
     if 0 not in mask:
         return ids, []

@@ -258,7 +258,7 @@ def test_the_child_serves_where_the_system_limits_time_and_memory(raw: dict[str,
         "resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\n"
         "from fenchel.data.tokenizer_process import EncodingProcess\n"
-        "print(len(EncodingProcess(sys.stdin.read(), 'x', 'a').encode(['abc', 'd'])))\n"
+        "print(len(EncodingProcess(sys.stdin.read(), 'x', ['a']).encode(['abc', 'd'])))\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], input=text, capture_output=True, text=True, check=False
@@ -268,6 +268,6 @@ def test_the_child_serves_where_the_system_limits_time_and_memory(raw: dict[str,
 
 def test_the_child_ends_with_the_error_of_a_file_that_is_none() -> None:
     with pytest.raises(ValueError, match="cannot read x:"):
-        tokenizer_process.EncodingProcess("{", "x", "a")
+        tokenizer_process.EncodingProcess("{", "x", ["a"])
     with pytest.raises(ValueError, match="cannot read x:"):
-        tokenizer_process.EncodingProcess(Tokenizer(models.BPE()).to_str()[:-5], "x", "a")
+        tokenizer_process.EncodingProcess(Tokenizer(models.BPE()).to_str()[:-5], "x", ["a"])
