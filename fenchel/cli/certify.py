@@ -23,6 +23,7 @@ def run(
     max_tokens: Whole = 64,
     layers: str | None = None,
     heads: Annotated[bool, Parameter(negative="")] = False,
+    blocks: Annotated[bool, Parameter(negative="")] = False,
     steps: Whole = 20,
     restarts: Whole = 1,
     failure: float = 1e-9,
@@ -33,9 +34,10 @@ def run(
 ) -> int:
     """How sensitive attention can be anywhere in a ball around a text: a table, JSON and a page.
 
-    For every attention layer, the spectral norm of its Jacobian at the text itself, the largest
-    norm found in the ball with the point that attains it, and a bound that no point of the ball
-    exceeds. The ball is about the input of attention, behind its norm layer.
+    For every attention layer, or every block with --blocks, the spectral norm of its Jacobian at
+    the text itself, the largest norm found in the ball with the point that attains it, and a bound
+    that no point of the ball exceeds. The ball is about the input of attention, behind its norm
+    layer.
 
     Parameters
     ----------
@@ -55,6 +57,8 @@ def run(
         Only these layers, counted from 1: 3 or 1-4,12.
     heads
         An upper end for every head alone, too.
+    blocks
+        Whole blocks, with norm layers, MLP and residual branches; the ball is about the stream.
     steps
         Steps of the ascent to the lower end.
     restarts
@@ -64,7 +68,7 @@ def run(
     device
         "cpu" or "cuda"; the GPU where there is one.
     dtype
-        float32 is faster, and its upper ends do not cover all of its rounding.
+        float32 is faster; the norm at the centre is then that of products rounded in float32.
     seed
         The same seed gives the same numbers.
     json
@@ -89,7 +93,7 @@ def run(
             norm=norm,
             max_tokens=max_tokens,
             layers=chosen,
-            search=Search(steps, restarts, failure, heads, kind),
+            search=Search(steps, restarts, failure, heads, kind, blocks),
             device=str(on),
             seed=seed,
             progress=console.progress,

@@ -55,7 +55,7 @@ def run(
     blocks
         Differentiate blocks and network too, which takes most of the time.
     branches
-        Also the attention and the MLP of each block alone.
+        Also the attention and the MLP of each block alone, behind the norms in front of them.
     radius
         Certify the attention layers over balls of this radius too; see fenchel certify.
     norm

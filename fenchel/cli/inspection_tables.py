@@ -26,10 +26,14 @@ _LEGEND = (
 )
 _BLOCK_LEGEND = "; sigma of the block, its token norm from below, 1/s"
 
+_CERTIFIED = {
+    "attention": "attention with W_O, in the input of attention",
+    "block": "the block, in the stream before it",
+}
 _CERTIFICATE_LEGEND = (
-    "spectral norm of the Jacobian of attention with W_O, in the input of attention: at the text "
-    "itself, attained in the ball (lower), exceeded nowhere in it (upper); token length: mean "
-    "length of an input token; witness: tokens by their share of the way to it"
+    "spectral norm of the Jacobian of {}: at the text itself, attained in the ball (lower), "
+    "exceeded nowhere in it (upper); token length: mean length of an input token; witness: tokens "
+    "by their share of the way to it"
 )
 
 
@@ -145,7 +149,7 @@ def certificate_tables(certificates: Certificates, tokens: Sequence[str]) -> Ite
     table = Table(
         title=f"certificates over radius {certificates.radius:g}, {norm} ({certificates.dtype})",
         title_justify="left",
-        caption=_CERTIFICATE_LEGEND,
+        caption=_CERTIFICATE_LEGEND.format(_CERTIFIED[certificates.level]),
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),

@@ -16,6 +16,14 @@ before it is not: after a norm every token has about the length sqrt(M), so a ra
 in every layer. ``certify_layers`` covers the Transformers of fenchel.model: runs, and checkpoints
 of the known families. A layer without a known bound is listed with the reason.
 
+Whole blocks (``Search.blocks``): f is the block, a map of the stream to the stream,
+
+    f(x) = y + a mlp(norm(y)),    y = x + a attention(norm(x)),        or its other forms
+                                                                       (fenchel/model/block.py),
+
+with norm layers, plain or gated MLP and residual branches as layers of fenchel.sensitivity. The
+ball is then about the stream.
+
 Everything is computed in float64 unless another dtype is given. T tokens, M width of the stream, H
 heads, G heads of keys and values, D width of a head.
 """
@@ -26,7 +34,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
 from fenchel.inspection.heads import HeadSubset
@@ -35,12 +43,24 @@ from fenchel.inspection.result import HeadCertificate, Interval, LayerCertificat
 from fenchel.inspection.trace import InspectedModel
 from fenchel.model import Transformer, evaluating
 from fenchel.model.attention import Attention
+from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
+from fenchel.model.mlp import ACTIVATIONS, Mlp
+from fenchel.model.norm import RMSNormPlusOne
 from fenchel.model.sigma_linear import matrix_of
 from fenchel.sensitivity import certify, spectral_norm
 from fenchel.sensitivity.attention_ball import bounded
-from fenchel.sensitivity.layers import SelfAttention, rotation_matrices
-from fenchel.sensitivity.perturbation import Ball, NormEstimator
+from fenchel.sensitivity.layers import (
+    ActivationLayer,
+    Chain,
+    GatedLayer,
+    LinearLayer,
+    NormLayer,
+    Residual,
+    SelfAttention,
+    rotation_matrices,
+)
+from fenchel.sensitivity.perturbation import Ball, NormEstimator, TokenLayer
 
 _AGREEMENT = 1e-3  # of the largest output, between a layer written out and the model's own
 
@@ -57,6 +77,17 @@ class AttentionInput(NamedTuple):
     context: ForwardContext
 
 
+class BlockInput(NamedTuple):
+    """One block during a forward pass."""
+
+    block: Block
+    x: Tensor
+    """The stream before it, (T, M)."""
+    output: Tensor
+    """The stream behind it, (T, M)."""
+    attention: AttentionInput
+
+
 class Search(NamedTuple):
     """How the ends of a certificate are computed."""
 
@@ -69,6 +100,8 @@ class Search(NamedTuple):
     heads: bool = False
     """Whether every head gets an upper end of its own."""
     dtype: torch.dtype = torch.float64
+    blocks: bool = False
+    """Whether blocks are certified, rather than the attention in them."""
 
 
 SEARCH = Search()
@@ -94,13 +127,13 @@ def certify_layers(
     generator: torch.Generator,
     progress: Callable[[int], None],
 ) -> list[LayerCertificate]:
-    """Certificates of the attention layers with indices ``layers`` on ids (1, T).
+    """Certificates of the layers with indices ``layers`` on ids (1, T).
 
     ``progress`` is called with the number of layers done.
     """
     layer_count(model)
     assert isinstance(model, OurModel)
-    inputs = attention_inputs(model.model, ids)
+    inputs = layer_inputs(model.model, ids, blocks=search.blocks)
     certificates = []
     for done, index in enumerate(layers):
         progress(done)
@@ -111,45 +144,71 @@ def certify_layers(
     return certificates
 
 
-@torch.no_grad()
 def attention_inputs(model: Transformer, ids: Tensor) -> list[AttentionInput]:
     """Run ``model`` on ids (1, T) and return what every layer's attention received."""
+    inputs = layer_inputs(model, ids, blocks=False)
+    return [given for given in inputs if isinstance(given, AttentionInput)]
+
+
+def block_inputs(model: Transformer, ids: Tensor) -> list[BlockInput]:
+    """Run ``model`` on ids (1, T) and return what every block received."""
+    inputs = layer_inputs(model, ids, blocks=True)
+    return [given for given in inputs if isinstance(given, BlockInput)]
+
+
+@torch.no_grad()
+def layer_inputs(
+    model: Transformer, ids: Tensor, *, blocks: bool
+) -> Sequence[AttentionInput | BlockInput]:
+    """What every attention, or every block, received in a run on ids (1, T)."""
     calls: list[AttentionCall] = []
-    inputs: list[AttentionInput] = []
+    attentions: list[AttentionInput] = []
+    streams: list[BlockInput] = []
 
     def override(_layer: int, call: AttentionCall) -> None:
         calls.append(call)
 
     def record(module: Attention, args: tuple[Tensor, ForwardContext], out: Tensor) -> None:
         x, context = args[:2]
-        inputs.append(AttentionInput(module, x[0], out[0], calls[-1], context))
+        attentions.append(AttentionInput(module, x[0], out[0], calls[-1], context))
 
-    modules = [module for module in model.modules() if isinstance(module, Attention)]
-    handles = [module.register_forward_hook(record) for module in modules]
+    def record_block(block: Block, args: tuple[Tensor], out: Tensor) -> None:
+        streams.append(BlockInput(block, args[0][0], out[0], attentions[-1]))
+
+    handles = []
+    for module in model.modules():
+        if isinstance(module, Attention):
+            handles.append(module.register_forward_hook(record))
+        elif isinstance(module, Block):
+            handles.append(module.register_forward_hook(record_block))
     try:
         with evaluating(model):
             model(ids, attention_override=override, last=True, return_hidden=True)
     finally:
         for handle in handles:
             handle.remove()
-    return inputs
+    return streams if blocks else attentions
 
 
 def certify_layer(
-    given: AttentionInput,
+    given: AttentionInput | BlockInput,
     number: int,
     radius: float,
     norm: str,
     search: Search,
     generator: torch.Generator,
 ) -> LayerCertificate:
-    """The certificate of one layer, or the reason why there is none."""
+    """The certificate of one layer or block, or the reason why there is none."""
     x, failure = given.x.to(search.dtype), search.failure
-    reason = why_not(given)
+    reason = why_not(given) if isinstance(given, AttentionInput) else why_no_block(given)
     if reason is not None:
         return LayerCertificate(layer=number, refused=f"layer {number} {reason}.")
-    layer = self_attention_layer(given, search.dtype)
-    _require_agreement(layer, given, number)
+    layer: TokenLayer
+    if isinstance(given, AttentionInput):
+        layer = self_attention_layer(given, search.dtype)
+    else:
+        layer = block_layer(given, search.dtype)
+    _require_agreement(layer, given, number, search.dtype)
     centre = spectral_norm(layer.jacobian(x), tol=1e-3, failure=failure, generator=generator)
     certificate = certify(
         layer,
@@ -163,6 +222,9 @@ def certify_layer(
     )
     moves = (certificate.witness - x).square().sum(-1).double()
     share = moves / moves.sum() if float(moves.sum()) > 0 else torch.zeros_like(moves)
+    heads = []
+    if search.heads and isinstance(layer, SelfAttention):
+        heads = _certify_heads(layer, x, radius, norm, failure, generator)
     return LayerCertificate(
         layer=number,
         centre=Interval(float(centre.lower), float(centre.upper), centre.iterations),
@@ -171,15 +233,13 @@ def certify_layer(
         failure=certificate.failure,
         token_norm=float(x.norm(dim=-1).mean()),
         moved=[float(f"{part:.4g}") for part in share.tolist()],
-        heads=_certify_heads(layer, x, radius, norm, failure, generator) if search.heads else [],
+        heads=heads,
     )
 
 
 def why_not(given: AttentionInput) -> str | None:
     """Why there is no certificate for this attention; None where there is one."""
     module, spec = given.module, given.call.spec
-    if module.q_norm is not None or module.k_norm is not None:
-        return "normalises its queries and keys, for which no bound over a ball is known here"
     if module.l2:
         return "scores by distance, for which no bound over a ball is known here"
     if spec.softcap is not None:
@@ -189,6 +249,74 @@ def why_not(given: AttentionInput) -> str | None:
     if not bounded(spec.choice):
         return f"chooses by {spec.choice!r}, whose weights have no bound over a ball here"
     return None
+
+
+def why_no_block(given: BlockInput) -> str | None:
+    """Why there is no certificate for this block; None where there is one."""
+    if given.block.cross_attention is not None:
+        return "attends to an encoder, for which no bound over a ball is known here"
+    if not isinstance(given.block.mlp, Mlp):
+        return "chooses among experts, for which no bound over a ball is known here"
+    return why_not(given.attention)
+
+
+def block_layer(given: BlockInput, dtype: torch.dtype) -> TokenLayer:
+    """The block at its input as a layer of fenchel.sensitivity."""
+    block = given.block
+    attention = self_attention_layer(given.attention, dtype)
+    assert isinstance(block.mlp, Mlp)
+    mlp = mlp_layer(block.mlp, dtype)
+    before = [norm_layer(norm, dtype) for norm in (block.attention_norm, block.mlp_norm)]
+    if block.post:
+        first, second = Residual(attention, (), block.scale), Residual(mlp, (), block.scale)
+        return Chain((first, before[0], second, before[1]))
+    behind = (block.attention_post_norm, block.mlp_post_norm)
+    branches = [
+        Chain((norm, branch, *([] if post is None else [norm_layer(post, dtype)])))
+        for norm, branch, post in zip(before, (attention, mlp), behind, strict=True)
+    ]
+    if block.parallel:
+        return Residual(branches[0], (branches[1],), block.scale)
+    return Chain(tuple(Residual(branch, (), block.scale) for branch in branches))
+
+
+def norm_layer(module: nn.Module, dtype: torch.dtype) -> NormLayer:
+    """A norm of fenchel.model as a layer of fenchel.sensitivity."""
+    assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    weight, bias = (
+        None if part is None else part.detach().to(dtype)
+        for part in (module.weight, getattr(module, "bias", None))
+    )
+    if isinstance(module, RMSNormPlusOne):
+        weight = 1.0 + module.weight.detach().to(dtype)
+    kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+    return NormLayer(weight, bias, module.eps, kind)
+
+
+def mlp_layer(module: Mlp, dtype: torch.dtype) -> Chain:
+    """An MLP of fenchel.model, plain or gated, as layers of fenchel.sensitivity."""
+
+    def matrix(part: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        bias = None if part.bias is None else part.bias.detach().to(dtype)
+        return matrix_of(part).detach().to(dtype).mT, bias
+
+    name = next(name for key, name in _SLOPES.items() if ACTIVATIONS[key] is module.activation)
+    (W_U, b_U), (W_D, b_D) = matrix(module.up), matrix(module.down)
+    if module.gate is None:
+        return Chain((LinearLayer(W_U, b_U), ActivationLayer(name), LinearLayer(W_D, b_D)))
+    W_G, b_G = matrix(module.gate)
+    return Chain((GatedLayer(W_G, W_U, name, (b_G, b_U)), LinearLayer(W_D, b_D)))
+
+
+# Settings of an MLP, and the activation in it as fenchel.sensitivity names it.
+_SLOPES = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 
 
 def self_attention_layer(given: AttentionInput, dtype: torch.dtype) -> SelfAttention:
@@ -209,6 +337,9 @@ def self_attention_layer(given: AttentionInput, dtype: torch.dtype) -> SelfAtten
     angles, rotations = given.context.rotary[int(module.local)], None
     if angles is not None:
         rotations = rotation_matrices(angles, D, layout=module.rotary_layout).to(dtype)
+    qk_norm = None
+    if module.q_norm is not None and module.k_norm is not None:
+        qk_norm = norm_layer(module.q_norm, dtype), norm_layer(module.k_norm, dtype)
     return SelfAttention(
         W_Q,
         W_K,
@@ -219,6 +350,8 @@ def self_attention_layer(given: AttentionInput, dtype: torch.dtype) -> SelfAtten
         scale=spec.scale,
         biases=(b_q, b_k, b_v),
         rotations=rotations,
+        qk_norm=qk_norm,
+        bias=None if module.out.bias is None else module.out.bias.detach().to(dtype),
     )
 
 
@@ -243,21 +376,23 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
                 None if b_v is None else b_v[g],
             ),
             prior=prior if prior is None or not any(prior.varies()) else HeadSubset(prior, (h,), H),
+            bias=layer.bias if h == 0 else None,
         )
 
     return [head(h) for h in range(H)]
 
 
-def _require_agreement(layer: SelfAttention, given: AttentionInput, number: int) -> None:
+def _require_agreement(
+    layer: TokenLayer, given: AttentionInput | BlockInput, number: int, dtype: torch.dtype
+) -> None:
     """Refuse a layer that does not compute what the model computes."""
-    out = layer(given.x.to(layer.W_Q))
-    if given.module.out.bias is not None:
-        out = out + given.module.out.bias.to(out)
+    out = layer(given.x.to(dtype))
     difference = float((out - given.output.to(out)).abs().amax())
     size = float(given.output.abs().amax())
     if not difference <= _AGREEMENT * max(size, 1e-30):
+        what = "attention" if isinstance(given, AttentionInput) else "block"
         raise ValueError(
-            f"the attention of layer {number} written out differs from the model's own by "
+            f"the {what} of layer {number} written out differs from the model's own by "
             f"{difference:.3g} of {size:.3g}, so it is not certified."
         )
 

@@ -68,7 +68,8 @@ def inspect(
     """Measure ``model`` on the first tokens of ``source``.
 
     ``layers`` and ``heads`` select by numbers from 1. ``blocks=False`` leaves out the derivatives
-    of blocks and network; ``branches`` adds those of each block's attention and MLP alone.
+    of blocks and network; ``branches`` adds those of each block's attention and MLP alone, in their
+    own inputs behind the norms.
     ``radius`` adds certificates of the attention layers over balls in ``norm``. ``iterations``
     defaults to a number that suits the model's size.
     """
@@ -147,10 +148,10 @@ def certify_model(
     seed: int = 0,
     progress: ProgressCallback | None = None,
 ) -> Certification:
-    """Certify the attention layers of a model on the first tokens of ``source``.
+    """Certify the attention layers of a model, or its blocks, on the first tokens of ``source``.
 
-    ``radius`` is that of the ball about the input of each attention layer, in the norm "fro" or
-    "token"; ``layers`` select by numbers from 1.
+    ``radius`` is that of the ball about the input of each attention layer, or of each block with
+    ``search.blocks``, in the norm "fro" or "token"; ``layers`` select by numbers from 1.
     """
     Ball.of(radius, norm, 1)  # a wrong radius or norm is refused before the model runs
     text = tokenize_text(model, source, max_tokens)
@@ -197,7 +198,8 @@ def _certificates(
     ids = torch.tensor([text.ids], device=device)
     certified = certify_layers(model, ids, radius, norm, layers, search, generator, done)
     dtype = str(search.dtype).removeprefix("torch.")
-    return Certificates(radius=radius, norm=norm, dtype=dtype, layers=certified)
+    level = "block" if search.blocks else "attention"
+    return Certificates(level=level, radius=radius, norm=norm, dtype=dtype, layers=certified)
 
 
 def maps(calls: Sequence[AttentionCall], layers: Sequence[int], heads: Sequence[int]) -> Maps:

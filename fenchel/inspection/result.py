@@ -100,8 +100,10 @@ class BlockResult:
     layer: int
     norms: list[NormGain]
     attention: Interval | None
-    """Spectral norm of the attention branch's own derivative; None where it is not apart."""
+    """Spectral norm of the derivative of attention in its own input, behind the norm in front of
+    it; None where it is not apart."""
     mlp: Interval | None
+    """The same of the MLP."""
     block: Interval
     """Spectral norm of the block's derivative, between token matrices."""
     top: list[float]
@@ -179,7 +181,7 @@ class HeadCertificate:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCertificate:
-    """The attention of one layer, all heads and W_O, in a ball about its input."""
+    """The attention of one layer with W_O, or its whole block, in a ball about its input."""
 
     layer: int
     refused: str | None = None
@@ -207,8 +209,10 @@ class LayerCertificate:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificates:
-    """The attention layers of a model over balls of one radius."""
+    """The attention layers or the blocks of a model over balls of one radius."""
 
+    level: str
+    """"attention" or "block"."""
     radius: float
     norm: str
     """"fro": all tokens together move by at most the radius; "token": each of them."""

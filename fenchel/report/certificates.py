@@ -29,6 +29,10 @@ from fenchel.report.html import (
 from fenchel.report.inspection_blocks import span_edges, span_sums, span_titles
 
 Data = Mapping[str, Any]
+_LEVELS = {
+    "attention": ("attention layer", "attention with its output projection"),
+    "block": ("block", "the block, with its norm layers, MLP and residual branches"),
+}
 _COLUMNS = 64  # spans of tokens in a picture
 _TOP = 3  # tokens of a witness in the table
 
@@ -54,12 +58,12 @@ def certificates(result: Data) -> Section:
         if data["norm"] == "token"
         else "all tokens together, as one vector, move by at most the radius"
     )
+    of_layer, function = _LEVELS[data["level"]]
     about = (
         f"Over the ball of radius {format_number(data['radius'], 4)} about the input of each "
-        f"attention layer, in which {ball}: the spectral norm of the Jacobian of attention with "
-        "its output projection. Lower is attained at a point of the ball, the witness. Upper is "
-        "exceeded nowhere in it, so two inputs in the ball have outputs at most upper times as far "
-        "apart as the inputs are."
+        f"{of_layer}, in which {ball}: the spectral norm of the Jacobian of {function}. Lower is "
+        "attained at a point of the ball, the witness. Upper is exceeded nowhere in it, so two "
+        "inputs in the ball have outputs at most upper times as far apart as the inputs are."
     )
     body: list[Html] = [element("p", about, class_="about")]
     pictures: dict[str, Any] = {}
@@ -73,7 +77,7 @@ def certificates(result: Data) -> Section:
         }
         moves = (
             "The share of each token in the squared distance from the text's own input to the "
-            "witness: the tokens whose change makes attention most sensitive."
+            "witness: the tokens whose change makes it most sensitive."
         )
         ends = "At the text itself, attained in the ball, and never exceeded in it."
         figures = (
@@ -91,8 +95,9 @@ def certificates(result: Data) -> Section:
 
 def _header(result: Data, name: str) -> Html:
     subject = result["subject"]
+    of_layer, _ = _LEVELS[result["certificates"]["level"]]
     sentence = (
-        f"{subject['family']}: attention certified over a ball of radius "
+        f"{subject['family']}: {of_layer}s certified over a ball of radius "
         f"{format_number(result['certificates']['radius'], 4)} about the first "
         f"{pluralise(len(result['tokens']), 'token')} of {shorten(clean(result['text']), 80)}."
     )

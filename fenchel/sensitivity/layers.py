@@ -242,7 +242,7 @@ class SelfAttention(TokenLayer):
     W_Q (M, D) or (H, M, D), W_K and W_V (M, .) or (G, M, .), W_O (H E, M'); ``biases``
     of q (D,) or (H, D), of k and v (D,) or (G, D). ``rotations`` (N, D, D) multiply queries and
     keys by position (RoPE, see ``rotation_matrices``), behind ``qk_norm``, the norm layers of
-    queries and keys per head. A bias after W_O is left out: it has no effect on the derivative.
+    queries and keys per head. ``bias`` is added behind W_O.
     """
 
     W_Q: Tensor
@@ -255,13 +255,14 @@ class SelfAttention(TokenLayer):
     biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     rotations: Tensor | None = None
     qk_norm: "tuple[NormLayer, NormLayer] | None" = None
+    bias: Tensor | None = None
 
     def __call__(self, X: Tensor) -> Tensor:
         """(..., N, M) -> (..., N, M')."""
         q, k, v = self._qkv(X)
-        out = attend(q, k, v, **self._spec)
-        joined = out.transpose(-3, -2).flatten(-2)
-        return joined if self.W_O is None else joined @ self.W_O
+        out = attend(q, k, v, **self._spec).transpose(-3, -2).flatten(-2)
+        out = out if self.W_O is None else out @ self.W_O
+        return out if self.bias is None else out + self.bias
 
     def jacobian(self, X: Tensor) -> Operator:
         """Streamed: O(n d) memory."""

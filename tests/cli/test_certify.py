@@ -47,6 +47,21 @@ def test_json_is_one_object_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_blocks_are_certified_as_a_whole(
+    run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    line = arguments(run_directory, text_file, "--radius", "1e-3", "--blocks", "--out", str(out))
+    assert main(line) == 0
+    assert "the Jacobian of the block, in the stream" in " ".join(capsys.readouterr().out.split())
+    assert "about the input of each block" in out.read_text()
+    assert main([*line[:-2], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["certificates"]
+    assert found["level"] == "block"
+    for layer in found["layers"]:
+        assert layer["centre"]["lower"] <= layer["lower"] <= layer["upper"]
+
+
 def test_inspect_adds_the_same_certificates(
     run_directory: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,7 @@ def certification(inspection: dict[str, Any]) -> dict[str, Any]:
         "device": "cpu",
         "seed": 0,
         "certificates": {
+            "level": "attention",
             "radius": 0.05,
             "norm": "fro",
             "dtype": "float64",
