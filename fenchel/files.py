@@ -168,9 +168,8 @@ def committed(path: Path, header: Mapping[str, Any]) -> Iterator[Path]:
 def verify(folder: Path) -> dict[str, Any]:
     """Check every byte of a sealed folder and return its manifest.
 
-    What cannot be read because the disk is broken (EIO) is
-    Damaged. Any other error of the system, such as too many open files, says nothing about the
-    files and is raised as it is.
+    What cannot be read because the disk is broken (EIO) is Damaged. Any other error of the system,
+    such as too many open files, says nothing about the files and is raised as it is.
     """
     try:
         manifest = read_manifest(folder)

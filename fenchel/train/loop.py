@@ -13,6 +13,7 @@ Steps are numbered from 1 in everything a person reads: after step n, n steps ar
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from signal import Signals
 from types import FrameType, TracebackType
@@ -245,7 +246,8 @@ class Loop:
             self.callback.message(f"{error} The run goes on without this checkpoint.")
             return None
         if self._saved_step == 0:  # from now on a run without a checkpoint has lost some
-            self.run.write_status(self.progress.step, self.steps)
+            with suppress(OSError):
+                self.run.write_status(self.progress.step, self.steps)
         self._saved_step = self.progress.step
         if not self.skipped_in_a_row():  # while steps are skipped, older ones may still be needed
             run_checkpoint.rotate(

@@ -16,9 +16,9 @@ A folder is a run once it has config.toml. Metrics whose names start with "time/
 differ between two runs of the same settings; all others are the same bits.
 
 Every file is sealed, so that a changed bit is found: config.toml and report.html in their first
-line, the JSON files under "seal", a line of metrics under "crc",
-the rest by manifests (fenchel/files.py). config.toml is therefore not edited by hand: a resume
-changes a setting by --set. A link, a pipe or a device under one of these names is refused.
+line, the JSON files under "seal", a line of metrics under "crc", the rest by manifests
+(fenchel/files.py). config.toml is therefore not edited by hand: a resume changes a setting by
+--set. A link, a pipe or a device under one of these names is refused.
 """
 
 import errno
@@ -65,7 +65,7 @@ _NAME = re.compile(
     r"(config\.toml|(text|tokenizer|environment|summary|sample)\.json|metrics\.jsonl|report\.html)"
     rf"|{re.escape(LOCK)}"
 )
-_FOLDER = re.compile(rf"{CHECKPOINTS}|tensorboard|{TOKENS}(-[0-9a-f]+)?(\.damaged)?")
+_FOLDER = re.compile(rf"{CHECKPOINTS}|tensorboard|{TOKENS}(-[0-9a-f]+)?")
 _TEMPORARY = re.compile(r"\.tmp-\d+\Z")
 _SETTINGS_BYTES = 2**20
 _LINE_BYTES = 2**24  # of metrics; a line has some hundred
@@ -139,7 +139,8 @@ class RunDir:
         self, settings: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Write the complete settings; from now on the folder is a run."""
-        text = f"# written by fenchel\nformat = {FORMAT}\n{to_toml(settings, comments)}"
+        about = "# written by fenchel; --resume RUN --set NAME=VALUE changes a setting"
+        text = f"{about}\nformat = {FORMAT}\n{to_toml(settings, comments)}"
         write_atomic(self.path / "config.toml", seal_text(text))
 
     def read_settings(self) -> dict[str, Any]:
@@ -205,7 +206,7 @@ class RunDir:
             if size > self._end:
                 file.truncate(self._end)
         if self._end < position:
-            return self._loss(position - min(size, self._end if size >= position else size))
+            return self._loss(position - (size if size < position else self._end))
         if broken:
             return (
                 f"{self.metrics} has changed since it was written, first in line {broken}; "
