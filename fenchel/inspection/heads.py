@@ -213,6 +213,11 @@ class WithCeiling(Operator):
         """J^T u."""
         return self.J.adjoint(u)
 
+    @property
+    def error(self) -> float:
+        """That of J."""
+        return self.J.error
+
     def ceiling(self) -> Tensor:
         """The cheap covariance bound: (1, H)."""
         return self.bound

@@ -222,7 +222,7 @@ def _quickest(J: Operator, tol: float) -> Operator:
     if J.dtype != torch.float64 or tol < 10.0 * 32.0 * torch.finfo(torch.float32).eps:
         return J
     single = J.single()
-    precise = single is not None and 10.0 * single.error <= tol and math.isfinite(single.rounding)
+    precise = single is not None and 2.0 * single.error <= tol and math.isfinite(single.rounding)
     return single if single is not None and precise else J
 
 

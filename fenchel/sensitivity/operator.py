@@ -193,6 +193,7 @@ class Transpose(Operator):
         self.inner = inner
         self.domain, self.codomain = inner.codomain, inner.domain
         self.dtype, self.device = inner.dtype, inner.device
+        self.rounding = inner.rounding
 
     def apply(self, v: Tensor) -> Tensor:
         """J^T v."""
@@ -269,6 +270,7 @@ class Sum(Operator):
         self.domain, self.codomain = left.domain, left.codomain
         self.dtype = torch.promote_types(left.dtype, right.dtype)
         self.device = left.device
+        self.rounding = left.rounding + right.rounding
 
     def apply(self, v: Tensor) -> Tensor:
         """A v + B v."""
@@ -299,6 +301,7 @@ class Scaled(Operator):
         self.inner, self.factor = inner, factor
         self.domain, self.codomain = inner.domain, inner.codomain
         self.dtype, self.device = inner.dtype, inner.device
+        self.rounding = abs(factor) * inner.rounding
 
     def apply(self, v: Tensor) -> Tensor:
         """c J v."""
