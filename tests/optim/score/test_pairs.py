@@ -9,6 +9,8 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    BartConfig,
+    BartModel,
     BertConfig,
     Gemma3TextConfig,
     GPT2Config,
@@ -125,6 +127,17 @@ def test_an_encoder_says_itself_that_it_is_not_causal(tokens: Any, inputs: Any) 
         x1 = torch.cat((x, torch.ones_like(x[..., :1])), -1)  # the column of the bias
         q, k = (torch.einsum("btm,hdm->bhtd", x1, rows.values()) for rows in (pair.query, pair.key))
         torch.testing.assert_close((pair.scale * q @ k.mT).softmax(-1), wanted.detach())
+
+
+def test_of_an_encoder_and_decoder_the_self_attention_is_paired() -> None:
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in
+             {"layers": 1, "attention_heads": 4, "ffn_dim": 48}.items()}  # fmt: skip
+    config = BartConfig(vocab_size=31, d_model=32, max_position_embeddings=64, **sizes)
+    pairs = attention_pairs(BartModel(config))
+    assert [(pair.name, pair.causal) for pair in pairs] == [
+        ("encoder.layers.0.self_attn", False),
+        ("decoder.layers.0.self_attn", True),
+    ]
 
 
 INNER: dict[str, Callable[[nn.Module], Any]] = {
