@@ -178,7 +178,7 @@ def reference(cls: Any, where: str = "", uses: Collection[Use] = ()) -> Iterator
         default = _default(field)
         shown = "" if default in (None, MISSING) else _toml(default)
         needs = [use.needs for use in uses if name in use.names]
-        text = about[field.name].replace("``", "")
+        text = about.get(field.name, "").replace("``", "")
         yield Setting(name, _kind_name(kind), shown, text, " and ".join(needs))
     for section, prefix in sections:
         yield from reference(section, prefix, uses)
@@ -189,8 +189,11 @@ def _default(field: "Field[Any]") -> Any:
 
 
 def _docstrings(cls: type) -> dict[str, str]:
-    """The docstrings below the fields of a class, each as one line."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    """The docstrings below the fields of a class, each as one line; none without its source."""
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, SyntaxError):  # a frozen program, a file that is being edited
+        return {}
     assert isinstance(definition, ast.ClassDef)
     pairs = zip(definition.body, definition.body[1:], strict=False)
     return {

@@ -149,6 +149,19 @@ def test_the_reference_has_type_default_meaning_and_condition_of_every_setting()
     ]
 
 
+def test_without_the_source_settings_have_no_meaning_and_a_run_can_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(_: object) -> str:
+        raise OSError
+
+    monkeypatch.setattr("fenchel.config.inspect.getsource", absent)
+    rows = list(reference(House))
+    assert [row.about for row in rows] == [""] * 4
+    comments = {row.name: row.about for row in rows}
+    assert to_toml({"rooms": 2}, comments) == "rooms = 2\n"
+
+
 @pytest.mark.parametrize("text", ["x", '"""', "a # b"])
 def test_comments_leave_the_values_as_they_are(text: str) -> None:
     mapping = {"seed": 1, "inner": {"name": "x = 1 # y"}}
