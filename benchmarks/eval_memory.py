@@ -1,11 +1,12 @@
 """Peak memory of ``fenchel eval`` with a vocabulary of 262,144, by the number of tokens.
 
-    python -m benchmarks eval_memory [--tokens 500,2000,6000] [--layers 6]
+    python -m benchmarks eval_memory [--tokens 500,2000,6000] [--layers 6] [--width 640]
 
 The checkpoint has the shape of Gemma 3 with 270M parameters but for its number of layers, random
-weights and bfloat16. Every evaluation is a process of its own; its peak is what the kernel counts
-(ru_maxrss), pages of the weight file included. One row of logits is a megabyte in float32, so
-logits of all positions at once would take 6 GB for 6,000 tokens, and their softmax as much again.
+weights and bfloat16; a smaller width is quicker and has the same logits. Every evaluation is a
+process of its own; its peak is what the kernel counts (ru_maxrss), pages of the weight file
+included. One row of logits is a megabyte in float32, so logits of all positions at once would take
+6 GB for 6,000 tokens, and their softmax as much again.
 """
 
 import argparse
@@ -36,21 +37,23 @@ def main(options: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks eval_memory")
     parser.add_argument("--tokens", default="500,2000,6000")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-calibration", action="store_true")
     given = parser.parse_args(options or [])
     counts = [int(count) for count in given.tokens.split(",")]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path, text = Path(folder) / "model", Path(folder) / "text.txt"
-        _checkpoint(path, given.layers)
+        _checkpoint(path, given.layers, given.width)
         text.write_text(" ".join(random.Random(0).choices(WORDS, k=max(counts))))
         weights = (path / "model.safetensors").stat().st_size
-        for flags in ([], ["--calibration"]):
+        for flags in ([],) if given.no_calibration else ([], ["--calibration"]):
             for count in counts:
                 words = ["eval", str(path), "--text", str(text), "--tokens", str(count), "--json"]
                 row = _measure([*words, *flags, "--device", "cpu"], given.threads)
                 row = {"vocabulary": V, "tokens": count, "calibration": bool(flags), **row}
-                row["weights"] = weights
+                row |= {"width": given.width, "weights": weights}
                 row["above_weights"] = row["peak"] - weights
                 rows.append(row)
                 print(
@@ -87,11 +90,11 @@ def _measure(words: list[str], threads: int) -> dict[str, Any]:
     }
 
 
-def _checkpoint(path: Path, layers: int) -> None:
+def _checkpoint(path: Path, layers: int, width: int) -> None:
     config = ModelConfig(
         vocabulary=V,
         context=32_768,
-        width=640,
+        width=width,
         layers=layers,
         heads=4,
         kv_heads=1,
@@ -103,7 +106,7 @@ def _checkpoint(path: Path, layers: int) -> None:
         norm_plus_one=True,
         qk_norm=True,
         score_scale=1 / 16,
-        embedding_scale=640**0.5,
+        embedding_scale=width**0.5,
         rotary_base=1e6,
         rotary_local_base=1e4,
         epsilon=1e-6,
