@@ -204,10 +204,8 @@ def lightest(y: Tensor, d: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tenso
         c = torch.where(over, torch.where(-y < c, -y, 0.0).amax(-1, keepdim=True), c)
     gap = (y + c).masked_fill_(y + c < 0.0, torch.nan)  # nan: not in the support
     e = (1.0 - base).clamp_(min=0.0) / (gap == 0.0).sum(-1, keepdim=True)
-    guess = (d - c).clamp_(min=0.0).pow_(1.0 / rate)
-    e = torch.where(
-        (guess > 0.0) & (guess < e), guess, e
-    )  # from below, a step leads above the root
+    guess = (d - c).clamp_(min=0.0).pow_(1.0 / rate)  # from below, a step leads above the root
+    e = torch.where((guess > 0.0) & (guess < e), guess, e)
     for _ in range(_STEPS):
         p = (gap + e.pow(rate)).pow_(1.0 / rate)
         slope = (e / p).pow_(rate - 1.0).nansum(-1, keepdim=True)
