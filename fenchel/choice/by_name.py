@@ -82,6 +82,9 @@ def choice_record(choice: Choice) -> dict[str, Any]:
     return record
 
 
+_LARGEST = 1e30
+
+
 def choice_from_record(record: object) -> Choice:
     """The choice map of a config's field, which may hold anything.
 
@@ -97,4 +100,8 @@ def choice_from_record(record: object) -> Choice:
     for key, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f'the config\'s field "{FIELD}" should give {key} as a number.')
+        if not abs(value) < _LARGEST:  # no float32, and maybe no float at all
+            raise ValueError(
+                f'the config\'s field "{FIELD}" should give {key} as a number below {_LARGEST:g}.'
+            )
     return by_name(record["map"], **{key: float(value) for key, value in settings.items()})

@@ -86,7 +86,7 @@ def score(
         losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
         total += float(losses_N.sum(dtype=torch.float64))
         count += len(losses_N)
-    loss = total / count
+    loss = _number(total / count)
     share = bytes * count / (len(ids) - 1)
     return Score(loss, _exp(loss), total / (share * math.log(2.0)), count)
 
@@ -135,8 +135,18 @@ def score_choice(
         sums += torch.stack([m.sum(dtype=torch.float64).cpu() for m in measures])
         count += len(targets_N)
     loss, accuracy, support, uncovered, nats = (sums / count).tolist()
+    _number(loss)
     bits = nats * (len(ids) - 1) / (bytes * math.log(2.0))
     return ChoiceScore(loss, accuracy, support, uncovered, _exp(nats), bits, count)
+
+
+def _number(loss: float) -> float:
+    """The loss, refused if it is nan: then a logit is."""
+    if math.isnan(loss):
+        raise ValueError(
+            "the model's logits are not numbers on this text; its weights or settings overflow."
+        )
+    return loss
 
 
 LOGITS = 1 << 24

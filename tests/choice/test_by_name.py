@@ -1,8 +1,11 @@
 """fenchel/choice/by_name.py: the table of maps that settings and commands can name."""
 
+import math
+
 import pytest
 
 from fenchel.choice import MAPS, Entmax, Hard, Softmax, Sparsemax, by_name, maps_with
+from fenchel.choice.by_name import choice_from_record
 from fenchel.cli.doctor import backends
 from fenchel.model import ModelConfig
 
@@ -35,3 +38,14 @@ def test_a_row_of_the_table_makes_a_map_a_setting_and_a_line_of_doctor(
     assert "boltzmann" in maps_with("beta")
     assert ModelConfig(vocabulary=16, choice="boltzmann").choice_of(0) == "boltzmann"
     assert "boltzmann" in backends()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1e300, -1e300, 10**400, math.nan, math.inf],
+    ids=["huge", "negative", "integer", "nan", "inf"],
+)
+@pytest.mark.parametrize("key", ["alpha", "beta"])
+def test_a_stored_number_that_no_float32_can_be_is_a_sentence(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=key):
+        choice_from_record({"map": "entmax", "alpha": 1.5, "beta": 1.0, key: value})

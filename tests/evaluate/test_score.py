@@ -243,3 +243,13 @@ def test_memory_does_not_grow_with_the_vocabulary_and_the_text() -> None:
     ]
     assert max(peaks) < 900
     assert abs(peaks[1] - peaks[0]) < 150
+
+
+def test_logits_that_are_no_numbers_are_a_sentence() -> None:
+    class Broken(Uniform):
+        def forward(self, ids_BT: Tensor) -> Tensor:
+            return super().forward(ids_BT) + torch.nan
+
+    for function, settings in ((score, {}), (score_choice, {"choice": Entmax(1.5)})):
+        with pytest.raises(ValueError, match="logits are not numbers on this text"):
+            function(Broken(), np.arange(9), bytes=8, context=4, **settings)
