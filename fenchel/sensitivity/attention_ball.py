@@ -188,12 +188,12 @@ def _weights(x: Projections, head: _Head, spec: AttentionSpec, ball: Ball) -> _W
     p = choice.weights(z, log_prior)[0]
     s = choice.spread(p)
     e = _score_moves(head, s, ball)
+    scores = choice.scores(z, log_prior, -1)[0][0]
     if isinstance(choice, Softmax):
-        low, high = _softmax_box(p, e)
+        low, high = _softmax_box(scores, e)
     else:
-        scores = choice.scores(z, log_prior, -1)[0][0]
         low, high = _threshold_box(choice, scores, e)
-    slack = 512.0 * torch.finfo(p.dtype).eps  # corners are rounded too
+    slack = 2048.0 * torch.finfo(p.dtype).eps  # corners are rounded too
     low, high = low * (1.0 - slack), high * (1.0 + slack)
     s_low, s_high = choice.spread(low), choice.spread(high)
     return _Weights(
@@ -225,15 +225,22 @@ def _row_slices(head: _Head) -> list[slice]:
     return [slice(first, min(first + step, n)) for first in range(0, n, step)]
 
 
-def _softmax_box(p: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and largest weights when every score moves by at most e."""
-    # Divide by the largest factor of the row first: exp(e) may overflow, ratios do not.
-    top = e.amax(-1, keepdim=True)
-    rise, fall = p * (e - top).exp(), p * (-e - top).exp()
-    rises, falls = rise.sum(-1, keepdim=True), fall.sum(-1, keepdim=True)
-    high = rise + (falls - fall).clamp(min=0.0)
-    low = fall + (rises - rise).clamp(min=0.0)
-    return _ratio(fall, low), _ratio(rise, high).clamp(max=1.0)
+def _softmax_box(x: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and largest weights when every score x moves by at most e.
+
+    Both are logistic functions of a difference: in a large ball the factors exp(e) of the keys
+    differ by more than the range of the dtype, their logarithms do not.
+    """
+    return _one_against_others(x - e, x + e), _one_against_others(x + e, x - e)
+
+
+def _one_against_others(own: Tensor, others: Tensor) -> Tensor:
+    """exp(own_j) / (exp(own_j) + sum over k != j of exp(others_k)), and 0 where own_j is -inf."""
+    closed = torch.full_like(others[..., :1], -torch.inf)
+    before = torch.cat((closed, others[..., :-1]), -1).logcumsumexp(-1)
+    after = torch.cat((others[..., 1:], closed), -1).flip(-1).logcumsumexp(-1).flip(-1)
+    rest = torch.logaddexp(before, after)
+    return torch.where(own > -torch.inf, torch.sigmoid(own - rest), 0.0)
 
 
 def _threshold_box(choice: Choice, x: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,10 +258,6 @@ def _threshold_box(choice: Choice, x: Tensor, e: Tensor) -> tuple[Tensor, Tensor
     rest_low = (1.0 - slack) - (high.sum(-1, keepdim=True) - high)
     any_open = open_.any(-1, keepdim=True)
     return torch.maximum(low, torch.where(any_open, rest_low, 0.0)), torch.minimum(high, rest_high)
-
-
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    return a / torch.where(b > 0, b, 1.0)
 
 
 class _RowBounds:

@@ -60,9 +60,8 @@ def test_weights_stay_in_the_box_that_their_scores_allow(
     x, e = 2 * draw(60, 7), draw(60, 7).abs()
     x[:, 5] = -torch.inf  # forbidden, and it stays so
     plain: Choice = type(choice)(choice.alpha) if isinstance(choice, Entmax) else type(choice)()
-    p = plain.weights(x)
     if isinstance(choice, Softmax):
-        low, high = _softmax_box(p, e)
+        low, high = _softmax_box(x, e)
     else:
         low, high = _threshold_box(plain, x, e)
     for _ in range(50):
@@ -80,8 +79,8 @@ def test_weights_stay_in_the_box_that_their_scores_allow(
 
 
 def test_scores_a_thousand_apart_do_not_overflow_the_box() -> None:
-    p = torch.softmax(torch.tensor([[0.0, -5.0, -900.0]], dtype=torch.float64), -1)
-    low, high = _softmax_box(p, torch.full((1, 3), 1e3, dtype=torch.float64))
+    x = torch.tensor([[0.0, -5.0, -900.0]], dtype=torch.float64)
+    low, high = _softmax_box(x, torch.full((1, 3), 1e3, dtype=torch.float64))
     assert low.isfinite().all()
     assert (high <= 1.0).all()
     assert (low >= 0.0).all()
@@ -164,3 +163,18 @@ def test_a_rotation_common_to_all_positions_changes_no_bound(draw: Draw) -> None
     turned = SelfAttention(*W, prior=Causal(), rotations=same).head_bounds(X, ball)
     for a, b in zip(plain, turned, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_in_a_ball_so_large_that_no_factor_of_a_weight_is_a_number(draw: Draw) -> None:
+    """Scores move by thousands, by different amounts, and weights that are 0 here are 1 there."""
+    X = 4 * draw(3, 2)
+    X[0] *= 10.0  # its scores move by far more than the others
+    layer = SelfAttention(3 * draw(2, 2), 3 * draw(2, 2), draw(2, 2), choice=Softmax(2.0))
+    here = float(torch.linalg.matrix_norm(layer.jacobian(X).dense(), 2))
+    for radius in (1.0, 20.0, 400.0):
+        bounds = layer.head_bounds(X, Ball(radius, radius))
+        assert float(bounds.upper) >= here
+        for _ in range(20):
+            move = draw(3, 2)
+            there = layer.jacobian(X + radius * move / move.norm()).dense()
+            assert float(torch.linalg.matrix_norm(there, 2)) <= float(bounds.upper)
