@@ -41,7 +41,7 @@ from fenchel.checkpoints.run_checkpoint import is_run
 from fenchel.checkpoints.safetensors_header import system_errors
 from fenchel.checkpoints.tokenizer import COPIED, read_files
 from fenchel.checkpoints.weights import read_weights, write_weights
-from fenchel.choice.by_name import FIELD, choice_record
+from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.data import begin_ids, end_id, pad_id
 from fenchel.files import committed, discard, require_space
 from fenchel.model.attention import layer_choice
@@ -125,7 +125,7 @@ class _Source(NamedTuple):
     def without_attached(self, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
         """The settings without the map that was attached to the source, and the field for it."""
         record = self.config.get(FIELD)
-        if record is None or record != choice_record(layer_choice(config, 0)):
+        if record is None or choice_from_record(record) != layer_choice(config, 0):
             return config, {}
         return replace(config, choice="softmax", alpha=_ALPHA, beta=1.0), {FIELD: record}
 

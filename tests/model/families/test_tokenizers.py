@@ -92,7 +92,8 @@ def test_a_directory_keeps_everything_beside_its_weights(
         if way == "convert":
             convert(path, out)
         elif way == "attach":
-            write_copy(open_directory(path), out, {"fenchel": {"map": "sparsemax", "beta": 2.0}})
+            record = {"map": "entmax", "beta": 2.0}  # alpha is left to its default
+            write_copy(open_directory(path), out, {"fenchel": record})
         else:
             model, tokenizer, _ = load(path)
             save(model, tokenizer, out, dtype=dtype)
@@ -116,7 +117,7 @@ def test_a_directory_keeps_everything_beside_its_weights(
     if way == "attach":
         again = tmp_path / "again"
         model, tokenizer, config = load(out)
-        assert (config.choice, config.beta) == ("sparsemax", 2.0)
+        assert (config.choice, config.alpha, config.beta) == ("entmax", 1.5, 2.0)
         save(model, tokenizer, again)
         assert resolved(load(again).config) == resolved(config)
         convert(out, tmp_path / "recast", dtype=torch.float16)
