@@ -81,7 +81,7 @@ def test_a_model_too_large_for_the_memory_is_refused_and_leaves_nothing(
     run = tmp_path / "run"
     ended = lab.begin(run, "--set", "model.width=2048", "--set", "model.layers=8", mischief=limited)
     assert ended.code == 2
-    assert "bytes were needed" in ended.said
+    assert "a step needs 4.5 GiB of memory at least" in ended.said
     assert not run.exists()
 
 
