@@ -33,7 +33,7 @@ COMMANDS = {
     "settings": "Print what every setting of a run means, of which type it is, when it is read.",
     "report": "Write the page of a run directory again.",
     "bench": "Run a benchmark of the source tree: fenchel and its peers in one process.",
-    "doctor": "What this machine supports, and whether a run directory is intact.",
+    "doctor": "What this machine supports, and whether a run or a checkpoint is intact.",
 }
 
 LESS_MEMORY = {
