@@ -271,6 +271,8 @@ def _flex_cost(call: CallFacts) -> float:
     scores = call.B * call.H * call.T * call.S
     if scores < _WORTH_COMPILING or not flex.can_compile(call.device):
         return math.inf
+    if call.device == "cpu" and call.T != call.S:  # torch's C++ for any length may not compile
+        return math.inf
     visited, _ = _visited(call, _FLEX_ROWS)
     if call.prior is None:
         return _cost(call, "flex", visited)

@@ -112,7 +112,8 @@ def test_auto_compiles_for_a_long_forward_pass_on_a_cpu(prior: Prior) -> None:
     long = replace(LONG, prior=prior, device="cpu", dtype=torch.float32)
     assert cheapest(long).name == "flex"
     assert cheapest(replace(long, gradient=True)).name != "flex"
-    assert cheapest(replace(long, T=1)).name != "flex"
+    for T in (1, 4096):  # torch's C++ for any length may not compile
+        assert cheapest(replace(long, T=T)).name != "flex"
 
 
 @pytest.mark.usefixtures("_compiler")
