@@ -907,6 +907,7 @@ def _attempts(
             print(f"{number + 1} directories, {len(bad)} violations", flush=True)
     accepted = sum(n for name, n in codes.items() if name.endswith(" 0"))
     return {
+        "start": numbers.start,
         "directories": codes.total(),
         "seed": seed,
         "accepted": accepted,
