@@ -35,7 +35,8 @@ opened: list[str] | None = None
 
 
 def listen(event: str, args: tuple[Any, ...]) -> None:
-    if opened is not None and event in ("open", "subprocess.Popen", "socket.connect", "exec"):
+    watched = event in ("open", "subprocess.Popen", "socket.connect", "exec")
+    if opened is not None and watched and not isinstance(args[0], int):  # a descriptor has a path
         opened.append(f"{event} {args[0]!s}")
 
 
