@@ -113,11 +113,9 @@ def test_heads_above_the_floor_are_left_in_peace(small: Callable[..., Any]) -> N
 
 def test_a_floor_keeps_entropy_up_through_a_run(small: Callable[..., Any]) -> None:
     ends = {}
-    for name, floor in (("plain", 0.0), ("floored", 1.0)):
-        s = small(
-            name, model=CALM, optim={"matrix_learning_rate": 0.3}, entropy_floor=floor,
-            entropy_weight=10.0, steps=40,
-        )  # fmt: skip
+    floor = {"entropy_floor": 1.0, "entropy_weight": 10.0}
+    for name, settings in (("plain", {}), ("floored", floor)):
+        s = small(name, model=CALM, optim={"matrix_learning_rate": 0.3}, steps=40, **settings)
         for step in range(40):
             s.stepper(step)
         z = scores(s.model, s.batches.at(0).inputs)
