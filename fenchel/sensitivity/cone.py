@@ -60,7 +60,8 @@ class Cone:
     def plot(self, *paths: str | Path) -> Any:
         """Draw the cone with matplotlib, save it under every path given, and return the figure.
 
-        The ending of a path chooses the format: .svg, .png, .webp, .pdf.
+        The ending of a path chooses the format: .svg, .png, .webp, .pdf. Where the installed Pillow
+        writes no WebP, the picture is a .png beside it.
         """
         try:
             Figure = import_module("matplotlib.figure").Figure
@@ -77,7 +78,10 @@ class Cone:
         axes.set_title(f"the double cone of slope {self.L:g}")
         axes.legend(loc="upper right")
         for path in paths:
-            figure.savefig(path)
+            try:
+                figure.savefig(path)
+            except KeyError:  # Pillow's table of formats lacks this one
+                figure.savefig(Path(path).with_suffix(".png"))
         return figure
 
     def _draw_graph(self, axes: Any) -> None:

@@ -119,6 +119,25 @@ def expected_brier(p: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return (truth * (p - corners).square().sum(-1)).sum()
 
 
+def test_counting_errors_is_no_guide_to_probabilities() -> None:
+    truth = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    drawn = torch.arange(3).repeat_interleave(torch.tensor([7, 2, 1]))  # in these shares
+    z = truth.log().requires_grad_()
+    right, sure, vague = (
+        outcomes(logits.expand(10, 3), drawn) for logits in (z, 5.0 * z.detach(), 0.1 * z.detach())
+    )
+    # The same errors whatever the confidence; the loss and the squared error prefer the truth.
+    assert right.hit.equal(sure.hit)
+    assert right.hit.equal(vague.hit)
+    for other in (sure, vague):
+        assert other.loss.mean() > right.loss.mean() + 0.05
+        assert other.brier.mean() > right.brier.mean() + 0.05
+    assert not right.hit.dtype.is_floating_point  # a count, which has no gradient
+    for score in (right.loss, right.brier):
+        (slope,) = torch.autograd.grad(score[:1].sum(), z, retain_graph=True)
+        assert slope.abs().max() > 0.1
+
+
 def test_the_brier_score_is_proper_like_the_loss() -> None:
     """Both have their least expected value at the truth's own distribution, (0.7, 0.2, 0.1)."""
     truth = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)

@@ -107,6 +107,14 @@ def test_the_picture_has_a_sharp_tip_and_goes_where_it_is_sent(
     assert ("legend", (), {"loc": "upper right"}) in drawn.calls
 
 
+def test_without_webp_the_picture_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.init()
+    monkeypatch.delitem(image.SAVE, "WEBP")
+    cone(torch.sin, 0.0, 1.0).plot(tmp_path / "cone.webp")
+    assert image.open(tmp_path / "cone.png").format == "PNG"
+
+
 def test_matplotlib_writes_the_files(tmp_path: Path, draw: Draw) -> None:
     cone(torch.sin, 0.0, 1.0).plot(tmp_path / "cone.svg", tmp_path / "cone.png")
     vectors = cone(lambda x: x.sin(), draw(2), 1.0, x=draw(50, 2))
