@@ -153,6 +153,10 @@ def character_map(longest: int) -> str:
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}}, "as many as 1000001"),
         ({"pre_tokenizer": sequence(*[split("a")] * 64)}, "has 67 parts"),
         (
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}},
+            f"as many as {2**39}",
+        ),
+        (
             {
                 "normalizer": {
                     "type": "Precompiled",
@@ -192,7 +196,7 @@ def character_map(longest: int) -> str:
             "added tokens of 1280000 characters",
         ),
     ],
-    ids=["prepend", "parts", "characters", "template", "ids", "decoder", "added"],
+    ids=["prepend", "parts", "byte levels", "characters", "template", "ids", "decoder", "added"],
 )
 def test_what_could_grow_without_bound_is_refused(
     parts: dict[str, Any], says: str, load: Callable[..., Tokenizer]
