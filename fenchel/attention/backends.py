@@ -225,13 +225,18 @@ def _rates(call: CallFacts) -> dict[str, _Rate]:
     return _RATES.get((call.device, call.gradient)) or _RATES["cuda", call.gradient]
 
 
+def _squares(call: CallFacts) -> int:
+    """The number of (T, S) squares in which log u differs."""
+    by_sequence, by_head = (False, False) if call.prior is None else call.prior.varies()
+    return (call.B if by_sequence else 1) * (call.H if by_head else 1)
+
+
 def _cost(call: CallFacts, rate: str, visited: float, entries: float = 0.0) -> float:
     """Microseconds; ``visited`` and ``entries`` are parts of the scores of one head."""
     start, score, entry, _ = _rates(call)[rate]
     heads = squares = call.B * call.H
     if entries and rate in ("reference", "sdpa"):  # the others compute log u for every score
-        by_sequence, by_head = (False, False) if call.prior is None else call.prior.varies()
-        squares = (call.B if by_sequence else 1) * (call.H if by_head else 1)
+        squares = _squares(call)
     return start + 1e-6 * call.T * call.S * (score * visited * heads + entry * entries * squares)
 
 
@@ -279,9 +284,7 @@ def _flex_cost(call: CallFacts) -> float:
     rate = "flex with a table" if flex.has_table(call.prior) else "flex"
     cost = _cost(call, rate, visited, visited if flex.has_bias(call.prior) else 0.0)
     if flex.remakes_mask(call.prior):
-        by_sequence, by_head = call.prior.varies()
-        squares = (call.B if by_sequence else 1) * (call.H if by_head else 1)
-        cost += _MASK_START + 1e-6 * _rates(call)[rate].mask * squares * call.T * call.S
+        cost += _MASK_START + 1e-6 * _rates(call)[rate].mask * _squares(call) * call.T * call.S
     return cost
 
 

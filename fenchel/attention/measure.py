@@ -455,7 +455,7 @@ def _mistake(scale: float, beta: float, D: int, width: int) -> str | None:
 
 
 def _spread_and_best(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[float, float] | None:
-    """Standard deviation of beta z over the open pairs, and the mean largest weight of a row.
+    """Standard deviation of beta z over the open pairs, and the largest weight per row, on average.
 
     None where no pair is open.
     """

@@ -38,7 +38,7 @@ _PART_LIMIT = 64
 _GROWTH_LIMIT = 64
 _MAP_LIMIT = 256
 _TEMPLATE_LIMIT = 256
-_TOKEN_LIMIT = 256  # characters of a token, all prefixes of which Unigram looks up
+_TOKEN_LIMIT = 256  # characters of a token; Unigram looks up all its prefixes
 _WORD_LIMIT = 256  # characters of a word that WordPiece looks up, in quadratic time
 
 _PLAIN_PARTS = frozenset(

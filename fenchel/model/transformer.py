@@ -9,8 +9,8 @@ encoder's predicts token t. With an encoder beside the decoder, ``encode`` runs 
 and ``forward`` takes its output.
 
 ``meta_model`` builds a model on the meta device, where tensors have shapes and no values, for
-weights that are read from a file. Random draws are skipped there: into a meta tensor they have no
-effect, but torch loads its compiler for them, which takes over a second. ``evaluating`` switches
+weights that are read from a file. Random draws are skipped there: they have no effect on a meta
+tensor, and make torch import its compiler, which takes over a second. ``evaluating`` switches
 dropout off inside a ``with`` block.
 
 B sequences, T positions, S positions with those in the cache, M width of the stream, E width of the
@@ -124,10 +124,9 @@ class Transformer(nn.Module):
     def with_context(self, context: int, *, rotary_scaling: str | None = None) -> "Transformer":
         """A model with these parameters, shared, that reads ``context`` positions.
 
-        Nothing is said about how well it reads positions that training did not have: ALiBi and
-        relative biases change little with the length, rotary positions need ``rotary_scaling``
-        ("linear", "ntk", "yarn", "llama3") beyond a little more, and learned tables end
-        (docs/maths/model.md).
+        Quality beyond the trained context is not guaranteed: it changes little under ALiBi and
+        relative biases, rotary positions need ``rotary_scaling`` ("linear", "ntk", "yarn",
+        "llama3"), and learned tables have no further rows (docs/maths/model.md).
 
         >>> model = Transformer(ModelConfig(vocabulary=16, context=4, width=32))
         >>> model.with_context(64)(torch.arange(12)[None]).shape

@@ -46,9 +46,9 @@ class OptimConfig:
     matrix_learning_rate: float = 1e-2
     """Peak rate of Muon."""
     score_rate: float = 0.2
-    """Peak RMS change of the scores of a head per step."""
+    """Peak RMS change of the scores, per head and step."""
     score_radius: float = 6.0
-    """Largest RMS of the scores of a head."""
+    """Largest RMS of the scores, per head."""
     score_damping: float = 1.0
     """The multiple of the mean eigenvalue of a partner Gram that is added to the Gram before a step
     is whitened by it; more damping, less whitening."""

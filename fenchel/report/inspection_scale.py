@@ -63,7 +63,7 @@ def _per_head(of: Callable[[Data], float | None]) -> Callable[[Data], Labelled]:
 
 
 def _entropy_share(result: Data) -> Labelled:
-    """The mean entropy of a head over that of even attention."""
+    """Mean entropy per head, divided by that of uniform attention."""
     n = len(result["tokens"])
     causal = result["subject"].get("causal", True)
     even = math.lgamma(n + 1) / n if causal else math.log(n)  # mean of log i, i = 1..n
@@ -96,7 +96,7 @@ def _exponent(result: Data) -> Labelled:
 SCALES = (
     Scale(
         name="entropy share",
-        about="Mean entropy of a head over that of even attention: 0 is one key, 1 is all alike.",
+        about="Mean entropy per head over that of uniform attention: 0 is one key, 1 is uniform.",
         of=_entropy_share,
         fresh=(0.886, 0.904),
         trained=(0.271, 1.0),
@@ -106,7 +106,7 @@ SCALES = (
     ),
     Scale(
         name="largest logit",
-        about="The largest absolute score of a head before the choice map.",
+        about="Largest absolute score per head, before the choice map.",
         of=_per_head(lambda h: h["max_logit"]["most"]),
         fresh=(3.41, 4.83),
         trained=(0.217, 20.0),
@@ -116,14 +116,14 @@ SCALES = (
     ),
     Scale(
         name="weight on the first token",
-        about="Mean weight of the first token in a head.",
+        about="Mean weight on the first token, per head.",
         of=_first_token,
         fresh=(0.0362, 0.0478),
         trained=(0.0193, 0.0538),
         largest_usual=0.3,
-        high="An attention sink: the head rests on the first token where it has nothing to read. "
-        "Most large checkpoints have such heads, and the loss does not suffer; the key of that "
-        "token should keep its precision. model.sinks trains a sink that is no token.",
+        high="An attention sink: the head puts its weight on the first token where no other is "
+        "relevant. Most large checkpoints have such heads, and the loss is no worse for it; the "
+        "key of that token should keep its precision. model.sinks trains a sink that is no token.",
     ),
     Scale(
         name="sigma of a head",

@@ -286,7 +286,7 @@ SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("c_q", "c_k"), ("wq", "wk")
 HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads")
 """Attributes, of the layer or of its ``config``, with the number of query heads."""
 WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size")
-"""Attributes with the width of a head."""
+"""Attributes with the width per head."""
 
 REFUSALS: dict[str, str] = {
     "query_key_value": (

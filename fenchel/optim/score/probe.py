@@ -7,11 +7,11 @@ pass reaches the weights: a hook on the gradient of one of them marks it. The sa
 an equal share of every pass that counts since gradients were last None, ``tokens`` tokens in all,
 so that with gradient accumulation every micro-batch is measured; where one sequence of each would
 be too many, of every second, every fourth, ... micro-batch, and the last. With a single pass its
-buffer is the sample. Passes without a backward pass (evaluation, generation) are ignored, and no
-sample outlives a step, so a resumed run measures the same numbers as an uninterrupted one. Where
-gradients were set by hand, the last pass is the sample. With activation checkpointing the hook runs
-twice on the same input. A layer that is called several times in one pass, such as one that layers
-share, is measured at its last call.
+buffer is the sample. Passes without a backward pass (evaluation, generation) are ignored, and a
+sample is discarded after its step, so a resumed run measures the same numbers as an uninterrupted
+one. Where gradients were set by hand, the last pass is the sample. With activation checkpointing
+the hook runs twice on the same input. A layer that is called several times in one pass, such as one
+that layers share, is measured at its last call.
 
 Under torch.compile the hook is part of the one graph. A fresh copy would be one more output of that
 graph, which the compiler may turn into a view of the whole input, so that the input of every layer

@@ -399,9 +399,9 @@ class StepLimits:
     """The limits of a step in the scores."""
 
     gamma: float
-    """RMS change of the scores of a head, as the softmax receives them."""
+    """RMS change of the scores per head, as they enter the softmax."""
     radius: float
-    """RMS of the scores of a head; inf for no ball."""
+    """RMS of the scores per head; inf for no ball."""
     exact: bool
     """Move by gamma, shrinking softly (ScoreDescent), or by U where that is less (ScoreTrust)."""
 

@@ -61,10 +61,10 @@ class ScoreTrust(torch.optim.Optimizer):
     The exception: a head that other layers have pushed out of the ball by e > lr moves by e.
 
     ``optimizer`` is the optimiser inside, or a ``CombinedOptimiser``, which moves the whole model;
-    ``pairs`` come from ``attention_pairs`` or are made by hand. ``lr`` is the largest root mean
-    square by which one step moves the scores of a head, over sampled pairs of query and key. These
-    are the scores that the softmax receives, scale included: a change of 0.2 multiplies what a key
-    weighs, before weights are normalised, by exp(0.2). ``radius`` is the largest root mean square
+    ``pairs`` come from ``attention_pairs`` or are made by hand. ``lr`` is the largest RMS
+    change of the scores per head and step, over sampled pairs of query and key. Scores are those
+    that enter the softmax, scale included: a change of 0.2 multiplies the weight of a key, before
+    normalisation, by exp(0.2). ``radius`` is the largest root mean square
     of the scores themselves, the ball; where queries and keys are normalised there is none. Limited
     are queries, keys, their biases and the gains of their norms. ``probe`` is the number of tokens
     per layer on which scores are measured, an equal share of every micro-batch of the step.
