@@ -31,7 +31,7 @@ ELSEWHERE = {
     "inspection/recorder": "inspection/test_foreign_model.py",
     "inspection/result": "inspection/test_measure.py",
     "inspection/trace": "inspection/test_foreign_model.py",
-    "lessons": "lessons/test_lessons.py",
+    "lessons": "lessons/test_notebooks.py",
     "model/families": "model/families/test_contract.py",
     "model/forward_context": "model/test_attention.py",
     "optim/score/descent": "optim/score/test_control.py",

@@ -1,1 +1,13 @@
-"""Numbered scripts that teach by running."""
+"""The course: lessons as notebooks that compute and check each of their claims.
+
+    course       the list of lessons and the reader's progress
+    widgets      what a lesson is made of
+    server       the pages of ``fenchel learn``
+    notebooks/   the lessons, also scripts: ``python -m fenchel.lessons.notebooks.l07_softmax``
+
+Only ``course`` is imported here; the others need the extra ``learn``.
+"""
+
+from fenchel.lessons.course import COURSE, Lesson, completed, lesson
+
+__all__ = ["COURSE", "Lesson", "completed", "lesson"]

@@ -1,0 +1,223 @@
+"""The course: its lessons in order, and which of them this reader has completed.
+
+A lesson is a marimo notebook in ``notebooks/``. The order is that of the flow of a transformer:
+gradients, similarity, choice, attention, blocks, training, inference. ``fenchel learn`` shows the
+list; nothing here imports torch or marimo, so that it appears at once.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+NOTEBOOKS = Path(__file__).parent / "notebooks"
+
+
+class Lesson(NamedTuple):
+    """One lesson; its number is its place in ``COURSE``."""
+
+    name: str
+    """The stem of its file in ``notebooks/``."""
+    title: str
+    question: str
+    """What the reader predicts first."""
+    minutes: int
+    needs: tuple[str, ...] = ()
+    """Names of lessons to read before."""
+
+    @property
+    def path(self) -> Path:
+        """Its notebook."""
+        return NOTEBOOKS / f"{self.name}.py"
+
+
+COURSE = (
+    Lesson(
+        "l01_slopes",
+        "Slopes and gradients",
+        "Ten steps downhill from 3, each a tenth of the slope: how close to 0 do they end?",
+        15,
+    ),
+    Lesson(
+        "l02_gradient_flow",
+        "Gradient flow and the learning rate",
+        "On the parabola, which learning rate arrives in a single step, and which one never does?",
+        20,
+        ("l01_slopes",),
+    ),
+    Lesson(
+        "l03_similarity",
+        "Vectors and similarity in high dimension",
+        "Two random directions in 1,000 dimensions: what is the angle between them?",
+        20,
+    ),
+    Lesson(
+        "l04_backpropagation",
+        "Multilayer perceptrons and backpropagation by hand",
+        "Which way does the error travel through a network, and what does it meet on the way?",
+        30,
+        ("l01_slopes",),
+    ),
+    Lesson(
+        "l05_cross_entropy",
+        "Probability, entropy and cross-entropy",
+        "Being sure and wrong against being unsure: how much more does it cost?",
+        20,
+    ),
+    Lesson(
+        "l06_lagrange",
+        "Constraints: Lagrange multipliers and the KKT conditions",
+        "At the best point on a fence, in which direction does the slope of the hill point?",
+        25,
+        ("l01_slopes",),
+    ),
+    Lesson(
+        "l07_softmax",
+        "Softmax as the solution of a problem",
+        "Scores 5 and 4, or 2 and 1: which pair gives weights that lie further apart?",
+        30,
+        ("l05_cross_entropy", "l06_lagrange"),
+    ),
+    Lesson(
+        "l08_why_softmax",
+        "Why softmax: priors, budgets and hypothesis tests",
+        "How many draws does it take to tell softmax weights from a uniform choice?",
+        30,
+        ("l07_softmax",),
+    ),
+    Lesson(
+        "l09_sparse_choice",
+        "Sparse choices: entmax, sparsemax, hard",
+        "Can a weight be exactly zero and its gradient still be right?",
+        25,
+        ("l07_softmax",),
+    ),
+    Lesson(
+        "l10_attention",
+        "Attention from similarity",
+        "What happens to attention when the width of a head grows and nothing is rescaled?",
+        35,
+        ("l03_similarity", "l07_softmax"),
+    ),
+    Lesson(
+        "l11_attention_derivative",
+        "The derivative of attention",
+        "Two tokens, three numbers each: which entries of the gradient of the keys are equal?",
+        30,
+        ("l04_backpropagation", "l10_attention"),
+    ),
+    Lesson(
+        "l12_lipschitz",
+        "The Lipschitz cone, and why attention has none",
+        "Make a token ten times as long: by what factor can the sensitivity of attention grow?",
+        30,
+        ("l11_attention_derivative",),
+    ),
+    Lesson(
+        "l13_positions",
+        "Positions",
+        "Trained on 32 tokens and asked to read 128: which position encoding still works?",
+        30,
+        ("l10_attention",),
+    ),
+    Lesson(
+        "l14_blocks",
+        "Normalisation, residuals and blocks",
+        "Fifty layers without skip connections: does the gradient of the first one vanish?",
+        35,
+        ("l04_backpropagation", "l10_attention"),
+    ),
+    Lesson(
+        "l15_numerics",
+        "Numbers in a computer: overflow, half precision, accumulation",
+        "What is the largest score whose exponential a 16-bit number can hold?",
+        20,
+        ("l07_softmax",),
+    ),
+    Lesson(
+        "l16_optimisers",
+        "Optimisers, schedules and clipping",
+        "A gradient a million times smaller: how much smaller is the step of Adam?",
+        30,
+        ("l02_gradient_flow",),
+    ),
+    Lesson(
+        "l17_score_descent",
+        "Descent in the space of scores",
+        "Is the negative gradient of the weights the steepest way to change the scores?",
+        35,
+        ("l11_attention_derivative", "l16_optimisers"),
+    ),
+    Lesson(
+        "l18_tokens_and_calibration",
+        "Tokenizers, perplexity and calibration",
+        "Two models give a text the same probability. Can their perplexities differ?",
+        30,
+        ("l05_cross_entropy",),
+    ),
+    Lesson(
+        "l19_efficient_attention",
+        "Efficient attention and caches",
+        "From which length on do the scores cost more than the projections?",
+        30,
+        ("l10_attention", "l15_numerics"),
+    ),
+    Lesson(
+        "l20_scaling",
+        "Scaling laws, adapters, retrieval and experts",
+        "Twice the compute: a larger model, or more text?",
+        30,
+        ("l14_blocks", "l18_tokens_and_calibration"),
+    ),
+    Lesson(
+        "l21_whole_flow",
+        "The whole flow on one page",
+        "From a text to a report: how many stages, and what does each hand to the next?",
+        25,
+        ("l14_blocks", "l16_optimisers", "l18_tokens_and_calibration"),
+    ),
+)
+
+
+def lesson(name: str) -> Lesson:
+    """The lesson of a name, of its number, or of the beginning of its name.
+
+    >>> lesson("7").name, lesson("softmax").title
+    ('l07_softmax', 'Softmax as the solution of a problem')
+    """
+    found = [
+        each
+        for number, each in enumerate(COURSE, start=1)
+        if name in {str(number), each.name} or each.name.split("_", 1)[1].startswith(name)
+    ]
+    if len(found) != 1:
+        names = ", ".join(each.name for each in found or COURSE)
+        raise ValueError(f"{name!r} names {'no' if not found else 'more than one'} lesson: {names}")
+    return found[0]
+
+
+def completed() -> set[str]:
+    """The lessons whose exercise this reader has solved.
+
+    >>> completed() <= {each.name for each in COURSE}
+    True
+    """
+    try:
+        names = json.loads(_progress_file().read_text())
+    except (OSError, ValueError):
+        return set()
+    return {each.name for each in COURSE if isinstance(names, list) and each.name in names}
+
+
+def complete(name: str) -> None:
+    """Record that the exercise of a lesson is solved."""
+    path = _progress_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(sorted(completed() | {name})))
+    draft.replace(path)
+
+
+def _progress_file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "fenchel" / "lessons.json"

@@ -1,0 +1,558 @@
+"""Softmax as the solution of a problem: best average score plus a reward for spreading."""
+
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(
+    width="medium",
+    app_title="Softmax as the solution of a problem",
+)
+
+with app.setup:
+    from itertools import pairwise
+
+    import marimo as mo
+    import torch
+
+    import fenchel
+    from fenchel.lessons.widgets import (
+        Exercise,
+        answer,
+        bar_chart,
+        claim,
+        header,
+        line_chart,
+        no_run,
+        proof,
+        question,
+        run_picker,
+        table,
+        what_breaks,
+    )
+
+
+@app.cell
+def _():
+    header("l07_softmax")
+    return
+
+
+@app.cell
+def _():
+    guess = question(
+        "Two restaurants score 5 and 4, two others 2 and 1. In which pair do the weights of "
+        "softmax lie further apart?",
+        ["in the pair 5 and 4", "in the pair 2 and 1", "in neither: they are equal"],
+    )
+    guess
+    return (guess,)
+
+
+@app.cell
+def _(guess):
+    answer(
+        guess.value,
+        "in neither: they are equal",
+        "Only the difference of two scores counts. One point more multiplies the odds by "
+        "$e \\approx 2.718$, wherever the scale begins.",
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## Shares of a budget
+
+    Three restaurants have scores. You go out a hundred times and must say how many evenings
+    each one gets. Always going to the best one earns the most points, and is dull. Going
+    everywhere equally often is varied, and wastes points. Suppose variety is paid for too, in
+    the same currency: then there is one best way to divide the evenings, and it is softmax,
+
+    $$p_i = \frac{e^{z_i / T}}{\sum_j e^{z_j / T}}.$$
+
+    $z_i$ is the score, $p_i$ the share, and the *temperature* $T$ says how well variety is
+    paid. Physics writes the same law with energies $E_i = -z_i$: low energy, large share.
+    """)
+    return
+
+
+@app.cell
+def _():
+    temperature = mo.ui.slider(
+        steps=[0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0],
+        value=1.0,
+        label="Temperature $T$",
+        show_value=True,
+    )
+    third = mo.ui.slider(-3.0, 3.0, step=0.5, value=0.0, label="Score of C", show_value=True)
+    mo.vstack([temperature, third])
+    return temperature, third
+
+
+@app.cell
+def _(temperature, third):
+    names = ["A", "B", "C"]
+    z = torch.tensor([1.0, 2.0, third.value], dtype=torch.float64)
+    T = temperature.value
+    p = fenchel.Softmax(beta=1 / T).weights(z)
+    entropy = -torch.xlogy(p, p).sum()
+    bar_chart(
+        [
+            {"restaurant": n, "score": s, "share": w}
+            for n, s, w in zip(names, z.tolist(), p.tolist(), strict=True)
+        ],
+        "restaurant",
+        "share",
+        title="Shares of the evenings",
+    )
+    return T, entropy, p, z
+
+
+@app.cell
+def _(T, entropy, p, z):
+    reward = (p @ z) + T * entropy
+    best = T * torch.logsumexp(z / T, 0)
+    mo.vstack(
+        [
+            table(
+                [
+                    {
+                        "average score": (p @ z).item(),
+                        "entropy (nats)": entropy.item(),
+                        "average score + T x entropy": reward.item(),
+                        "T log sum exp(z / T)": best.item(),
+                    }
+                ]
+            ),
+            claim(
+                "SM-01 SM-02 SM-03",
+                "Every share is positive, they sum to 1, and a better score never gets a smaller share.",
+                (p > 0).all()
+                and torch.isclose(p.sum(), p.new_tensor(1.0))
+                and torch.equal(p.argsort(stable=True), z.argsort(stable=True)),
+            ),
+            claim(
+                "SM-16 SM-17 SM-18 E01",
+                r"The best total, $T \log \sum_i e^{z_i/T}$, is reached. It is the function "
+                r"$\mathrm{lse}_\beta(z) = \frac{1}{\beta} \log \sum_i e^{\beta z_i}$ with "
+                r"$\beta = 1/T$; the factor in front is part of its definition.",
+                torch.isclose(reward, best),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    Try to do better: every other division of the evenings earns less. Below, a thousand random
+    divisions compete with softmax, each with its points and its variety.
+    """)
+    return
+
+
+@app.cell
+def _(T, p, z):
+    drawn = torch.empty(1000, 3, dtype=torch.float64)
+    drawn.exponential_(generator=torch.Generator().manual_seed(0))
+    rivals = drawn / drawn.sum(-1, keepdim=True)
+    totals = rivals @ z - T * torch.xlogy(rivals, rivals).sum(-1)
+    lost = fenchel.Softmax(beta=1 / T).value(z) - totals
+    divergence = torch.xlogy(rivals, rivals / p).sum(-1)
+    mo.vstack(
+        [
+            claim(
+                "SM-22 SM-23",
+                f"The best of 1,000 random divisions stays {lost.min().item():.4f} below softmax; "
+                r"no $p$ exceeds it: $\mathrm{lse}(z) + \Omega(p) \ge \langle z, p \rangle$, the "
+                "inequality of Fenchel and Young.",
+                (lost >= -1e-12).all(),
+            ),
+            claim(
+                "SM-39",
+                r"What a division $q$ loses is exactly $T \cdot \mathrm{KL}(q \| p)$: the distance to softmax "
+                "is the price.",
+                torch.allclose(lost, T * divergence, atol=1e-10),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    proof(
+        school=r"""
+            Move a small share $\varepsilon$ from B to A. Points change by
+            $\varepsilon (z_A - z_B)$. The reward for variety of a share $p$ is $-T p \log p$, which
+            grows by $-T(\log p + 1)$ per unit, so variety changes by
+            $\varepsilon T (\log p_B - \log p_A)$. At the best division no move helps:
+            $z_A - z_B = T(\log p_A - \log p_B)$, that is $p_A / p_B = e^{(z_A - z_B)/T}$.
+            This holds for each pair, and the shares sum to 1: softmax.""",
+        undergraduate=r"""
+            Maximise $\langle p, z \rangle - T \sum_i p_i \log p_i$ subject to $\sum_i p_i = 1$. The Lagrangian is
+            stationary where $z_i - T(\log p_i + 1) - \nu = 0$, so $p_i \propto e^{z_i/T}$. The slope of
+            $-p \log p$ at 0 is infinite, hence no $p_i = 0$ is optimal and the constraints
+            $p_i \ge 0$ stay inactive. The objective is strictly concave, so the stationary point is the only
+            maximiser. Inserting it gives the value $T \log \sum_i e^{z_i/T}$, and the gap of any other
+            $q$ is $T\,\mathrm{KL}(q \| p)$: insert $z_i = T \log p_i + \text{const}$.""",
+        research=r"""
+            $\mathrm{lse}$ is the convex conjugate of negative entropy on the simplex, and softmax its gradient;
+            conversely $-H(p) = \max_z \langle z, p \rangle - \mathrm{lse}(z)$ (Rockafellar 1970). The gap is a Fenchel-Young
+            loss (Blondel, Martins and Niculae 2020); with one-hot $y$ it is the cross-entropy. Replacing $H$ by another
+            concave function gives the other maps of `fenchel.choice`, with the same derivation.""",
+    )
+    return
+
+
+@app.cell
+def _():
+    five, two = (fenchel.Softmax().weights(torch.tensor(pair)) for pair in ([5.0, 4.0], [2.0, 1.0]))
+    scores_of_shares = torch.tensor([0.3, 0.5, 0.2]).log()
+    raw = torch.tensor([2.0, -1.0, 0.5])
+    mo.vstack(
+        [
+            mo.md("## Which properties does it have?"),
+            claim(
+                "SM-04 SM-05 E21",
+                f"Scores 5 and 4 give {five[0]:.4f} and {five[1]:.4f}; so do 2 and 1. Adding the same "
+                "number to all scores changes nothing.",
+                torch.allclose(five, two) and round(five[0].item(), 4) == 0.7311,
+            ),
+            claim(
+                "SM-06",
+                "Shares 0.30, 0.50, 0.20 come from the scores log 0.30, log 0.50, log 0.20, up to a "
+                "constant: softmax takes them back.",
+                torch.allclose(
+                    fenchel.Softmax().weights(scores_of_shares + 7.0), scores_of_shares.exp()
+                ),
+            ),
+            claim(
+                "SM-07",
+                "The ratio of two shares is the exponential of the difference of their scores.",
+                torch.isclose(five[0] / five[1], torch.tensor(1.0).exp()),
+            ),
+            claim(
+                "SM-08",
+                "Scores themselves are no shares: 2, -1, 0.5 has a negative entry and sums to 1.5. "
+                "Softmax maps any scores to a distribution.",
+                (raw < 0).any() and raw.sum() != 1,
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    scales = torch.logspace(-1, 1.2, 23, dtype=torch.float64)
+    base = torch.tensor([2.0, 1.0, 0.0, -1.0], dtype=torch.float64)
+    entropies = [
+        -torch.xlogy(w, w).sum().item()
+        for w in (fenchel.Softmax().weights(s * base) for s in scales)
+    ]
+    mo.vstack(
+        [
+            line_chart(
+                [
+                    {"scale of the scores": s, "entropy": h}
+                    for s, h in zip(scales.tolist(), entropies, strict=True)
+                ],
+                "scale of the scores",
+                "entropy",
+                title="Entropy against the scale of the scores",
+                log_x=True,
+            ),
+            claim(
+                "SM-10 SM-11 E45",
+                "Doubling all scores is not harmless: the entropy falls with their scale, from "
+                f"{entropies[0]:.2f} to {entropies[-1]:.2f} nats. Softmax ignores a shift of the scores, "
+                "not their scale, and a temperature divides the scale.",
+                all(a > b for a, b in pairwise(entropies)),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## How it reacts
+
+    A committee has a fixed number of votes. When one candidate gains, the votes come from the
+    others, in proportion to what each of them has. This is what the derivative says:
+
+    $$\frac{\partial p_i}{\partial z_j} = p_i (\delta_{ij} - p_j), \qquad
+    J = \mathrm{diag}(p) - p\,p^\top .$$
+
+    $\delta_{ij}$, Kronecker's delta, is 1 where $i = j$ and 0 elsewhere.
+    """)
+    return
+
+
+@app.cell
+def _(z):
+    J = torch.func.jacrev(lambda s: fenchel.Softmax().weights(s))(z)
+    q = fenchel.Softmax().weights(z)
+    formula = torch.diag(q) - torch.outer(q, q)
+    g = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    gradient = torch.func.grad(lambda s: fenchel.Softmax(beta=4.0).value(s))(z)
+    hessian = torch.func.hessian(lambda s: fenchel.Softmax(beta=4.0).value(s))(z)
+    sharp = fenchel.Softmax(beta=4.0).weights(z)
+    uniform = fenchel.Softmax().weights(torch.zeros(5, dtype=torch.float64))
+    at_zero = torch.func.jacrev(lambda s: fenchel.Softmax().weights(s))(
+        torch.zeros(5, dtype=torch.float64)
+    )
+    ones = torch.ones(5, 5, dtype=torch.float64)
+    mo.vstack(
+        [
+            claim(
+                "DV-12 DV-13 DV-30",
+                r"Automatic differentiation gives $p_i(1 - p_i)$ on the diagonal and $-p_i p_j$ beside it.",
+                torch.allclose(J, formula, atol=1e-12),
+            ),
+            claim(
+                "DV-16",
+                r"$J$ is symmetric and $J \mathbf{1} = 0$: shares that rise are taken from others.",
+                torch.allclose(J, J.T) and J.sum(-1).abs().max() < 1e-12,
+            ),
+            claim(
+                "DV-17",
+                r"$J g = p * (g - \langle p, g \rangle)$: the product needs no matrix.",
+                torch.allclose(fenchel.Softmax().jacobian_product(q, g), formula @ g, atol=1e-12),
+            ),
+            claim(
+                "DV-14 DV-15",
+                r"The gradient of $\mathrm{lse}_\beta$ is softmax of $\beta z$; its second derivative is "
+                r"$\beta (\mathrm{diag}(p) - p p^\top)$, which has no negative eigenvalue.",
+                torch.allclose(gradient, sharp)
+                and torch.allclose(hessian, 4 * (torch.diag(sharp) - torch.outer(sharp, sharp)))
+                and torch.linalg.eigvalsh(hessian).min() > -1e-12,
+            ),
+            claim(
+                "DV-25",
+                r"At equal scores each of $n$ shares is $1/n$ and $J = \frac1n I - \frac1{n^2} \mathbf{1}\mathbf{1}^\top$.",
+                torch.allclose(uniform, uniform.new_full((5,), 0.2))
+                and torch.allclose(
+                    at_zero, torch.eye(5, dtype=torch.float64) / 5 - ones / 25, atol=1e-12
+                ),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    beta = mo.ui.slider(
+        steps=[0.5, 1.0, 2.0, 4.0, 8.0], value=1.0, label=r"$\beta = 1/T$", show_value=True
+    )
+    beta
+    return (beta,)
+
+
+@app.cell
+def _(beta):
+    softmax = fenchel.Softmax(beta=beta.value)
+    pairs = torch.randn(2, 2000, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    near = pairs[0] + 0.1 * pairs[1]
+    ratio = (softmax.weights(near) - softmax.weights(pairs[0])).norm(dim=-1) / (
+        near - pairs[0]
+    ).norm(dim=-1)
+    tie = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    depths = torch.tensor([1.0, 5.0, 20.0, 60.0], dtype=torch.float64)
+    five_scores = torch.zeros(4, 5, dtype=torch.float64)
+    five_scores[:, 2:] = -depths[:, None]
+    one = fenchel.Softmax()
+    norms = one.sensitivity(one.weights(five_scores))
+    row_sums = 2 * (w := one.weights(pairs[0])) * (1 - w)
+    mo.vstack(
+        [
+            mo.md(
+                "How strong can the reaction be? Never more than $\\beta / 2$ per unit of score."
+            ),
+            claim(
+                "LP-04 LP-05",
+                f"Over 2,000 pairs of score vectors the weights move at most {ratio.max().item():.3f} "
+                f"per unit; the bound is {beta.value / 2:g}.",
+                ratio.max() <= beta.value / 2,
+            ),
+            claim(
+                "LP-06 E02",
+                r"Two equal scores attain $\beta/2$. Five scores only approach it, as three of them go "
+                f"down: {', '.join(f'{n:.5f}' for n in norms.tolist())} with $\\beta = 1$.",
+                torch.isclose(
+                    softmax.sensitivity(softmax.weights(tie)), tie.new_tensor(beta.value / 2)
+                )
+                and (norms.diff() > 0).all()
+                and norms[0] < 0.33
+                and norms[1] < 0.5,
+            ),
+            claim(
+                "LP-07 E03",
+                r"The proof is one line (Gershgorin): the absolute values of row $i$ of $J$ sum to "
+                r"$2 \beta p_i (1 - p_i) \le \beta/2$. The same bound holds in the 1- and the "
+                r"$\infty$-norm.",
+                row_sums.max() <= 0.5
+                and torch.allclose(
+                    row_sums[0], (torch.diag(w[0]) - torch.outer(w[0], w[0])).abs().sum(-1)
+                ),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    K = 4
+    uniform_prior = torch.full((K,), -torch.tensor(float(K)).log().item(), dtype=torch.float64)
+    scores = torch.tensor([1.0, 0.0, 2.0, -1.0], dtype=torch.float64)
+    map_ = fenchel.Softmax(beta=2.0)
+    index = torch.tensor(2)
+    grid = torch.linspace(0, 1, 9, dtype=torch.float64)
+    ends = torch.tensor([[3.0, -1.0, 0.5, 0.0], [-2.0, 1.0, 4.0, 0.0]], dtype=torch.float64)
+    along = torch.stack([torch.logsumexp((1 - t) * ends[0] + t * ends[1], 0) for t in grid])
+    chord = (1 - grid) * along[0] + grid * along[-1]
+    q_, k_ = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rows = fenchel.Softmax().weights(q_ @ k_.T / 8**0.5)
+    mo.vstack(
+        [
+            mo.md("## Where you meet it again"),
+            claim(
+                "SM-36 E102",
+                r"Paying for the divergence from a uniform prior instead of paying for entropy changes the value "
+                r"by the constant $\log K / \beta$, and not the shares.",
+                torch.allclose(map_.weights(scores), map_.weights(scores, uniform_prior))
+                and torch.isclose(
+                    map_.value(scores) - map_.value(scores, uniform_prior),
+                    scores.new_tensor(K).log() / 2,
+                ),
+            ),
+            claim(
+                "SM-24",
+                r"With $\beta = 1$ the gap of the inequality at a one-hot $y$ is the cross-entropy.",
+                torch.isclose(
+                    fenchel.Softmax().loss(scores, index),
+                    torch.nn.functional.cross_entropy(scores, index),
+                ),
+            ),
+            claim(
+                "SM-13",
+                "Log-sum-exp is convex: between two score vectors it stays below the chord.",
+                (along <= chord + 1e-12).all(),
+            ),
+            claim(
+                "SM-25",
+                "Each row of attention solves this problem: average score plus entropy.",
+                torch.allclose(rows.sum(-1), torch.ones(5, dtype=torch.float64))
+                and fenchel.kkt(fenchel.Softmax(), q_ @ k_.T / 8**0.5, rows).gap.max() < 1e-9,
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    def check(names):
+        weights = names["weights"]
+        z = torch.tensor([800.0, 799.0, -500.0], dtype=torch.float64)
+        for T in (0.5, 1.0, 4.0):
+            p = weights(z, T)
+            assert torch.is_tensor(p), "Return a tensor."
+            assert torch.isfinite(p).all(), (
+                "Scores of 800 overflow: take the largest score off first."
+            )
+            expected = fenchel.Softmax(beta=1 / T).weights(z)
+            assert torch.allclose(p, expected), f"At T = {T} the shares differ from softmax."
+
+    exercise = Exercise(
+        lesson="l07_softmax",
+        task="Write `weights(z, T)`: softmax at temperature `T` of a vector, for scores of any size, "
+        "without a ready-made softmax.",
+        starter="""
+    def weights(z, T):
+        powers = torch.exp(z / T)
+        return powers / powers.sum()
+    """,
+        solution="""
+    def weights(z, T):
+        powers = torch.exp((z - z.max()) / T)  # a common shift changes nothing
+        return powers / powers.sum()
+    """,
+        check=check,
+    )
+    form = exercise.form()
+    form
+    return exercise, form
+
+
+@app.cell
+def _(exercise, form):
+    exercise.verdict(form.value)
+    return
+
+
+@app.cell
+def _():
+    picker = run_picker()
+    picker
+    return (picker,)
+
+
+@app.cell
+def _(picker):
+    run_path = picker.value
+    return (run_path,)
+
+
+@app.cell
+def _(run_path):
+    mo.stop(run_path is None, no_run())
+    own = fenchel.load(run_path)
+    ids = torch.tensor([own.tokenizer.encode("the people of the").ids[: own.config.context]])
+    with torch.no_grad():
+        logits = own.model(ids)[0, -1].double()
+    next_token = fenchel.Softmax().weights(logits)
+    top = next_token.topk(5)
+    mo.vstack(
+        [
+            mo.md(
+                "The last layer of your model is a softmax over its vocabulary. After *the people of the*:"
+            ),
+            table(
+                [
+                    {"token": own.tokenizer.decode([i]), "share": w, "logit": logits[i].item()}
+                    for w, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+                ]
+            ),
+            claim(
+                "SM-07",
+                "The ratio of the first two shares is the exponential of the difference of their logits.",
+                torch.isclose(
+                    (top.values[0] / top.values[1]).log(),
+                    logits[top.indices[0]] - logits[top.indices[1]],
+                ),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    what_breaks(
+        r"Entropy is one reward for variety among many. With another concave reward the same argument gives other "
+        r"weights: the squared norm gives sparsemax, whose small weights are exactly 0 and whose "
+        r"constraints $p_i \ge 0$ become active. And $\beta/2$ bounds the reaction to *scores*; in attention the "
+        r"scores themselves are products of tokens, and no such bound exists."
+    )
+    return
+
+
+if __name__ == "__main__":
+    app.run()

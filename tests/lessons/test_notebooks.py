@@ -1,0 +1,103 @@
+"""Every lesson as a script, by marimo's strict check, on a run, and by its exercise.
+
+Running a notebook evaluates its claims, and a claim that does not hold raises. The browser is in
+test_server.py.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fenchel.cli import main
+from fenchel.lessons.course import COURSE, NOTEBOOKS, Lesson
+from fenchel.lessons.widgets import Exercise
+
+LESSONS = [lesson for lesson in COURSE if lesson.path.exists()]
+each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+
+
+def run(lesson: Lesson, **definitions: Any) -> dict[str, Any]:
+    """The names that the cells of a lesson define."""
+    app = import_module(f"fenchel.lessons.notebooks.{lesson.name}").app
+    _, names = app.run(defs=definitions) if definitions else app.run()
+    return dict(names)
+
+
+def calls(lesson: Lesson) -> list[str]:
+    """The names of the functions that the source of a lesson calls."""
+    tree = ast.parse(lesson.path.read_text())
+    found = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(function) for function in found]
+
+
+def test_the_course_and_the_folder_have_the_same_lessons() -> None:
+    assert [lesson.name for lesson in COURSE] == sorted(
+        path.stem for path in NOTEBOOKS.glob("l*.py")
+    )
+
+
+@each_lesson
+def test_it_has_every_part_of_a_lesson(lesson: Lesson) -> None:
+    used = calls(lesson)
+    parts = "header question answer claim proof Exercise run_picker what_breaks".split()
+    assert set(parts) <= set(used)
+    assert any(name in used for name in ("mo.ui.slider", "mo.ui.dropdown", "mo.ui.radio"))
+    assert any(name.endswith("_chart") for name in used)
+    assert used.count("claim") >= 6
+    assert used.count("proof") >= 1
+
+
+@each_lesson
+def test_its_claims_hold_as_a_script(lesson: Lesson, tmp_path: Path) -> None:
+    # In a folder without runs, so that the reader's part waits for a choice.
+    done = subprocess.run(
+        [sys.executable, lesson.path],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@each_lesson
+def test_its_exercise_fails_at_first_and_can_be_solved(lesson: Lesson) -> None:
+    exercise = run(lesson)["exercise"]
+    assert isinstance(exercise, Exercise)
+    assert exercise.lesson == lesson.name
+    assert exercise.mark(exercise.starter) is not None
+    assert exercise.mark(exercise.solution) is None
+    assert exercise.mark("") is not None
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps, as the reader's own."""
+    folder = tmp_path_factory.mktemp("reader")
+    text = folder / "text.txt"
+    text.write_text("we the people of the united states form a more perfect union. " * 300)
+    path = folder / "runs" / "own"
+    small = "text.vocabulary=300 model.context=32 model.width=32 model.layers=2 model.heads=2"
+    settings = [f"--set={setting}" for setting in f"{small} train.batch=4 train.steps=20".split()]
+    assert main(["train", "--text", str(text), "--out", str(path), *settings]) == 0
+    return path
+
+
+@each_lesson
+def test_it_reads_the_reader_s_own_run(lesson: Lesson, own_run: Path) -> None:
+    names = run(lesson, run_path=str(own_run))
+    assert "own" in names or "own_report" in names, "the cell of the reader's run defines own"
+
+
+def test_the_strict_check_of_marimo_finds_nothing() -> None:
+    files = [str(lesson.path) for lesson in LESSONS]
+    command = [sys.executable, "-m", "marimo", "check", "--strict", *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
