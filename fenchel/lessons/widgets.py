@@ -245,17 +245,20 @@ def heat_chart(
 def table(rows: Sequence[Row]) -> mo.Html:
     """A table of the rows; numbers to four digits."""
     heads = list(dict.fromkeys(key for row in rows for key in row))
-    top = "".join(f'<th scope="col">{escape(str(head))}</th>' for head in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(_text(row.get(head, '')))}</td>" for head in heads) + "</tr>"
+    top = "".join(f'<th scope="col" style="{_CELL}">{escape(str(head))}</th>' for head in heads)
+    lines = (
+        "".join(f'<td style="{_CELL}">{escape(_text(row.get(head, "")))}</td>' for head in heads)
         for row in rows
     )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return mo.Html(
         f'<div style="overflow-x:auto"><table class="numbers"><thead><tr>{top}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
 
+_CELL = "padding: 0.15em 1em 0.15em 0; text-align: left; vertical-align: bottom"
+"""Written into each cell: a notebook carries no style sheet."""
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a7a00", "#56b4e9", "#7f7f7f"]
 """Okabe and Ito's, which the common kinds of colour blindness keep apart."""
 
