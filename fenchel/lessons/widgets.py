@@ -190,7 +190,7 @@ def line_chart(
         "y": alt.Y(y, type="quantitative", scale=_scale(log_y)),
     }
     if series is not None:
-        encoding["color"] = alt.Color(series, type="nominal", scale=alt.Scale(range=_COLOURS))
+        encoding["color"] = _colour(series)
         encoding["strokeDash"] = alt.StrokeDash(series, type="nominal")
     return _chart(alt.Chart(_data(rows)).mark_line(point=points).encode(**encoding), rows, title)
 
@@ -204,7 +204,7 @@ def bar_chart(
         "y": alt.Y(y, type="quantitative"),
     }
     if series is not None:
-        encoding["color"] = alt.Color(series, type="nominal", scale=alt.Scale(range=_COLOURS))
+        encoding["color"] = _colour(series)
         encoding["xOffset"] = alt.XOffset(series, type="nominal", sort=None)
     return _chart(alt.Chart(_data(rows)).mark_bar().encode(**encoding), rows, title)
 
@@ -272,9 +272,15 @@ def _data(rows: Sequence[Row]) -> alt.Data:
     return alt.Data(values=[dict(row) for row in rows])  # type: ignore[no-untyped-call]
 
 
+def _colour(series: str) -> alt.Color:
+    """One colour per series; the legend below, where it leaves a phone the width of the chart."""
+    legend = alt.Legend(orient="bottom", columns=2, labelLimit=240)
+    return alt.Color(series, type="nominal", scale=alt.Scale(range=_COLOURS), legend=legend)
+
+
 def _scale(log: bool) -> alt.Scale:
     return alt.Scale(type="log") if log else alt.Scale(zero=False)
 
 
 def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value + 0.0:.4g}" if isinstance(value, float) else str(value)  # no -0
