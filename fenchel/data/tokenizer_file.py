@@ -6,9 +6,11 @@ very long or a small file very large, in numbers that no tokenizer in use comes 
 
     added tokens        of 1 to 256 characters, 2^20 characters in all
     vocabulary          at most ``LARGEST_VOCABULARY``
-    parts               64
+    tokens of Unigram   1,024 bytes each: they are the depth of a tree that is freed by recursion
+    parts               64, each with a type that is known at its place and no fields of another,
+                        by which the library would read it as that other part
     growth              64 characters from one, over all replacements and prefixes together
-    character maps      replacements of 256 bytes (a Precompiled normalizer)
+    character maps      replacements of 256 bytes (a Precompiled normalizer), no step outside
     templates           256 tokens
 
 ``is_plain`` then decides where it encodes. In this process: known parts, whose patterns are plain
@@ -29,6 +31,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fenchel.data.config import LARGEST_VOCABULARY
 from fenchel.files import printable
 
@@ -39,18 +43,41 @@ _GROWTH_LIMIT = 64
 _MAP_LIMIT = 256
 _TEMPLATE_LIMIT = 256
 _TOKEN_LIMIT = 256  # characters of a token; Unigram looks up all its prefixes
+_DEPTH_LIMIT = 1024  # bytes of a token of Unigram: about 80 bytes of stack each
 _WORD_LIMIT = 256  # characters of a word that WordPiece looks up, in quadratic time
 
-_PLAIN_PARTS = frozenset(
-    """
-    BertNormalizer ByteLevel Lowercase NFC NFD NFKC NFKD Nmt Precompiled Prepend Replace Sequence
-    Strip StripAccents
-    BertPreTokenizer CharDelimiterSplit Digits Metaspace Punctuation Split UnicodeScripts Whitespace
-    WhitespaceSplit
-    BertProcessing RobertaProcessing TemplateProcessing
-    BPEDecoder ByteFallback CTC Fuse WordPiece
-    """.split()
-)
+_SLOTS = {
+    "normalizer": (
+        "normalizers",
+        "BertNormalizer ByteLevel Lowercase NFC NFD NFKC NFKD Nmt Precompiled Prepend Replace "
+        "Sequence Strip StripAccents",
+    ),
+    "pre_tokenizer": (
+        "pretokenizers",
+        "BertPreTokenizer ByteLevel CharDelimiterSplit Digits FixedLength Metaspace Punctuation "
+        "Sequence Split UnicodeScripts Whitespace WhitespaceSplit",
+    ),
+    "post_processor": (
+        "processors",
+        "BertProcessing ByteLevel RobertaProcessing Sequence TemplateProcessing",
+    ),
+    "decoder": (
+        "decoders",
+        "BPEDecoder ByteFallback ByteLevel CTC Fuse Metaspace Replace Sequence Strip WordPiece",
+    ),
+}
+"""Where parts stand: the field with the parts of a Sequence, and the types that are known."""
+_OWNERS = {
+    "pattern": "Replace Split",
+    "content": "Replace Strip",
+    "prepend": "Prepend",
+    "precompiled_charsmap": "Precompiled",
+    "start": "Strip",
+    "stop": "Strip",
+    **dict.fromkeys(("single", "pair", "special_tokens"), "TemplateProcessing"),
+    **{members: "Sequence" for members, _ in _SLOTS.values()},
+}
+"""Fields that are checked, with the types they belong to."""
 _PLAIN_MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -83,9 +110,12 @@ _SEQUENCE = re.compile(rf"(?:{_ITEM}\?)?{_ITEM}{{0,64}}(?:{_ITEM}{_REPEAT})?(?:{
 def check(raw: dict[str, Any], path: Path) -> None:
     """Refuse a tokenizer.json that could take memory or time out of proportion to its size."""
     _check_tokens(raw, path)
-    parts = list(_typed_parts(raw))
-    if len(parts) > _PART_LIMIT:
-        raise ValueError(f"{path} has {len(parts)} parts; more than {_PART_LIMIT} is refused.")
+    placed = list(_parts(raw))
+    if len(placed) > _PART_LIMIT:
+        raise ValueError(f"{path} has {len(placed)} parts; more than {_PART_LIMIT} is refused.")
+    for slot, part in placed:
+        _check_fields(slot, part, path)
+    parts = [part for _, part in placed]
     # A ByteLevel writes characters of two bytes, which a second one makes into two characters. The
     # usual three are a pre-tokenizer, a post-processor and a decoder.
     levels = sum(part["type"] == "ByteLevel" for part in parts)
@@ -100,12 +130,9 @@ def check(raw: dict[str, Any], path: Path) -> None:
             _check_character_map(part, path)
         elif part["type"] == "TemplateProcessing":
             _check_template(part, path)
-    for part in _typed_parts({"decoder": raw.get("decoder")}):
-        if not _is_plain_pattern(part.get("pattern", {"String": "x"})):
-            raise ValueError(
-                f"{path} decodes by the pattern {printable(part.get('pattern'))}, which may be "
-                "slow; only plain strings are decoded."
-            )
+    for slot, part in placed:
+        if slot == "decoder":
+            _check_decoder(part, path)
 
 
 def is_plain(raw: dict[str, Any]) -> bool:
@@ -125,8 +152,8 @@ def is_plain(raw: dict[str, Any]) -> bool:
         if not all(isinstance(token, str) and len(token) <= _TOKEN_LIMIT for token in rows):
             return False
     return all(
-        part["type"] in _PLAIN_PARTS and _is_plain_pattern(part.get("pattern", {"String": "x"}))
-        for part in _typed_parts(raw)
+        part["type"] != "FixedLength" and _is_plain_pattern(part.get("pattern", {"String": "x"}))
+        for _, part in _parts(raw)
     )
 
 
@@ -173,6 +200,14 @@ def _check_tokens(raw: dict[str, Any], path: Path) -> None:
     count = len(added) + (len(vocab) if isinstance(vocab, dict | list) else 0)
     if count > LARGEST_VOCABULARY:
         raise ValueError(f"{path} has {count} tokens; more than {LARGEST_VOCABULARY} is refused.")
+    rows = vocab if isinstance(vocab, list) else ()  # of a Unigram model: [token, score]
+    names = (row[0] for row in rows if isinstance(row, list) and row)
+    sizes = (len(name.encode(errors="replace")) for name in names if isinstance(name, str))
+    if (longest := max(sizes, default=0)) > _DEPTH_LIMIT:
+        raise ValueError(
+            f"{path} has a Unigram model with a token of {longest} bytes; more than {_DEPTH_LIMIT} "
+            "is refused."
+        )
     total = 0
     for token in added:
         content = token.get("content") if isinstance(token, dict) else None
@@ -189,6 +224,37 @@ def _check_tokens(raw: dict[str, Any], path: Path) -> None:
         )
 
 
+def _check_fields(slot: str, part: Any, path: Path) -> None:
+    """Refuse a part that the library may read as one of another type.
+
+    It tries one type after another where the type is missing, unknown or lacks a field, and takes a
+    list for an object.
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _SLOTS[slot][1].split():
+        raise ValueError(f"{path} has a {slot} of the type {printable(kind)}, which is unknown.")
+    for field, owners in _OWNERS.items():
+        if field in part and kind not in owners.split():
+            raise ValueError(
+                f"{path} has a {slot} of the type {kind} with {field!r}, a field of "
+                f"{owners.replace(' ', ' and ')}."
+            )
+
+
+def _check_decoder(part: dict[str, Any], path: Path) -> None:
+    """Decoding is done in this process, so nothing in it may be slow or panic."""
+    if not _is_plain_pattern(part.get("pattern", {"String": "x"})):
+        raise ValueError(
+            f"{path} decodes by the pattern {printable(part.get('pattern'))}, which may be "
+            "slow; only plain strings are decoded."
+        )
+    if part.get("stop"):  # the library panics on a token with fewer characters
+        raise ValueError(
+            f"{path} decodes by stripping {printable(part['stop'])} characters from the end, which "
+            "fails on shorter tokens."
+        )
+
+
 def _growth(part: dict[str, Any]) -> int:
     """The most characters that a part makes from one."""
     if part["type"] == "Prepend":
@@ -202,25 +268,43 @@ def _growth(part: dict[str, Any]) -> int:
 
 
 def _check_character_map(part: dict[str, Any], path: Path) -> None:
-    """Refuse long replacements: after a trie, whose size comes first, they end with a zero byte."""
+    """Refuse long replacements, and a trie that leads out of itself, where the library panics.
+
+    The size of the trie comes first, then its units of 32 bits, then replacements that end with a
+    zero byte. A unit u at p leads to (p ^ offset(u)) ^ byte, for any byte of a text, and to its
+    replacement at (p ^ offset(u)) if it ends a character; units with the highest bit are such ends.
+    """
     try:
         data = base64.b64decode(part.get("precompiled_charsmap") or "", validate=True)
     except (TypeError, ValueError):
         raise ValueError(f"{path} has a precompiled_charsmap that is not base64.") from None
     trie = int.from_bytes(data[:4], "little")
-    if len(data) < 4 or trie > len(data) - 4:
+    if not 0 < trie <= len(data) - 4 or trie % 4:
         raise ValueError(f"{path} has a precompiled_charsmap that is not whole.")
     if (longest := max(map(len, data[4 + trie :].split(b"\0")))) > _MAP_LIMIT:
         raise ValueError(
             f"{path} replaces one character by as many as {longest} bytes; "
             f"more than {_MAP_LIMIT} is refused."
         )
+    units = np.frombuffer(data, "<u4", trie // 4, 4).astype(np.int64)
+    inner = np.flatnonzero(units < 2**31)
+    bits = units[inner]
+    base = inner ^ ((bits >> 10) << ((bits & 512) >> 6))
+    whole = bool(inner.size) and inner[0] == 0 and bool(((base | 255) < units.size).all())
+    if whole:
+        starts = units[base[(bits >> 8 & 1) == 1]] & (2**31 - 1)
+        text = np.frombuffer(data[4 + trie :] + b"\0", np.uint8)
+        whole = bool((starts < text.size).all()) and not ((text[starts] & 0xC0) == 0x80).any()
+    if not whole:
+        raise ValueError(f"{path} has a precompiled_charsmap that leads out of itself.")
 
 
 def _check_template(part: dict[str, Any], path: Path) -> None:
     specials = part.get("special_tokens")
     values = specials.values() if isinstance(specials, dict) else ()
-    ids = [one.get("ids") for one in values if isinstance(one, dict)]
+    if not all(isinstance(one, dict) for one in values):
+        raise ValueError(f"{path} has a template with a special token that is not an object.")
+    ids = [one.get("ids") for one in values]
     lists = (part.get("single"), part.get("pair"), *ids)
     size = sum(len(one) for one in lists if isinstance(one, list | str))
     if size > _TEMPLATE_LIMIT:
@@ -229,13 +313,13 @@ def _check_template(part: dict[str, Any], path: Path) -> None:
         )
 
 
-def _typed_parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    pending: list[Any] = [v for k, v in raw.items() if k not in ("model", "added_tokens")]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            if isinstance(value.get("type"), str):
-                yield value
-            pending.extend(value.values())
-        elif isinstance(value, list):
-            pending.extend(value)
+def _parts(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every part and where it stands, those of a Sequence after it."""
+    for slot, (members, _) in _SLOTS.items():
+        pending: list[Any] = [raw.get(slot)]
+        while pending:
+            part = pending.pop()
+            if part is not None:
+                yield slot, part
+            if isinstance(part, dict) and isinstance(part.get(members), list):
+                pending.extend(part[members])

@@ -144,7 +144,26 @@ def test_a_text_that_never_ends_is_refused(
 
 
 def character_map(longest: int) -> str:
-    return base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"x" * longest + b"\0").decode()
+    return encoded_map([0] * 256, b"x" * longest + b"\0")
+
+
+def encoded_map(units: list[int], replacements: bytes) -> str:
+    data = (4 * len(units)).to_bytes(4, "little") + b"".join(
+        unit.to_bytes(4, "little") for unit in units
+    )
+    return base64.b64encode(data + replacements).decode()
+
+
+def map_of(key: str, start: int = 0) -> list[int]:
+    """The trie of one key: block i of 256 units holds the steps after i bytes of it."""
+    data = key.encode()
+    units, at = [256 << 10] + [0] * (256 * (len(data) + 2) - 1), 0
+    for i, byte in enumerate(data):
+        at = 256 * (i + 1) + byte
+        units[at] = byte | (at ^ 256 * (i + 2)) << 10
+    units[at] |= 1 << 8
+    units[256 * (len(data) + 1)] = 1 << 31 | start
+    return units
 
 
 @pytest.mark.parametrize(
@@ -206,6 +225,130 @@ def test_what_could_grow_without_bound_is_refused(
     assert len(str(caught.value)) < 400
 
 
+def replace_a(content: str) -> dict[str, Any]:
+    return {"pattern": {"String": "a"}, "content": content}
+
+
+TEMPLATE = {
+    "single": [
+        {"SpecialToken": {"id": "x", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+}
+LONG = {"id": "x", "ids": [0] * 9000, "tokens": ["a"] * 9000}
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"normalizer": replace_a("b" * 9000)}, "of the type None"),
+        ({"normalizer": {"type": 5, **replace_a("b" * 9000)}}, "of the type 5"),
+        ({"normalizer": {"type": "Fuse", **replace_a("b" * 9000)}}, "of the type Fuse"),
+        ({"normalizer": {"type": ["Replace"], **replace_a("b" * 9000)}}, r"type \['Replace'\]"),
+        ({"normalizer": {"type": "BertNormalizer", **replace_a("b" * 9000)}}, "with 'pattern'"),
+        ({"normalizer": {"type": "BertNormalizer", "prepend": "b" * 9000}}, "with 'prepend'"),
+        ({"normalizer": [{"String": "a"}, "b" * 9000]}, "of the type None"),
+        ({"normalizer": ["b" * 9000]}, "of the type None"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [replace_a("b" * 9000)]}},
+            "normalizer of the type None",
+        ),
+        (
+            {"post_processor": {"type": "ByteLevel", **TEMPLATE, "special_tokens": {"x": LONG}}},
+            "with 'single'",
+        ),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    **TEMPLATE,
+                    "special_tokens": {"x": [*LONG.values()]},
+                }
+            },
+            "a special token that is not an object",
+        ),
+        ({"post_processor": [*TEMPLATE.values(), {"x": LONG}]}, "post_processor of the type None"),
+    ],
+)
+def test_a_part_that_is_read_as_another_is_refused(
+    parts: dict[str, Any], says: str, raw: dict[str, Any], load: Callable[..., Tokenizer]
+) -> None:
+    """The library accepts each of them, reads it by its fields, and makes a short text long."""
+    tokenizer = Tokenizer.from_str(json.dumps(raw | parts))
+    assert len(tokenizer.encode("a").ids) > 100 or len(tokenizer.normalizer.normalize_str("a")) > 99
+    with pytest.raises(ValueError, match=says):
+        load(**parts)
+
+
+FREED = """
+import json, sys, threading
+from pathlib import Path
+from fenchel.data import load_tokenizer
+
+def load():
+    try:
+        load_tokenizer(Path(sys.argv[1]), needs_end=False)
+    except ValueError as error:
+        print(error)
+
+threading.stack_size(2**17)
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(("size", "says"), [(1024, ""), (1025, "1025 bytes"), (10**6, "1000000")])
+def test_a_long_token_of_a_unigram_model_ends_no_process(
+    size: int, says: str, tmp_path: Path
+) -> None:
+    """Its tree is freed by recursion: a million bytes are more than the stack of a process."""
+    path = tmp_path / "tokenizer.json"
+    vocab = [["a", 0.0], ["x" * size, -1.0]]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": vocab}
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    ran = subprocess.run(
+        [sys.executable, "-c", FREED, str(path)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0
+    assert says in ran.stdout
+    assert bool(says) == bool(ran.stdout)
+
+
+def test_a_character_map_is_read(load: Callable[..., Tokenizer]) -> None:
+    charsmap = encoded_map(map_of("ﬁ"), b"fi\0")
+    loaded = load(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap})
+    assert encode(loaded, "ﬁ") == encode(loaded, "fi")
+
+
+@pytest.mark.parametrize(
+    ("units", "replacements"),
+    [
+        ([0], b"x\0"),  # any byte leads out
+        ([0] * 255, b"x\0"),
+        ([256 << 10, *[0] * 255], b"x\0"),  # the root leads to a block that is missing
+        ([1 << 31, *[0] * 255], b"x\0"),
+        (map_of("ﬁ", start=3), b"x\0"),  # a replacement after the last
+        (map_of("ﬁ", start=1), "é\0".encode()),  # in the middle of a character
+        ([(2**21 - 1) << 10 | 1 << 9, *[0] * 255], b"x\0"),
+    ],
+)
+def test_a_character_map_that_leads_out_of_itself_is_refused(
+    units: list[int], replacements: bytes, load: Callable[..., Tokenizer]
+) -> None:
+    charsmap = encoded_map(units, replacements)
+    with pytest.raises(ValueError, match="leads out of itself"):
+        load(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap})
+
+
+def test_a_decoder_that_fails_on_short_tokens_is_refused(load: Callable[..., Tokenizer]) -> None:
+    strip = {"type": "Strip", "content": "a", "start": 1, "stop": 0}
+    load(decoder=strip)
+    with pytest.raises(ValueError, match="stripping 2 characters from the end"):
+        load(decoder={"type": "Sequence", "decoders": [strip | {"stop": 2}]})
+
+
 @pytest.mark.parametrize("kind", ["WordPiece", "Unigram"])
 def test_models_that_are_slow_on_long_words_are_not_plain(kind: str) -> None:
     words = {"type": kind, "vocab": {"a": 0}, "max_input_chars_per_word": 10**9}
@@ -241,7 +384,7 @@ def test_a_value_of_another_type_is_no_error_of_ours(
 def test_a_panic_writes_nothing(
     load: Callable[..., Tokenizer], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    broken = base64.b64encode((8).to_bytes(4, "little") + b"\xff" * 8 + b"x\0").decode()
+    broken = encoded_map([0] * 256, b"\xff\0")  # is not UTF-8
     normalizer = {"type": "Precompiled", "precompiled_charsmap": broken}
     with pytest.raises(ValueError, match=r"cannot (read|use)"):
         load(normalizer=normalizer)
