@@ -10,12 +10,12 @@ very long or a small file very large, in numbers that no tokenizer in use comes 
     parts               64, each with a type that is known at its place and no fields of another,
                         by which the library would read it as that other part
     growth              64 characters from one, over all replacements and prefixes together
-    character maps      replacements of 256 bytes (a Precompiled normalizer), no step outside
+    character maps      replacements of 256 bytes (a Precompiled normalizer)
     templates           256 tokens
 
-``is_plain`` then decides where it encodes. In this process: known parts, whose patterns are plain
-strings or take a time linear in the text. All others encode in a bounded process of their own
-(``tokenizer_process``).
+``is_plain`` then decides where it encodes. In this process: patterns that are plain strings or take
+a time linear in the text, character maps that no text leads out of. All others encode in a bounded
+process of their own (``tokenizer_process``).
 
 A regular expression is linear when each of its alternatives is: one of ``_LINEAR``, or a sequence
 
@@ -152,7 +152,9 @@ def is_plain(raw: dict[str, Any]) -> bool:
         if not all(isinstance(token, str) and len(token) <= _TOKEN_LIMIT for token in rows):
             return False
     return all(
-        part["type"] != "FixedLength" and _is_plain_pattern(part.get("pattern", {"String": "x"}))
+        part["type"] != "FixedLength"
+        and _is_plain_pattern(part.get("pattern", {"String": "x"}))
+        and (part["type"] != "Precompiled" or _is_closed(part))
         for _, part in _parts(raw)
     )
 
@@ -268,11 +270,10 @@ def _growth(part: dict[str, Any]) -> int:
 
 
 def _check_character_map(part: dict[str, Any], path: Path) -> None:
-    """Refuse long replacements, and a trie that leads out of itself, where the library panics.
+    """Refuse long replacements.
 
-    The size of the trie comes first, then its units of 32 bits, then replacements that end with a
-    zero byte. A unit u at p leads to (p ^ offset(u)) ^ byte, for any byte of a text, and to its
-    replacement at (p ^ offset(u)) if it ends a character; units with the highest bit are such ends.
+    The size of a trie comes first, then its units of 32 bits, then replacements that end with a
+    zero byte.
     """
     try:
         data = base64.b64decode(part.get("precompiled_charsmap") or "", validate=True)
@@ -286,17 +287,25 @@ def _check_character_map(part: dict[str, Any], path: Path) -> None:
             f"{path} replaces one character by as many as {longest} bytes; "
             f"more than {_MAP_LIMIT} is refused."
         )
+
+
+def _is_closed(part: dict[str, Any]) -> bool:
+    """Whether no text leads out of the trie of a checked character map, where the library panics.
+
+    A unit u at p leads to (p ^ offset(u)) ^ byte for any byte of a text, and where it ends a
+    character to its replacement at (p ^ offset(u)). Such an end has the highest bit.
+    """
+    data = base64.b64decode(part["precompiled_charsmap"])
+    trie = int.from_bytes(data[:4], "little")
     units = np.frombuffer(data, "<u4", trie // 4, 4).astype(np.int64)
     inner = np.flatnonzero(units < 2**31)
     bits = units[inner]
     base = inner ^ ((bits >> 10) << ((bits & 512) >> 6))
-    whole = bool(inner.size) and inner[0] == 0 and bool(((base | 255) < units.size).all())
-    if whole:
-        starts = units[base[(bits >> 8 & 1) == 1]] & (2**31 - 1)
-        text = np.frombuffer(data[4 + trie :] + b"\0", np.uint8)
-        whole = bool((starts < text.size).all()) and not ((text[starts] & 0xC0) == 0x80).any()
-    if not whole:
-        raise ValueError(f"{path} has a precompiled_charsmap that leads out of itself.")
+    if not inner.size or inner[0] > 0 or ((base | 255) >= units.size).any():
+        return False
+    starts = units[base[(bits >> 8 & 1) == 1]] & (2**31 - 1)
+    text = np.frombuffer(data[4 + trie :] + b"\0", np.uint8)
+    return bool((starts < text.size).all()) and not ((text[starts] & 0xC0) == 0x80).any()
 
 
 def _check_template(part: dict[str, Any], path: Path) -> None:
