@@ -200,7 +200,7 @@ def bar_chart(
 ) -> mo.Html:
     """Bars in the order of the rows, side by side where there is a series."""
     encoding: dict[str, Any] = {
-        "x": alt.X(x, type="nominal", sort=None, axis=alt.Axis(labelAngle=0)),
+        "x": alt.X(x, type="nominal", sort=None, axis=_BELOW),
         "y": alt.Y(y, type="quantitative"),
     }
     if series is not None:
@@ -263,9 +263,19 @@ _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a7a00", "#56b4e9", "#
 """Okabe and Ito's, which the common kinds of colour blindness keep apart."""
 
 
+# A phone is 390 pixels wide: there a title must wrap, which that of a chart does not; labels break
+# at their spaces; and a legend stands above the lines, not beside them.
+_BELOW = alt.Axis(labelAngle=0, labelExpr="split(datum.label, ' ')")
+
+
 def _chart(chart: alt.Chart, rows: Sequence[Row], title: str) -> mo.Html:
-    drawn = chart.properties(width="container", height=260, title=title)
-    return mo.vstack([drawn, mo.accordion({f"Table: {title}": table(rows)})])
+    drawn = chart.properties(width="container", height=260)
+    return mo.vstack([mo.md(f"**{title}**"), drawn, mo.accordion({f"Table: {title}": table(rows)})])
+
+
+def _colour(series: str) -> alt.Color:
+    legend = alt.Legend(orient="top", columns=2)
+    return alt.Color(series, type="nominal", scale=alt.Scale(range=_COLOURS), legend=legend)
 
 
 def _data(rows: Sequence[Row]) -> alt.Data:
