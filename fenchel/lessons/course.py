@@ -49,7 +49,7 @@ COURSE = (
         "l03_similarity",
         "Vectors and similarity in high dimension",
         "Two random directions in 1,000 dimensions: what is the angle between them?",
-        20,
+        25,
     ),
     Lesson(
         "l04_backpropagation",
