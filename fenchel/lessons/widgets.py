@@ -264,18 +264,13 @@ _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a7a00", "#56b4e9", "#
 
 
 # A phone is 390 pixels wide: there a title must wrap, which that of a chart does not; labels break
-# at their spaces; and a legend stands above the lines, not beside them.
+# at their spaces; and a legend stands below the lines, not beside them.
 _BELOW = alt.Axis(labelAngle=0, labelExpr="split(datum.label, ' ')")
 
 
 def _chart(chart: alt.Chart, rows: Sequence[Row], title: str) -> mo.Html:
     drawn = chart.properties(width="container", height=260)
     return mo.vstack([mo.md(f"**{title}**"), drawn, mo.accordion({f"Table: {title}": table(rows)})])
-
-
-def _colour(series: str) -> alt.Color:
-    legend = alt.Legend(orient="top", columns=2)
-    return alt.Color(series, type="nominal", scale=alt.Scale(range=_COLOURS), legend=legend)
 
 
 def _data(rows: Sequence[Row]) -> alt.Data:
