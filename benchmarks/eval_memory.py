@@ -4,15 +4,17 @@
 
 The checkpoint has the shape of Gemma 3 with 270M parameters but for its number of layers, random
 weights and bfloat16; a smaller width is quicker and has the same logits. Every evaluation is a
-process of its own; its peak is what the kernel counts (ru_maxrss), pages of the weight file
-included. One row of logits is a megabyte in float32, so logits of all positions at once would take
-6 GB for 6,000 tokens, and their softmax as much again.
+process of its own; its peak is what the kernel counts for its memory (VmHWM; ru_maxrss of a child
+is never below the peak of its parent), pages of the weight file included. One row of logits is a
+megabyte in float32, so logits of all positions at once would take 6 GB for 6,000 tokens, and their
+softmax as much again.
 """
 
 import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +31,14 @@ from fenchel.model import ModelConfig, Transformer
 V = 262_144
 LIMIT = 1.5e9
 """Bytes above the weights."""
+PROGRAM = """
+import sys
+from pathlib import Path
+from fenchel.cli import main
+code = main(sys.argv[1:])
+print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0], file=sys.stderr)
+sys.exit(code)
+"""
 WORDS = "the people of these states have peace and trade with all nations in war".split()
 
 
@@ -67,25 +77,19 @@ def main(options: list[str] | None = None) -> None:
 
 def _measure(words: list[str], threads: int) -> dict[str, Any]:
     """Run a command line in a process of its own: its loss, peak memory and time."""
-    read, write = os.pipe()
     started = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-m", "fenchel", *words]
-    actions = [(os.POSIX_SPAWN_DUP2, write, 1)]
-    child = os.posix_spawn(sys.executable, command, environment, file_actions=actions)
-    os.close(write)
-    with os.fdopen(read) as output:
-        printed = output.read()
-    _, status, usage = os.wait4(child, 0)
-    if status:
-        raise RuntimeError(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}.")
-    found = json.loads(printed)
+    command = [sys.executable, "-c", PROGRAM, *words]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise RuntimeError(f"{' '.join(words)} ended with {ran.returncode}: {ran.stderr}")
+    found = json.loads(ran.stdout)
     seconds = time.perf_counter() - started
     return {
         "loss": found["loss"],
         "dtype": found["dtype"],
         "context": found["context"],
-        "peak": usage.ru_maxrss * 1024,
+        "peak": int(ran.stderr.split()[-1]) * 1024,
         "seconds": seconds,
     }
 

@@ -452,12 +452,16 @@ def _part(rng: random.Random, kind: str) -> Any:
     text = rng.choice(("▁", "", "aa", "x" * 100, "x" * 10**6, "\x1b[2J"))
     template = rng.choice((1, 3, 1000)) * [{"SpecialToken": {"id": "<|end|>", "type_id": 0}}]
     special = {"id": "<|end|>", "ids": [0] * rng.choice((1, 1, 2000)), "tokens": ["<|end|>"]}
-    blob = base64.b64encode(rng.randbytes(rng.choice((0, 4, 100, 5000)))).decode()
+    blob = rng.randbytes(rng.choice((0, 4, 100, 5000)))
+    if rng.random() < 0.5:  # a table of its own size, whose steps lead anywhere
+        steps = [rng.choice((0, 1 << 31, rng.getrandbits(18), i & 255)) for i in range(1024)]
+        blob = struct.pack("<1025I", 4096, *steps) + b"fi\0\xc3\xa9\0"
+    charsmap = base64.b64encode(blob).decode()
     parts: dict[str, list[Any]] = {
         "normalizer": [
             {"type": "Replace", "pattern": pattern, "content": text},
             {"type": "Prepend", "prepend": text},
-            {"type": "Precompiled", "precompiled_charsmap": blob},
+            {"type": "Precompiled", "precompiled_charsmap": charsmap},
             {"type": rng.choice(("NFKD", "Lowercase", "Nmt", "StripAccents", "ByteLevel"))},
             {"type": "Strip", "strip_left": True, "strip_right": value(rng)},
             {"type": "Sequence", "normalizers": value(rng)},
@@ -494,12 +498,26 @@ def _part(rng: random.Random, kind: str) -> Any:
         ],
     }
     one = rng.choice(parts[kind])
+    if rng.random() < 0.2:
+        one = _disguised(rng, one)
     if rng.random() < 0.3:
         lists = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
         inner = lists.get(kind, "processors" if kind == "post_processor" else "decoders")
         count = rng.choice((2, 8, 60, 500)) if len(str(one)) < 10**5 else 2
         return {"type": "Sequence", inner: [one] * count}
     return one
+
+
+def _disguised(rng: random.Random, part: dict[str, Any]) -> Any:
+    """A part that the library may accept by its fields, as if it were of its former type."""
+    fields = {key: field for key, field in part.items() if key != "type"}
+    action = rng.randrange(4)
+    if action == 0:
+        return fields
+    if action == 1:
+        return list(fields.values())
+    names = ("BertNormalizer", "ByteLevel", "Lowercase", "Fuse", "WordPiece", "RobertaProcessing")
+    return {"type": rng.choice((*names, "Unheard") if action == 2 else NUMBERS), **fields}
 
 
 def tokenizer_parts(rng: random.Random, path: Path, _: Path) -> str:
@@ -523,6 +541,7 @@ def tokenizer_model(rng: random.Random, path: Path, _: Path) -> str:
     action = rng.randrange(8)
     names = sorted(model["vocab"])
     if action == 0:
+        names += ["x" * rng.choice((1000, 2000, 10**6))] if rng.random() < 0.2 else []
         document["model"] = {
             "type": rng.choice(("WordLevel", "WordPiece", "Unigram", "BPE")),
             "vocab": model["vocab"] if rng.random() < 0.5 else [[n, -1.0] for n in names],
