@@ -32,6 +32,7 @@ COMMANDS = {
     "compare": "Compare runs: results, the settings that differ, and curves in one page.",
     "settings": "Print what every setting of a run means, of which type it is, when it is read.",
     "report": "Write the page of a run directory again.",
+    "learn": "Open the lessons in a browser.",
     "bench": "Run a benchmark of the source tree: fenchel and its peers in one process.",
     "doctor": "What this machine supports, and whether a run or a checkpoint is intact.",
 }

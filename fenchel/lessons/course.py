@@ -179,6 +179,16 @@ COURSE = (
 )
 
 
+PARTS = {
+    "Foundations": COURSE[:6],
+    "Choice": COURSE[6:9],
+    "Attention": COURSE[9:13],
+    "Models and training": COURSE[13:18],
+    "Scale, and the whole": COURSE[18:],
+}
+"""The lessons in groups, by title."""
+
+
 def lesson(name: str) -> Lesson:
     """The lesson of a name, of its number, or of the beginning of its name.
 

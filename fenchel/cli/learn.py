@@ -1,0 +1,87 @@
+"""fenchel learn: the lessons, in a browser."""
+
+import os
+import shutil
+import sys
+import threading
+import webbrowser
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from fenchel.lessons import COURSE, completed
+from fenchel.lessons import lesson as lesson_of
+
+
+def run(
+    lesson: str | None = None,
+    /,
+    *,
+    port: int | None = None,
+    edit: Annotated[bool, Parameter(negative="")] = False,
+    list_: Annotated[bool, Parameter(name="--list", negative="")] = False,
+    browser: bool = True,
+) -> int:
+    """Open the lessons in a browser; Ctrl-C ends it.
+
+    Parameters
+    ----------
+    lesson
+        A lesson by its number or name, such as 7 or softmax; by default the list of all.
+    port
+        The port on 127.0.0.1; by default 8765, or a free one if that is in use.
+    edit
+        Copy the lesson to lessons/ here and open the copy in marimo's editor.
+    list_
+        Print the lessons and end.
+    browser
+        Open the page in a browser.
+    """
+    if list_:
+        _print_list()
+        return 0
+    chosen = None if lesson is None else lesson_of(lesson)
+    missing = [name for name in ("marimo", "altair", "zmq") if find_spec(name) is None]
+    if missing:
+        raise ValueError("the lessons need an extra: pip install 'fenchel[learn]'")
+    if edit:
+        if chosen is None:
+            raise ValueError("--edit needs a lesson, such as fenchel learn softmax --edit")
+        _edit(chosen.path, port, browser=browser)
+
+    from fenchel.lessons.server import LessonServer
+
+    server = LessonServer(port)
+    address = server.address(None if chosen is None else chosen.name)
+    print(f"Lessons at {address}\nCtrl-C ends it.", flush=True)
+    if browser:
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+    with suppress(KeyboardInterrupt):  # how it is ended
+        server.run()
+    print("Ended.", flush=True)
+    os._exit(0)  # threads of lessons may still compute
+
+
+def _print_list() -> None:
+    solved = completed()
+    for number, each in enumerate(COURSE, start=1):
+        print(f"{number:2}  {'solved' if each.name in solved else '':6}  {each.title}")
+        print(f"            {each.minutes} minutes. {each.question}")
+
+
+def _edit(notebook: Path, port: int | None, *, browser: bool) -> None:
+    """Does not return: marimo's editor takes the place of this process."""
+    copy = Path("lessons") / notebook.name
+    if copy.exists():
+        print(f"{copy} is here already and is opened as it is.", flush=True)
+    else:
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(notebook, copy)
+        print(f"Copied to {copy}.", flush=True)
+    options = [] if port is None else ["--port", str(port)]
+    options += [] if browser else ["--headless"]
+    command = [sys.executable, "-m", "marimo", "edit", str(copy), *options]
+    os.execv(sys.executable, command)

@@ -1,0 +1,246 @@
+"""The pages of ``fenchel learn``: a list of the lessons, and each lesson as a marimo app.
+
+    /                   the list, with what the reader has solved; ready before marimo is imported
+    /lessons/NAME/      a lesson; the first request waits until marimo is imported
+
+The exercises run code that the reader types, so nobody else may use the server: it listens on
+127.0.0.1, and a request must carry the token of the printed address (in the address at first, then
+in a cookie), name this server as its host, which a page that rebinds a domain name cannot, and come
+from a page of this server, where it names an origin. marimo itself checks none of these.
+
+Two attributes of marimo's that are not documented are used, in ``_build`` and ``_end_sessions``:
+the setting of the colour scheme, and the sessions that would keep the process alive.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from http.cookies import SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fenchel.lessons.course import COURSE, PARTS, Lesson, completed, lesson
+from fenchel.report.html import Html, Section, document, element, join, pluralise
+
+HOST = "127.0.0.1"
+_GRACE = 1
+"""Seconds that open pages get to close."""
+_END = 2.0
+"""Seconds after which the process ends, whatever a lesson still computes."""
+
+# marimo's own table style leaves numbers without space between them on a phone.
+_STYLE = """<style>
+table.numbers { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table.numbers th, table.numbers td { padding: .2rem .8rem; text-align: right; }
+table.numbers th { border-bottom: 1px solid currentColor; }
+</style>"""
+
+
+class LessonServer:
+    """Serves the course until Ctrl-C."""
+
+    def __init__(self, port: int | None = None) -> None:
+        """Take a port; without one, 8765 or, where that is in use, any that is free."""
+        self.socket = _bind(port)
+        self.port = int(self.socket.getsockname()[1])
+        self.token = secrets.token_urlsafe(16)
+        self._lessons: Future[Any] = Future()
+        app = Starlette(
+            routes=[Route("/", self._index), Mount("/lessons", app=self._lesson)],
+            lifespan=self._lifespan,
+        )
+        config = uvicorn.Config(
+            Guard(app, self.port, self.token),
+            log_level="warning",
+            timeout_graceful_shutdown=_GRACE,
+        )
+        self._server = uvicorn.Server(config)
+
+    def address(self, name: str | None = None) -> str:
+        """The address of the list, or of a lesson, with the token."""
+        path = "/" if name is None else f"/lessons/{lesson(name).name}/"
+        return f"http://{HOST}:{self.port}{path}?token={self.token}"
+
+    def run(self) -> None:
+        """Serve until a signal ends it; the signal is then raised again."""
+        self._server.run(sockets=[self.socket])
+
+    async def _index(self, _: Request) -> HTMLResponse:
+        return HTMLResponse(index_page(completed()))
+
+    async def _lesson(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = await asyncio.wrap_future(self._lessons)
+        await app(scope, receive, send)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        threading.Thread(target=self._import, daemon=True).start()
+        yield
+        # A lesson may be in the middle of a computation, and its thread is waited for.
+        last = threading.Timer(_END, os._exit, (0,))
+        last.daemon = True
+        last.start()
+        if self._lessons.done():
+            await _end_sessions(self._lessons.result())
+
+    def _import(self) -> None:
+        self._lessons.set_result(_build())
+        import torch  # noqa: F401  the first lesson then opens sooner
+
+
+class Guard:
+    """Refuses what does not come from a page of this server with its token."""
+
+    def __init__(self, app: ASGIApp, port: int, token: str) -> None:
+        self.app, self.token = app, token
+        self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
+        self.cookie = f"fenchel_learn_{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        headers = {
+            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+        }
+        if not self._is_local(headers):
+            await _refuse(scope, receive, send, "This address is not the server's own.")
+        elif self._is_token(
+            parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        ):
+            await self._admit(scope, receive, send)
+        elif self._has_cookie(headers.get("cookie", "")) or _is_manifest(scope):
+            await self.app(scope, receive, send)
+        else:
+            said = "Open the address that `fenchel learn` printed: it holds a token."
+            await _refuse(scope, receive, send, said)
+
+    def _is_local(self, headers: dict[str, str]) -> bool:
+        origins = {f"http://{host}" for host in self.hosts}
+        return headers.get("host") in self.hosts and headers.get("origin") in {None, *origins}
+
+    def _is_token(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.token.encode())
+
+    def _has_cookie(self, header: str) -> bool:
+        found = SimpleCookie(header).get(self.cookie)
+        return found is not None and self._is_token(found.value)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        response = RedirectResponse(
+            scope["path"], status_code=303
+        )  # the token leaves the address bar
+        response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
+        await response(scope, receive, send)
+
+
+def index_page(solved: set[str]) -> str:
+    """The list of lessons as one page."""
+    minutes = sum(each.minutes for each in COURSE)
+    lead = (
+        f"{len(COURSE)} lessons, about {minutes // 60} hours in all. Each begins with a question: "
+        "predict, move a control, read why, solve an exercise, and see the same on a model of your "
+        "own. Every statement is computed while you read."
+    )
+    header = join(
+        [
+            element("p", element("span", "fenchel", class_="mark"), " · lessons", class_="over"),
+            element("h1", "Attention, from slopes to scores"),
+            element("p", lead, class_="lead"),
+            element("p", f"{len(solved)} of {len(COURSE)} exercises solved.", class_="note"),
+        ]
+    )
+    sections = [
+        Section(
+            anchor=f"part-{number}",
+            title=title,
+            body=join([_entry(each, each.name in solved) for each in lessons]),
+        )
+        for number, (title, lessons) in enumerate(PARTS.items(), start=1)
+    ]
+    return document(title="fenchel lessons", header=header, sections=sections)
+
+
+def _entry(each: Lesson, solved: bool) -> Html:
+    number = COURSE.index(each) + 1
+    needs = ", ".join(str(COURSE.index(lesson(name)) + 1) for name in each.needs)
+    facts = f"{each.minutes} minutes" + (
+        f" · after {pluralise(len(each.needs), 'lesson').split()[1]} {needs}" if needs else ""
+    )
+    mark = element("span", "solved", class_="status finished") if solved else None
+    link = element("a", f"{number}. {each.title}", href=f"/lessons/{each.name}/")
+    return element(
+        "article",
+        element("h3", link, " ", mark),
+        element("p", each.question),
+        element("p", facts, class_="over"),
+    )
+
+
+def _bind(port: int | None) -> socket.socket:
+    for number in (8765, 0) if port is None else (port,):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, number))
+        except OSError as error:
+            listener.close()
+            if port is not None:
+                raise ValueError(f"port {port} cannot be used: {error.strerror}") from error
+        else:
+            return listener
+    raise ValueError("no port is free")
+
+
+def _build() -> Any:
+    import marimo
+
+    builder = marimo.create_asgi_app(
+        quiet=True, include_code=True, session_ttl=30, html_head=_STYLE
+    )
+    for each in (each for each in COURSE if each.path.exists()):
+        builder = builder.with_app(path=f"/{each.name}", root=str(each.path))
+    app: Any = builder.build()
+    for state in _states(app):
+        chosen = state.config_manager.with_overrides({"display": {"theme": "system"}})
+        state.config_manager = state.session_manager._config_manager = chosen
+    return app
+
+
+async def _end_sessions(app: Any) -> None:
+    for state in _states(app):
+        await state.session_manager.shutdown()
+
+
+def _states(app: Any) -> list[Any]:
+    apps = (getattr(route, "app", None) for route in app.routes)
+    states = (getattr(each, "state", None) for each in apps)
+    return [state for state in states if hasattr(state, "session_manager")]
+
+
+def _is_manifest(scope: Scope) -> bool:
+    """Whether it asks for a file of marimo's that browsers ask for without cookies."""
+    return scope["type"] == "http" and str(scope["path"]).endswith("/manifest.json")
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, sentence: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await PlainTextResponse(sentence, status_code=403)(scope, receive, send)

@@ -1,0 +1,115 @@
+"""The parts of a lesson: claims, exercises, charts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fenchel.lessons import completed
+from fenchel.lessons.widgets import (
+    Exercise,
+    answer,
+    bar_chart,
+    claim,
+    header,
+    heat_chart,
+    line_chart,
+    run_picker,
+    table,
+)
+
+
+def test_a_claim_that_holds_is_shown_and_another_is_an_error() -> None:
+    assert "two and two" in claim("SM-01 E21", "two and two", 2 + 2 == 4).text
+    with pytest.raises(AssertionError, match="SM-01: two and two"):
+        claim("SM-01", "two and two", torch.tensor(False))
+    with pytest.raises(ValueError, match="at least one requirement"):
+        claim(" ", "two and two", True)
+
+
+def test_the_answer_waits_for_a_choice() -> None:
+    assert "because" not in answer(None, "a", "because").text
+    assert "Right." in answer("a", "a", "because").text
+    assert "Not quite: a." in answer("b", "a", "because").text
+
+
+def test_the_header_links_to_the_lesson_after_it_and_to_those_before() -> None:
+    text = header("l07_softmax").text
+    assert "Lesson 7 of 21" in text
+    assert "../l08_why_softmax/" in text
+    assert "../l06_lagrange/" in text
+    assert "Next" not in header("l21_whole_flow").text
+
+
+def doubles(names: Mapping[str, Any]) -> None:
+    assert names["double"](4) == 8, "double(4) is 8."
+
+
+EXERCISE = Exercise(
+    lesson="l01_slopes",
+    task="Write `double`.",
+    starter="def double(x):\n    return x",
+    solution="def double(x):\n    return 2 * x",
+    check=doubles,
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        (EXERCISE.starter, "double(4) is 8."),
+        ("", "The name 'double' is not defined."),
+        ("def double(x):", "IndentationError"),
+        ("def double(x):\n    return x[0]", "TypeError"),
+        ("raise SystemExit", "SystemExit"),
+    ],
+)
+def test_a_wrong_answer_gets_a_hint(code: str, hint: str) -> None:
+    assert hint in (EXERCISE.mark(code) or "")
+
+
+def test_code_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fenchel.lessons.widgets._SECONDS", 0.2)
+    assert "more than 0.2 seconds" in (EXERCISE.mark("while True: pass") or "")
+    assert "more than 0.2 seconds" in (
+        EXERCISE.mark("def double(x):\n    while True:\n        x = x + 1") or ""
+    )
+
+
+def test_a_solved_exercise_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    EXERCISE.verdict(EXERCISE.starter)
+    assert completed() == set()
+    EXERCISE.verdict(EXERCISE.solution)
+    assert completed() == {"l01_slopes"}
+
+
+def test_what_a_reader_writes_is_escaped() -> None:
+    assert "<script>" not in EXERCISE.verdict("raise ValueError('<script>')").text
+
+
+def test_every_chart_has_its_table() -> None:
+    rows = [{"x": 1.0, "y": 0.25}, {"x": 2.0, "y": 0.125}]
+    charts = (
+        line_chart(rows, "x", "y", title="halves"),
+        bar_chart(rows, "x", "y", title="halves"),
+        heat_chart(torch.tensor([[0.25, 0.125]]), title="halves", rows=["one"]),
+    )
+    for chart in charts:
+        assert "Table: halves" in chart.text
+        assert "<td>0.125</td>" in chart.text.replace("&lt;", "<").replace("&gt;", ">")
+
+
+def test_numbers_of_a_table_have_four_digits_and_text_is_escaped() -> None:
+    text = table([{"name": "<b>", "value": 1 / 3}]).text
+    assert "<td>&lt;b&gt;</td><td>0.3333</td>" in text
+
+
+def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").touch()
+    (tmp_path / "c").mkdir()
+    assert list(run_picker(tmp_path).options) == ["a", "b"]
