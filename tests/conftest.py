@@ -27,8 +27,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum("no browser: " in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.write_line(
-            f"Left out: {count} tests of the report pages in a browser "
-            "(tests/report/test_browser.py); apt-get install chromium chromium-driver runs them."
+            f"Left out: {count} tests of the report pages and lessons in a browser; "
+            "apt-get install chromium chromium-driver runs them."
         )
 
 

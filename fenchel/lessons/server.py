@@ -199,6 +199,7 @@ def _bind(port: int | None) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((HOST, number))
+            listener.listen()  # until then Linux lets another process bind it too
         except OSError as error:
             listener.close()
             if port is not None:

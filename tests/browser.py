@@ -1,0 +1,125 @@
+"""A headless Chromium for the tests of pages: those of the reports and those of the lessons."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+DRIVER = shutil.which("chromedriver")
+needs_browser = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"
+)
+DESKTOP, PHONE = 1280, 390
+
+
+class Browser:
+    """A headless Chromium whose console, requests, width and colour scheme can be read and set."""
+
+    def __init__(self) -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = str(CHROMIUM)
+        flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        flags += ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
+        flags += ["--no-sandbox"] if os.geteuid() == 0 else []
+        for flag in flags:
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+
+    def open(self, page: Path | str, *, width: int = DESKTOP, scheme: str = "light") -> None:
+        """Open a file or an address."""
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == PHONE}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        self.set_scheme(scheme)
+        for log in ("browser", "performance"):
+            self.driver.get_log(log)  # reading empties it
+        self.driver.get(page.as_uri() if isinstance(page, Path) else page)
+
+    def set_scheme(self, scheme: str) -> None:
+        """Also without smooth scrolling, which would move an element while it is clicked."""
+        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def console(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """Addresses that were requested since the page was opened and that no policy refused."""
+        sent: dict[str, str] = {}
+        for entry in self.driver.get_log("performance"):
+            message = json.loads(entry["message"])["message"]
+            parameters = message["params"]
+            if message["method"] == "Network.requestWillBeSent":
+                sent[parameters["requestId"]] = parameters["request"]["url"]
+            elif parameters.get("blockedReason") == "csp":
+                del sent[parameters["requestId"]]
+        return list(sent.values())
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def find(self, selector: str) -> WebElement:
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def find_deep(self, selector: str) -> list[WebElement]:
+        """The elements of a selector in the page and in all its shadow trees, in order."""
+        return list(
+            self.run(
+                """
+                const found = [], visit = (root) => {
+                    for (const element of root.querySelectorAll("*")) {
+                        if (element.matches(arguments[0])) found.push(element);
+                        if (element.shadowRoot) visit(element.shadowRoot);
+                    }
+                };
+                visit(document);
+                return found;
+                """,
+                selector,
+            )
+        )
+
+    def text(self, selector: str) -> str:
+        return self.find(selector).text
+
+    def hover(self, selector: str, across: float, down: float) -> None:
+        """Move the mouse over an element, to shares of its width and height."""
+        self.run("arguments[0].scrollIntoView({block: 'center'})", self.find(selector))
+        box = self.run("return arguments[0].getBoundingClientRect()", self.find(selector))
+        place = {
+            "x": box["left"] + across * box["width"],
+            "y": box["top"] + down * box["height"],
+        }
+        self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
+
+    def colours(self, selector: str) -> list[int]:
+        """The opaque colours of a canvas as numbers, the most frequent first, at most 30."""
+        return self.run(
+            """
+            const canvas = arguments[0], pen = canvas.getContext("2d"), count = new Map();
+            const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+            for (const pixel of new Uint32Array(data.buffer))
+                if (pixel >>> 24 === 255) count.set(pixel, (count.get(pixel) ?? 0) + 1);
+            return [...count].sort((a, b) => b[1] - a[1]).slice(0, 30).map(([colour]) => colour);
+            """,
+            self.find(selector),
+        )
+
+    def colours_after(self, selector: str, before: list[int]) -> list[int]:
+        """The colours once they differ from ``before``: a new scheme arrives as an event."""
+        waiting = WebDriverWait(self.driver, 10, poll_frequency=0.05)
+        waiting.until(lambda _: self.colours(selector) != before)
+        return self.colours(selector)
+
+    def focused(self) -> WebElement:
+        return self.driver.switch_to.active_element

@@ -1,0 +1,250 @@
+"""fenchel learn: the list, the guard in front of the lessons, and every lesson in a browser."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+from fenchel.cli import main
+from fenchel.lessons.course import COURSE, Lesson
+from fenchel.lessons.server import Guard, LessonServer, index_page
+from tests.browser import PHONE, Browser, needs_browser
+
+PORT, TOKEN = 8765, "a-token"
+
+
+def ask(
+    path: str = "/", query: str = "", kind: str = "http", **headers: str
+) -> tuple[int | str, dict[str, str]]:
+    """What the guard answers: (status or "passed" or the code of a closed socket, headers)."""
+    sent: list[dict[str, Any]] = []
+
+    async def inner(*_: Any) -> None:
+        sent.append({"type": "passed"})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = {"host": f"127.0.0.1:{PORT}", **headers}
+    scope = {
+        "type": kind,
+        "method": "GET",
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [(key.encode(), value.encode()) for key, value in headers.items()],
+    }
+    asyncio.run(Guard(inner, PORT, TOKEN)(scope, receive, send))
+    first = sent[0]
+    if first["type"] == "passed":
+        return "passed", {}
+    given = {key.decode(): value.decode() for key, value in first.get("headers", [])}
+    return first.get("status", first.get("code")), given
+
+
+COOKIE = f"fenchel_learn_{PORT}={TOKEN}"
+
+
+def test_the_address_with_the_token_is_exchanged_for_a_cookie() -> None:
+    status, headers = ask("/lessons/l07_softmax/", f"token={TOKEN}")
+    assert status == 303
+    assert headers["location"] == "/lessons/l07_softmax/"
+    assert headers["set-cookie"].startswith(COOKIE)
+    assert "HttpOnly" in headers["set-cookie"]
+    assert "samesite=strict" in headers["set-cookie"].lower()
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_the_cookie_admits_this_server_s_own_pages(kind: str) -> None:
+    assert ask(kind=kind, cookie=COOKIE)[0] == "passed"
+    assert ask(kind=kind, cookie=COOKIE, origin=f"http://127.0.0.1:{PORT}")[0] == "passed"
+    assert ask(kind=kind, cookie=COOKIE, host=f"localhost:{PORT}")[0] == "passed"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"cookie": f"fenchel_learn_{PORT}=another"},
+        {"cookie": f"fenchel_learn_{PORT + 1}={TOKEN}"},
+        {"cookie": COOKIE, "host": "127.0.0.1"},
+        {"cookie": COOKIE, "host": f"rebound.example:{PORT}"},
+        {"cookie": COOKIE, "origin": "https://page.example"},
+        {"cookie": COOKIE, "origin": "null"},
+        {"cookie": COOKIE, "origin": f"http://127.0.0.1:{PORT + 1}"},
+    ],
+)
+def test_everything_else_is_refused(headers: dict[str, str]) -> None:
+    assert ask("/lessons/l07_softmax/", **headers)[0] == 403
+    assert ask("/lessons/l07_softmax/ws", kind="websocket", **headers)[0] == 1008
+
+
+def test_a_wrong_token_is_refused() -> None:
+    assert ask(query="token=another")[0] == 403
+    assert ask(query="token=")[0] == 403
+
+
+def test_the_list_names_every_lesson_and_what_is_solved() -> None:
+    page = index_page({"l07_softmax"})
+    assert all(f'href="/lessons/{each.name}/"' in page for each in COURSE)
+    assert "1 of 21 exercises solved." in page
+    assert page.count(">solved<") == 1
+
+
+def test_a_port_in_use_is_said_and_by_default_avoided() -> None:
+    first = LessonServer(0)
+    with pytest.raises(ValueError, match=f"port {first.port} cannot be used"):
+        LessonServer(first.port)
+    second = LessonServer()
+    assert second.port != first.port
+    for server in (first, second):
+        server.socket.close()
+
+
+def test_the_lessons_are_listed_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["learn", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(each.title in printed for each in COURSE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [(["22"], "names no lesson"), (["--edit"], "--edit needs a lesson")],
+)
+def test_a_wrong_argument_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["learn", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "Traceback" not in error
+
+
+class Process:
+    """A process of ``fenchel learn``, with the folder in which it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "XDG_STATE_HOME": str(folder / "state"),
+        }
+        command = [sys.executable, "-m", "fenchel", "learn", "--no-browser", "--port", "0"]
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+", line := self.process.stdout.readline())
+        assert found, line
+        self.address = found.group(0)
+        self.token = line.split("token=")[1].strip()
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    process = Process(tmp_path_factory.mktemp("learn"))
+    yield process
+    assert process.end() == 0, "Ctrl-C ends it, with the pages of the tests open"
+
+
+def test_without_the_token_there_is_no_page(server: Process) -> None:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with pytest.raises(urllib.error.HTTPError) as error:
+        direct.open(server.address)
+    assert error.value.code == 403
+
+
+@pytest.fixture(scope="module")
+def browser(server: Process) -> Iterator[Browser]:
+    session = Browser()
+    session.open(f"{server.address}/?token={server.token}")
+    yield session
+    session.driver.quit()
+
+
+def words(browser: Browser) -> str:
+    return browser.driver.find_element(By.TAG_NAME, "body").text
+
+
+def settled(browser: Browser) -> str:
+    """The text of the page once it has not changed for two seconds."""
+    last = {"text": "", "count": 0}
+
+    def same(_: Any) -> bool:
+        text = words(browser)
+        last["count"] = last["count"] + 1 if text == last["text"] else 0
+        last["text"] = text
+        return last["count"] >= 4 and "Lesson " in text
+
+    WebDriverWait(browser.driver, 90, poll_frequency=0.5).until(same)
+    return str(last["text"])
+
+
+@needs_browser
+def test_the_list_is_a_page(browser: Browser, server: Process) -> None:
+    browser.open(server.address)
+    links = browser.driver.find_elements(By.CSS_SELECTOR, "h3 a")
+    assert [link.text for link in links] == [
+        f"{number}. {each.title}" for number, each in enumerate(COURSE, start=1)
+    ]
+    assert not browser.console()
+
+
+@needs_browser
+@pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
+def test_a_control_changes_a_number(browser: Browser, server: Process, lesson: Lesson) -> None:
+    browser.open(f"{server.address}/lessons/{lesson.name}/", width=PHONE, scheme="dark")
+    before = settled(browser)
+    assert before.count("✓") >= 6
+    assert "AssertionError" not in before
+    control = browser.find_deep("[role=slider], select")[0]
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", control)
+    control.send_keys(Keys.ARROW_RIGHT)
+    WebDriverWait(browser.driver, 20).until(lambda _: words(browser) != before)
+    assert settled(browser) != before
+    wide = "return document.documentElement.scrollWidth - window.innerWidth"
+    assert browser.run(wide) <= 0, "the page is wider than a phone"
+    assert not [line for line in browser.console() if "error" in line.lower()]
+    assert not [url for url in browser.requests() if not url.startswith((server.address, "data:"))]
+
+
+def submit(browser: Browser, code: str) -> None:
+    """Replace the answer to the exercise and press its button."""
+    check = next(each for each in browser.find_deep("button") if each.text == "Check")
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", check)
+    editor = browser.find_deep(".cm-content")[0]
+    editor.send_keys(Keys.CONTROL, Keys.END)
+    editor.send_keys(*[Keys.BACKSPACE] * 500)
+    editor.send_keys(code)
+    editor.send_keys(Keys.ESCAPE)  # the menu of completions
+    check.click()
+
+
+@needs_browser
+def test_an_answer_is_marked_and_remembered(browser: Browser, server: Process) -> None:
+    browser.open(f"{server.address}/lessons/l07_softmax/")
+    settled(browser)
+    submit(browser, "weights = lambda z, T: z")
+    WebDriverWait(browser.driver, 20).until(lambda _: "Not yet." in words(browser))
+    submit(browser, "weights = lambda z, T: torch.softmax(z / T, -1)")
+    WebDriverWait(browser.driver, 20).until(lambda _: "Solved." in words(browser))
+    browser.open(server.address)
+    assert "1 of 21 exercises solved." in words(browser)
