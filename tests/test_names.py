@@ -22,6 +22,7 @@ ELSEWHERE = {
     "cli/doctor": "cli/test_reading_commands.py",
     "cli/inspection_tables": "cli/test_inspect.py",
     "cli/reliability": "cli/test_eval.py",
+    "cli/learn": "lessons/test_server.py",
     "cli/report": "cli/test_reading_commands.py",
     "data/tokenizer_process": "data/test_tokenizer_file.py",
     "generation/plain_decoder": "generation/test_cpu_step.py",
