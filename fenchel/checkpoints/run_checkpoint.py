@@ -74,6 +74,9 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The state per parameter, and the settings of the groups."""
 
+    def require_shapes(self, state: dict[str, Any]) -> None:
+        """Refuse what ``state_dict`` never returns; raises ValueError."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
 
@@ -155,6 +158,10 @@ def restore(
         if not _same_optimiser(groups.get(member), saved.get(member)):
             raise ValueError(f"{folder} was saved by another optimiser than the settings ask for.")
         groups[member]["state"] = saved.get(member, {}).get("state", {})
+    try:
+        optimiser.require_shapes(groups)
+    except ValueError as error:  # sealed, and yet not the state of these parameters
+        raise ValueError(f"{folder / OPTIMISER}: {error}") from None
     model.load_state_dict(weights, strict=True)
     optimiser.load_state_dict(groups)  # rates and decays are those of today's settings
     return progress

@@ -43,6 +43,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from fenchel.files import printable
+
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
@@ -140,6 +142,14 @@ class _Hooked(Protocol):
         """Remove them."""
 
 
+@runtime_checkable
+class _PerHead(Protocol):
+    """An optimiser with state that has other shapes than its parameters."""
+
+    def state_shapes(self) -> dict[tuple[Tensor, str], tuple[int, ...]]:
+        """The shape of such state by parameter and name."""
+
+
 class CombinedOptimiser:
     """Several optimisers as one: steps its members in order, and its state is theirs by number.
 
@@ -178,6 +188,30 @@ class CombinedOptimiser:
         """{"0": state of the first member, "1": ...}."""
         return {str(n): member.state_dict() for n, member in enumerate(self.members)}
 
+    def require_shapes(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state with tensors that a step of the optimisers of this package cannot use.
+
+        A value is None, a number ("step") or a tensor of the shape of its parameter, or of the
+        shape that its optimiser states.
+        """
+        for n, member in enumerate(self.members):
+            shapes = member.state_shapes() if isinstance(member, _PerHead) else {}
+            saved = state[str(n)]
+            indices = (index for group in saved["param_groups"] for index in group["params"])
+            parameters = (
+                parameter for group in member.param_groups for parameter in group["params"]
+            )
+            for index, parameter in zip(indices, parameters, strict=True):
+                for name, value in saved["state"].get(index, {}).items():
+                    shape = () if name == "step" else parameter.shape
+                    shape = shapes.get((parameter, name), shape)
+                    if value is not None and not _has_shape(value, shape):
+                        got = list(value.shape) if isinstance(value, Tensor) else value
+                        raise ValueError(
+                            f"the state {printable(name)} of parameter {index} should be a tensor "
+                            f"of numbers of shape {list(shape)}, got {printable(got)}."
+                        )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of ``state_dict``."""
         if set(state) != {str(n) for n in range(len(self.members))}:
@@ -186,6 +220,14 @@ class CombinedOptimiser:
             )
         for n, member in enumerate(self.members):
             member.load_state_dict(state[str(n)])
+
+
+def _has_shape(value: Any, shape: Iterable[int]) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and tuple(value.shape) == tuple(shape)
+    )
 
 
 def clip_(parameters: Iterable[Tensor], largest: float) -> float:

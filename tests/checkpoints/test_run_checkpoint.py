@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from fenchel import files
 from fenchel.checkpoints import run_checkpoint
@@ -331,6 +332,50 @@ def test_the_memory_of_another_optimiser_is_refused(
     other = small("other", optim={"optimiser": reads})
     with pytest.raises(ValueError, match="saved by another optimiser"):
         restore(folder, other.model, other.optimiser, other.settings)
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "name", "value", "says"),
+    [
+        ("adamw", "exp_avg", torch.ones(3), r"of shape \[.+\], got \[3\]"),
+        ("adamw", "exp_avg_sq", torch.ones(()), r"of shape \[.+\], got \[\]"),
+        ("adamw", "exp_avg", torch.ones(3, dtype=torch.int64), r"got \[3\]"),
+        ("adamw", "step", torch.ones(2), r"of shape \[\], got \[2\]"),
+        ("muon", "momentum", torch.ones(3, 3), r"of shape \[.+\], got \[3, 3\]"),
+        ("sgd", "momentum_buffer", torch.ones(1), r"of shape \[.+\], got \[1\]"),
+        ("score", "score_bound", torch.ones(3), r"of shape \[2\], got \[3\]"),
+        ("score", "key_momentum", torch.ones(2), r"of shape \[2, \d+, \d+\], got \[2\]"),
+        ("trust", "score_bound", torch.ones(3), r"of shape \[2\], got \[3\]"),
+        ("trust", "momentum", torch.ones(3), r"of shape \[.+\], got \[3\]"),
+    ],
+)
+def test_a_sealed_state_of_the_optimiser_with_other_shapes_is_refused(
+    small: Callable[..., Any], optimiser: str, name: str, value: Tensor, says: str
+) -> None:
+    folder = saved(small(optim={"optimiser": optimiser}))
+    tensors = load_file(folder / "optimiser.safetensors")
+    named = next(key for key in sorted(tensors) if key.endswith(f".{name}"))
+    save_file({**tensors, named: value}, folder / "optimiser.safetensors")
+    reseal(folder)
+    check(folder)
+    other = small("other", seed=2, optim={"optimiser": optimiser})
+    before = [p.clone() for p in other.model.parameters()]
+    with pytest.raises(ValueError, match=f"{name} of parameter .*{says}"):
+        restore(folder, other.model, other.optimiser, other.settings)
+    assert all(map(torch.equal, before, other.model.parameters()))
+
+
+def test_a_sealed_state_of_the_optimiser_without_tensors_is_refused(
+    small: Callable[..., Any],
+) -> None:
+    s = small(optim={"optimiser": "adamw"})
+    folder = saved(s)
+    state = json.loads((folder / "state.json").read_text())
+    state["optimiser"]["0.0.exp_avg"] = 5
+    (folder / "state.json").write_text(json.dumps(state))
+    reseal(folder)
+    with pytest.raises(ValueError, match=r"optimiser\.safetensors: .*numbers of shape .* got 5"):
+        restore(folder, s.model, s.optimiser, s.settings)
 
 
 def test_a_state_of_wrong_types_is_refused(small: Callable[..., Any]) -> None:

@@ -33,6 +33,7 @@ from fenchel.optim.score.pair_stack import (
     restore_dtypes,
     stack_parameters,
     stacked_bounds,
+    state_shapes,
     store_bounds,
     write_weights,
 )
@@ -149,6 +150,10 @@ class ScoreDescent(torch.optim.Optimizer):
         return {
             name: stats for probes in self.pair_probes for name, stats in probes.stats().items()
         }
+
+    def state_shapes(self) -> dict[tuple[Tensor, str], tuple[int, ...]]:
+        """The shapes of the state per head, by parameter and name."""
+        return state_shapes(pair for probes in self.pair_probes for pair in probes.probes)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state in its saved dtype; torch would cast it to that of the weights."""

@@ -43,6 +43,16 @@ def store_bounds(state: Any, pairs: list[QueryKeyPair], bounds: Tensor | None) -
             state[pair.query.weight]["score_bound"] = bound
 
 
+def state_shapes(pairs: Iterable[QueryKeyPair]) -> dict[tuple[Tensor, str], tuple[int, ...]]:
+    """The shapes of our state, per head, by parameter and name."""
+    shapes: dict[tuple[Tensor, str], tuple[int, ...]] = {}
+    for pair in pairs:
+        shapes[pair.query.weight, "score_bound"] = (pair.query.heads,)
+        shapes[pair.query.weight, "query_momentum"] = pair.query.values().shape
+        shapes[pair.key.weight, "key_momentum"] = pair.key.values().shape
+    return shapes
+
+
 def restore_dtypes(optimiser: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Restore our state in its saved dtype, on the device of its parameter."""
     indices = chain.from_iterable(group["params"] for group in saved["param_groups"])

@@ -46,6 +46,7 @@ from fenchel.optim.score.pair_stack import (
     restore_dtypes,
     stack_parameters,
     stacked_bounds,
+    state_shapes,
     store_bounds,
     write_gains,
     write_weights,
@@ -150,6 +151,10 @@ class ScoreTrust(torch.optim.Optimizer):
             return super().state_dict()
         finally:
             self.state = own
+
+    def state_shapes(self) -> dict[tuple[Tensor, str], tuple[int, ...]]:
+        """The shapes of the state per head, by parameter and name."""
+        return state_shapes(self.pair_probes.probes)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the optimiser and of the limits."""
