@@ -62,7 +62,7 @@ COURSE = (
         "l05_cross_entropy",
         "Probability, entropy and cross-entropy",
         "Being sure and wrong against being unsure: how much more does it cost?",
-        20,
+        25,
     ),
     Lesson(
         "l06_lagrange",
