@@ -96,7 +96,7 @@ COURSE = (
         "l10_attention",
         "Attention from similarity",
         "What happens to attention when the width of a head grows and nothing is rescaled?",
-        35,
+        45,
         ("l03_similarity", "l07_softmax"),
     ),
     Lesson(

@@ -1,0 +1,1374 @@
+"""Attention from similarity: scores, weights, mixtures; scale, masks, heads and layers."""
+
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(
+    width="medium",
+    app_title="Attention from similarity",
+)
+
+with app.setup:
+    import math
+
+    import marimo as mo
+    import torch
+
+    import fenchel
+    from fenchel.attention import (
+        entropy,
+        head_patterns,
+        scale_warning,
+        self_attention,
+        self_attention_vjp,
+        trace,
+    )
+    from fenchel.evaluate import attention_maps
+    from fenchel.lessons.widgets import (
+        Exercise,
+        answer,
+        bar_chart,
+        claim,
+        header,
+        heat_chart,
+        line_chart,
+        no_run,
+        proof,
+        question,
+        run_picker,
+        table,
+        what_breaks,
+    )
+    from fenchel.model import ForwardContext
+    from fenchel.model.config import SIZES
+    from fenchel.sensitivity import influence
+
+
+@app.function
+def matrix(rows):
+    """A float64 tensor of numbers set by hand."""
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@app.function
+def draw(*shape, seed=0):
+    """Normal numbers, the same at every visit."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+@app.cell
+def _():
+    header("l10_attention")
+    return
+
+
+@app.cell
+def _():
+    guess = question(
+        "A token compares itself with 64 others by dot products of $d$ numbers each. $d$ grows "
+        "from 16 to 1024 and nothing is rescaled. What happens to its weights?",
+        [
+            "they spread over more tokens",
+            "almost all weight goes to one token",
+            "nothing: softmax ignores the scale",
+        ],
+    )
+    guess
+    return (guess,)
+
+
+@app.cell
+def _(guess):
+    answer(
+        guess.value,
+        "almost all weight goes to one token",
+        r"A sum of more terms varies more: scores spread like $\sqrt d$, and softmax turns a lead of "
+        "a few points into everything. You can watch it below, in the section on the scale.",
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## A library: one question, many books
+
+    How many minutes does an egg boil? Four books answer differently. You do not pick one book. You
+    look at the labels, give each book a share of your trust, and average the answers.
+
+    * Your question is a list of numbers, the **query** $q$: how much it is about kitchens, and how much
+      about the outdoors.
+    * Each book has a label of the same kind, its **key** $k_i$, and an answer, its **value** $v_i$.
+    * A label fits if its large numbers meet your large numbers. The **dot product** adds up what meets:
+      $s_i = q \cdot k_i = \sum_c q_c k_{ic}$.
+    * Softmax turns the scores into shares that sum to 1, and the shares mix the values:
+
+    $$\alpha_i = \frac{e^{s_i}}{\sum_j e^{s_j}}, \qquad o = \sum_i \alpha_i v_i .$$
+
+    These three lines are attention. Move the sliders: no book changes, only what you look for.
+    """)
+    return
+
+
+@app.cell
+def _():
+    kitchen = mo.ui.slider(0.0, 3.0, step=0.5, value=1.0, label="About kitchens", show_value=True)
+    outdoors = mo.ui.slider(
+        0.0, 3.0, step=0.5, value=0.0, label="About the outdoors", show_value=True
+    )
+    mo.vstack([kitchen, outdoors])
+    return kitchen, outdoors
+
+
+@app.cell
+def _(kitchen, outdoors):
+    books = ["cookbook", "camping", "mountains", "poems"]
+    labels = matrix([[3.0, 0.0], [1.0, 2.0], [0.0, 3.0], [0.0, 0.0]])
+    minutes = matrix([[6.0], [8.0], [12.0], [1.0]])
+
+    def ask(q):
+        """The answer and the shares of the books."""
+        return fenchel.attend(q, labels, minutes, scale=1.0, return_weights=True)
+
+    blend, shares = ask(matrix([[kitchen.value, outdoors.value]]))
+    _scores = [kitchen.value * a + outdoors.value * b for a, b in labels.tolist()]
+    _sum = sum(math.exp(s) for s in _scores)
+    _by_hand = sum(
+        math.exp(s) / _sum * v for s, (v,) in zip(_scores, minutes.tolist(), strict=True)
+    )
+    _cook, _climb = (ask(matrix([q]))[0].item() for q in ([3.0, 0.0], [0.0, 3.0]))
+    mo.vstack(
+        [
+            mo.md(f"**Your answer: {blend.item():.2f} minutes.**"),
+            bar_chart(
+                [
+                    {"book": b, "label": str(k), "score": s, "share": w, "minutes": v}
+                    for b, k, s, w, (v,) in zip(
+                        books,
+                        labels.tolist(),
+                        _scores,
+                        shares[0].tolist(),
+                        minutes.tolist(),
+                        strict=True,
+                    )
+                ],
+                "book",
+                "share",
+                title="Shares of the books",
+            ),
+            claim(
+                "AT-01 AT-02 AT-03",
+                f"Worked out number by number, scores, shares and average give {_by_hand:.4f} minutes, "
+                "and so does `fenchel.attend`.",
+                math.isclose(_by_hand, blend.item(), rel_tol=1e-12),
+            ),
+            claim(
+                "AT-11 AT-43",
+                f"A question for the kitchen alone gives {_cook:.2f} minutes, one for the outdoors alone "
+                f"{_climb:.2f}: the query says what is looked for, the keys what is on offer.",
+                abs(_cook - 6) < 0.1 and abs(_climb - 12) < 0.3,
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## A room: everybody asks at once
+
+    Put the words of a sentence into a room. Each word has a question, a label and something to say, so each
+    is asker and book at the same time: **self-attention**. Below, only the word *bank* asks for
+    something: *who here has a topic?* Words with a topic say so in their key. The other words ask for
+    nothing, so all keys fit them equally well.
+
+    The values hold two numbers: *is it about water*, *is it about money*. The word *bank* comes in with zeros.
+    """)
+    return
+
+
+@app.cell
+def _():
+    sentence = mo.ui.dropdown(
+        ["fisherman sits on the bank", "cashier works in the bank"],
+        value="fisherman sits on the bank",
+        label="Sentence",
+    )
+    sentence
+    return (sentence,)
+
+
+@app.cell
+def _(sentence):
+    topics = {"fisherman": [1.0, 0.0], "cashier": [0.0, 1.0]}
+
+    def meet(words):
+        """Outputs and weights of the words of a sentence."""
+        v = matrix([topics.get(w, [0.0, 0.0]) for w in words])
+        k = matrix([[float(w in topics)] for w in words])
+        q = matrix([[5.0 * (w == "bank")] for w in words])
+        return fenchel.attend(q, k, v, return_weights=True)
+
+    words = sentence.value.split()
+    _out, _weights = meet(words)
+    _fish, _cash = (meet(f"{who} x y the bank".split())[0][-1] for who in topics)
+    mo.vstack(
+        [
+            heat_chart(
+                _weights,
+                title="Weights: row asks, column is asked",
+                rows=words,
+                columns=words,
+            ),
+            mo.md(f"*bank* leaves as **water {_out[-1, 0]:.2f}, money {_out[-1, 1]:.2f}**."),
+            claim(
+                "AT-11 AT-43",
+                f"The same word gets two meanings: beside a fisherman it is {_fish[0]:.2f} water and "
+                f"{_fish[1]:.2f} money, beside a cashier {_cash[0]:.2f} and {_cash[1]:.2f}.",
+                _fish[0] > 0.9 and _cash[1] > 0.9 and _fish[1] == 0 and _cash[0] == 0,
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## All rows in one formula
+
+    Write the queries below one another as the rows of a table $Q$, likewise the keys $K$ and the values $V$. One
+    formula then does for all rows what the library did for one:
+
+    $$O = \mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d_k}}\right) V .$$
+
+    $K^\top$ is $K$ with rows and columns exchanged, so entry $(i, j)$ of $Q K^\top$ is the dot product of query $i$
+    with key $j$. $d_k$ is the length of a query; why its root divides, we see soon. Softmax acts on each row alone.
+
+    | | rows | columns |
+    | --- | --- | --- |
+    | $Q$ | $n$ askers | $d_k$ |
+    | $K$ | $m$ that are asked | $d_k$ |
+    | $V$ | $m$ | $d_v$ |
+    | $O$ | $n$ | $d_v$ |
+
+    In self-attention $n = m$. In *cross-attention* one text asks another, and they may differ.
+    """)
+    return
+
+
+@app.cell
+def _():
+    Q, K, V = draw(5, 4, seed=1), draw(7, 4, seed=2), draw(7, 3, seed=3)
+    _steps = trace(Q, K, V)
+    _rows = []
+    for _q in Q:
+        _e = ((K @ _q) / 4**0.5).exp()
+        _rows.append((_e / _e.sum()) @ V)
+    _refused = ""
+    try:
+        fenchel.attend(Q, K[:, :3], V)
+    except ValueError as _error:
+        _refused = str(_error)
+    mo.vstack(
+        [
+            claim(
+                "AT-04 AT-37",
+                "Row by row or as one product of matrices: the outputs are the same.",
+                torch.allclose(torch.stack(_rows), fenchel.attend(Q, K, V), atol=1e-12),
+            ),
+            claim(
+                "AT-05 AT-06",
+                "5 queries and 7 keys of width 4, 7 values of width 3: an output of 5 rows and 3 columns. Widths that "
+                f"do not fit are refused: *{_refused}*",
+                fenchel.attend(Q, K, V).shape == (5, 3) and "4" in _refused and "3" in _refused,
+            ),
+            claim(
+                "AT-07",
+                "`trace` returns every step: compatibility $QK^\\top$, scaled scores, weights, output. Each follows "
+                "from the one before.",
+                torch.allclose(_steps.compatibility, Q @ K.T)
+                and torch.allclose(_steps.scores, _steps.compatibility / 2)
+                and torch.allclose(_steps.weights, torch.softmax(_steps.scores, -1))
+                and torch.allclose(_steps.outputs, _steps.weights @ V),
+            ),
+        ]
+    )
+    return K, Q, V
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## Once with pencil and paper
+
+    Two tokens, three numbers each. Follow the steps with a calculator, then switch on the *causal mask*: token 0
+    may then use only itself, token 1 both. A forbidden pair gets the score $-\infty$, and $e^{-\infty} = 0$.
+    """)
+    return
+
+
+@app.cell
+def _():
+    visible = mo.ui.dropdown(["all keys", "causal mask"], value="all keys", label="Visible")
+    visible
+    return (visible,)
+
+
+@app.cell
+def _(visible):
+    Q2 = matrix([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    K2 = matrix([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+    V2 = matrix([[2.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
+    _causal = visible.value == "causal mask"
+    _steps = trace(Q2, K2, V2, prior=fenchel.Causal() if _causal else None)
+
+    def _text(rows):
+        return [" ".join(f"{x:.3f}" for x in row) for row in rows.tolist()]
+
+    _names = {
+        "Q Kᵀ": _steps.compatibility,
+        "divided by √3": _steps.scores,
+        "mask": _steps.log_prior,
+        "weights": _steps.weights,
+        "output": _steps.outputs,
+    }
+    _plain, _masked = trace(Q2, K2, V2), trace(Q2, K2, V2, prior=fenchel.Causal())
+    _e = _plain.scores.exp()
+
+    def _digits(got, expected):
+        return got.round(decimals=3).tolist() == expected
+
+    mo.vstack(
+        [
+            table(
+                [
+                    {"step": name, "token 0": _text(x)[0], "token 1": _text(x)[1]}
+                    for name, x in _names.items()
+                ]
+            ),
+            claim(
+                "AT-39 AT-41 E17 E18 PD-02",
+                "Without a mask: $QK^\\top$ = [1 2; 1 1], scores [0.577 1.155; 0.577 0.577], weights "
+                "[0.360 0.640; 0.5 0.5], outputs [1.360 0.640 0.360; 1.5 0.5 0.5].",
+                _plain.compatibility.tolist() == [[1, 2], [1, 1]]
+                and _digits(_plain.scores, [[0.577, 1.155], [0.577, 0.577]])
+                and _digits(_plain.weights, [[0.360, 0.640], [0.5, 0.5]])
+                and _digits(_plain.outputs, [[1.360, 0.640, 0.360], [1.5, 0.5, 0.5]]),
+            ),
+            claim(
+                "E17 E18 E19",
+                f"Round once, at the end. The first weight is {_plain.weights[0, 0]:.5f}: rounded 0.360, cut off 0.359. "
+                f"Rounding early errs too: $e^{{1.155}}$ = {math.exp(1.155):.3f}, but the exact score gives "
+                f"{_e[0, 1]:.3f}; the second row of exponentials sums to {_e[1].sum():.4f}, so 3.563.",
+                f"{_plain.weights[0, 0]:.5f}" == "0.35954"
+                and f"{math.exp(1.155):.3f}" == "3.174"
+                and f"{_e[0, 1]:.3f}" == "3.173"
+                and f"{_e[1].sum():.4f}" == "3.5626",
+            ),
+            claim(
+                "AT-40 AT-21 AT-22",
+                "With the causal mask token 0 keeps its own value, [2 0 1]; token 1 stays at [1.5 0.5 0.5].",
+                _digits(_masked.outputs, [[2.0, 0.0, 1.0], [1.5, 0.5, 0.5]]),
+            ),
+        ]
+    )
+    return K2, Q2, V2
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## Why divide by $\sqrt{d_k}$?
+
+    Toss a coin 100 times: heads one step right, tails one step left. You end about 10 steps away, not
+    100 and not 0. Ten thousand tosses: about 100 steps. A sum of $d$ random terms has the size $\sqrt d$.
+
+    A dot product of two unrelated vectors is such a sum of $d_k$ terms. So longer vectors have larger scores,
+    without being more alike. Softmax sees differences: a spread of 1 is a mild preference, a spread of 32
+    gives one token everything. Dividing by $\sqrt{d_k}$ makes the spread the same for every width.
+
+    How even are the weights? The **entropy** $-\sum_i p_i \log p_i$ measures it, in nats: 0 if one token has
+    everything, $\log 64 = 4.16$ if 64 tokens share evenly.
+    """)
+    return
+
+
+@app.cell
+def _():
+    d_k = mo.ui.slider(
+        steps=[4, 16, 64, 256, 1024], value=64, label="Width $d_k$ of a query", show_value=True
+    )
+    d_k
+    return (d_k,)
+
+
+@app.cell
+def _():
+    measured = []
+    first_row = {}
+    for _d in (4, 16, 64, 256, 1024):
+        _q, _k = draw(2, 16, 64, _d)
+        for _name, _scale in (("unscaled", 1.0), ("scaled", _d**-0.5)):
+            _p = fenchel.attend(_q, _k, _k, scale=_scale, return_weights=True)[1]
+            first_row[_d, _name] = _p[0, 0].sort(descending=True).values[:8].tolist()
+            measured.append(
+                {
+                    "width": _d,
+                    "scores": _name,
+                    "entropy (nats)": entropy(_p).mean().item(),
+                    "largest weight": _p.amax(-1).mean().item(),
+                    "slope": fenchel.Softmax().sensitivity(_p).median().item(),
+                }
+            )
+    return first_row, measured
+
+
+@app.cell
+def _(d_k, first_row, measured):
+    _here = {row["scores"]: row for row in measured if row["width"] == d_k.value}
+    mo.vstack(
+        [
+            bar_chart(
+                [
+                    {"rank": str(i + 1), "weight": w, "scores": name}
+                    for name in ("unscaled", "scaled")
+                    for i, w in enumerate(first_row[d_k.value, name])
+                ],
+                "rank",
+                "weight",
+                "scores",
+                title=f"The eight largest of 64 weights at width {d_k.value}",
+            ),
+            mo.md(
+                f"Unscaled, the largest weight is on average **{_here['unscaled']['largest weight']:.2f}** "
+                f"and the entropy {_here['unscaled']['entropy (nats)']:.2f}; scaled, "
+                f"**{_here['scaled']['largest weight']:.2f}** and {_here['scaled']['entropy (nats)']:.2f}."
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _(measured):
+    _at = {(row["width"], row["scores"]): row for row in measured}
+    _widths = (4, 16, 64, 256, 1024)
+    _free = [_at[d, "unscaled"]["entropy (nats)"] for d in _widths]
+    _held = [_at[d, "scaled"]["entropy (nats)"] for d in _widths]
+    _slope = {key: row["slope"] for key, row in _at.items()}
+    _alike = draw(6, 3)
+    _even = fenchel.attend(_alike, _alike, _alike, scale=0.0)
+    mo.vstack(
+        [
+            line_chart(
+                measured,
+                "width",
+                "entropy (nats)",
+                "scores",
+                title="Entropy against the width",
+                log_x=True,
+                points=True,
+            ),
+            claim(
+                "AT-19",
+                f"64 tokens, width 64: entropy {_free[2]:.2f} unscaled and {_held[2]:.2f} scaled, of at most "
+                f"{math.log(64):.2f}. Unscaled it falls with every width; scaled it stays.",
+                abs(_free[2] - 0.55) < 0.03
+                and abs(_held[2] - 3.68) < 0.03
+                and _free == sorted(_free, reverse=True)
+                and max(_held) - min(_held) < 0.1,
+            ),
+            claim(
+                "E81",
+                "This is called *attention collapse*: too **low** entropy. The even extreme is a failure too: with equal "
+                "weights every token gets the same output, and the tokens cannot be told apart.",
+                _free[-1] < 0.2 and torch.allclose(_even, _even[:1].expand_as(_even)),
+            ),
+            claim(
+                "E32",
+                "Does learning stop? Only late. How strongly do the weights react to a small change of the scores "
+                "(median over rows of the strongest reaction)? At first *more* without scaling: "
+                f"{_slope[16, 'unscaled']:.2f} against {_slope[16, 'scaled']:.2f} at width 16, {_slope[64, 'unscaled']:.2f} "
+                f"against {_slope[64, 'scaled']:.2f} at 64. Then the reaction vanishes: {_slope[256, 'unscaled']:.3f} at 256, "
+                f"{_slope[1024, 'unscaled']:.4f} at 1024. Watch entropy and the largest weight, not the gradient.",
+                all(_slope[d, "unscaled"] > 1.5 * _slope[d, "scaled"] for d in (16, 64))
+                and _slope[256, "unscaled"] < 0.5 * _slope[256, "scaled"]
+                and _slope[1024, "unscaled"] < 0.01 * _slope[1024, "scaled"],
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    _q, _k = 1.5 * draw(2, 100_000, 64)
+    _centred = (_q * _k).sum(-1).var().item()
+    _shifted = ((_q + 1) * (_k + 1)).sum(-1).var().item()
+    _rule = 64 * (1.5**4 + 2 * 1.5**2)
+    mo.vstack(
+        [
+            claim(
+                "AT-17",
+                r"The *variance* is the mean squared distance from the mean. Entries independent, with mean 0 and "
+                r"variance $\sigma^2$: one score has the variance $d_k \sigma^4$. For "
+                rf"$\sigma = 1.5$, $d_k = 64$ that is 324; 100,000 pairs give {_centred:.1f}. After division by "
+                rf"$\sqrt{{d_k}}$ it is $\sigma^4$ = {1.5**4:.2f}, and the sample has {_centred / 64:.2f}.",
+                64 * 1.5**4 == 324 and abs(_centred / 324 - 1) < 0.02,
+            ),
+            claim(
+                "AT-18 E31",
+                r"The mean must be zero. With means $\mu$ the variance is "
+                r"$d_k(\sigma_q^2 \sigma_k^2 + \sigma_q^2 \mu_k^2 + \sigma_k^2 \mu_q^2)$: with all means 1 it is "
+                rf"{_rule:g}, not 324 (measured {_shifted:.0f}). And $\sigma^2$ is the variance; $\sigma$ is its root, the "
+                "standard deviation.",
+                _rule == 612 and abs(_shifted / 612 - 1) < 0.02 and _shifted > 1.5 * 324,
+            ),
+            proof(
+                school=r"""
+                    Let each of the $d$ terms be $+1$ or $-1$, with equal chance and independently. Square the sum:
+                    $(x_1 + \dots + x_d)^2$ has $d$ squares, each equal to 1, and many mixed products $x_i x_j$. A mixed
+                    product is $+1$ as often as $-1$, so on average it adds nothing. The average square of the sum is $d$, and
+                    its typical size is $\sqrt d$. Divide by $\sqrt d$ and the typical size is 1, whatever $d$ is.
+                    If the terms lean to one side, the mixed products no longer cancel: that is why the mean must be 0.""",
+                undergraduate=r"""
+                    $q \cdot k = \sum_c q_c k_c$ is a sum of $d_k$ independent terms, so variances add. For one term,
+                    $\mathrm{Var}(q k) = E[q^2]E[k^2] - \mu_q^2 \mu_k^2
+                    = (\sigma_q^2 + \mu_q^2)(\sigma_k^2 + \mu_k^2) - \mu_q^2\mu_k^2$, which is
+                    $\sigma_q^2\sigma_k^2 + \sigma_q^2\mu_k^2 + \sigma_k^2\mu_q^2$. It is the variance of **one** entry of
+                    $QK^\top$, over random queries and keys. Entries of a row share their query and are not independent.
+                    Given $q$ they are, with variance $|q|^2\sigma_k^2$.""",
+                research=r"""
+                    The argument is about initialisation (Vaswani et al. 2017). After training $q$ and $k$ are correlated,
+                    $q \cdot k$ can grow like $d_k$, and $\mu$P uses $1/d_k$ for that reason (Yang and Hu 2021). Growth of
+                    the largest logit and loss of entropy precede instability (Zhai et al. 2023); normalised queries and
+                    keys bound it. The opposite limit, repeated averaging, loses rank doubly exponentially with depth
+                    without skip connections (Dong, Cordonnier and Loukas 2021).""",
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## One knob, many names
+
+    The factor in front of the scores has many names: $1/\sqrt{d_k}$, inverse temperature $\beta$, $1/T$, $1/\tau$,
+    $\lambda$. They are one knob. Two places that both turn it, turn it twice, and no error is raised. Choose a
+    mistake; the detector reads the numbers and the weights.
+    """)
+    return
+
+
+@app.cell
+def _():
+    settings = {
+        "as it should be": {},
+        "nothing divides": {"scale": 1.0},
+        "√512, the width of the model": {"scale": 512**-0.5},
+        "1/√64 as scale and as β": {"choice": fenchel.Softmax(beta=64**-0.5)},
+        "temperature 2 twice": {
+            "scale": 0.5 / 8,
+            "choice": fenchel.Softmax(beta=0.5),
+        },
+    }
+    mistake = mo.ui.dropdown(list(settings), value="nothing divides", label="Setting")
+    mistake
+    return mistake, settings
+
+
+@app.cell
+def _(mistake, settings):
+    _q, _k = draw(2, 1, 8, 64, 64)
+    found = {name: scale_warning(_q, _k, **spec) for name, spec in settings.items()}
+    spread_out = {
+        name: entropy(fenchel.attend(_q, _k, _k, **spec, return_weights=True)[1]).mean().item()
+        for name, spec in settings.items()
+    }
+    _small = draw(3, 1, 1, 5, 64, seed=4)
+    _usual = fenchel.attend(*_small)
+    _T = 64**0.5
+    _other = [
+        fenchel.attend(*_small, scale=1.0, choice=fenchel.Softmax(beta=1 / _T)),
+        torch.softmax(_small[0] @ _small[1].mT / _T, -1) @ _small[2],
+        fenchel.attend(*_small, scale=1 / _T, choice=fenchel.Softmax(beta=1.0)),
+    ]
+    mo.vstack(
+        [
+            mo.md(
+                f"Entropy {spread_out[mistake.value]:.2f} nats. "
+                + (found[mistake.value] or "The detector finds nothing wrong.")
+            ),
+            claim(
+                "AT-20",
+                "A missing factor and the width of the model in place of that of a head are both found; the right "
+                "setting is left alone.",
+                found["as it should be"] is None
+                and "missing" in str(found["nothing divides"])
+                and "d_model" in str(list(found.values())[2]),
+            ),
+            claim(
+                "SM-12",
+                f"A factor applied twice is found in both forms. The weights become too even: entropy "
+                f"{list(spread_out.values())[3]:.2f} instead of {spread_out['as it should be']:.2f}.",
+                all("twice" in str(list(found.values())[i]) for i in (3, 4))
+                and list(spread_out.values())[3] > spread_out["as it should be"] + 0.3,
+            ),
+            claim(
+                "E103",
+                r"Standard attention is $\beta = 1/\sqrt{d_k}$ with no other temperature: three spellings of it agree.",
+                all(torch.allclose(o, _usual, atol=1e-12) for o in _other),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## Where queries, keys and values come from
+
+    A token arrives as a row $x$ of $d$ numbers, its *hidden state*. Three tables of learned numbers turn it into
+    three roles, as one person can be described by what they seek, what they offer and what they
+    say:
+
+    $$Q = X W_Q, \qquad K = X W_K, \qquad V = X W_V .$$
+
+    $X$ has one row per token. $W_Q$ and $W_K$ have $d$ rows and $d_k$ columns, usually $d_k < d$. Written for
+    one token as a column $h$, the same is $q = W_Q^\top h$: only the convention differs, rows or columns.
+
+    Put together, the scores depend on $X$ and on *one* table $A$:
+
+    $$P = X A X^\top, \qquad A = \frac{W_Q W_K^\top}{\sqrt{d_k}},$$
+
+    $$\mathrm{Att}(X) = \mathrm{softmax}(P)\, X W_V .$$
+    """)
+    return
+
+
+@app.cell
+def _():
+    X, W_Q, W_K, W_V = draw(5, 4), draw(4, 3, seed=1), draw(4, 3, seed=2), draw(4, 4, seed=3)
+    att = self_attention(X, W_Q, W_K, W_V)
+    _A = W_Q @ W_K.T / 3**0.5
+    _short = torch.softmax(X @ _A @ X.T, -1) @ X @ W_V
+    _wrong = torch.softmax(X @ (W_Q @ W_K.T / 4**0.5) @ X.T, -1) @ X @ W_V
+    _P = X @ _A @ X.T
+    _unit = torch.eye(5, dtype=torch.float64)
+    _by_row = torch.stack([torch.softmax(_P.T @ _unit[i], 0) @ X @ W_V for i in range(5)])
+    _per_token = []
+    for _t in range(5):
+        _q, _ks, _vs = W_Q.T @ X[_t], [W_K.T @ h for h in X], [W_V.T @ h for h in X]
+        _w = torch.softmax(torch.stack([_q @ k / 3**0.5 for k in _ks]), 0)
+        _per_token.append(sum(w * v for w, v in zip(_w, _vs, strict=True)))
+    _order = torch.tensor([3, 0, 4, 1, 2])
+    _narrow = draw(4, 2, seed=5)
+    _W_O = draw(2, 4, seed=6)
+    _refused = False
+    try:
+        X + self_attention(X, W_Q, W_K, _narrow)
+    except RuntimeError:
+        _refused = True
+    mo.vstack(
+        [
+            claim(
+                "AT-13 AT-14 E09",
+                rf"Both forms agree to {(att - _short).abs().max():.0e}. The root belongs to $d_k = 3$, the width of a query; "
+                rf"with the width of the stream, $d = 4$, the outputs are off by {(att - _wrong).abs().max():.2f}.",
+                torch.allclose(att, _short, atol=1e-12) and (att - _wrong).abs().max() > 0.01,
+            ),
+            claim(
+                "AT-15 AT-16",
+                r"Row $i$ alone is $\mathrm{softmax}(P^\top e_i)^\top X W_V$, where $e_i$ picks row $i$. Without the root, "
+                r"$X W_Q W_K^\top X^\top$ is just $Q K^\top$.",
+                torch.allclose(_by_row, att, atol=1e-12)
+                and torch.allclose(X @ W_Q @ W_K.T @ X.T, (X @ W_Q) @ (X @ W_K).T),
+            ),
+            claim(
+                "AT-08 AT-37 E103",
+                "Token by token, with columns $k_i = W_K^\\top h_i$ in place of rows, the result is the same.",
+                torch.allclose(torch.stack(_per_token), att, atol=1e-12),
+            ),
+            claim(
+                "AT-35",
+                "Exchange the tokens and the outputs are exchanged in the same way, nothing else: attention alone does "
+                "not know the order of words. (Positions, lesson 13, change that.)",
+                torch.allclose(self_attention(X[_order], W_Q, W_K, W_V), att[_order], atol=1e-12),
+            ),
+            claim(
+                "AT-09 E99",
+                r"The token keeps what it had: $h_\text{new} = h + O$, a *residual connection*. That needs outputs as "
+                r"wide as $h$: values of width 2 cannot be added to 4 numbers, until an output table $W_O$ (2 x 4) widens them.",
+                _refused
+                and (X + self_attention(X, W_Q, W_K, _narrow) @ _W_O).shape == X.shape
+                and (X + att).shape == X.shape,
+            ),
+            proof(
+                school=r"""
+                    Why does the order not matter? Each output is a sum over all tokens of share times value. A sum does not
+                    change when its terms change places, and the share of a token depends on what it is, not on where
+                    it stands. So if two words swap seats, their outputs swap seats, and no other output changes.""",
+                undergraduate=r"""
+                    For a permutation matrix $\Pi$: $P(\Pi X) = \Pi P \Pi^\top$. Softmax of rows commutes with permuting rows and
+                    columns, so $\mathrm{Att}(\Pi X) = \Pi\,\mathrm{softmax}(P)\,\Pi^\top \Pi X W_V = \Pi\,\mathrm{Att}(X)$, since
+                    $\Pi^\top\Pi = I$.""",
+                research=r"""
+                    The map is defined on point clouds, and extends to measures:
+                    $x \mapsto \int e^{x A y} W_V^\top y\,d\mu(y) / \int e^{x A y}\,d\mu(y)$, which is how mean-field limits of
+                    transformers are set up. A causal mask breaks the symmetry, so decoders can infer positions without being
+                    given any. Only $A$, of rank at most $d_k$, enters the scores: $W_Q$ and $W_K$ have a
+                    $GL(d_k)$ gauge freedom, which lesson 17 uses.""",
+            ),
+        ]
+    )
+    return W_K, W_Q, W_V, X
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## Masks: who may be asked
+
+    When a model learns to guess the next word, it must not read it. Think of sealed envelopes: word $i$ may open
+    those of positions $j \le i$. Other rules hide *padding*, the blanks that fill up short texts, or everything
+    far away. And some rules only discourage: *the nearer, the better*.
+
+    All of them say how welcome a key is before its score is known. Call this $u_{ij}$, a **prior**: 1 welcome,
+    0 forbidden, in between discouraged. It multiplies the exponentials, so its logarithm is added to the
+    scores:
+
+    $$\alpha_{ij} \propto u_{ij}\, e^{s_{ij}} = e^{s_{ij} + \log u_{ij}}, \qquad \log 0 = -\infty .$$
+    """)
+    return
+
+
+@app.cell
+def _():
+    rules = {
+        "causal": fenchel.Causal(),
+        "causal, without oneself": fenchel.Causal(strict=True),
+        "padding: four real tokens": fenchel.Padding(torch.tensor([4])),
+        "causal and padding": fenchel.Causal() + fenchel.Padding(torch.tensor([4])),
+        "window of two": fenchel.Window(1),
+        "nearer is better (ALiBi) and causal": fenchel.ALiBi(1) + fenchel.Causal(),
+    }
+    rule = mo.ui.dropdown(list(rules), value="causal", label="Rule")
+    rule
+    return rule, rules
+
+
+@app.cell
+def _(rule, rules):
+    _x = draw(1, 1, 6, 4, seed=7)
+    _p = fenchel.attend(_x, _x, _x, prior=rules[rule.value], return_weights=True)[1][0, 0]
+    _u = rules[rule.value].log(6, 6)[0, 0].double().exp()
+    mo.vstack(
+        [
+            heat_chart(_p, title=f"Weights of six tokens, {rule.value}: row asks, column is asked"),
+            claim(
+                "AT-21 AT-25",
+                "A key with $u = 0$ has the weight 0 exactly, not nearly.",
+                (_p[_u == 0] == 0).all(),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    _q, _k, _v = draw(3, 1, 1, 6, 4, seed=8)
+    _full = fenchel.attend(_q, _k, _v, prior=fenchel.Causal())
+    _k2, _v2 = _k.clone(), _v.clone()
+    _k2[..., 4:, :], _v2[..., 4:, :] = 9.0, -7.0
+    _changed = fenchel.attend(_q, _k2, _v2, prior=fenchel.Causal())
+    _z = _q @ _k.mT / 2
+    _M = fenchel.Causal().log(6, 6, dtype=torch.float64)
+    _strict, _sp = fenchel.attend(
+        _q, _k, _v, prior=fenchel.Causal(strict=True), return_weights=True
+    )
+    _keep = (_M == 0).double()
+    _scores_times = torch.softmax(_z * _keep, -1)
+    _weights_times = torch.softmax(_z, -1) * _keep
+    _both = fenchel.Causal() + fenchel.Padding(torch.tensor([4]), side="left")
+    _late = fenchel.attend(_q[..., -2:, :], _k, _v, prior=_both)
+    mo.vstack(
+        [
+            claim(
+                "AT-21 AT-22",
+                r"The causal mask is $M_{ij} = -\infty$ for $j > i$ and 0 otherwise, added after the scaling: "
+                r"$\mathrm{softmax}(QK^\top/\sqrt{d_k} + M)$ has only zeros above the diagonal.",
+                torch.equal(_M[0, 0] == -torch.inf, torch.ones(6, 6).triu(1).bool())
+                and torch.allclose(torch.softmax(_z + _M, -1) @ _v, _full, atol=1e-12),
+            ),
+            claim(
+                "AT-23 PD-02",
+                "Nothing leaks: other keys and values at positions 4 and 5 leave the outputs 0 to 3 as they are, to the "
+                "last bit, and change those after.",
+                torch.equal(_full[..., :4, :], _changed[..., :4, :])
+                and not torch.allclose(_full[..., 4:, :], _changed[..., 4:, :]),
+            ),
+            claim(
+                "AT-10 E98",
+                "Is a token before itself? With $j \\le i$ each has at least one key, its own. With $j < i$ the first token "
+                "has none, 0 divided by 0, and no token sees itself; here the empty row gives zeros by rule.",
+                (_strict[..., 0, :] == 0).all()
+                and (_sp.diagonal(dim1=-2, dim2=-1) == 0).all()
+                and torch.isfinite(_strict).all()
+                and torch.equal(_full[..., 0, :], _v[..., 0, :]),
+            ),
+            claim(
+                "AT-26",
+                "Multiplying does not hide. A score times 0 is 0, and $e^0 = 1$ is a weight like others: up to "
+                f"{_scores_times[_keep.expand_as(_z) == 0].max():.2f} here. A weight times 0 is gone, and the rest no longer "
+                f"sums to 1: down to {_weights_times.sum(-1).min():.2f}.",
+                (_scores_times[_keep.expand_as(_z) == 0] > 0).all()
+                and _weights_times.sum(-1).min() < 0.9,
+            ),
+            claim(
+                "AT-27",
+                "Rules combine by adding logarithms. When earlier keys are cached and only two new queries come, they count "
+                "as the last two positions: the rows agree with those of the whole.",
+                torch.allclose(
+                    _late, fenchel.attend(_q, _k, _v, prior=_both)[..., -2:, :], atol=1e-12
+                ),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    _z = draw(1, 4, seed=9).float()
+    _hidden = torch.tensor([[True, True, False, False]])
+    _inf, _big = (torch.softmax(_z.masked_fill(_hidden, x), -1) for x in (-torch.inf, -1e9))
+    _leaf = _z.clone().requires_grad_()
+    (_slope,) = torch.autograd.grad(
+        torch.softmax(_leaf.masked_fill(_hidden, -torch.inf), -1)[0, 2], _leaf
+    )
+    _none = torch.softmax(torch.full((1, 4), -torch.inf), -1)
+    _leaf2 = _z.clone().requires_grad_()
+    _leak = torch.softmax(_leaf2 + torch.full((1, 4), -1e9), -1)
+    (_slope2,) = torch.autograd.grad(_leak[0, 0], _leaf2)
+    _half = torch.tensor([-1e9, -65504.0]).half() - torch.tensor(40.0).half()
+    _q, _k, _v = draw(3, 1, 1, 4, 64, seed=10)
+    _closed = fenchel.Dense(torch.zeros(4, 4, dtype=torch.bool))
+    _empty = fenchel.attend(_q, _k, _v, prior=_closed)
+    _log_u = -0.5 * (torch.arange(4)[:, None] - torch.arange(4)).abs().double()
+    _right = fenchel.attend(_q, _k, _v, prior=fenchel.Dense(_log_u))
+    _as_prior = _log_u.exp() * (_q @ _k.mT / 8).exp()
+    _divided = torch.softmax((_q @ _k.mT + _log_u) / 8, -1) @ _v
+    _weak = fenchel.attend(_q, _k, _v, prior=fenchel.Dense(0.0625 / 0.5 * _log_u))
+    _repaired = torch.softmax((_q @ _k.mT + 8 * _log_u) / 8, -1) @ _v
+    mo.vstack(
+        [
+            mo.md("**Two traps.** The first is a large number in place of $-\\infty$."),
+            claim(
+                "AT-24 E27",
+                "As long as one key is open, $-10^9$ and $-\\infty$ give the same weights and finite gradients.",
+                torch.equal(_inf, _big) and torch.isfinite(_slope).all(),
+            ),
+            claim(
+                "AT-24 E27",
+                "If *every* key is forbidden, $-\\infty$ gives NaN (not a number), and $-10^9$ something worse: equal "
+                f"weights, {_leak[0, 0]:.2f} for each of four forbidden keys, with gradients that are not zero. A silent "
+                "leak. fenchel gives such a row the output 0. In 16-bit numbers $-10^9$ is $-\\infty$ anyway, and so is "
+                "the least of them, $-65504$, once a score of $-40$ is added.",
+                _none.isnan().all()
+                and torch.allclose(_leak, torch.full((1, 4), 0.25))
+                and (_slope2 != 0).any()
+                and (_half == -torch.inf).all()
+                and (_empty == 0).all(),
+            ),
+            mo.md(
+                r"The second is the place of the mask. $(QK^\top + M)/\sqrt{d_k}$ divides $M$ too. For 0 and $-\infty$ that "
+                "makes no difference; for anything between it does."
+            ),
+            claim(
+                "E26",
+                "A penalty of 0.5 per step of distance, divided along with the scores, acts as 0.0625 at $d_k = 64$.",
+                torch.allclose(_divided, _weak, atol=1e-12)
+                and not torch.allclose(_divided, _right, atol=1e-3),
+            ),
+            claim(
+                "E104",
+                r"Masks, padding and penalties are all logarithms of a prior, one input: $\alpha \propto u\,e^{\beta s}$. "
+                r"Inside the bracket it would have to be $\sqrt{d_k} \log u$.",
+                torch.allclose(_as_prior / _as_prior.sum(-1, keepdim=True) @ _v, _right, atol=1e-12)
+                and torch.allclose(_repaired, _right, atol=1e-12),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## A meeting: several heads
+
+    Four colleagues report. Each says a cost and a week, but only some know what they talk about: each contribution
+    advertises *I know costs* or *I know dates*. One listener writes the minutes for both topics and gets a
+    mixture. Two listeners, one for costs and one for dates, each write their own column; side by side
+    the two columns are the report.
+
+    A listener is a **head**: attention with its own $W_Q, W_K, W_V$. Heads work in parallel, their outputs are put side by
+    side, and a last table $W_O$ mixes them:
+
+    $$H_i = \mathrm{Attention}(X W^Q_i, X W^K_i, X W^V_i),$$
+
+    $$O = [H_1 \; H_2 \cdots H_h]\, W^O .$$
+
+    $h$ is the number of heads and $H_i$ the output of head $i$.
+    """)
+    return
+
+
+@app.cell
+def _():
+    _knows = matrix([[4.0, 0.0], [0.0, 4.0], [1.0, 0.0], [0.0, 0.0]])  # costs, dates
+    _says = matrix([[40.0, 12.0], [90.0, 6.0], [50.0, 20.0], [70.0, 30.0]])  # cost, week
+    _two = fenchel.attend(
+        matrix([[[2.0, 0.0]], [[0.0, 2.0]]]),
+        _knows.expand(2, 4, 2),
+        _says.T.reshape(2, 4, 1),
+    ).flatten()
+    _one = fenchel.attend(matrix([[2.0, 2.0]]), _knows, _says)[0]
+    mo.vstack(
+        [
+            table(
+                [
+                    {
+                        "who writes": "one listener for both",
+                        "cost": _one[0].item(),
+                        "week": _one[1].item(),
+                    },
+                    {"who writes": "two listeners", "cost": _two[0].item(), "week": _two[1].item()},
+                    {"who writes": "those who know", "cost": 40.0, "week": 6.0},
+                ]
+            ),
+            claim(
+                "AT-43 AT-28",
+                f"Two heads report a cost of {_two[0]:.1f} and week {_two[1]:.1f}, close to those who know (40 and 6). One head "
+                f"that listens for both gives {_one[0]:.1f} and {_one[1]:.1f}: it has one set of weights for both columns.",
+                (_two - matrix([40.0, 6.0])).abs().max() < 1
+                and (_one - matrix([40.0, 6.0])).abs().max() > 10,
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    _size = fenchel.ModelConfig(
+        vocabulary=8, context=8, width=512, heads=8, layers=1, positions="none", initial="normal"
+    )
+    layer = (
+        fenchel.Transformer(_size, generator=torch.Generator().manual_seed(0))
+        .double()
+        .blocks[0]
+        .attention
+    )
+    _x = draw(2, 6, 512, seed=11)
+    with torch.no_grad():
+        _whole = layer(_x, ForwardContext())
+        _WQ, _WK, _WV = (w.T.reshape(512, 8, 64) for w in layer.qkv.weight.chunk(3))
+        _heads = [
+            fenchel.attend(_x @ _WQ[:, i], _x @ _WK[:, i], _x @ _WV[:, i], prior=fenchel.Causal())
+            for i in range(8)
+        ]
+        _loop = torch.cat(_heads, -1) @ layer.out.weight.T
+        _fused = _x[0] @ _WQ.reshape(512, 512)
+        _right = _fused.view(6, 8, 64).transpose(0, 1)
+        _wrong = _fused.view(8, 6, 64)
+        _shapes = fenchel.attend(
+            *(y.view(2, 6, 8, 64).transpose(1, 2) for y in layer.qkv(_x).chunk(3, -1)),
+            return_weights=True,
+        )
+    _counts = [layer.qkv.weight.numel(), layer.out.weight.numel()]
+    _sizes = {name: SIZES[name] for name in ("small", "base", "large")}
+    mo.vstack(
+        [
+            claim(
+                "AT-28 AT-29 AT-30",
+                "A layer of the library with width 512 and 8 heads equals the loop over its heads, each with tables of 512 x 64, "
+                "joined and multiplied by $W^O$. Each projection is one table and nothing more: it is linear.",
+                torch.allclose(_whole, _loop, atol=1e-12)
+                and _WQ[:, 0].shape == (512, 64)
+                and torch.allclose(layer.qkv(_x + 2 * _x), 3 * layer.qkv(_x)),
+            ),
+            claim(
+                "AT-31 E77",
+                "In practice all heads share one product: $(n, 512)$ is cut into $(n, 8, 64)$ and **transposed** to $(8, n, 64)$. "
+                "Without the transpose the shape would fit and the numbers would be of the wrong tokens.",
+                all(torch.allclose(_right[i], _x[0] @ _WQ[:, i]) for i in range(8))
+                and _wrong.shape == _right.shape
+                and not torch.allclose(_wrong, _right),
+            ),
+            claim(
+                "AT-38",
+                "Batch first, then heads: weights [2, 8, 6, 6], outputs per head [2, 8, 6, 64], the layer [2, 6, 512].",
+                _shapes[1].shape == (2, 8, 6, 6)
+                and _shapes[0].shape == (2, 8, 6, 64)
+                and _whole.shape == (2, 6, 512),
+            ),
+            claim(
+                "AT-32 AT-33",
+                f"512 / 8 = {_size.head_width} numbers per head. One head has 3 x 512 x 64 = {3 * 512 * 64:,} parameters, all heads "
+                f"{_counts[0]:,}, with $W^O$ {sum(_counts):,} = 4 x 512²: the number of heads does not matter.",
+                _size.head_width == 64
+                and _counts[0] == 786_432 == 8 * 3 * 512 * 64
+                and sum(_counts) == 1_048_576 == 4 * 512**2,
+            ),
+            claim(
+                "AT-42",
+                "Usual sizes keep 64 numbers per head: "
+                + ", ".join(f"{s['width']} with {s['heads']} heads" for s in _sizes.values())
+                + ".",
+                [(s["width"], s["heads"]) for s in _sizes.values()]
+                == [(512, 8), (768, 12), (1024, 16)]
+                and all(s["width"] == 64 * s["heads"] for s in _sizes.values()),
+            ),
+            claim(
+                "E78",
+                "A head does not get 64 *of* the 512 numbers of a token. It gets 64 mixtures of all 512: each of them moves the query "
+                "of the first head.",
+                (_WQ[:, 0].abs().amax(-1) > 0).all(),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    _previous = torch.eye(8).roll(1, 0)  # row i on key i - 1
+    _previous[0] = 0.0
+    _previous[0, 0] = 1.0
+    _even = torch.ones(8, 8).tril() / torch.arange(1, 9)[:, None]
+    _first = torch.zeros(8, 8)
+    _first[:, 0] = 1.0
+    made = head_patterns(torch.stack([_previous, _even, _first, _first])[None])
+    mo.vstack(
+        [
+            mo.md(
+                "What has a head specialised in? Five numbers tell much: entropy, mean distance, weight on the first and on "
+                "the previous token, and how alike two heads are. Here are four heads made by hand; your own model follows "
+                "at the end."
+            ),
+            table(
+                [
+                    {
+                        "head": name,
+                        "entropy": made.entropy[i].item(),
+                        "mean distance": made.distance[i].item(),
+                        "on first": made.first[i].item(),
+                        "on previous": made.previous[i].item(),
+                        "likeness to head 3": made.similarity[i, 3].item(),
+                    }
+                    for i, name in enumerate(
+                        ("0: previous token", "1: even", "2: first token", "3: first token")
+                    )
+                ]
+            ),
+            claim(
+                "AT-34",
+                "Each shows in its numbers: the head of the previous token by its weight there, the even head by its entropy, the "
+                "head of the first token by its distance; two equal heads have likeness 1, so one of them is spare.",
+                made.previous.argmax() == 0
+                and made.entropy.argmax() == 1
+                and made.distance[2] == made.distance.max()
+                and math.isclose(made.similarity[2, 3].item(), 1.0, abs_tol=1e-6)
+                and made.similarity[0, 3] < 0.5,
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## Searching, softly
+
+    A search engine returns the entry whose key has the largest dot product with the query: *maximum inner product
+    search*. Attention averages over all entries instead. With a larger $\beta$ (a lower temperature) the average leans
+    to the best one.
+    """)
+    return
+
+
+@app.cell
+def _():
+    beta = mo.ui.slider(
+        steps=[0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0],
+        value=1.0,
+        label=r"$\beta$",
+        show_value=True,
+    )
+    beta
+    return (beta,)
+
+
+@app.cell
+def _(beta):
+    found_scores = matrix([1.0, 2.0, 1.9])
+
+    def _weights(b):
+        return fenchel.Softmax(beta=b).weights(found_scores)
+
+    _top = [_weights(b).max().item() for b in (1.0, 10.0, 100.0, 1000.0)]
+    _here = torch.softmax(beta.value * found_scores, 0)
+    _q, _k, _v = draw(1, 4, seed=12), draw(9, 4, seed=13), draw(9, 2, seed=14)
+    _best = _v[(_q @ _k.T).argmax()]
+    _sharp = fenchel.attend(_q, _k, _v, choice=fenchel.Softmax(beta=1e4))[0]
+    mo.vstack(
+        [
+            bar_chart(
+                [
+                    {"score of the entry": str(s), "weight": w}
+                    for s, w in zip(found_scores.tolist(), _here.tolist(), strict=True)
+                ],
+                "score of the entry",
+                "weight",
+                title=f"Weights at β = {beta.value:g}",
+            ),
+            claim(
+                "AT-36 E44",
+                "Scores 1, 2 and 1.9: the best has the weight "
+                f"{_top[0]:.2f} at $\\beta = 1$, {_top[1]:.2f} at 10, {_top[2]:.5f} at 100, {_top[3]:g} at 1000. Attention is a *soft* "
+                "search; it returns the best entry only as $\\beta$ grows without end.",
+                [round(_top[0], 2), round(_top[1], 2), round(_top[2], 5), round(_top[3], 6)]
+                == [0.44, 0.73, 0.99995, 1.0]
+                and torch.allclose(_sharp, _best, atol=1e-9)
+                and not torch.allclose(fenchel.attend(_q, _k, _v)[0], _best, atol=1e-2),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    mo.md(r"""
+    ## Layer upon layer: positions stop belonging to one token
+
+    Whisper down a line: each person hears only the neighbour, yet after four rounds a rumour has travelled four
+    places. A layer of attention is one round. Below, every token sees itself and the one before it.
+
+    *Rollout* multiplies the weights of the layers, each averaged with the skip connection $I$ (a token keeps what it
+    has): $R = \prod_\ell \tfrac12 (I + \alpha_\ell)$. A cleaner measure asks the network itself: by how much does output $i$ move
+    when input $j$ moves a little? That is the size of one block of its Jacobian, the table of all its slopes.
+    """)
+    return
+
+
+@app.cell
+def _():
+    depth = mo.ui.slider(1, 5, value=2, label="Layers", show_value=True)
+    depth
+    return (depth,)
+
+
+@app.cell
+def _(depth):
+    _near = fenchel.Window(1)
+    _start = draw(6, 4, seed=15)
+    _tables = [0.5 * draw(3, 4, 4, seed=20 + i) for i in range(depth.value)]
+
+    def _network(x):
+        for tables in _tables:
+            x = x + self_attention(x, *tables, prior=_near)
+        return x
+
+    rollout = torch.eye(6, dtype=torch.float64)
+    _x = _start
+    for _W in _tables:
+        _, _p = fenchel.attend(
+            *(_x @ w for w in _W), prior=_near, return_weights=True, backend="reference"
+        )
+        rollout = (torch.eye(6, dtype=torch.float64) + _p) / 2 @ rollout
+        _x = _x + self_attention(_x, *_W, prior=_near)
+    moved = influence(fenchel.jacobian(_network, _start))
+    _reach = [int((m[-1] > 0).sum()) for m in (rollout, moved)]
+    mo.vstack(
+        [
+            heat_chart(moved, title="How far input (column) can move output (row)"),
+            claim(
+                "AT-12",
+                f"After {depth.value} layers the last output depends on {_reach[1]} inputs, by rollout and by the Jacobian alike. "
+                "What stands at a position is no longer that token alone.",
+                _reach == [depth.value + 1, depth.value + 1]
+                and torch.allclose(rollout.sum(-1), torch.ones(6, dtype=torch.float64)),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _(W_K, W_Q, W_V, X):
+    _R = draw(5, 4, seed=30)
+    _back = self_attention_vjp(X, W_Q, W_K, W_V, _R)
+    _leaves = [t.clone().requires_grad_() for t in (X, W_Q, W_K, W_V)]
+    _auto = torch.autograd.grad((_R * self_attention(*_leaves)).sum(), _leaves)
+    mo.vstack(
+        [
+            mo.md(
+                "## Check your understanding\n\nTo learn, every number in every table needs a slope: how much does the "
+                "loss change if this number changes? The table of these slopes is the *gradient*. Which shape "
+                "has it? Say it before you read on."
+            ),
+            table(
+                [
+                    {
+                        "of": name,
+                        "shape": " x ".join(map(str, t.shape)),
+                        "gradient": " x ".join(map(str, g.shape)),
+                    }
+                    for name, t, g in zip(
+                        ("X", "W_Q", "W_K", "W_V"), (X, W_Q, W_K, W_V), _back, strict=True
+                    )
+                ]
+            ),
+            claim(
+                "DV-22 E82",
+                r"Each gradient has the shape of its table: $G_V$ that of $V$, and so on. (Two meanings of a word: $1/\sqrt{d_k}$ "
+                "*scales* scores. *Scaling laws*, lesson 20, are about loss against compute, a different matter.)",
+                all(
+                    g.shape == t.shape and torch.allclose(g, a, atol=1e-10)
+                    for g, t, a in zip(_back, (X, W_Q, W_K, W_V), _auto, strict=True)
+                ),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _(K2, Q2, V2):
+    def check(names):
+        attention = names["attention"]
+        o = attention(Q2, K2, V2)
+        assert torch.is_tensor(o), "Return a tensor."
+        assert o.shape == V2.shape, f"The output has one row per query: expected {tuple(V2.shape)}."
+        assert torch.isfinite(o).all(), "There is a NaN: is some row without any open key?"
+        unscaled = fenchel.attend(Q2, K2, V2, scale=1.0)
+        assert not torch.allclose(o, fenchel.attend(Q2, K2, V2)), (
+            "The scale is right. Now hide the later keys before softmax: fill their scores with -inf."
+        )
+        assert not torch.allclose(o, unscaled), (
+            "Divide the scores by the root of d_k, the number of columns of Q."
+        )
+        torch.testing.assert_close(
+            o[0], V2[0], msg="Token 0 may use only itself: its output is its own value."
+        )
+        for n, d, e in ((2, 3, 3), (7, 5, 2), (9, 16, 4)):
+            q, k, v = draw(n, d, seed=40), draw(n, d, seed=41), draw(n, e, seed=42)
+            assert torch.allclose(
+                attention(q, k, v), fenchel.attend(q, k, v, prior=fenchel.Causal())
+            ), f"It differs for {n} tokens of width {d}: is the root taken of d_k = {d}?"
+
+    exercise = Exercise(
+        lesson="l10_attention",
+        task="Write causal attention, `attention(Q, K, V)`, without `fenchel.attend`: scale, hide later keys, softmax, mix.",
+        starter="""
+    def attention(Q, K, V):
+        scores = Q @ K.T
+        return torch.softmax(scores, -1) @ V
+    """,
+        solution="""
+    def attention(Q, K, V):
+        n, d_k = Q.shape
+        scores = Q @ K.T / d_k**0.5
+        later = torch.ones(n, n).triu(1).bool()  # key j > query i
+        return torch.softmax(scores.masked_fill(later, -torch.inf), -1) @ V
+    """,
+        check=check,
+    )
+    form = exercise.form()
+    form
+    return exercise, form
+
+
+@app.cell
+def _(exercise, form):
+    exercise.verdict(form.value)
+    return
+
+
+@app.cell
+def _():
+    picker = run_picker()
+    picker
+    return (picker,)
+
+
+@app.cell
+def _(picker):
+    run_path = picker.value
+    return (run_path,)
+
+
+@app.cell
+def _(run_path):
+    mo.stop(run_path is None, no_run())
+    own = fenchel.load(run_path)
+    _ids = own.tokenizer.encode("we the people of the united states, in order to form a").ids
+    _ids = _ids[: min(24, own.config.context)]
+    maps = attention_maps(own.model, torch.tensor([_ids])).double()
+    layers = [head_patterns(layer_maps[None]) for layer_maps in maps]
+    _rows = [
+        {
+            "head": f"{n}.{h}",
+            "entropy (nats)": layer_.entropy[h].item(),
+            "mean distance": layer_.distance[h].item(),
+            "on first": layer_.first[h].item(),
+            "on previous": layer_.previous[h].item(),
+        }
+        for n, layer_ in enumerate(layers)
+        for h in range(maps.shape[1])
+    ]
+    mo.vstack(
+        [
+            mo.md(
+                f"Your model has {maps.shape[0]} layers of {maps.shape[1]} heads, each of width {own.config.head_width}. On "
+                f"{len(_ids)} tokens (head 1.0 is the first of the second layer):"
+            ),
+            bar_chart(_rows, "head", "entropy (nats)", title="Entropy of your heads"),
+            heat_chart(maps[-1, 0], title="Weights of the first head of your last layer"),
+            claim(
+                "AT-34 AT-02",
+                f"Weights are shares and sum to at most 1; no head is more even than {len(_ids)} tokens allow, "
+                f"{math.log(len(_ids)):.2f} nats; and in a decoder no weight falls on a later token.",
+                maps.min() >= 0
+                and maps.sum(-1).max() < 1 + 1e-4
+                and all(row["entropy (nats)"] <= math.log(len(_ids)) + 1e-4 for row in _rows)
+                and (own.config.kind != "decoder" or maps.triu(1).abs().max() == 0),
+            ),
+        ]
+    )
+    return
+
+
+@app.cell
+def _():
+    what_breaks(
+        r"The rule $1/\sqrt{d_k}$ assumes queries and keys with independent entries and mean 0, as before training. After training "
+        "they are related on purpose, and scores can grow again: watch the entropy. The symmetry under "
+        "exchange of tokens ends with the first mask or position. And a large weight is not an explanation: it says what was mixed in, "
+        "not what the later layers made of it."
+    )
+    return
+
+
+if __name__ == "__main__":
+    app.run()
