@@ -1,4 +1,4 @@
-"""fenchel doctor: what this machine can do, and whether a directory is sound."""
+"""fenchel doctor: what this machine can do, and whether a directory and its model are sound."""
 
 import json as json_format
 import platform
@@ -12,6 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from fenchel.cli.console import printable
+
+_TOKENS = 128
+_TEXT = """
+The river rises in the hills north of the town, where in most years the snow stays until April.
+Three mills stood on it once; one of them is a school now, and the children of the town learn to
+swim in what was its pond. In the second week of May the water is let out, and everybody helps.
+"""
+"""What a checkpoint reads while it is looked at, where no text of its own is at hand."""
 
 EXTRAS = {
     "hf": ("transformers",),
@@ -31,7 +39,8 @@ def run(
     ----------
     directory
         A run directory to check, every byte of its checkpoints and token files, or a Hugging Face
-        directory: every byte where fenchel wrote it, else settings, headers and numbers.
+        directory: every byte where fenchel wrote it, else settings, headers and numbers. The model
+        is then run on a few tokens to look for common mistakes, such as a scale applied twice.
     json
         Print one JSON object instead of tables.
     """
@@ -42,14 +51,17 @@ def run(
             if is_checkpoint(directory)
             else {"run": check_run(directory)}
         )
+    verdicts = {verdict for parts in checked.values() for verdict in parts.values()}
+    intact = verdicts <= {"intact"}
+    if directory is not None and intact:
+        checked["pitfalls"] = find_pitfalls(directory)
     sections = checked | {"machine": machine(), "extras": extras(), "attention": backends()}
     if json:
         print(json_format.dumps(sections, indent=1))
     else:
         for title, rows in sections.items():
             _show(title, rows)
-    verdicts = {verdict for parts in checked.values() for verdict in parts.values()}
-    return 0 if verdicts <= {"intact"} else 1
+    return 0 if intact else 1
 
 
 def machine() -> dict[str, Any]:
@@ -144,6 +156,39 @@ def check_checkpoint(directory: Path) -> dict[str, str]:
         if name == "weights" or has_file(directory, name):
             verdicts[name] = _verdict(check_part)
     return verdicts
+
+
+def find_pitfalls(directory: Path) -> dict[str, str]:
+    """What the detectors of fenchel.evaluate find in the model of a directory, by pitfall."""
+    import torch
+
+    from fenchel.checkpoints import load
+    from fenchel.checkpoints.run_checkpoint import is_run
+    from fenchel.data import encode
+    from fenchel.evaluate import PITFALLS, pitfalls
+    from fenchel.pipeline import open_corpus
+
+    try:
+        model, tokenizer, config = load(directory)
+    except ValueError as error:
+        return {"not looked for": str(error)}
+    if config.kind == "encoder-decoder":
+        return {"not looked for": "the detectors read models of one stack."}
+    length = min(_TOKENS, config.context)
+    if is_run(directory):
+        ids = open_corpus(directory).validation[:length].astype("int64").tolist()
+    else:
+        ids = encode(tokenizer, _TEXT)[:length]
+    found = pitfalls(model.float(), torch.tensor([ids]))
+    said = {each.name: "none found" for each in PITFALLS}
+    for one in found:
+        before = "" if said[one.pitfall] == "none found" else f"{said[one.pitfall]}\n"
+        said[one.pitfall] = f"{before}{one.sentence}"
+    remedies = {one.pitfall: one.remedy for one in found}
+    return {
+        name: f"{text}\n{remedies[name]}" if name in remedies else text
+        for name, text in said.items()
+    }
 
 
 def _verdict(check_part: Callable[[], object]) -> str:

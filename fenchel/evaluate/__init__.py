@@ -22,20 +22,24 @@ from fenchel.evaluate.calibration import (
 from fenchel.evaluate.compare import Comparison, Evaluation, compare, fingerprint
 from fenchel.evaluate.harness import HarnessAdapter, harness_model
 from fenchel.evaluate.neighbours import Neighbour, Neighbours, nearest_rows, neighbours
+from fenchel.evaluate.pitfalls import PITFALLS, Finding, Pitfall, pitfalls
 from fenchel.evaluate.score import ChoiceScore, Score, score, score_choice, text_ids, truncate_ids
 
 __all__ = [
+    "PITFALLS",
     "Bin",
     "Calibration",
     "ChoiceScore",
     "Comparison",
     "Confidence",
     "Evaluation",
+    "Finding",
     "HarnessAdapter",
     "LabelSmoothing",
     "Neighbour",
     "Neighbours",
     "Outcomes",
+    "Pitfall",
     "Score",
     "TemperatureFit",
     "attention_health",
@@ -53,6 +57,7 @@ __all__ = [
     "neighbours",
     "ngram_bits",
     "outcomes",
+    "pitfalls",
     "reliability",
     "sample",
     "score",
