@@ -103,6 +103,8 @@ class Corpus:
             )
         source, recipe = _read_recipe(manifest, folder)
         facts = _read_facts(folder / _FACTS)
+        if facts.documents > facts.train_tokens + facts.validation_tokens:
+            raise Damaged(f"{folder / _FACTS} counts more documents than tokens.")
         tokenizer = tokens.load_tokenizer(folder / _TOKENIZER)
         if tokenizer.get_vocab_size() != facts.vocabulary:
             raise Damaged(f"{folder / _TOKENIZER} has not as many tokens as {_FACTS} says.")
@@ -134,13 +136,22 @@ class Corpus:
         """The validation text, likewise."""
         return self._text(limit, validation=True)
 
+    def reopen_text(self) -> Text:
+        """The text of the source; a folder with far more files than documents is refused.
+
+        A run of other people may name any folder.
+        """
+        return open_text(self.source, most=most_files(self.facts.documents))
+
     def _text(self, limit: int | None, *, validation: bool) -> bytes:
         tally = Tally()
         facts = self.facts
         bytes_read = facts.train_bytes + facts.validation_bytes
         split = Split(self.recipe["validation"], facts.documents, bytes_read)
         documents, size = [], 0
-        for part in split.parts(tally.watch(open_text(self.source).documents())):
+        for part in split.parts(tally.watch(self.reopen_text().documents())):
+            if tally.bytes > bytes_read:
+                break  # another text, whatever follows
             if part.validation == validation:
                 documents.append(part.document.text.encode())
                 size += len(documents[-1]) + len(_BETWEEN)
@@ -148,6 +159,11 @@ class Corpus:
                     return _BETWEEN.join(documents)[:limit]  # the rest is neither read nor checked
         _require_same(facts.text_sha256, tally.sha256(), self.source)
         return _BETWEEN.join(documents)
+
+
+def most_files(documents: int) -> int:
+    """Files and folders below a folder whose text had ``documents``, hidden and empty ones too."""
+    return 10_000 + 100 * documents
 
 
 def prepare(

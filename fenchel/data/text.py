@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -135,13 +136,16 @@ class Text:
         return self.tally().bytes
 
 
-def open_text(source: str) -> Text:
-    """The text that ``source`` names: a built-in one, or a path."""
+def open_text(source: str, *, most: int | None = None) -> Text:
+    """The text that ``source`` names: a built-in one, or a path.
+
+    A folder with more than ``most`` files and folders below it is refused before any is read.
+    """
     if source in _BUILT_IN:
         return _BUILT_IN[source]()
     path = Path(source).expanduser().absolute()
     if path.is_dir():
-        return Text(path.name, str(path), _files_below(path), _read_file)
+        return Text(path.name, str(path), _files_below(path, most), _read_file)
     if not path.exists():
         raise ValueError(
             f"there is no text {source!r}: name a file, a folder or a built-in text "
@@ -154,12 +158,16 @@ def open_text(source: str) -> Text:
     return Text(path.name, str(path), ((path.name, path),), _read_file)
 
 
-def _files_below(folder: Path) -> tuple[tuple[str, Path], ...]:
+def _files_below(folder: Path, most: int | None) -> tuple[tuple[str, Path], ...]:
     files: list[tuple[str, Path]] = []
     left_out: list[tuple[str, Path]] = []
-    for path in folder.rglob("*"):
+    paths = list(islice(folder.rglob("*"), None if most is None else most + 1))
+    if most is not None and len(paths) > most:
+        raise ValueError(f"{folder} holds more than {most:,} files and folders.")
+    for path in paths:
         inside = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") for part in inside.parts):
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if not hidden and path.is_file() and path.stat().st_size:  # or 0, as files of the system
             (files if _begins_as_text(path) else left_out).append((inside.as_posix(), path))
     if not files:
         raise ValueError(f"{folder} has no text in it; name a folder that holds text files.")

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from fenchel.checkpoints import run_checkpoint
-from fenchel.data import Batches, Corpus, Ids, open_text, prepare
+from fenchel.data import Batches, Corpus, Ids, Text, open_text, prepare
+from fenchel.data.corpus import most_files
+from fenchel.data.text import Tally
 from fenchel.files import (
     Damaged,
     read_regular,
@@ -85,8 +87,7 @@ def reopen_corpus(config: RunConfig, run: RunDir, callback: RunCallback) -> Corp
     try:
         return open_corpus(path)
     except Damaged as error:
-        digest = open_text(record["source"]).sha256()
-        _require_text(record["source"], digest, record["text_sha256"])
+        _require_text(record["source"], _hash_as_recorded(path), record["text_sha256"])
         callback.message(f"{error} The token files are made again.")
         same_ids = replace(config.text, source=record["source"], tokenizer=str(own))
         folder = _tokens(path, record)
@@ -100,24 +101,45 @@ def reopen_corpus(config: RunConfig, run: RunDir, callback: RunCallback) -> Corp
 def new_text(corpus: Corpus, callback: RunCallback, accept: bool) -> str | None:
     """The hash of a text that is not the one the run began with, else None, or refused."""
     try:
-        now = open_text(corpus.source).sha256()
+        if accept:
+            now: str | None = open_text(corpus.source).sha256()
+        else:
+            facts = corpus.facts
+            now = _hash(corpus.reopen_text(), facts.train_bytes + facts.validation_bytes)
     except ValueError as error:
         callback.message(f"{error} The run goes on with its own token files.")
         return None
     then = corpus.facts.text_sha256
-    if now == then:
-        return None
-    if not accept:
+    if not accept or now is None or now == then:
         _require_text(corpus.source, now, then)
+        return None
     callback.message(f"The text has changed from {then[:12]} to {now[:12]}, as accepted.")
     return now
 
 
-def _require_text(source: str, now: str, then: str) -> None:
+def _hash_as_recorded(path: Path) -> str | None:
+    """The hash of the text that text.json of a run names, bounded by the sizes that it records."""
+    record = read_sealed_json(path / "text.json")
+    sizes = [record.get(name) for name in ("documents", "train_bytes", "validation_bytes")]
+    documents, *parts = (size if type(size) is int else 0 for size in sizes)
+    return _hash(open_text(record["source"], most=most_files(documents)), sum(parts))
+
+
+def _hash(text: Text, known: int) -> str | None:
+    """The SHA-256 of a text; None where it is far longer than ``known`` bytes and was not read."""
+    tally = Tally()
+    for _ in tally.watch(text.documents()):
+        if tally.bytes > 2 * known + 2**20:
+            return None
+    return tally.sha256()
+
+
+def _require_text(source: str, now: str | None, then: str) -> None:
     if now != then:
+        found = "has more than twice its length now" if now is None else f"is {now[:12]}"
         raise ValueError(
             f"the text {source!r} has changed since the run began (SHA-256 was "
-            f"{then[:12]}, is {now[:12]}); put the old text back, or go on with the new one by "
+            f"{then[:12]}, {found}); put the old text back, or go on with the new one by "
             "--accept-new-text."
         )
 

@@ -20,6 +20,43 @@ def text_of(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "text.json").read_text()))
 
 
+@pytest.mark.parametrize("tokens", ["intact", "missing"])
+def test_a_text_that_is_a_huge_folder_by_now_is_not_read(
+    lab: Any, tmp_path: Path, tokens: str
+) -> None:
+    """The record of a run of other people may name any folder."""
+    text, run, huge = tmp_path / "mine", tmp_path / "run", tmp_path / "huge"
+    text.mkdir()
+    shutil.copy(lab.text, text / "a.txt")
+    assert lab.begin(run, text=text, mischief=lab.signalled(3)).code == STOPPED
+    documents = text_of(run)["documents"]
+    for number in range(10_001 + 100 * documents):
+        os.makedirs(huge / f"{number % 99}", exist_ok=True)
+        (huge / f"{number % 99}" / f"{number}.txt").touch()
+    os.mkfifo(huge / "first.txt")  # a reader would wait
+    record = text_of(run) | {"source": str(huge)}
+    del record["seal"]
+    write_sealed_json(run / "text.json", record)
+    if tokens == "missing":
+        shutil.rmtree(run / "tokens")
+    ended = lab.resume(run, mischief=lab.signalled(5))
+    assert ended.code == (STOPPED if tokens == "intact" else 2)
+    assert f"more than {10_000 + 100 * documents:,} files" in ended.said
+
+
+def test_a_text_far_longer_than_it_was_is_not_read_to_its_end(lab: Any, tmp_path: Path) -> None:
+    text, run = tmp_path / "mine.txt", tmp_path / "run"
+    shutil.copy(lab.text, text)
+    assert lab.begin(run, text=text, mischief=lab.signalled(3)).code == STOPPED
+    with text.open("ab") as file:
+        for _ in range(40):
+            file.write(text.read_bytes()[:1000] * 100)
+        file.write(b"\xff")  # not text: whoever reads it says so
+    ended = lab.resume(run)
+    assert ended.code == 2
+    assert "has more than twice its length now" in ended.said
+
+
 def test_a_changed_text_is_refused_with_both_hashes_and_may_be_accepted(
     lab: Any, tmp_path: Path
 ) -> None:
