@@ -9,7 +9,7 @@ once more and a small decomposition of the result gives values, left and right v
 
 so some singular value of J lies within error_i of value_i. That these are the largest ones holds
 with high probability: the start is random (fenchel/sensitivity/golub_kahan.py has the
-probability). Planned lesson: the derivative of attention.
+probability).
 """
 
 from typing import NamedTuple
