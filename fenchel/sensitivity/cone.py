@@ -63,13 +63,7 @@ class Cone:
         The ending of a path chooses the format: .svg, .png, .webp, .pdf. Where the installed Pillow
         writes no WebP, the picture is a .png beside it.
         """
-        try:
-            Figure = import_module("matplotlib.figure").Figure
-        except ImportError as error:
-            raise ImportError(
-                'drawing needs matplotlib, which is not installed; pip install "fenchel[plot]".'
-            ) from error
-        figure = Figure(figsize=(6.0, 4.2), dpi=160, layout="constrained")
+        figure = new_figure()
         axes = figure.subplots()
         if self.x.dim() == 1:
             self._draw_graph(axes)
@@ -78,10 +72,7 @@ class Cone:
         axes.set_title(f"the double cone of slope {self.L:g}")
         axes.legend(loc="upper right")
         for path in paths:
-            try:
-                figure.savefig(path)
-            except KeyError:  # Pillow's table of formats lacks this one
-                figure.savefig(Path(path).with_suffix(".png"))
+            save_figure(figure, path)
         return figure
 
     def _draw_graph(self, axes: Any) -> None:
@@ -136,6 +127,27 @@ def cone(
     if len(values) != len(x) + 1:
         raise ValueError(f"f must give one value per point; got {len(values)} for {len(x) + 1}.")
     return Cone(x, values[1:], start.to(x), values[0], float(L))
+
+
+def new_figure(size: tuple[float, float] = (6.0, 4.2)) -> Any:
+    """An empty figure of matplotlib, ``size`` in inches, 160 dots per inch."""
+    try:
+        Figure = import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ImportError(
+            'drawing needs matplotlib, which is not installed; pip install "fenchel[plot]".'
+        ) from error
+    return Figure(figsize=size, dpi=160, layout="constrained")
+
+
+def save_figure(figure: Any, path: str | Path) -> Path:
+    """Save a figure and return its path: a .png where the installed Pillow writes no WebP."""
+    try:
+        figure.savefig(path)
+    except KeyError:  # Pillow's table of formats lacks this one
+        path = Path(path).with_suffix(".png")
+        figure.savefig(path)
+    return Path(path)
 
 
 def _length(v: Tensor) -> Tensor:

@@ -253,21 +253,15 @@ def _(draw):
         gradient = moves.adjoint(G[None])
         return moves.linear(WeightMove(-gradient.Q, -gradient.K))[0]
 
-    def efficiency(X, W_Q, W_K, G):
-        """<G, dS> of the raw step over that of the best one, at equal length."""
-        dS = raw_change(X, W_Q, W_K, G)
-        best = score_bounds.reachable_gradient(X, W_Q, W_K, G).norm()
-        return (-(G * dS).sum() / dS.norm() / best).item()
-
-    return efficiency, problem, raw_change, with_condition
+    return problem, raw_change, with_condition
 
 
 @app.cell
-def _(efficiency, problem, spread_W, spread_X, with_condition):
+def _(problem, spread_W, spread_X, with_condition):
     _X, _WQ, _WK, _G = problem(16, 8, 2, seed=1)
     _X = with_condition(_X, spread_X.value)
     _WQ, _WK = (with_condition(W, spread_W.value) for W in (_WQ, _WK))
-    share = efficiency(_X, _WQ, _WK, _G)
+    share = score_bounds.efficiency(_X, _WQ, _WK, _G)
     guaranteed = score_bounds.efficiency_lower(_X, _WQ, _WK)
     mo.vstack(
         [
@@ -416,7 +410,7 @@ def _(G, T, W_K, W_Q, X, raw_change, scores):
 
 
 @app.cell
-def _(G, W_K, W_Q, X, efficiency, problem, reach, scores, with_condition):
+def _(G, W_K, W_Q, X, problem, reach, scores, with_condition):
     unreachable = G - reach
     _blind = score_step(X, W_Q, W_K, unreachable, 0.3)
     _active = score_step(X, W_Q, W_K, G, 0.3)
@@ -442,7 +436,7 @@ def _(G, W_K, W_Q, X, efficiency, problem, reach, scores, with_condition):
             _X = _X if _cond_X is None else with_condition(_X, _cond_X)
             if _cond_W is not None:
                 _WQ, _WK = (with_condition(W, _cond_W) for W in (_WQ, _WK))
-            _shares.append(efficiency(_X, _WQ, _WK, _G))
+            _shares.append(score_bounds.efficiency(_X, _WQ, _WK, _G))
         share_rows.append(
             {
                 "n, d, k": _name,
@@ -455,7 +449,9 @@ def _(G, W_K, W_Q, X, efficiency, problem, reach, scores, with_condition):
     orthonormal = []
     for _seed in range(12):
         _X, _WQ, _WK, _G = problem(64, 32, 8, seed=_seed)
-        orthonormal.append(efficiency(*(torch.linalg.qr(M)[0] for M in (_X, _WQ, _WK)), _G))
+        orthonormal.append(
+            score_bounds.efficiency(*(torch.linalg.qr(M)[0] for M in (_X, _WQ, _WK)), _G)
+        )
     mo.vstack(
         [
             mo.md(

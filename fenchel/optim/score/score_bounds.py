@@ -39,7 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fenchel.optim.score.exact_step import ScoreMap, exact
+from fenchel.optim.score.exact_step import ScoreMap, exact, raw
 
 
 class ScoreSpectrum(NamedTuple):
@@ -175,6 +175,21 @@ def reachable_gradient(X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor) -> Tensor
     X, W_Q, W_K, G = (M.double() for M in (X, W_Q, W_K, G))
     scores = ScoreMap(X[None], W_Q, W_K)
     return -scores.linear(exact(scores, G[None], 0.0))[0]
+
+
+def efficiency(X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor) -> float:
+    """The share of the best <G, dS> that the raw step attains at equal |dS|, to first order.
+
+    >>> import torch
+    >>> X, W = torch.eye(3), torch.eye(3)[:, :2]
+    >>> round(efficiency(X, W, W, torch.ones(3, 3)), 4)
+    0.9487
+    """
+    X, W_Q, W_K, G = (M.double() for M in (X, W_Q, W_K, G))
+    scores = ScoreMap(X[None], W_Q, W_K)
+    dS = scores.linear(raw(scores, G[None], 0.0))[0]
+    best = reachable_gradient(X, W_Q, W_K, G).norm()
+    return float(-(G * dS).sum() / (dS.norm() * best))
 
 
 def gamma_bounds(

@@ -14,6 +14,7 @@ from torch import Tensor
 from fenchel.optim.score import remove_gauge, score_step
 from fenchel.optim.score.exact_step import ScoreMap, WeightMove
 from fenchel.optim.score.score_bounds import (
+    efficiency,
     efficiency_lower,
     reachable_gradient,
     remainder_upper,
@@ -38,15 +39,6 @@ def with_condition(M: Tensor, condition: float) -> Tensor:
     return U * condition**-powers @ V
 
 
-def share_of_the_best(X: Tensor, W_Q: Tensor, W_K: Tensor, G: Tensor) -> float:
-    """<G, dS> of the raw step over that of the best one, at equal |dS|."""
-    scores = ScoreMap(X[None], W_Q, W_K)
-    gradient = scores.adjoint(G[None])
-    dS = scores.linear(WeightMove(-gradient.Q, -gradient.K))[0]
-    best = float(reachable_gradient(X, W_Q, W_K, G).norm())
-    return float(-(G * dS).sum() / dS.norm()) / best
-
-
 @pytest.mark.parametrize(
     ("size", "conditions", "share"),
     [
@@ -68,7 +60,7 @@ def test_the_raw_gradient_attains_a_share_of_the_best_descent(
             X = with_condition(X, conditions[0])
         if conditions[1] is not None:
             W_Q, W_K = (with_condition(W, conditions[1]) for W in (W_Q, W_K))
-        shares.append(share_of_the_best(X, W_Q, W_K, G))
+        shares.append(efficiency(X, W_Q, W_K, G))
     assert max(shares) < 1.0
     assert median(shares) == pytest.approx(share, abs=0.04)
 
@@ -79,7 +71,7 @@ def test_even_orthonormal_weights_count_what_both_reach_twice() -> None:
     for seed in range(20):
         X, W_Q, W_K, G = problem(64, 32, 8, seed=seed)
         X, W_Q, W_K = (torch.linalg.qr(M)[0] for M in (X, W_Q, W_K))
-        shares.append(share_of_the_best(X, W_Q, W_K, G))
+        shares.append(efficiency(X, W_Q, W_K, G))
         assert efficiency_lower(X, W_Q, W_K) == pytest.approx(2 * 2**0.5 / 3, abs=1e-9)
     assert min(shares) >= 2 * 2**0.5 / 3
     assert max(shares) < 0.97
