@@ -460,8 +460,8 @@ def _():
     ### Why not the average over the batch?
 
     *BatchNorm* takes mean and variance of one feature over all tokens in the batch. Then the result for your
-    sentence depends on the sentences beside it, and on how much padding makes them equally long. LayerNorm
-    looks at one token alone.
+    sentence depends on the sentences beside it, and on how much padding makes them equally long. (After
+    training it uses averages stored until then.) LayerNorm looks at one token alone.
     """)
     return
 
@@ -764,7 +764,7 @@ def _():
             claim(
                 "NB-16 NB-17",
                 r"GELU is $x\,\Phi(x)$ with the exact bell curve. Two approximations are in use: by $\tanh$ (off by at most "
-                rf"{_tanh:.2e}) and $x\,\sigma(1.702x)$ with the sigmoid $\sigma$ (off by {_quick:.4f}). A checkpoint must be "
+                rf"{_tanh:.2e}) and $x \cdot \mathrm{{sigmoid}}(1.702x)$ (off by {_quick:.4f}). A checkpoint must be "
                 "read with the one it was trained with.",
                 torch.allclose(ACTIVATIONS["gelu"](_x), _exact, atol=1e-12)
                 and f"{_tanh:.2e}" == "4.73e-04"
@@ -823,7 +823,8 @@ def _():
     $v = 2/(n_{in} + n_{out})$.
 
     Queries and keys may begin smaller than that: their products, the scores, are then near 0, and attention begins
-    by looking at all tokens evenly. *Entropy* measures how even: it is 0 if one token gets all the weight.
+    by looking at all tokens evenly. *Entropy* measures how even: it is 0 if one token gets all the weight, and $\log n$ if $n$
+    tokens share it equally, in *nats*, the unit of the natural logarithm.
     """)
     return
 
@@ -1117,7 +1118,8 @@ def _():
     mo.md(r"""
     ## Four experiments
 
-    They train small models, which takes some seconds.
+    They train small models, which takes some seconds. Losses of the toy language are in nats per token; guessing
+    costs $\log 17 = 2.83$.
 
     1. A feed-forward layer alone learns a smooth function of 8 numbers, $\sin(2xA)B$, with several widths inside.
     2. The same with ReLU in place of GELU, six times each from other random beginnings.
@@ -1370,7 +1372,7 @@ def _(picker):
 @app.cell
 def _(run_path):
     mo.stop(run_path is None, no_run())
-    own = fenchel.load(run_path)
+    own = fenchel.load(run_path, dtype=torch.float32)
     _ids = torch.tensor([own.tokenizer.encode("the people of the").ids[: own.config.context]])
     _a = own.config.branch_scale
     _in, _out, _notes, _hooks = [], [], [], []
