@@ -17,8 +17,9 @@ torch._C._functorch.is_functorch_wrapped_tensor
     Whether a tensor is a placeholder of torch.func, on whose numbers Python cannot branch. There is
     no public name.
 torch.nn.Module._forward_hooks, _forward_pre_hooks
-    Whether a module may be bypassed while decoding. Hooks can be added and removed by public names,
-    not listed.
+torch.nn.modules.module._global_forward_hooks, _global_forward_pre_hooks
+    Whether a module may be bypassed while decoding: its own hooks, and those of all modules. Hooks
+    can be added and removed by public names, not listed.
 torch._dynamo.config.skip_nnmodule_hook_guards
     Modules are compiled again when hooks are added. ``torch.compiler.config`` does not have it.
 _dynamo_marked_constant, on a function
@@ -44,6 +45,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as module_hooks
 
 VERSIONS = ">=2.11,<2.16"
 """The versions of torch that the tests run on; the range of pyproject.toml."""
@@ -59,6 +61,7 @@ try:
     _all_transforms = torch._C._functorch.get_interpreter_stack
     _REVERSE = torch._C._functorch.TransformType.Grad
     _ = forward_ad._current_level, nn.Module()._forward_hooks, nn.Module()._forward_pre_hooks
+    _of_all_modules = module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks
 except AttributeError as error:
     raise ImportError(
         f"fenchel needs torch{VERSIONS}, got torch {torch.__version__}: {error}."
@@ -83,8 +86,8 @@ def reverse_transforms() -> int:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run before or after the module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether hooks run before or after the module, its own or those of all modules."""
+    return any((module._forward_hooks, module._forward_pre_hooks, *_of_all_modules))
 
 
 def guard_on_hooks() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import fenchel
 from fenchel import torch_internals
@@ -144,8 +145,14 @@ def test_transforms_tangents_and_hooks_are_noticed() -> None:
     handle = layer.register_forward_hook(lambda *_: None)
     assert torch_internals.has_forward_hooks(layer)
     handle.remove()
-    layer.register_forward_pre_hook(lambda *_: None)
+    handle = layer.register_forward_pre_hook(lambda *_: None)
     assert torch_internals.has_forward_hooks(layer)
+    handle.remove()
+    for register in (register_module_forward_hook, register_module_forward_pre_hook):
+        assert not torch_internals.has_forward_hooks(layer)
+        handle = register(lambda *_: None)  # of all modules
+        assert torch_internals.has_forward_hooks(layer)
+        handle.remove()
 
 
 def test_every_error_of_the_compiler_is_of_one_class() -> None:

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fenchel.generation import KVCache, generate
 from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
 from fenchel.model import Transformer
+from fenchel.model.mlp import Mlp
 
 Build = Callable[..., Transformer]
 Draw = Callable[..., Tensor]
@@ -104,6 +106,13 @@ def test_a_changed_model_is_read_by_itself(lively: Build, prompts: Draw) -> None
     assert why_not_cpu_step(model) == "its Mlp has a forward hook"
     generate(model, prompts(1, 3), max_new_tokens=4, temperature=0.0)
     assert len(calls) == 4  # no call of the hook is left out
+    calls.clear()
+    handle = register_module_forward_hook(lambda layer, *_: calls.append(isinstance(layer, Mlp)))
+    try:  # a hook of all modules
+        generate(lively(), prompts(1, 3), max_new_tokens=4, temperature=0.0)
+    finally:
+        handle.remove()
+    assert sum(calls) == 4 * len(model.blocks)
     other = lively(choice="entmax")
     mixed = lively()
     mixed.blocks[0].attention.choice = other.blocks[0].attention.choice
