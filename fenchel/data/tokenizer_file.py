@@ -6,7 +6,8 @@ very long or a small file very large, in numbers that no tokenizer in use comes 
 
     added tokens        of 1 to 256 characters, 2^20 characters in all
     vocabulary          at most ``LARGEST_VOCABULARY``
-    tokens of Unigram   1,024 bytes each: they are the depth of a tree that is freed by recursion
+    tokens of Unigram   1,024 bytes each: they are the depth of a tree that is freed by recursion;
+                        2,621,440 bytes that no other token begins with, a node of 330 bytes each
     parts               64, each with a type that is known at its place and no fields of another,
                         by which the library would read it as that other part
     growth              64 characters from one, over all replacements and prefixes together
@@ -27,6 +28,7 @@ of single characters and classes. After its repeat nothing can fail, so nothing 
 import base64
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ _MAP_LIMIT = 256
 _TEMPLATE_LIMIT = 256
 _TOKEN_LIMIT = 256  # characters of a token; Unigram looks up all its prefixes
 _DEPTH_LIMIT = 1024  # bytes of a token of Unigram: about 80 bytes of stack each
+_NODE_LIMIT = 5 * 2**19  # the largest in use, of 256,000 tokens, have about a million
 _WORD_LIMIT = 256  # characters of a word that WordPiece looks up, in quadratic time
 
 _SLOTS = {
@@ -202,14 +205,8 @@ def _check_tokens(raw: dict[str, Any], path: Path) -> None:
     count = len(added) + (len(vocab) if isinstance(vocab, dict | list) else 0)
     if count > LARGEST_VOCABULARY:
         raise ValueError(f"{path} has {count} tokens; more than {LARGEST_VOCABULARY} is refused.")
-    rows = vocab if isinstance(vocab, list) else ()  # of a Unigram model: [token, score]
-    names = (row[0] for row in rows if isinstance(row, list) and row)
-    sizes = (len(name.encode(errors="replace")) for name in names if isinstance(name, str))
-    if (longest := max(sizes, default=0)) > _DEPTH_LIMIT:
-        raise ValueError(
-            f"{path} has a Unigram model with a token of {longest} bytes; more than {_DEPTH_LIMIT} "
-            "is refused."
-        )
+    if isinstance(vocab, list):  # of a Unigram model: [token, score]
+        _check_tree([row[0] for row in vocab if isinstance(row, list) and row], path)
     total = 0
     for token in added:
         content = token.get("content") if isinstance(token, dict) else None
@@ -224,6 +221,34 @@ def _check_tokens(raw: dict[str, Any], path: Path) -> None:
             f"{path} has added tokens of {total} characters; more than {_SPECIALS_LIMIT} is "
             "refused."
         )
+
+
+def _check_tree(tokens: list[Any], path: Path) -> None:
+    """Refuse a tree of prefixes that is too deep or too large."""
+    ordered = sorted(t.encode(errors="replace") for t in tokens if isinstance(t, str))
+    if (longest := max(map(len, ordered), default=0)) > _DEPTH_LIMIT:
+        raise ValueError(
+            f"{path} has a Unigram model with a token of {longest} bytes; more than {_DEPTH_LIMIT} "
+            "is refused."
+        )
+    nodes = sum(map(len, ordered))
+    if nodes > _NODE_LIMIT:  # or fewer: neighbours in order share the most
+        nodes -= sum(_shared(a, b) for a, b in pairwise(ordered))
+    if nodes > _NODE_LIMIT:
+        raise ValueError(
+            f"{path} has a Unigram model with {nodes} prefixes of tokens; more than {_NODE_LIMIT} "
+            "is refused."
+        )
+
+
+def _shared(a: bytes, b: bytes) -> int:
+    """The length of the longest common prefix.
+
+    >>> _shared(b"there", b"then"), _shared(b"a", b"ab")
+    (3, 1)
+    """
+    differ = (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
 
 
 def _check_fields(slot: str, part: Any, path: Path) -> None:

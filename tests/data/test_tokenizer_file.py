@@ -16,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from fenchel.data import encode, load_tokenizer, tokenizer_process, tokens, train_tokenizer
+from fenchel.data import (
+    encode,
+    load_tokenizer,
+    tokenizer_file,
+    tokenizer_process,
+    tokens,
+    train_tokenizer,
+)
 from fenchel.data.tokenizer_file import _is_plain_pattern, check, is_plain
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -314,6 +321,22 @@ def test_a_long_token_of_a_unigram_model_ends_no_process(
     assert ran.returncode == 0
     assert says in ran.stdout
     assert bool(says) == bool(ran.stdout)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_tree_of_a_unigram_model_is_bounded(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a", *("a" * 99 + chr(98 + n % 3) + f"{n:0100}"[::-1] for n in range(30))]
+    prefixes = {token[:n] for token in names for n in range(1, len(token) + 1)}
+    vocab = [[token, 0.0] for token in names]
+    monkeypatch.setattr(tokenizer_file, "_NODE_LIMIT", len(prefixes) - refused)
+    raw = {"model": {"type": "Unigram", "unk_id": 0, "vocab": vocab}}
+    if refused:
+        with pytest.raises(ValueError, match=f"{len(prefixes)} prefixes of tokens; more than"):
+            check(raw, tmp_path)
+    else:
+        check(raw, tmp_path)
 
 
 def test_a_character_map_is_read(load: Callable[..., Tokenizer]) -> None:
