@@ -14,6 +14,7 @@ with app.setup:
 
     import marimo as mo
     import torch
+    from torch.autograd.functional import hessian, jacobian
 
     import fenchel
     from fenchel.lessons.widgets import (
@@ -136,7 +137,7 @@ def _(curve, gap, place):
     }[curve.value]
     x0 = torch.tensor(place.value, dtype=torch.float64)
     quotient = (f(x0 + gap.value) - f(x0)) / gap.value
-    slope = torch.func.grad(f)(x0)
+    slope = jacobian(f, x0)
     _grid = torch.linspace(0.25, 6.0, 60, dtype=torch.float64)
     line_chart(
         [
@@ -159,8 +160,7 @@ def _(curve, gap, place):
 def _(curve, f, slope, x0):
     steps = [2.0, 1.0, 0.5, 0.1, 0.01, 0.001]
     quotients = [((f(x0 + h) - f(x0)) / h).item() for h in steps]
-    bend = torch.func.grad(torch.func.grad(f))
-    _bounds = [h / 2 * max(abs(bend(x0)), abs(bend(x0 + h))).item() for h in steps]
+    _bounds = [h / 2 * max(abs(hessian(f, x0)), abs(hessian(f, x0 + h))).item() for h in steps]
     mo.vstack(
         [
             table(

@@ -14,6 +14,7 @@ with app.setup:
 
     import marimo as mo
     import torch
+    from torch.autograd.functional import jacobian
 
     import fenchel
     from fenchel.lessons.widgets import (
@@ -129,7 +130,7 @@ def _():
         return ((torch.tanh(_x[:, None] * w + b) @ u + c - torch.sin(2 * _x)) ** 2).mean()
 
     _start = torch.randn(25, dtype=torch.float64, generator=_draw)
-    trained = walk(torch.func.grad(network_loss), _start, 0.1, 300)
+    trained = walk(lambda theta: jacobian(network_loss, theta), _start, 0.1, 300)
     losses = [network_loss(trained[k]).item() for k in (0, 300)]
     straight = walk(lambda p: 2 * p, torch.tensor([3.0, -4.0], dtype=torch.float64), 0.1, 10)
     mo.vstack(

@@ -13,6 +13,7 @@ with app.setup:
 
     import marimo as mo
     import torch
+    from torch.autograd.functional import jacobian
 
     import fenchel
     from fenchel.lessons.widgets import (
@@ -113,8 +114,8 @@ def _():
 
     _error = X @ W + b - Y
     dW, db = 2 / len(X) * X.T @ _error, 2 / len(X) * _error.sum(0)
-    auto_W, auto_b = torch.func.grad(mean_squares, argnums=(0, 1))(W, b)
-    of_torch = torch.func.grad(lambda W: torch.nn.functional.mse_loss(X @ W + b, Y))(W)
+    auto_W, auto_b = jacobian(mean_squares, (W, b))
+    of_torch = jacobian(lambda W: torch.nn.functional.mse_loss(X @ W + b, Y), W)
     _rows = torch.stack([sum(X[i, k] * W[k] for k in range(4)) + b for i in range(8)])
     _loop = sum(((Y[i] - _rows[i]) ** 2).sum() for i in range(8)) / 8
     _W, _b, loss_path = W, b, []
@@ -188,7 +189,7 @@ def _():
 def _():
     _x = torch.linspace(-2, 2, 41, dtype=torch.float64)
     _outer_times_inner = torch.cos(_x**2) * 2 * _x
-    _direct = torch.func.vmap(torch.func.grad(lambda x: torch.sin(x**2)))(_x)
+    _direct = jacobian(lambda x: torch.sin(x**2).sum(), _x)
     _draw = torch.Generator().manual_seed(1)
     _X = torch.randn(3, 4, dtype=torch.float64, generator=_draw)
     _A = torch.randn(2, 3, dtype=torch.float64, generator=_draw)
@@ -199,10 +200,10 @@ def _():
     def _outer(Y):
         return (Y**3).sum() + Y[0, 0] * Y[1, 2]
 
-    _through = torch.func.jacrev(_inner)(_X)  # [k, l, i, j]
-    _parts = torch.func.grad(_outer)(_inner(_X))
+    _through = jacobian(_inner, _X)  # [k, l, i, j]
+    _parts = jacobian(_outer, _inner(_X))
     _summed = torch.einsum("kl,klij->ij", _parts, _through)
-    _whole = torch.func.grad(lambda X: _outer(_inner(X)))(_X)
+    _whole = jacobian(lambda X: _outer(_inner(X)), _X)
     _h = 1e-6
     _poked = torch.zeros(3, 4, dtype=torch.float64)
     for _i in range(3):
@@ -370,7 +371,7 @@ def _():
                 and torch.isclose(ACTIVATIONS["sigmoid"][1](_z).max(), _z.new_tensor(0.25))
                 and all(
                     torch.allclose(
-                        torch.func.vmap(torch.func.grad(ACTIVATIONS[name][0]))(_z),
+                        jacobian(lambda z, name=name: ACTIVATIONS[name][0](z).sum(), _z),
                         ACTIVATIONS[name][1](_z),
                     )
                     for name in ACTIVATIONS
@@ -739,8 +740,8 @@ def _():
     )
     by_rows = (torch.kron(_A, _B.T.contiguous()) @ _X.flatten() - _product.flatten()).norm().item()
     mixed = (torch.kron(_B.T.contiguous(), _A) @ _X.flatten() - _product.flatten()).norm().item()
-    _through = torch.func.grad(lambda X: (_G * torch.sin(_A @ X @ _B)).sum())(_X)
-    _trace = torch.func.grad(lambda X: torch.trace(_M @ X))(_X)
+    _through = jacobian(lambda X: (_G * torch.sin(_A @ X @ _B)).sum(), _X)
+    _trace = jacobian(lambda X: torch.trace(_M @ X), _X)
     mo.vstack(
         [
             claim(
@@ -752,7 +753,7 @@ def _():
                 "DV-07 DV-08",
                 r"$\nabla_X \mathrm{tr}(AX) = A^\top$, and $\nabla_X \|X\|_F^2 = 2X$.",
                 torch.allclose(_trace, _M.T)
-                and torch.allclose(torch.func.grad(lambda X: (X**2).sum())(_X), 2 * _X),
+                and torch.allclose(jacobian(lambda X: (X**2).sum(), _X), 2 * _X),
             ),
             claim(
                 "DV-09",
@@ -814,7 +815,7 @@ def _():
         def loss(W1, b1, W2, b2):
             return ((torch.tanh(X @ W1 + b1) @ W2 + b2 - Y) ** 2).sum() / len(X)
 
-        expected = torch.func.grad(loss, argnums=(0, 1, 2, 3))(W1, b1, W2, b2)
+        expected = jacobian(loss, (W1, b1, W2, b2))
         found = gradients(X, Y, W1, b1, W2, b2)
         assert len(found) == 4, "Return four gradients: dW1, db1, dW2, db2."
         hints = {
