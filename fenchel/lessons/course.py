@@ -152,7 +152,7 @@ COURSE = (
         "l18_tokens_and_calibration",
         "Tokenizers, perplexity and calibration",
         "Two models give a text the same probability. Can their perplexities differ?",
-        30,
+        40,
         ("l05_cross_entropy",),
     ),
     Lesson(
