@@ -1,6 +1,6 @@
 """Scores to weights: argmax over the simplex, its value, derivative, loss, certificate.
 
-Two modules for study are part of the public surface and have no command:
+Two modules for study are part of the public surface and serve the lessons:
 ``fenchel.choice.convex_program`` (small convex programs, their multipliers and duality gap) and
 ``fenchel.choice.hypothesis_test`` (softmax as a tilted distribution: divergences and error
 exponents).

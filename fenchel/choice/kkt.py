@@ -25,7 +25,7 @@ where p_i is at 0 (or closer to it than the force), to eta_i where p_i is at c, 
 error elsewhere. A weight of 0 stands for anything too small for the dtype, so slope(0) is its
 slope. All sums are in float64.
 
-For the lesson "Lagrange and KKT", which is planned.
+Lessons 6 and 9 of ``fenchel learn`` show them.
 """
 
 from typing import NamedTuple

@@ -509,7 +509,7 @@ def _():
 
     You know little about a waiting time: it lies between 0 and 6 minutes, and perhaps its average. Which
     distribution should you assume? One answer: the one that claims least beyond what you know, the one with the
-    largest *entropy* $-\int q \log q$. The unknown is now a function $q$, and each thing that you know is a constraint. Set the
+    largest *entropy* $-\int q \log q$, a measure of spread ($\int$ adds up over all minutes). The unknown is now a function $q$, and each thing that you know is a constraint. Set the
     slope of the Lagrangian at every single point to 0:
 
     $$\log q(x) + 1 + \nu_0 + \nu_1 x + \nu_2 x^2 = 0,$$

@@ -594,7 +594,7 @@ def _(false_alarm, rare, u, z):
             claim(
                 "SM-44 E100",
                 f"**How many draws.** Estimate: $\\log(1/\\delta)/\\mathrm{{KL}}$, for $\\delta = 0.01$ {first:.1f}, and never less than "
-                f"$8 \\log(1/\\delta) / (\\beta\\,\\mathrm{{range}}(z))^2 = {least:.1f}$. Counted exactly, with 10 % misses: {needed}.",
+                f"$8 \\log(1/\\delta) / (\\beta\\,\\mathrm{{range}}(z))^2 = {least:.1f}$ (range: largest minus smallest score). Counted exactly, with 10 % misses: {needed}.",
                 first >= least and 40 <= needed <= 70 and needed > first,
             ),
             claim(
@@ -882,7 +882,8 @@ def _(run_path):
     for _layer, _call in calls.items():
         _, _w = fenchel.attend(_call.q, _call.k, _call.v, **_call.spec, return_weights=True)
         _last = _w[0, :, -1].double()  # what the last token gives to each token: (heads, tokens)
-        _last = _last / _last.sum(-1, keepdim=True)
+        _sum = _last.sum(-1, keepdim=True)  # a sink may take a part, or all of it
+        _last = torch.where(_sum > 0, _last / _sum, 1 / _last.shape[-1])
         for _head, _p in enumerate(_last):
             _uniform = torch.full_like(_p, 1 / len(_p))
             per_head.append(
