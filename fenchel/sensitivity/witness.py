@@ -19,9 +19,8 @@ a prior that leaves no row two keys; then Att is Lipschitz, and ``blowup`` raise
     minus    R (-u, u, ..., u)           u the eigenvector of the most negative u^T A u: a sink
     plus     R (u, u/2, ..., u/2)        u that of the most positive: peaks, then falls as n grows
 
-Planned lesson: the Lipschitz cone and why attention is not Lipschitz. Proof and sources:
-docs/maths/sensitivity.md. Kim, Papamakarios and Mnih (2021); Castin, Ablin and
-Peyre (2024).
+Lesson: l12_lipschitz. Proof and sources: docs/maths/sensitivity.md. Kim, Papamakarios and Mnih
+(2021); Castin, Ablin and Peyre (2024).
 """
 
 from typing import NamedTuple

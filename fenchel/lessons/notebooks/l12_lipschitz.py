@@ -111,18 +111,19 @@ def _(limit, tip):
             line_chart(cone_rows, "x", "y", "line", title="The sine and the double cone"),
         ]
     )
-    return
+    return cone_rows, seen
 
 
 @app.cell
-def _():
+def _(cone_rows, seen):
     wide, narrow = cone(torch.sin, 0.0, 1.0), cone(torch.sin, 0.0, 0.9)
     _x = wide.x
     _gaps = (_x[:, None] - _x).abs()
     _apart = _gaps > 0
     steepest_pair = ((_x.sin()[:, None] - _x.sin()).abs()[_apart] / _gaps[_apart]).max()
     blunt = wide.x.abs().min()
-    with_tip = torch.cat([wide.x, wide.x0.reshape(1)])
+    _above = [row["y"] for row in cone_rows if row["line"] == "the cone above"]
+    sharp = min(_above) == seen.y0.item()
     mo.vstack(
         [
             claim(
@@ -143,7 +144,8 @@ def _():
                 "through them would have a blunt tip, so the drawing inserts the tip as a further point. "
                 "`python -m fenchel.lessons.figures` writes it as `lipschitz_double_cone.svg`.",
                 round(blunt.item(), 5) == 0.00787
-                and (with_tip - wide.x0).abs().min() == 0
+                and blunt > 0
+                and sharp
                 and abs(_x[-1].item() - 4.712389) < 1e-6,
             ),
             mo.md(
@@ -315,7 +317,7 @@ def _():
             $\frac{1}{1 + e^{-xt}}$. For a small exponent $e^{-xt} \approx 1 - xt$, so the weight is about
             $\frac{1}{2 - xt} \approx \frac12 + \frac{xt}{4}$. It has grown by $\frac{xt}{4}$: the first lever. The output grows by that weight
             times $t$, so by $\frac{x t^2}{4}$: the second lever; the token's own move adds $\frac x2$. Per unit of $x$ this is
-            $\frac{t^2}{4} + \frac12$. Whatever limit $L$ somebody names, $t = 2\sqrt L$ breaks it.""",
+            $\frac{t^2}{4} + \frac12$. Whatever the limit $L$, $t = 2\sqrt L$ breaks it.""",
         undergraduate=r"""
             *If.* $n = 1$: the only weight is 1 and $\mathrm{Att}(X) = X W_V$. $A = 0$: all weights are $1/n$. $W_V = 0$: the output is 0. All three are linear.
 

@@ -66,7 +66,7 @@ A step exists unless the gradients T W_K and T^T W_Q both vanish. Then no move o
 changes <G, S> to first order, all dS of the ball are equally good, and the step is zero;
 ``Step.summary`` gives this reason.
 
-For the planned lesson "Score-space descent"; ScoreDescent is its batched, approximate form.
+Lesson: l17_score_descent. ScoreDescent is its batched, approximate form.
 
 Shapes: X (B, n, d), W_Q and W_K (d, k), scores (B, n, n).
 """
