@@ -13,6 +13,7 @@ with app.setup:
 
     import marimo as mo
     import torch
+    from torch.autograd.functional import jacobian
 
     import fenchel
     from fenchel.choice.convex_program import (
@@ -103,7 +104,7 @@ def _():
 
     def slopes(x):
         """How fast the ground rises along the fence, and across it."""
-        uphill = -torch.func.grad(depth)(x)
+        uphill = -jacobian(depth, x)
         return (uphill[0] - uphill[1]).item() / 2**0.5, uphill.sum().item() / 2**0.5
 
     def place(x):
