@@ -326,7 +326,7 @@ def _(visible):
     _steps = trace(Q2, K2, V2, prior=fenchel.Causal() if _causal else None)
 
     def _text(rows):
-        return [" ".join(f"{x:.3f}" for x in row) for row in rows.tolist()]
+        return ["\u00a0".join(f"{x:.3f}" for x in row) for row in rows.tolist()]
 
     _names = {
         "Q Kᵀ": _steps.compatibility,

@@ -50,9 +50,9 @@ def draw(*shape, seed=0):
 
 
 @app.function
-def rows_as_text(m, digits=3):
-    """One string per row."""
-    return [" ".join(f"{x + 0.0:.{digits}f}" for x in row) for row in m.tolist()]
+def rows_as_text(m):
+    """One string per row, which does not break."""
+    return ["\u00a0".join(f"{round(x, 4) + 0.0:g}" for x in row) for row in m.tolist()]
 
 
 @app.cell
@@ -65,7 +65,7 @@ def _():
 def _():
     guess = question(
         "Two tokens, three numbers each, one loss. The gradient of the keys is a table of two rows and three columns: how "
-        "must the loss change if a number of a key changes? What do you know about its rows before computing anything?",
+        "does the loss change if a number of a key changes? What do you know about its rows before computing anything?",
         [
             "they are equal",
             "the second is minus the first",
@@ -124,8 +124,8 @@ def _():
 
 @app.cell
 def _():
-    q, k, v = draw(1, 3, seed=1), draw(4, 3, seed=2), draw(4, 2, seed=3)
-    dq, dk, dv = draw(1, 3, seed=4), draw(4, 3, seed=5), draw(4, 2, seed=6)
+    q, k, v = draw(1, 3, seed=22), draw(4, 3, seed=23), draw(4, 2, seed=24)
+    dq, dk, dv = draw(1, 3, seed=25), draw(4, 3, seed=26), draw(4, 2, seed=27)
     return dk, dq, dv, k, q, v
 
 
@@ -139,6 +139,13 @@ def _(dk, dq, dv, k, nudged, q, size, v):
     _after = [x if m is None else x + m for x, m in zip((q, k, v), _moves, strict=True)]
     _truth = (fenchel.attend(*_after) - fenchel.attend(q, k, v))[0]
     move = fenchel.attend_jvp((q, k, v), _moves)
+    _auto = torch.func.jvp(
+        lambda *x: fenchel.attend(*x, backend="reference"),
+        (q, k, v),
+        tuple(
+            torch.zeros_like(x) if m is None else m for x, m in zip((q, k, v), _moves, strict=True)
+        ),
+    )[1]
     _apart = (move.total[0] - _truth).norm() / _truth.norm()
     mo.vstack(
         [
@@ -156,15 +163,23 @@ def _(dk, dq, dv, k, nudged, q, size, v):
                 "entry of the output",
                 "change",
                 "by",
-                title=f"What the output does when {_on} move by {size.value:g}",
+                title=f"Change of the output: {_on} nudged by {size.value:g}",
             ),
             mo.md(f"Prediction and truth differ by **{100 * _apart:.1f} %** of the change."),
             claim(
                 "DV-24",
-                "The prediction is the sum of its two causes, and nudging values alone leaves the faders alone.",
-                torch.equal(move.total, move.choosing + move.values)
-                and (_on != "values" or (move.choosing == 0).all())
-                and (_on not in ("queries", "keys") or (move.values == 0).all()),
+                "The prediction, faders plus singers, is the derivative that automatic differentiation finds in this direction.",
+                torch.allclose(move.total, _auto, atol=1e-12),
+            ),
+            claim(
+                "DV-24",
+                "Values alone are predicted exactly, however far they move: the mix is a sum of shares times values, and the "
+                "shares stay. Only the faders bend.",
+                torch.allclose(
+                    fenchel.attend_jvp((q, k, v), (None, None, 3.0 * dv)).total,
+                    fenchel.attend(q, k, v + 3.0 * dv) - fenchel.attend(q, k, v),
+                    atol=1e-12,
+                ),
             ),
         ]
     )
@@ -246,7 +261,7 @@ def _():
             claim(
                 "DV-28",
                 f"Each row of $G$ sums to zero (largest sum {G.sum(-1).abs().max():.0e}): raising all scores of a query alike "
-                "changes nothing. The forgetful gradient does not know that.",
+                "changes nothing. The gradient that forgets softmax lacks this.",
                 G.sum(-1).abs().max() < 1e-12 and _forgot.sum(-1).abs().max() > 0.1,
             ),
         ]
@@ -314,7 +329,7 @@ def _(bill):
         [
             table(
                 [
-                    {"step": name, "row 0": rows_as_text(x, 4)[0], "row 1": rows_as_text(x, 4)[1]}
+                    {"step": name, "row 0": rows_as_text(x)[0], "row 1": rows_as_text(x)[1]}
                     for name, x in _now.items()
                 ]
             ),
@@ -417,7 +432,7 @@ def _():
     ## Do not trust, measure
 
     The formulas can be checked without knowing any. Change one number by $+h$ and by $-h$, compute the loss twice, divide the difference
-    by $2h$: that is nearly its slope. A large $h$ sees the curve bend, a tiny $h$ drowns in the rounding of the computer. In between lies a
+    by $2h$: that is nearly its slope. With a large $h$ the curve bends between the two points; with a tiny $h$ the rounding of the computer counts. In between lies a
     step that gives nine or ten digits.
     """)
     return
@@ -630,7 +645,7 @@ def _(R, W_K, W_Q, W_V, X):
             ),
             claim(
                 "DV-28 DV-27",
-                r"Through softmax $G \mathbf 1 = 0$ ($\mathbf 1$ is a column of ones), so a vector added to all *keys'* tokens drops out: "
+                r"Through softmax $G \mathbf 1 = 0$ ($\mathbf 1$ is a column of ones), so a vector added to every token on the side of the keys drops out: "
                 r"$X^\top G (X + \mathbf 1 c^\top) = X^\top G X$.",
                 _G.sum(-1).abs().max() < 1e-12
                 and torch.allclose(X.T @ _G @ _shift, _T, atol=1e-10),
