@@ -286,36 +286,6 @@ def _():
 
 
 @app.cell
-def _(P, fit, parameters, small_model, text):
-    # Everything that trains for the scaling law, once: about ten seconds.
-    marks = (10, 20, 40, 80, 160)
-    endless = text(P, 6144, 33, torch.Generator().manual_seed(0))
-    unseen = text(P, 48, 32, torch.Generator().manual_seed(9))
-    by_size, by_text, base = [], [], None
-    for _seed in range(3):
-        by_size.append({})
-        for _width in (2, 4, 8, 16):
-            _model = small_model(_width, _seed)
-            by_size[-1][parameters(_model)] = fit(
-                _model, endless, 160, torch.Generator().manual_seed(_seed), (P, unseen), marks
-            )
-        base = base or _model
-        by_text.append({})
-        for _lines in (32, 64, 128, 256):
-            _gaps = fit(
-                small_model(8, _seed),
-                endless[:_lines],
-                90,
-                torch.Generator().manual_seed(_seed),
-                (P, unseen),
-                (30, 45, 60, 90),
-            )
-            # A short text is learnt by heart if training goes on; its best moment counts.
-            by_text[-1][32 * _lines] = min(_gaps.values())
-    return base, by_size, by_text, marks, unseen
-
-
-@app.cell
 def _(by_size, by_text, entropy_rate, power):
     N_list, D_list = list(by_size[0]), list(by_text[0])
     at_end = {N: statistics.mean(run[N][160] for run in by_size) for N in N_list}
@@ -934,6 +904,43 @@ def _():
         r"save operations, not memory: all of them must be loaded."
     )
     return
+
+
+@app.cell
+def _(P, fit, parameters, small_model, text):
+    # The cells that train stand last, so that the rest of the page appears before they are done.
+    marks = (10, 20, 40, 80, 160)
+    endless = text(P, 6144, 33, torch.Generator().manual_seed(0))
+    unseen = text(P, 48, 32, torch.Generator().manual_seed(9))
+    by_size, base = [], None
+    for _seed in range(3):
+        by_size.append({})
+        for _width in (2, 4, 8, 16):
+            _model = small_model(_width, _seed)
+            by_size[-1][parameters(_model)] = fit(
+                _model, endless, 160, torch.Generator().manual_seed(_seed), (P, unseen), marks
+            )
+        base = base or _model
+    return base, by_size, endless, marks, unseen
+
+
+@app.cell
+def _(P, endless, fit, small_model, unseen):
+    by_text = []
+    for _seed in range(3):
+        by_text.append({})
+        for _lines in (32, 64, 128, 256):
+            _gaps = fit(
+                small_model(8, _seed),
+                endless[:_lines],
+                90,
+                torch.Generator().manual_seed(_seed),
+                (P, unseen),
+                (30, 45, 60, 90),
+            )
+            # A short text is learnt by heart if training goes on; its best moment counts.
+            by_text[-1][32 * _lines] = min(_gaps.values())
+    return (by_text,)
 
 
 if __name__ == "__main__":
