@@ -37,7 +37,7 @@ Step = Callable[[], tuple[float, float]]
 def step(kind: str, inputs: Tensor, targets: Tensor) -> Step:
     """A training step of a fresh model."""
     model = Transformer(MODEL, generator=torch.Generator().manual_seed(0)).cuda().train()
-    optimiser = build_optimiser(model, OptimConfig(optimiser=kind))
+    optimiser = build_optimiser(model, OptimConfig(optimiser=kind), steps=1000)
     forward = torch.compile(model)
 
     def take() -> tuple[float, float]:

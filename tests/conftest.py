@@ -166,7 +166,7 @@ class Small:
         )
         self.optim = OptimConfig(**(optim or {}))
         self.model = Transformer(model, generator=torch.Generator().manual_seed(seed))
-        self.optimiser = build_optimiser(self.model, self.optim)
+        self.optimiser = build_optimiser(self.model, self.optim, steps=self.steps)
         self.stepper = Stepper(
             self.model,
             self.batches,

@@ -216,7 +216,9 @@ def test_training_is_the_same_with_every_version(
     optimiser: str, build: Callable[..., Transformer], ids: Tensor
 ) -> None:
     model = build().train()
-    members = build_optimiser(model, OptimConfig(optimiser=optimiser))
+    given = {"score_rate": 0.2, "score_radius": 6.0, "score_opening": 0.0}
+    config = OptimConfig(optimiser=optimiser, **given if optimiser == "score" else {})
+    members = build_optimiser(model, config)
     for _ in range(4):
         loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         members.zero_grad()

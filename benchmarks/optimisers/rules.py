@@ -22,7 +22,7 @@ from fenchel.optim import (
     attention_pairs,
     build_optimiser,
 )
-from fenchel.optim.config import split_matrices
+from fenchel.optim.config import split_matrices, trust_limits
 
 Build = Callable[[nn.Module, OptimConfig], CombinedOptimiser]
 
@@ -30,9 +30,7 @@ Build = Callable[[nn.Module, OptimConfig], CombinedOptimiser]
 def score_trust(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
     """The optimiser of ``scaled_qk`` within ScoreTrust."""
     inner, pairs = scaled_qk(model, config, times=times), attention_pairs(model)
-    return CombinedOptimiser(
-        ScoreTrust(inner, pairs, lr=config.score_rate, radius=config.score_radius)
-    )
+    return CombinedOptimiser(ScoreTrust(inner, pairs, *trust_limits(config)))
 
 
 def scaled_qk(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:

@@ -56,6 +56,7 @@ def optimiser_of(job: Job, model: nn.Module) -> tuple[CombinedOptimiser, OptimCo
         momentum=job.momentum,
         score_rate=job.change,
         score_radius=job.radius,
+        score_opening=0.0,
         score_damping=job.damping,
         schedule="linear",
         warmup=0.1,

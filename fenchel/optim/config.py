@@ -9,6 +9,31 @@ Query and key weights may be moved by their scores instead. "score" moves their 
 and leaves everything else, the value rows of a fused weight included, to Muon and AdamW; "trust"
 lets Muon and AdamW move everything and limits their steps of queries and keys.
 
+**How far the scores move.** A step of ScoreDescent changes the scores of every head by a given root
+mean square, gamma_t = gamma f(t), f the schedule. What is the gamma of a run of n steps? Directions
+of steps far apart are close to independent, so the changes add up in square, as in a random walk:
+
+    RMS(S_n - S_0)^2  ~  sum over t of gamma_t^2  =  gamma^2 sum over t of f(t)^2
+
+What a head can use over a whole run does not grow with the number of steps it is divided into: much
+less, and the head does not leave its start; much more, and it ends far from where the gradients
+lead. So the root of this sum is what is fixed, ``score_total``, and the peak follows from it,
+
+    gamma = score_total / sqrt(sum over t < n of f(t)^2),
+
+which falls as 1 / sqrt(n) under every schedule that is stretched with the run. The argument leaves
+open what ``score_total`` is; docs/optimisers.md has the runs behind its default, and their limits.
+A limit is no target: ScoreTrust's is per step, whatever the length of the run.
+
+**How large the scores are.** Sharp heads are learnt late. The ball of ScoreDescent therefore opens,
+its radius after t steps is ``score_radius`` + ``score_opening`` t, in steps taken, not in shares of
+the run: 400 steps of a run of 2,000 have shown a head no more than a run of 400 has. ScoreTrust,
+which continues from weights that may be sharp, has a constant radius.
+
+**Resuming.** Rates are computed from the settings, also those of a resumed run. With another number
+of steps the rest of the run takes the schedule and the gamma of a run of the new length; changes
+of earlier steps are not counted again. The radius goes on from the steps taken, which are saved.
+
 A new optimiser is a row of ``BUILDERS``, a new schedule a row of ``SCHEDULERS``; fields of their
 own go into ``OptimConfig``.
 """
@@ -21,7 +46,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from fenchel.config import read_with, require_read
+from fenchel.config import Use, read_with, require_read
 from fenchel.optim import first_order, schedule
 from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.muon import Muon
@@ -31,6 +56,10 @@ from fenchel.optim.score.pairs import pass_gradients, remaining_parameters
 
 BETA2_START = 0.99
 """Where a warm-up of beta2 begins: an average over 100 steps."""
+TRUST_RATE, TRUST_RADIUS = 0.2, 6.0
+"""ScoreTrust's limits where ``score_rate`` and ``score_radius`` are not set."""
+FIRST_RADIUS = 2.0
+"""ScoreDescent's radius at the first step where ``score_radius`` is not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +74,17 @@ class OptimConfig:
     """Peak rate of AdamW, or of the single rule."""
     matrix_learning_rate: float = 1e-2
     """Peak rate of Muon."""
-    score_rate: float = 0.2
-    """Peak RMS change of the scores, per head and step."""
-    score_radius: float = 6.0
-    """Largest RMS of the scores, per head."""
+    score_total: float = 2.3
+    """Root of the sum, over the steps of the run, of the squared RMS changes of the scores, per
+    head; the peak change of a step follows from it, the schedule and the number of steps."""
+    score_rate: float | None = None
+    """Peak RMS change of the scores, per head and step; None is what ``score_total`` gives, and for
+    "trust", where it is a limit, 0.2."""
+    score_radius: float | None = None
+    """Largest RMS of the scores, per head, at the first step; None is 2, and for "trust", where it
+    is constant, 6."""
+    score_opening: float = 0.006
+    """How much the radius grows per step."""
     score_damping: float = 1.0
     """The multiple of the mean eigenvalue of a partner Gram that is added to the Gram before a step
     is whitened by it; more damping, less whitening."""
@@ -73,7 +109,12 @@ class OptimConfig:
     USES: ClassVar = (
         read_with("matrix_learning_rate", "optimiser", "muon", "score", "trust"),
         read_with("score_rate score_radius", "optimiser", "score", "trust"),
-        read_with("score_damping", "optimiser", "score"),
+        read_with("score_damping score_opening", "optimiser", "score"),
+        Use(
+            ("score_total",),
+            'optimiser="score" without score_rate',
+            lambda c: c.optimiser == "score" and c.score_rate is None,
+        ),
         read_with(
             "beta1 beta2 beta2_warmup", "optimiser", "muon", "score", "trust", "adamw", "adam_l2"
         ),
@@ -90,14 +131,16 @@ class OptimConfig:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} should be one of {SCHEDULES}.")
         rates = ("learning_rate", "matrix_learning_rate", "score_rate")
-        for name in (*rates, "score_radius", "score_damping"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} should be above 0 and finite.")
+        for name in (*rates, "score_total", "score_radius", "score_damping"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise ValueError(f"{name}={value} should be above 0 and finite.")
         for name in ("warmup", "final", "beta1", "beta2", "momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} should be in [0, 1).")
-        if not 0.0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay} should be 0 or above, and finite.")
+        for name in ("weight_decay", "score_opening"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} should be 0 or above, and finite.")
         if self.beta2_warmup < 0 or (self.beta2_warmup and self.beta2 < BETA2_START):
             raise ValueError(
                 f"beta2_warmup={self.beta2_warmup} counts steps in which beta2 rises from "
@@ -107,30 +150,59 @@ class OptimConfig:
 
 
 Members = tuple[torch.optim.Optimizer, ...]
-Builder = Callable[[nn.Module, OptimConfig], Members]
+Builder = Callable[[nn.Module, OptimConfig, int | None], Members]
 
 
-def build_optimiser(model: nn.Module, config: OptimConfig) -> CombinedOptimiser:
+def build_optimiser(
+    model: nn.Module, config: OptimConfig, *, steps: int | None = None
+) -> CombinedOptimiser:
     """The optimiser of the settings, over all parameters of ``model``.
+
+    ``steps`` is the number of steps of the whole run. "score" cannot be built without it, unless
+    ``score_rate`` is set; no other optimiser reads it.
 
     >>> from fenchel.model import ModelConfig, Transformer
     >>> model = Transformer(ModelConfig(vocabulary=16, width=32, layers=1))
     >>> [type(member).__name__ for member in build_optimiser(model, OptimConfig()).members]
     ['Muon', 'AdamW']
     """
-    return CombinedOptimiser(*BUILDERS[config.optimiser](model, config))
+    return CombinedOptimiser(*BUILDERS[config.optimiser](model, config, steps))
 
 
-def _muon(model: nn.Module, config: OptimConfig) -> Members:
+def peak_score_rate(config: OptimConfig, steps: int | None) -> float:
+    """The peak RMS change of the scores per step of ScoreDescent in a run of ``steps`` steps.
+
+    >>> config = OptimConfig(optimiser="score", score_total=2.0, schedule="constant")
+    >>> [peak_score_rate(config, steps) for steps in (1, 100, 400)]
+    [2.0, 0.2, 0.1]
+    """
+    if config.score_rate is not None:
+        return config.score_rate
+    if steps is None or steps < 1:
+        raise ValueError(
+            'optimiser="score" divides score_total among the steps of the run; give '
+            f"build_optimiser their number (steps={steps}), or set score_rate."
+        )
+    factor = build_schedule(config, steps)
+    return config.score_total / math.sqrt(math.fsum(factor(t) ** 2 for t in range(steps)))
+
+
+def _muon(model: nn.Module, config: OptimConfig, _steps: int | None) -> Members:
     """Muon for matrices, AdamW for the rest."""
     return _muon_and_adamw(config, *split_matrices(model))
 
 
-def _score(model: nn.Module, config: OptimConfig) -> Members:
+def _score(model: nn.Module, config: OptimConfig, steps: int | None) -> Members:
     """ScoreDescent for queries and keys, Muon and AdamW for the remaining rows."""
+    rate = peak_score_rate(config, steps)
     pairs = attention_pairs(model)
     score = ScoreDescent(
-        pairs, config.score_rate, config.momentum, config.score_radius, damping=config.score_damping
+        pairs,
+        rate,
+        config.momentum,
+        FIRST_RADIUS if config.score_radius is None else config.score_radius,
+        opening=config.score_opening,
+        damping=config.score_damping,
     )
     slices = remaining_parameters(pairs, model.parameters())
     matrices, others = (
@@ -143,11 +215,22 @@ def _score(model: nn.Module, config: OptimConfig) -> Members:
     return score, *rest
 
 
-def _trust(model: nn.Module, config: OptimConfig) -> Members:
+def _trust(model: nn.Module, config: OptimConfig, steps: int | None) -> Members:
     """Muon and AdamW, their query and key steps limited by ScoreTrust."""
-    inner = CombinedOptimiser(*_muon(model, config))
-    pairs = attention_pairs(model)
-    return (ScoreTrust(inner, pairs, lr=config.score_rate, radius=config.score_radius),)
+    inner = CombinedOptimiser(*_muon(model, config, steps))
+    return (ScoreTrust(inner, attention_pairs(model), *trust_limits(config)),)
+
+
+def trust_limits(config: OptimConfig) -> tuple[float, float]:
+    """The rate and the radius of ScoreTrust, constant, and independent of the number of steps.
+
+    >>> trust_limits(OptimConfig(optimiser="trust", score_radius=4.0))
+    (0.2, 4.0)
+    """
+    return (
+        TRUST_RATE if config.score_rate is None else config.score_rate,
+        TRUST_RADIUS if config.score_radius is None else config.score_radius,
+    )
 
 
 def _muon_and_adamw(
@@ -166,7 +249,7 @@ def _muon_and_adamw(
 def _single_rule(rule: Callable[..., torch.optim.Optimizer], *settings: str) -> Builder:
     """One rule of first_order.py for every parameter; matrices decay."""
 
-    def build(model: nn.Module, config: OptimConfig) -> Members:
+    def build(model: nn.Module, config: OptimConfig, _steps: int | None) -> Members:
         values = {
             "momentum": config.momentum,
             "betas": (config.beta1, config.beta2),

@@ -12,6 +12,7 @@ from fenchel.data import TextConfig
 from fenchel.model import ModelConfig
 from fenchel.model.config import SIZES
 from fenchel.optim import OptimConfig
+from fenchel.optim.config import peak_score_rate
 from fenchel.train import Callback, TrainConfig
 
 NO_EFFECT_ON_WEIGHTS = {
@@ -116,9 +117,23 @@ def change_settings(
             exactly = "" if name in NO_EFFECT_ON_WEIGHTS else ", no longer bit for bit as begun"
             messages.append(f"{name} is now {value}: the run goes on{exactly}.")
     config = settings(after)
-    for message in messages:
+    for message in (*messages, *_new_score_rate(settings(before), config)):
         callback.message(message)
     return config
+
+
+def _new_score_rate(before: RunConfig, after: RunConfig) -> list[str]:
+    """A message where ScoreDescent's change per step follows from another number of steps."""
+    steps, same = after.train.steps, before.optim.score_rate == after.optim.score_rate is None
+    if after.optim.optimiser != "score" or not same or None in (steps, before.train.steps):
+        return []
+    rates = [peak_score_rate(config.optim, config.train.steps) for config in (before, after)]
+    if rates[0] == rates[1]:
+        return []
+    return [
+        f"The steps to come change the scores by {rates[1]:.4g} at the peak of the schedule, not "
+        f"{rates[0]:.4g}: optim.score_total={after.optim.score_total:g} over {steps:,} steps."
+    ]
 
 
 def new_run_path(parent: Path, config: RunConfig) -> Path:

@@ -223,7 +223,9 @@ def resolve_steps(
 def _time_steps(config: RunConfig, model: nn.Module, batches: Batches) -> StepTime:
     """The time of a step of this run; afterwards ``model`` is as it was, bit for bit."""
     initial = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    optimiser = build_optimiser(model, config.optim)
+    # before the steps of a time budget are known, any number serves: a step of another size takes
+    # the same time
+    optimiser = build_optimiser(model, config.optim, steps=config.train.steps or 1000)
     stepper = Stepper(model, batches, optimiser, constant(), config=config.train, seed=config.seed)
     try:
         return time_steps(lambda: stepper(0), threads=config.train.threads)

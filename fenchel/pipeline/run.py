@@ -153,7 +153,7 @@ def train_and_report(
     if steps is None:
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
-    optimiser = build_optimiser(model, config.optim)
+    optimiser = build_optimiser(model, config.optim, steps=steps)
     progress = _restore(config, run, model, optimiser, callback)
     if progress.step >= steps:
         callback.message(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")

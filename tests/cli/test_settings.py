@@ -47,8 +47,8 @@ def test_a_prefix_selects_and_a_wrong_one_gets_the_nearest(
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["settings", "optim.score"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("optim.") == 3
-    assert "optim.score_rate (float, 0.2 by default)" in shown
+    assert shown.count("optim.") == 5
+    assert "optim.score_total (float, 2.3 by default)" in shown
     assert max(map(len, shown.splitlines())) <= 60
     assert main(["settings", "optm"]) == 2
     assert "did you mean optim?" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """fenchel/optim/config.py: which optimiser moves which parameter, and what decays."""
 
 import copy
+import math
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from fenchel.optim import (
     build_optimiser,
     build_schedule,
 )
-from fenchel.optim.config import split_matrices
+from fenchel.optim.config import peak_score_rate, split_matrices
 
 PLAIN = ["muon", "adamw", "adam_l2", "sgd", "sgd_average", "nesterov"]
 plain_rule = pytest.mark.parametrize("name", PLAIN)
@@ -31,7 +32,7 @@ def small(**settings: object) -> Transformer:
 @plain_rule
 def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
     model = small(tied=False, bias=True)
-    groups = build_optimiser(model, OptimConfig(optimiser=name)).param_groups
+    groups = build_optimiser(model, OptimConfig(optimiser=name), steps=100).param_groups
     owned = [id(p) for group in groups for p in group["params"]]
     assert sorted(owned) == sorted(id(p) for p in model.parameters())
 
@@ -40,7 +41,7 @@ def test_every_parameter_is_moved_by_exactly_one_group(name: str) -> None:
 def test_matrices_decay_and_nothing_else_does(name: str) -> None:
     model = small(tied=False, bias=True, norm="layer", positions="learned")
     names = {id(p): n for n, p in model.named_parameters()}
-    for group in build_optimiser(model, OptimConfig(optimiser=name)).param_groups:
+    for group in build_optimiser(model, OptimConfig(optimiser=name), steps=100).param_groups:
         for p in group["params"]:
             inside = names[id(p)].startswith("blocks.") and p.ndim == 2
             assert (group["weight_decay"] > 0) == inside, names[id(p)]
@@ -49,7 +50,7 @@ def test_matrices_decay_and_nothing_else_does(name: str) -> None:
 @every_rule
 def test_experts_decay_as_matrices_and_muon_moves_each(name: str) -> None:
     model = small(experts=3, experts_per_token=2)
-    optimiser = build_optimiser(model, OptimConfig(optimiser=name))
+    optimiser = build_optimiser(model, OptimConfig(optimiser=name), steps=100)
     experts = {n: p for n, p in model.named_parameters() if p.ndim == 3}
     assert {n.rpartition(".")[2] for n in experts} == {"gate", "up", "down"}
     groups = {id(p): group for group in optimiser.param_groups for p in group["params"]}
@@ -102,7 +103,7 @@ def test_state_goes_round(name: str) -> None:
 
     one, two = small(bias=True), small(bias=True)
     two.load_state_dict(one.state_dict())
-    a, b = (build_optimiser(m, OptimConfig(optimiser=name)) for m in (one, two))
+    a, b = (build_optimiser(m, OptimConfig(optimiser=name), steps=100) for m in (one, two))
     take_steps(3, a, one)
     two.load_state_dict(one.state_dict())
     b.load_state_dict(copy.deepcopy(a.state_dict()))  # torch would share the tensors
@@ -119,7 +120,7 @@ def test_score_moves_queries_and_keys_and_muon_the_values_of_one_weight(bias: bo
     ends, start = {}, {}
     for name in ("score", "muon"):
         model = small(bias=bias)
-        optimiser = build_optimiser(model, OptimConfig(optimiser=name))
+        optimiser = build_optimiser(model, OptimConfig(optimiser=name), steps=100)
         generator = torch.Generator().manual_seed(1)
         model(ids)
         for p in model.parameters():
@@ -148,7 +149,7 @@ def test_score_moves_queries_and_keys_and_muon_the_values_of_one_weight(bias: bo
 
 def test_every_row_is_moved_once_under_score() -> None:
     model = small(tied=False, bias=True, kv_heads=1)
-    optimiser = build_optimiser(model, OptimConfig(optimiser="score"))
+    optimiser = build_optimiser(model, OptimConfig(optimiser="score"), steps=100)
     score, *others = optimiser.members
     rows = sum(p.numel() for member in others for g in member.param_groups for p in g["params"])
     pairs = sum(
@@ -167,6 +168,40 @@ def test_the_settings_reach_the_score_optimisers(name: str) -> None:
     first = build_optimiser(small(), config).param_groups[0]
     assert (first["lr"], first["radius"]) == (0.07, 3.0)
     assert first.get("damping") == own.get("score_damping")  # ScoreTrust has none
+
+
+@pytest.mark.parametrize("schedule", ["hold", "cosine", "linear", "inverse_sqrt", "constant"])
+@pytest.mark.parametrize("steps", [1, 37, 400, 2000])
+def test_the_squared_score_changes_of_a_run_add_up_to_the_total(schedule: str, steps: int) -> None:
+    """Whichever schedule and length; so ScoreDescent's rate falls as the root of the steps."""
+    config = OptimConfig(optimiser="score", score_total=1.7, schedule=schedule)
+    peak = build_optimiser(small(), config, steps=steps).param_groups[0]["lr"]
+    factor = build_schedule(config, steps)
+    changes = [peak * factor(t) for t in range(steps)]
+    assert math.hypot(*changes) == pytest.approx(1.7, rel=1e-12)
+
+
+def test_the_default_total_is_the_rates_that_were_measured() -> None:
+    """Under the schedule of those runs: 0.2 at 400 steps, 0.089 at 2,000, 0.048 at 7,000."""
+    config = OptimConfig(optimiser="score", schedule="linear", warmup=0.1)
+    rates = [peak_score_rate(config, steps) for steps in (400, 2000, 7000)]
+    assert rates == pytest.approx([2.3 * math.sqrt(3 / n) for n in (400, 2000, 7000)], rel=0.01)
+
+
+def test_score_without_the_length_of_the_run_is_refused_and_a_given_rate_needs_none() -> None:
+    for steps in (None, 0):
+        with pytest.raises(ValueError, match="give build_optimiser their number"):
+            build_optimiser(small(), OptimConfig(optimiser="score"), steps=steps)
+    given = OptimConfig(optimiser="score", score_rate=0.3)
+    assert build_optimiser(small(), given).param_groups[0]["lr"] == 0.3
+    with pytest.raises(ValueError, match=r"score_total=1\.0 would do nothing; it needs .* without"):
+        OptimConfig(optimiser="score", score_rate=0.3, score_total=1.0)
+
+
+def test_the_limits_of_trust_do_not_depend_on_the_length() -> None:
+    for steps in (None, 10, 10_000):
+        group = build_optimiser(small(), OptimConfig(optimiser="trust"), steps=steps)
+        assert (group.param_groups[0]["lr"], group.param_groups[0]["radius"]) == (0.2, 6.0)
 
 
 def test_a_state_of_other_optimisers_is_refused() -> None:
@@ -206,9 +241,10 @@ def test_every_named_schedule_peaks_at_1(name: str) -> None:
     assert max(schedule(t) for t in range(100)) == pytest.approx(1.0)
 
 
-RATES = ("learning_rate", "matrix_learning_rate", "score_rate", "score_radius", "score_damping")
+RATES = ("learning_rate", "matrix_learning_rate")
+SCORE = ("score_total", "score_rate", "score_radius", "score_opening", "score_damping")
 CHANGED = {
-    **dict.fromkeys(RATES, 0.003),
+    **dict.fromkeys((*RATES, *SCORE), 0.003),
     "weight_decay": 0.7,
     "beta1": 0.5,
     "beta2": 0.995,
@@ -227,7 +263,7 @@ def test_a_setting_changes_the_step_or_is_refused(name: str, setting: str) -> No
         with torch.no_grad():
             for n, p in enumerate(model.parameters()):
                 p.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(n))
-        optimiser = build_optimiser(model, config)
+        optimiser = build_optimiser(model, config, steps=3)
         for _ in range(3):
             optimiser.zero_grad()
             model(ids).logsumexp(-1).square().sum().backward()
@@ -263,7 +299,9 @@ def test_a_setting_that_the_schedule_does_not_read_is_refused(
         {"schedule": "up"},
         {"learning_rate": 0.0},
         {"score_rate": 0.0},
+        {"score_total": 0.0},
         {"score_radius": -1.0},
+        {"score_opening": -0.1},
         {"warmup": 1.0},
         {"beta2": -0.1},
         {"beta2_warmup": -1},

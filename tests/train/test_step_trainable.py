@@ -59,7 +59,7 @@ def loop_of(model: nn.Module, path: Any, ear: Ear, progress: Progress, **train: 
     stepper = Stepper(
         model,
         Batches(ids, batch=4, context=8, seed=0),
-        build_optimiser(model, optim),
+        build_optimiser(model, optim, steps=12),
         build_schedule(optim, steps=12),
         config=TrainConfig(**{"steps": 12, "batch": 4, "precision": "float32", **train}),
         seed=0,

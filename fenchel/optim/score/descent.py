@@ -9,9 +9,11 @@ In every step, for every head of every pair,
 lr *is* gamma: the root mean square by which the scores that the softmax receives (scale included)
 move in one step, on a sample of the step's own forward passes, all micro-batches together; a head
 that other layers have pushed out of the ball by e > lr moves by e. Any schedule of learning rates
-therefore applies, and a rate means the same in every layer, at every width and time. radius bounds
-the root mean square of the scores themselves. A step without a forward pass since the last one uses
-closed-form sizes for white inputs, and no ball.
+therefore applies, and a rate means the same in every layer, at every width and time. A step without
+a forward pass since the last one uses closed-form sizes for white inputs, and no ball.
+
+The root mean square of the scores themselves stays below radius + opening t, t the steps that the
+group has taken, which are saved with the state: sharp heads are learnt late (optim/config.py).
 
 Only the rows of queries and keys move. Where they share a parameter with the values,
 ``remaining_parameters`` (pairs.py) gives the rows of the values to another optimiser. The gains of
@@ -67,12 +69,14 @@ class ScoreDescent(torch.optim.Optimizer):
         radius: float = 6.0,
         norm: str = "spectral",
         *,
+        opening: float = 0.0,
         damping: float = 1.0,
         size: str = "measured",
         probe: int = 2048,
     ) -> None:
         """``pairs`` are QueryKeyPairs, or groups of them: {"pairs": ..., "lr": ...}.
 
+        ``opening`` is how much the radius grows per step.
         ``size`` is "measured" or "closed"; ``probe`` is the number of sampled tokens per layer.
         """
         self.pair_probes: list[PairProbes] = []
@@ -81,6 +85,7 @@ class ScoreDescent(torch.optim.Optimizer):
             "lr": lr,
             "momentum": momentum,
             "radius": radius,
+            "opening": opening,
             "norm": norm,
             "damping": damping,
             "size": size,
@@ -107,11 +112,20 @@ class ScoreDescent(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group, probes in zip(self.param_groups, self.pair_probes, strict=True):
+            taken = self._steps_taken(probes)
             for stack in probes.stacks():
-                self._move(stack, probes, group)
+                self._move(stack, probes, group, group["radius"] + group["opening"] * taken)
+                self.state[stack.pairs[0].query.weight]["step"] = torch.tensor(taken + 1.0)
         return loss
 
-    def _move(self, stack: PairStack, probes: PairProbes, group: dict[str, Any]) -> None:
+    def _steps_taken(self, probes: PairProbes) -> float:
+        """The steps of a group, counted with the first pair of every stack that moves."""
+        states = (self.state.get(pair.query.weight, {}) for pair in probes.probes)
+        return max(float(state.get("step", 0.0)) for state in states)
+
+    def _move(
+        self, stack: PairStack, probes: PairProbes, group: dict[str, Any], radius: float
+    ) -> None:
         pairs, inputs = stack
         stacks = stack_parameters(pairs)
         W, gradient = (
@@ -125,7 +139,7 @@ class ScoreDescent(torch.optim.Optimizer):
         line = ScoreLine(pairs, inputs, W, closed=group["size"] == "closed")
         U = direction(line, W, ahead, group["norm"], group["damping"])
         line.set_direction(U)
-        limits = StepLimits(float(group["lr"]), group["radius"], exact=True)
+        limits = StepLimits(float(group["lr"]), radius, exact=True)
         update = take_step(line, W, U, stacked_bounds(self.state, pairs), limits)
         write_weights(pairs, stacks, update.W)
         probes.record_step(pairs, update.record)
@@ -182,6 +196,8 @@ def _require(group: Mapping[str, Any], pairs: list[Any], probe: int) -> None:
             f"radius={group['radius']}, damping={group['damping']} and probe={probe} "
             "should be above 0."
         )
+    if not 0.0 <= group["opening"] < math.inf:
+        raise ValueError(f"opening={group['opening']} should be 0 or above, and finite.")
     for name, known in (("norm", NORMS), ("size", SIZES)):
         if group[name] not in known:
             raise ValueError(f"{name}={group[name]!r} should be one of {known}.")

@@ -6,8 +6,8 @@ of parameter: queries and keys of a fused weight are views of it, and the rows o
 written back unchanged.
 
 State per query weight: "score_bound", the bound of the score ball on every head, and for
-ScoreDescent the momenta of queries and keys, per head. All of it is float32 or better, whatever the
-dtype of the weights.
+ScoreDescent the momenta of queries and keys, per head, and, with one weight of a stack, "step", the
+steps taken. All of it is float32 or better, whatever the dtype of the weights.
 """
 
 from collections import defaultdict

@@ -236,6 +236,41 @@ def test_scores_stay_in_the_ball_at_a_rate_ten_times_too_high(
     assert torch.stack(reached).max() > 0.8 * radius  # the ball was needed
 
 
+def test_the_ball_opens_by_the_same_amount_with_every_step(
+    small: Any, tokens: Any, backward: Any
+) -> None:
+    """Steps far too large for it: after step t the scores have the radius of step t."""
+    model = small()
+    score = ScoreDescent(attention_pairs(model), lr=1.0, radius=1.0, opening=0.25)
+    for step in range(9):
+        backward(model, tokens(step))
+        score.step()
+        model.zero_grad()
+        scores = torch.stack([stats.rms_score for stats in score.score_stats().values()])
+        radius = 1.0 + 0.25 * step
+        assert (scores <= 1.001 * radius).all()
+        if step > 3:
+            assert scores.max() > 0.99 * radius
+
+
+def test_a_pair_that_rests_does_not_hold_the_ball_of_its_group(
+    small: Any, tokens: Any, backward: Any
+) -> None:
+    model = small()
+    first, second = attention_pairs(model)
+    score = ScoreDescent([first, second], lr=1.0, radius=1.0, opening=0.25)
+    for step in range(6):
+        backward(model, tokens(step))
+        if step < 5:
+            for p in first.parameters:
+                p.grad = None
+        score.step()
+        model.zero_grad()
+    bounds = [score.state[pair.query.weight]["score_bound"] for pair in (first, second)]
+    assert torch.equal(bounds[1], torch.full_like(bounds[1], 2.25))
+    assert (bounds[0] >= 2.25).all()
+
+
 @pytest.mark.parametrize("method", ["descent", "trust"])
 def test_the_statistics_tell_of_a_step_that_the_ball_cut(
     method: str, small: Any, tokens: Any, backward: Any, held_out: Any

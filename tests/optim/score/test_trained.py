@@ -24,7 +24,7 @@ def stepper(name: str, seed: int = 0) -> Stepper:
     return Stepper(
         model,
         Batches(ids, batch=4, context=8, seed=1),
-        build_optimiser(model, optim),
+        build_optimiser(model, optim, steps=6),
         build_schedule(optim, 6),
         config=TrainConfig(steps=6, batch=4, accumulate=2, threads=1, precision="float32"),
         seed=1,
@@ -48,6 +48,22 @@ def test_a_run_resumed_from_its_checkpoint_ends_with_the_same_bits(
         resumed(step)
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_steps_that_opened_the_ball_are_saved(tmp_path: Path) -> None:
+    begun, resumed = stepper("score"), stepper("score", seed=7)
+    for step in range(3):
+        begun(step)
+    folder = run_checkpoint.save(
+        tmp_path, Progress(step=3), begun.model.state_dict(), begun.optimiser, {}
+    )
+    run_checkpoint.restore(folder, resumed.model, resumed.optimiser, {})
+    resumed(3)
+    score = resumed.optimiser.members[0]
+    bounds = [state["score_bound"] for state in score.state.values() if "score_bound" in state]
+    assert len(bounds) == 2
+    for bound in bounds:
+        torch.testing.assert_close(bound, torch.full_like(bound, 2.0 + 3 * 0.006))
 
 
 def test_the_scheduled_rate_is_the_score_change() -> None:
