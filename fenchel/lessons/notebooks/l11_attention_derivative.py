@@ -14,6 +14,7 @@ with app.setup:
 
     import marimo as mo
     import torch
+    from torch.autograd.functional import jvp
     from torch.nn import functional
 
     import fenchel
@@ -139,7 +140,7 @@ def _(dk, dq, dv, k, nudged, q, size, v):
     _after = [x if m is None else x + m for x, m in zip((q, k, v), _moves, strict=True)]
     _truth = (fenchel.attend(*_after) - fenchel.attend(q, k, v))[0]
     move = fenchel.attend_jvp((q, k, v), _moves)
-    _auto = torch.func.jvp(
+    _auto = jvp(
         lambda *x: fenchel.attend(*x, backend="reference"),
         (q, k, v),
         tuple(
