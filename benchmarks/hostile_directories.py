@@ -460,6 +460,7 @@ def _part(rng: random.Random, kind: str) -> Any:
     parts: dict[str, list[Any]] = {
         "normalizer": [
             {"type": "Replace", "pattern": pattern, "content": text},
+            {"type": "Replace", "pattern": {"String": "e"}, "content": text},
             {"type": "Prepend", "prepend": text},
             {"type": "Precompiled", "precompiled_charsmap": charsmap},
             {"type": rng.choice(("NFKD", "Lowercase", "Nmt", "StripAccents", "ByteLevel"))},
@@ -498,7 +499,7 @@ def _part(rng: random.Random, kind: str) -> Any:
         ],
     }
     one = rng.choice(parts[kind])
-    if rng.random() < 0.2:
+    if rng.random() < 0.3:
         one = _disguised(rng, one)
     if rng.random() < 0.3:
         lists = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
