@@ -802,7 +802,7 @@ def _(run_path):
                 "TR-20 GE-10",
                 f"Your model has {len(own_table):,} rows of {own_table.shape[1]} numbers. Sorted by cosine they are sorted by "
                 "the distance of the unit vectors too. "
-                f"The nearest row lies {near.rows[0].cosine / near.spread:.1f} random spreads above 0; a short training gives few, a long one many.",
+                f"The nearest row lies {near.rows[0].cosine / near.spread:.1f} random spreads above 0.",
                 (apart.diff() > -1e-6).all()
                 and torch.allclose((centred @ unit)[first_ids], own_cosines[:8], atol=1e-5)
                 and all(a.cosine >= b.cosine for a, b in pairwise(near.rows))

@@ -138,7 +138,7 @@ def _(nats, p_given):
             claim(
                 "TR-03",
                 f"Surprises add: two unrelated events of probability {p_given:g} have probability {p_given**2:.3g} together, "
-                f"and {2 * nats:.4g} nats. A nat is 1.443 bits; {nats / math.log(2):.4g} bits mean that many halvings, from 1 down to {p_given:g}.",
+                f"and {2 * nats:.4g} nats. A nat is 1.443 bits; from 1 down to {p_given:g} the probability is halved {nats / math.log(2):.4g} times.",
                 math.isclose(-math.log(p_given * p_given), 2 * nats)
                 and math.isclose(2 ** -(nats / math.log(2)), p_given)
                 and f"{1 / math.log(2):.3f}" == "1.443",
@@ -681,7 +681,7 @@ def _(run_path):
         own_logits = own.model(ids[None, :-1]).double()
     surprises = target_losses(own_logits, ids[None, 1:])[0]
     own_p = own_logits[0].softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    together = own_p.prod()
+    together = own_p.log().sum()  # the product itself may be too small for a float
     vocabulary = own_logits.shape[-1]
     mo.vstack(
         [
@@ -698,10 +698,10 @@ def _(run_path):
             ),
             claim(
                 "TR-01 TR-03",
-                f"The surprises add up to {surprises.sum().item():.3f} nats: the whole phrase has probability {together.item():.3g} after its "
+                f"The surprises add up to {surprises.sum().item():.3f} nats: the whole phrase has probability {together.exp().item():.3g} after its "
                 f"first token. The mean, {surprises.mean().item():.3f}, is what training lowers; a uniform guess over your {vocabulary:,} tokens "
                 f"would pay {math.log(vocabulary):.3f}.",
-                torch.isclose(surprises.sum(), -together.log())
+                torch.isclose(surprises.sum(), -together)
                 and torch.isclose(surprises.sum(), total_loss(own_logits, ids[None, 1:])),
             ),
         ]

@@ -396,7 +396,7 @@ def _(cut_bpe, pieces_allowed, toy_counts, toy_parts, train_bpe, train_unigram, 
                 "measure",
                 "value",
                 "tokenizer",
-                title=f"Two tokenizers with {pieces_allowed.value} pieces (borders: F1 against the true parts)",
+                title=f"Two tokenizers with {pieces_allowed.value} pieces; borders: 1 if all cuts fall between the true parts",
             ),
         ]
     )
@@ -459,7 +459,7 @@ def _(both, em_round, judge_cuts, judged, p_now, rounds_45, toy_counts, toy_word
             ),
             claim(
                 "TR-17",
-                "In five drawn texts with 45 pieces the borders of Unigram agree better with the true parts on average, F1 "
+                "In five drawn texts with 45 pieces the borders of Unigram agree better with the true parts on average (F1, which is 1 if all do), "
                 f"{f1['Unigram']:.2f} against {f1['BPE']:.2f}, though not in each ("
                 + ", ".join(f"{t['Unigram'][1]:.2f} and {t['BPE'][1]:.2f}" for t in trials)
                 + "). It is an observation on a toy, and fades with 60 pieces: choose them in the menu.",
@@ -479,9 +479,9 @@ def _():
     Guess a sentence word by word, each time with all words before in view. The probability of the whole is the product of the
     guesses, so its *negative log-likelihood* in nats is a sum:
 
-    $$-\log P(x_1, \dots, x_T) = -\sum_{t=1}^{T} \log P(x_t \mid x_1, \dots, x_{t-1}) .$$
+    $$-\log P(x) = -\sum_{t=1}^{T} \log P(x_t \mid x_{<t}) .$$
 
-    Three details decide whether this is computed right.
+    $x$ is a text of $T$ tokens, $x_t$ its token number $t$, and $x_{<t}$ all tokens before it. Three details decide whether this is computed right.
 
     - **The first token** has nothing before it. A special token is put there: *begin of sequence* (BOS). Another says that the text is over (EOS). In
       fenchel `<|end|>` is both. A third, PAD, fills short rows of a batch, and is never a target.
@@ -634,7 +634,7 @@ def _():
     Among how many equally likely candidates does the model hesitate at each token? A die of $k$ faces costs $\log k$ nats per throw; undo the logarithm
     of the mean loss:
 
-    $$\text{perplexity} = \exp\Big(-\frac{1}{T} \sum_t \log P(x_t \mid x_1, \dots, x_{t-1})\Big).$$
+    $$\mathrm{perplexity} = \exp\Big(-\frac{1}{T} \sum_t \log P(x_t \mid x_{<t})\Big).$$
 
     $T$ counts tokens. It is a price per slice, and whoever cuts more slices has cheaper slices. Per *byte* of the text the prices can be
     compared: *bits per byte* = total nats / ($\log 2$ · bytes). Let *hello world* cost 11 nats in all.
@@ -820,7 +820,7 @@ def _(curve):
             claim(
                 "RG-12",
                 f"The training loss keeps falling, to {curve[-1]['training']:.2f}. The loss on unseen words is lowest at step {lowest['step']} "
-                f"({lowest['validation']:.2f}) and rises to {curve[-1]['validation']:.2f}. Watch the gap: {gaps[0]:.2f}, then {gaps[len(gaps) // 2]:.2f}, then {gaps[-1]:.2f} nats.",
+                f"({lowest['validation']:.2f}) and rises to {curve[-1]['validation']:.2f}. Watch the gap: {abs(gaps[0]):.2f}, then {gaps[len(gaps) // 2]:.2f}, then {gaps[-1]:.2f} nats.",
                 gaps[-1] > 0.4
                 and gaps[0] < 0.1
                 and lowest["step"] < curve[-1]["step"]
@@ -840,9 +840,22 @@ def _():
         label="Temperature $T$: probabilities are softmax$(z / T)$",
         show_value=True,
     )
-    bins = mo.ui.slider(steps=[5, 10, 15, 30], value=15, label="Bins", show_value=True)
-    kind = mo.ui.dropdown({"equal width": "width", "equal mass": "mass"}, value="equal width")
-    mo.vstack([temperature, bins, kind])
+    bins = mo.ui.slider(steps=[5, 10, 15, 30], value=15, label="Number of bins", show_value=True)
+    kind = mo.ui.dropdown(
+        {"equal width": "width", "equal mass": "mass"}, value="equal width", label="Bins of"
+    )
+    mo.vstack(
+        [
+            mo.md(r"""
+    How far from calibrated is it? Sort the $n$ predictions into bins $B_m$ by confidence, from unsure to sure. In each bin, compare the share that is right with
+    the mean confidence. The average of these gaps is the *expected calibration error*:
+    $\mathrm{ECE} = \sum_m \frac{|B_m|}{n} \left|\mathrm{acc}(B_m) - \mathrm{conf}(B_m)\right|$. One knob can repair much of it: divide all logits by a *temperature*.
+            """),
+            temperature,
+            bins,
+            kind,
+        ]
+    )
     return bins, kind, temperature
 
 
@@ -889,10 +902,6 @@ def _(diagram, ece, fitted, kind, logits, measured, middle, truths):
     nine_of_nine = reliability(ninety, torch.ones(100))
     mo.vstack(
         [
-            mo.md(r"""
-    The *expected calibration error* sorts the $n$ predictions into bins $B_m$ by confidence and averages the gaps between the share that is right and the mean confidence:
-    $\mathrm{ECE} = \sum_m \frac{|B_m|}{n} \left|\mathrm{acc}(B_m) - \mathrm{conf}(B_m)\right|$.
-            """),
             claim(
                 "RG-06",
                 "A hundred predictions of confidence 0.9: with 90 right the error is 0, with 100 right it is 0.1. Being right too often is a miss as well.",
