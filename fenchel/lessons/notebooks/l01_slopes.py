@@ -557,7 +557,7 @@ def _(run_path):
 
     _h = 1e-5
     felt = (loss_at(_h) - loss_at(-_h)) / (2 * _h)
-    walk = [(d, loss_at(-d)) for d in (0.0, *(2.0**-k for k in range(12, -1, -1)))]
+    walk = [(d, loss_at(-d)) for d in (0.0, *(2.0**-k for k in range(20, -1, -1)))]
     mo.vstack(
         [
             mo.md(

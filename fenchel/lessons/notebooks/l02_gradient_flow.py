@@ -797,12 +797,17 @@ def _(run_path):
     _small = 1e-5 / length
     _after = loss_and_gradient(theta - _small * slope)[0]
     _expected = loss - _small * length**2 + _small**2 * length**2 * own_bend / 2
+    _parabola = (
+        f"A parabola of that bend is back at its starting height at the rate $2/{own_bend:.3g} = {limit:.3g}$, and "
+        "lowest at half of it."
+        if own_bend > 0
+        else "It bends downwards there: the slope steepens along the way, and no parabola says where to stop."
+    )
     mo.vstack(
         [
             mo.md(
                 f"One step of plain descent on your model, with twelve rates, on *{_text}*. The loss before is {loss:.4f} nats. "
-                f"Along its gradient the loss bends by {own_bend:.3g} per unit. A parabola of that bend is back at its starting "
-                f"height at the rate $2/{abs(own_bend):.3g} = {limit:.3g}$ and lowest at half of it."
+                f"Along its gradient the loss bends by {own_bend:.3g} per unit. {_parabola}"
             ),
             line_chart(
                 [{"rate": r, "loss after one step": v} for r, v in tried],
