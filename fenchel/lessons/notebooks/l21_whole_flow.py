@@ -347,7 +347,7 @@ def _(corpus, model, temperature):
             mo.md(f"The model continues *she sells sea*:\n\n> {_text}"),
             bar_chart(
                 [
-                    {"token": repr(decode(corpus.tokenizer, [i])), "probability": w}
+                    {"token": f"{i}: {decode(corpus.tokenizer, [i])}", "probability": w}
                     for w, i in zip(_p.values.tolist(), _p.indices.tolist(), strict=True)
                 ],
                 "token",
