@@ -71,8 +71,8 @@ def _():
 
     $$y = m\,x + b, \qquad \text{slope} = \frac{y_2 - y_1}{x_2 - x_1} = m .$$
 
-    $x$ is the distance, $y$ the bill, $b$ the fee, $m$ the price. With $m = 2$ the line rises by 2 per
-    unit; with $m = -0.5$ it falls by a half.
+    $x$ is the distance, $y$ the bill, $b$ the fee, $m$ the price; $(x_1, y_1)$ and $(x_2, y_2)$ are the two
+    receipts. With $m = 2$ the line rises by 2 per unit; with $m = -0.5$ it falls by a half.
     """
     mo.md(line_text)
     return (line_text,)
@@ -254,7 +254,9 @@ def _():
 
     $$\nabla f = \left(\frac{\partial f}{\partial x}, \frac{\partial f}{\partial y}\right) = (2x, 2y).$$
 
-    The arrow points where the bowl rises most steeply, and its length is that steepest slope.
+    A step of length 1 that goes $a$ to the east and $b$ to the north has the slope
+    $a \frac{\partial f}{\partial x} + b \frac{\partial f}{\partial y}$, here $2xa + 2yb$. The arrow points where the bowl
+    rises most steeply, and its length is that steepest slope.
     """
     mo.md(gradient_text)
     return (gradient_text,)
@@ -307,8 +309,8 @@ def _(east, north):
             ),
             claim(
                 "DV-03",
-                f"Of 360 directions none is steeper than the length of the gradient, {steepest:.4f}; the slope in a "
-                "direction is the gradient's share along it.",
+                f"Of 360 directions none is steeper than the length of the gradient, {steepest:.4f}; the slope in the "
+                "direction $(a, b)$ is $2xa + 2yb$ in each of them.",
                 by_direction.max() <= steepest + 1e-8
                 and by_direction.max() >= steepest * math.cos(math.radians(0.5)) - 1e-8
                 and torch.allclose(by_direction, unit @ (2 * here), atol=1e-8),
@@ -324,12 +326,12 @@ def _():
     ## Walking downhill
 
     In fog you cannot see the valley, but your feet feel the slope. So: feel the slope, take a step the other
-    way, longer where it is steep, and repeat. This is *gradient descent*. All training of
+    way, longer where it is steep, and repeat. This is *gradient descent*. Almost all training of
     networks is a variant of it:
 
-    $$x_{k+1} = x_k - \alpha\, f'(x_k).$$
+    $$x_{k+1} = x_k - \eta\, f'(x_k).$$
 
-    $x_k$ is the place after $k$ steps and $\alpha$ the *learning rate*, the share of the slope that
+    $x_k$ is the place after $k$ steps and $\eta$ the *learning rate*, the share of the slope that
     becomes a step. Choose it:
     """
     mo.md(descent_text)
@@ -341,7 +343,7 @@ def _():
     rate = mo.ui.slider(
         steps=[0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.45],
         value=0.1,
-        label=r"Learning rate $\alpha$",
+        label=r"Learning rate $\eta$",
         show_value=True,
     )
     rate
@@ -409,7 +411,7 @@ def _(descend):
 
     mo.vstack(
         [
-            mo.md(r"### The first steps by hand, with $\alpha = 0.1$"),
+            mo.md(r"### The first steps by hand, with $\eta = 0.1$"),
             table(
                 [
                     {"step": k, "x": x, "x squared": x**2, "slope 2x": 2 * x, "next step": -0.2 * x}
@@ -446,22 +448,28 @@ def _():
             one small corner $h^2$: together $2xh + h^2$. Per unit of $h$ that is $2x + h$, and as $h$
             shrinks, $2x$ is left. The error is exactly $h$, as in the table above.
 
+            *Why the arrow is the steepest way.* Go from $(x, y)$ by $h$ in the direction $(a, b)$ with $a^2 + b^2 = 1$. The bowl gains
+            $(x + ha)^2 + (y + hb)^2 - x^2 - y^2 = h\,(2xa + 2yb) + h^2$, so the slope is $2xa + 2yb$. Multiply out both sides to see that
+            $(2xa + 2yb)^2 + (2xb - 2ya)^2 = (4x^2 + 4y^2)(a^2 + b^2) = 4x^2 + 4y^2$. The first square is therefore at most
+            $4x^2 + 4y^2$, the squared length of the gradient, and reaches it only where the second square is 0: where $(a, b)$
+            points along $(x, y)$.
+
             *Why $0.8^k$.* One step goes from $x$ to $x - 0.1 \cdot 2x = 0.8\,x$. Ten steps multiply by $0.8$
             ten times. A tenth of the slope is a fifth of $x$, and four fifths remain.""",
         undergraduate=r"""
             By Taylor's theorem $f(x + h) = f(x) + h f'(x) + \frac{h^2}{2} f''(\xi)$ for a $\xi$ between $x$ and
             $x + h$, so the quotient is off by $\frac h2 f''(\xi)$, and the centred one by $\frac{h^2}{6} f'''(\xi)$.
             In several variables $f(x + h u) = f(x) + h \langle \nabla f, u \rangle + o(h)$. By Cauchy and Schwarz
-            $\langle \nabla f, u \rangle \le \|\nabla f\|$ for a unit vector $u$, with equality only at
+            $\langle \nabla f, u \rangle \le \|\nabla f\|$ for a unit vector $u$, and if $\nabla f \ne 0$ with equality only at
             $u = \nabla f / \|\nabla f\|$: the gradient is the steepest direction. On
-            $\frac c2 x^2$ a step multiplies $x$ by $1 - \alpha c$; here $c = 2$.""",
+            $\frac c2 x^2$ a step multiplies $x$ by $1 - \eta c$; here $c = 2$.""",
         research=r"""
             The derivative is the linear map $Df(x)$; the gradient is its representation by an inner product,
             $Df(x)[u] = \langle \nabla f, u \rangle$, and changes with it, so that *steepest* is a statement about a metric.
             Other norms give other steps: the maximum norm gives sign descent, the spectral norm orthogonalised
             matrices, as in `fenchel.optim.Muon`; the course returns to this in the space of scores. With unit
             round-off $\epsilon$ the forward quotient errs by about $\frac h2 |f''| + 2\epsilon |f| / h$,
-            least at $h \sim \sqrt\epsilon$; the centred one is best at $h \sim \epsilon^{1/3}$.
+            least at $h \sim \sqrt\epsilon$ where $f$ and $f''$ are of order 1; the centred one is best at $h \sim \epsilon^{1/3}$.
             `difference_jacobian` extrapolates two centred quotients to order $h^4$.""",
     )
     return
@@ -562,8 +570,8 @@ def _(run_path):
         [
             mo.md(
                 f"Your model has {sum(w.numel() for w in weights):,} weights: a landscape in that many "
-                "directions, whose height is the *loss*, here the surprise (in nats, the unit of natural "
-                f"logarithms) at each next token of *{_text}*. Below, all weights move straight downhill, along the gradient."
+                "directions, whose height is the *loss*, here the mean surprise (lesson 5; in nats, the unit of natural "
+                f"logarithms) at each next *token*, a word or a piece of one, of *{_text}*. Below, all weights move straight downhill, along the gradient."
             ),
             line_chart(
                 [{"distance downhill": d, "loss": v} for d, v in walk],
@@ -574,8 +582,8 @@ def _(run_path):
             ),
             claim(
                 "DV-01 DV-03",
-                f"Two measurements beside each other give the slope {felt:.6f}; the length of the gradient by "
-                f"backpropagation is {length:.6f}.",
+                f"Two measurements beside each other give the slope {felt:.6f}; the length of the gradient, computed "
+                f"by backpropagation (lesson 4), is {length:.6f}.",
                 math.isclose(felt, length, rel_tol=1e-3),
             ),
             claim(
@@ -601,7 +609,7 @@ def _(descent_text, gradient_text, limit_text, line_text):
                 r"A corner has no slope: $|x|$ at 0 gives $+1$ from the right and $-1$ from the left, and networks "
                 r"with ReLU are full of corners. A gradient of 0 need not be a lowest point; it may be a summit or a "
                 r"pass. And *steps shrink by themselves* needs a learning rate that is small enough: above "
-                r"$\alpha = 1$ on $x^2$ every step is longer than the one before, as the next lesson shows."
+                r"$\eta = 1$ on $x^2$ every step is longer than the one before, as the next lesson shows."
             ),
             claim(
                 "PD-06",

@@ -59,7 +59,7 @@ def _(guess):
     answer(
         guess.value,
         "0.5 arrives at once, 1 never",
-        "A step multiplies $x$ by $1 - 2\\alpha$. That is 0 at $\\alpha = 0.5$ and $-1$ at $\\alpha = 1$: from 3 to "
+        "A step multiplies $x$ by $1 - 2\\eta$. That is 0 at $\\eta = 0.5$ and $-1$ at $\\eta = 1$: from 3 to "
         "$-3$ and back, for ever.",
     )
     return
@@ -72,8 +72,8 @@ def _():
 
     You tune a guitar string. Hear how far it is off, turn the peg the other way, not too far, listen
     again. Training has the same four parts: **measure** the slope, step **opposite** to it, **control** the size
-    of the step, **repeat**. With $\theta$ for whatever is being tuned, $\nabla L$ for the gradient of the loss
-    $L$, and $\eta$ (also written $\alpha$) for the learning rate:
+    of the step, **repeat**. With $\theta$ (theta) for whatever is being tuned, $L$ for the *loss*, the number that says
+    how wrong it still is, $\nabla L$ for its gradient, and $\eta$ (eta; some books write $\alpha$) for the learning rate:
 
     $$\theta_{k+1} = \theta_k - \eta\, \nabla L(\theta_k).$$
 
@@ -144,8 +144,9 @@ def _():
             ),
             claim(
                 "BP-17",
-                "The same function, unchanged, tunes a number, a point, a matrix and a network: the $3 \\times 2$ "
-                "matrix of a linear fit ends at the exact least-squares answer, and the loss of a small network falls "
+                "The same function, unchanged, tunes a number, a point, a matrix (a table of numbers) and a network (lesson 4): "
+                "the $3 \\times 2$ matrix of a linear fit ends where the sum of squared errors is least, which can be computed "
+                "directly, and the loss of a small network falls "
                 f"from {losses[0]:.2f} to {losses[1]:.3f}.",
                 abs(walk(lambda x: 2 * x, 3.0, 0.1, 60)[-1]) < 1e-4
                 and straight[-1].norm() < straight[0].norm()
@@ -165,7 +166,7 @@ def _():
     Turn the peg too timidly and you tune all evening. Turn it too far and the string is off on the other
     side; further still and each correction is worse than the error. On $x^2$ the slope is $2x$, so one step is
 
-    $$x_{k+1} = x_k - \alpha \cdot 2 x_k = (1 - 2\alpha)\, x_k .$$
+    $$x_{k+1} = x_k - \eta \cdot 2 x_k = (1 - 2\eta)\, x_k .$$
     """)
     return
 
@@ -175,7 +176,7 @@ def _():
     rate = mo.ui.slider(
         steps=[0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0, 1.05, 1.2],
         value=0.1,
-        label=r"Learning rate $\alpha$",
+        label=r"Learning rate $\eta$",
         show_value=True,
     )
     rate
@@ -211,8 +212,8 @@ def _(rate):
             ),
             claim(
                 "OP-04",
-                f"Each step multiplies $x$ by $1 - 2\\alpha = {_factor:.4g}$; after 12 steps $x = {parabola[-1]:.4g}$. "
-                "It shrinks exactly if $0 < \\alpha < 1$, and changes sides exactly if $\\alpha > 0.5$.",
+                f"Each step multiplies $x$ by $1 - 2\\eta = {_factor:.4g}$; after 12 steps $x = {parabola[-1]:.4g}$. "
+                "It shrinks exactly if $0 < \\eta < 1$, and changes sides exactly if $\\eta > 0.5$.",
                 all(math.isclose(b, _factor * a, abs_tol=1e-12) for a, b in pairwise(parabola))
                 and (abs(parabola[-1]) < 3 * (1 - 1e-9)) == (alpha < 1)
                 and (parabola[1] < -1e-12) == (alpha > 0.5),
@@ -238,8 +239,8 @@ def _():
                 and _ends[0.5][1] == 0.0,
             ),
             mo.md(r"""
-            The number 1 is special to $x^2$. What counts is the bend: the slope of $\frac c2 x^2$ changes by $c$ per unit,
-            and the limit is $\alpha < 2/c$. A landscape with many directions must respect the strongest bend of all.
+            The number 1 is special to $x^2$. What counts is the bend: the slope of $\frac c2 x^2$ is $c\,x$, so it changes by $c$ per
+            unit, and the limit is $\eta < 2/c$; for $x^2$, $c = 2$. A landscape with many directions must respect the strongest bend of all.
             """),
         ]
     )
@@ -257,7 +258,7 @@ def _():
 
     $$\frac{d\theta}{dt} = -\nabla L(\theta).$$
 
-    The left side is the speed, $t$ is time, and $n$ steps of rate $\eta$ take the time $n \eta$. Jumping along the
+    The left side is the speed, the slope of $\theta$ over time; $t$ is time, and $n$ steps of rate $\eta$ take the time $n \eta$. Jumping along the
     speed for a time $\eta$, then measuring again, is *Euler's method*: gradient descent is exactly that. On
     $x^2$ from 3 the slide is known: $x(t) = 3 e^{-2t}$, with $e \approx 2.718$; in equal times it loses equal shares of
     what is left.
@@ -337,8 +338,9 @@ def _():
     ## Momentum
 
     A marble rolls; a slope does not move it at once but pushes it, and it keeps some of its speed. Give descent such a
-    memory, a velocity $v$ that keeps the share $\beta$ (usually 0.9) in each step and adds what the slope $g$ says
-    now. There are two customs, and both are called momentum:
+    memory, a velocity $v$ that keeps the share $\beta$ (usually 0.9; from lesson 6 on, $\beta$ has another meaning) in each step
+    and adds the present slope $g$. There are two customs, and both are called momentum. The arrow $\leftarrow$ reads
+    *becomes*:
 
     $$\begin{aligned}
     \text{average:} \quad & v \leftarrow \beta v + (1 - \beta)\, g \\
@@ -396,7 +398,7 @@ def _():
             claim(
                 "E67",
                 r"torch's `dampening` $= \beta$ is neither of them: it leaves the first gradient undamped, so its first "
-                f"step also ends at {damped[1]:.2f}; its later ones match neither custom.",
+                f"step also ends at {damped[1]:.2f}; its second one matches neither custom.",
                 round(damped[1], 2) == 2.40
                 and abs(damped[2] - summed[2]) > 0.1
                 and abs(damped[2] - average[2]) > 0.1,
@@ -528,7 +530,7 @@ def _(bump_slope, curvature, places_of, ravine_slope):
             ),
             claim(
                 "OP-08",
-                f"*A ravine needs both.* With the best settings of each, plain descent needs {best_plain} steps to come within "
+                f"*A ravine needs both.* With the settings that guarantee the fastest approach for each, plain descent needs {best_plain} steps to come within "
                 f"0.01 of the bottom, momentum {best_heavy}.",
                 best_heavy < best_plain / 3,
             ),
@@ -542,12 +544,12 @@ def _():
     mo.md(r"""
     ## Momentum and schedules, seen as flows
 
-    Plain descent is a leaf in honey: take the push away and it stops. A marble in water has weight and friction.
+    Plain descent is a leaf in honey: take the push away and it stops. A marble in water has mass and friction.
     Newton's law for it, with acceleration $\ddot\theta$ and speed $\dot\theta$ (one dot per derivative in time), is
 
     $$\ddot\theta + a\,\dot\theta = -\nabla L(\theta), \qquad a = \frac{1 - \beta}{\sqrt{\eta}},$$
 
-    and momentum steps are its film, one picture per $\sqrt\eta$ of time. A *schedule* changes the rate during training.
+    and momentum steps, in the form of the sum, are its film, one picture per $\sqrt\eta$ of time. A *schedule* changes the rate during training.
     In the flow it changes the clock only: the same slide, played faster or slower,
 
     $$\dot\theta = -s(t)\,\nabla L(\theta).$$
@@ -607,7 +609,7 @@ def _():
             ),
             claim(
                 "OP-29",
-                "*Momentum, tiny rates.* With $\\beta = 0.9$ fixed and $\\eta = 10^{-5}$ the weight no longer counts. Rates that "
+                "*Momentum, tiny rates.* With $\\beta = 0.9$ fixed and $\\eta = 10^{-5}$ the mass no longer counts. Rates that "
                 f"sum to 0.1 end at {hurried:.3f}, where plain descent needs a sum of 1: the flow, ten times as fast.",
                 math.isclose(hurried, 3 * math.exp(-2), rel_tol=0.01),
             ),
@@ -650,7 +652,7 @@ def _():
         "OP-29",
         "*And what the flow does not show.* If slopes carry noise, as in training on random batches, a constant rate never "
         f"settles: its mean square stays at {restless:.4f} (theory: $\\eta / (4(1 - \\eta)) = {theory:.4f}$ for noise of "
-        f"deviation 1). A cosine schedule to 0 ends at {calmed:.5f}. This is why rates are lowered at the end.",
+        f"mean 0 and mean square 1). A cosine schedule to 0 ends at {calmed:.5f}. This is why rates are lowered at the end.",
         math.isclose(restless, theory, rel_tol=0.1) and calmed < 0.1 * restless,
     )
     return
@@ -660,8 +662,8 @@ def _():
 def _():
     proof(
         school=r"""
-            *Why 0.5 and 1.* One step turns $x$ into $(1 - 2\alpha)x$. Repeated multiplication by a number $r$ shrinks to 0
-            exactly if $-1 < r < 1$, that is, $0 < \alpha < 1$. For $r = 0$ one step is enough; for $r < 0$ the sign changes each
+            *Why 0.5 and 1.* One step turns $x$ into $(1 - 2\eta)x$. Repeated multiplication by a number $r$ shrinks to 0
+            exactly if $-1 < r < 1$, that is, $0 < \eta < 1$. For $r = 0$ one step is enough; for $r < 0$ the sign changes each
             time; for $r = -1$ only the sign changes.
 
             *Why half the rate gives half the gap.* Within one step descent keeps the slope of its start. The longer the step, the
@@ -671,7 +673,7 @@ def _():
             *Why $1/(1-\beta)$.* With slope 1 the velocity settles where a step changes nothing: $v = \beta v + 1$, so $v = 1/(1 -
             \beta)$, 10 for $\beta = 0.9$. With signs alternating, $v$ and then $-v$: $-v = \beta v - 1$, so $v = 1/(1+\beta)$.""",
         undergraduate=r"""
-            *Limit of the rate.* On a quadratic with Hessian $H$ the error is multiplied by $I - \eta H$; it converges from every
+            *Limit of the rate.* On a quadratic with positive definite Hessian $H$ the error is multiplied by $I - \eta H$; it converges from every
             start iff $0 < \eta < 2 / \lambda_{\max}(H)$. The best rate $2/(\lambda_{\min} + \lambda_{\max})$ contracts by
             $(\kappa - 1)/(\kappa + 1)$ per step, $\kappa = \lambda_{\max}/\lambda_{\min}$.
 
@@ -685,8 +687,8 @@ def _():
         research=r"""
             Modified equations: descent is, to second order, the flow of $L + \frac\eta4 \|\nabla L\|^2$ (Barrett and Dherin 2021).
             Training at a fixed rate often sits near $\lambda_{\max} \approx 2/\eta$, where the flow is no longer a good model (Cohen et al.
-            2021). Polyak's heavy ball (1964) contracts a quadratic by $(\sqrt\kappa - 1)/(\sqrt\kappa + 1)$ with the settings
-            used above. Nesterov's method with its growing momentum has the friction $3/t$ (Su, Boyd and Candès 2014). With noise the
+            2021). Polyak's heavy ball (1964) contracts a quadratic by $(\sqrt\kappa - 1)/(\sqrt\kappa + 1)$ per step, asymptotically, with
+            the settings used above. Nesterov's method with its growing momentum has the friction $3/t$ (Su, Boyd and Candès 2014). With noise the
             limit is a stochastic differential equation whose diffusion is proportional to $\eta$; schedules then trade bias for
             variance, which a change of clock alone cannot express.""",
     )

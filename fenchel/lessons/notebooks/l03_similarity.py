@@ -126,6 +126,7 @@ def _(cat, cosine, dog, louder):
     lengths = [sum(a * a for a in w.tolist()) ** 0.5 for w in (cat, dog)]
     squares = sum((a - b) ** 2 for a, b in zip(cat.tolist(), dog.tolist(), strict=True))
     plain = product / (lengths[0] * lengths[1])
+    early = round(round(lengths[0], 2) * round(lengths[1], 2), 2)
     pairs = torch.randn(
         2, 10_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -143,9 +144,11 @@ def _(cat, cosine, dog, louder):
             ),
             claim(
                 "GE-06 E16",
-                f"Their cosine is {plain:.4f}. Round late: with the product of the lengths rounded to "
-                "0.66 first, 0.64 / 0.66 looks like 0.97.",
-                f"{plain:.4f}" == "0.9785" and f"{0.64 / 0.66:.2f}" == "0.97",
+                f"Their cosine is {plain:.4f}. Round late: with lengths rounded to {lengths[0]:.2f} and {lengths[1]:.2f} first, and their "
+                f"product to {early:.2f}, it looks like {product / early:.2f}.",
+                f"{plain:.4f}" == "0.9785"
+                and f"{early:.2f} {product / early:.2f}" == "0.66 0.97"
+                and f"{plain:.2f}" == "0.98",
             ),
             claim(
                 "GE-04 GE-07",
@@ -184,8 +187,8 @@ def _():
     mo.md(r"""
     ## One identity ties them together
 
-    Distance and inner product are two views of the same triangle. Multiply out the square, as in
-    $(a - b)^2 = a^2 - 2ab + b^2$:
+    Distance and inner product are two views of the same triangle. Multiply out each square
+    $(u_i - v_i)^2 = u_i^2 - 2 u_i v_i + v_i^2$ and add up:
 
     $$\|u - v\|^2 = \|u\|^2 + \|v\|^2 - 2 \langle u, v \rangle .$$
 
@@ -489,7 +492,8 @@ def _():
 
     $$\tilde v = \left(v,\ \sqrt{M^2 - \|v\|^2}\right), \qquad \tilde q = (q,\ 0).$$
 
-    Now $\|\tilde q - \tilde v\|^2 = \|q\|^2 + M^2 - 2\langle q, v\rangle$: the nearest $\tilde v$ has the largest inner product.
+    Now $\|\tilde q - \tilde v\|^2 = \|q\|^2 + M^2 - 2\langle q, v\rangle$ by the identity above. Only the last term differs between
+    the stored vectors, so the nearest $\tilde v$ has the largest inner product.
     """)
     return
 
@@ -563,7 +567,9 @@ def _():
     exercise = Exercise(
         lesson="l03_similarity",
         task="Write `lift(V)`: the rows of `V` with one extra entry each, such that all rows have the same length. "
-        "Then the nearest row to a query with an extra 0 has the largest inner product with it.",
+        "Then the nearest row to a query with an extra 0 has the largest inner product with it. Useful: "
+        "`V.square().sum(-1, keepdim=True)` is the column of the squared lengths, `x.max()` the largest entry, `x.clamp(min=0)` "
+        "replaces what is below 0 by 0, `x.sqrt()` takes roots, and `torch.cat([A, B], -1)` puts two tables side by side.",
         starter="""
     def lift(V):
         extra = torch.zeros(len(V), 1, dtype=V.dtype)
@@ -651,7 +657,7 @@ def _():
 
     A *matrix* is a table of numbers that turns one vector into another: entry $j$ of $xA$ is
     $\sum_i x_i A_{ij}$, the inner product of $x$ with column $j$. Think of a conveyor belt that is read from left to right: in
-    $x A B$ the machine $A$ works first, then $B$. Fenchel writes vectors as rows throughout. Many books write columns, and
+    $x A B$ the machine $A$ works first, then $B$. This course writes vectors as rows throughout. Many books write columns, and
     then everything is mirrored: $B^\top A^\top x^\top$. The *transpose* $^\top$ exchanges rows and columns. What a book of columns
     writes as $q^\top k$ is here $q k^\top$, the same number.
     """)

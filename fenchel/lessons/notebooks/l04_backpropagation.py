@@ -82,10 +82,11 @@ def _():
 
     $$\hat Y = X W + b .$$
 
-    $X$ has $N$ rows (samples) and one column per feature; $W$ has one row per feature and one column per output, so $\hat
+    Entry by entry: amount times price, added over the goods, plus the fee. This is what the product $XW$ of two tables
+    (*matrices*) means. $X$ has $N$ rows (samples) and one column per feature; $W$ has one row per feature and one column per output, so $\hat
     Y$ has one row per sample and one column per output. $b$ is added to every row. How bad is the guess? Take the
-    squared difference to the true bills $Y$, added ($\sum$ says: add) over the outputs and averaged over the samples, the *mean
-    squared error*:
+    squared difference to the true bills $Y$, added over the outputs ($\|\cdot\|^2$ is the sum of the squares of a row) and averaged over the
+    samples ($\sum$ says: add), the *mean squared error*:
 
     $$L = \frac1N \sum_{i=1}^N \| Y_i - \hat Y_i \|^2 .$$
 
@@ -95,7 +96,7 @@ def _():
     $$\frac{\partial L}{\partial W} = \frac2N X^\top (\hat Y - Y), \qquad
     \frac{\partial L}{\partial b} = \frac2N \sum_i (\hat Y_i - Y_i).$$
 
-    $X^\top$ is $X$ with rows and columns exchanged, *transposed*. Then take a step of learning rate $\alpha$ against both.
+    $X^\top$ is $X$ with rows and columns exchanged, *transposed*. Then take a step of learning rate $\eta$ against both.
     """)
     return
 
@@ -139,7 +140,8 @@ def _():
             ),
             claim(
                 "BP-03 DV-04",
-                "Automatic differentiation gives the two gradients above. A gradient has the shape of its variable: "
+                "Automatic differentiation (the program applies the rules for slopes to each step of a computation; torch's is called "
+                "*autograd*) gives the two gradients above. A gradient has the shape of its variable: "
                 f"$4 \\times 3$ for $W$, {len(db)} numbers for $b$.",
                 torch.allclose(auto_W, dW)
                 and torch.allclose(auto_b, db)
@@ -147,7 +149,7 @@ def _():
             ),
             claim(
                 "BP-04",
-                r"800 updates $W - \alpha\,\partial L/\partial W$, $b - \alpha\,\partial L/\partial b$ with $\alpha = 0.1$ lower "
+                r"800 updates $W - \eta\,\partial L/\partial W$, $b - \eta\,\partial L/\partial b$ with $\eta = 0.1$ lower "
                 f"the loss from {loss_path[0]:.3f} to {loss_path[-1]:.5f}; no price list does better than "
                 f"{mean_squares(_exact[:4], _exact[4]):.5f}.",
                 torch.allclose(torch.cat([_W, _b[None]]), _exact, atol=1e-3),
@@ -170,7 +172,7 @@ def _():
 
     One gear turns the next, which turns a third. If the first makes the second turn 3 times as fast, and the second
     makes the third turn twice as fast, then the first drives the third 6 times as fast: rates along a chain *multiply*. If
-    $g$ depends on $x$ and $f$ on $g$,
+    $g$ depends on $x$ and $f$ on $g$, and $\frac{df}{dx}$ is another way to write the slope $f'(x)$,
 
     $$\frac{df}{dx} = \frac{df}{dg} \cdot \frac{dg}{dx}.$$
 
@@ -215,7 +217,7 @@ def _():
         [
             claim(
                 "DV-05",
-                r"For $\sin(x^2)$ the product $\cos(x^2) \cdot 2x$ is the slope at 41 places.",
+                r"For $\sin(x^2)$ the product $\cos(x^2) \cdot 2x$ is the slope at 41 places. (The slope of $\sin$ is $\cos$.)",
                 torch.allclose(_outer_times_inner, _direct),
             ),
             claim(
@@ -243,7 +245,7 @@ def _():
 
     A straight line cannot follow a bent curve, and a price list of price lists is only another price list. Put a bend
     between them. A light switch, a dimmer: each hidden unit adds up its inputs and passes the sum through a fixed bent function,
-    its *activation* $\sigma$. Enough such units together come as close as
+    its *activation* $\sigma$ (sigma). On a given stretch, enough such units together come as close as
     you like to any unbroken curve. Forwards:
 
     $$\begin{aligned}
@@ -331,7 +333,7 @@ def _(activation, hidden):
             ),
             claim(
                 "BP-10",
-                f"Updating all four, $W_1, b_1, W_2, b_2$, with one $\\alpha = 0.05$ lowers the loss from {fit_losses[0]:.3f} to "
+                f"Updating all four, $W_1, b_1, W_2, b_2$, with one $\\eta = 0.05$ lowers the loss from {fit_losses[0]:.3f} to "
                 f"{fit_losses[-1]:.4f}.",
                 fit_losses[-1] < fit_losses[0],
             ),
@@ -365,10 +367,12 @@ def _():
             claim(
                 "NB-22",
                 r"ReLU is $\max(0, z)$, with slope 0 or 1. The sigmoid is $1/(1 + e^{-z})$, a dimmer between 0 and 1, with slope "
-                r"$\sigma(1 - \sigma)$, at most $\frac14$.",
+                r"$\sigma(1 - \sigma)$, at most $\frac14$. The third in the menu, $\tanh$, is a sigmoid stretched to lie between $-1$ and 1, "
+                r"$\tanh z = 2\sigma(2z) - 1$, with slope $1 - \tanh^2 z$.",
                 torch.allclose(ACTIVATIONS["ReLU"][0](_values), _values.clamp(min=0))
                 and torch.allclose(ACTIVATIONS["sigmoid"][0](_values), 1 / (1 + (-_values).exp()))
                 and torch.isclose(ACTIVATIONS["sigmoid"][1](_z).max(), _z.new_tensor(0.25))
+                and torch.allclose(ACTIVATIONS["tanh"][0](_z), 2 * torch.sigmoid(2 * _z) - 1)
                 and all(
                     torch.allclose(
                         jacobian(lambda z, name=name: ACTIVATIONS[name][0](z).sum(), _z),
@@ -496,7 +500,8 @@ def _():
     \end{aligned}$$
 
     Easily mistaken: $\partial L/\partial z_2 = \partial L/\partial \hat y$ holds only because the output is $z_2$ itself. A
-    classifier puts a softmax $p$ behind $z_2$; with cross-entropy against the true class $y$ (a row with a single 1) the row is $p - y$.
+    classifier puts a softmax $p$ (lesson 7) behind $z_2$; with cross-entropy (lesson 5) against the true class $y$ (a row with a single
+    1) the row is $p - y$.
     """)
     return
 
@@ -708,7 +713,7 @@ def _():
 
     Two more words. The *trace* $\mathrm{tr}$ is the sum of the diagonal. $\mathrm{vec}$ writes a matrix as one long column, and there are two
     ways to read it off: column after column, or row after row as torch's `flatten` does. The *Kronecker product* $A \otimes B$ is the
-    large matrix of all products of an entry of $A$ with an entry of $B$.
+    large matrix of all products of an entry of $A$ with an entry of $B$. $\nabla_X$ is the matrix of the slopes in the entries of $X$.
 
     $$\begin{aligned}
     \nabla_X \mathrm{tr}(A X) &= A^\top, \\
@@ -777,10 +782,12 @@ def _():
     proof(
         school=r"""
             *One weight.* Take one sample, one hidden unit, one output: $\hat y = w_2\, \sigma(w_1 x)$ and $L = (\hat y - y)^2$. Move
-            $\hat y$ a little, by $e$: $L$ grows by $2(\hat y - y)\,e$ (and $e^2$, which is tiny). That is $\delta_2$ times $e$. Move
-            $w_2$ by $e$: $\hat y$ moves by $e$ times $\sigma(w_1 x)$, so $L$ by $\delta_2\, \sigma(w_1 x)\, e$. *Blame times what came in.*
-            Move the sum $w_1 x$ by $e$: the activation moves by its slope times $e$, $\hat y$ by $w_2$ times that: $\delta_1 =
-            \delta_2\, w_2\, \sigma'$. Move $w_1$: the sum moves by $x\,e$, so $L$ by $\delta_1\, x\, e$. Blame times what came in, again.
+            $\hat y$ a little, by $\varepsilon$: $L$ grows by $2(\hat y - y)\,\varepsilon$ (and $\varepsilon^2$, which is tiny). That is
+            $\delta_2$ times $\varepsilon$. Move $w_2$ by $\varepsilon$: $\hat y$ moves by $\varepsilon$ times $\sigma(w_1 x)$, so $L$ by
+            $\delta_2\, \sigma(w_1 x)\, \varepsilon$. *Blame times what came in.*
+            Move the sum $w_1 x$ by $\varepsilon$: the activation moves by its slope times $\varepsilon$, $\hat y$ by $w_2$ times that: $\delta_1 =
+            \delta_2\, w_2\, \sigma'$. Move $w_1$: the sum moves by $x\,\varepsilon$, so $L$ by $\delta_1\, x\, \varepsilon$. Blame times what
+            came in, again.
 
             *Many.* With several outputs, a hidden unit gets blame from each, through the weight between them, and adds it up: that is
             the product with $W_2^\top$. With several samples, average.""",
@@ -790,7 +797,7 @@ def _():
             \rangle$, $\langle G_2, \mathbf 1\, db_2\rangle = \langle \mathbf 1^\top G_2, db_2 \rangle$ and $\langle G_2, dA_1 W_2\rangle = \langle G_2 W_2^\top,
             dA_1\rangle$. With $dA_1 = \sigma'(Z_1) * dZ_1$, $G_1 = (G_2 W_2^\top) * \sigma'(Z_1)$. Here $G = \delta/N$. The
             other identities are the same move: $\langle G, A\,dX\,B\rangle = \langle A^\top G B^\top, dX \rangle$. For softmax and
-            cross-entropy, $L = \log \sum_j e^{z_j} - z_y$, so $\partial L/\partial z = p - y$.""",
+            cross-entropy, $L = \log \sum_j e^{z_j} - z_k$ with $k$ the true class, so $\partial L/\partial z = p - y$.""",
         research=r"""
             Reverse mode computes $J_1^\top J_2^\top \cdots J_n^\top g$ from the right, one vector-Jacobian product per operation: a
             scalar's whole gradient for a small multiple of the cost of the value, whatever the number of weights (Baur and Strassen
@@ -837,7 +844,8 @@ def _():
     exercise = Exercise(
         lesson="l04_backpropagation",
         task="Write the backward pass of a tanh network for the loss `((Y - Yhat) ** 2).sum() / N`. "
-        "The starter has the right outline; two factors are missing.",
+        "The starter has the right outline; two factors are missing. In code `@` is the product of matrices, `*` that of entries, "
+        "`.T` the transpose and `.sum(0)` the sum over the rows.",
         starter="""
     def gradients(X, Y, W1, b1, W2, b2):
         N = len(X)
@@ -906,6 +914,23 @@ def _(run_path):
     for _handle in _handles:
         _handle.remove()
     _count = ids.shape[1] - 1
+    _widest = max(
+        (w for w in own.model.parameters() if w.grad is not None),
+        key=lambda w: w.grad.abs().max().item(),
+    )
+    _entry = _widest.grad.abs().argmax()
+    steepest = _widest.grad.flatten()[_entry]
+
+    @torch.no_grad()
+    def loss_with(change):
+        # One weight is moved and put back.
+        flat = _widest.view(-1)
+        flat[_entry] += change
+        value = torch.nn.functional.cross_entropy(own.model(ids[:, :-1])[0], ids[0, 1:]).item()
+        flat[_entry] -= change
+        return value
+
+    felt = (loss_with(1e-5) - loss_with(-1e-5)) / 2e-5
     p_minus_y = torch.softmax(logits[0].detach(), -1)
     p_minus_y[torch.arange(_count), ids[0, 1:]] -= 1
     mo.vstack(
@@ -922,7 +947,7 @@ def _(run_path):
             ),
             claim(
                 "BP-12 E30",
-                "At the logits the error of your model is $(p - y)/N$, as for every softmax with cross-entropy.",
+                "At the *logits*, the scores that enter the last softmax, the error of your model is $(p - y)/N$, as for every softmax with cross-entropy.",
                 torch.allclose(logits.grad[0], p_minus_y / _count, atol=1e-10),
             ),
             claim(
@@ -932,8 +957,9 @@ def _(run_path):
             ),
             claim(
                 "DV-04",
-                "Every gradient has the shape of its weight.",
-                all(w.grad is None or w.grad.shape == w.shape for w in own.model.parameters()),
+                "Every weight has its own slope. For the weight with the steepest one, backpropagation says "
+                f"{steepest.item():.6f}; two measurements beside it give {felt:.6f}.",
+                math.isclose(steepest.item(), felt, rel_tol=1e-3),
             ),
         ]
     )
