@@ -1,4 +1,4 @@
-"""Rules that move queries and keys, tuned alike: losses, rates, fine-tuning, copying.
+"""Rules that move queries and keys: losses, rates, fine-tuning, copying, lengths of the run.
 
     fenchel bench optim                      a small model on a CPU, two threads, about 15 minutes
     fenchel bench optim --full --workers 8   the same trained longer, more rates, five seeds
@@ -6,10 +6,15 @@
                                              busy, --minutes 9 stops it to continue later
     fenchel bench optim --quick              two steps per run, a check that everything works
     fenchel bench optim --study switches     one study alone, and the tuning that it needs
+    fenchel bench optim --device cuda --study lengths --minutes 9
+                                             400 to 8,000 steps; a run that the time cuts goes on
+                                             from its last step when called again
+    fenchel bench optim --size gpt2 --study lengths
+                                             the same with the blocks of GPT-2 of 124M
 
 models   fenchel/model, rotary; sizes and texts in optimisers/sizes.py
-rules    AdamW, Muon, QK-norm, QK-clip, Compositional Muon, ScoreTrust, ScoreDescent, and the
-         switches of the trainer: optimisers/rules.py
+rules    AdamW, Muon, QK-norm, QK-clip, Muon per head, Compositional Muon, ScoreTrust,
+         ScoreDescent, and the switches of the trainer: optimisers/rules.py
 grid     rates of ratio 1.5 around an initial one, then decays and other settings:
          optimisers/studies.py, sizes.py
 runs     lines of results/optim_SIZE.jsonl (optimisers/run_cache.py); on a CPU they repeat bit for
@@ -29,6 +34,7 @@ import torch
 from benchmarks import harness
 from benchmarks.optimisers.figure import draw_figure
 from benchmarks.optimisers.run_cache import MissingResult, OutOfTime, RunCache, run_missing
+from benchmarks.optimisers.sizes import SIZES
 from benchmarks.optimisers.studies import STUDIES
 
 THREADS = 2
@@ -37,11 +43,14 @@ THREADS = 2
 def main(options: Sequence[str] = ()) -> None:
     """Run the selected studies, print their tables, write the results and the figure."""
     arguments = _parser().parse_args(options)
-    size = "quick" if arguments.quick else "full" if arguments.full else arguments.device
+    size = "quick" if arguments.quick else "full" if arguments.full else arguments.size
+    size = size or arguments.device
     torch.set_num_threads(1 if arguments.quick else THREADS)
     cache = RunCache(arguments.out / f"optim_{size}.jsonl", minutes=arguments.minutes)
     rows = {
-        study: [partial(STUDIES[study].row, cache, size, rule) for rule in STUDIES[study].rules]
+        study: [
+            partial(STUDIES[study].row, cache, size, case) for case in STUDIES[study].cases(size)
+        ]
         for study in arguments.study or STUDIES
     }
     try:
@@ -104,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="two steps per run")
     parser.add_argument("--full", action="store_true", help="five seeds, more rates, longer runs")
+    parser.add_argument("--size", choices=tuple(SIZES), help="instead of --device and --full")
     parser.add_argument("--workers", type=int, default=1, help="runs in parallel")
     parser.add_argument("--study", choices=tuple(STUDIES), action="append", help="may be repeated")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")

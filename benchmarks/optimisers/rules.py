@@ -1,9 +1,9 @@
 """The rules that are compared: named settings of the model, the optimiser and the trainer.
 
-Most rules can be selected by ``fenchel train --set``. Built here are AdamW within ScoreTrust, the
-baseline after Compositional Muon, and rules that move queries and keys alone at a multiple of the
-rate. Each rule is tuned in one learning rate, which Muon and the AdamW beside it share, and then in
-the fields of a ``Job`` that ``Rule.tunes`` lists.
+Most rules can be selected by ``fenchel train --set``. Built here are AdamW within ScoreTrust, two
+baselines that treat queries and keys head by head (compositional.py), and rules that move queries
+and keys alone at a multiple of the rate. Each rule is tuned in one learning rate, which Muon and
+the AdamW beside it share, and then in the fields of a ``Job`` that ``Rule.tunes`` lists.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.optimisers.compositional import CompositionalMuon
+from benchmarks.optimisers.compositional import CompositionalMuon, PerHeadMuon
 from fenchel.optim import (
     CombinedOptimiser,
     OptimConfig,
@@ -24,18 +24,23 @@ from fenchel.optim import (
 )
 from fenchel.optim.config import split_matrices, trust_limits
 
-Build = Callable[[nn.Module, OptimConfig], CombinedOptimiser]
+Build = Callable[..., CombinedOptimiser]
+"""(model, settings, steps=) to an optimiser."""
 
 
-def score_trust(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
+def score_trust(
+    model: nn.Module, config: OptimConfig, *, steps: int | None = None, times: float = 1.0
+) -> CombinedOptimiser:
     """The optimiser of ``scaled_qk`` within ScoreTrust."""
-    inner, pairs = scaled_qk(model, config, times=times), attention_pairs(model)
+    inner, pairs = scaled_qk(model, config, steps=steps, times=times), attention_pairs(model)
     return CombinedOptimiser(ScoreTrust(inner, pairs, *trust_limits(config)))
 
 
-def scaled_qk(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> CombinedOptimiser:
+def scaled_qk(
+    model: nn.Module, config: OptimConfig, *, steps: int | None = None, times: float = 1.0
+) -> CombinedOptimiser:
     """The optimiser of the settings, with every step of queries and keys scaled by ``times``."""
-    optimiser = build_optimiser(model, config)
+    optimiser = build_optimiser(model, config, steps=steps)
     rows = [
         row.weight.detach()[row.start : row.stop]
         for pair in attention_pairs(model)
@@ -56,16 +61,26 @@ def scaled_qk(model: nn.Module, config: OptimConfig, *, times: float = 1.0) -> C
     return optimiser
 
 
-def compositional(model: Any, config: OptimConfig) -> CombinedOptimiser:
+def compositional(model: Any, config: OptimConfig, **_: Any) -> CombinedOptimiser:
     """Compositional Muon for matrices, AdamW for the others."""
+    return _head_by_head(model, config, partial(CompositionalMuon, damping=config.score_damping))
+
+
+def per_head(model: Any, config: OptimConfig, **_: Any) -> CombinedOptimiser:
+    """Muon with an orthogonal step per head of queries and keys, AdamW for the others."""
+    return _head_by_head(model, config, PerHeadMuon)
+
+
+def _head_by_head(
+    model: Any, config: OptimConfig, rule: Callable[..., PerHeadMuon]
+) -> CombinedOptimiser:
     matrices, others = split_matrices(model)
-    muon = CompositionalMuon(
+    muon = rule(
         matrices,
         [block.attention for block in model.blocks],
         lr=config.matrix_learning_rate,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
-        damping=config.score_damping,
     )
     betas = (config.beta1, config.beta2)
     return CombinedOptimiser(muon, adamw(others, lr=config.learning_rate, betas=betas))
@@ -96,11 +111,15 @@ RULES: dict[str, Rule] = {
     "muon": Rule("muon", MUON, tunes=MUON_TUNES),
     "muon + qk-norm": Rule("muon", MUON, QK_NORM, tunes=MUON_TUNES),
     "muon + qk-clip": Rule("muon", MUON, train=QK_CLIP, tunes=MUON_TUNES),
+    "per-head muon": Rule("muon", MUON, build=per_head, tunes=MUON_TUNES),
     "compositional": Rule(
         "muon", MUON, build=compositional, tunes=("decay", "damping", "momentum")
     ),
     "trust(muon)": Rule("trust", MUON, tunes=("decay", "radius", "change", "momentum")),
     "score": Rule("score", MUON, tunes=("decay", "radius", "damping", "change", "momentum")),
+    "score + qk-norm": Rule(
+        "score", MUON, QK_NORM, tunes=("decay", "damping", "change", "momentum")
+    ),
 }
 """The tuned study."""
 
@@ -135,6 +154,9 @@ QK_RATE_RULES = {
     for name in FINETUNE_RULES
     for times in RATE_FACTORS
 }
+
+LENGTH_RULES = ("muon", "muon + qk-norm", "per-head muon", "score", "score + qk-norm")
+"""Rules compared over lengths of the run, each at the defaults of ``OptimConfig``."""
 
 COPY_RULES = ("muon", "muon + qk-norm", "trust(muon)", "score")
 """Rules of the copy task."""

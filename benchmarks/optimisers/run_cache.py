@@ -2,7 +2,8 @@
 
 A run is a function of its ``Job``, so its result is appended to a file, one line per run, as soon
 as the run ends, and a job in the file is not run again: a study can be stopped at any time and
-continues from there. Delete the file to begin anew.
+continues from there. Delete the file to begin anew. Long runs can be stopped between two steps too:
+they are given a ``Pause``, the time to stop at and a folder for their state.
 
 A study is a function that calls the cache with a list of jobs and computes with their results. If
 results are missing, the cache records their jobs and raises ``MissingResult``, which ends the call.
@@ -10,12 +11,14 @@ results are missing, the cache records their jobs and raises ``MissingResult``, 
 workers, and repeats until no result is missing.
 """
 
+import hashlib
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +37,21 @@ class Job:
     rate: float
     seed: int
     decay: float = 0.1
-    radius: float = 6.0
-    """Radius of the score ball; only rules that have one read it."""
-    damping: float = 1.0
-    """Damping of the whitening; only rules that whiten read it."""
-    change: float = 0.2
-    """Change of the scores per head and step; only rules with a score ball read it."""
+    radius: float | None = 6.0
+    """Constant radius of the score ball, for rules that have one; None is the default ball."""
+    damping: float | None = 1.0
+    """Damping of the whitening, for rules that whiten; None is the default."""
+    change: float | None = 0.2
+    """Peak change of the scores per head and step, for rules that set or limit it; None is what
+    follows from the default of score_total."""
     momentum: float = 0.95
     """Momentum of Muon and of ScoreDescent."""
     start: tuple[float, float, float] | None = None
     """Muon's rate, decay and momentum for the checkpoint that is fine-tuned."""
+    text: str = "sotu"
+    """The text of a run from scratch."""
+    steps: int | None = None
+    """The length of a run from scratch; None is that of the size."""
 
 
 Run = Callable[[Job], Result]
@@ -57,11 +65,29 @@ class OutOfTime(Exception):
     """The time limit is reached; finished runs are in the cache."""
 
 
+@dataclass(frozen=True)
+class Pause:
+    """When a run should stop, and where it stores its state to go on from."""
+
+    deadline: float
+    """In seconds since the epoch, which is the same in every process; inf for never."""
+    folder: Path
+
+    def due(self) -> bool:
+        """Whether the time is over."""
+        return time.time() > self.deadline
+
+    def file(self, job: Job) -> Path:
+        """The file of the state of a run."""
+        return self.folder / f"{hashlib.sha256(_key(asdict(job)).encode()).hexdigest()[:16]}.pt"
+
+
 class RunCache:
     """Results by job, in memory and as lines of a file."""
 
     def __init__(self, path: Path, *, minutes: float) -> None:
         self.path, self.deadline = path, time.monotonic() + 60.0 * minutes
+        self.pause = Pause(time.time() + 60.0 * minutes, path.parent / "paused")
         lines = path.read_text().splitlines() if path.exists() else []
         self.results = {_key(line["job"]): line["result"] for line in map(json.loads, lines)}
         self.missing: dict[Job, Run] = {}
@@ -83,9 +109,9 @@ class RunCache:
         with self.path.open("a") as file:
             file.write(json.dumps({"job": asdict(job), "result": result}) + "\n")
         metrics = ", ".join(f"{name} {value}" for name, value in result.items())
-        what = f"{job.study:9s} {job.rule:16s} rate {job.rate:<8.4g} decay {job.decay:<4g}"
-        how = f"radius {job.radius:<3g} damping {job.damping:<4g} change {job.change:<3g}"
-        print(f"  {what} {how} momentum {job.momentum:<4g} seed {job.seed}: {metrics}", flush=True)
+        fields = {k: v for k, v in asdict(job).items() if k not in ("study", "size", "rule")}
+        how = " ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
+        print(f"  {job.study:9s} {job.rule:16s} {how}: {metrics}", flush=True)
 
 
 def run_missing(cache: RunCache, studies: Sequence[Callable[[], object]], *, workers: int) -> None:
@@ -125,7 +151,10 @@ def _run_in_pool(cache: RunCache, studies: Sequence[Callable[[], object]], worke
             if not running:
                 raise OutOfTime
             for job in _done(running):
-                cache.add(job, running.pop(job).result())
+                try:
+                    cache.add(job, running.pop(job).result())
+                except OutOfTime:  # its state is stored; the other runs under way end or pause
+                    cache.deadline = -math.inf
 
 
 def _done(running: dict[Job, Future[Result]]) -> Iterator[Job]:
@@ -139,4 +168,10 @@ def _timed(run: Run, job: Job) -> Result:
 
 
 def _key(job: dict[str, Any]) -> str:
-    return json.dumps(job, sort_keys=True)
+    """The fields of a job that are not at their defaults, so that new fields keep old results."""
+    given = {name: value for name, value in job.items() if value != _DEFAULTS.get(name, _REQUIRED)}
+    return json.dumps(given, sort_keys=True)
+
+
+_REQUIRED = object()
+_DEFAULTS = {f.name: f.default for f in fields(Job) if f.default is not MISSING}

@@ -3,12 +3,17 @@
 loss         mean over validation bytes, in nats; inf if the run diverged
 max_logit    largest |score| of any head on a validation batch
 min_entropy  lowest mean entropy of a head there
+ms_per_step  median over the steps of a run of the study of lengths; with several workers the
+             runs slow each other down
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,8 +21,8 @@ import torch
 from torch import nn
 
 from benchmarks.optimisers.rules import QK_RATE_RULES, RULES, SWITCHES, Rule
-from benchmarks.optimisers.run_cache import Job, Result
-from benchmarks.optimisers.sizes import SIZES, Size, text
+from benchmarks.optimisers.run_cache import Job, OutOfTime, Pause, Result
+from benchmarks.optimisers.sizes import SIZES, Size, fresh_text, text, text_hash
 from fenchel.data import Batches
 from fenchel.evaluate import attention_health, score
 from fenchel.model import ModelConfig, Transformer
@@ -45,9 +50,16 @@ class StudyConfig(OptimConfig):
     USES = ()
 
 
-def optimiser_of(job: Job, model: nn.Module) -> tuple[CombinedOptimiser, OptimConfig]:
-    """The optimiser of the rule, with the settings of the job."""
+def optimiser_of(
+    job: Job, model: nn.Module, steps: int | None = None
+) -> tuple[CombinedOptimiser, OptimConfig]:
+    """The optimiser of the rule, with the settings of the job, for a run of ``steps`` steps."""
     rule = rule_of(job)
+    own: dict[str, Any] = {}
+    if job.radius is not None:
+        own |= {"score_radius": job.radius, "score_opening": 0.0}
+    if job.damping is not None:
+        own["score_damping"] = job.damping
     config = StudyConfig(
         optimiser=rule.optimiser,
         learning_rate=job.rate,
@@ -55,26 +67,22 @@ def optimiser_of(job: Job, model: nn.Module) -> tuple[CombinedOptimiser, OptimCo
         weight_decay=job.decay,
         momentum=job.momentum,
         score_rate=job.change,
-        score_radius=job.radius,
-        score_opening=0.0,
-        score_damping=job.damping,
         schedule="linear",
         warmup=0.1,
+        **own,
     )
-    return rule.build(model, config), config
+    return rule.build(model, config, steps=steps), config
 
 
-def steps_of(
-    job: Job, model: Transformer, batches: Any, steps: int, **train: Any
-) -> Iterator[float]:
-    """Train, and yield the loss of every step; inf ends a run that diverged."""
+def stepper_of(job: Job, model: Transformer, batches: Any, steps: int, **train: Any) -> Stepper:
+    """What takes the steps of a job."""
     size = SIZES[job.size]
-    optimiser, config = optimiser_of(job, model)
+    optimiser, config = optimiser_of(job, model, steps)
     switches = rule_of(job).train
     torch.compiler.reset()  # graphs of earlier models would only add guard checks
     settings = {"precision": size.precision, "exact": False, **switches, **train}
     settings["compile"] = size.device == "cuda" and not switches  # they observe the forward pass
-    stepper = Stepper(
+    return Stepper(
         model,
         batches,
         optimiser,
@@ -82,7 +90,13 @@ def steps_of(
         config=TrainConfig(steps=steps, batch=size.batch, **settings),
         seed=job.seed,
     )
-    broken = 0
+
+
+def steps_of(
+    job: Job, model: Transformer, batches: Any, steps: int, **train: Any
+) -> Iterator[float]:
+    """Train, and yield the loss of every step; inf ends a run that diverged."""
+    stepper, broken = stepper_of(job, model, batches, steps, **train), 0
     for step in range(steps):
         result = stepper(step)
         broken = broken + 1 if result.broken else 0
@@ -99,6 +113,61 @@ def train_on(job: Job, model: Transformer, source: str, steps: int) -> Result:
     batches = Batches(ids, batch=size.batch, context=size.model.context, seed=job.seed)
     (last,) = deque(steps_of(job, model, batches, steps), 1)
     return measure(model, validation, size) if math.isfinite(last) else diverged()
+
+
+def train_at_length(pause: Pause, job: Job) -> Result:
+    """A fresh model trained for the steps of the job, or on from where ``pause`` stopped it."""
+    size, steps = SIZES[job.size], job.steps
+    assert steps is not None
+    ids, fresh = fresh_text(job.text, size.bytes)
+    model = model_of(job, size.model)
+    batches = Batches(ids, batch=size.batch, context=size.model.context, seed=job.seed)
+    stepper, file = stepper_of(job, model, batches, steps), pause.file(job)
+    about = {
+        "text_sha256": text_hash(job.text, size.bytes),
+        "epochs": round(steps * size.batch * size.model.context / len(ids), 2),
+    }
+    state = _resume(file, stepper, about["text_sha256"])
+    while state["step"] < steps:
+        started = time.perf_counter()
+        result = stepper(state["step"])
+        state["ms"].append(1e3 * (time.perf_counter() - started))
+        state["step"] += 1
+        state["broken"] = state["broken"] + 1 if result.broken else 0
+        if state["broken"] == PATIENCE:
+            break
+        if pause.due() and state["step"] < steps:
+            _store(file, stepper, {**state, "text_sha256": about["text_sha256"]})
+            raise OutOfTime
+    file.unlink(missing_ok=True)
+    ms = {"ms_per_step": round(median(state["ms"]), 2)}
+    ended = diverged() if state["broken"] == PATIENCE else measure(model, fresh, size)
+    return {**ended, **about, **ms}
+
+
+def _store(file: Path, stepper: Stepper, state: Result) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")  # a call that is killed while it writes leaves the old file
+    torch.save(
+        {
+            **state,
+            "model": stepper.model.state_dict(),
+            "optimiser": stepper.optimiser.state_dict(),
+        },
+        part,
+    )
+    part.replace(file)
+
+
+def _resume(file: Path, stepper: Stepper, text_sha256: str) -> dict[str, Any]:
+    """The steps taken, non-finite losses in a row and times; of a run of another text, none."""
+    if file.exists():
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        if saved.pop("text_sha256") == text_sha256:
+            stepper.model.load_state_dict(saved.pop("model"))
+            stepper.optimiser.load_state_dict(saved.pop("optimiser"))
+            return dict(saved)
+    return {"step": 0, "broken": 0, "ms": []}
 
 
 def measure(model: Transformer, validation: Any, size: Size) -> Result:

@@ -5,15 +5,26 @@
     full    the same, trained twice as long, more rates and five seeds: some hours on one core
     cuda    25M parameters, 8 layers of width 512 at context 512, 6.6M bytes per run: less than
             one epoch, since a model of this size memorises the text within a few
+    gpt2    the blocks of GPT-2 of 124M, which with bytes for tokens are 85M parameters, at context
+            1024; for the study of lengths
 
-The texts are those of the package: messages of presidents to train on, the King James Bible to
-fine-tune on. Bytes are the tokens, so that no tokenizer affects a comparison, and losses are in
-nats per byte. The last 2 % of a text are for validation.
+    sotu    messages of presidents, to train on
+    kjv     the King James Bible, to fine-tune on
+    code    Python sources of the standard library and of installed packages, in the order of the
+            hash of their paths; what is installed differs, so results carry a hash of the text
+
+Bytes are the tokens, so that no tokenizer affects a comparison, and losses are in nats per byte.
+The last 2 % of a text are for validation. The study of lengths neither trains nor is measured on
+them: it trains on the first 96 % and is measured on the 2 % between, by whose loss no setting was
+chosen (earlier studies have trained on that part of sotu).
 """
 
-from collections.abc import Mapping
+import hashlib
+import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +32,8 @@ from fenchel.data import Ids, open_text
 from fenchel.model import ModelConfig
 
 VALIDATION = 0.02
+CODE_BYTES = 2**27
+"""The most bytes of source code that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,12 @@ class Size:
     """Bytes of validation text."""
     bytes: int | None = None
     """Bytes used of each text; None uses all."""
+    lengths: tuple[int, ...] = ()
+    """Steps of the runs of the study of lengths; empty where it is not run."""
+    length_seeds: tuple[int, ...] = (21, 22, 23)
+    """Seeds of that study, of which no other has used any."""
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    """Rate, decay and momentum of all its runs."""
 
 
 GRID = {
@@ -69,6 +88,9 @@ SIZES = {
         max_rates=1,
         validation=256,
         bytes=20_000,
+        lengths=(2, 3),
+        length_seeds=(21,),
+        fixed={"rate": 0.02, "decay": 0.1, "momentum": 0.9},
     ),
     "cpu": Size(
         model=SMALL,
@@ -78,8 +100,19 @@ SIZES = {
         max_rates=4,
         grid={**GRID, "decay": (0.1, 0.3, 1.0)},
         copy_seeds=(0, 1, 2),
+        lengths=(100, 400),
+        length_seeds=(21, 22),
+        fixed={"rate": 0.03, "decay": 0.3, "momentum": 0.9},
     ),
-    "full": Size(model=SMALL, batch=16, steps=300, seeds=(1, 2, 3, 4, 5), grid=GRID),
+    "full": Size(
+        model=SMALL,
+        batch=16,
+        steps=300,
+        seeds=(1, 2, 3, 4, 5),
+        grid=GRID,
+        lengths=(100, 400, 1600),
+        fixed={"rate": 0.03, "decay": 0.3, "momentum": 0.9},
+    ),
     "cuda": Size(
         model=ModelConfig(vocabulary=256, context=512, width=512, layers=8, heads=8),
         batch=32,
@@ -92,6 +125,20 @@ SIZES = {
         grid={**GRID, "decay": (0.1, 0.3)},
         copy_steps=600,
         validation=2**18,
+        lengths=(400, 2000, 8000),
+        fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
+    ),
+    "gpt2": Size(
+        model=ModelConfig(vocabulary=256, context=1024, width=768, layers=12, heads=12),
+        batch=64,
+        steps=400,
+        seeds=(1, 2, 3),
+        device="cuda",
+        precision="bfloat16",
+        scale=2 / 9,
+        validation=2**18,
+        lengths=(400, 2000),
+        fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
     ),
 }
 
@@ -99,7 +146,49 @@ SIZES = {
 @cache
 def text(source: str, limit: int | None) -> tuple[Ids, Ids]:
     """Training bytes and validation bytes among the first ``limit`` of a text."""
-    whole = "\n".join(document.text for document in open_text(source).documents()).encode()
-    ids = np.frombuffer(whole, dtype=np.uint8)[:limit]
+    ids = np.frombuffer(_read(source, limit), dtype=np.uint8)[:limit]
     cut = int(len(ids) * (1.0 - VALIDATION))
     return ids[:cut], ids[cut:]
+
+
+def fresh_text(source: str, limit: int | None) -> tuple[Ids, Ids]:
+    """Training bytes, and the bytes between them and the validation bytes of ``text``."""
+    ids, _ = text(source, limit)
+    cut = int(len(ids) * (1.0 - VALIDATION / (1.0 - VALIDATION)))
+    return ids[:cut], ids[cut:]
+
+
+@cache
+def text_hash(source: str, limit: int | None) -> str:
+    """The beginning of the SHA-256 of all bytes of a text."""
+    digest = hashlib.sha256()
+    for part in text(source, limit):
+        digest.update(part.tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _read(source: str, limit: int | None) -> bytes:
+    if source == "code":
+        roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+        return python_sources(sorted(roots), CODE_BYTES if limit is None else limit)
+    return "\n".join(document.text for document in open_text(source).documents()).encode()
+
+
+def python_sources(roots: Sequence[Path], limit: int) -> bytes:
+    """At most ``limit`` bytes of the sources below ``roots``, each file by its path below one."""
+    files = {
+        hashlib.sha256(file.relative_to(root).as_posix().encode()).digest(): file
+        for root in roots
+        for file in root.rglob("*.py")
+        if "site-packages" not in file.relative_to(root).parts  # below the standard library
+    }
+    parts, size = [], 0
+    for _, file in sorted(files.items()):
+        if size >= limit:
+            break
+        try:
+            parts.append(file.read_bytes())
+        except OSError:  # a broken link, or a file that may not be read
+            continue
+        size += len(parts[-1]) + 1
+    return b"\n".join(parts)[:limit]

@@ -1,4 +1,4 @@
-"""The five studies. Each gives a table with one row of plain numbers per rule.
+"""The six studies. Each gives a table with one row of plain numbers per rule.
 
     tuned      every rule at its best rate, on a grid of ratio 1.5, its best decay and the best of
                its other settings, all tuned on seed 0; then measured on fresh seeds beside Muon
@@ -9,6 +9,9 @@
     qk_rate    the same with only queries and keys at 1 to 30 times the rate and the rest at the
                best rate: the part of the damage that ScoreTrust can prevent
     copy       steps until the second half of "abc abc" is predicted at 0.5 nats
+    lengths    rules at one setting each, the defaults for what moves queries and keys, over lengths
+               of the run, two texts and fresh seeds; nothing is tuned. Gains are over Muon and over
+               Muon + QK-norm on the same seed. A row per rule, text and length
 
 A loss counts as at most log 256, that of a uniform prediction.
 """
@@ -17,17 +20,31 @@ import copy as copying
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
-from statistics import fmean, stdev
+from functools import cache, partial
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.optimisers.rules import COPY_RULES, FINETUNE_RULES, RATE_FACTORS, RULES, SWITCHES
+from benchmarks.optimisers.rules import (
+    COPY_RULES,
+    FINETUNE_RULES,
+    LENGTH_RULES,
+    RATE_FACTORS,
+    RULES,
+    SWITCHES,
+)
 from benchmarks.optimisers.run_cache import Job, Result, RunCache
-from benchmarks.optimisers.runs import measure, model_of, steps_of, train_from_scratch, train_on
+from benchmarks.optimisers.runs import (
+    measure,
+    model_of,
+    steps_of,
+    train_at_length,
+    train_from_scratch,
+    train_on,
+)
 from benchmarks.optimisers.sizes import SIZES, text
 from fenchel.data import Batch
 from fenchel.model import Transformer
@@ -42,11 +59,12 @@ Row = dict[str, Any]
 
 
 class Study(NamedTuple):
-    """A function that gives a row of the table, and the rules that get one."""
+    """A function that gives a row of the table, and what gets one at a size."""
 
-    row: Callable[[RunCache, str, str], Row]
-    """Cache, size and rule to a row of the table."""
-    rules: Iterable[str]
+    row: Callable[[RunCache, str, Any], Row]
+    """Cache, size and case to a row of the table."""
+    cases: Callable[[str], Iterable[Any]]
+    """Size to cases: rules, or rules with a text and a length."""
 
 
 def tuned(runs: RunCache, size: str, name: str) -> Row:
@@ -166,12 +184,62 @@ def copy(runs: RunCache, size: str, name: str) -> Row:
     }
 
 
+class Case(NamedTuple):
+    """A row of the study of lengths."""
+
+    rule: str
+    text: str
+    steps: int
+
+
+def length_cases(size: str) -> list[Case]:
+    """Short runs first, so that a study that is stopped has whole tables of them."""
+    return [
+        Case(rule, text, steps)
+        for steps in SIZES[size].lengths
+        for text in ("sotu", "code")
+        for rule in LENGTH_RULES
+    ]
+
+
+def lengths(runs: RunCache, size: str, case: Case) -> Row:
+    """Losses of a rule on one text at one length, beside Muon and Muon + QK-norm."""
+    results = _at_length(runs, size, case)
+    losses = _losses(results)
+    row = {
+        **case._asdict(),
+        "epochs": results[0]["epochs"],
+        "losses": losses,
+        "loss": round(fmean(losses), 4),
+    }
+    for name, base in (("muon", "muon"), ("qk_norm", "muon + qk-norm")):
+        others = _losses(_at_length(runs, size, case._replace(rule=base)))
+        gains = [a - b for a, b in zip(others, losses, strict=True)]
+        row[f"gain_over_{name}"] = round(fmean(gains), 4)
+        row[f"spread_over_{name}"] = round(stdev(gains), 4) if len(gains) > 1 else None
+    hashes = {result["text_sha256"] for result in results}
+    return {
+        **row,
+        "max_logit": max(result["max_logit"] for result in results),
+        "ms_per_step": round(median(result["ms_per_step"] for result in results), 1),
+        "text_sha256": hashes.pop() if len(hashes) == 1 else "several texts",
+    }
+
+
+def _at_length(runs: RunCache, size: str, case: Case) -> list[Result]:
+    defaults = {"radius": None, "damping": None, "change": None}
+    given = {"study": "lengths", "size": size, **case._asdict(), **SIZES[size].fixed, **defaults}
+    jobs = [Job(**given, seed=seed) for seed in SIZES[size].length_seeds]  # type: ignore[arg-type]
+    return runs(jobs, partial(train_at_length, runs.pause))
+
+
 STUDIES = {
-    "tuned": Study(tuned, RULES),
-    "switches": Study(switches, SWITCHES),
-    "finetune": Study(finetune, FINETUNE_RULES),
-    "qk_rate": Study(qk_rate, FINETUNE_RULES),
-    "copy": Study(copy, COPY_RULES),
+    "tuned": Study(tuned, lambda _: RULES),
+    "switches": Study(switches, lambda _: SWITCHES),
+    "finetune": Study(finetune, lambda _: FINETUNE_RULES),
+    "qk_rate": Study(qk_rate, lambda _: FINETUNE_RULES),
+    "copy": Study(copy, lambda _: COPY_RULES),
+    "lengths": Study(lengths, length_cases),
 }
 
 

@@ -2,25 +2,37 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.__main__ import main
-from benchmarks.optimisers import studies
-from benchmarks.optimisers.compositional import CompositionalMuon
+from benchmarks.optimisers import run_cache, studies
+from benchmarks.optimisers.compositional import CompositionalMuon, PerHeadMuon
 from benchmarks.optimisers.rules import RULES, scaled_qk
-from benchmarks.optimisers.run_cache import Job
-from benchmarks.optimisers.runs import model_of, optimiser_of
-from benchmarks.optimisers.sizes import SIZES
+from benchmarks.optimisers.run_cache import (
+    Job,
+    MissingResult,
+    OutOfTime,
+    Pause,
+    RunCache,
+    run_missing,
+)
+from benchmarks.optimisers.runs import model_of, optimiser_of, train_at_length
+from benchmarks.optimisers.sizes import SIZES, fresh_text, python_sources, text
 from benchmarks.optimisers.studies import STUDIES, tune
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import Muon, OptimConfig
-from fenchel.optim.config import split_matrices
+from fenchel.optim.config import peak_score_rate, split_matrices
 from fenchel.optim.muon import orthogonal
 
 
@@ -38,12 +50,13 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
 
 
 def results(out: Path) -> dict[str, dict[str, Any]]:
-    """Result by job, without the seconds."""
+    """Result by job, without the times."""
     lines = map(json.loads, (out / "optim_quick.jsonl").read_text().splitlines())
-    return {
-        json.dumps(line["job"]): {k: v for k, v in line["result"].items() if k != "seconds"}
-        for line in lines
-    }
+    return {json.dumps(line["job"]): without_times(line["result"]) for line in lines}
+
+
+def without_times(result: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in result.items() if k not in ("seconds", "ms_per_step")}
 
 
 def require_plausible_losses(found: dict[str, dict[str, Any]]) -> None:
@@ -53,7 +66,7 @@ def require_plausible_losses(found: dict[str, dict[str, Any]]) -> None:
     by_study = {name: [(j, x) for j, x in jobs if j["study"] == name] for name in STUDIES}
     (checkpoint,) = (loss for job, loss in by_study["finetune"] if job["rate"] == 0.0)
     assert checkpoint < uniform
-    for name in ("tuned", "switches"):
+    for name in ("tuned", "switches", "lengths"):
         for job, loss in by_study[name]:
             assert 0.6 * uniform < loss < uniform, job
     gentle = [(job, loss) for job, loss in by_study["finetune"] if 0.0 < job["rate"] <= 0.2]
@@ -72,11 +85,12 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
     page = json.loads((tmp_path / "optim_quick.json").read_text())
     studies = [row["study"] for row in page["rows"]]
     assert {name: studies.count(name) for name in dict.fromkeys(studies)} == {
-        "tuned": 9,
+        "tuned": 11,
         "switches": 8,
         "finetune": 4,
         "qk_rate": 4,
         "copy": 4,
+        "lengths": 20,
     }
     assert (tmp_path / "optim_quick.svg").read_text().startswith("<?xml")
     found = results(tmp_path)
@@ -96,6 +110,109 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
 def test_options_are_refused_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["entmax_rows", "--quick"]) == 2
     assert "takes no options" in capsys.readouterr().err
+
+
+# --- lengths
+
+
+def length_job(rule: str, steps: int = 4) -> Job:
+    given = {**SIZES["quick"].fixed, "radius": None, "damping": None, "change": None}
+    job = {"study": "lengths", "size": "quick", "rule": rule, "text": "code", "steps": steps}
+    return Job(**job, **given, seed=21)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["muon", "score", "score + qk-norm"])
+def test_a_run_stopped_after_every_step_ends_as_one_that_was_not(rule: str, tmp_path: Path) -> None:
+    whole = train_at_length(Pause(math.inf, tmp_path / "whole"), length_job(rule))
+    stopped = Pause(0.0, tmp_path / "stopped")
+    for _ in range(3):
+        with pytest.raises(OutOfTime):
+            train_at_length(stopped, length_job(rule))
+    ended = train_at_length(stopped, length_job(rule))
+    assert without_times(ended) == without_times(whole)
+    assert not list((tmp_path / "stopped").iterdir())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_pauses_ends_the_call_and_loses_no_other_result(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand for the processes of the pool."""
+    threads = lambda workers, *_: ThreadPoolExecutor(workers)  # noqa: E731
+    monkeypatch.setattr(run_cache, "ProcessPoolExecutor", threads)
+    jobs = [length_job("muon", steps) for steps in (1, 2, 3)]
+    started = Barrier(workers)
+    called: list[int | None] = []
+
+    def run(job: Job) -> dict[str, Any]:
+        called.append(job.steps)
+        if job.steps in (1, 2) and workers == 2:
+            started.wait(timeout=60)
+        if job.steps == 2:
+            raise OutOfTime
+        for _ in range(200 if workers == 2 else 0):  # the other run ends after the pause
+            if cache.deadline < 0.0:
+                break
+            time.sleep(0.01)
+        return {"loss": float(job.steps or 0)}
+
+    cache = RunCache(tmp_path / "runs.jsonl", minutes=10.0)
+    with pytest.raises(OutOfTime):
+        run_missing(cache, [lambda: cache(jobs, run)], workers=workers)
+    kept = RunCache(tmp_path / "runs.jsonl", minutes=10.0)
+    assert kept(jobs[:1], run)[0]["loss"] == 1.0
+    assert called.count(2) == 1
+    with pytest.raises(MissingResult):
+        kept(jobs[1:2], run)
+
+
+def test_a_run_of_the_study_of_lengths_has_the_defaults_for_its_length() -> None:
+    model = model_of(length_job("score"), SIZES["quick"].model)
+    for steps in (100, 400):
+        optimiser, config = optimiser_of(length_job("score"), model, steps)
+        group = optimiser.members[0].param_groups[0]
+        assert group["lr"] == peak_score_rate(config, steps)
+        assert group["lr"] == pytest.approx(2.3 * math.sqrt(3 / steps), rel=0.02)
+        defaults = OptimConfig(optimiser="score")
+        assert (group["radius"], group["opening"]) == (2.0, defaults.score_opening)
+        assert group["damping"] == defaults.score_damping
+
+
+def test_fresh_text_is_neither_trained_nor_tuned_on() -> None:
+    seen, validation = text("sotu", 10_000)
+    train, fresh = fresh_text("sotu", 10_000)
+    assert np.array_equal(np.concatenate((train, fresh)), seen)
+    assert (len(train), len(fresh), len(validation)) == (9600, 200, 200)
+
+
+def test_source_code_has_an_order_that_does_not_depend_on_where_it_is(tmp_path: Path) -> None:
+    """The hash of the path below a root; a root within another one is read once."""
+    names = [f"package/module_{n}.py" for n in range(20)]
+    texts = []
+    for place in ("here", "there/deep"):
+        root = tmp_path / place / "lib"
+        inner = root / "site-packages"
+        for name in names:
+            file = (inner if name < names[10] else root) / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"# {name} #")
+        (root / "package" / "data.txt").write_text("no source")
+        texts.append(python_sources([root, inner], 2**20))
+    assert texts[0] == texts[1]
+    assert sorted(texts[0].decode().split("\n")) == sorted(f"# {name} #" for name in names)
+    assert texts[0].decode().split("\n") != sorted(texts[0].decode().split("\n"))
+    assert python_sources([root, inner], 100) == texts[0][:100]
+
+
+def test_results_from_before_a_job_had_all_of_its_fields_are_found(tmp_path: Path) -> None:
+    job = Job(study="tuned", size="quick", rule="muon", rate=0.1, seed=0)
+    old = {"study": "tuned", "size": "quick", "rule": "muon", "rate": 0.1, "seed": 0, "decay": 0.1}
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps({"job": old, "result": {"loss": 1.5}}) + "\n")
+    cache = RunCache(path, minutes=1.0)
+    assert cache([job], lambda _: {}) == [{"loss": 1.5}]
+    with pytest.raises(MissingResult):
+        cache([replace(job, steps=3)], lambda _: {})
 
 
 # --- tuning
@@ -186,6 +303,27 @@ def test_only_queries_and_keys_take_the_other_rate(optimiser: str) -> None:
 def draw(model: Transformer) -> None:
     for n, p in enumerate(model.parameters()):
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(n))
+
+
+def test_per_head_muon_moves_each_head_of_queries_and_keys_by_an_orthogonal_step() -> None:
+    config = ModelConfig(vocabulary=11, width=24, heads=4, kv_heads=2, layers=1)
+    ours, plain = (Transformer(config, generator=torch.Generator().manual_seed(0)) for _ in "ab")
+    attention = ours.blocks[0].attention
+    before = attention.qkv.weight.detach().clone()
+    settings = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+    for model, optimiser in (
+        (ours, PerHeadMuon(split_matrices(ours)[0], [attention], **settings)),
+        (plain, Muon(split_matrices(plain)[0], **settings)),
+    ):
+        draw(model)
+        optimiser.step()
+    moves = (attention.qkv.weight.detach() - before)[: 6 * 6].view(6, 6, 24)
+    values = plain.blocks[0].attention.qkv.weight[6 * 6 :]
+    assert torch.equal(attention.qkv.weight[6 * 6 :], values)
+    for move in moves:
+        assert move.square().mean().sqrt().item() == pytest.approx(0.02, rel=1e-4)
+        S = torch.linalg.svdvals(move)
+        assert S.max() < 2.0 * S.min()  # Newton-Schulz makes them equal to within that
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
