@@ -18,7 +18,8 @@ requirements and errata that the statement answers (docs/coverage.md).
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -74,7 +75,23 @@ def claim(ids: str, text: str, holds: Any) -> mo.Html:
         raise ValueError("a claim names at least one requirement")
     if not bool(holds):
         raise AssertionError(f"{ids}: {text}")
+    if _record is not None:
+        _record.append((ids, text))
     return mo.md(f'<span role="img" aria-label="checked">✓</span> {text}')
+
+
+_record: list[tuple[str, str]] | None = None
+
+
+@contextmanager
+def recorded_claims() -> Iterator[list[tuple[str, str]]]:
+    """The claims that are evaluated meanwhile, as (ids, text)."""
+    global _record
+    _record = []
+    try:
+        yield _record
+    finally:
+        _record = None
 
 
 def proof(*, school: str, undergraduate: str, research: str) -> mo.Html:
