@@ -97,7 +97,7 @@ class LessonServer:
 
     def _import(self) -> None:
         self._lessons.set_result(_build())
-        import torch  # noqa: F401  the first lesson then opens sooner
+        import fenchel.lessons.widgets  # noqa: F401  with torch: the first lesson then opens sooner
 
 
 class Guard:
@@ -215,7 +215,7 @@ def _build() -> Any:
     builder = marimo.create_asgi_app(
         quiet=True, include_code=True, session_ttl=30, html_head=_STYLE
     )
-    for each in (each for each in COURSE if each.path.exists()):
+    for each in COURSE:
         builder = builder.with_app(path=f"/{each.name}", root=str(each.path))
     app: Any = builder.build()
     for state in _states(app):
