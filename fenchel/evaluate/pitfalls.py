@@ -43,7 +43,12 @@ _SAMPLE = 256
 
 
 class Pitfall(NamedTuple):
-    """A mistake: how it shows, what to do, and a function from a model and ids to sentences."""
+    """A mistake: how it shows, what to do, and a function from a model and ids to sentences.
+
+    >>> from fenchel.evaluate import PITFALLS
+    >>> [each.name for each in PITFALLS]
+    ['scale', 'collapse', 'uniform', 'post-norm', 'neighbours']
+    """
 
     name: str
     symptom: str

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from http.cookies import SimpleCookie
+from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -39,6 +40,9 @@ _GRACE = 1
 """Seconds that open pages get to close."""
 _END = 2.0
 """Seconds after which the process ends, whatever a lesson still computes."""
+
+_LESSON_IMPORTS = ("fenchel.lessons.widgets", "torch._dynamo")
+"""What lessons import, and what torch imports at the first derivative: seconds, once."""
 
 # marimo's own table style leaves numbers without space between them on a phone.
 _STYLE = """<style>
@@ -97,7 +101,8 @@ class LessonServer:
 
     def _import(self) -> None:
         self._lessons.set_result(_build())
-        import fenchel.lessons.widgets  # noqa: F401  with torch: the first lesson then opens sooner
+        for name in _LESSON_IMPORTS:
+            import_module(name)
 
 
 class Guard:
