@@ -59,7 +59,7 @@ def _(guess):
         guess.value,
         "about seven times as much",
         "The costs are $-\\log 0.5 = 0.69$ and $-\\log 0.01 = 4.6$. Fifty times less likely is not fifty times as "
-        "expensive: the logarithm is patient. But it has no ceiling, and a forecast of 0% would cost infinitely much.",
+        "expensive: the logarithm grows slowly. But it has no ceiling, and a forecast of 0% would cost infinitely much.",
     )
     return
 
@@ -148,7 +148,7 @@ def _(nats, p_given):
                 "The logarithm grows *slowly*: from $p = 0.01$ to $p = 0.0001$, a hundred times less likely, the cost only "
                 f"doubles, {-math.log(0.01):.2f} to {-math.log(0.0001):.2f}. Near 1 it is almost a straight line, $-\\log p \\approx 1 - p$: a small "
                 "doubt costs little. Only confident mistakes are expensive. And what is a large loss? A uniform guess "
-                f"over a vocabulary of 50,257 tokens already costs {guess_50257:.1f}.",
+                f"over a vocabulary of 50,257 *tokens* (words and pieces of words) already costs {guess_50257:.1f}.",
                 math.isclose(-math.log(0.0001), 2 * -math.log(0.01))
                 and f"{guess_50257:.1f}" == "10.8"
                 and abs(-math.log(0.99) - 0.01) < 1e-4
@@ -164,13 +164,14 @@ def _():
     mo.md(r"""
     ## Entropy: surprise on average
 
-    How many questions does it take, on average, to find out which of $n$ things happened? A thing of probability $p_i$
+    About how many yes-or-no questions does it take, on average, to find out which of $n$ things happened? A thing of probability $p_i$
     surprises by $-\log p_i$ and happens in a share $p_i$ of the cases. The average is the *entropy*
 
     $$H(p) = -\sum_i p_i \log p_i .$$
 
-    Something that never happens adds nothing to an average: $0 \log 0$ counts as 0. A computer does not know this,
-    because $\log 0$ is minus infinity, and 0 times that is not a number.
+    In nats as it stands; divided by $\log 2$ it counts questions. Something that never happens adds nothing to an average:
+    $0 \log 0$ counts as 0. A program must say so: in floating point $\log 0$ is minus infinity, and 0 times that is not a
+    number (NaN).
     """)
     return
 
@@ -194,7 +195,7 @@ def _():
             claim(
                 "SM-20 E08",
                 f"(0.5, 0.5, 0) has the entropy {entropy(sure).item():.3f} nats, one bit. Written as `-(p * p.log()).sum()` it is "
-                f"{naive.item()}; `torch.xlogy(p, p)` knows that 0 log 0 = 0.",
+                f"{naive.item()}; `torch.xlogy(p, p)` computes $p \\log p$ with $0 \\log 0 = 0$.",
                 naive.isnan()
                 and torch.isclose(entropy(sure), sure.new_tensor(math.log(2)))
                 and torch.isclose(-torch.xlogy(sure, sure).sum(), sure.new_tensor(math.log(2))),
@@ -209,8 +210,8 @@ def _():
             ),
             claim(
                 "SM-20 SM-21",
-                "Mixing two sources never lowers the average uncertainty: $H$ is concave (it lies above each chord), and "
-                r"$\sum_i p_i \log p_i$ is convex (below each chord).",
+                "Mixing two sources never lowers the average uncertainty: $H$ is concave (it lies above each *chord*, "
+                r"the straight line between two of its points), and $\sum_i p_i \log p_i$ is convex (below each chord).",
                 (between >= chord - 1e-12).all()
                 and (negative((1 - t) * a + t * b) <= negative_chord + 1e-12).all()
                 and torch.allclose(negative(a), -entropy(a)),
@@ -346,7 +347,8 @@ def _():
             **Cross-entropy.** The curve of the logarithm lies below the straight line that touches it at 1:
             $\log x \le x - 1$ (draw both). The forecast $p$ costs more than the forecast $y$ by
             $\sum_i y_i \log \frac{y_i}{p_i} = -\sum_i y_i \log \frac{p_i}{y_i} \ge -\sum_i y_i \left(\frac{p_i}{y_i} - 1\right)
-            = -\sum_i p_i + \sum_i y_i = -1 + 1 = 0$. So no forecast beats the truth.""",
+            = -\sum_i p_i + \sum_i y_i \ge -1 + 1 = 0$. (The sums run over the things with $y_i > 0$; their $p_i$ sum to 1 at most.) So no
+            forecast beats the truth.""",
         undergraduate=r"""
             $-\sum y_i \log p_i = H(y) + \mathrm{KL}(y \| p)$, and $\mathrm{KL} \ge 0$ by Jensen's inequality for the strictly convex
             $-\log$, with equality only at $p = y$ (on the support of $y$). With a uniform $p$ the same inequality gives
@@ -448,7 +450,7 @@ def _():
         school=r"""
             Write the loss of the right class $k$ as $L = \log(e^{z_1} + \dots + e^{z_n}) - z_k$. Raise $z_i$ by a tiny $\varepsilon$.
             The term $e^{z_i}$ is multiplied by $e^\varepsilon \approx 1 + \varepsilon$, so the sum grows by $\varepsilon e^{z_i}$, that is
-            by the share $\varepsilon p_i$ of itself, and its logarithm by $\varepsilon p_i$. If $i = k$, the second term takes $\varepsilon$
+            by the share $\varepsilon p_i$ of itself, and its logarithm by $\log(1 + \varepsilon p_i) \approx \varepsilon p_i$. If $i = k$, the second term takes $\varepsilon$
             off. Per unit of $\varepsilon$: $p_i$, less 1 for the right class. That is $p_i - y_i$.""",
         undergraduate=r"""
             $L(z) = \mathrm{lse}(z) - \langle y, z \rangle$ with $\mathrm{lse}(z) = \log \sum_j e^{z_j}$, for any $y$ that sums to 1.
@@ -470,7 +472,8 @@ def _():
 
     A test looks for an illness that one person in 20 has. "Healthy" for everybody is right in 95% of the cases, and useless.
     Two remedies: count every case of the rare class $w$ times in the loss (*class weights*), or show it $w$ times as often
-    (*resampling*). Two measurements per person, two overlapping clouds, a linear classifier, 2,000 people to learn from and
+    (*resampling*). Two measurements per person, two overlapping clouds, a *linear classifier* (each class gets
+    a weighted sum of the measurements plus a constant as its logit), 2,000 people to learn from and
     10,000 others to judge by:
     """)
     return
@@ -599,7 +602,7 @@ def _(draw, fit, judge):
             ),
             claim(
                 "TR-04 RG-10",
-                "Both remedies only move the bar. Subtract $\\log 19$ from the logit of the rare class, and the probabilities "
+                "Here, where a linear classifier can be exactly right, both remedies only move the bar. Subtract $\\log 19$ from the logit of the rare class, and the probabilities "
                 f"are true again: {means['class weights, corrected']['mean probability of ill']:.1%} on average.",
                 all(
                     abs(o["class weights, corrected"]["mean probability of ill"] - 0.05) < 0.015

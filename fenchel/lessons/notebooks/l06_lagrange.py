@@ -156,13 +156,13 @@ def _():
     The best place is where the slope along the fence is 0. Lagrange's idea turns this into
     equations. Let $h(x, y) = x + y - 1$, which is 0 on the fence. The *gradient* $\nabla f$ is the
     list of the slopes of $f$ in the two directions of the map, and $\nabla h = (1, 1)$ points
-    straight across the fence. Then "no slope along the fence" reads
+    straight across the fence: it is the *normal* of the fence. Then "no slope along the fence" reads
 
     $$\nabla f + \nu\,\nabla h = 0, \qquad h = 0,$$
 
-    with one new unknown $\nu$ (nu), the *multiplier*: how many times $\nabla h$ the slope is. The sum
+    with one new unknown $\nu$ (nu), the *multiplier*: $\nabla f$ is $-\nu$ times the normal. The sum
     $L = f + \nu h$ is called the *Lagrangian*. With several constraints there is one multiplier for each, and
-    $\nabla f$ is a combination of their normals.
+    $\nabla f$ is a sum of multiples of their normals.
     """)
     return
 
@@ -197,7 +197,7 @@ def _(depth, on_fence, place):
             ),
             claim(
                 "SM-28",
-                r"There $\nabla f = (-4, -4) = -4\,\nabla h$ lies in the span of the normal. At "
+                r"There $\nabla f = (-4, -4) = -4\,\nabla h$ is a multiple of the normal. At "
                 f"$x = -1$ and $x = 1$ a part of size {left_over[0]:.2f} and {left_over[2]:.2f} is left over: "
                 "no multiplier works.",
                 torch.allclose(
@@ -232,14 +232,14 @@ def _():
             $\nabla h\, d = 0$ is the velocity of a curve in $\{h = 0\}$ through $x^*$. Along it $f$ has a minimum, so
             $\langle\nabla f, d\rangle = 0$. Hence $\nabla f \perp \ker \nabla h$, that is,
             $\nabla f \in \mathrm{range}(\nabla h^\top)$: there is $\nu$ with $\nabla f + \nabla h^\top \nu = 0$, and it is unique
-            because $\nabla h^\top$ is injective. Let $v(b)$ be the minimum with $h = b$. Then
+            because $\nabla h^\top$ is injective. Let $v(b)$ be the minimum with $h = b$, with a differentiable minimiser $x(b)$. Then
             $v'(b) = \langle\nabla f, x'(b)\rangle = -\langle\nu, \nabla h\, x'(b)\rangle = -\nu$.""",
         research=r"""
             Between Banach spaces the rank condition becomes surjectivity of $h'(x^*)$: Lyusternik's theorem then gives the
             tangent space as the kernel, and the closed range theorem the multiplier in the dual space. Without it one
             has only Fritz John's condition, in which $\nabla f$ may carry the factor 0. For convex programs $-\nu$ is a
             subgradient of the value function $b \mapsto v(b)$, and existence of multipliers is its
-            subdifferentiability at 0; Slater's condition gives that (Rockafellar 1970, sections 28 and 30).""",
+            subdifferentiability at 0; Slater's condition gives that (Rockafellar 1970, sections 28 to 30).""",
     )
     return
 
@@ -259,7 +259,8 @@ def _(fence, place):
     claim(
         "E07",
         "One condition is easily forgotten, the *constraint qualification*: the normals of the "
-        "constraints must be linearly independent (the matrix $\\nabla h$ has full row rank). On our fence they are. Two "
+        "constraints must be *linearly independent*: none is a sum of multiples of the others (the matrix $\\nabla h$ has full row "
+        "rank). Our fence has a single normal that is not 0, so it holds. Two "
         "circles that touch in one point have parallel normals there; that point is the best for any $f$, since it is "
         f"the only one, and yet for $f = x$ a slope of {no_way.norm().item():.0f} remains that no multipliers cancel.",
         licq(fence, place(0.0))
@@ -330,7 +331,7 @@ def _(bound, depth):
             ),
             claim(
                 "SM-30",
-                "The four residuals of the solution: primal "
+                "The four residuals of the solution (how far each condition is from holding): primal "
                 f"{held.primal.item():.0e}, dual {held.dual.item():.0e}, slackness {held.slackness.item():.0e}, "
                 f"stationarity {held.stationarity.item():.0e}.",
                 max(held) < 1e-3 and abs(found.mu.item() - push) < 1e-3,
@@ -467,7 +468,7 @@ def _(depth):
             mo.md(r"""
             ## What the conditions guarantee, and when
 
-            For a *convex* program ($f$ and every $g$ curve upwards, every equation $h = 0$ is a straight one, that is
+            For a *convex* program ($f$ and every $g$ curve upwards like a bowl: the straight line between two of their points is never below them; every equation $h = 0$ is a straight one, that is
             *affine*) two different things are true, and they need different assumptions.
             """),
             claim(
@@ -510,8 +511,10 @@ def _():
 
     You know little about a waiting time: it lies between 0 and 6 minutes, and perhaps its average. Which
     distribution should you assume? One answer: the one that claims least beyond what you know, the one with the
-    largest *entropy* $-\int q \log q$, a measure of spread ($\int$ adds up over all minutes). The unknown is now a function $q$, and each thing that you know is a constraint. Set the
-    slope of the Lagrangian at every single point to 0:
+    largest *entropy* $-\int q \log q$, a measure of spread ($\int$ adds up over all minutes). The unknown is now a function $q$, the
+    *density*: its area above a stretch of time is the probability of that stretch. Each thing that you know is a constraint with a
+    multiplier: $\nu_0$ for the whole area 1, $\nu_1$ for the mean, $\nu_2$ for the mean of $x^2$. Set the
+    slope of the Lagrangian at every single point to 0 (the slope of $q \log q$ is $\log q + 1$):
 
     $$\log q(x) + 1 + \nu_0 + \nu_1 x + \nu_2 x^2 = 0,$$
 
@@ -613,7 +616,8 @@ def _():
 
     A distribution over $K$ alternatives is a point of the *simplex*
     $\Delta = \{p : p_i \ge 0,\ \sum_i p_i = 1\}$: one equation, $K$ inequalities. Give alternative $i$ a
-    score $z_i$. Maximise the average score minus a cost for being one-sided. Two costs:
+    score $z_i$. Maximise the average score minus a cost for being one-sided. Two costs ($\propto$ reads *proportional to*: divide by
+    the sum so that the weights add to 1):
 
     | cost | stationarity | solution |
     | --- | --- | --- |
@@ -746,7 +750,8 @@ def _():
         lesson="l06_lagrange",
         task="Write `nearest(a, n, b)`: the point $x$ nearest to $a$ among those with "
         r"$\langle n, x\rangle \le b$, and its multiplier $\mu$ for $f = |x - a|^2$ and "
-        r"$g = \langle n, x\rangle - b$. ($\langle n, x\rangle$ is `n @ x`.)",
+        r"$g = \langle n, x\rangle - b$. ($\langle n, x\rangle$, the sum of the products $n_i x_i$, is `n @ x`.) The starter has the "
+        r"stationary point for a given $\mu$; which $\mu$ puts it on the fence, and when is no push needed?",
         starter="""
     def nearest(a, n, b):
         mu = 0.0

@@ -67,12 +67,13 @@ def _():
     Three restaurants have scores. You go out a hundred times and must say how many evenings
     each one gets. Always going to the best one earns the most points, and is dull. Going
     everywhere equally often is varied, and wastes points. Suppose variety is paid for too, in
-    the same currency: then there is one best way to divide the evenings, and it is softmax,
+    the same currency: the *entropy* $-\sum_i p_i \log p_i$ of the shares (lesson 5: the average surprise)
+    earns $T$ points per unit. Then there is one best way to divide the evenings, and it is softmax,
 
     $$p_i = \frac{e^{z_i / T}}{\sum_j e^{z_j / T}}.$$
 
     $z_i$ is the score, $p_i$ the share, and the *temperature* $T$ says how well variety is
-    paid. Physics writes the same law with energies $E_i = -z_i$: low energy, large share.
+    paid; its inverse $\beta = 1/T$ is the *inverse temperature*. Physics writes the same law with energies $E_i = -z_i$: low energy, large share.
     """)
     return
 
@@ -111,6 +112,7 @@ def _(temperature, third):
 
 @app.cell
 def _(T, entropy, p, z):
+    energies = -z
     reward = (p @ z) + T * entropy
     best = T * torch.logsumexp(z / T, 0)
     mo.vstack(
@@ -127,8 +129,11 @@ def _(T, entropy, p, z):
             ),
             claim(
                 "SM-01 SM-02 SM-03",
-                "Every share is positive, they sum to 1, and a better score never gets a smaller share.",
-                (p > 0).all()
+                "The shares follow the formula, with scores and with energies. Every share is positive, they sum to 1, and a "
+                "better score never gets a smaller share.",
+                torch.allclose(p, torch.exp(z / T) / torch.exp(z / T).sum())
+                and torch.allclose(p, torch.exp(-energies / T) / torch.exp(-energies / T).sum())
+                and (p > 0).all()
                 and torch.isclose(p.sum(), p.new_tensor(1.0))
                 and torch.equal(p.argsort(stable=True), z.argsort(stable=True)),
             ),
@@ -166,14 +171,15 @@ def _(T, p, z):
             claim(
                 "SM-22 SM-23",
                 f"The best of 1,000 random divisions stays {lost.min().item():.4f} below softmax; "
-                r"no $p$ exceeds it: $\mathrm{lse}(z) + \Omega(p) \ge \langle z, p \rangle$, the "
-                "inequality of Fenchel and Young.",
+                r"no $q$ exceeds it: $\mathrm{lse}_\beta(z) + T\,\Omega(q) \ge \langle z, q \rangle$, the "
+                r"inequality of Fenchel and Young. Here $\langle z, q \rangle = \sum_i q_i z_i$ is the average score and "
+                r"$\Omega(q) = \sum_i q_i \log q_i$ minus the entropy.",
                 (lost >= -1e-12).all(),
             ),
             claim(
                 "SM-39",
-                r"What a division $q$ loses is exactly $T \cdot \mathrm{KL}(q \| p)$: the distance to softmax "
-                "is the price.",
+                r"What a division $q$ loses is exactly $T \cdot \mathrm{KL}(q \| p)$, with the *divergence* "
+                r"$\mathrm{KL}(q \| p) = \sum_i q_i \log (q_i / p_i)$ of lesson 5: leaving softmax has this price.",
                 torch.allclose(lost, T * divergence, atol=1e-10),
             ),
         ]
@@ -185,12 +191,13 @@ def _(T, p, z):
 def _():
     proof(
         school=r"""
-            Move a small share $\varepsilon$ from B to A. Points change by
-            $\varepsilon (z_A - z_B)$. The reward for variety of a share $p$ is $-T p \log p$, which
-            grows by $-T(\log p + 1)$ per unit, so variety changes by
-            $\varepsilon T (\log p_B - \log p_A)$. At the best division no move helps:
-            $z_A - z_B = T(\log p_A - \log p_B)$, that is $p_A / p_B = e^{(z_A - z_B)/T}$.
-            This holds for each pair, and the shares sum to 1: softmax.""",
+            Only algebra is needed. Let $Z = \sum_j e^{z_j/T}$, so that softmax is $p_i = e^{z_i/T}/Z$. Take logarithms:
+            $z_i = T \log p_i + T \log Z$. Now let $q$ be any division of the evenings. Multiply by $q_i$ and add up; the $q_i$ sum
+            to 1, so its average score is $\sum q_i z_i = T \sum q_i \log p_i + T \log Z$. Add its reward for variety,
+            $-T \sum q_i \log q_i$: the total is $T \log Z - T \sum q_i \log\frac{q_i}{p_i}$. The first part is the same for all. The
+            last sum is never negative, as in lesson 5: the curve $\log x$ lies below the line $x - 1$ and touches it only at 1, so
+            $\sum q_i \log\frac{p_i}{q_i} \le \sum q_i \left(\frac{p_i}{q_i} - 1\right) \le 1 - 1 = 0$, with equality only if $q = p$. So softmax reaches
+            $T \log Z$, and every other division earns less.""",
         undergraduate=r"""
             Maximise $\langle p, z \rangle - T \sum_i p_i \log p_i$ subject to $\sum_i p_i = 1$. The Lagrangian is
             stationary where $z_i - T(\log p_i + 1) - \nu = 0$, so $p_i \propto e^{z_i/T}$. The slope of
@@ -212,6 +219,7 @@ def _():
     five, two = (fenchel.Softmax().weights(torch.tensor(pair)) for pair in ([5.0, 4.0], [2.0, 1.0]))
     scores_of_shares = torch.tensor([0.3, 0.5, 0.2]).log()
     raw = torch.tensor([2.0, -1.0, 0.5])
+    tamed = fenchel.Softmax().weights(raw)
     mo.vstack(
         [
             mo.md("## Which properties does it have?"),
@@ -237,8 +245,11 @@ def _():
             claim(
                 "SM-08",
                 "Scores themselves are no shares: 2, -1, 0.5 has a negative entry and sums to 1.5. "
-                "Softmax maps any scores to a distribution.",
-                (raw < 0).any() and raw.sum() != 1,
+                f"Softmax maps any scores to a distribution, these to {', '.join(f'{w:.3f}' for w in tamed.tolist())}.",
+                (raw < 0).any()
+                and raw.sum() == 1.5
+                and (tamed > 0).all()
+                and torch.isclose(tamed.sum(), torch.tensor(1.0)),
             ),
         ]
     )
@@ -283,12 +294,16 @@ def _():
     ## How it reacts
 
     A committee has a fixed number of votes. When one candidate gains, the votes come from the
-    others, in proportion to what each of them has. This is what the derivative says:
+    others, in proportion to what each of them has. In numbers, at $T = 1$: raise $z_j$ by a tiny
+    $\varepsilon$. Then $e^{z_j}$ grows by the share $\varepsilon$ of itself and the sum of all by the share $\varepsilon p_j$. Each
+    $p_i$ is divided by that larger sum and loses $\varepsilon p_i p_j$; $p_j$ alone gains $\varepsilon p_j$ first. This is what the derivative says:
 
     $$\frac{\partial p_i}{\partial z_j} = p_i (\delta_{ij} - p_j), \qquad
     J = \mathrm{diag}(p) - p\,p^\top .$$
 
-    $\delta_{ij}$, Kronecker's delta, is 1 where $i = j$ and 0 elsewhere.
+    $\delta_{ij}$, Kronecker's delta, is 1 where $i = j$ and 0 elsewhere. $J$, the *Jacobian*, is the table of all these slopes;
+    $\mathrm{diag}(p)$ has $p$ on its diagonal and $p\,p^\top$ the entries $p_i p_j$. At another temperature $J$ is multiplied by
+    $\beta$.
     """)
     return
 
@@ -316,18 +331,19 @@ def _(z):
             ),
             claim(
                 "DV-16",
-                r"$J$ is symmetric and $J \mathbf{1} = 0$: shares that rise are taken from others.",
+                r"$J$ is symmetric and its rows sum to 0, $J \mathbf{1} = 0$ with $\mathbf{1}$ a list of ones: shares that rise are taken from others.",
                 torch.allclose(J, J.T) and J.sum(-1).abs().max() < 1e-12,
             ),
             claim(
                 "DV-17",
-                r"$J g = p * (g - \langle p, g \rangle)$: the product needs no matrix.",
+                r"$J g = p * (g - \langle p, g \rangle)$, where $*$ multiplies entry by entry: the product needs no matrix.",
                 torch.allclose(fenchel.Softmax().jacobian_product(q, g), formula @ g, atol=1e-12),
             ),
             claim(
                 "DV-14 DV-15",
                 r"The gradient of $\mathrm{lse}_\beta$ is softmax of $\beta z$; its second derivative is "
-                r"$\beta (\mathrm{diag}(p) - p p^\top)$, which has no negative eigenvalue.",
+                r"$\beta (\mathrm{diag}(p) - p p^\top)$, which has no negative eigenvalue: in no direction does $\mathrm{lse}_\beta$ bend "
+                r"downwards.",
                 torch.allclose(gradient, sharp)
                 and torch.allclose(hessian, 4 * (torch.diag(sharp) - torch.outer(sharp, sharp)))
                 and torch.linalg.eigvalsh(hessian).min() > -1e-12,
@@ -393,8 +409,8 @@ def _(beta):
             ),
             claim(
                 "LP-07 E03",
-                r"The proof is one line (Gershgorin): the absolute values of row $i$ of $J$ sum to "
-                r"$2 \beta p_i (1 - p_i) \le \beta/2$. The same bound holds in the 1- and the "
+                r"The proof is one line: a symmetric table stretches no vector by more than its largest row sum of absolute values "
+                r"(Gershgorin), and row $i$ of $J$ has $2 \beta p_i (1 - p_i) \le \beta/2$. The same bound holds in the 1- and the "
                 r"$\infty$-norm.",
                 row_sums.max() <= 0.5
                 and torch.allclose(
@@ -424,7 +440,7 @@ def _():
             mo.md("## Where you meet it again"),
             claim(
                 "SM-36 E102",
-                r"Paying for the divergence from a uniform prior instead of paying for entropy changes the value "
+                r"Charging for the divergence from the uniform distribution (lesson 8) instead of paying for entropy changes the value "
                 r"by the constant $\log K / \beta$, and not the shares.",
                 torch.allclose(map_.weights(scores), map_.weights(scores, uniform_prior))
                 and torch.isclose(
@@ -447,7 +463,7 @@ def _():
             ),
             claim(
                 "SM-25",
-                "Each row of attention solves this problem: average score plus entropy.",
+                "Each row of attention (lesson 10) solves this problem: average score plus entropy.",
                 torch.allclose(rows.sum(-1), torch.ones(5, dtype=torch.float64))
                 and fenchel.kkt(fenchel.Softmax(), q_ @ k_.T / 8**0.5, rows).gap.max() < 1e-9,
             ),
@@ -473,7 +489,8 @@ def _():
     exercise = Exercise(
         lesson="l07_softmax",
         task="Write `weights(z, T)`: softmax at temperature `T` of a vector, for scores of any size, "
-        "without a ready-made softmax.",
+        "without a ready-made softmax. The starter is the formula; a computer cannot hold $e^{800}$, and a shift of all scores "
+        "changes nothing.",
         starter="""
     def weights(z, T):
         powers = torch.exp(z / T)
@@ -549,7 +566,7 @@ def _():
         r"Entropy is one reward for variety among many. With another concave reward the same argument gives other "
         r"weights: the squared norm gives sparsemax, whose small weights are exactly 0 and whose "
         r"constraints $p_i \ge 0$ become active. And $\beta/2$ bounds the reaction to *scores*; in attention the "
-        r"scores themselves are products of tokens, and no such bound exists."
+        r"scores themselves are products of tokens, and no single bound holds for all inputs (lesson 12)."
     )
     return
 

@@ -58,7 +58,7 @@ def _():
     guess = question(
         "A machine draws one of three cards again and again. Honest, it draws them with the chances 0.50, 0.30, 0.20. "
         "Tilted by a softmax, it draws them with 0.31, 0.28, 0.41. How many draws does it take to tell the tilted machine "
-        "from the honest one, if an honest machine may be accused in 1 case of 100?",
+        "from the honest one, if an honest machine may be accused in 1 case of 100 and a tilted one overlooked in 1 of 10?",
         ["about 5", "about 50", "about 500"],
     )
     guess
@@ -85,7 +85,7 @@ def _():
     You look for something in a drawer with $K$ boxes and know nothing. The fair start is to give each box the same weight,
     $u_i = 1/K$, the *prior*: what you believe before you look. Attention starts in the same way. It has a *query* $q$
     (what is looked for), *keys* $k_1, \dots, k_K$ (what each box offers) and *values* (what is in it). The score of box $i$ is the
-    product $z_i = k_i \cdot q$, large when both point the same way. As scores come in, weight moves:
+    product $z_i = k_i \cdot q$ (multiply entry by entry and add), large when both point the same way. As scores come in, weight moves:
 
     $$p_i = \frac{e^{\beta\, k_i \cdot q}}{\sum_j e^{\beta\, k_j \cdot q}} .$$
 
@@ -122,8 +122,8 @@ def _():
             claim(
                 "E96",
                 "Softmax takes the whole list of scores and gives a whole list of weights. Of a single score it is always 1, "
-                "so $p_i$ is entry $i$ of softmax$(\\beta K q)$, not softmax of $\\beta\\, k_i \\cdot q$; and what maximises below is the "
-                "list $p$, not one $p_i$.",
+                "so $p_i$ is entry $i$ of the softmax of all scores together, not softmax of the one number $\\beta\\, k_i \\cdot q$; and what "
+                "maximises below is the list $p$, not one $p_i$.",
                 all(
                     fenchel.Softmax(0.7).weights((keys[i] @ query).reshape(1)) == 1
                     for i in range(6)
@@ -148,7 +148,7 @@ def _():
 
     $$p^* = \arg\max_{p \in \Delta}\; \sum_i p_i z_i - \frac1\beta\, \mathrm{KL}(p \| u).$$
 
-    $\Delta$ is the set of all distributions. The answer is softmax with the prior in front,
+    $\Delta$ is the set of all distributions, and $\arg\max$ the one at which the total is largest. The answer is softmax with the prior in front,
     $p^*_i = u_i e^{\beta z_i} / Z$ with $Z = \sum_j u_j e^{\beta z_j}$. A weak leash is a large $\beta$. From here on the example has the
     scores 0, 1 and 3.
     """)
@@ -230,7 +230,7 @@ def _(prior, trust):
             ),
             claim(
                 "SM-38",
-                "A prior of 0 stays 0 for every score and every $\\beta$: a mask is a prior, and what is added to "
+                "A prior of 0 stays 0 for every score and every $\\beta$: a *mask*, a list of what is forbidden, is a prior, and what is added to "
                 "$\\beta z$ is $\\log u$, which is $-\\infty$ there.",
                 (p[chosen == 0] == 0).all()
                 and (p[chosen > 0] > 0).all()
@@ -347,10 +347,10 @@ def _(u, z):
             ),
             claim(
                 "SM-42",
-                "On the way both curves only rise: the average score at the rate $\\mathrm{Var}_p(z)$ (how much the scores vary "
-                "under $p$), the divergence at the rate $\\beta\\,\\mathrm{Var}_p(z)$. At first "
+                "On the way both curves only rise: the average score at the rate $\\mathrm{Var}_p(z)$ (the *variance*: the mean squared "
+                "distance of a score from the mean, weighted by $p$), the divergence at the rate $\\beta\\,\\mathrm{Var}_p(z)$. At first "
                 f"$\\mathrm{{KL}} \\approx \\beta^2 \\mathrm{{Var}}_u(z)/2$, with $\\mathrm{{Var}}_u(z) = {_variance.item():.2f}$; in the end "
-                f"$-\\log u(\\text{{best}})$, in the tie above $-\\log 0.4 = {far.item():.4f}$.",
+                f"$-\\log u(\\text{{best}})$, with the prior of all the best scores together, in the tie above $-\\log 0.4 = {far.item():.4f}$.",
                 all(a.mean < b.mean and a.divergence < b.divergence for a, b in pairwise(path))
                 and all(
                     torch.isclose(mean, var) and torch.isclose(kl, s * var)
@@ -374,7 +374,8 @@ def _():
 
     $$\max_p \; \sum_i p_i z_i \quad \text{subject to} \quad \mathrm{KL}(p \| u) \le \kappa.$$
 
-    The answer is softmax again, at the $\beta$ that spends the budget. Its price $1/\beta$ is now *found*: it is the multiplier of
+    The answer is softmax again, at the $\beta$ that spends the budget (as long as $\kappa$ is below the $-\log u(\text{best})$ at which
+    the hard choice is affordable). Its price $1/\beta$ is now *found*: it is the multiplier of
     the constraint, the score that one more nat would earn.
     """)
     return
@@ -432,7 +433,7 @@ def _(budget, u, z):
             ),
             claim(
                 "SM-43",
-                f"$\\beta = {found_beta.item():.4f}$ spends the budget exactly, and one nat more would earn "
+                f"$\\beta = {found_beta.item():.4f}$ spends the budget exactly, and a little more budget would earn "
                 f"{marginal.item():.3f} points per nat: $1/\\beta$.",
                 torch.isclose(spent.divergence, kappa)
                 and torch.isclose(marginal, 1 / found_beta, rtol=1e-5),
@@ -463,8 +464,8 @@ def _(u, z):
 
             Back to the question at the top. The *null hypothesis* is that the machine is honest and draws from $u$; the *alternative*, that it
             draws from the softmax $p$ with $\beta = 0.3918$. After each draw of card $i$ write down $\log (p_i / u_i)$: positive if the card is evidence for a
-            tilt, negative if it is evidence against. Add them up, and sound the alarm if the sum is large. By a theorem of Neyman and Pearson no test does
-            better. It can go wrong in two ways: a *false alarm* (honest, but accused) and a *miss* (tilted, but not noticed).
+            tilt, negative if it is evidence against. Add them up, and sound the alarm if the sum is large. By a theorem of Neyman and Pearson no test with as
+            few false alarms misses less often. It can go wrong in two ways: a *false alarm* (honest, but accused) and a *miss* (tilted, but not noticed).
             """),
         ]
     )
@@ -593,7 +594,7 @@ def _(false_alarm, rare, u, z):
             ),
             claim(
                 "SM-44 E100",
-                f"**How many draws.** Estimate: $\\log(1/\\delta)/\\mathrm{{KL}}$, for $\\delta = 0.01$ {first:.1f}, and never less than "
+                f"**How many draws.** Estimate: $\\log(1/\\delta)/\\mathrm{{KL}}$, with $\\delta$ the risk of a false alarm; for $\\delta = 0.01$ {first:.1f}. It is never less than "
                 f"$8 \\log(1/\\delta) / (\\beta\\,\\mathrm{{range}}(z))^2 = {least:.1f}$ (range: largest minus smallest score). Counted exactly, with 10 % misses: {needed}.",
                 first >= least and 40 <= needed <= 70 and needed > first,
             ),
@@ -682,7 +683,7 @@ def _(u, z):
             ## The reading of Bayes
 
             A doctor knows how common each illness is (the prior $u_i$) and how well each explains the symptoms (the likelihood). Bayes' rule:
-            multiply the two and divide by the sum. Read "key $i$ is the relevant one" for the illness and $e^{\beta z_i}$ for the likelihood.
+            multiply the two and divide by the sum. Read "key $i$ is the relevant one" for the illness and $e^{\beta z_i}$ for the likelihood (a common factor would cancel).
             """),
             claim(
                 "SM-46",
@@ -787,7 +788,7 @@ def _(u, z):
                 and reverse_kl(_tail).p[1] > 0.005,
             ),
             mo.md(
-                "And only $\\mathrm{KL}(p\\|u)$ carries the readings above: as the exponent of false alarms, as the rate of an unlikely "
+                "And of the three only $\\mathrm{KL}(p\\|u)$ carries the readings above: as the exponent of false alarms, as the rate of an unlikely "
                 "mean, and as Bayes' rule."
             ),
         ]
@@ -898,8 +899,8 @@ def _(run_path):
     mo.vstack(
         [
             mo.md(
-                f"Your model reads *we the people of the united states* ({_tokens} tokens). At the last position each head gives weights to "
-                "these tokens. How far are they from a uniform choice? The label is layer.head."
+                f"Your model reads *we the people of the united states* ({_tokens} tokens). At the last position each *head* (one of several attentions "
+                "that run side by side, lesson 10) gives weights to these tokens. How far are they from a uniform choice? The label is layer.head."
             ),
             bar_chart(per_head, "head", "KL from uniform, nats", title="Divergence of each head"),
             claim(

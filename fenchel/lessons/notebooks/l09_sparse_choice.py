@@ -70,7 +70,7 @@ def _():
     mo.md(r"""
     ## Land above the sea
 
-    Six scores are six mountains in the sea. Set the sea level so that exactly one unit of height is left above the water. What is above it
+    Six scores are six mountains in the sea. Set the sea level so that in total exactly one unit of height is left above the water. What is above it
     is the weight of each mountain; what lies below has the weight 0. This is *sparsemax*:
 
     $$p_i = \max(z_i - \tau,\ 0), \qquad \sum_i p_i = 1,$$
@@ -137,14 +137,15 @@ def _(entmax, exponent, names, steepness, z):
             claim(
                 "SM-26",
                 "One sea level explains all weights, and the four conditions of optimality (lesson 6) hold: the weights maximise average score minus "
-                r"$\Omega(p)/\beta$, where $\Omega(p) = \sum_i (p_i^\alpha - p_i) / (\alpha (\alpha - 1))$ is minus the *entropy of Tsallis*.",
+                r"$\Omega(p)/\beta$, where $\Omega(p) = \sum_i (p_i^\alpha - p_i) / (\alpha (\alpha - 1))$ is minus the *entropy of Tsallis*, "
+                r"for $\alpha \to 1$ the usual $\sum_i p_i \log p_i$.",
                 torch.allclose(level, level[0].expand_as(level), atol=1e-8)
                 and max(fenchel.kkt(choice, z, p)) < 1e-8,
             ),
             claim(
                 "SM-26",
                 f"The support consists of the best scores. At this $\\beta$ it has {', '.join(map(str, supports))} members for "
-                f"$\\alpha$ = 1, 1.25, 1.5, 2, 3; at this $\\alpha$, {', '.join(map(str, by_beta))} for $\\beta$ = 0.1, 0.3, 1, 3, 10. It never grows.",
+                f"$\\alpha$ = 1, 1.25, 1.5, 2, 3; at this $\\alpha$, {', '.join(map(str, by_beta))} for $\\beta$ = 0.1, 0.3, 1, 3, 10. It never grows as either rises.",
                 bool((p[:-1] >= p[1:]).all())
                 and all(a >= b for a, b in pairwise(supports))
                 and all(a >= b for a, b in pairwise(by_beta)),
@@ -163,7 +164,11 @@ def _():
             \varepsilon (p_A - p_B) + \varepsilon^2$. If both have weight, no small move helps in either direction, so $z_A - p_A = z_B - p_B$: the same
             number for all, the sea level $\tau$. If B has no weight, only moves *to* B are possible, and they do not help if
             $z_B \le z_A - p_A = \tau$: B is below the sea. How low must B be? With A alone in the support $p_A = 1$ and $\tau = z_A - 1$: one point below the
-            best is enough.""",
+            best is enough.
+
+            And no rival $q$ does better, near or far. Its total differs from that of $p$ by $\sum (q_i - p_i) z_i - \frac12 \sum (q_i^2 - p_i^2) =
+            \sum (q_i - p_i)(z_i - p_i) - \frac12 \sum (q_i - p_i)^2$. In the support $z_i - p_i = \tau$; below the sea $z_i - p_i \le \tau$ and
+            $q_i - p_i \ge 0$. So the first sum is at most $\tau \sum (q_i - p_i) = \tau (1 - 1) = 0$, and the second only takes off.""",
         undergraduate=r"""
             KKT: $\omega'(p_i) = \beta z_i - \nu + \mu_i$ with $\mu_i \ge 0$, $\mu_i p_i = 0$ and $\omega'(p) = \frac{p^{\alpha-1} - 1}{\alpha-1} + \frac1\alpha$, which is
             finite at 0 for $\alpha > 1$; solving gives the formula. Sort the scores. Alternative $k$ is in the support exactly if at the sea level
@@ -278,7 +283,7 @@ def _():
 
     The winner takes all: this is the hard choice, *argmax*. A stairway has slope 0 on every step and a jump between them. A ball on a step does not
     roll, however far down the next one is. So it is with the hard choice: its derivative is 0 almost everywhere, and training gets no signal. Divide the scores by a
-    *temperature* $T = 1/\beta$ and let it fall: every map above ends there.
+    *temperature* $T = 1/\beta$ and let it fall: every map above ends there, if one score is the best.
     """)
     return
 
@@ -352,8 +357,8 @@ def _():
     ## Capped: no weight above a share
 
     The opposite wish: spread out. A fund may put at most 40 % into one share. The choice of largest entropy under $p_i \le c$ is
-    $p_i = \min(c,\ e^{\beta z_i - \nu})$: softmax, with its largest weights cut off and the rest scaled up. Now the *upper* constraints push. Their
-    multipliers $\eta_i$ (eta) say what the cap costs.
+    $p_i = \min(c,\ e^{\beta z_i - \nu})$: softmax, with its largest weights cut off and the rest scaled up. Now the *upper* constraints push, with
+    $\nu$ such that the weights sum to 1. Their multipliers $\mu_i$ say what the cap costs.
     """)
     return
 
@@ -385,7 +390,7 @@ def _(cap, names, z):
         [
             bar_chart(
                 [
-                    {"alternative": n, "map": name, "weight": w, "push eta": e}
+                    {"alternative": n, "map": name, "weight": w, "push mu": e}
                     for name, weights, etas in (
                         ("softmax", fenchel.Softmax().weights(steep), torch.zeros(6)),
                         ("capped", held, push),
@@ -545,11 +550,11 @@ def _():
 @app.cell
 def _():
     mo.md(r"""
-    ## Let the model choose how sparse
+    ## Learning how sparse to be
 
     $\alpha$ may be a parameter like any other. The weights depend on it smoothly while the support stays the same, so it has a gradient:
     a change of $\alpha$ acts on the weights exactly as a certain change of the scores would. Below, the weights of 64 lists of 8 scores were made with
-    $\alpha = 1.7$. Gradient descent sees only scores and weights, starts at 1.2, and looks for the $\alpha$.
+    $\alpha = 1.7$. Gradient descent is given only scores and weights and starts at 1.2.
     """)
     return
 
@@ -578,7 +583,7 @@ def _():
                 [{"step": i, "alpha": a} for i, a in enumerate(alphas)],
                 "step",
                 "alpha",
-                title="Alpha while it learns",
+                title="Alpha during the descent",
             ),
             claim(
                 "SM-26",
@@ -693,7 +698,8 @@ def _():
     exercise = Exercise(
         lesson="l09_sparse_choice",
         task="Write `sparsemax(z)`. With the sea at $\\tau$ the land above it is $\\sum_i \\max(z_i - \\tau, 0)$, which falls as $\\tau$ rises. Find "
-        "the $\\tau$ where it is 1, between the highest score minus 1 and the highest score.",
+        "the $\\tau$ where it is 1, between the highest score minus 1 and the highest score: try the middle, and keep the half that "
+        "still holds it.",
         starter="""
     def sparsemax(z):
         low, high = z.max() - 1.0, z.max()
@@ -796,7 +802,7 @@ def _(run_path):
 def _():
     what_breaks(
         r"The kink. Exactly where an alternative enters the support the derivative of sparsemax jumps: it has one value from the left and another from the right. "
-        r"That happens on a set of measure 0 and does not disturb training. Worse is an alternative that starts deep below the sea: it gets no gradient at all, and "
+        r"Scores lie exactly there with probability 0, and training is hardly disturbed. Worse is an alternative that starts deep below the sea: it gets no gradient at all, and "
         r"stays where it is unless the others move. Softmax always leaves a small signal."
     )
     return
