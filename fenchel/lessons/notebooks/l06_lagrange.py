@@ -470,6 +470,9 @@ def _(depth):
 
             For a *convex* program ($f$ and every $g$ curve upwards like a bowl: the straight line between two of their points is never below them; every equation $h = 0$ is a straight one, that is
             *affine*) two different things are true, and they need different assumptions.
+
+            The first needs only one line. A convex $L = f + \mu g$ is lowest where it is stationary, at $x^*$, and $\mu g = 0$ there. So for every
+            $x$ on your side $f(x^*) = L(x^*) \le L(x) = f(x) + \mu\,g(x) \le f(x)$, because $\mu \ge 0$ and $g(x) \le 0$.
             """),
             claim(
                 "E04",
@@ -598,7 +601,7 @@ def _(grid, widest, width):
             claim(
                 "E07 SM-29",
                 "The qualification in a space of functions: the linear map from changes of $q$ to changes of the "
-                "constraints must be *onto*. Here its matrix has rank 3 with 3 constraints. State one of them twice, and it "
+                "constraints must be *onto*: every small change of the constraints can be brought about. Here its matrix has rank 3 with 3 constraints. State one of them twice, and it "
                 "has 4 rows and rank 3: the multipliers are no longer unique.",
                 torch.linalg.matrix_rank(bell_moments * width) == 3
                 and twice.shape[0] == 4

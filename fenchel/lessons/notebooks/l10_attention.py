@@ -66,7 +66,7 @@ def _():
 @app.cell
 def _():
     guess = question(
-        "A token compares itself with 64 others by dot products of $d$ numbers each. $d$ grows "
+        "A *token* (a word or a piece of one) is compared with 64 others by dot products of $d$ numbers each. $d$ grows "
         "from 16 to 1024 and nothing is rescaled. What happens to its weights?",
         [
             "they spread over more tokens",
@@ -104,7 +104,7 @@ def _():
       $s_i = q \cdot k_i = \sum_c q_c k_{ic}$.
     * Softmax turns the scores into shares that sum to 1, and the shares mix the values:
 
-    $$\alpha_i = \frac{e^{s_i}}{\sum_j e^{s_j}}, \qquad o = \sum_i \alpha_i v_i .$$
+    $$p_i = \frac{e^{s_i}}{\sum_j e^{s_j}}, \qquad o = \sum_i p_i v_i .$$
 
     These three lines are attention. Move the sliders: no book changes, only what you look for.
     """)
@@ -245,7 +245,7 @@ def _():
     $$O = \mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d_k}}\right) V .$$
 
     $K^\top$ is $K$ with rows and columns exchanged, so entry $(i, j)$ of $Q K^\top$ is the dot product of query $i$
-    with key $j$. $d_k$ is the length of a query; why its root divides, we see soon. Softmax acts on each row alone.
+    with key $j$. $d_k$ is the length of a query; why its root divides, we see soon. Softmax acts on each row alone, and the product with $V$ mixes the values by the weights of that row.
 
     | | rows | columns |
     | --- | --- | --- |
@@ -543,7 +543,7 @@ def _():
                     Given $q$ they are, with variance $|q|^2\sigma_k^2$.""",
                 research=r"""
                     The argument is about initialisation (Vaswani et al. 2017). After training $q$ and $k$ are correlated,
-                    $q \cdot k$ can grow like $d_k$, and $\mu$P uses $1/d_k$ for that reason (Yang and Hu 2021). Growth of
+                    $q \cdot k$ can grow like $d_k$, and $\mu$P uses $1/d_k$ for that reason (Yang, Hu, Babuschkin et al. 2021). Growth of
                     the largest logit and loss of entropy precede instability (Zhai et al. 2023); normalised queries and
                     keys bound it. The opposite limit, repeated averaging, loses rank doubly exponentially with depth
                     without skip connections (Dong, Cordonnier and Loukas 2021).""",
@@ -697,8 +697,8 @@ def _():
             ),
             claim(
                 "AT-35",
-                "Exchange the tokens and the outputs are exchanged in the same way, nothing else: attention alone does "
-                "not know the order of words. (Positions, lesson 13, change that.)",
+                "Exchange the tokens and the outputs are exchanged in the same way, nothing else: attention alone "
+                "carries no information about the order of words. (Positions, lesson 13, change that.)",
                 torch.allclose(self_attention(X[_order], W_Q, W_K, W_V), att[_order], atol=1e-12),
             ),
             claim(
@@ -720,7 +720,7 @@ def _():
                     $\Pi^\top\Pi = I$.""",
                 research=r"""
                     The map is defined on point clouds, and extends to measures:
-                    $x \mapsto \int e^{x A y} W_V^\top y\,d\mu(y) / \int e^{x A y}\,d\mu(y)$, which is how mean-field limits of
+                    $x \mapsto \int e^{x A y^\top} y W_V\,d\mu(y) / \int e^{x A y^\top}\,d\mu(y)$, which is how mean-field limits of
                     transformers are set up. A causal mask breaks the symmetry, so decoders can infer positions without being
                     given any. Only $A$, of rank at most $d_k$, enters the scores: $W_Q$ and $W_K$ have a
                     $GL(d_k)$ gauge freedom, which lesson 17 uses.""",
@@ -743,7 +743,9 @@ def _():
     0 forbidden, in between discouraged. It multiplies the exponentials, so its logarithm is added to the
     scores:
 
-    $$\alpha_{ij} \propto u_{ij}\, e^{s_{ij}} = e^{s_{ij} + \log u_{ij}}, \qquad \log 0 = -\infty .$$
+    $$p_{ij} \propto u_{ij}\, e^{s_{ij}} = e^{s_{ij} + \log u_{ij}}, \qquad \log 0 = -\infty .$$
+
+    $\propto$ reads *proportional to*: the weights of a row are then divided by their sum.
     """)
     return
 
@@ -879,8 +881,8 @@ def _():
                 "AT-24 E27",
                 "If *every* key is forbidden, $-\\infty$ gives NaN (not a number), and $-10^9$ something worse: equal "
                 f"weights, {_leak[0, 0]:.2f} for each of four forbidden keys, with gradients that are not zero. A silent "
-                "leak. fenchel gives such a row the output 0. In 16-bit numbers $-10^9$ is $-\\infty$ anyway, and so is "
-                "the least of them, $-65504$, once a score of $-40$ is added.",
+                "leak. fenchel gives such a row the output 0. In the 16-bit format float16 $-10^9$ is $-\\infty$ anyway, and so is "
+                "its least number, $-65504$, once a score of $-40$ is added.",
                 _none.isnan().all()
                 and torch.allclose(_leak, torch.full((1, 4), 0.25))
                 and (_slope2 != 0).any()
@@ -899,7 +901,7 @@ def _():
             ),
             claim(
                 "E104",
-                r"Masks, padding and penalties are all logarithms of a prior, one input: $\alpha \propto u\,e^{\beta s}$. "
+                r"Masks, padding and penalties are all logarithms of a prior, one input: $p \propto u\,e^{\beta s}$. "
                 r"Inside the bracket it would have to be $\sqrt{d_k} \log u$.",
                 torch.allclose(_as_prior / _as_prior.sum(-1, keepdim=True) @ _v, _right, atol=1e-12)
                 and torch.allclose(_repaired, _right, atol=1e-12),
@@ -1015,7 +1017,7 @@ def _():
             ),
             claim(
                 "AT-38",
-                "Batch first, then heads: weights [2, 8, 6, 6], outputs per head [2, 8, 6, 64], the layer [2, 6, 512].",
+                "The *batch* (several texts at once) comes first, then the heads: weights [2, 8, 6, 6], outputs per head [2, 8, 6, 64], the layer [2, 6, 512].",
                 _shapes[1].shape == (2, 8, 6, 6)
                 and _shapes[0].shape == (2, 8, 6, 64)
                 and _whole.shape == (2, 6, 512),
@@ -1165,7 +1167,8 @@ def _():
     places. A layer of attention is one round. Below, every token sees itself and the one before it.
 
     *Rollout* multiplies the weights of the layers, each averaged with the skip connection $I$ (a token keeps what it
-    has): $R = \prod_\ell \tfrac12 (I + \alpha_\ell)$. A cleaner measure asks the network itself: by how much does output $i$ move
+    has): $R = \prod_\ell \tfrac12 (I + p_\ell)$, with $p_\ell$ the table of weights of layer $\ell$, the later layers on the left. A cleaner
+    measure takes the whole network: by how much does output $i$ move
     when input $j$ moves a little? That is the size of one block of its Jacobian, the table of all its slopes.
     """)
     return
@@ -1279,7 +1282,9 @@ def _(K2, Q2, V2):
 
     exercise = Exercise(
         lesson="l10_attention",
-        task="Write causal attention, `attention(Q, K, V)`, without `fenchel.attend`: scale, hide later keys, softmax, mix.",
+        task="Write causal attention, `attention(Q, K, V)`, without `fenchel.attend`: scale, hide later keys, softmax, mix. "
+        "`torch.ones(n, n).triu(1).bool()` marks the places above the diagonal of an $n \\times n$ table, where the key is later than the query, "
+        "and `scores.masked_fill(marks, -torch.inf)` fills them.",
         starter="""
     def attention(Q, K, V):
         scores = Q @ K.T
@@ -1348,7 +1353,7 @@ def _(run_path):
             claim(
                 "AT-34 AT-02",
                 f"Weights are shares and sum to at most 1; no head is more even than {len(_ids)} tokens allow, "
-                f"{math.log(len(_ids)):.2f} nats; and in a decoder no weight falls on a later token.",
+                f"{math.log(len(_ids)):.2f} nats; and in a decoder, a model with the causal mask, no weight falls on a later token.",
                 maps.min() >= 0
                 and maps.sum(-1).max() < 1 + 1e-4
                 and all(row["entropy (nats)"] <= math.log(len(_ids)) + 1e-4 for row in _rows)
