@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fenchel.evaluate import PITFALLS
-from fenchel.lessons.course import COURSE, Lesson, lesson
+from fenchel.lessons.course import COURSE, Lesson
 
 ROOT = Path(__file__).parents[1]
 
 
 class Concept(NamedTuple):
-    """One row of the quick reference; ``function`` is a dotted name, ``lesson`` a name or number."""
+    """One row of the quick reference; ``function`` is a dotted name, ``lesson`` a number."""
 
     name: str
     formula: str
@@ -341,16 +341,10 @@ GLOSSARY = {
 }
 
 
-def link(name: str) -> str:
-    """A lesson by name or number as text for a page."""
-    found = lesson(name)
-    return f"{COURSE.index(found) + 1}. {found.title}"
-
-
 def quick_reference() -> str:
     """The table of all concepts."""
     rows = [
-        f"| {one.name} | ${_in_table(one.formula)}$ | {one.meaning} | `{one.function}` | {link(one.lesson)} |"
+        f"| {one.name} | ${_in_table(one.formula)}$ | {one.meaning} `{one.function}`, lesson {one.lesson} |"
         for one in CONCEPTS
     ]
     return "\n".join(
@@ -360,8 +354,8 @@ def quick_reference() -> str:
             "Every concept on one line. Lessons open with `fenchel learn NUMBER`; symbols and shapes are in",
             "[Notation](notation.md), derivations in the pages on mathematics.",
             "",
-            "| concept | formula | meaning | function | lesson |",
-            "| --- | --- | --- | --- | --- |",
+            "| concept | formula | meaning, function and lesson |",
+            "| --- | --- | --- |",
             *rows,
             "",
         ]
