@@ -103,7 +103,8 @@ def _():
     $$do = \underbrace{(J\,dz)\,v}_{\text{faders}} + \underbrace{p\,dv}_{\text{singers}} .$$
 
     $z = q k^\top/\sqrt{d_k}$ are the scores. $J$ says how weights react to scores: more to one means less to the others,
-    $J = \mathrm{diag}(p) - p\,p^\top$ for each row (lesson 7). A product of two things that both move changes by *first moved times second* plus
+    $J = \mathrm{diag}(p) - p\,p^\top$ for each row (lesson 7; $\mathrm{diag}(p)$ is the table with $p$ on its diagonal and zeros elsewhere, $p\,p^\top$
+    the table of all products $p_i p_j$). A product of two things that both move changes by *first moved times second* plus
     *first times second moved*; that is all that happens here, twice. The tiny product of the two changes is left out.
 
     How good is it? Choose what is nudged, and how far. The prediction is the formula; the truth is attention computed again.
@@ -407,7 +408,9 @@ def _(K2, Q2, V2, by_hand):
                     shrink by the factor $1 - \varepsilon p_j$ so that they sum to 1 again. The loss changes by $\varepsilon p_j$ times *slope of key $j$ minus average slope*.
                     If all slopes are equal, the average is each of them, and nothing changes.
 
-                    *Queries.* A score is query times key. Raise an entry of the query by 1: the score rises by the entry of the key.""",
+                    *Queries.* A score is query times key, divided by $\sqrt{d_k}$. Raise an entry of the query by 1: the score rises by the
+                    entry of the key, divided by $\sqrt{d_k}$. A query has one score per key, so the bills of its scores add: $G_Q = G_S K/\sqrt{d_k}$, and with the roles
+                    exchanged $G_K = G_S^\top Q/\sqrt{d_k}$.""",
                 undergraduate=r"""
                     For fixed $G_O$ put $L = \langle G_O, P V\rangle$ and take differentials.
                     $dL = \langle G_O, P\,dV\rangle + \langle G_O, dP\,V\rangle
@@ -417,9 +420,9 @@ def _(K2, Q2, V2, by_hand):
                     $c = 1/\sqrt{d_k}$ gives $G_Q = c\,G_S K$, $G_K = c\,G_S^\top Q$. Since $J \mathbf 1 = 0$, $G_S \mathbf 1 = 0$, so
                     $\mathbf 1^\top G_K = c\,(G_S \mathbf 1)^\top Q = 0$.""",
                 research=r"""
-                    The mean $m_r = \langle P_r, G_{P,r}\rangle$ equals $\langle G_{O,r}, O_r\rangle$, so a backward pass needs no row of $P$ twice: that is
-                    what FlashAttention stores (Dao et al. 2022). For another regulariser $J$ is $\beta(\mathrm{diag}(s) - s s^\top/\sum s)$ with
-                    $s = p^{2-\alpha}$ on the support; all else stays (`fenchel.attention.derivative`). The same argument gives the
+                    The mean $m_r = \langle P_r, G_{P,r}\rangle$ equals $\langle G_{O,r}, O_r\rangle$, so a backward pass needs no sum over a whole row of $P$: FlashAttention (Dao et al. 2022) keeps $O$ and
+                    the log-sum-exp of each row, and recomputes $P$ tile by tile. For the Tsallis entropy with exponent $\alpha$ (entmax), $J$ is $\beta(\mathrm{diag}(s) - s s^\top/\sum s)$ with
+                    $s = p^{2-\alpha}$ on the support, where the support does not change; all else stays (`fenchel.attention.derivative`). The same argument gives the
                     second derivative, where $J$ itself moves.""",
             ),
         ]
@@ -515,10 +518,10 @@ def _():
     ## Self-attention: one input, three roles
 
     In self-attention the token table $X$ makes queries, keys and values, so a nudge $\tilde X$ of the tokens moves the
-    faders in two ways and the singers in a third. With $A = W_Q W_K^\top/\sqrt{d_k}$, scores $P = X A X^\top$ and $\sigma$
-    for softmax of rows:
+    faders in two ways and the singers in a third. With $A = W_Q W_K^\top/\sqrt{d_k}$, scores $S = X A X^\top$ and $\sigma$
+    for softmax of rows, the output $\mathrm{Att}(X) = \sigma(S)\,X W_V$ changes, to first order, by
 
-    $$d\mathrm{Att}\cdot\tilde X = M X W_V + \sigma(P)\,\tilde X W_V,$$
+    $$d\mathrm{Att}\cdot\tilde X = M X W_V + \sigma(S)\,\tilde X W_V,$$
 
     $$M_i = J_i\,\big(X A^\top \tilde x_i + \tilde X A^\top x_i\big) .$$
 
@@ -548,8 +551,8 @@ def _():
     A = W_Q @ W_K.T / 3**0.5
     sigma = torch.softmax(X @ A @ X.T, -1)
     _J = torch.diag_embed(sigma) - sigma[:, :, None] * sigma[:, None, :]
-    _dP = (X @ A.T @ X_dot.T + X_dot @ A.T @ X.T).T  # row i is what J_i acts on
-    _M, _M_transposed = (torch.einsum("ijk,ik->ij", J, _dP) for J in (_J, _J.transpose(1, 2)))
+    _dS = (X @ A.T @ X_dot.T + X_dot @ A.T @ X.T).T  # row i is what J_i acts on
+    _M, _M_transposed = (torch.einsum("ijk,ik->ij", J, _dS) for J in (_J, _J.transpose(1, 2)))
     total = _M @ X @ W_V + sigma @ X_dot @ W_V
     _auto = torch.func.jvp(
         lambda x: self_attention(x, W_Q, W_K, W_V, backend="reference"), (X,), (X_dot,)
@@ -670,8 +673,9 @@ def _():
     | RMSNorm | $\hat x\,\gamma$ | $\big(u - \hat x\,\overline{u \hat x}\big)/r$, $u = \gamma g$ |
     | RoPE | rotate by $\theta$ | rotate by $-\theta$ |
 
-    $\Phi$ and $\varphi$ are the bell curve's area and height. A bar is the mean over a token's entries. $\hat x$ is the token after division by its spread $s$ (LayerNorm, mean
-    removed first) or its size $r$ (RMSNorm), and $\gamma$ the learned gain. A norm layer ignores how long a token is, so no bill may ask for a longer one: the part along $\hat x$
+    $\Phi(x)$ is the area below the bell curve to the left of $x$, and $\varphi(x)$ its height there. $\theta$ is an angle that grows with the position. A bar is the mean over a token's entries. $\hat x$ is the token after division by its spread $s$ (LayerNorm, mean
+    removed first) or its size $r$ (RMSNorm), $\gamma$ the learned gain and $b$ the learned bias. Both $s$ and $r$ are roots to whose inside a tiny $\varepsilon$ is added, so that
+    neither is ever 0. Lessons 13 and 14 treat these layers in full; here only their derivatives count. A norm layer ignores how long a token is, so no bill may ask for a longer one: the part along $\hat x$
     is taken out.
     """)
     return
@@ -773,7 +777,7 @@ def _(along, bill_after, bill_before, lengths_kept, neighbour, off, rules_hold):
             claim(
                 "DV-31",
                 "Norm layers pass on nothing along the token itself (at most "
-                f"{max(along.values()):.0e}, which is the small number in their root), and a rotation keeps the length of the bill.",
+                f"{max(along.values()):.0e}, and not 0 only because of the $\\varepsilon$ in the root), and a rotation keeps the length of the bill.",
                 max(along.values()) < 1e-3 and lengths_kept,
             ),
         ]

@@ -57,7 +57,7 @@ def _(guess):
         guess.value,
         "by 100",
         "The long token pulls ten times as hard on the weights, and each bit of weight that moves "
-        "carries ten times as far. Ten times ten.",
+        "carries ten times as far. Ten times ten. (Nearly so, and the more nearly the longer the token is.)",
     )
     return
 
@@ -129,7 +129,7 @@ def _(cone_rows, seen):
             claim(
                 "LP-01",
                 f"Over all pairs of 600 points, $|\\sin x - \\sin x_0|$ is at most {steepest_pair.item():.5f} "
-                "times $|x - x_0|$: wherever the tip stands, $L = 1$ is enough, and nothing smaller is.",
+                "times $|x - x_0|$: wherever among them the tip stands, $L = 1$ is enough, and 0.9999 is not.",
                 0.9999 < steepest_pair <= 1.0,
             ),
             claim(
@@ -170,6 +170,13 @@ def _():
         constant_token
     )
     norm_top = torch.linalg.matrix_norm(norm_jacobian, 2)
+    _tied = torch.func.jacrev(lambda z: z.softmax(-1))(torch.zeros(2, dtype=torch.float64))
+    softmax_top = torch.linalg.matrix_norm(_tied, 2)
+    _scores = 3 * torch.randn(
+        500, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    _each = torch.func.vmap(torch.func.jacrev(lambda z: z.softmax(-1)))(_scores)
+    softmax_elsewhere = torch.linalg.matrix_norm(_each, 2).max()
     mo.vstack(
         [
             mo.md("## Layers that have a limit"),
@@ -188,7 +195,7 @@ def _():
                     },
                     {
                         "layer": "softmax, beta = 1",
-                        "largest sensitivity": 0.5,
+                        "largest sensitivity": softmax_top.item(),
                         "where": "two equal scores",
                     },
                 ]
@@ -197,8 +204,11 @@ def _():
                 "LP-18",
                 f"ReLU: {relu_top.item():g}. GELU: {gelu_top.item():.4f}, at $x = {grid[gelu_slopes.argmax()].item():.4f}$, "
                 f"which is $\\sqrt 2$. LayerNorm: {norm_top.item():.1f} $= 1/\\sqrt\\epsilon$ at a token without "
-                "spread, because it divides by the spread.",
+                "spread, because it divides by the spread. Softmax: "
+                f"{softmax_top.item():g}; the steepest of 500 random inputs of six scores has {softmax_elsewhere.item():.3f}.",
                 relu_top == 1
+                and abs(softmax_top.item() - 0.5) < 1e-12
+                and softmax_elsewhere <= 0.5
                 and round(gelu_top.item(), 4) == 1.1289
                 and abs(grid[gelu_slopes.argmax()].item() - 2**0.5) < 2e-4
                 and round(norm_top.item(), 1) == 316.2
@@ -274,7 +284,7 @@ def _(length):
                 "LP-11",
                 f"At $x = 0$ the output has the slope $t^2/4 + 1/2$. For $t = {length.value:g}$ that is "
                 f"{slope_at_zero.item():,.2f}; moving $x$ by {move.item():.3g} moves the output by "
-                f"{by_hand.item():,.2f} times as much. Ten times the length, nearly a hundred times the slope.",
+                f"{by_hand.item():,.2f} times as much. For a long token, ten times the length is nearly a hundred times the slope.",
                 torch.isclose(slope_at_zero, t_now**2 / 4 + 0.5, rtol=1e-12)
                 and torch.isclose(by_hand, slope_at_zero, rtol=1e-2),
             ),
@@ -291,13 +301,16 @@ def _():
     A speed limit $L$ would have to be larger than $t^2/4 + 1/2$ for every $t$. No number is. The
     same happens with any number of tokens of any width. Let $X$ be the matrix of $n$ tokens, one per
     row, each of $d$ numbers. Attention multiplies it by three learned matrices: $X W_Q$ are the
-    queries, $X W_K$ the keys, $X W_V$ the values. With $A = W_Q W_K^\top$, which is $d$ by $d$,
+    queries, $X W_K$ the keys, $X W_V$ the values. With $A = W_Q W_K^\top$, which is $d$ by $d$
+    (the factor $1/\sqrt{d_k}$ of lesson 10 is taken to be part of $W_Q$ here),
 
     $$\mathrm{Att}(X) = P\,X\,W_V,$$
 
     where row $i$ of $P$ is the softmax of row $i$ of the scores $X A X^\top$.
 
-    **Theorem.** $\mathrm{Att}$ has a Lipschitz constant on all of $\mathbb{R}^{n \times d}$ if and
+    The distance of two such tables is the root of the sum of the squared differences of their entries.
+
+    **Theorem.** $\mathrm{Att}$ has a Lipschitz constant on the set of *all* inputs $X$ (in symbols $\mathbb{R}^{n \times d}$) if and
     only if $n = 1$, or $W_Q W_K^\top = 0$, or $W_V = 0$.
 
     The three exceptions switch off the levers. One token has all the weight. Scores that are always 0 never
@@ -338,7 +351,7 @@ def _():
             Kim, Papamakarios and Mnih (2021, Theorem 3.1) prove it for $n \ge 2$. Signs $\pm t u$ in equal numbers on the other rows raise $\frac{n-1}{n^2}$ to $\frac{n-1}{n}$, and
             $w = Au/\|Au\|$ makes the constant $\|Au\|\,\|W_V^\top u\|$ times that; `fenchel.sensitivity.witness.blowup` returns such an input for any choice map and prior. If every row has norm at most $R$,
             $$\|d\mathrm{Att}\| \le \|W_V\|\big((1 + \sqrt n)\,\|A\| R^2 + \sqrt n\big):$$
-            row $i$ of $d\mathrm{Att}\,\tilde X$ is $[\tilde x_i^\top A\,\mathrm{Cov}_i + \sum_j p_{ij}(x_i^\top A \tilde x_j)(x_j - m_i)^\top + \sum_j p_{ij}\tilde x_j^\top] W_V$ with $m_i$ the mean of row $i$'s weights; use
+            row $i$ of $d\mathrm{Att}\,\tilde X$ is $[\tilde x_i^\top A\,\mathrm{Cov}_i + \sum_j p_{ij}(x_i^\top A \tilde x_j)(x_j - m_i)^\top + \sum_j p_{ij}\tilde x_j^\top] W_V$ with mean $m_i$ and covariance $\mathrm{Cov}_i$ of the tokens under row $i$'s weights; use
             $\|\mathrm{Cov}_i\| \le R^2$, Cauchy-Schwarz under $p_i$, and $\sum_i p_{ij} \le n$. So $R^2$ is the exact order. Castin, Ablin and Peyré (2024) treat the $\sqrt n$, which is attained by attention sinks. For the
             norm $\max_i \|x_i\|$ it disappears: $\|W_V\|(1 + 2\|A\|R^2)$. Proofs, and bounds at a point: `docs/maths/sensitivity.md`.""",
     )
@@ -656,11 +669,11 @@ def _(A, W_K, W_Q, W_V, att, d, n, radius_R):
 @app.cell
 def _(W_K, W_Q, W_V, att, d, n):
     gamma = torch.tensor([1.5, 0.5, 1.0, 0.8], dtype=torch.float64)
-    beta = torch.tensor([0.1, -0.2, 0.0, 0.3], dtype=torch.float64)
+    bias = torch.tensor([0.1, -0.2, 0.0, 0.3], dtype=torch.float64)
     _any = torch.randn(200, n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     _any = _any * torch.logspace(-3, 4, 200, dtype=torch.float64)[:, None, None]
-    normed = torch.nn.functional.layer_norm(_any, (d,), gamma, beta)
-    longest = gamma.abs().max() * d**0.5 + beta.norm()
+    normed = torch.nn.functional.layer_norm(_any, (d,), gamma, bias)
+    longest = gamma.abs().max() * d**0.5 + bias.norm()
     after_norm = bounds.ball(W_Q, W_K, W_V, n=n, radius=longest, scale=1.0)
     _J = torch.func.vmap(torch.func.jacrev(att))(normed).reshape(200, n * d, n * d)
     norm_after = torch.linalg.matrix_norm(_J, 2).max()
@@ -675,7 +688,7 @@ def _(W_K, W_Q, W_V, att, d, n):
                 f"{longest.item():.3f}; attention there has a sensitivity of at most {norm_after.item():.1f}, below the bound "
                 f"{after_norm.item():.1f} that knows only the weights.",
                 normed.norm(dim=-1).max() <= longest
-                and abs(bounds.normalised_radius(d, gamma, beta) / longest.item() - 1) < 1e-9
+                and abs(bounds.normalised_radius(d, gamma, bias) / longest.item() - 1) < 1e-9
                 and norm_after <= after_norm,
             ),
             mo.md(
