@@ -84,7 +84,7 @@ def _():
     $$h \;\leftarrow\; F(h) \quad\text{becomes}\quad h \;\leftarrow\; h + F(h).$$
 
     $h$ is the vector that is passed on, $F$ a layer. Here $F(h) = \tanh(h W)$, a function that keeps
-    small numbers and squeezes large ones below 1, and $W$ a random $64 \times 64$ matrix whose entries have
+    small numbers nearly as they are and squeezes large ones to between -1 and 1, and $W$ a random $64 \times 64$ matrix whose entries have
     the standard deviation $g/\sqrt{64}$. The *gain* $g$ says how much a layer amplifies. The *gradient* of a
     layer says how much the error at the end changes with its weights; if it is 0, the layer cannot learn.
     """)
@@ -331,10 +331,10 @@ def _():
     above the average of the class a mark is, in units of the usual spread. **LayerNorm** does this to
     the $d$ entries of one token:
 
-    $$\mathrm{LN}(x) = \gamma * \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} + \beta .$$
+    $$\mathrm{LN}(x) = \gamma * \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} + b .$$
 
     $\mu$ is the mean of the $d$ entries, $\sigma^2 = \frac1d \sum_i (x_i - \mu)^2$ their variance (divided by $d$, not
-    $d - 1$). $\gamma$ and $\beta$ are learned, one number per entry; $*$ multiplies entry by entry; $\varepsilon = 10^{-5}$ keeps
+    $d - 1$). $\gamma$ and $b$ are learned, one number per entry (many texts write $\beta$ for $b$); $*$ multiplies entry by entry; $\varepsilon = 10^{-5}$ keeps
     the division from failing. **RMSNorm** does not subtract the mean and adds nothing:
     $\gamma * x / \sqrt{\operatorname{mean}(x^2) + \varepsilon}$.
     """)
@@ -378,7 +378,7 @@ def _():
     _rng = torch.Generator().manual_seed(0)
     _n, _d, _eps = 6, 32, 1e-5
     _x = 3 * torch.randn(_n, _d, dtype=torch.float64, generator=_rng) + 1
-    _gamma, _beta = torch.randn(2, _d, dtype=torch.float64, generator=_rng)
+    _gamma, _b = torch.randn(2, _d, dtype=torch.float64, generator=_rng)
     _ln, _rms = torch.nn.LayerNorm(_d, eps=_eps).double(), RMSNorm(_d, eps=_eps).double()
     for _norm in (_ln, _rms):
         _norm.requires_grad_(False)
@@ -387,7 +387,7 @@ def _():
     _var = ((_x - _mu) ** 2).mean(-1, keepdim=True)
     with torch.no_grad():
         _ln.weight.copy_(_gamma)
-        _ln.bias.copy_(_beta)
+        _ln.bias.copy_(_b)
         _rms.weight.copy_(_gamma)
         _normal = _plain(_x)
         _constant = torch.full((_d,), 7.0, dtype=torch.float64)
@@ -400,17 +400,15 @@ def _():
         [
             claim(
                 "NB-01 NB-02",
-                r"The library's norm is this formula. $\gamma$ and $\beta$ have one entry per feature and serve all "
+                r"The library's norm is this formula. $\gamma$ and $b$ have one entry per feature and serve all "
                 f"{_n} rows of the {_n} x {_d} input.",
-                torch.allclose(
-                    _ln(_x), _gamma * (_x - _mu) / (_var + _eps).sqrt() + _beta, atol=1e-10
-                )
+                torch.allclose(_ln(_x), _gamma * (_x - _mu) / (_var + _eps).sqrt() + _b, atol=1e-10)
                 and _ln.weight.shape == _ln.bias.shape == (_d,)
                 and _ln(_x).shape == (_n, _d),
             ),
             claim(
                 "NB-03 E65",
-                r"Before $\gamma$ and $\beta$ the result has mean 0 and variance $\sigma^2/(\sigma^2 + \varepsilon)$: nearly 1, and "
+                r"Before $\gamma$ and $b$ the result has mean 0 and variance $\sigma^2/(\sigma^2 + \varepsilon)$: nearly 1, and "
                 f"{_small.var(-1, correction=0)[0]:.2f} for entries a thousand times as small. Its length is about "
                 rf"$\sqrt{{d}} = {_d**0.5:.2f}$ ({_normal.norm(dim=-1)[0]:.2f} here).",
                 _normal.mean(-1).abs().max() < 1e-12
@@ -425,9 +423,9 @@ def _():
             ),
             claim(
                 "E65",
-                rf"Equal entries have no spread: LayerNorm maps them to $\beta$, and a small change is magnified by "
+                rf"Equal entries have no spread: LayerNorm maps them to $b$, and a small change is magnified by "
                 rf"$1/\sqrt{{\varepsilon}} = {_steep:.0f}$.",
-                torch.allclose(_ln(_constant), _beta, atol=1e-9) and round(_steep) == 316,
+                torch.allclose(_ln(_constant), _b, atol=1e-9) and round(_steep) == 316,
             ),
             claim(
                 "NB-05 NB-06",
@@ -443,10 +441,10 @@ def _():
             ),
             claim(
                 "E66",
-                r"So RMSNorm is not LayerNorm made cheap: it drops $\beta$ and the subtraction. The two agree "
+                r"So RMSNorm is not LayerNorm made cheap: it drops $b$ and the subtraction. The two agree "
                 "only on rows whose mean is 0.",
-                torch.allclose(_rms(_centred), _ln(_centred) - _beta, atol=1e-9)
-                and (_rms(_x) - (_ln(_x) - _beta)).abs().max() > 0.1
+                torch.allclose(_rms(_centred), _ln(_centred) - _b, atol=1e-9)
+                and (_rms(_x) - (_ln(_x) - _b)).abs().max() > 0.1
                 and [name for name, _ in _rms.named_parameters()] == ["weight"],
             ),
         ]
@@ -517,17 +515,17 @@ def _():
     mo.md(r"""
     ## Where the norm stands, and how large the notes are
 
-    A block has two notes to add, one by attention and one by the feed-forward layer ($\mathrm{MHA}$ and
-    $\mathrm{FFN}$). The norm can stand *before* each of them or *after* the sum:
+    A block has two notes to add, one by multi-head attention ($\mathrm{MHA}$, lesson 10) and one by the
+    feed-forward layer ($\mathrm{FFN}$, below). The norm can stand *before* each of them or *after* the sum:
 
     $$\text{pre: } h + F(\mathrm{LN}(h)), \qquad \text{post: } \mathrm{LN}(h + F(h)).$$
 
     Under *pre* the loudspeaker is never touched, and the stream grows with every note, so one more norm is
     needed at the end. Under *post* every norm turns down what was there before: after one note as large as
-    the stream half of the old variance is left, after the $2L$ notes of $L$ blocks $2^{-2L}$.
+    the stream, and unrelated to it, half of the old variance is left, after the $2L$ notes of $L$ blocks $2^{-2L}$.
 
-    How fast does a stream grow? If a note has the variance of the stream and a factor $\alpha$ in front, the
-    variance is multiplied by $1 + \alpha^2$ each time: $(1 + \alpha^2)^L$, compound interest.
+    How fast does a stream grow? If a note has the variance of the stream, is unrelated to it and has a factor $\alpha$ in front, the
+    variance is multiplied by $1 + \alpha^2$ each time: $(1 + \alpha^2)^n$ after $n$ notes, compound interest.
     """)
     return
 
@@ -585,7 +583,7 @@ def _():
             claim(
                 "NB-07 E62",
                 rf"A factor below 1 is no protection: $\alpha = 0.5$ and 96 notes give $1.25^{{96}}$, {1.25**96:,.0f}. "
-                r"$\alpha = 1/\sqrt{L}$ keeps the variance below $e = 2.718$ at every depth $L$.",
+                r"$\alpha = 1/\sqrt{n}$ for $n$ notes keeps the variance below $e = 2.718$, however many they are.",
                 f"{1.25**96:.0e}" == "2e+09"
                 and all((1 + 1 / n) ** n < math.e for n in range(1, 2000)),
             ),
@@ -648,8 +646,8 @@ def _():
                 "At the start the gradient of the last layer is larger with norms after the notes than before, the more so "
                 "the deeper: "
                 + ", ".join(f"{r:.1f}" for r in _ratios)
-                + " times at 6, 24 and 54 layers. A learning rate that is right for *pre* can be too large there: hence the "
-                "warm-up that *post* needs.",
+                + " times at 6, 24 and 54 layers. A learning rate that is right for *pre* can be too large there: one reason for "
+                "the warm-up that *post* usually needs.",
                 _ratios[0] > 1.3 and _ratios[0] < _ratios[1] < _ratios[2],
             ),
             claim(
@@ -801,7 +799,7 @@ def _():
             claim(
                 "NB-22",
                 r"ReLU is $\max(0, x)$. The sigmoid is between 0 and 1, rises everywhere, and its slope is at most 1/4, so 50 of "
-                f"them in a row leave at most {0.25**50:.0e} of a gradient.",
+                f"them in a row, with nothing between them, leave at most {0.25**50:.0e} of a gradient.",
                 torch.equal(relu(_x), torch.where(_x > 0, _x, 0.0))
                 and torch.allclose(_sigmoid, 1 / (1 + torch.exp(-_x)))
                 and (_sigmoid.diff() > 0).all()
@@ -1121,9 +1119,9 @@ def _():
     They train small models, which takes some seconds. Losses of the toy language are in nats per token; guessing
     costs $\log 17 = 2.83$.
 
-    1. A feed-forward layer alone learns a smooth function of 8 numbers, $\sin(2xA)B$, with several widths inside.
+    1. A feed-forward layer alone learns a smooth function of 8 numbers, $\sin(2xA)B$ with random tables $A$ and $B$, with several widths inside.
     2. The same with ReLU in place of GELU, six times each from other random beginnings.
-    3. A toy language (17 tokens, each a noisy function of one before it), RMSNorm against LayerNorm.
+    3. A toy language (17 tokens, each a noisy function of an earlier one), RMSNorm against LayerNorm.
     4. The same with 12 layers, norms before against norms after.
     """)
     return
@@ -1301,39 +1299,39 @@ def _():
         layer_norm = names["layer_norm"]
         rng = torch.Generator().manual_seed(0)
         x = 2 + 3 * torch.randn(4, 6, dtype=torch.float64, generator=rng)
-        gamma, beta = torch.randn(2, 6, dtype=torch.float64, generator=rng)
-        y = layer_norm(x, gamma, beta, 1e-5)
+        gamma, b = torch.randn(2, 6, dtype=torch.float64, generator=rng)
+        y = layer_norm(x, gamma, b, 1e-5)
         assert torch.is_tensor(y), "Return a tensor."
         assert y.shape == x.shape, "The result has the shape of x: mind keepdim=True."
-        plain = (y - beta) / gamma
+        plain = (y - b) / gamma
         assert plain.mean(-1).abs().max() < 1e-6, (
-            "Each row (token) should have mean 0 before gamma and beta: average over the last axis."
+            "Each row (token) should have mean 0 before gamma and b: average over the last axis."
         )
-        expected = torch.nn.functional.layer_norm(x, (6,), gamma, beta, 1e-5)
+        expected = torch.nn.functional.layer_norm(x, (6,), gamma, b, 1e-5)
         assert torch.allclose(y, expected), (
             "The spread is not right: the variance divides by d, not d - 1 (correction=0)."
         )
         same = torch.ones(1, 6, dtype=torch.float64)
         same[0, 0] += 1e-4
         assert torch.allclose(
-            layer_norm(same, gamma, beta, 1e-5),
-            torch.nn.functional.layer_norm(same, (6,), gamma, beta, 1e-5),
+            layer_norm(same, gamma, b, 1e-5),
+            torch.nn.functional.layer_norm(same, (6,), gamma, b, 1e-5),
         ), "Nearly equal entries: epsilon is added to the variance, under the root."
 
     exercise = Exercise(
         lesson="l14_blocks",
-        task="Mend `layer_norm(x, gamma, beta, eps)`: the formula of this lesson for each row of `x`.",
+        task="Mend `layer_norm(x, gamma, b, eps)`: the formula of this lesson for each row of `x`.",
         starter="""
-    def layer_norm(x, gamma, beta, eps):
+    def layer_norm(x, gamma, b, eps):
         mu = x.mean(-1, keepdim=True)
         sigma = x.std(-1, keepdim=True)
-        return gamma * (x - mu) / (sigma + eps) + beta
+        return gamma * (x - mu) / (sigma + eps) + b
     """,
         solution="""
-    def layer_norm(x, gamma, beta, eps):
+    def layer_norm(x, gamma, b, eps):
         mu = x.mean(-1, keepdim=True)
         variance = ((x - mu) ** 2).mean(-1, keepdim=True)
-        return gamma * (x - mu) / torch.sqrt(variance + eps) + beta
+        return gamma * (x - mu) / torch.sqrt(variance + eps) + b
     """,
         check=check,
     )

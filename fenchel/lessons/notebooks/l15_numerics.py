@@ -55,7 +55,7 @@ def _(guess):
     answer(
         guess.value,
         "about 11",
-        "The largest float16 is 65504, and $\\log 65504 = 11.09$. 89 is the limit of 32 bits, 710 that of 64. Scores of 20 are common in attention, so a "
+        "The largest float16 is 65504, and $\\log 65504 = 11.09$. 89 is the limit of 32 bits, 710 that of 64. Scores of 20 occur in attention, so a "
         "softmax written as in the book would fail. One subtraction saves it.",
     )
     return
@@ -147,7 +147,8 @@ def _(dtypes, form_of, height):
         for name, rule in (("as in the book", naive), ("largest taken out", stable))
         if math.isfinite(value := rule(three(float(c)).to(dtype)).item())
     ]
-    limit = math.log(torch.finfo(dtype).max)
+    # the sum of the three terms is 1.5 times the largest
+    limit = math.log(torch.finfo(dtype).max / (1 + math.exp(-1) + math.exp(-2)))
     mo.vstack(
         [
             line_chart(
@@ -169,9 +170,9 @@ def _(dtypes, form_of, height):
             claim(
                 "SM-14",
                 "Taking the largest score out first is right to the digits of the format, for every $c$. As in the book the result is infinite "
-                f"here from $c = {limit:.2f}$ on.",
+                f"here from $c = {limit:.2f}$ on, where the sum of the three exponentials passes the largest number.",
                 abs(by_trick - exact(x)) <= 2 * torch.finfo(dtype).eps * max(1.0, abs(exact(x)))
-                and math.isfinite(by_book) == (height.value < limit - 0.4),
+                and math.isfinite(by_book) == (height.value < limit),
             ),
         ]
     )
@@ -255,7 +256,7 @@ def _():
     ## A factor applied twice
 
     You change euros into dollars, and the cashier changes the amount once more. No alarm sounds; you just have the wrong amount. Attention divides its scores by
-    $\sqrt{D}$ ($D$ is the width of a head), and a temperature divides them too: both are one factor on the scores. If each of two places applies it, the numbers stay
+    $\sqrt{d_k}$ ($d_k$ is the width of a head, `D` in the menu below), and a temperature divides them too: both are one factor on the scores. If each of two places applies it, the numbers stay
     finite and the weights become too even. `fenchel.attention.scale_warning` recognises such factors.
     """)
     return

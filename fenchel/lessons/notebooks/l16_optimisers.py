@@ -168,6 +168,7 @@ def _(noise, size):
 def _():
     steady = {c: adam_moves([c] * 40) for c in (1e-3, 1.0, 1e3)}
     raw = adam_moves([1.0] * 40, corrected=False)
+    millionth = adam_moves([1e-6] * 40)
     _formula = [(1 - 0.9**t) / math.sqrt(1 - 0.999**t) for t in range(1, 41)]
     mo.vstack(
         [
@@ -185,8 +186,10 @@ def _():
             claim(
                 "OP-11 E68",
                 r"$v$ measures how *large* gradients are, not how much they change: constant gradients of $10^{-3}$, 1 and $10^3$ all give "
-                f"steps of {steady[1e-3][0]:.3f}, {steady[1.0][0]:.3f} and {steady[1e3][0]:.3f} rates.",
-                all(math.isclose(x, 1.0, rel_tol=1e-4) for steps in steady.values() for x in steps),
+                f"steps of {steady[1e-3][0]:.3f}, {steady[1.0][0]:.3f} and {steady[1e3][0]:.3f} rates. A millionth still gives {millionth[0]:.2f}; the missing "
+                r"hundredth is the $\varepsilon$ below the fraction.",
+                all(math.isclose(x, 1.0, rel_tol=1e-4) for steps in steady.values() for x in steps)
+                and all(math.isclose(x, 1 / 1.01, rel_tol=1e-6) for x in millionth),
             ),
             claim(
                 "OP-10 E68",
@@ -479,7 +482,8 @@ def _():
     A model with too much freedom learns its examples by heart, noise included. Tie a rubber band from every weight to 0: only weights
     that the data pull again and again stay large. Let $\lambda$ be the strength of the band. For plain descent there is one way to
     write it. Adding $\frac\lambda2 \|\theta\|^2$ (half of $\lambda$ times the sum of the squared weights) to the loss adds
-    $\lambda\theta$ to the gradient, and a step first shrinks the weight by the share $\eta\lambda$. For Adam there are two ways, and they are two methods:
+    $\lambda\theta$ to the gradient, and a step first shrinks the weight by the share $\eta\lambda$. For Adam there are two ways, and they are two methods
+    ($\nabla L$ is the gradient of the loss):
 
     $$\begin{aligned}
     \text{Adam with L2:} \quad & g = \nabla L + \lambda\theta \;\text{ enters } m \text{ and } v \\

@@ -45,7 +45,7 @@ def _():
     guess = question(
         "Queries and keys act on a model only through their scores. You may change all scores together "
         "by a fixed amount and want the loss to fall as far as possible. Is the negative gradient of the "
-        "weights the best direction?",
+        "weights the best direction? (*Orthonormal*: columns of length 1 at right angles to one another.)",
         [
             "yes, always",
             "yes, if inputs and weights are orthonormal",
@@ -79,7 +79,7 @@ def _():
     that means turning the second knob ten times as far.
 
     Gradient descent counts degrees. This lesson counts loudness. The knobs are the weights of queries
-    and keys, $W_Q$ and $W_K$, each $d$ by $k$. Loudness is the matrix of attention scores of $n$ tokens,
+    and keys, $W_Q$ and $W_K$, each $d$ by $k$ ($k$ is the width of a head, called $d_k$ in other lessons). Loudness is the matrix of attention scores of $n$ tokens,
     the rows of $X$:
 
     $$S = X W_Q W_K^\top X^\top .$$
@@ -215,7 +215,7 @@ def _():
     $dS^* = -\gamma\,\Pi(G)/\|\Pi(G)\|$, and the predicted change of the loss is $-\gamma\,\|\Pi(G)\|$.
 
     How much better is it than the plain gradient? Make the inputs lopsided: the *condition number* says how many times
-    longer the longest axis of a cloud of inputs, or of the weights, is than the shortest.
+    longer the longest axis of a cloud of inputs, or of the weights, is than the shortest; 1 means round.
     """)
     return
 
@@ -391,13 +391,13 @@ def _(G, T, W_K, W_Q, X, raw_change, scores):
             ),
             claim(
                 "SD-13",
-                r"The raw step moves the scores by $-\alpha\,(QQ^\top G XX^\top + XX^\top G KK^\top)$: squares of lengths stand where the best step has "
+                r"The raw step with the learning rate $\eta$ moves the scores by $-\eta\,(QQ^\top G XX^\top + XX^\top G KK^\top)$: squares of lengths stand where the best step has "
                 "projections, so long directions count far too much.",
                 torch.allclose(raw_change(X, W_Q, W_K, G), raw_formula, atol=1e-10),
             ),
             claim(
                 "SD-19 E93",
-                f"Of the {G.numel()} directions in the space of scores, {rank} are reachable: $k(2r - k)$ with $r = {_d}$ the rank of $X$, "
+                f"Of the {G.numel()} directions in the space of scores, {rank} are reachable: $k(2r - k)$ with $r = {_d}$ the *rank* of $X$ (how many of its columns are independent), "
                 f"$k = {_k}$. Over *all* $dS$ the best value would be $-\\gamma\\|G\\|$; the reachable share of it is "
                 f"{(reach.norm() / G.norm()).item():.2f}. Which set the minimum runs over must be said.",
                 rank == _k * (2 * _d - _k) == score_bounds.reachable_rank(X, W_Q, W_K)
@@ -485,7 +485,7 @@ def _(G, W_K, W_Q, X, problem, reach, scores, with_condition):
             claim(
                 "E94",
                 f"Weights without full rank leave fewer reachable directions ({_flat_rank} instead of {4 * (2 * 16 - 4)}) and no inverse. A "
-                "pseudo-inverse, or a damped solve, still gives a step of the right length.",
+                "*pseudo-inverse* (the inverse on what is reachable, 0 on the rest), or a damped solve, still gives a step of the right length.",
                 _flat_rank < 4 * (2 * 16 - 4)
                 and abs(_flat.dS.norm().item() - 0.3) < 1e-9
                 and _flat.predicted < 0
@@ -541,7 +541,7 @@ def _(G, W_K, W_Q, X, raw_change, scores):
             ),
             claim(
                 "SD-21",
-                r"`score_step` solves for the *finite* change, product term included: a quartic in $\alpha$. From $\gamma = 0.1$ to 100 the scores "
+                r"`score_step` solves for the *finite* change, product term included: an equation of degree four in $\alpha$. From $\gamma = 0.1$ to 100 the scores "
                 r"move by exactly $\gamma$.",
                 all(abs(ratio - 1) < 1e-9 for ratio in finite_lengths),
             ),
@@ -609,7 +609,7 @@ def _(G, W_K, W_Q, X, dense, draw, scores):
                 "E89 SD-05 PD-23",
                 "*First question: when may the product term be dropped?* Along a gauge move the linear part is "
                 f"{gauge_linear:.0e} and the product term {gauge_product:.1f}: there it is all there is. For a step without a gauge part it is "
-                r"at most $\|X\|_2^2\gamma^2/(2s^2)$, with $s$ the smallest stretch that is not 0, so it vanishes faster than $\gamma$.",
+                r"at most $\|X\|_2^2\gamma^2/(2s^2)$, with $\|X\|_2$ the largest factor by which $X$ stretches an arrow and $s$ the smallest factor other than 0 by which a step of the weights becomes a change of the scores, so it vanishes faster than $\gamma$.",
                 gauge_linear < 1e-11
                 and gauge_product > 0.1
                 and all(r["product term"] <= r["its bound"] for r in remainders),
@@ -757,7 +757,7 @@ def _(W_K, W_Q, X, draw, scores):
     | :--- | :--- |
     | When is the product term negligible? | Off the gauge, where it is of order $\gamma^2$. Along the gauge, never. |
     | How small must $\gamma$ be? | Below $2\lVert\Pi(G)\rVert/b$ for a loss with smoothness $b$; in practice, until true and predicted decrease agree. |
-    | Is the rule for the length circular? | Not with the raw direction below the line. Then it is linear, and a quartic makes the finite change exact. |
+    | Is the rule for the length circular? | Not with the raw direction below the line. Then it is linear, and an equation of degree four makes the finite change exact. |
     """),
         ]
     )
@@ -880,8 +880,8 @@ def _(draw, problem):
     """),
             claim(
                 "SD-22",
-                r"If only the queries move and $X$ is invertible: with the *largest row* limited, every row goes its own way, with value "
-                f"$-\\gamma\\sum_i \\|(G P_K)_i\\| = {(_G * rows_best).sum().item():.3f}$; with the *spectral norm* limited, the value is minus the sum of the singular "
+                r"Let $\gamma = 1$, let only the queries move, and let $X$ be invertible. With the *largest row* limited, every row goes its own way, with value "
+                f"$-\\sum_i \\|(G P_K)_i\\| = {(_G * rows_best).sum().item():.3f}$; with the *spectral norm* (the largest stretch) limited, the value is minus the sum of the singular "
                 f"values of $G P_K$, {(_G * spectral_best).sum().item():.3f}. The best of 2,000 random rivals reach {rival_rows.item():.3f} and "
                 f"{rival_spectral.item():.3f}. With both halves neither has a closed form.",
                 torch.isclose((_G * rows_best).sum(), -_seen.norm(dim=1).sum())
@@ -895,7 +895,7 @@ def _(draw, problem):
             claim(
                 "SD-23 E92",
                 "Several sequences share the weights, and a mask takes scores out of sums and norms. Then there is no closed form; conjugate "
-                "gradients find the step that dense least squares confirms, and masked entries stay 0.",
+                "gradients, which solve linear equations by repeated products, find the step that dense least squares confirms, and masked entries stay 0.",
                 torch.allclose(_step.dS, batched, atol=1e-6)
                 and (_step.dS[:, ~causal] == 0).all()
                 and abs(_step.dS.norm().item() - 1e-3) < 1e-9,
