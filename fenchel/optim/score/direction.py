@@ -117,6 +117,8 @@ def rotated_moments(
         _per_sequence(part, n, positions)[:, :, :, None, :, None].to(sums.dtype)
         for part in (cos, sin)
     )
+    if c.shape[1] == 1:  # sequences of one rotation are added first: there is less to rotate
+        sums = sums.sum(1, keepdim=True)
     back = Angles(c, -s)
     return rotate(rotate(sums, back, layout=layout).mT, back, layout=layout).sum(dim=(1, 2, 4))
 
