@@ -44,13 +44,6 @@ _END = 2.0
 _LESSON_IMPORTS = ("fenchel.lessons.widgets", "torch._dynamo")
 """What lessons import, and what torch imports at the first derivative: seconds, once."""
 
-# marimo's own table style leaves numbers without space between them on a phone.
-_STYLE = """<style>
-table.numbers { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-table.numbers th, table.numbers td { padding: .2rem .8rem; text-align: right; }
-table.numbers th { border-bottom: 1px solid currentColor; }
-</style>"""
-
 
 class LessonServer:
     """Serves the course until Ctrl-C."""
@@ -217,9 +210,7 @@ def _bind(port: int | None) -> socket.socket:
 def _build() -> Any:
     import marimo
 
-    builder = marimo.create_asgi_app(
-        quiet=True, include_code=True, session_ttl=30, html_head=_STYLE
-    )
+    builder = marimo.create_asgi_app(quiet=True, include_code=True, session_ttl=30)
     for each in COURSE:
         builder = builder.with_app(path=f"/{each.name}", root=str(each.path))
     app: Any = builder.build()

@@ -273,7 +273,7 @@ def table(rows: Sequence[Row]) -> mo.Html:
     )
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return mo.Html(
-        f'<div style="overflow-x:auto"><table class="numbers"><thead><tr>{top}</tr></thead>'
+        f'<div style="overflow-x:auto"><table><thead><tr>{top}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
