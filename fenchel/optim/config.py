@@ -21,9 +21,12 @@ lead. So the root of this sum is what is fixed, ``score_total``, and the peak fo
 
     gamma = score_total / sqrt(sum over t < n of f(t)^2),
 
-which falls as 1 / sqrt(n) under every schedule that is stretched with the run. The argument leaves
-open what ``score_total`` is; docs/optimisers.md has the runs behind its default, and their limits.
-A limit is no target: ScoreTrust's is per step, whatever the length of the run.
+which falls as 1 / sqrt(n) under every schedule that is stretched with the run. In runs of some ten
+steps it would come near the radius of the ball, and since a step shrinks the scores by the share
+gamma / radius, would leave nothing of them: gamma is half of the radius at most.
+
+The argument leaves open what ``score_total`` is; docs/optimisers.md has the runs behind its
+default, and their limits. A limit is no target: ScoreTrust's is per step, whatever the length.
 
 **How large the scores are.** Sharp heads are learnt late. The ball of ScoreDescent therefore opens,
 its radius after t steps is ``score_radius`` + ``score_opening`` t, in steps taken, not in shares of
@@ -135,6 +138,12 @@ class OptimConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
                 raise ValueError(f"{name}={value} should be above 0 and finite.")
+        radius = _first_radius(self)
+        if self.optimiser == "score" and self.score_rate is not None and self.score_rate >= radius:
+            raise ValueError(
+                f"score_rate={self.score_rate} should be below the radius of the score ball, "
+                f"{radius}: a step of that size would shrink the scores to nothing."
+            )
         for name in ("warmup", "final", "beta1", "beta2", "momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} should be in [0, 1).")
@@ -174,7 +183,7 @@ def peak_score_rate(config: OptimConfig, steps: int | None) -> float:
 
     >>> config = OptimConfig(optimiser="score", score_total=2.0, schedule="constant")
     >>> [peak_score_rate(config, steps) for steps in (1, 100, 400)]
-    [2.0, 0.2, 0.1]
+    [1.0, 0.2, 0.1]
     """
     if config.score_rate is not None:
         return config.score_rate
@@ -184,7 +193,12 @@ def peak_score_rate(config: OptimConfig, steps: int | None) -> float:
             f"build_optimiser their number (steps={steps}), or set score_rate."
         )
     factor = build_schedule(config, steps)
-    return config.score_total / math.sqrt(math.fsum(factor(t) ** 2 for t in range(steps)))
+    rate = config.score_total / math.sqrt(math.fsum(factor(t) ** 2 for t in range(steps)))
+    return min(rate, 0.5 * _first_radius(config))
+
+
+def _first_radius(config: OptimConfig) -> float:
+    return FIRST_RADIUS if config.score_radius is None else config.score_radius
 
 
 def _muon(model: nn.Module, config: OptimConfig, _steps: int | None) -> Members:
@@ -200,7 +214,7 @@ def _score(model: nn.Module, config: OptimConfig, steps: int | None) -> Members:
         pairs,
         rate,
         config.momentum,
-        FIRST_RADIUS if config.score_radius is None else config.score_radius,
+        _first_radius(config),
         opening=config.score_opening,
         damping=config.score_damping,
     )

@@ -171,7 +171,7 @@ def test_the_settings_reach_the_score_optimisers(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["hold", "cosine", "linear", "inverse_sqrt", "constant"])
-@pytest.mark.parametrize("steps", [1, 37, 400, 2000])
+@pytest.mark.parametrize("steps", [20, 37, 400, 2000])
 def test_the_squared_score_changes_of_a_run_add_up_to_the_total(schedule: str, steps: int) -> None:
     """Whichever schedule and length; so ScoreDescent's rate falls as the root of the steps."""
     config = OptimConfig(optimiser="score", score_total=1.7, schedule=schedule)
@@ -186,6 +186,31 @@ def test_the_default_total_is_the_rates_that_were_measured() -> None:
     config = OptimConfig(optimiser="score", schedule="linear", warmup=0.1)
     rates = [peak_score_rate(config, steps) for steps in (400, 2000, 7000)]
     assert rates == pytest.approx([2.3 * math.sqrt(3 / n) for n in (400, 2000, 7000)], rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["hold", "linear"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_a_run_of_a_few_steps_does_not_shrink_the_scores_to_nothing(
+    steps: int, schedule: str
+) -> None:
+    """Their gradient is zero at the first step, and at weights of zero it would stay so."""
+    model = small()
+    optimiser = build_optimiser(
+        model, OptimConfig(optimiser="score", schedule=schedule), steps=steps
+    )
+    before = model.blocks[0].attention.qkv.weight.detach().clone()
+    model(torch.tensor([[1, 5, 2, 9]])).logsumexp(-1).sum().backward()
+    optimiser.step()
+    after = model.blocks[0].attention.qkv.weight.detach()
+    assert after[:16].norm() > 0.6 * before[:16].norm()
+
+
+def test_a_score_rate_that_would_leave_nothing_of_the_scores_is_refused() -> None:
+    with pytest.raises(ValueError, match="should be below the radius of the score ball, 2"):
+        OptimConfig(optimiser="score", score_rate=2.5)
+    with pytest.raises(ValueError, match=r"should be below the radius of the score ball, 0\.1"):
+        OptimConfig(optimiser="score", score_rate=0.2, score_radius=0.1)
+    OptimConfig(optimiser="trust", score_rate=2.5)  # a limit shrinks nothing
 
 
 def test_score_without_the_length_of_the_run_is_refused_and_a_given_rate_needs_none() -> None:

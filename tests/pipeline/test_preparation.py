@@ -101,14 +101,14 @@ def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
 @pytest.mark.parametrize(
     ("optim", "says"),
     [
-        ({}, "change the scores by 0.7326 at the peak of the schedule, not 1.078"),
+        ({}, "change the scores by 0.7326 at the peak of the schedule, not 1:"),
         ({"score_rate": 0.2}, None),
     ],
 )
 def test_a_resume_with_another_number_of_steps_says_what_becomes_of_the_score_rate(
     optim: dict[str, Any], says: str | None, text: Path, tmp_path: Path
 ) -> None:
-    """2.3 over the schedule "hold" of 6 steps, then of 14, whose first 6 were other ones."""
+    """Half of the radius for 6 steps, then 2.3 over the schedule "hold" of 14 steps."""
     config = config_of(text, train={"steps": 6}, optim={"optimiser": "score", **optim})
     pipeline.begin(config, tmp_path / "run", Silent())
     said: list[str] = []
