@@ -166,6 +166,11 @@ def _(T, p, z):
     totals = rivals @ z - T * torch.xlogy(rivals, rivals).sum(-1)
     lost = fenchel.Softmax(beta=1 / T).value(z) - totals
     divergence = torch.xlogy(rivals, rivals / p).sum(-1)
+    cost = torch.xlogy(rivals, rivals).sum(-1)
+    guesses = 3 * torch.randn(
+        1000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    excess = (guesses * rivals).sum(-1) - torch.logsumexp(guesses, -1) - cost
     mo.vstack(
         [
             claim(
@@ -175,6 +180,15 @@ def _(T, p, z):
                 r"inequality of Fenchel and Young. Here $\langle z, q \rangle = \sum_i q_i z_i$ is the average score and "
                 r"$\Omega(q) = \sum_i q_i \log q_i$ minus the entropy.",
                 (lost >= -1e-12).all(),
+            ),
+            claim(
+                "SM-22",
+                r"Read the other way, for a fixed $q$: no scores $z$ make $\langle z, q \rangle - \mathrm{lse}_1(z)$ larger than $\Omega(q)$, and "
+                r"$z_i = \log q_i$ reach it. Each of the two functions is the *convex conjugate* of the other.",
+                (excess <= 1e-12).all()
+                and torch.allclose(
+                    (rivals * rivals.log()).sum(-1) - torch.logsumexp(rivals.log(), -1), cost
+                ),
             ),
             claim(
                 "SM-39",
@@ -398,10 +412,14 @@ def _(beta):
             ),
             claim(
                 "LP-06 E02",
-                r"Two equal scores attain $\beta/2$. Five scores only approach it, as three of them go "
-                f"down: {', '.join(f'{n:.5f}' for n in norms.tolist())} with $\\beta = 1$.",
+                r"Two equal scores attain $\beta/2$; five equal ones have $\beta/5$. Five scores only approach $\beta/2$, as three of them go "
+                f"down by 1, 5, 20 and 60: {', '.join(f'{n:.5f}' for n in norms.tolist())} with $\\beta = 1$.",
                 torch.isclose(
                     softmax.sensitivity(softmax.weights(tie)), tie.new_tensor(beta.value / 2)
+                )
+                and torch.isclose(
+                    softmax.sensitivity(softmax.weights(tie.new_zeros(5))),
+                    tie.new_tensor(beta.value / 5),
                 )
                 and (norms.diff() > 0).all()
                 and norms[0] < 0.33
