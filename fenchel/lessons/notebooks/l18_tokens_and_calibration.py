@@ -228,7 +228,8 @@ def _(all_merges, cut_bpe, examples, lengths, merge, toy_counts):
             ),
             claim(
                 "TR-19",
-                "Characters are the simplest tokenizer: *hello world* has 11, *çocuk* has 5. No merge crosses a character.",
+                "Characters are the simplest tokenizer: *hello world* has 11, *çocuk* has 5. A file counts otherwise: it stores *bytes*, numbers from 0 to 255, "
+                "one for each plain letter and two for *ç*, so *çocuk* has 6.",
                 len("hello world") == 11
                 and len(encode(characters, "çocuk")) == 5 == len("çocuk")
                 and len("çocuk".encode()) == 6,
@@ -481,7 +482,7 @@ def _():
 
     $$-\log P(x) = -\sum_{t=1}^{T} \log P(x_t \mid x_{<t}) .$$
 
-    $x$ is a text of $T$ tokens, $x_t$ its token number $t$, and $x_{<t}$ all tokens before it. Three details decide whether this is computed right.
+    $x$ is a text of $T$ tokens, $x_t$ its token number $t$, and $x_{<t}$ all tokens before it; the bar is read *given*. Three details decide whether this is computed right.
 
     - **The first token** has nothing before it. A special token is put there: *begin of sequence* (BOS). Another says that the text is over (EOS). In
       fenchel `<|end|>` is both. A third, PAD, fills short rows of a batch, and is never a target.
@@ -607,7 +608,7 @@ def _(tiny):
             """),
             claim(
                 "TR-09",
-                "Looking up row $i$ is the same as multiplying a one-hot row with $E$.",
+                "Looking up row $i$ is the same as multiplying a *one-hot* row (a 1 at place $i$, 0 elsewhere) with $E$.",
                 torch.equal(one_hot(torch.arange(8), 8).double() @ E, E[torch.arange(8)])
                 and torch.equal(tiny.embed(some_ids)[0].detach(), E[[3, 1, 4]]),
             ),
@@ -733,7 +734,8 @@ def _():
             are $\log_2(1/P)$ divided by the bytes, and $T$ does not occur in them. For the uniform guess each factor is $1/V$, so $1/P = V^T$ and the root is $V$.""",
         undergraduate=r"""
             $\exp(-\frac1T \log P)$ is strictly decreasing in $T$ at fixed $P < 1$. Cross-entropy per byte is $\frac{1}{B} \mathbb{E}[-\log_2 P]$, bounded below by the entropy rate of the source per
-            byte (Shannon), with equality for the true model. By the chain rule $\sum_x \prod_t P(x_t \mid x_{<t}) = 1$ over texts of a fixed length, or over all texts that end with EOS.""",
+            byte (Shannon), with equality for the true model. By the chain rule $\sum_x \prod_t P(x_t \mid x_{<t}) = 1$ over texts of a fixed length; over all texts that end with EOS it is 1 exactly if the model ends
+            almost surely, and less otherwise.""",
         research=r"""
             With a tokenizer under which a string has several token sequences, a model gives the string the *sum* over them; scoring the canonical one gives an upper bound of
             its surprisal (Cao and Rimell 2021). Unigram makes this explicit and can sample cuts as a regulariser (Kudo 2018). BPE by greedy merges is due to Sennrich, Haddow and Birch (2016), the byte-level
@@ -849,7 +851,8 @@ def _():
             mo.md(r"""
     How far from calibrated is it? Sort the $n$ predictions into bins $B_m$ by confidence, from unsure to sure. In each bin, compare the share that is right with
     the mean confidence. The average of these gaps is the *expected calibration error*:
-    $\mathrm{ECE} = \sum_m \frac{|B_m|}{n} \left|\mathrm{acc}(B_m) - \mathrm{conf}(B_m)\right|$. One knob can repair much of it: divide all logits by a *temperature*.
+    $\mathrm{ECE} = \sum_m \frac{|B_m|}{n} \left|\mathrm{acc}(B_m) - \mathrm{conf}(B_m)\right|$. Here $|B_m|$ is the number of predictions in a bin, $\mathrm{acc}$ the share that is right and $\mathrm{conf}$ the mean confidence.
+    One knob can repair much of it: divide all logits by a *temperature*. From here on $T$ is that temperature, $1/\beta$ in lesson 7, and no longer a number of tokens.
             """),
             temperature,
             bins,
@@ -973,7 +976,8 @@ def _():
 
     $$q = (1 - a)\, y + \frac{a}{V} \mathbf{1},$$
 
-    so the true class gets $1 - a + a/V$ and each other one $a/V$. Choose $a$:
+    where $y$ is the plain target, 1 for the true class and 0 for the others, and $\mathbf 1$ a row of ones. So the true class gets $1 - a + a/V$ and each other one $a/V$.
+    The chart shows the loss of a model whose logit for the true class lies by some *gap* above all others, which are equal. Choose $a$:
     """)
     return
 
@@ -1031,7 +1035,7 @@ def _(amount, logits, middle, smooth_logits, smooth_truths, truths):
             ),
             claim(
                 "RG-08",
-                "The slope in the logits is $p - q$: above the best gap, more confidence costs. For $V = 10$, $a = 0.1$ the best gap of the logits is "
+                "The slope in the logits is $p - q$, with $p$ the probabilities of the model: above the best gap, more confidence costs. For $V = 10$, $a = 0.1$ the best gap of the logits is "
                 f"{tenth.gap:.3f} and the least loss {tenth.minimum:.4f}.",
                 f"{tenth.gap:.3f} {tenth.minimum:.4f}" == "4.511 0.5003"
                 and torch.allclose(slope, (z_.softmax(-1) - q_).detach(), atol=1e-6)

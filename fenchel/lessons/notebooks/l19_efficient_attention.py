@@ -86,8 +86,8 @@ def _():
     | --- | --- |
     | queries, keys, values and the output: four products with $d \times d$ matrices | $4 \cdot 2nd^2 = 8nd^2$ |
     | scores $QK^\top$: each query with each key | $2n^2d$ |
-    | softmax of $h$ heads: maximum, difference, exponential, sum, quotient | about $5hn^2$ |
-    | weights times values, $AV$ | $2n^2d$ |
+    | softmax of $H$ heads: maximum, difference, exponential, sum, quotient | about $5Hn^2$ |
+    | weights times values, $PV$ | $2n^2d$ |
     """)
     return
 
@@ -169,8 +169,8 @@ def _():
     claim(
         "EF-01 E57",
         f"Counted while it runs: 4 heads of width 8 over 96 tokens take {counted:,} operations, "
-        f"$4n^2d$ with $d = 32$, half for $QK^\\top$ and half for $AV$. The weights are {entries:,} "
-        "numbers: $hn^2$, the number of heads included. Time is $O(n^2d)$, memory $O(hn^2 + nd)$.",
+        f"$4n^2d$ with $d = 32$, half for $QK^\\top$ and half for $PV$. The weights are {entries:,} "
+        "numbers: $Hn^2$, the number of heads $H$ included. Time is $O(n^2d)$, memory $O(Hn^2 + nd)$; $O$ is read *of the order of*: up to a fixed factor.",
         counted == 4 * 96**2 * 32
         and entries == 4 * 96**2
         and entries
@@ -286,8 +286,8 @@ def _(block, tiled):
 def _():
     mo.md(r"""
     A processor multiplies faster than it fetches, so less traffic is less time, although the
-    number of operations, $O(n^2d)$, is the same. The row sizes are limited by the small memory:
-    that is why block sizes of real kernels are 64 or 128.
+    number of operations, $O(n^2d)$, is the same. The rows of a block must fit into the small memory, so
+    their number is limited: real kernels often use 64 or 128.
     """)
     return
 
@@ -649,7 +649,9 @@ def _():
     )
     mo.vstack(
         [
-            mo.md("One text of 4,096 tokens, 32 query heads of width 128, half precision."),
+            mo.md(
+                "One text of 4,096 tokens, 32 query heads of width 128, numbers of two bytes. A MiB is $2^{20}$ bytes."
+            ),
             groups,
         ]
     )
@@ -728,7 +730,7 @@ def _():
             ),
             claim(
                 "EF-12",
-                f"On normal numbers int8 has a relative error of {_int8:.4f}, two thirds of a percent, at a "
+                f"On normal numbers int8 has a relative error of {_int8:.4f}, two thirds of a percent, at about a "
                 "quarter of the memory of float32. No entry is off by more than half a step.",
                 abs(_int8 - 0.0066) < 2e-4
                 and _half < _int8
@@ -878,7 +880,7 @@ def _(milliseconds, slope):
         [
             mo.md(r"""
     How close does it come to softmax? *Random features* $\varphi(x) = e^{w \cdot x - |x|^2/2}/\sqrt m$, for
-    $m$ random directions $w$, are right on average: the mean of $\varphi(q) \cdot \varphi(k)$ is
+    $m$ vectors $w$ of normal random numbers, are right on average: the mean of $\varphi(q) \cdot \varphi(k)$ is
     $e^{q \cdot k}$. On average, as a coin is fair on average. Below: width 16, scores of variance 1.
     """),
             bar_chart(
@@ -1102,6 +1104,7 @@ def _(run_path):
         _pieces = torch.cat([own.model(x, cache=_cache) for x in _row.split(1, 1)], 1)
     own_gap = ((_pieces - _whole).norm() / _whole.norm()).item()
     _bill = forward_flops(own.config, _context)
+    _crossing = _context * _bill.projections / _bill.scores  # one grows like n, the other like n^2
     _full, _small = (
         KVCache(own.config, batch=1, positions=_context, kind=kind).bytes / 2**10
         for kind in ("model", "int8")
@@ -1110,8 +1113,8 @@ def _(run_path):
         [
             mo.md(
                 f"Your model is {own.config.width} wide and reads {_context} tokens: "
-                f"its scores would overtake its projections at about {2 * own.config.width} tokens. Its cache "
-                f"takes {_full:.0f} KiB, or {_small:.0f} KiB in int8, one widened layer included."
+                f"its scores would overtake its projections at about {_crossing:.0f} tokens. Its cache "
+                f"takes {_full:.0f} KiB, or {_small:.0f} KiB in int8 with room for one layer that is converted back."
             ),
             bar_chart(
                 [

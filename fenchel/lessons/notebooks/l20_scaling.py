@@ -83,7 +83,7 @@ def _():
     $E$ is the entropy of the text itself, which no model can go below; the second term is what a
     model of finite size cannot express, the third what a finite text cannot teach. Hoffmann et al.
     published $E = 1.69$, $A = 406.4$, $B = 410.7$, $\alpha = 0.34$, $\beta = 0.28$ for their models and
-    texts. Move the budget.
+    texts. ($\beta$ is an exponent here, and $D$ counts tokens, as in their paper; in other lessons the letters mean other things.) Move the budget.
     """)
     return
 
@@ -160,7 +160,8 @@ def _(budget):
 def _():
     proof(
         school=r"""
-            Make the model one percent larger. The size term $A/N^\alpha$ falls by about $\alpha$ percent of itself. But the budget is
+            Make the model one percent larger. The size term $A/N^\alpha$ falls by about $\alpha$ percent of itself (a calculator gives $1.01^{-0.34} = 0.9966$, a loss
+            of 0.34 percent). But the budget is
             fixed, so the text becomes one percent shorter, and the text term $B/D^\beta$ rises by about $\beta$ percent of
             itself. At the best point neither this exchange nor its opposite pays, so the two amounts are equal:
             $\alpha A/N^\alpha = \beta B/D^\beta$. Now let the budget grow. If only $N$ grew, the left side would
@@ -179,7 +180,7 @@ def _():
             head parameters, to warm-up, and to schedules that did not match the length of the run; a refit of the third method
             (Besiroglu et al. 2024) moves the constants above. So take the exponents as properties of a family of
             models, a text and a recipe. $C = 6ND$ leaves out the scores of attention, $12 L n M$ operations per token in training, small while the
-            context is short against the width (`fenchel.model.training_flops` counts them). Neither paper fixes the cost of using the model: who serves many requests trains a smaller one for longer.""",
+            context is short against the width (`fenchel.model.training_flops` counts them). Neither law counts the cost of using the model: who serves many requests trains a smaller one for longer.""",
     )
     return
 
@@ -394,7 +395,7 @@ def _():
 
     $$W' = W + \frac{a}{r}\, B A .$$
 
-    $W$ has $O$ rows and $I$ columns; $A$ has $r$ rows, $B$ has $r$ columns, $r$ is the *rank*, and $a$ a fixed
+    $W$ has $O$ rows and $I$ columns; the matrix $A$ has $r$ rows, $B$ has $r$ columns (they have nothing to do with the constants above), $r$ is the *rank*, and $a$ a fixed
     factor. $B$ starts at zero, so at first nothing changes. Instead of $I \cdot O$ numbers only
     $r(I + O)$ are learnt.
     """)
@@ -511,7 +512,7 @@ def _():
 
     A doctor who has forgotten a drug opens the handbook. Nothing in the doctor's head changes. A model can do the
     same: store, for each place of a new text, the vector $k_i$ that the model had there and the token $y_i$ that
-    came next. To predict, take the present vector $q$ and find the entries with the largest $q \cdot k_i$:
+    came next. To predict, take the present vector $q$ and find the entries with the largest $q \cdot k_i$ (below, all vectors are scaled to length 1):
     *maximum inner product search*. Softmax over the best of them gives weights to the tokens that followed, a second
     opinion $p_\text{memory}$, and the two are mixed:
 
@@ -873,7 +874,7 @@ def _(parameters, run_path):
             mo.md(
                 f"Your model has $N = {_N:,}$ parameters. A forward pass takes {_per_token:,.0f} operations per token, "
                 f"{_per_token / _N:.2f} per parameter: the rule says 2, attention adds to it, and rows of an embedding that are "
-                f"only looked up take away. By the rule of 20 tokens per parameter it would like a text of {20 * _N:,} tokens."
+                f"only looked up take away. Hoffmann et al. found roughly 20 tokens per parameter best at their scale; here that is a text of {20 * _N:,} tokens."
             ),
             bar_chart(
                 [
