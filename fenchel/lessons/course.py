@@ -102,7 +102,7 @@ COURSE = (
     Lesson(
         "l11_attention_derivative",
         "The derivative of attention",
-        "Two tokens, three numbers each: which entries of the gradient of the keys are equal?",
+        "Two tokens: what do you know about the gradient of their keys before you compute it?",
         30,
         ("l04_backpropagation", "l10_attention"),
     ),
