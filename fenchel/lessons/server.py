@@ -22,14 +22,17 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from http.cookies import SimpleCookie
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fenchel.lessons.course import COURSE, PARTS, Lesson, completed, lesson
@@ -41,6 +44,8 @@ _GRACE = 1
 _END = 2.0
 """Seconds after which the process ends, whatever a lesson still computes."""
 
+_ASSETS = "/assets-of-marimo"
+"""One address for all lessons, so that a browser loads the 250 files once and not per lesson."""
 _LESSON_IMPORTS = ("fenchel.lessons.widgets", "torch._dynamo")
 """What lessons import, and what torch imports at the first derivative: seconds, once."""
 
@@ -55,7 +60,11 @@ class LessonServer:
         self.token = secrets.token_urlsafe(16)
         self._lessons: Future[Any] = Future()
         app = Starlette(
-            routes=[Route("/", self._index), Mount("/lessons", app=self._lesson)],
+            routes=[
+                Route("/", self._index),
+                Mount(_ASSETS, app=Assets(directory=_asset_folder())),
+                Mount("/lessons", app=self._lesson),
+            ],
             lifespan=self._lifespan,
         )
         config = uvicorn.Config(
@@ -96,6 +105,16 @@ class LessonServer:
         self._lessons.set_result(_build())
         for name in _LESSON_IMPORTS:
             import_module(name)
+
+
+class Assets(StaticFiles):
+    """Files of marimo's with a hash in their names, which a browser need not ask for again."""
+
+    def file_response(self, *arguments: Any, **keywords: Any) -> Response:
+        """The file, to be kept for a day."""
+        response = super().file_response(*arguments, **keywords)
+        response.headers["Cache-Control"] = "private, max-age=86400, immutable"
+        return response
 
 
 class Guard:
@@ -207,10 +226,20 @@ def _bind(port: int | None) -> socket.socket:
     raise ValueError("no port is free")
 
 
+def _asset_folder() -> Path:
+    """Where marimo has its pages, found without importing it."""
+    found = find_spec("marimo")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent / "_static"
+
+
 def _build() -> Any:
     import marimo
 
-    builder = marimo.create_asgi_app(quiet=True, include_code=True, session_ttl=30)
+    builder = marimo.create_asgi_app(
+        quiet=True, include_code=True, session_ttl=30, asset_url=_ASSETS
+    )
     for each in COURSE:
         builder = builder.with_app(path=f"/{each.name}", root=str(each.path))
     app: Any = builder.build()
