@@ -98,11 +98,15 @@ class LessonServer:
         last = threading.Timer(_END, os._exit, (0,))
         last.daemon = True
         last.start()
-        if self._lessons.done():
+        if self._lessons.done() and self._lessons.exception() is None:
             await _end_sessions(self._lessons.result())
 
     def _import(self) -> None:
-        self._lessons.set_result(_build())
+        try:
+            self._lessons.set_result(_build())
+        except Exception as error:  # else a request for a lesson would wait for ever
+            self._lessons.set_exception(error)
+            return
         for name in _LESSON_IMPORTS:
             import_module(name)
 
