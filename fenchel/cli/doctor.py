@@ -179,7 +179,7 @@ def find_pitfalls(directory: Path) -> dict[str, str]:
         ids = open_corpus(directory).validation[:length].astype("int64").tolist()
     else:
         ids = encode(tokenizer, _TEXT)[:length]
-    found = pitfalls(model.float(), torch.tensor([ids]))
+    found = pitfalls(model, torch.tensor([ids]))
     said = {each.name: "none found" for each in PITFALLS}
     for one in found:
         before = "" if said[one.pitfall] == "none found" else f"{said[one.pitfall]}\n"

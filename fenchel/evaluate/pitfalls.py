@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from fenchel.attention import attend, entropy, scale_warning
 from fenchel.attention.spec import AttentionCall
@@ -131,19 +130,17 @@ def deep_post_norm(model: Transformer, ids_BT: Tensor) -> list[str]:  # noqa: AR
 
 def unequal_embeddings(model: Transformer, ids_BT: Tensor) -> list[str]:  # noqa: ARG001
     """A sentence if long rows of the embedding are near to everything by the inner product."""
-    table = model.embed.weight.detach().float()
+    table = model.embed.weight.detach()
+    length = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)
     longest = torch.zeros(len(table), dtype=torch.bool, device=table.device)
-    longest[table.norm(dim=1).topk(max(1, len(table) // 100)).indices] = True
+    longest[length.topk(max(1, len(table) // 100)).indices] = True
     some = torch.linspace(0, len(table) - 1, min(_SAMPLE, len(table)), device=table.device).long()
-
-    def nearest(rows: Tensor, among: Tensor) -> Tensor:
-        products = rows[some] @ among.T
-        products[torch.arange(len(some), device=table.device), some] = -torch.inf
-        return products.argmax(-1)
-
-    unit = normalize(table, dim=1)
-    by_product = longest[nearest(table, table)].double().mean().item()
-    by_cosine = longest[nearest(unit, unit)].double().mean().item()
+    products = (table[some] @ table.T).float()  # the table itself keeps its dtype: it may be large
+    products[torch.arange(len(some), device=table.device), some] = -torch.inf
+    cosines = products / length.clamp_min(torch.finfo(torch.float32).tiny)
+    by_product, by_cosine = (
+        longest[near.argmax(-1)].double().mean().item() for near in (products, cosines)
+    )
     if by_product < LENGTH_DECIDES or by_cosine >= LENGTH_DECIDES:
         return []
     return [

@@ -3,9 +3,10 @@
     course       the list of lessons and the reader's progress
     widgets      what a lesson is made of
     server       the pages of ``fenchel learn``
+    figures      the figures of the course as files (extra ``plot``)
     notebooks/   the lessons, also scripts: ``python -m fenchel.lessons.notebooks.l07_softmax``
 
-Only ``course`` is imported here; the others need the extra ``learn``.
+Only ``course`` is imported here; the lessons need the extra ``learn``.
 """
 
 from fenchel.lessons.course import COURSE, Lesson, completed, lesson

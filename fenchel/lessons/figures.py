@@ -8,7 +8,7 @@ WebP, as .svg and .png.
     slopes_to_networks       slope, gradient, matrix gradient, and errors through a network
     learning_rate_schedules  warm-up and decay side by side
     gelu_and_relu            both activations and their slopes
-    attention_collapse       entropy, largest weight and sensitivity against the width of a head
+    attention_collapse       entropy, largest weight and sensitivity against the head width
     attention_blowup         sensitivity of attention against the length of tokens: t^2
     kl_along_beta            KL(softmax(beta z) || uniform) with its two limits
     reliability_diagram      accuracy against confidence, by two kinds of bins
@@ -180,7 +180,7 @@ def attention_collapse() -> Any:
     for index, (axes, title) in enumerate(zip(panels, titles, strict=True)):
         for name, dash in (("unscaled", "--"), ("scaled", "-")):
             axes.semilogx(widths, [point[index] for point in curves[name]], dash + "o", label=name)
-        axes.set(title=title, xlabel="width of a head, $d_k$", ylim=(0.0, None))
+        axes.set(title=title, xlabel="head width $d_k$", ylim=(0.0, None))
     panels[0].legend()
     return figure
 

@@ -47,6 +47,14 @@ def test_a_model_as_it_is_made_has_none(settings: dict[str, object], ids: torch.
     assert names(scale_queries(model(**settings), 4.0), ids) == set()
 
 
+def test_half_precision_is_read_as_it_is(ids: torch.Tensor) -> None:
+    half = scale_queries(model(vocabulary=400), 4.0).bfloat16()
+    assert names(half, ids) == set()
+    with torch.no_grad():
+        half.embed.weight[:4] *= 50
+    assert "neighbours" in names(half, ids)
+
+
 def test_a_scale_applied_twice_is_found(ids: torch.Tensor) -> None:
     twice = model(score_scale=CONFIG.head_width**-1.0)
     found = [each for each in pitfalls(twice, ids) if each.pitfall == "scale"]

@@ -332,7 +332,7 @@ def _():
     $$x_{k+1} = x_k - \eta\, f'(x_k).$$
 
     $x_k$ is the place after $k$ steps and $\eta$ the *learning rate*, the share of the slope that
-    becomes a step. Choose it:
+    becomes a step. Choose a learning rate:
     """
     mo.md(descent_text)
     return (descent_text,)

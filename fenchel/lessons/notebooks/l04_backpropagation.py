@@ -85,12 +85,12 @@ def _():
     Entry by entry: amount times price, added over the goods, plus the fee. This is what the product $XW$ of two tables
     (*matrices*) means. $X$ has $N$ rows (samples) and one column per feature; $W$ has one row per feature and one column per output, so $\hat
     Y$ has one row per sample and one column per output. $b$ is added to every row. How bad is the guess? Take the
-    squared difference to the true bills $Y$, added over the outputs ($\|\cdot\|^2$ is the sum of the squares of a row) and averaged over the
+    squared difference from the true bills $Y$, added over the outputs ($\|\cdot\|^2$ is the sum of the squares of a row) and averaged over the
     samples ($\sum$ says: add), the *mean squared error*:
 
     $$L = \frac1N \sum_{i=1}^N \| Y_i - \hat Y_i \|^2 .$$
 
-    To improve a price, look at all baskets that contain the goods: those that are charged too much ask for a lower one,
+    To improve a price, look at all baskets that contain the goods: a bill that is too high calls for a lower price,
     in proportion to the amount bought. Written for all prices at once,
 
     $$\frac{\partial L}{\partial W} = \frac2N X^\top (\hat Y - Y), \qquad
@@ -586,7 +586,7 @@ def _():
     }  # fmt: skip
 
     def arrow(x1, y1, x2, y2, colour, gap=0.0):
-        """A line with a head, which stops ``gap`` before both ends."""
+        """A line with an arrowhead, which stops ``gap`` before both ends."""
         length = math.hypot(x2 - x1, y2 - y1)
         dx, dy = (x2 - x1) / length, (y2 - y1) / length
         x1, y1, x2, y2 = x1 + gap * dx, y1 + gap * dy, x2 - gap * dx, y2 - gap * dy

@@ -218,7 +218,7 @@ def _(sentence):
         [
             heat_chart(
                 _weights,
-                title="Weights: row asks, column is asked",
+                title="Weights: one row per query, one column per key",
                 rows=words,
                 columns=words,
             ),
@@ -772,7 +772,10 @@ def _(rule, rules):
     _u = rules[rule.value].log(6, 6)[0, 0].double().exp()
     mo.vstack(
         [
-            heat_chart(_p, title=f"Weights of six tokens, {rule.value}: row asks, column is asked"),
+            heat_chart(
+                _p,
+                title=f"Weights of six tokens, {rule.value}: one row per query, one column per key",
+            ),
             claim(
                 "AT-21 AT-25",
                 "A key with $u = 0$ has the weight 0 exactly, not nearly.",
@@ -1041,8 +1044,8 @@ def _():
             ),
             claim(
                 "E78",
-                "A head does not get 64 *of* the 512 numbers of a token. It gets 64 mixtures of all 512: each of them moves the query "
-                "of the first head.",
+                "The query of a head is not 64 *of* the 512 numbers of a token. It is 64 mixtures of all 512: a change of any one of "
+                "them changes the query of the first head.",
                 (_WQ[:, 0].abs().amax(-1) > 0).all(),
             ),
         ]

@@ -337,8 +337,8 @@ def _():
 
     Two people hold an arrow each and sit in numbered seats. Each turns the arrow by one step per seat
     number. If both move three seats to the right, both arrows turn three steps more, and the angle
-    *between* them is what it was. The comparison of two arrows is about that angle, so it knows how
-    far apart the seats are, and nothing else about them.
+    *between* them is what it was. The comparison of two arrows depends on that angle alone, so on how
+    far apart the seats are, and on nothing else about them.
 
     Rotary positions (RoPE) do this to the query $q$ of position $m$ and to the key $k$ of position
     $n$, pair of entries by pair of entries. In pair $i$ of a head of width $d_k$:
