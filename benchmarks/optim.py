@@ -2,8 +2,9 @@
 
     fenchel bench optim                      a small model on a CPU, two threads, about 15 minutes
     fenchel bench optim --full --workers 8   the same trained longer, more rates, five seeds
-    fenchel bench optim --device cuda        25M parameters on a GPU; --workers 3 keeps the GPU
-                                             busy, --minutes 9 stops it to continue later
+    fenchel bench optim --device cuda        25M parameters on a GPU; --workers 8 keeps it busy
+                                             (under NVIDIA's MPS daemon), --minutes 9 stops it to
+                                             continue later
     fenchel bench optim --quick              two steps per run, a check that everything works
     fenchel bench optim --study switches     one study alone, and the tuning that it needs
     fenchel bench optim --device cuda --study lengths --minutes 9
@@ -49,7 +50,9 @@ def main(options: Sequence[str] = ()) -> None:
     cache = RunCache(arguments.out / f"optim_{size}.jsonl", minutes=arguments.minutes)
     rows = {
         study: [
-            partial(STUDIES[study].row, cache, size, case) for case in STUDIES[study].cases(size)
+            partial(STUDIES[study].row, cache, size, case)
+            for case in STUDIES[study].cases(size)
+            if _selected(case, arguments)
         ]
         for study in arguments.study or STUDIES
     }
@@ -67,6 +70,14 @@ def main(options: Sequence[str] = ()) -> None:
     print(f"\n{harness.record(f'optim_{size}', lines, folder=arguments.out)}")
     if tables.get("switches") or tables.get("finetune"):
         print(draw_figure(tables, arguments.out / f"optim_{size}.svg"))
+
+
+def _selected(case: Any, arguments: argparse.Namespace) -> bool:
+    """Whether a case, a rule or a rule at a length, is among those that were named."""
+    rules, steps = arguments.rule, arguments.steps
+    return (not rules or getattr(case, "rule", case) in rules) and (
+        not steps or getattr(case, "steps", None) in steps
+    )
 
 
 def _complete_rows(rows: Sequence[partial[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -116,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=tuple(SIZES), help="instead of --device and --full")
     parser.add_argument("--workers", type=int, default=1, help="runs in parallel")
     parser.add_argument("--study", choices=tuple(STUDIES), action="append", help="may be repeated")
+    parser.add_argument("--rule", action="append", help="only the rows of this rule; repeatable")
+    parser.add_argument(
+        "--steps", type=int, action="append", help="only runs of this length, in the study lengths"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     return parser
