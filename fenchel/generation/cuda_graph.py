@@ -17,8 +17,8 @@ as their positions entered before (rotary, learned, none); distances between slo
 here, so ALiBi and T5's buckets cannot be recorded (``why_not_recorded``). The prompt is read by the
 ordinary cache and copied.
 
-**Fused step.** A step is the forward pass of the model, or for a plain decoder and a few sequences
-five kernels per layer:
+**Fused step.** A step is the forward pass of the model, or for a plain decoder five kernels per
+layer:
 
     qkv   = norm(x) W_qkv^T                             kernels/thin_matmul.py
     o     = attend(rotary(q), keys with rotary(k))      kernels/decode_attention.py; stores k and v
@@ -30,12 +30,22 @@ five kernels per layer:
 With one token a step takes as long as reading the weights once, if nothing else is in the way: each
 kernel reads one or two matrices whole and computes its own input from the stream. The position lies
 in device memory, so that one recording serves all tokens. 22 layers of width 2048 with a vocabulary
-of 32,000 are 2.07 GB in bfloat16.
+of 32,000 are 2.07 GB in bfloat16. Above ``THIN_ROWS`` sequences the products are those of torch,
+with the norm and the activation as kernels of their own: nine kernels per layer. Other choice maps
+than softmax are solved by the host, which a recording cannot wait for; the fused step solves entmax
+and sparsemax on the device. An int8 cache stays in bytes and is widened inside the kernel.
+
+**Rows.** A fused step is recorded for ``row_bucket`` sequences, so that a few recordings serve all
+batches. The rows beyond the batch have no token: their padding is longer than the cache.
+
+**Choice of the token.** The greedy token is chosen inside the recording. Others are drawn by
+ordinary kernels after each replay (``TokenChoice``), which the host launches without waiting for
+any, so that the device computes one token while the host requests the next.
 
 **Pool.** Recording takes as long as a dozen tokens, so a fused step is kept for the next call, one
 per model. It serves a call with the same weights in the same memory (their values may change), the
-same number of sequences and of slots. One session at a time has it; a second one records its own.
-It lives as long as its model and has a cache of its own.
+same bucket of rows, the same number of slots and the same kind of cache. One session at a time has
+it; a second one records its own. It lives as long as its model and has a cache of its own.
 
 B sequences, S slots, M width of the stream, H heads, G heads of keys, D width per head, F width of
 the MLP.
@@ -50,8 +60,15 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.attention.spec import SOFTMAX, AttentionSpec
-from fenchel.generation.kv_cache import CacheKind, KVCache
-from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_norm, why_not_plain
+from fenchel.generation.kv_cache import CacheKind, Int8Store, KVCache
+from fenchel.generation.plain_decoder import (
+    LinearWeights,
+    PlainNorm,
+    block_weights,
+    decode_alpha,
+    plain_norm,
+    why_not_plain,
+)
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.rotary_table import RotaryTable
@@ -62,11 +79,16 @@ if TYPE_CHECKING:
 
 
 class StaticCache:
-    """All slots of every layer, filled from the end; the slot of the next token is a tensor."""
+    """All slots of every layer, filled from the end; the slot of the next token is a tensor.
+
+    An int8 cache stays one: ``key_scales`` and ``value_scales`` (B, G, R) are then not empty.
+    """
 
     def __init__(self, cache: KVCache, *, batch: int) -> None:
         self.positions = S = cache.positions
-        key = cache.layers[0].keys.read(0, 1)
+        store = cache.layers[0].keys
+        self.int8 = isinstance(store, Int8Store)
+        key = store.buffers()[0] if self.int8 else store.read(0, 1)
         _, G, _, D = key.shape
         self.sizes = [
             S if layer.lookback is None else min(S, layer.lookback + 1) for layer in cache.layers
@@ -74,6 +96,10 @@ class StaticCache:
         # Zeros: an empty slot has weight zero, and zero times NaN would be NaN.
         self.keys = [key.new_zeros(batch, G, size, D) for size in self.sizes]
         self.values = [key.new_zeros(batch, G, size, D) for size in self.sizes]
+        sizes = self.sizes if self.int8 else []
+        scale = torch.zeros((), dtype=torch.float32, device=key.device)
+        self.key_scales = [scale.new_zeros(batch, G, size) for size in sizes]
+        self.value_scales = [scale.new_zeros(batch, G, size) for size in sizes]
         self.token = torch.zeros(1, dtype=torch.long, device=key.device)
         """The number n of the next token."""
         self.slots = {size: self.token + size - 1 for size in [*self.sizes, S]}
@@ -98,43 +124,64 @@ class StaticCache:
             slot.copy_(size - 1 - self.token % size)
 
     def copy_from(self, cache: KVCache, padding_B: Tensor | None) -> None:
-        """Copy what another cache holds; ``padding_B`` slots at its left are padding."""
+        """Copy what another cache holds; ``padding_B`` slots at its left are padding.
+
+        Rows beyond those of the other cache get no token.
+        """
         n, device = cache.length, self.token.device
+        rows = len(cache.layers[0].keys.buffers()[0])
         tokens = torch.arange(n, device=device)
         slots = {size: size - 1 - tokens[-size:] % size for size in set(self.sizes)}
         for layer, (size, source) in enumerate(zip(self.sizes, cache.layers, strict=True)):
             end = n - source.first_slot
             last = min(size, end)
             at = slots[size][-last:]
-            self.keys[layer].index_copy_(2, at, source.keys.read(end - last, end))
-            self.values[layer].index_copy_(2, at, source.values.read(end - last, end))
+            for x, scales, store in (
+                (self.keys, self.key_scales, source.keys),
+                (self.values, self.value_scales, source.values),
+            ):
+                if isinstance(store, Int8Store):
+                    n_8, s = (part.narrow(2, end - last, last) for part in store.buffers())
+                    x[layer][:rows].index_copy_(2, at, n_8)
+                    scales[layer][:rows].index_copy_(2, at, s.squeeze(-1))
+                else:
+                    x[layer][:rows].index_copy_(2, at, store.read(end - last, end))
         tokens_S = self.length - torch.arange(self.positions, device=device)
-        token_mask_BS = (tokens_S < n).expand_as(self.token_mask_BS)
-        if padding_B is not None:
-            token_mask_BS = token_mask_BS & (tokens_S >= padding_B.unsqueeze(-1))
-        self.token_mask_BS.copy_(token_mask_BS)
-        self.padding_B.copy_(torch.zeros_like(self.padding_B) if padding_B is None else padding_B)
+        self.padding_B.fill_(self.positions + 1)
+        self.padding_B[:rows] = 0 if padding_B is None else padding_B
+        self.token_mask_BS.copy_((tokens_S < n) & (tokens_S >= self.padding_B.unsqueeze(-1)))
         self.token.fill_(n)
         self.advance(0)
 
 
-FUSED_BATCH = 8
+THIN_ROWS = 8
 """Sequences up to which reading the weights dominates; above, torch's products are faster."""
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_BUCKET = 128
 
 
-def why_not_fused(model: Transformer, *, batch: int) -> str | None:
+def row_bucket(rows: int) -> int:
+    """The rows of the recording that serves so many sequences.
+
+    >>> [row_bucket(rows) for rows in (1, 5, 8, 9, 30, 33, 100, 128, 200)]
+    [1, 5, 8, 16, 32, 48, 112, 128, 200]
+    """
+    if rows <= THIN_ROWS or rows > LARGEST_BUCKET:
+        return rows
+    multiple = 8 if rows <= 32 else 16
+    return -(-rows // multiple) * multiple
+
+
+def why_not_fused(model: Transformer) -> str | None:
     """The first reason why the fused step cannot serve a model, or None."""
     table = model.lm_head_weight
-    if batch > FUSED_BATCH:
-        return f"{batch} sequences are more than {FUSED_BATCH}"
     if table.device.type != "cuda" or table.dtype not in FUSED_DTYPES:
         return f"it is in {table.dtype} on {table.device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
     if not all(p.is_contiguous() for p in model.parameters()):
         return "a parameter is not contiguous"
-    return why_not_plain(model)
+    return why_not_plain(model, sparse=True)
 
 
 class FusedStep:
@@ -143,7 +190,7 @@ class FusedStep:
     def __init__(self, model: Transformer, cache: StaticCache, token_B: Tensor) -> None:
         c, table, S = model.config, model.lm_head_weight, cache.positions
         self.cache, self.token_B = cache, token_B
-        self.embed, self.lm_head_weight = model.embed.weight, table
+        self.embed, self.lm_head = model.embed.weight, LinearWeights(table.t(), None)
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
         self.activation, self.norm = c.mlp, _norm(plain_norm(model.norm))
         self.scale = AttentionSpec(scale=c.score_scale).scale_for(c.head_width)
@@ -155,8 +202,10 @@ class FusedStep:
         self.norms = [(_norm(layer.attention_norm), _norm(layer.mlp_norm)) for layer in self.layers]
         B, H, G, D = len(token_B), c.heads, c.groups, c.head_width
         new = table.new_empty
+        self.thin = B <= THIN_ROWS
         self.x, self.qkv, self.o = new(B, c.width), new(B, (H + 2 * G) * D), new(B, H * D)
         self.wide, self.logits = new(B, c.mlp_width), new(B, c.vocabulary)
+        self.y, self.gate, self.up = new(B, c.width), new(B, c.mlp_width), new(B, c.mlp_width)
 
     def step(self, tokens_BP: Tensor) -> Tensor:
         """Logits after the token, (B, V); their argmax is the next token, also in ``tokens_BP``.
@@ -164,29 +213,77 @@ class FusedStep:
         The next step overwrites the logits.
         """
         from fenchel.kernels.argmax_token import argmax_token
-        from fenchel.kernels.decode_attention import DecodePosition, attend_decode
-        from fenchel.kernels.thin_matmul import gated_matmul, matmul, matmul_add
 
-        cache, x, rotary = self.cache, self.x, self.rotary
-        position = DecodePosition(cache.token, cache.padding_B)
+        cache, x = self.cache, self.x
         torch.index_select(self.embed, 0, self.token_B, out=x)
         if self.pos_embed is not None:
-            x.add_(self.pos_embed[cache.token - cache.padding_B])
+            x.add_(self.pos_embed[(cache.token - cache.padding_B).clamp_(min=0)])
         for number, (layer, (before, between)) in enumerate(
             zip(self.layers, self.norms, strict=True)
         ):
-            keys, values = cache.keys[number], cache.values[number]
-            matmul(x, layer.qkv.weight, layer.qkv.bias, self.qkv, norm=before)
-            attend_decode(self.qkv, keys, values, position, self.o, angles=rotary, scale=self.scale)
-            matmul_add(x, self.o, layer.out.weight, layer.out.bias)
-            gate = None if layer.gate is None else (layer.gate.weight, layer.gate.bias)
-            up, f = (layer.up.weight, layer.up.bias), self.activation
-            gated_matmul(x, gate, up, self.wide, activation=f, norm=between)
-            matmul_add(x, self.wide, layer.down.weight, layer.down.bias)
+            self._matmul(layer.qkv, self.qkv, before)
+            self._attend(number)
+            self._matmul_add(layer.out, self.o)
+            self._mlp(layer.gate, layer.up, between)
+            self._matmul_add(layer.down, self.wide)
         cache.token.add_(1)
-        matmul(x, self.lm_head_weight, None, self.logits, norm=self.norm)
+        self._matmul(self.lm_head, self.logits, self.norm)
         argmax_token(self.logits, cache.token, self.token_B, tokens_BP)
         return self.logits
+
+    def _attend(self, number: int) -> None:
+        from fenchel.kernels.decode_attention import CacheTensors, DecodePosition, attend_decode
+
+        cache, choice = self.cache, self.layers[number].choice
+        scales = (
+            (cache.key_scales[number], cache.value_scales[number]) if cache.int8 else (None, None)
+        )
+        alpha, beta = decode_alpha(choice), getattr(choice, "beta", None)
+        assert alpha is not None
+        assert beta is not None
+        attend_decode(
+            self.qkv,
+            CacheTensors(cache.keys[number], cache.values[number], *scales),
+            DecodePosition(cache.token, cache.padding_B),
+            self.o,
+            angles=self.rotary,
+            scale=self.scale * beta,
+            alpha=alpha,
+        )
+
+    def _matmul(self, weights: LinearWeights, y_BN: Tensor, norm: "NormWeights") -> None:
+        """y = norm(x) W^T + b."""
+        from fenchel.kernels.thin_matmul import matmul, normalise
+
+        if self.thin:
+            matmul(self.x, weights.weight, weights.bias, y_BN, norm=norm)
+        else:
+            normalise(self.x, norm, self.y)
+            weights.into(y_BN, self.y)
+
+    def _matmul_add(self, weights: LinearWeights, y_BK: Tensor) -> None:
+        """x = x + y W^T + b."""
+        from fenchel.kernels.thin_matmul import matmul_add
+
+        if self.thin:
+            matmul_add(self.x, y_BK, weights.weight, weights.bias)
+        else:
+            weights.add_to(self.x, y_BK)
+
+    def _mlp(self, gate: LinearWeights | None, up: LinearWeights, norm: "NormWeights") -> None:
+        """wide = f(norm(x) W_gate^T + b) * (norm(x) W_up^T + c)."""
+        from fenchel.kernels.thin_matmul import activate, gated_matmul, normalise
+
+        f = self.activation
+        if self.thin:
+            pair = None if gate is None else (gate.weight, gate.bias)
+            gated_matmul(self.x, pair, (up.weight, up.bias), self.wide, activation=f, norm=norm)
+            return
+        normalise(self.x, norm, self.y)
+        if gate is not None:
+            gate.into(self.gate, self.y)
+        up.into(self.up, self.y)
+        activate(None if gate is None else self.gate, self.up, self.wide, activation=f)
 
 
 def _norm(module: PlainNorm) -> "NormWeights":
@@ -224,10 +321,13 @@ def use_recorded_step(
         )
     device = model.lm_head_weight.device
     reason = why_not_recorded(model, padded=padded)
+    if cache != "model":
+        reason = f"it stores keys in the model's own dtype or in int8, not in {cache}"
+        if cache == "int8":
+            why = why_not_fused(model)
+            reason = None if why is None else f"an int8 cache needs a fused step, and {why}"
     if RECORDERS["graph"] is capture_graph and device.type != "cuda":
         reason = f"a CUDA graph needs a model on a GPU, and this one is on {device}"
-    if cache != "model":
-        reason = f"it stores keys in the model's own dtype, not in {cache}"
     if draft:
         reason = "a step reads one token, and draft reads several"
     if record == "auto":
@@ -256,6 +356,8 @@ def why_not_recorded(model: Transformer, *, padded: bool) -> str | None:
         # The solvers of other maps decide on the host when they have converged, and a capture that
         # fails there leaves the random generators of the device unusable.
         if isinstance(module, Attention) and not isinstance(module.choice, type(SOFTMAX)):
+            if why_not_fused(model) is None:
+                break
             return f"{module.choice} is solved by iterations that the host counts"
     if padded and any(model.config.windows):
         return "prompts of unequal lengths do not fit layers with windows"
@@ -301,11 +403,16 @@ class PendingTokens(NamedTuple):
         return self.on_host
 
 
+TokenChoice = Callable[[Tensor], Tensor]
+"""Logits (B, V) to tokens (B,), -1 where the largest logit is not finite, without a transfer."""
+
+
 class RecordedStep:
     """A recorded step: reads one token of each sequence, and chooses the next.
 
-    The greedy token is chosen inside the step and written where the next step reads, so that greedy
-    decoding (``decode_greedy``) needs no transfer between two tokens.
+    The greedy token is chosen inside the step and written where the next step reads, so that
+    decoding (``decode``) needs no transfer between two tokens. ``rows`` are recorded for a batch of
+    that many sequences or fewer.
     """
 
     def __init__(
@@ -313,34 +420,46 @@ class RecordedStep:
         model: Transformer,
         cache: KVCache,
         *,
-        batch: int,
+        rows: int,
         record: StepRecorder,
         fused: bool = False,
     ) -> None:
-        self.cache = StaticCache(cache, batch=batch)
+        self.cache = StaticCache(cache, batch=rows)
         self.model = None if fused else model
         device = model.lm_head_weight.device
-        self.token_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self.tokens_BP = torch.zeros(batch, cache.positions + 1, dtype=torch.long, device=device)
-        """Greedy tokens by their numbers."""
+        self.token_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self.tokens_BP = torch.zeros(rows, cache.positions + 1, dtype=torch.long, device=device)
+        """Chosen tokens by their numbers."""
         self._fused = FusedStep(model, self.cache, self.token_B) if fused else None
         self._step = record(self._forward, device)
 
     def step(self, token_B: Tensor) -> Tensor:
         """Logits after one more token of each sequence: (B,) -> (B, V)."""
-        self.token_B.copy_(token_B)
-        return self._step()
+        self.token_B[: len(token_B)] = token_B
+        return self._step()[: len(token_B)]
 
-    def decode_greedy(self, token_B: Tensor | None, number: int, count: int) -> PendingTokens:
-        """The ``count`` greedy tokens after token ``number``, each read in turn.
+    def decode(
+        self,
+        token_B: Tensor | None,
+        number: int,
+        count: int,
+        *,
+        batch: int,
+        choose: TokenChoice | None = None,
+    ) -> PendingTokens:
+        """The ``count`` tokens after token ``number``, each read in turn; greedy by default.
 
-        None continues from the token that the last step chose.
+        None continues from the token that was chosen last.
         """
         if token_B is not None:
-            self.token_B.copy_(token_B)
-        for _ in range(count):
-            self._step()
-        return PendingTokens.of(self.tokens_BP[:, number + 1 : number + 1 + count].clone())
+            self.token_B[:batch] = token_B
+        for column in range(number + 1, number + 1 + count):
+            logits_BV = self._step()[:batch]
+            if choose is not None:
+                chosen_B = choose(logits_BV)
+                self.tokens_BP[:batch, column] = chosen_B
+                self.token_B[:batch] = chosen_B.clamp(min=0)  # a mark is no row of the embedding
+        return PendingTokens.of(self.tokens_BP[:batch, number + 1 : number + 1 + count].clone())
 
     def _forward(self) -> Tensor:
         cache = self.cache
@@ -382,8 +501,9 @@ class RecordingKey(NamedTuple):
     """What a recorded step depends on."""
 
     config: ModelConfig
-    batch: int
+    rows: int
     positions: int
+    int8: bool
     weights: tuple[int, ...]
     """The address of every parameter."""
 
@@ -391,10 +511,14 @@ class RecordingKey(NamedTuple):
 _pool: WeakKeyDictionary[Transformer, tuple[RecordingKey, RecordedStep]] = WeakKeyDictionary()
 
 
-def recording_key(model: Transformer, *, batch: int, positions: int) -> RecordingKey:
+def recording_key(model: Transformer, cache: KVCache, *, rows: int) -> RecordingKey:
     """The key of the step that serves this call."""
     return RecordingKey(
-        model.config, batch, positions, tuple(p.data_ptr() for p in model.parameters())
+        model.config,
+        rows,
+        cache.positions,
+        isinstance(cache.layers[0].keys, Int8Store),
+        tuple(p.data_ptr() for p in model.parameters()),
     )
 
 

@@ -7,9 +7,10 @@
 With ``draft`` the next tokens are guessed and read along with the last one, and those after a wrong
 guess are removed from the cache; the result is the same but for rounding
 (generation/prompt_lookup.py). On a GPU a
-step is recorded as a CUDA graph (generation/cuda_graph.py). A recorded greedy step chooses its
-token on the device and continues from it: the loop requests a chunk of tokens, and the next chunk
-before it reads this one, so that the device never waits; tokens after a stop are dropped.
+step is recorded as a CUDA graph (generation/cuda_graph.py). Its tokens are chosen on the device,
+which continues from them: the loop requests a chunk of tokens, and the next chunk before it reads
+this one, so that the device never waits; tokens after a stop are dropped, though a generator has
+drawn for them.
 
 B sequences, T positions of the prompt, N new tokens.
 """
@@ -23,10 +24,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.generation.cuda_graph import PendingTokens, Record, use_recorded_step
+from fenchel.generation.cuda_graph import PendingTokens, Record, TokenChoice, use_recorded_step
 from fenchel.generation.kv_cache import CacheKind
 from fenchel.generation.prompt_lookup import DraftControl, PromptLookup
-from fenchel.generation.sampling import NOT_FINITE, Sampling, sample
+from fenchel.generation.sampling import NOT_FINITE, Sampling, sample, sample_or_mark
 from fenchel.generation.session import Prompts, Session, pad_prompts, previous_tokens
 from fenchel.generation.text_stream import StopCriteria, TextStream
 from fenchel.model import Transformer, evaluating
@@ -257,9 +258,16 @@ def _start(
             previous_BV.scatter_(1, token_B.unsqueeze(-1).long(), True)
         return token_B
 
-    on_device = sampling.temperature == 0.0 and previous_BV is None
-    chunk = (CHUNK if stops.active else CHUNK_WITHOUT_STOPS) if on_device else 0
-    tokens = _decode(session, prompts.ids, count, next_token, stops, draft, chunk)
+    def choose(logits_BV: Tensor) -> Tensor:
+        token_B = sample_or_mark(logits_BV, sampling, previous_BV=previous_BV, generator=generator)
+        if previous_BV is not None:
+            previous_BV.scatter_(1, token_B.clamp(min=0).unsqueeze(-1), True)
+        return token_B
+
+    greedy = sampling.temperature == 0.0 and previous_BV is None
+    tokens = _decode(
+        session, prompts.ids, count, next_token, None if greedy else choose, stops, draft
+    )
     return _Generation(prompts, stops, tokens)
 
 
@@ -269,9 +277,9 @@ def _decode(
     ids_BT: Tensor,
     count: int,
     next_token: Callable[[Tensor], Tensor],
+    choose: TokenChoice | None,
     stops: StopCriteria,
     draft: int,
-    chunk: int,
 ) -> Iterator[Tensor]:
     """The loop: forward pass, draw, forward pass over what was drawn."""
     lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
@@ -287,8 +295,8 @@ def _decode(
                 guess = lookup.guess(min(draft, count - 1, session.free - 1))
             if guess:
                 new = torch.cat([new, new.new_tensor([guess])], dim=-1)
-            if chunk and session.uses_recorded_step(new):
-                tokens = _decode_on_device(session, new, min(count, session.free), chunk, stops)
+            if session.uses_recorded_step(new):
+                tokens = _decode_on_device(session, new, min(count, session.free), choose, stops)
             else:
                 logits_BTV = session.forward(new, last=not guess)
                 tokens = (next_token(logits_BV) for logits_BV in logits_BTV.unbind(1))
@@ -309,13 +317,18 @@ def _decode(
 
 
 def _decode_on_device(
-    session: Session, last_B1: Tensor, count: int, chunk: int, stops: StopCriteria
+    session: Session,
+    last_B1: Tensor,
+    count: int,
+    choose: TokenChoice | None,
+    stops: StopCriteria,
 ) -> Iterator[Tensor]:
     """The next ``count`` tokens, chosen on the device, which computes the next chunk meanwhile."""
-    pending: PendingTokens | None = session.decode_greedy(last_B1, min(chunk, count))
+    chunk = CHUNK if stops.active else CHUNK_WITHOUT_STOPS
+    pending: PendingTokens | None = session.decode(last_B1, min(chunk, count), choose)
     while pending is not None:
         count -= pending.on_device.shape[1]
-        following = session.decode_greedy(None, min(chunk, count)) if count else None
+        following = session.decode(None, min(chunk, count), choose) if count else None
         tokens_BN = pending.wait()
         failed = bool((tokens_BN < 0).any())
         for token_B in (tokens_BN if stops.active else pending.on_device).unbind(1):

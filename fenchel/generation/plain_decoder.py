@@ -5,7 +5,8 @@
 
 Two modules compute a decoding step of such a model without calling its submodules:
 generation/cpu_step.py on a CPU, and the fused step of generation/cuda_graph.py on a GPU. They
-support the settings in ``SUPPORTED``; ``why_not_plain`` names what else a model has.
+support the settings in ``SUPPORTED``; ``why_not_plain`` names what else a model has. The fused step
+also serves entmax and sparsemax (``decode_alpha``).
 """
 
 from dataclasses import fields
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.attention.spec import SOFTMAX
+from fenchel.choice import Choice, Entmax, Softmax, Sparsemax
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
@@ -30,17 +32,38 @@ SUPPORTED = frozenset(
 )
 """Settings that those modules read, or that do not change a trained model; the others must have
 their default values."""
+CHOICE_SETTINGS = frozenset(("choice", "layer_choices", "beta"))
 POSITIONS = ("rotary", "learned", "none")
 _MODULES = {Transformer, Block, Attention, Mlp, RMSNorm}
 _KNOWN = {*_MODULES, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList}
 
 
-def why_not_plain(model: Transformer) -> str | None:
-    """The first thing that makes a model more than a plain decoder, or None."""
+def decode_alpha(choice: Choice) -> float | None:
+    """The alpha of the maps that a GPU decodes: 1 for softmax; None for any other map.
+
+    Above 2 the power r = 1 / (alpha - 1) of the threshold search is below 1, and it may not end.
+
+    >>> decode_alpha(Softmax()), decode_alpha(Entmax(1.5)), decode_alpha(Sparsemax())
+    (1.0, 1.5, 2.0)
+    """
+    if not isinstance(choice, Softmax | Entmax | Sparsemax) or isinstance(choice.beta, Tensor):
+        return None
+    if not isinstance(choice, Entmax):
+        return 1.0 if isinstance(choice, Softmax) else 2.0
+    alpha = choice.alpha
+    return alpha if not isinstance(alpha, Tensor) and 1 < alpha <= 2 else None
+
+
+def why_not_plain(model: Transformer, *, sparse: bool = False) -> str | None:
+    """The first thing that makes a model more than a plain decoder, or None.
+
+    With ``sparse`` the maps of ``decode_alpha`` count as plain, at any temperature.
+    """
     config, table = model.config, model.lm_head_weight
+    supported = SUPPORTED | CHOICE_SETTINGS if sparse else SUPPORTED
     for field in fields(ModelConfig):
         value = getattr(config, field.name)
-        if field.name not in SUPPORTED and value != field.default:
+        if field.name not in supported and value != field.default:
             return f"{field.name} is {value!r}"
     if config.positions not in POSITIONS:
         return f"positions are {config.positions!r}"
@@ -54,6 +77,8 @@ def why_not_plain(model: Transformer) -> str | None:
         if type(module) not in _KNOWN:
             return f"it has a {type(module).__name__}"
         if isinstance(module, Attention) and module.choice != SOFTMAX:
+            if sparse and decode_alpha(module.choice) is not None:
+                continue
             return f"a layer chooses by {module.choice}"
     return None
 
@@ -87,8 +112,9 @@ PlainNorm = RMSNorm | nn.LayerNorm
 
 
 class BlockWeights(NamedTuple):
-    """The weights of a block in the order of their use."""
+    """The weights of a block in the order of their use, and its choice map."""
 
+    choice: Choice
     attention_norm: PlainNorm
     qkv: LinearWeights
     out: LinearWeights
@@ -104,6 +130,7 @@ def block_weights(block: nn.Module) -> BlockWeights:
     assert isinstance(block.mlp, Mlp)
     attention, mlp = block.attention, block.mlp
     return BlockWeights(
+        attention.choice,
         plain_norm(block.attention_norm),
         _linear(attention.qkv),
         _linear(attention.out),

@@ -68,21 +68,39 @@ def sample(
     >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), Sampling(temperature=0.0)).tolist()
     [1]
     """
+    token_B = sample_or_mark(logits_BV, sampling, previous_BV=previous_BV, generator=generator)
+    if bool((token_B < 0).any()):
+        raise ValueError(NOT_FINITE)
+    return token_B
+
+
+def sample_or_mark(
+    logits_BV: Tensor,
+    sampling: Sampling,
+    *,
+    previous_BV: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """``sample`` without a transfer to the host: -1 where the largest logit is not finite."""
     if previous_BV is not None:
         logits_BV = apply_repetition_penalty(logits_BV, previous_BV, sampling.repetition_penalty)
-    top_B1, greedy_B1 = logits_BV.max(-1, keepdim=True)
-    if not bool(top_B1.isfinite().all()):
-        raise ValueError(NOT_FINITE)
-    if sampling.temperature == 0.0:
-        return greedy_B1.squeeze(-1)
-    # With the largest at 0 no division overflows, however small the temperature.
-    z_BV = (logits_BV.float() - top_B1.float()) / max(sampling.temperature, _MIN_TEMPERATURE)
-    return draw(filter_probabilities(torch.softmax(z_BV, -1), sampling), generator)
+    top_B1, token_B1 = logits_BV.max(-1, keepdim=True)
+    token_B = token_B1.squeeze(-1)
+    if sampling.temperature != 0.0:
+        # With the largest at 0 no division overflows, however small the temperature.
+        z_BV = (logits_BV.float() - top_B1.float()) / max(sampling.temperature, _MIN_TEMPERATURE)
+        token_B = draw(filter_probabilities(torch.softmax(z_BV, -1), sampling), generator)
+    return torch.where(top_B1.squeeze(-1).isfinite(), token_B, -1)
 
 
 def draw(p_BV: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token per row, drawn from its distribution: (B, V) -> (B,)."""
-    return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1)
+    """One token per row, drawn from its distribution: (B, V) -> (B,).
+
+    With independent exponential variables e_v the smallest of e_v / p_v belongs to v with
+    probability p_v. torch.multinomial draws the same tokens, and waits for the device to check p.
+    """
+    e_BV = torch.empty_like(p_BV).exponential_(1.0, generator=generator)
+    return p_BV.div(e_BV).argmax(-1)
 
 
 def apply_repetition_penalty(logits_BV: Tensor, previous_BV: Tensor, penalty: float) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fenchel.generation import cuda_graph
 from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
-from fenchel.generation.cuda_graph import RECORDERS, PendingTokens, RecordedStep
+from fenchel.generation.cuda_graph import RECORDERS, PendingTokens, RecordedStep, TokenChoice
 from fenchel.generation.kv_cache import CacheKind, KVCache
 from fenchel.model import Transformer
 
@@ -172,15 +172,18 @@ class Session:
         """Whether these ids are read by a recorded step, which reads one token after others."""
         return self._recorded and ids_BT.shape[1] == 1 and self.cache.length > 0
 
-    def decode_greedy(self, last_B1: Tensor | None, count: int) -> PendingTokens:
-        """The next ``count`` greedy tokens after ``last_B1``, (B, count), chosen on the device.
+    def decode(
+        self, last_B1: Tensor | None, count: int, choose: TokenChoice | None = None
+    ) -> PendingTokens:
+        """The next ``count`` tokens after ``last_B1``, (B, count), chosen on the device.
 
         None continues from the last token chosen on the device, which has not been copied to the
-        host.
+        host. Without ``choose`` the tokens are greedy.
         """
         step, number = self._step_with_cache(), self.cache.length
         self.cache.advance(count)
-        return step.decode_greedy(None if last_B1 is None else last_B1[:, 0], number, count)
+        last_B = None if last_B1 is None else last_B1[:, 0]
+        return step.decode(last_B, number, count, batch=self._batch, choose=choose)
 
     def _step_with_cache(self) -> RecordedStep:
         """The recorded step, its static cache filled with what was read so far."""
@@ -192,13 +195,13 @@ class Session:
         return self._recorded_step
 
     def _record_or_reuse(self) -> RecordedStep:
-        B, record = self._batch, RECORDERS["graph"]
-        if cuda_graph.why_not_fused(self.model, batch=B) is not None:
-            return RecordedStep(self.model, self.cache, batch=B, record=record)
-        key = cuda_graph.recording_key(self.model, batch=B, positions=self.capacity)
-        self._recording_key = key
+        rows, record = self._batch, RECORDERS["graph"]
+        if cuda_graph.why_not_fused(self.model) is not None:
+            return RecordedStep(self.model, self.cache, rows=rows, record=record)
+        rows = cuda_graph.row_bucket(rows)
+        self._recording_key = key = cuda_graph.recording_key(self.model, self.cache, rows=rows)
         return cuda_graph.acquire(self.model, key) or RecordedStep(
-            self.model, self.cache, batch=B, record=record, fused=True
+            self.model, self.cache, rows=rows, record=record, fused=True
         )
 
     def close(self) -> None:

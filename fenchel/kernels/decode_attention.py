@@ -2,30 +2,72 @@
 
     q, k = R q, R k                      (a, b) -> (a c - b s, b c + a s) at the token's position
     keys[slot], values[slot] = k, v      slot = R - 1 - n mod R
-    o    = sum_s p_s values_s,           p = softmax(scale q . keys_s) over the present slots
+    z_s  = scale q . keys_s              over the present slots
+    o    = sum_s p_s values_s,           p = softmax(z), or entmax of z at alpha
 
-n, the number of the token, and ``fill``, the number of padding slots before a sequence, are read
-from device memory, so that the same launch serves every token. Token t is in slot R - 1 - t mod R
-(generation/cuda_graph.py), so the present slots are the last min(n + 1, R) of the R, except the
-fill. The position of the token is n - fill.
+n, the number of the token (one for all rows, or one per row), and ``fill``, the number of padding
+slots before a sequence, are read from device memory, so that the same launch serves every token.
+Token t is in slot R - 1 - t mod R (generation/cuda_graph.py), so the present slots are the last
+min(n + 1, R) of the R, except the fill. The position of the token is n - fill. A row with fill > n
+has no token: nothing is written to its cache and its output is zero.
 
-One program per query head. The program computes the newest key and value itself: the first head of
-a group writes them, and no other head of the group reads that slot, so programs need no
-synchronisation. Every slot of a block has its own running maximum, sum and mix, as in online
-softmax, and they are combined at the end; the loop starts at the oldest token. Bytes: 4 n D in
-bfloat16 for the keys and values of a head, from the L2 cache for all heads of a group but one; for
-300 tokens that is less than a hundredth of the weights of a layer, and latency dominates: each
-block is loaded before the previous one is used. For n of many thousands one program per head is too
-few.
+**int8 cache.** keys = s n with n of one byte and one float32 s per slot and head, as in
+generation/kv_cache.py, and values likewise. The scales leave both sums:
 
-Rotated entries are rounded where fenchel/attention/rotary.py rounds; the softmax is in float32.
+    z_s = (scale s_s) (q . n_s),         o = sum_s (p_s s_s) n_s,
 
-Shapes: qkv (B, (H + 2 G) D), keys and values (B, G, R, D), cos and sin (positions, D) as
-``Angles``, token (1,) and fill (B,) of int64, o (B, H D).
+so one multiplication per score replaces one per entry, and bytes are widened in registers. An
+integer up to 127 is exact in bfloat16. The newest token is rounded like all others, so that a token
+has one value from its first use on.
+
+**One program per query head** (``_attend_decode``) for short caches and few rows. The program
+computes the newest key and value itself: the first head of a group writes them, and no other head
+of the group reads that slot, so programs need no synchronisation. Every slot of a block has its own
+running maximum, sum and mix, as in online softmax, and they are combined at the end; the loop
+starts at the oldest token. Bytes: 4 n D in bfloat16 for the keys and values of a head, from the L2
+cache for all heads of a group but one; for 300 tokens that is less than a hundredth of the weights
+of a layer, and latency dominates: each block is loaded before the previous one is used.
+
+**One program per group and split** (``_split_softmax``) else. The M = H / G queries of a group
+share every key that is read, as the rows of one tile that is padded to 16 for ``tl.dot``: 16 D
+products per key are a quarter of what the tensor cores do while a key of D bfloat16 arrives, so the
+padding is free and keys are read once. The present slots are cut into ``splits`` runs of whole
+blocks, so that all multiprocessors work whatever B G is; the cut follows n, not R. Each split
+writes its maximum m_i, its sum l_i and its mix a_i, and a second kernel combines them:
+
+    o = sum_i e^(m_i - m) a_i / sum_i e^(m_i - m) l_i,       m = max_i m_i.
+
+A last program that combines in the first kernel would save a launch of 2 us where there are
+several splits, at the price of a counter that must be zero before every launch; with one split the
+first kernel writes o itself.
+
+**Entmax** at alpha, with s = (alpha - 1) z and r = 1 / (alpha - 1): p_s = [s_s - tau]_+^r.
+
+    1  reads the keys; writes s and the largest s of every page of ``PAGE`` slots
+    2  solves tau from the stored s, one program per row: f(t) = sum [s - t]_+^r is 1 at tau
+    3  reads the pages of values whose largest s is above tau; writes sums and mixes per split
+    4  combines the splits, and divides by the sum of p
+
+Newton's method on f^(1/r) = 1, a norm of [s - t]_+ and so convex in t,
+
+    t <- t + (f - f^(1 - 1/r)) / g,      g = sum [s - t]_+^(r - 1),
+
+starts at max s - 1 <= tau and never passes tau. Its first step skips pages below max s - 1 and
+stores what is above it, a few hundredths of a long row; the later steps read only that. Bytes per
+slot and group in bfloat16: 2 D for the key, 4 M for s written once and read twice, 2 D for the
+value where its page is active; softmax reads 4 D.
+
+Rotated entries are rounded where fenchel/attention/rotary.py rounds; scores, thresholds and sums
+are in float32, and weights are rounded to the dtype of q before they meet the values.
+
+Shapes: qkv (B, (H + 2 G) D), keys and values (B, G, R, D), their scales (B, G, R) in an int8 cache,
+cos and sin (positions, D) as ``Angles``, token (1,) or (B,) and fill (B,) of int64, o (B, H D).
 """
 
+import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,35 +79,183 @@ SLOTS = 128
 WARPS = 8
 FLOOR = tl.constexpr(-1e30)
 """Initial maximum of a slot: inf - inf is nan."""
+SHORT = 512
+"""Slots up to which a few rows are served by one program per query head."""
+FEW_PROGRAMS = 64
+"""B G from which one program per group fills the device even without splits."""
+PROGRAMS = 528
+"""Programs per launch that splits aim at: four per multiprocessor of an H200."""
+PAGE = 64
+"""Slots per iteration of the split kernels, and per page of values that entmax reads or skips."""
+SPLIT_SLOTS = 256
+"""Fewest slots of a split."""
+MAX_SPLITS = 128
+STAGES = 3
+"""Blocks of keys and values in flight per program."""
+ROWS = tl.constexpr(16)
+"""Fewest rows of a tile of queries that ``tl.dot`` takes."""
+CHUNK = 2048
+"""Scores per iteration of the threshold search."""
+LOG2_E = tl.constexpr(math.log2(math.e))
+ROUND = tl.constexpr(1.5 * 2.0**23)
+"""x + ROUND - ROUND is x rounded to an integer, ties to even, for |x| below 2^22."""
+NEWTON_STEPS = tl.constexpr(64)
 
 
 class DecodePosition(NamedTuple):
-    """The number of the newest token (1,) and of padding slots per sequence (B,), on the device."""
+    """The number of the newest token, (1,) or (B,), and of padding slots per sequence (B,)."""
 
     token: Tensor
     fill: Tensor
 
 
+class CacheTensors(NamedTuple):
+    """Keys and values, and in an int8 cache their scales."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+
 def attend_decode(
     qkv_BC: Tensor,
-    keys_BGRD: Tensor,
-    values_BGRD: Tensor,
+    cache: CacheTensors,
     place: DecodePosition,
     o_BC: Tensor,
     *,
     angles: tuple[Tensor, Tensor] | None,
     scale: float,
+    alpha: float = 1.0,
+    splits: int | None = None,
 ) -> None:
-    """Write the newest key and value into the cache and the attention output into o."""
-    B, G, R, D = keys_BGRD.shape
+    """Write the newest key and value into the cache and the attention output into o.
+
+    ``alpha`` 1 is softmax, above 1 entmax. ``splits`` is chosen by the sizes where it is None.
+    """
+    B, G, R, D = cache.keys.shape
+    H = o_BC.shape[1] // D
+    dense = cache.key_scales is None
+    if splits is None and alpha == 1.0 and dense and R <= SHORT and B * G < FEW_PROGRAMS:
+        _launch_per_head(qkv_BC, cache, place, o_BC, angles, scale)
+        return
+    splits = split_count(B * G, R) if splits is None else splits
+    cos, sin = angles or (None, None)
+    inputs = qkv_BC, cos, sin, *cache, place.token, place.fill
+    sizes = {
+        "H": H,
+        "G": G,
+        "D": D,
+        "GROUP": max(ROWS.value, triton.next_power_of_2(H // G)),
+        "BLOCK": max(16, triton.next_power_of_2(D)),
+        "SLOTS": PAGE,
+        "PER_ROW": int(len(place.token) > 1),
+        # tl.dot of bfloat16 is wrong in Triton's interpreter, which serves tensors on a CPU.
+        "WIDEN": qkv_BC.device.type == "cpu",
+    }
+    launch = {"num_warps": 4, **overlap(qkv_BC)}
+    new = qkv_BC.new_empty
+    several = splits > 1
+    mix = new(B * H, splits, D, dtype=torch.float32) if several else o_BC
+    total = new(B * H, splits, dtype=torch.float32) if several else None
+    top = None
+    grid = (B * G, splits)
+    if alpha == 1.0:
+        top = None if total is None else torch.empty_like(total)
+        _split_softmax[grid](
+            *inputs, mix, total, top, R, scale, splits, **sizes, STAGES=STAGES, **launch
+        )
+    else:
+        pages = triton.cdiv(R, PAGE)
+        scores, candidates = (new(B * H, pages * PAGE, dtype=torch.float32) for _ in range(2))
+        page_tops = new(B * H, pages, dtype=torch.float32)
+        highest, tau = (new(B * H, dtype=torch.float32) for _ in range(2))
+        listed = new(B * G, pages, dtype=torch.int32)
+        position = place.token, place.fill
+        _split_scores[grid](
+            *inputs,
+            scores,
+            page_tops,
+            R,
+            scale * (alpha - 1.0),
+            splits,
+            pages,
+            **sizes,
+            STAGES=STAGES,
+            **launch,
+        )
+        _threshold[(B * H,)](
+            scores,
+            page_tops,
+            candidates,
+            highest,
+            tau,
+            *position,
+            R,
+            pages,
+            H=H,
+            ALPHA=alpha,
+            CHUNK=CHUNK,
+            SLOTS=PAGE,
+            PER_ROW=sizes["PER_ROW"],
+            **launch,
+        )
+        _mix_pages[grid](
+            cache.values,
+            cache.value_scales,
+            scores,
+            page_tops,
+            highest,
+            tau,
+            listed,
+            *position,
+            mix,
+            total,
+            R,
+            splits,
+            pages,
+            qkv_BC,
+            **sizes,
+            ALPHA=alpha,
+            STAGES=STAGES,
+            **launch,
+        )
+    if several:
+        _combine[(B * H,)](
+            mix,
+            total,
+            top,
+            o_BC,
+            splits,
+            D=D,
+            BLOCK=sizes["BLOCK"],
+            SPLITS=triton.next_power_of_2(splits),
+            **launch,
+        )
+
+
+def split_count(programs: int, R: int) -> int:
+    """Splits per group: enough that all multiprocessors work, and none of a few slots."""
+    return max(1, min(-(-PROGRAMS // programs), -(-R // SPLIT_SLOTS), MAX_SPLITS))
+
+
+def _launch_per_head(
+    qkv_BC: Tensor,
+    cache: CacheTensors,
+    place: DecodePosition,
+    o_BC: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    scale: float,
+) -> None:
+    B, G, R, D = cache.keys.shape
     H = o_BC.shape[1] // D
     cos, sin = angles or (None, None)
     _attend_decode[(B * H,)](
         qkv_BC,
         cos,
         sin,
-        keys_BGRD,
-        values_BGRD,
+        cache.keys,
+        cache.values,
         place.token,
         place.fill,
         o_BC,
@@ -76,19 +266,26 @@ def attend_decode(
         D=D,
         BLOCK=max(16, triton.next_power_of_2(D)),
         SLOTS=min(SLOTS, max(16, triton.next_power_of_2(R))),
+        PER_ROW=int(len(place.token) > 1),
         num_warps=WARPS,
         **overlap(qkv_BC),
     )
 
 
+# Below, an argument that may be None is resolved at compile time: code for it is not generated.
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_rotated(x_ptr, d, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load and rotate one head: with sin = (-s, s) each half adds the other times its own sine."""
-    x = tl.load(x_ptr + d, mask=d < D, other=0.0)
+def _load_rotated(x_ptr, d, inside, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load and rotate heads, one entry per d: with sin = (-s, s) each half adds the other times its
+    own sine. d counts from the first entry of the first head.
+    """
+    x = tl.load(x_ptr + d, mask=inside, other=0.0)
     if cos_ptr is not None:
-        cos = tl.load(cos_ptr + d, mask=d < D, other=0.0)
-        sin = tl.load(sin_ptr + d, mask=d < D, other=0.0)
-        other = tl.load(x_ptr + (d + D // 2) % D, mask=d < D, other=0.0)
+        at = d % D
+        cos = tl.load(cos_ptr + at, mask=inside, other=0.0)
+        sin = tl.load(sin_ptr + at, mask=inside, other=0.0)
+        other = tl.load(x_ptr + d - at + (at + D // 2) % D, mask=inside, other=0.0)
         kept = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
         x = (kept.to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
     return x
@@ -125,6 +322,7 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     b = tl.program_id(0) // H
@@ -134,21 +332,21 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    n = tl.load(token_ptr).to(tl.int32)
+    n = tl.load(token_ptr + b * PER_ROW).to(tl.int32)
     fill = tl.load(fill_ptr + b).to(tl.int32)
     place = R - 1 - n % R
     if cos_ptr is not None:
-        cos_ptr += (n - fill) * D
-        sin_ptr += (n - fill) * D
+        cos_ptr += tl.maximum(n - fill, 0) * D
+        sin_ptr += tl.maximum(n - fill, 0) * D
 
     qkv_ptr += b * (H + 2 * G) * D
-    q = _load_rotated(qkv_ptr + h * D, d, cos_ptr, sin_ptr, D)
-    k = _load_rotated(qkv_ptr + (H + g) * D, d, cos_ptr, sin_ptr, D)
+    q = _load_rotated(qkv_ptr + h * D, d, d < D, cos_ptr, sin_ptr, D)
+    k = _load_rotated(qkv_ptr + (H + g) * D, d, d < D, cos_ptr, sin_ptr, D)
     v = tl.load(qkv_ptr + (H + G + g) * D + d, mask=d < D, other=0.0)
     base = (b * G + g).to(tl.int64) * R * D
     keys_ptr += base
     values_ptr += base
-    if h % (H // G) == 0:
+    if (h % (H // G) == 0) & (n >= fill):
         tl.store(keys_ptr + place * D + d, k, mask=d < D)
         tl.store(values_ptr + place * D + d, v, mask=d < D)
     q = q.to(tl.float32) * scale
@@ -181,4 +379,507 @@ def _attend_decode(  # type: ignore[no-untyped-def]
     fade, p = tl.exp(top - highest), tl.exp(own - highest)
     o = tl.sum(mix * fade[:, None], 0) + p * v.to(tl.float32)
     o /= tl.sum(total * fade, 0) + p
+    o = tl.where(n >= fill, o, 0.0)
     tl.store(o_ptr + tl.program_id(0) * D + d, o.to(o_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _present_slots(token_ptr, fill_ptr, b, R, PER_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token's number, fill and slot, and the run of slots that hold the tokens of a row."""
+    n = tl.load(token_ptr + b * PER_ROW).to(tl.int32)
+    fill = tl.load(fill_ptr + b).to(tl.int32)
+    first = tl.maximum(R - 1 - n, 0)
+    return n, fill, R - 1 - n % R, first, tl.maximum(R - fill, first)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _split_bounds(first, last, splits, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The run of this split: whole blocks, counted from the first present slot."""
+    per_split = tl.cdiv(tl.cdiv(last - first, SLOTS), splits) * SLOTS
+    start = first + tl.program_id(1) * per_split
+    return start, tl.minimum(start + per_split, last)
+
+
+@triton.jit
+def _quantise(x):  # type: ignore[no-untyped-def]
+    """(n, s) with x close to s n, as ``quantise_int8`` of generation/kv_cache.py."""
+    s = tl.div_rn(tl.max(tl.abs(x), 0), 127.0)
+    n = tl.where(s > 0, tl.div_rn(x, tl.where(s > 0, s, 1.0)), 0.0)
+    n = n + ROUND - ROUND
+    return tl.minimum(tl.maximum(n, -127.0), 127.0), s
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _newest(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    b,
+    g,
+    n,
+    fill,
+    place,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The rotated queries of a group (GROUP, BLOCK), and the newest key and value as they are read
+    from the cache, in float32; the first split stores these. The pointers are those of the group.
+    """
+    d = tl.arange(0, BLOCK)
+    m = tl.arange(0, GROUP)
+    if cos_ptr is not None:
+        cos_ptr += tl.maximum(n - fill, 0) * D
+        sin_ptr += tl.maximum(n - fill, 0) * D
+    qkv_ptr += b.to(tl.int64) * (H + 2 * G) * D
+    inside = (m < H // G)[:, None] & (d < D)[None, :]
+    at = m[:, None] * D + d[None, :]
+    q = _load_rotated(qkv_ptr + g * (H // G) * D, at, inside, cos_ptr, sin_ptr, D)
+    k = _load_rotated(qkv_ptr + (H + g) * D, d, d < D, cos_ptr, sin_ptr, D)
+    v = tl.load(qkv_ptr + (H + G + g) * D + d, mask=d < D, other=0.0)
+    k = k.to(tl.float32)
+    v = v.to(tl.float32)
+    ks = 1.0
+    vs = 1.0
+    if key_scales_ptr is not None:
+        k, ks = _quantise(k)
+        v, vs = _quantise(v)
+    if (tl.program_id(1) == 0) & (n >= fill):
+        stored = keys_ptr.dtype.element_ty
+        tl.store(keys_ptr + place * D + d, k.to(stored), mask=d < D)
+        tl.store(values_ptr + place * D + d, v.to(stored), mask=d < D)
+        if key_scales_ptr is not None:
+            tl.store(key_scales_ptr + place, ks)
+            tl.store(value_scales_ptr + place, vs)
+    if key_scales_ptr is not None:
+        k *= ks
+        v *= vs
+    return q, k, v
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_block(x_ptr, slot, there, d, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    mask = there[:, None]
+    if D != BLOCK:  # else no mask along a row: one that may end anywhere is loaded entry by entry
+        mask = mask & (d < D)[None, :]
+    return tl.load(x_ptr + slot[:, None] * D + d[None, :], mask=mask, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_mix(  # type: ignore[no-untyped-def]
+    mix, total, mix_ptr, total_ptr, row, m, d, splits, rows: tl.constexpr, D: tl.constexpr
+):
+    """The mix and the sum of a split; without splits o, their ratio."""
+    mask = (m < rows)[:, None] & (d < D)[None, :]
+    if total_ptr is None:
+        o = mix / tl.where(total > 0, total, 1.0)[:, None]
+        at = row.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(mix_ptr + at, o.to(mix_ptr.dtype.element_ty), mask=mask)
+    else:
+        part = row.to(tl.int64) * splits + tl.program_id(1)
+        tl.store(total_ptr + part, total, mask=m < rows)
+        tl.store(mix_ptr + part[:, None] * D + d[None, :], mix, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _split_softmax(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    token_ptr,
+    fill_ptr,
+    mix_ptr,
+    total_ptr,
+    top_ptr,
+    R,
+    scale,
+    splits,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WIDEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    b = tl.program_id(0) // G
+    g = tl.program_id(0) % G
+    d = tl.arange(0, BLOCK)
+    m = tl.arange(0, GROUP)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    n, fill, place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
+    start, end = _split_bounds(first, last, splits, SLOTS)
+    base = tl.program_id(0).to(tl.int64) * R
+    keys_ptr += base * D
+    values_ptr += base * D
+    if key_scales_ptr is not None:
+        key_scales_ptr += base
+        value_scales_ptr += base
+    q, k_new, v_new = _newest(
+        qkv_ptr,
+        cos_ptr,
+        sin_ptr,
+        keys_ptr,
+        values_ptr,
+        key_scales_ptr,
+        value_scales_ptr,
+        b,
+        g,
+        n,
+        fill,
+        place,
+        H,
+        G,
+        D,
+        GROUP,
+        BLOCK,
+    )
+    # Scores in base 2. The first split starts from the newest token, the others from nothing.
+    scale *= LOG2_E
+    own = (tl.program_id(1) == 0) & (n >= fill)
+    top = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
+    top = tl.where(own, top, FLOOR)
+    total = tl.where(own, 1.0, tl.zeros((GROUP,), tl.float32))
+    mix = tl.where(own, v_new[None, :], tl.zeros((GROUP, BLOCK), tl.float32))
+    if WIDEN:
+        q = q.to(tl.float32)
+    for at in tl.range(start, end, SLOTS, num_stages=STAGES):
+        slot = at + tl.arange(0, SLOTS)
+        there = (slot < end) & (slot != place)
+        keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
+        values = _load_block(values_ptr, slot, there, d, D, BLOCK)
+        z = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * scale
+        if key_scales_ptr is not None:
+            z *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
+        z = tl.where(there[None, :], z, -float("inf"))
+        higher = tl.maximum(top, tl.max(z, 1))
+        p = tl.exp2(z - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(p, 1)
+        if value_scales_ptr is not None:
+            p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]
+        mix = tl.dot(p.to(q.dtype), values.to(q.dtype), mix * fade[:, None], input_precision="ieee")
+        top = higher
+    row = tl.program_id(0) * (H // G) + m
+    if top_ptr is not None:
+        part = row.to(tl.int64) * splits + tl.program_id(1)
+        tl.store(top_ptr + part, top, mask=m < H // G)
+    _store_mix(mix, total, mix_ptr, total_ptr, row, m, d, splits, H // G, D)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine(  # type: ignore[no-untyped-def]
+    mix_ptr,
+    total_ptr,
+    top_ptr,
+    o_ptr,
+    splits,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SPLITS)
+    d = tl.arange(0, BLOCK)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.load(total_ptr + row * splits + i, mask=i < splits, other=0.0)
+    mask = (i < splits)[:, None] & (d < D)[None, :]
+    mix = tl.load(mix_ptr + (row * splits + i)[:, None] * D + d[None, :], mask=mask, other=0.0)
+    if top_ptr is not None:
+        top = tl.load(top_ptr + row * splits + i, mask=i < splits, other=FLOOR)
+        fade = tl.exp2(top - tl.max(top, 0))
+        total *= fade
+        mix *= fade[:, None]
+    whole = tl.sum(total, 0)
+    o = tl.sum(mix, 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(o_ptr + row * D + d, o.to(o_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _split_scores(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    token_ptr,
+    fill_ptr,
+    scores_ptr,
+    page_tops_ptr,
+    R,
+    scale,
+    splits,
+    pages,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WIDEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    b = tl.program_id(0) // G
+    g = tl.program_id(0) % G
+    d = tl.arange(0, BLOCK)
+    m = tl.arange(0, GROUP)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    n, fill, place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
+    start, end = _split_bounds(first, last, splits, SLOTS)
+    base = tl.program_id(0).to(tl.int64) * R
+    keys_ptr += base * D
+    values_ptr += base * D
+    if key_scales_ptr is not None:
+        key_scales_ptr += base
+        value_scales_ptr += base
+    q, k_new, _ = _newest(
+        qkv_ptr,
+        cos_ptr,
+        sin_ptr,
+        keys_ptr,
+        values_ptr,
+        key_scales_ptr,
+        value_scales_ptr,
+        b,
+        g,
+        n,
+        fill,
+        place,
+        H,
+        G,
+        D,
+        GROUP,
+        BLOCK,
+    )
+    # The split with the newest token may not be the one that stores it, so all compute its score.
+    own = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
+    if WIDEN:
+        q = q.to(tl.float32)
+    row = (tl.program_id(0) * (H // G) + m).to(tl.int64)
+    for at in tl.range(start, end, SLOTS, num_stages=STAGES):
+        slot = at + tl.arange(0, SLOTS)
+        there = (slot < end) & (slot != place)
+        keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
+        s = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * scale
+        if key_scales_ptr is not None:
+            s *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
+        s = tl.where((slot == place)[None, :], own[:, None], s)
+        s = tl.where((slot < end)[None, :], s, -float("inf"))
+        mask = (m < H // G)[:, None] & (slot >= 0)[None, :]
+        tl.store(scores_ptr + row[:, None] * (pages * SLOTS) + (slot - first)[None, :], s, mask)
+        page = (at - first) // SLOTS
+        tl.store(page_tops_ptr + row * pages + page, tl.max(s, 1), mask=m < H // G)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _power_terms(w, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """w^r and w^(r - 1) where w > 0, else 0; r = 1 / (ALPHA - 1)."""
+    if ALPHA == 1.5:
+        w = tl.maximum(w, 0.0)
+        f = w * w
+        g = w
+    elif ALPHA == 2.0:
+        f = tl.maximum(w, 0.0)
+        g = tl.where(w > 0, 1.0, 0.0)
+    else:
+        safe = tl.where(w > 0, w, 1.0)
+        f = tl.where(w > 0, tl.exp2(tl.log2(safe) / (ALPHA - 1.0)), 0.0)
+        g = f / safe
+    return f, g
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _newton_step(t, f, g, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ALPHA == 1.5:
+        root = tl.sqrt(f)
+    elif ALPHA == 2.0:
+        root = f * 0.0 + 1.0
+    else:
+        root = tl.exp2(tl.log2(f) * (2.0 - ALPHA))  # 1 - 1 / r
+    return t + (f - root) / g
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _threshold(  # type: ignore[no-untyped-def]
+    scores_ptr,
+    page_tops_ptr,
+    candidates_ptr,
+    highest_ptr,
+    tau_ptr,
+    token_ptr,
+    fill_ptr,
+    R,
+    pages,
+    H: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """tau of a row, relative to its largest score, which is exact for scores of any size."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CHUNK)
+    PAGES: tl.constexpr = CHUNK // SLOTS
+    page = tl.arange(0, PAGES)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    _n, _fill, _place, first, last = _present_slots(
+        token_ptr, fill_ptr, tl.program_id(0) // H, R, PER_ROW
+    )
+    here = tl.cdiv(last - first, SLOTS)
+    scores_ptr += row * pages * SLOTS
+    candidates_ptr += row * pages * SLOTS
+    page_tops_ptr += row * pages
+    top = tl.full((CHUNK,), FLOOR, tl.float32)
+    for start in range(0, here, CHUNK):
+        x = tl.load(page_tops_ptr + start + lane, mask=start + lane < here, other=FLOOR)
+        top = tl.maximum(top, x)
+    highest = tl.max(top, 0)
+
+    # The first step, at t = -1, stores every score above it.
+    f_lanes = tl.zeros((CHUNK,), tl.float32)
+    g_lanes = tl.zeros((CHUNK,), tl.float32)
+    count = 0
+    for start in range(0, here, PAGES):
+        x = tl.load(page_tops_ptr + start + page, mask=start + page < here, other=FLOOR)
+        if tl.max(x, 0) - highest > -1.0:
+            at = start * SLOTS + lane
+            s = tl.load(scores_ptr + at, mask=at < here * SLOTS, other=-float("inf")) - highest
+            kept = s > -1.0
+            f, g = _power_terms(s + 1.0, ALPHA)
+            f_lanes += f
+            g_lanes += g
+            kept_here = kept.to(tl.int32)
+            to = count + tl.cumsum(kept_here, 0) - 1
+            tl.store(candidates_ptr + to, s, mask=kept)
+            count += tl.sum(kept_here, 0)
+    t = -1.0 + tl.zeros((1,), tl.float32).sum(0)
+    if count > 0:
+        tl.debug_barrier()  # candidates are read by other threads than wrote them
+        t = _newton_step(t, tl.sum(f_lanes, 0), tl.sum(g_lanes, 0), ALPHA)
+        step = 1.0 + t * 0.0
+        steps = 0
+        while (step > 1e-7) & (steps < NEWTON_STEPS):
+            f_lanes = tl.zeros((CHUNK,), tl.float32)
+            g_lanes = tl.zeros((CHUNK,), tl.float32)
+            for start in range(0, count, CHUNK):
+                at = start + lane
+                s = tl.load(candidates_ptr + at, mask=at < count, other=-float("inf"))
+                f, g = _power_terms(s - t, ALPHA)
+                f_lanes += f
+                g_lanes += g
+            after = _newton_step(t, tl.sum(f_lanes, 0), tl.sum(g_lanes, 0), ALPHA)
+            step = after - t
+            t = after
+            steps += 1
+    tl.store(highest_ptr + row, highest)
+    tl.store(tau_ptr + row, t)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mix_pages(  # type: ignore[no-untyped-def]
+    values_ptr,
+    value_scales_ptr,
+    scores_ptr,
+    page_tops_ptr,
+    highest_ptr,
+    tau_ptr,
+    listed_ptr,
+    token_ptr,
+    fill_ptr,
+    mix_ptr,
+    total_ptr,
+    R,
+    splits,
+    pages,
+    qkv_ptr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ALPHA: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """The pages of a split that hold support of any query of the group, listed and then mixed."""
+    b = tl.program_id(0) // G
+    d = tl.arange(0, BLOCK)
+    m = tl.arange(0, GROUP)
+    PAGES: tl.constexpr = 32
+    lane = tl.arange(0, PAGES)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    _n, _fill, _place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
+    start, end = _split_bounds(first, last, splits, SLOTS)
+    base = tl.program_id(0).to(tl.int64) * R
+    values_ptr += base * D
+    if value_scales_ptr is not None:
+        value_scales_ptr += base
+    row = tl.program_id(0) * (H // G) + m
+    wide_row = row.to(tl.int64)
+    inside = m < H // G
+    # A row of padding has an infinite threshold.
+    highest = tl.load(highest_ptr + row, mask=inside, other=0.0)
+    tau = tl.load(tau_ptr + row, mask=inside, other=float("inf"))
+
+    page = (start - first) // SLOTS
+    until = tl.cdiv(end - first, SLOTS)
+    listed_ptr += tl.program_id(0).to(tl.int64) * pages + page
+    count = 0
+    for from_page in range(page, until, PAGES):
+        at = from_page + lane
+        mask = inside[:, None] & (at < until)[None, :]
+        tops = tl.load(page_tops_ptr + wide_row[:, None] * pages + at[None, :], mask, -float("inf"))
+        above = tops - highest[:, None] > tau[:, None]
+        active = tl.max(above.to(tl.int32), 0)
+        tl.store(listed_ptr + count + tl.cumsum(active, 0) - 1, at, mask=active > 0)
+        count += tl.sum(active, 0)
+    tl.debug_barrier()  # the list is read by other threads than wrote it
+
+    compute = tl.float32 if WIDEN else qkv_ptr.dtype.element_ty
+    total = tl.zeros((GROUP,), tl.float32)
+    mix = tl.zeros((GROUP, BLOCK), tl.float32)
+    for i in tl.range(0, count, num_stages=STAGES):
+        at = tl.load(listed_ptr + i) * SLOTS + tl.arange(0, SLOTS)
+        slot = first + at
+        there = slot < last
+        values = _load_block(values_ptr, slot, there, d, D, BLOCK)
+        score_at = wide_row[:, None] * (pages * SLOTS) + at[None, :]
+        s = tl.load(scores_ptr + score_at, mask=inside[:, None], other=-float("inf"))
+        p, _ = _power_terms(s - highest[:, None] - tau[:, None], ALPHA)
+        total += tl.sum(p, 1)
+        if value_scales_ptr is not None:
+            p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]
+        mix = tl.dot(p.to(compute), values.to(compute), mix, input_precision="ieee")
+    _store_mix(mix, total, mix_ptr, total_ptr, row, m, d, splits, H // G, D)

@@ -3,6 +3,8 @@
     matmul         y = n(x) W^T + b                          n the norm of a row x, or the identity
     matmul_add     x <- x + y W^T + b
     gated_matmul   f(n(x) W_gate^T + b) * (n(x) W_up^T + c)  or  f(n(x) W_up^T + c)  without a gate
+    normalise      y = n(x)                                  for products by the library of torch,
+    activate       f(gate) * up  or  f(up)                   which are faster from a few rows on
 
     rms            n(x) = r x g,              r = (mean(x^2) + epsilon)^(-1/2)
     layer          n(x) = r (x - m) g + h,    m = mean(x), r = (mean((x - m)^2) + epsilon)^(-1/2)
@@ -54,6 +56,10 @@ ROWS = 16
 """Largest number of rows per program, for narrow matrices."""
 OVERLAP = True
 """Whether a kernel starts before the previous one has ended, on devices that can (Hopper on)."""
+
+
+ACTIVATE = 1024
+"""Entries per program of ``activate``: one load of 16 bytes per thread in bfloat16."""
 
 
 class LaunchShape(NamedTuple):
@@ -150,6 +156,24 @@ def gated_matmul(
         F=activation,
         num_warps=cut.warps,
         **overlap(x_BM),
+    )
+
+
+def normalise(x_BK: Tensor, norm: NormWeights, y_BK: Tensor) -> None:
+    """y = n(x), one program per row."""
+    B, K = x_BK.shape
+    block = max(16, triton.next_power_of_2(K))
+    warps = max(1, min(WARPS, block // SPAN))
+    _normalise_rows[(B,)](
+        x_BK, *_norm_arguments(norm), y_BK, K=K, BLOCK=block, num_warps=warps, **overlap(x_BK)
+    )
+
+
+def activate(gate_BF: Tensor | None, up_BF: Tensor, y_BF: Tensor, *, activation: str) -> None:
+    """f(gate) * up, or f(up) without a gate, written into y."""
+    size = up_BF.numel()
+    _activate[(triton.cdiv(size, ACTIVATE),)](
+        gate_BF, up_BF, y_BF, size, F=activation, BLOCK=ACTIVATE, num_warps=4, **overlap(up_BF)
     )
 
 
@@ -302,3 +326,43 @@ def _gated_matmul(  # type: ignore[no-untyped-def]
         else:
             wide = _activation(wide, F)
         tl.store(y_ptr + b * N + row, wide.to(y_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normalise_rows(  # type: ignore[no-untyped-def]
+    x_ptr,
+    gain_ptr,
+    shift_ptr,
+    epsilon,
+    centred: tl.constexpr,
+    y_ptr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    gain, shift = _load_gain(gain_ptr, shift_ptr, at, K, BLOCK)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * K
+    x = _load_row(x_ptr + row, at, K, BLOCK)
+    y = _normalise(x, gain, shift, at, epsilon, centred, K)
+    tl.store(y_ptr + row + at, y.to(y_ptr.dtype.element_ty), mask=at < K)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, y_ptr, size, F: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    up = tl.load(up_ptr + at, mask=at < size, other=0.0)
+    if gate_ptr is not None:
+        gate = tl.load(gate_ptr + at, mask=at < size, other=0.0)
+        y = up.to(tl.float32) * _activation(gate.to(tl.float32), F).to(up.dtype).to(tl.float32)
+    else:
+        y = _activation(up.to(tl.float32), F)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < size)

@@ -44,7 +44,7 @@ def test_a_fixed_step_gives_the_logits_of_the_model(
     model, ids = lively(**shape, context=T).double(), prompts(B, T)
     whole = model(ids)
     cache = KVCache(model.config, batch=B, positions=T, dtype=torch.float64)
-    fixed = RecordedStep(model, cache, batch=B, record=as_it_is)
+    fixed = RecordedStep(model, cache, rows=B, record=as_it_is)
     for _ in range(2):  # memory that was used before is as good as new
         cache.clear()
         model(ids[:, :read], cache=cache)
@@ -62,7 +62,7 @@ def test_the_fill_of_unequal_prompts_stays_absent(lively: Build, prompts: Draw) 
     whole = model(ids, token_mask_BS=present)
     cache = KVCache(model.config, batch=B, positions=T, dtype=torch.float64)
     model(ids[:, :6], cache=cache, token_mask_BS=present[:, :6])
-    fixed = RecordedStep(model, cache, batch=B, record=as_it_is)
+    fixed = RecordedStep(model, cache, rows=B, record=as_it_is)
     fixed.cache.copy_from(cache, fill)
     for t in range(6, T):
         logits = fixed.step(ids[:, t])
@@ -139,15 +139,15 @@ def test_the_device_is_asked_once_for_many_words(
 ) -> None:
     monkeypatch.setitem(RECORDERS, "graph", as_it_is)
     asked = []
-    decode_greedy = RecordedStep.decode_greedy
+    decode = RecordedStep.decode
 
     def counted(
-        self: RecordedStep, token_B: Tensor | None, number: int, count: int
+        self: RecordedStep, token_B: Tensor | None, number: int, count: int, **options: Any
     ) -> PendingTokens:
         asked.append(count)
-        return decode_greedy(self, token_B, number, count)
+        return decode(self, token_B, number, count, **options)
 
-    monkeypatch.setattr(RecordedStep, "decode_greedy", counted)
+    monkeypatch.setattr(RecordedStep, "decode", counted)
     monkeypatch.setattr(RecordedStep, "step", None)  # what a call for one word would use
     model, ids = lively(context=64), prompts(1, 5)
     greedy = {"max_new_tokens": 40, "temperature": 0.0, "record": "graph"}
@@ -188,7 +188,7 @@ def test_a_logit_that_is_not_finite_is_told_behind_the_words_before_it(
         ({"record": "graph"}, "needs a model on a GPU"),
         ({"record": "tape"}, "one of auto, graph"),
         ({"record": "graph", "draft": 3}, "draft reads several"),
-        ({"record": "graph", "cache": "int8"}, "not in int8"),
+        ({"record": "graph", "cache": "float16"}, "not in float16|on a GPU"),
     ],
 )
 def test_a_call_that_cannot_be_recorded_gets_one_sentence(
