@@ -14,7 +14,12 @@ from transformers.generation.logits_process import (
 )
 
 from fenchel.generation import Sampling, sample
-from fenchel.generation.sampling import apply_repetition_penalty, filter_probabilities
+from fenchel.generation.sampling import (
+    apply_repetition_penalty,
+    draw,
+    filter_probabilities,
+    sample_or_mark,
+)
 
 
 def slowly(p: list[float], sampling: Sampling) -> set[int]:
@@ -110,3 +115,21 @@ def test_what_was_seen_is_chosen_only_if_it_is_better_by_the_penalty() -> None:
 def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)  # type: ignore[arg-type]
+
+
+def test_draws_are_those_of_torchs_multinomial() -> None:
+    p = torch.rand(50, 9, generator=torch.Generator().manual_seed(1))
+    p[:, 4] = 0.0
+    ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
+    for _ in range(20):
+        wanted = torch.multinomial(p, 1, generator=theirs).squeeze(-1)
+        assert torch.equal(draw(p, ours), wanted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_marked(temperature: float) -> None:
+    logits = torch.tensor([[0.0, 9e9, 0.0], [0.0, torch.nan, 0.0], [torch.inf, 0.0, 0.0]])
+    chosen = Sampling(temperature=temperature, top_p=0.9)
+    assert sample_or_mark(logits, chosen).tolist() == [1, -1, -1]
+    with pytest.raises(ValueError, match="not finite"):
+        sample(logits, chosen)

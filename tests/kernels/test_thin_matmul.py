@@ -11,6 +11,7 @@ from fenchel.kernels import thin_matmul as page
 from fenchel.kernels.thin_matmul import (
     LaunchShape,
     NormWeights,
+    activate,
     gated_matmul,
     launch_shape,
     matmul,
@@ -129,3 +130,18 @@ def test_a_thread_asks_for_sixteen_loads_whatever_the_shape() -> None:
         assert cut.block >= K
         per_thread = cut.rows * cut.block // (32 * cut.warps)
         assert per_thread <= page.PER_THREAD or cut.rows == 1
+
+
+@every_size
+def test_norms_and_activations_of_whole_rows(B: int, K: int, N: int, draw: Draw) -> None:
+    """The same numbers as inside the products, in kernels of their own."""
+    x, up, gate = draw(B, K), draw(B, N), draw(B, N)
+    for norm in norms(draw, K):
+        y = torch.full_like(x, torch.nan)
+        page.normalise(x, norm, y)
+        torch.testing.assert_close(y, normalise(x, norm))
+    for name, f in (("swiglu", torch.nn.functional.silu), ("gelu", torch.nn.functional.gelu)):
+        y = torch.full_like(up, torch.nan)
+        gated = name == "swiglu"
+        activate(gate if gated else None, up, y, activation=name)
+        torch.testing.assert_close(y, f(gate) * up if gated else f(up))
