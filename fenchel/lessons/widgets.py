@@ -236,28 +236,33 @@ def heat_chart(
     title: str,
     rows: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
+    axes: tuple[str, str] = ("row", "column"),
 ) -> mo.Html:
-    """A matrix as coloured cells, above the table of its numbers."""
+    """A matrix as coloured cells, above the table of its numbers.
+
+    Rows and columns are labelled by their names, by default positions from 0; ``axes`` says what a
+    row and a column are, such as ("query", "key").
+    """
     matrix = values.detach().tolist()
-    down = list(rows or map(str, range(len(matrix))))
-    across = list(columns or map(str, range(len(matrix[0]))))
+    down = _distinct(rows or [str(i) for i in range(len(matrix))])
+    across = _distinct(columns or [str(j) for j in range(len(matrix[0]))])
     cells = [
-        {"row": f"{i}: {down[i]}", "column": f"{j}: {across[j]}", "value": value}
-        for i, line in enumerate(matrix)
-        for j, value in enumerate(line)
+        {axes[0]: name, axes[1]: other, "value": value}
+        for name, line in zip(down, matrix, strict=True)
+        for other, value in zip(across, line, strict=True)
     ]
     chart = (
         alt.Chart(_data(cells))
         .mark_rect()
         .encode(
-            x=alt.X("column", type="nominal", sort=None, title=None),
-            y=alt.Y("row", type="nominal", sort=None, title=None),
+            x=alt.X(axes[1], type="nominal", sort=None),
+            y=alt.Y(axes[0], type="nominal", sort=None),
             color=alt.Color("value", type="quantitative", scale=alt.Scale(scheme="viridis")),
-            tooltip=[alt.Tooltip(name, type="nominal") for name in ("row", "column", "value")],
+            tooltip=[alt.Tooltip(name, type="nominal") for name in (*axes, "value")],
         )
     )
     named = [
-        {"": name} | dict(zip(across, line, strict=True))
+        {axes[0]: name} | dict(zip(across, line, strict=True))
         for name, line in zip(down, matrix, strict=True)
     ]
     return _chart(chart, named, title)
@@ -292,6 +297,11 @@ _BELOW = alt.Axis(labelAngle=0, labelExpr="split(datum.label, ' ')")
 def _chart(chart: alt.Chart, rows: Sequence[Row], title: str) -> mo.Html:
     drawn = chart.properties(width="container", height=260)
     return mo.vstack([mo.md(f"**{title}**"), drawn, mo.accordion({f"Table: {title}": table(rows)})])
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names; one that occurs twice with its position, else its cells would be drawn as one."""
+    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 def _data(rows: Sequence[Row]) -> alt.Data:

@@ -6,6 +6,7 @@ test_server.py.
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 
+import fenchel
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE, NOTEBOOKS, Lesson
-from fenchel.lessons.widgets import Exercise
+from fenchel.lessons.widgets import Exercise, recorded_claims
 
 each_lesson = pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
 
@@ -79,11 +81,27 @@ def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def without_numbers(text: str) -> str:
+    """Digits of a rounding error differ between machines."""
+    return re.sub(r"\d[\d.,]*(e[-+]?\d+)?", "#", text)
+
+
+def errata_of(lesson: Lesson) -> list[str]:
+    """What docs/errata.md prints as sentences of a lesson, each with what stands before it."""
+    page = (Path(fenchel.__file__).parents[1] / "docs" / "errata.md").read_text()
+    mark = f" (lesson {COURSE.index(lesson) + 1})"
+    return [each for row in page.splitlines() for each in row.split(mark)[:-1]]
+
+
 @each_lesson
 def test_it_reads_the_reader_s_own_run_and_its_exercise_can_be_solved(
     lesson: Lesson, own_run: Path
 ) -> None:
-    names = run(lesson, run_path=str(own_run))
+    with recorded_claims() as spoken:
+        names = run(lesson, run_path=str(own_run))
+    texts = tuple(without_numbers(text) for _, text in spoken)
+    for printed in errata_of(lesson):
+        assert without_numbers(printed).endswith(texts), "run python docs/reference.py"
     assert "own" in names, "the cell of the reader's run defines own"
     exercise = names["exercise"]
     assert isinstance(exercise, Exercise)

@@ -1,5 +1,8 @@
 """The parts of a lesson: claims, exercises, charts."""
 
+import html
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,6 +103,24 @@ def test_every_chart_has_its_table() -> None:
     for chart in charts:
         assert "Table: halves" in chart.text
         assert ">0.125</td>" in chart.text.replace("&lt;", "<").replace("&gt;", ">")
+
+
+def test_cells_are_labelled_by_names_and_equal_names_stay_apart() -> None:
+    matrix = torch.tensor([[0.5, 0.25, 0.125], [1.0, 2.0, 4.0]])
+    shown = heat_chart(
+        matrix, title="halves", columns=["the", "bank", "the"], axes=("query", "key")
+    ).text
+    found = re.search(r"data-mime='&quot;application/vnd.vegalite.*?data-data='(.*?)'", shown)
+    assert found
+    spec = json.loads(json.loads(html.unescape(found[1])))
+    cells = [(each["query"], each["key"], each["value"]) for each in spec["data"]["values"]]
+    across = ["the (0)", "bank", "the (2)"]
+    assert cells == [
+        (str(i), name, matrix[i, j].item()) for i in range(2) for j, name in enumerate(across)
+    ]
+    assert [spec["encoding"][axis]["field"] for axis in "yx"] == ["query", "key"]
+    for number in ("0.5", "0.125"):
+        assert html.unescape(shown).count(f">{number}<") == 1, "once in the table"
 
 
 def test_numbers_of_a_table_have_four_digits_and_text_is_escaped() -> None:

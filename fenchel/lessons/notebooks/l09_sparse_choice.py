@@ -259,7 +259,11 @@ def _(choice, exponent, names, p, steepness, z):
     mo.vstack(
         [
             heat_chart(
-                J, title="How each weight (row) follows each score", rows=names, columns=names
+                J,
+                title="How each weight follows each score",
+                rows=names,
+                columns=names,
+                axes=("weight of", "score of"),
             ),
             claim(
                 "SM-26",

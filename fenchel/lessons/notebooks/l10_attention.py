@@ -218,9 +218,10 @@ def _(sentence):
         [
             heat_chart(
                 _weights,
-                title="Weights: one row per query, one column per key",
+                title="Weights of each query",
                 rows=words,
                 columns=words,
+                axes=("query", "key"),
             ),
             mo.md(f"*bank* leaves as **water {_out[-1, 0]:.2f}, money {_out[-1, 1]:.2f}**."),
             claim(
@@ -774,7 +775,8 @@ def _(rule, rules):
         [
             heat_chart(
                 _p,
-                title=f"Weights of six tokens, {rule.value}: one row per query, one column per key",
+                title=f"Weights of six tokens, {rule.value}",
+                axes=("query", "key"),
             ),
             claim(
                 "AT-21 AT-25",
@@ -991,6 +993,8 @@ def _():
             for i in range(8)
         ]
         _loop = torch.cat(_heads, -1) @ layer.out.weight.T
+        _reads = torch.func.jacrev(lambda x: layer.qkv(x)[:64])(_x[0, 0])
+        _part = _x[0, 0].where(torch.arange(512) < 64, 0.0)
         _fused = _x[0] @ _WQ.reshape(512, 512)
         _right = _fused.view(6, 8, 64).transpose(0, 1)
         _wrong = _fused.view(8, 6, 64)
@@ -1044,9 +1048,15 @@ def _():
             ),
             claim(
                 "E78",
-                "The query of a head is not 64 *of* the 512 numbers of a token. It is 64 mixtures of all 512: a change of any one of "
-                "them changes the query of the first head.",
-                (_WQ[:, 0].abs().amax(-1) > 0).all(),
+                "The query of a head is not 64 *of* the 512 numbers of a token. It is 64 mixtures of all 512: every one of its "
+                f"numbers follows every one of the token's ({_reads.count_nonzero():,} derivatives, none of them 0), and none "
+                "of the 64 mixtures follows from the others (rank 64). A head that reads 64 numbers and no others has "
+                f"{64 * (512 - 64):,} derivatives that are 0.",
+                _reads.shape == (64, 512)
+                and torch.allclose(_reads, _WQ[:, 0].T)
+                and (_reads != 0).all()
+                and torch.linalg.matrix_rank(_reads) == 64
+                and not torch.allclose(layer.qkv(_part)[:64], layer.qkv(_x[0, 0])[:64], atol=0.1),
             ),
         ]
     )
@@ -1207,7 +1217,9 @@ def _(depth):
     _reach = [int((m[-1] > 0).sum()) for m in (rollout, moved)]
     mo.vstack(
         [
-            heat_chart(moved, title="How far input (column) can move output (row)"),
+            heat_chart(
+                moved, title="How far each input can move each output", axes=("output", "input")
+            ),
             claim(
                 "AT-12",
                 f"After {depth.value} layers the last output depends on {_reach[1]} inputs, by rollout and by the Jacobian alike. "
@@ -1332,6 +1344,7 @@ def _(run_path):
     own = fenchel.load(run_path)
     _ids = own.tokenizer.encode("we the people of the united states, in order to form a").ids
     _ids = _ids[: min(24, own.config.context)]
+    _tokens = [own.tokenizer.decode([each]) for each in _ids]
     maps = attention_maps(own.model, torch.tensor([_ids])).double()
     layers = [head_patterns(layer_maps[None]) for layer_maps in maps]
     _rows = [
@@ -1352,7 +1365,13 @@ def _(run_path):
                 f"{len(_ids)} tokens (head 1.0 is the first of the second layer):"
             ),
             bar_chart(_rows, "head", "entropy (nats)", title="Entropy of your heads"),
-            heat_chart(maps[-1, 0], title="Weights of the first head of your last layer"),
+            heat_chart(
+                maps[-1, 0],
+                title="Weights of the first head of your last layer",
+                rows=_tokens,
+                columns=_tokens,
+                axes=("query", "key"),
+            ),
             claim(
                 "AT-34 AT-02",
                 f"Weights are shares and sum to at most 1; no head is more even than {len(_ids)} tokens allow, "

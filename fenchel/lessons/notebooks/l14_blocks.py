@@ -968,7 +968,9 @@ def _():
     _q = torch.zeros(500, 4, 16, 8)
     _row = _q.new_full((4,), 0.25)
     _row[2] = 0
-    _, _dropped = attend(_q, _q, _q, dropout=_p, return_weights=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        _, _dropped = attend(_q, _q, _q, dropout=_p, return_weights=True)
     _sums = _dropped.sum(-1)
     _config = ModelConfig(vocabulary=2, width=16, heads=2, mlp="gelu", bias=True, mlp_dropout=0.3)
     _mlp = Mlp(_config)
@@ -977,7 +979,8 @@ def _():
     _seen = []
     _mlp.down.register_forward_pre_hook(lambda _, given: _seen.append(given[0]))
     _x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         _mlp.train()(_x)
         _mlp.eval()(_x)
         _wide = _mlp.up(_x)

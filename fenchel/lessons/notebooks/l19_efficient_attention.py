@@ -958,7 +958,7 @@ def _(pattern):
     _pairs = {name: [int(_open(name, n).sum()) for n in (256, 512)] for name in _priors}
     mo.vstack(
         [
-            heat_chart(_mask, title="1: query (row) scores key (column)"),
+            heat_chart(_mask, title="1: the query scores the key", axes=("query", "key")),
             claim(
                 "EF-22",
                 f"{int(_mask.sum())} of {24 * 24} pairs are scored; the weights are 0 elsewhere and each row "

@@ -222,8 +222,8 @@ def _():
         [
             mo.md(r"""
     Is row $t$ still *about* token $t$ after some layers? A rumour starts with one person; after each round of
-    talks more people are part of it. The chart shows how strongly each token (column) can move each
-    row (row): the size of the derivative, per pair. Each query here sees its own token and the one before.
+    talks more people are part of it. The chart shows how strongly each token can move the
+    output at each position: the size of the derivative, per pair. Each query here sees its own token and the one before.
     """),
             depth,
         ]
@@ -239,7 +239,7 @@ def _(depth, mixing):
     _layers = f"{depth.value} layer{'' if depth.value == 1 else 's'}"
     mo.vstack(
         [
-            heat_chart(_moves, title=f"Influence after {_layers}"),
+            heat_chart(_moves, title=f"Influence after {_layers}", axes=("output", "token")),
             claim(
                 "AT-12",
                 f"After {_layers} the last row depends on {_reach[-1]} "
