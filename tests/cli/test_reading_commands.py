@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fenchel.cli import main
 from fenchel.cli.console import for_stdout
+from fenchel.evaluate import PITFALLS
 
 
 def out_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -121,6 +123,32 @@ def test_one_flipped_bit_of_a_converted_checkpoint_is_found(
         assert "model.safetensors has changed since it was written" in capsys.readouterr().err
     (out / "manifest.json").write_text('{"files": "of another program"}')
     assert main(["generate", str(out), "--max-new-tokens", "1"]) == 0
+
+
+def test_doctor_looks_for_mistakes_in_the_model(
+    run_directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fenchel.cli.doctor.machine", dict)  # times a model for seconds
+    assert main(["doctor", str(run_directory), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["pitfalls"]
+    assert found.keys() == {each.name for each in PITFALLS}
+    assert found["collapse"] == "none found"
+    out = tmp_path / "converted"
+    assert main(["convert", str(run_directory), str(out)]) == 0
+    (out / "manifest.json").unlink()
+    weights = load_file(out / "model.safetensors")
+    queries = [name for name in weights if name.endswith("q_proj.weight")]
+    for name in queries:
+        weights[name] *= 1e6
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    assert main(["doctor", str(out), "--json"]) == 0
+    *sentences, remedy = json.loads(capsys.readouterr().out)["pitfalls"]["collapse"].split("\n")
+    assert [line.split(":")[0] for line in sentences] == [f"layer {n}" for n in range(len(queries))]
+    assert remedy.startswith("Limit the scores")
 
 
 def test_foreign_text_cannot_control_the_terminal(
