@@ -1,7 +1,13 @@
 """The pages of ``fenchel learn``: a list of the lessons, and each lesson as a marimo app.
 
     /                   the list, with what the reader has solved; ready before marimo is imported
-    /lessons/NAME/      a lesson; the first request waits until marimo is imported
+    /lessons/NAME/      a lesson; until marimo is imported a page with its question, then the lesson
+    /assets-of-marimo/  the files of marimo's frontend, one address for all lessons
+
+Imports and 250 files stand before a first lesson. Both pages above therefore name the files in a
+``Link`` header, so that the browser loads them while the reader reads; they are sent from memory,
+because each file that is opened gives the interpreter to the thread that imports; and a notebook is
+parsed, which takes 0.2 s, when it is asked for.
 
 The exercises run code that the reader types, so nobody else may use the server: it listens on
 127.0.0.1, and a request must carry the token of the printed address (in the address at first, then
@@ -13,13 +19,17 @@ the setting of the colour scheme, and the sessions that would keep the process a
 """
 
 import asyncio
+import mimetypes
 import os
+import re
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import cache
 from http.cookies import SimpleCookie
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,9 +40,14 @@ from urllib.parse import parse_qs
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fenchel.lessons.course import COURSE, PARTS, Lesson, completed, lesson
@@ -44,8 +59,11 @@ _GRACE = 1
 _END = 2.0
 """Seconds after which the process ends, whatever a lesson still computes."""
 
+_SWITCH = 0.0005
+"""Seconds after which a thread that imports or computes lets the server answer; Python has 0.005,
+and 250 files would each wait that long, more than once."""
 _ASSETS = "/assets-of-marimo"
-"""One address for all lessons, so that a browser loads the 250 files once and not per lesson."""
+_LESSON = re.compile(rf"/lessons/({'|'.join(each.name for each in COURSE)})(/.*)?")
 _LESSON_IMPORTS = ("fenchel.lessons.widgets", "torch._dynamo")
 """What lessons import, and what torch imports at the first derivative: seconds, once."""
 
@@ -58,11 +76,13 @@ class LessonServer:
         self.socket = _bind(port)
         self.port = int(self.socket.getsockname()[1])
         self.token = secrets.token_urlsafe(16)
-        self._lessons: Future[Any] = Future()
+        self._marimo: Future[None] = Future()
+        self._lessons: dict[str, asyncio.Future[Any]] = {}
+        self._assets = Assets(_asset_folder())
         app = Starlette(
             routes=[
                 Route("/", self._index),
-                Mount(_ASSETS, app=Assets(directory=_asset_folder())),
+                Route(_ASSETS + "/{name:path}", self._assets.response),
                 Mount("/lessons", app=self._lesson),
             ],
             lifespan=self._lifespan,
@@ -84,41 +104,82 @@ class LessonServer:
         self._server.run(sockets=[self.socket])
 
     async def _index(self, _: Request) -> HTMLResponse:
-        return HTMLResponse(index_page(completed()))
+        return HTMLResponse(index_page(completed()), headers=self._assets.links)
 
     async def _lesson(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = await asyncio.wrap_future(self._lessons)
+        app: ASGIApp
+        found = _LESSON.fullmatch(scope["path"])
+        if found is None:
+            app = PlainTextResponse("There is no such lesson.", status_code=404)
+        elif scope["type"] == "http" and found[2] == "/" and not self._marimo.done():
+            page = self._waiting(lesson(found[1]))
+            app = StreamingResponse(page, media_type="text/html", headers=self._assets.links)
+        else:
+            app = await self._built(lesson(found[1]))
         await app(scope, receive, send)
+
+    async def _built(self, each: Lesson) -> ASGIApp:
+        await asyncio.wrap_future(self._marimo)
+        if each.name not in self._lessons:
+            self._lessons[each.name] = asyncio.ensure_future(asyncio.to_thread(_build, each))
+        app: ASGIApp = await asyncio.shield(self._lessons[each.name])
+        return app
+
+    async def _waiting(self, each: Lesson) -> AsyncIterator[str]:
+        """A page that ends when the lesson is ready, and then opens it."""
+        yield waiting_page(each)
+        with suppress(Exception):  # it is raised again when the lesson is asked for
+            await self._built(each)
+        yield '<meta http-equiv="refresh" content="0">'
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        sys.setswitchinterval(_SWITCH)
         threading.Thread(target=self._import, daemon=True).start()
         yield
         # A lesson may be in the middle of a computation, and its thread is waited for.
         last = threading.Timer(_END, os._exit, (0,))
         last.daemon = True
         last.start()
-        if self._lessons.done() and self._lessons.exception() is None:
-            await _end_sessions(self._lessons.result())
+        for each in self._lessons.values():
+            if each.done() and each.exception() is None:
+                await _end_sessions(each.result())
 
     def _import(self) -> None:
         try:
-            self._lessons.set_result(_build())
+            _builder()
         except Exception as error:  # else a request for a lesson would wait for ever
-            self._lessons.set_exception(error)
+            self._marimo.set_exception(error)
             return
+        self._marimo.set_result(None)
         for name in _LESSON_IMPORTS:
             import_module(name)
 
 
-class Assets(StaticFiles):
-    """Files of marimo's with a hash in their names, which a browser need not ask for again."""
+class Assets:
+    """The files of marimo's frontend, read once."""
 
-    def file_response(self, *arguments: Any, **keywords: Any) -> Response:
-        """The file, to be kept for a day."""
-        response = super().file_response(*arguments, **keywords)
-        response.headers["Cache-Control"] = "private, max-age=86400, immutable"
-        return response
+    def __init__(self, folder: Path) -> None:
+        self.paths = {
+            path.relative_to(folder).as_posix(): path
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+        page = self.paths["index.html"].read_text(encoding="utf-8")
+        first = [name for name in re.findall(r'"\./(assets/[^"]+)"', page) if name in self.paths]
+        self.links = {"Link": ", ".join(f"<{_ASSETS}/{name}>; rel=prefetch" for name in first)}
+        self._read = cache(Path.read_bytes)
+
+    async def response(self, request: Request) -> Response:
+        """A file. Those with a hash in their names a browser need not ask for again."""
+        name = request.path_params["name"]
+        if name not in self.paths:
+            return PlainTextResponse("There is no such file.", status_code=404)
+        seconds = 365 * 86400 if name.startswith("assets/") else 3600
+        kept = f"private, max-age={seconds}" + ", immutable" * name.startswith("assets/")
+        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        content = self._read(self.paths[name])
+        return Response(content, media_type=kind, headers={"Cache-Control": kept})
 
 
 class Guard:
@@ -198,6 +259,20 @@ def index_page(solved: set[str]) -> str:
     return document(title="fenchel lessons", header=header, sections=sections)
 
 
+def waiting_page(each: Lesson) -> str:
+    """What a lesson shows before marimo is imported, without its end."""
+    number = COURSE.index(each) + 1
+    header = join(
+        [
+            element("p", f"Lesson {number} of {len(COURSE)}", class_="over"),
+            element("h1", each.title),
+            element("p", each.question, class_="lead"),
+            element("p", "The lesson opens in a few seconds.", class_="note"),
+        ]
+    )
+    return document(title=each.title, header=header, sections=[]).partition("</main>")[0]
+
+
 def _entry(each: Lesson, solved: bool) -> Html:
     number = COURSE.index(each) + 1
     needs = ", ".join(str(COURSE.index(lesson(name)) + 1) for name in each.needs)
@@ -238,15 +313,14 @@ def _asset_folder() -> Path:
     return Path(found.origin).parent / "_static"
 
 
-def _build() -> Any:
+def _builder() -> Any:
     import marimo
 
-    builder = marimo.create_asgi_app(
-        quiet=True, include_code=True, session_ttl=30, asset_url=_ASSETS
-    )
-    for each in COURSE:
-        builder = builder.with_app(path=f"/{each.name}", root=str(each.path))
-    app: Any = builder.build()
+    return marimo.create_asgi_app(quiet=True, include_code=True, session_ttl=30, asset_url=_ASSETS)
+
+
+def _build(each: Lesson) -> Any:
+    app = _builder().with_app(path=f"/{each.name}", root=str(each.path)).build()
     for state in _states(app):
         chosen = state.config_manager.with_overrides({"display": {"theme": "system"}})
         state.config_manager = state.session_manager._config_manager = chosen

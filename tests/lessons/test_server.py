@@ -16,10 +16,11 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
+from starlette.requests import Request
 
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE, Lesson
-from fenchel.lessons.server import Guard, LessonServer, index_page
+from fenchel.lessons.server import Assets, Guard, LessonServer, index_page
 from tests.browser import PHONE, Browser, needs_browser
 
 PORT, TOKEN = 8765, "a-token"
@@ -115,6 +116,55 @@ def test_a_port_in_use_is_said_and_by_default_avoided() -> None:
         server.socket.close()
 
 
+def test_a_lesson_that_cannot_be_built_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("marimo is of another version")
+
+    monkeypatch.setattr("fenchel.lessons.server._builder", fail)
+    server = LessonServer(0)
+    server.socket.close()
+    server._import()
+    scope = {"type": "http", "path": "/lessons/l07_softmax/"}
+    with pytest.raises(RuntimeError, match="another version"):
+        asyncio.run(asyncio.wait_for(server._lesson(scope, None, None), 20))  # type: ignore[arg-type]
+
+
+ENDLESS = """
+import asyncio, threading
+from types import SimpleNamespace
+from fenchel.lessons.server import LessonServer
+
+class Sessions:
+    async def shutdown(self):
+        print("shutting down", flush=True)
+        threading.Event().wait()
+
+async def serve():
+    server._lessons["l07_softmax"] = lesson = asyncio.Future()
+    lesson.set_result(SimpleNamespace(routes=[route]))
+    async with server._lifespan(None):
+        pass
+
+server = LessonServer(0)
+server._import = lambda: None
+state = SimpleNamespace(session_manager=Sessions())
+route = SimpleNamespace(app=SimpleNamespace(state=state))
+asyncio.run(serve())
+"""
+
+
+def test_the_server_ends_while_a_lesson_computes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDLESS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "shutting down\n"), done.stderr
+
+
 def test_the_lessons_are_listed_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["learn", "--list"]) == 0
     printed = capsys.readouterr().out
@@ -172,18 +222,68 @@ def test_without_the_token_there_is_no_page(server: Process) -> None:
     assert error.value.code == 403
 
 
-def test_lessons_share_the_files_of_marimo(server: Process) -> None:
+@pytest.fixture(scope="module")
+def reader(server: Process) -> urllib.request.OpenerDirector:
+    """A client that has the cookie."""
     jar = urllib.request.HTTPCookieProcessor()
-    reader = urllib.request.build_opener(urllib.request.ProxyHandler({}), jar)
-    reader.open(f"{server.address}/?token={server.token}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), jar)
+    opener.open(f"{server.address}/?token={server.token}")
+    return opener
+
+
+ASSETS = re.compile(r"/assets-of-marimo/assets/[\w.-]+")
+
+
+def test_until_a_lesson_is_ready_there_is_its_question(
+    server: Process, reader: urllib.request.OpenerDirector
+) -> None:
+    # The first request of this module for a lesson comes before marimo is imported.
+    answer = reader.open(f"{server.address}/lessons/l07_softmax/")
+    early = answer.read().decode()
+    assert COURSE[6].question in early
+    assert early.endswith('<meta http-equiv="refresh" content="0">'), "it opens the lesson"
+    lesson = reader.open(f"{server.address}/lessons/l07_softmax/").read().decode()
+    assert COURSE[6].question not in lesson
+    assert "marimo" in lesson
+    needed = set(ASSETS.findall(lesson))
+    assert needed
+    for page in (answer, reader.open(server.address)):
+        assert set(ASSETS.findall(page.headers["Link"])) >= needed, "the browser loads them early"
+
+
+def test_lessons_share_the_files_of_marimo(
+    server: Process, reader: urllib.request.OpenerDirector
+) -> None:
     pages = [
         reader.open(f"{server.address}/lessons/{each.name}/").read().decode()
         for each in (COURSE[0], COURSE[6])
     ]
-    first, second = (set(re.findall(r"/assets-of-marimo/assets/[\w.-]+", page)) for page in pages)
+    first, second = (set(ASSETS.findall(page)) for page in pages)
     assert first == second != set()
     headers = reader.open(f"{server.address}{min(first)}").headers
     assert "immutable" in headers["Cache-Control"]
+
+
+def test_only_files_of_the_frontend_are_sent(tmp_path: Path) -> None:
+    folder = tmp_path / "static"
+    (folder / "assets").mkdir(parents=True)
+    (folder / "index.html").write_text('<script src="./assets/a-1.js"> "./assets/missing.js"')
+    (folder / "assets" / "a-1.js").write_text("1")
+    (tmp_path / "secret").touch()
+    assets = Assets(folder)
+    assert assets.links == {"Link": "</assets-of-marimo/assets/a-1.js>; rel=prefetch"}
+
+    def answer(name: str) -> tuple[int, str, str]:
+        scope = {"type": "http", "path_params": {"name": name}}
+        got = asyncio.run(assets.response(Request(scope)))
+        return got.status_code, got.headers["content-type"], got.headers.get("cache-control", "")
+
+    status, kind, kept = answer("assets/a-1.js")
+    assert (status, kind) == (200, "text/javascript; charset=utf-8")
+    assert "immutable" in kept
+    assert "immutable" not in answer("index.html")[2], "its name has no hash"
+    for name in ("../secret", "assets/../../secret", str(tmp_path / "secret"), "assets", ""):
+        assert answer(name)[0] == 404
 
 
 @pytest.fixture(scope="module")
