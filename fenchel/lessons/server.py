@@ -256,7 +256,8 @@ def index_page(solved: set[str]) -> str:
         )
         for number, (title, lessons) in enumerate(PARTS.items(), start=1)
     ]
-    return document(title="fenchel lessons", header=header, sections=sections)
+    footer = "Served by fenchel on this computer: nothing is loaded from elsewhere or sent."
+    return document(title="fenchel lessons", header=header, sections=sections, footer=footer)
 
 
 def waiting_page(each: Lesson) -> str:
@@ -270,7 +271,7 @@ def waiting_page(each: Lesson) -> str:
             element("p", "The lesson opens in a few seconds.", class_="note"),
         ]
     )
-    return document(title=each.title, header=header, sections=[]).partition("</main>")[0]
+    return document(title=each.title, header=header, sections=[]).partition("<nav")[0]
 
 
 def _entry(each: Lesson, solved: bool) -> Html:

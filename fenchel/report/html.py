@@ -258,7 +258,12 @@ class Section:
 
 
 def document(
-    *, title: str, header: Html, sections: Sequence[Section], views: Sequence[str] = ()
+    *,
+    title: str,
+    header: Html,
+    sections: Sequence[Section],
+    views: Sequence[str] = (),
+    footer: str = "Written by fenchel. This page is one file: it loads nothing and sends nothing.",
 ) -> str:
     """The page as text; ``views`` are files with views beside those of viewer.js."""
     style = _asset("page.css")
@@ -273,6 +278,7 @@ def document(
         sections=join((_section(part) for part in sections), "\n"),
         style=style,
         script=script,
+        footer=join([footer]),
         data=data_block({"pictures": pictures}),
     )
 

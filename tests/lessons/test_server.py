@@ -104,6 +104,7 @@ def test_the_list_names_every_lesson_and_what_is_solved() -> None:
     assert all(f'href="/lessons/{each.name}/"' in page for each in COURSE)
     assert "1 of 21 exercises solved." in page
     assert page.count(">solved<") == 1
+    assert "loads nothing and" not in page, "the files of the lessons are loaded with it"
 
 
 def test_a_port_in_use_is_said_and_by_default_avoided() -> None:
