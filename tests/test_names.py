@@ -14,6 +14,7 @@ import fenchel
 PACKAGE, TESTS = Path(fenchel.__file__).parent, Path(__file__).parent
 
 ELSEWHERE = {
+    "attention/entmax_triton": "kernels/test_entmax_attention.py",
     "attention/reference": "attention/test_contract.py",
     "attention/sdpa": "attention/test_contract.py",
     "attention/shapes": "attention/test_attend.py",

@@ -13,6 +13,7 @@ call, the reason why each of them cannot compute it:
     blocked      tile by tile, O(T + S) memory, every map, derivatives in both directions
     sdpa         torch's fused softmax, reverse derivative
     flex         FlexAttention, compiled: softmax under any prior, reverse derivative on a GPU
+    triton       own kernels for entmax on a GPU, sparse in tiles of scores, reverse derivative
     auto         the quickest that serves; plain softmax goes to sdpa with nothing in between
 
 torch's fused kernels have no second derivative, and whether one will be taken (a backward pass with
@@ -96,6 +97,7 @@ def attend(
         "blocked"      tile by tile, O(T + S) memory, every map, first and second derivatives
         "sdpa"         torch's fused softmax, first derivatives in reverse
         "flex"         FlexAttention, compiled: softmax under any prior
+        "triton"       entmax on a GPU, first derivatives in reverse
 
     A second derivative of softmax (create_graph=True) needs "reference" or "blocked".
 
@@ -141,11 +143,12 @@ def attend(
     try:
         out, p = selected_backend.attend(queries, keys, values, spec, dropout)
     except Exception as error:
-        if backend != "auto" or selected_backend.name != "flex" or not failed_to_compile(error):
+        name = selected_backend.name
+        if backend != "auto" or name not in ("flex", "triton") or not failed_to_compile(error):
             raise
         leave_out(selected_backend, facts)
         warn(
-            f"FlexAttention did not compile ({type(error).__name__}); another back end serves "
+            f'back end "{name}" did not compile ({type(error).__name__}); another one serves '
             "calls of this kind from now on.",
             RuntimeWarning,
             stacklevel=2,

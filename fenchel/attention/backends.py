@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fenchel.attention import blocked, flex, reference, sdpa
+from fenchel.attention import blocked, entmax_triton, flex, reference, sdpa
 from fenchel.attention.prior import Combined, Prior
 from fenchel.attention.spec import AttentionSpec
 from fenchel.attention.tiles import tile_height
@@ -53,6 +53,8 @@ class CallFacts:
     E: int
     dropout: float = 0.0
     softcap: bool = False
+    alpha: float | None = None
+    """As ``blocked.exponent`` gives it."""
     beta_is_tensor: bool = False
     return_weights: bool = False
     learns: bool = False
@@ -96,6 +98,7 @@ def describe(
         E=v.shape[3],
         dropout=dropout,
         softcap=spec.softcap is not None,
+        alpha=blocked.exponent(spec.choice),
         beta_is_tensor=isinstance(spec.choice.beta, Tensor),
         return_weights=return_weights,
         learns=learns,
@@ -141,6 +144,33 @@ def _flex(call: CallFacts) -> str | None:
     if min(call.T, call.S) == 0:
         return "FlexAttention needs at least one query and one key"
     return None
+
+
+def _triton(call: CallFacts) -> str | None:
+    kernels = "the Triton kernels"
+    if call.choice not in ("Entmax", "Sparsemax"):
+        return f"{kernels} compute entmax, not {call.choice}"
+    if call.alpha is None:
+        return f"{kernels} take an alpha that is a number from 1.05 to 2"
+    if call.return_weights:
+        return f"{kernels} cannot return the weights"
+    if call.tangent:
+        return f"{kernels} cannot carry tangents"
+    if call.transformed:
+        return f"{kernels} have no rules for torch.func"
+    if call.dropout:
+        return f"{kernels} have no dropout"
+    if call.softcap:
+        return f"{kernels} have no soft-cap"
+    if call.dtype == torch.float64:
+        return f"{kernels} take float16, bfloat16 and float32"
+    if max(call.D, call.E) > entmax_triton.WIDEST:
+        return f"{kernels} take heads of width {entmax_triton.WIDEST} or less"
+    if max(call.T, call.S) > entmax_triton.LONGEST:
+        return f"{kernels} take {entmax_triton.LONGEST} queries and keys at most"
+    if prior := entmax_triton.cannot_take(call.prior):
+        return f"{kernels} have no prior of the kind {prior}"
+    return None if entmax_triton.can_run(call.device) else f"{kernels} need a GPU and Triton"
 
 
 def _only_softmax(call: CallFacts, kernels: str) -> str | None:
@@ -197,6 +227,7 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
         "fused": _Rate(20.0, 0.6),
         "flex": _Rate(320.0, 0.7, 1.2, 10.0),
         "flex with a table": _Rate(2300.0, 0.7, 8.0, 10.0),
+        "triton": _Rate(150.0, 2.0),
     },
     ("cuda", True): {
         "reference": _Rate(400.0, 50.0, 8.0),
@@ -205,6 +236,7 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
         "fused": _Rate(50.0, 2.1),
         "flex": _Rate(1200.0, 2.5, 3.3, 10.0),
         "flex with a table": _Rate(4000.0, 2.5, 300.0, 10.0),
+        "triton": _Rate(400.0, 5.0),
     },
 }
 _ONE_PIECE = 1 << 16
@@ -288,6 +320,18 @@ def _flex_cost(call: CallFacts) -> float:
     return cost
 
 
+def _triton_cost(call: CallFacts) -> float:
+    """The cost of the Triton kernels, infinite for calls too small to compile them."""
+    if call.device != "cuda":  # the interpreter is for tests
+        return math.inf
+    if call.compiling:
+        return 1.0
+    if call.B * call.H * call.T * call.S < _WORTH_COMPILING // 16:
+        return math.inf
+    visited, _ = _visited(call, _FLEX_ROWS)
+    return _cost(call, "triton", visited)
+
+
 def _visited(call: CallFacts, height: int) -> tuple[float, float]:
     """The parts of the square that bands of ``height`` rows visit, and where log u is not 0."""
     prior, T, S = call.prior, call.T, call.S
@@ -328,6 +372,7 @@ BACKENDS = {
         Backend("blocked", _blocked, _without_weights(blocked.attend), _blocked_cost),
         Backend("sdpa", _sdpa, _without_weights(sdpa.attend), _sdpa_cost),
         Backend("flex", _flex, _without_weights(flex.attend), _flex_cost),
+        Backend("triton", _triton, _without_weights(entmax_triton.attend), _triton_cost),
     )
 }
 

@@ -27,8 +27,49 @@ PLAIN = CallFacts(
 )
 
 
-def test_a_plain_call_is_served_by_all() -> None:
-    assert [backend.why_not(PLAIN) for backend in BACKENDS.values()] == [None] * len(BACKENDS)
+SPARSE = replace(PLAIN, choice="Entmax", alpha=1.5)
+
+
+def test_a_plain_call_is_served_by_all_that_compute_its_map() -> None:
+    served = {name for name, backend in BACKENDS.items() if backend.why_not(PLAIN) is None}
+    assert served == {*BACKENDS} - {"triton"}
+    served = {name for name, backend in BACKENDS.items() if backend.why_not(SPARSE) is None}
+    assert served == {"reference", "blocked", "triton"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"choice": "Hard"}, "not Hard"),
+        ({"alpha": None}, "from 1.05 to 2"),
+        ({"return_weights": True}, "weights"),
+        ({"tangent": True}, "tangents"),
+        ({"transformed": True}, "torch.func"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"softcap": True}, "soft-cap"),
+        ({"dtype": torch.float64}, "float16, bfloat16 and float32"),
+        ({"E": 129}, "width 128"),
+        ({"S": 1 << 21}, "1048576 queries and keys"),
+        ({"prior": Causal() + Dense(torch.zeros(4, 7))}, "Dense"),
+        ({"prior": Sink(torch.zeros(6), Causal())}, "Sink"),
+        ({"device": "mps"}, "GPU"),
+        ({"prior": ALiBi(6) + Window(3) + Padding(torch.tensor([7, 1]))}, None),
+    ],
+    ids=str,
+)
+def test_the_triton_kernels_refuse_by_name(change: dict, reason: str | None) -> None:
+    found = BACKENDS["triton"].why_not(replace(SPARSE, **change))
+    assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_auto_takes_the_triton_kernels_for_long_entmax_on_a_gpu(gradient: bool) -> None:
+    long = replace(SPARSE, B=4, H=16, T=8192, S=8192, D=64, E=64, gradient=gradient)
+    for change in ({}, {"prior": Causal()}, {"choice": "Sparsemax", "alpha": 2.0}):
+        assert cheapest(replace(long, **change)).name == "triton"
+    assert cheapest(replace(long, compiling=True)).name == "triton"
+    for change in ({"T": 1, "B": 1}, {"device": "cpu", "dtype": torch.float32}, {"tangent": True}):
+        assert cheapest(replace(long, **change)).name != "triton"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +95,7 @@ def test_each_fact_refuses_those_it_should(change: dict, refused: dict[str, str]
         reason = backend.why_not(call)
         if name in refused:
             assert refused[name] in (reason or "")
-        else:
+        elif name != "triton":  # which computes no softmax, and has its own test
             assert reason is None
 
 

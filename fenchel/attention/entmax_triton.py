@@ -1,0 +1,218 @@
+"""Entmax and sparsemax attention by the Triton kernels of fenchel/kernels/entmax_attention.py.
+
+They take priors that are a band of keys around the position of the query, a range of keys per
+sequence, and a bias -slope |i - j|: any sum of ``Causal``, ``Window``, ``Padding`` and ``ALiBi``,
+which ``as_band`` reduces to one ``Band``. beta and the scale are one factor of the scores; a beta
+that is a tensor multiplies the queries, and learns there.
+
+Reverse derivative only: a second one raises. Tangents and transforms of torch.func are refused by
+name. Under torch.compile the kernels are two operations that it does not trace.
+"""
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fenchel.attention.bias import ALiBi, slope
+from fenchel.attention.blocked import exponent
+from fenchel.attention.mask import Causal, Padding, Window
+from fenchel.attention.prior import Prior, PriorSum
+from fenchel.attention.spec import AttentionSpec
+
+WIDEST = 128
+LONGEST = 1 << 20
+"""Queries or keys: numbers of tiles are stored in 16 bits."""
+_FAR = 1 << 30
+"""Keys on an open side of a window."""
+
+
+def cannot_take(prior: Prior | None) -> str | None:
+    """The first part of a prior that is no band; None where the kernels apply it."""
+    for part in _parts(prior):
+        if type(part) not in (Causal, Window, Padding, ALiBi):
+            return type(part).__name__
+    return None
+
+
+def can_run(device: str) -> bool:
+    """Whether kernels run there: on a GPU, or in Triton's interpreter, which tests use."""
+    if device == "cuda":
+        return find_spec("triton") is not None
+    return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
+    """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
+    assert not dropout
+    alpha = exponent(spec.choice)
+    assert alpha is not None
+    factor, beta = spec.scale_for(q.shape[-1]), spec.choice.beta
+    if isinstance(beta, Tensor):
+        q = q * beta.to(q.dtype)
+    else:
+        factor *= beta
+    if factor < 0.0:
+        q, factor = -q, -factor
+    left, right, ranges, slopes = as_band(spec.prior, k.shape[2], q.device)
+    call = (q, k, v, ranges, slopes, alpha, factor, left, right)
+    traced = torch.compiler.is_compiling()
+    out: Tensor = _entmax_attention(*call)[0] if traced else _Attend.apply(*call)[0]  # type: ignore[no-untyped-call]
+    return out
+
+
+def as_band(
+    prior: Prior | None, S: int, device: torch.device
+) -> tuple[int, int, Tensor | None, Tensor | None]:
+    """(left, right, ranges, slopes) of a ``Band``, for a prior that the kernels take."""
+    left = right = _FAR
+    ranges: Tensor | None = None
+    slopes: Tensor | None = None
+    for part in _parts(prior):
+        if isinstance(part, Causal):
+            right = min(right, -1 if part.strict else 0)
+        elif isinstance(part, Window):
+            left = left if part.left is None else min(left, part.left)
+            right = right if part.right is None else min(right, part.right)
+        elif isinstance(part, Padding):
+            real = part.lengths.to(device).clamp(0, S)
+            ends = (torch.zeros_like(real), real)
+            if part.side == "left":
+                ends = (S - real, torch.full_like(real, S))
+            own = torch.stack(ends, 1).int()
+            if ranges is not None:
+                own = torch.stack(
+                    (own[:, 0].maximum(ranges[:, 0]), own[:, 1].minimum(ranges[:, 1])), 1
+                )
+            ranges = own.contiguous()
+        elif isinstance(part, ALiBi):
+            own = slope(torch.arange(part.heads, device=device), part.heads).float()
+            slopes = own if slopes is None else slopes + own
+    return left, right, ranges, slopes
+
+
+def _parts(prior: Prior | None) -> tuple[Prior, ...]:
+    if prior is None:
+        return ()
+    return prior.parts if isinstance(prior, PriorSum) else (prior,)
+
+
+_NUMBERS = (None,) * 6
+"""The gradients of the arguments behind q, k and v."""
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, ranges, slopes, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, ranges, slopes, *output[1:])
+
+
+def _saved(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    """The arguments of ``_backward``."""
+    q, k, v, ranges, slopes, *saved = ctx.saved_tensors
+    return g, q, k, v, ranges, slopes, *ctx.numbers, *saved
+
+
+class _Attend(torch.autograd.Function):
+    """(o, C, tau, tiles, counts, hits) of the kernels."""
+
+    @staticmethod
+    def forward(*call: Any) -> Any:
+        return _forward(*call)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> Any:
+        return *_Reverse.apply(*_saved(ctx, g)), *_NUMBERS  # type: ignore[no-untyped-call]
+
+
+class _Reverse(torch.autograd.Function):
+    """The gradients of <g, o> in q, k and v."""
+
+    @staticmethod
+    def forward(*call: Any) -> Any:
+        return _backward(*call)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing is saved: there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:  # noqa: ARG004
+        raise RuntimeError(
+            "the second derivative of entmax attention is not implemented in the Triton kernels; "
+            'attend(..., backend="blocked") has it.'
+        )
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    slopes: Tensor | None,
+    alpha: float,
+    factor: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from fenchel.kernels.entmax_attention import Band, attend_entmax
+
+    out, saved = attend_entmax(q, k, v, alpha, factor, Band(left, right, ranges, slopes))
+    return out, *saved
+
+
+def _backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    slopes: Tensor | None,
+    alpha: float,
+    factor: float,
+    left: int,
+    right: int,
+    C: Tensor,
+    tau: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    hits: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from fenchel.kernels.entmax_attention import Band, Saved, attend_entmax_backward
+
+    saved = Saved(C, tau, tiles, counts, hits)
+    band = Band(left, right, ranges, slopes)
+    return attend_entmax_backward(g, q, k, v, saved, alpha, factor, band)
+
+
+_entmax_attention = torch.library.custom_op("fenchel::entmax_attention", _forward, mutates_args=())
+_entmax_attention_backward = torch.library.custom_op(
+    "fenchel::entmax_attention_backward", _backward, mutates_args=()
+)
+
+
+@_entmax_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+    del k
+    from fenchel.kernels.entmax_attention import allocate
+
+    return allocate(q, v)
+
+
+@_entmax_attention_backward.register_fake
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+    del g
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _traced_backward(ctx: Any, g: Tensor, *_: Any) -> Any:
+    return *_entmax_attention_backward(*_saved(ctx, g)), *_NUMBERS
+
+
+_entmax_attention.register_autograd(_traced_backward, setup_context=_save)

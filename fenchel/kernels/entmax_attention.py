@@ -1,0 +1,1470 @@
+"""Entmax attention, forward and reverse, in memory O(T + S): sparse in tiles of scores.
+
+With x = scale beta q k^T + log u, rate = alpha - 1 in (0, 1] and r = 1 / rate, for every query
+
+    y_j = rate x_j,    u_j = (y_j - tau)_+ ,    p_j = u_j^r ,   sum_j p_j = 1,    o = sum_j p_j v_j
+    s_j = u_j^(r - 1) = p_j^(2 - alpha),        C = sum_j s_j v_j / sum_j s_j
+
+    gp = g v^T,        gx = s (gp - <g, C>)
+    gq = scale beta gx k,       gk = scale beta gx^T q,       gv = p^T g
+
+**tau.** N(t) = (sum_j (y_j - t)_+^r)^(1/r) is a norm, convex and decreasing in t, and N(tau) = 1.
+Newton's method on it,
+
+    t <- t + (f - f^(2 - alpha)) / g,      f = sum_j u_j^r,   g = sum_j u_j^(r - 1)   at t,
+
+never exceeds tau from a start below it, and from a start above it lands below it in one step. So
+every t but the first is a lower bound of tau, and so is max y - 1. A tile of scores whose entries
+are all <= such a bound has no weight, for certain: it is never visited again.
+
+**Passes.** One program per block of BM queries of one head:
+
+    A    all tiles: max, sum and sum of squares of y; tiles with an entry above running max - 1 are
+         kept
+    B    kept tiles: f, g at t, Newton's step; those with u > 0 are kept. Until it has converged
+    C    kept tiles: sum p v, sum s v, f, g; one more Newton step d, applied to the sums:
+         o = (sum p v - r d sum s v) / (f - r d g), so that the weights sum to 1 exactly
+
+A and B are one kernel (``_thresholds``), C is ``_outputs``: B needs few registers, so that two of
+its programs share a multiprocessor. B begins at the tau of a normal distribution with the mean, the
+variance and the number of the y of the row (``gaussian_start``), which is close for the
+near-uniform rows that need most steps from max - 1; elsewhere it is a start like any other. The
+list of kept tiles never leaves the device. The gradients of q are summed over the list of a block
+of queries, those of k and v over the transposed list of a block of keys, the heads of a group one
+after another. No atomic operations: bits repeat.
+
+**Cost** in products of T x S x D, with a, b, s the parts of tiles kept after A, while in B, and in
+the end: forward 1 + a + b + ... + 3 s, backward 7 s. Per score A has 3 instructions, B 4
+(alpha = 1.5).
+
+**Masks.** Position i = t + S - T of query t sees keys from i - left to i + right that lie in
+[start, end) of its sequence. Tiles that no mask cuts are visited without one: in every list the
+tiles that a mask cuts come first, then the others. A bias is -slope |i - j|, a slope per head.
+
+**Precision.** Products in the dtype of q with sums in float32 (float32: ``ieee``), the rest in
+float32. In C a row is scaled to max u = 1, so that weights of long near-uniform rows are no
+subnormal numbers of float16. A row with no open key has tau = inf, o = 0 and no gradient. A row
+with a score that is not finite has tau = nan and o = nan.
+
+Memory beside the outputs: tau, max y and <g, C> per query; C, as large as o; 3 bytes per tile.
+
+Shapes: q (B, H, T, D), k (B, G, S, D), v (B, G, S, E), o and C (B, H, T, E), tau (B, H, T).
+"""
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FLOOR = tl.constexpr(-1e30)
+"""Initial maximum of a row: -inf - -inf is nan."""
+WORD = tl.constexpr(32)
+"""Tiles whose flags fit into one integer per row."""
+STEPS = 30
+"""Newton steps at most; 1 to 4 from ``gaussian_start`` for most rows."""
+DEGREE = 10
+"""Of the polynomial of ``gaussian_start``: z is right within .01."""
+LENGTHS = ("T", "S", "left", "right")
+"""Arguments for whose values no kernel is compiled anew."""
+_KINDS = {1.5: 0, 2.0: 1}
+"""alpha with formulas of its own; 2 for all others, by exp2 and log2."""
+
+
+class Band(NamedTuple):
+    """What a query may attend to, and the bias of its scores."""
+
+    left: int
+    """Keys before the position of the query."""
+    right: int
+    """Keys after it; -1 leaves the position itself out."""
+    ranges: Tensor | None = None
+    """(B, 2) of int32: the first key of every sequence and the one after its last; None for all."""
+    slopes: Tensor | None = None
+    """(H,) in float32: log u = -slope |i - j|."""
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs beside q, k, v."""
+
+    C: Tensor
+    tau: Tensor
+    tiles: Tensor
+    """(B, H, query blocks, key blocks) of int16: the kept tiles of a block of queries, in front."""
+    counts: Tensor
+    """(B, H, query blocks, 2) of int32: how many of them a mask cuts, and how many there are."""
+    hits: Tensor
+    """(B, H, query blocks, key blocks) of int8: whether a tile is kept."""
+
+
+class Launch(NamedTuple):
+    """How one kernel is compiled."""
+
+    warps: int
+    stages: int
+    registers: int | None = None
+    """At most so many per thread, so that more programs share a multiprocessor; None for any."""
+
+    def options(self) -> dict[str, int]:
+        """The arguments of a launch."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
+
+
+class Tiling(NamedTuple):
+    """The tiles of scores, and how the four kernels are compiled."""
+
+    BM: int
+    """Queries of a tile."""
+    BN: int
+    """Keys of a tile."""
+    rows: int
+    """Queries that ``_key_gradients`` takes at a time, a part of BM."""
+    thresholds: Launch
+    outputs: Launch
+    queries: Launch
+    keys: Launch
+
+
+def tiling(width: int, dtype: torch.dtype) -> Tiling:
+    """The tiles for heads that are ``width`` wide, a power of two."""
+    if dtype == torch.float32:
+        return Tiling(32, 32, 32, Launch(4, 1), Launch(4, 1), Launch(4, 1), Launch(4, 1))
+    if width <= 64:
+        return Tiling(128, 64, 64, Launch(8, 3), Launch(8, 3), Launch(8, 3), Launch(4, 2))
+    return Tiling(128, 64, 32, Launch(8, 3), Launch(8, 2), Launch(8, 2), Launch(4, 2))
+
+
+@lru_cache(maxsize=64)
+def gaussian_start(alpha: float) -> tuple[float, ...]:
+    """(centre, half width, coefficients): z in [-3, 5] with h(z) = w as a polynomial in log w.
+
+    For n scores with mean mu and standard deviation sigma of a normal distribution,
+    n E (y - t)_+^r = 1 at t = mu + sigma z with h(z) = E (x - z)_+^r = 1 / (n sigma^r).
+    """
+    r = 1.0 / (alpha - 1.0)
+    z = np.linspace(-3.0, 5.0, 161)
+    points, weights = np.polynomial.legendre.leggauss(200)
+    half = 0.5 * (12.0 - z[:, None])  # x beyond 12 has no mass
+    u = half * (points + 1.0)
+    h = (half * weights * u**r * np.exp(-0.5 * (u + z[:, None]) ** 2)).sum(1)
+    log_h = np.log(h / math.sqrt(2.0 * math.pi))
+    low, high = float(log_h.min()), float(log_h.max())
+    centre, reach = (low + high) / 2.0, (high - low) / 2.0
+    fit = np.polynomial.chebyshev.chebfit((log_h - centre) / reach, z, DEGREE)
+    return centre, reach, *map(float, np.polynomial.chebyshev.cheb2poly(fit))
+
+
+def attend_entmax(
+    q: Tensor, k: Tensor, v: Tensor, alpha: float, factor: float, band: Band
+) -> tuple[Tensor, Saved]:
+    """The outputs, and what the backward pass needs; ``factor`` is scale times beta, 0 or more."""
+    B, H = q.shape[:2]
+    q, k, v = map(_unit_stride, (q, k, v))
+    out, *rest = allocate(q, v)
+    saved = Saved(*rest)
+    C, tau, kept, counts, hits = saved
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), saved
+    tiles, rows, top = _tiling(q, v), hits.shape[2], torch.empty_like(tau)
+    shared = _shared(q, k, v, alpha, factor, band, tiles)
+    grid = (B * H * rows,)
+    _thresholds[grid](
+        q,
+        k,
+        tau,
+        top,
+        kept,
+        counts,
+        hits,
+        band.ranges,
+        band.slopes,
+        *gaussian_start(alpha),
+        **shared,
+        STEPS=STEPS,
+        TOLERANCE=3e-4 if q.dtype == torch.float32 else 4e-3,
+        **tiles.thresholds.options(),
+    )
+    _outputs[grid](
+        q,
+        k,
+        v,
+        out,
+        C,
+        tau,
+        top,
+        kept,
+        counts,
+        band.ranges,
+        band.slopes,
+        **shared,
+        **_values(v),
+        **tiles.outputs.options(),
+    )
+    return out, saved
+
+
+def allocate(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Memory for the outputs and for ``Saved``; no tile is kept yet."""
+    (B, H, T, _), (S, E) = q.shape, v.shape[2:]
+    tiles = _tiling(q, v)
+    rows, columns = triton.cdiv(T, tiles.BM), triton.cdiv(S, tiles.BN)
+    return (
+        q.new_empty(B, H, T, E),
+        q.new_empty(B, H, T, E),
+        q.new_empty(B, H, T, dtype=torch.float32),
+        q.new_empty(B, H, rows, columns, dtype=torch.int16),
+        q.new_empty(B, H, rows, 2, dtype=torch.int32),
+        q.new_zeros(B, H, rows, columns, dtype=torch.int8),
+    )
+
+
+def attend_entmax_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Saved,
+    alpha: float,
+    factor: float,
+    band: Band,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of <g, o> in q, k and v."""
+    (B, H, T, _), (_, G, S, _) = q.shape, k.shape
+    gq, gk, gv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if T == 0 or S == 0 or B * H == 0:
+        return gq.zero_(), gk.zero_(), gv.zero_()
+    g, q, k, v = map(_unit_stride, (g, q, k, v))
+    tiles = _tiling(q, v)
+    rows, columns = saved.hits.shape[2:]
+    shared = _shared(q, k, v, alpha, factor, band, tiles)
+    delta = torch.empty_like(saved.tau)
+    _query_gradients[(B * H * rows,)](
+        q,
+        k,
+        v,
+        g,
+        saved.C,
+        saved.tau,
+        delta,
+        gq,
+        saved.tiles,
+        saved.counts,
+        band.ranges,
+        band.slopes,
+        *g.stride()[:3],
+        **shared,
+        **_values(v),
+        **tiles.queries.options(),
+    )
+    blocks = torch.empty(B * G * columns, rows, dtype=torch.int16, device=q.device)
+    _key_gradients[(B * G * columns,)](
+        q,
+        k,
+        v,
+        g,
+        saved.tau,
+        delta,
+        gk,
+        gv,
+        saved.hits,
+        blocks,
+        band.ranges,
+        band.slopes,
+        *g.stride()[:3],
+        **shared,
+        **_values(v),
+        CHUNK=max(16, min(128, triton.next_power_of_2(rows))),
+        SUB=tiles.rows,
+        **tiles.keys.options(),
+    )
+    return gq, gk, gv
+
+
+def _shared(
+    q: Tensor, k: Tensor, v: Tensor, alpha: float, factor: float, band: Band, tiles: Tiling
+) -> dict[str, Any]:
+    """The arguments that all kernels take, those of the values apart."""
+    (_, H, T, D), (_, G, S, _) = q.shape, k.shape
+    rate = alpha - 1.0
+    return {
+        "H": H,
+        "group": H // G,
+        "T": T,
+        "S": S,
+        "D": D,
+        "left": min(band.left, T + S),
+        "right": min(band.right, T + S),
+        **dict(zip(("q_b", "q_h", "q_t"), q.stride(), strict=False)),
+        **dict(zip(("k_b", "k_h", "k_s"), k.stride(), strict=False)),
+        "factor": factor,
+        "rate": rate,
+        "KIND": _KINDS.get(alpha, 2),
+        "BM": tiles.BM,
+        "BN": tiles.BN,
+        "BD": _width(D),
+        "EVEN": _width(D) == D and _width(v.shape[3]) == v.shape[3],
+        "UPCAST": q.device.type == "cpu",  # the interpreter's products of bfloat16 are wrong
+    }
+
+
+def _values(v: Tensor) -> dict[str, int]:
+    """The arguments of the kernels that read values."""
+    E = v.shape[3]
+    strides = zip(("v_b", "v_h", "v_s"), v.stride(), strict=False)
+    return {"E": E, "BE": _width(E), **dict(strides)}
+
+
+def _tiling(q: Tensor, v: Tensor) -> Tiling:
+    return tiling(_width(max(q.shape[-1], v.shape[-1])), q.dtype)
+
+
+def _width(D: int) -> int:
+    width: int = triton.next_power_of_2(D)
+    return max(16, width)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """x, copied unless the entries of a head are adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def _either(a, b):  # type: ignore[no-untyped-def]
+    return a | b
+
+
+@triton.jit
+def _key_range(ranges_ptr, b, S):  # type: ignore[no-untyped-def]
+    start = 0
+    end = S
+    if ranges_ptr is not None:
+        start = tl.maximum(tl.load(ranges_ptr + 2 * b), 0)
+        end = tl.minimum(tl.load(ranges_ptr + 2 * b + 1), S)
+    return start, end
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _uncut(block, start, end, T, S, left, right, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(low, high) of the tiles that no mask cuts; ``block`` may be a vector."""
+    first = block * BM + S - T
+    last = tl.minimum(block * BM + BM, T) - 1 + S - T
+    low = (tl.maximum(start, last - left) + BN - 1) // BN
+    high = tl.maximum(tl.minimum(end, first + right + 1), 0) // BN
+    return low, high
+
+
+@triton.jit
+def _open(i, j, start, end, left, right):  # type: ignore[no-untyped-def]
+    """Whether positions i see keys j; both broadcast."""
+    return (j >= start) & (j < end) & (j >= i - left) & (j <= i + right)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _operand(x, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_rows(  # type: ignore[no-untyped-def]
+    x_ptr,
+    first,
+    stride,
+    count,
+    D,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Rows ``first`` to first + BM of a head; 0 beyond ``count`` rows and D columns."""
+    i, d = first + tl.arange(0, BM), tl.arange(0, BD)
+    x_ptr += first.to(tl.int64) * stride
+    at = tl.arange(0, BM)[:, None] * stride + d[None, :]
+    if CUT or not EVEN:
+        x = tl.load(x_ptr + at, mask=(i[:, None] < count) & (d[None, :] < D), other=0.0)
+    else:
+        x = tl.load(x_ptr + at)
+    return _operand(x, UPCAST)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_keys(  # type: ignore[no-untyped-def]
+    x_ptr,
+    tile,
+    stride,
+    S,
+    D,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Tile ``tile`` of the keys or values of a head, (BN, BD) or transposed."""
+    j, d = tl.arange(0, BN), tl.arange(0, BD)
+    x_ptr += tile.to(tl.int64) * BN * stride
+    if TRANSPOSED:
+        at = j[None, :] * stride + d[:, None]
+        mask = (j[None, :] < S - tile * BN) & (d[:, None] < D)
+    else:
+        at = j[:, None] * stride + d[None, :]
+        mask = (j[:, None] < S - tile * BN) & (d[None, :] < D)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0) if CUT or not EVEN else tl.load(x_ptr + at)
+    return _operand(x, UPCAST)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(u, power, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(p, s) = (u^r, u^(r - 1)) for u >= 0, with power = r - 1."""
+    if KIND == 0:
+        s = u
+    elif KIND == 1:
+        s = tl.where(u > 0.0, 1.0, 0.0)
+    else:
+        s = tl.exp2(power * tl.log2(u))
+    return s * u, s
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _root(f, rate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """f^(2 - alpha)."""
+    if KIND == 0:
+        x = tl.sqrt(f)
+    elif KIND == 1:
+        x = f * 0.0 + 1.0
+    else:
+        x = tl.exp2((1.0 - rate) * tl.log2(f))
+    return x
+
+
+@triton.jit
+def _keep(tiles_ptr, tiles, there, count):  # type: ignore[no-untyped-def]
+    """Append the tiles that are ``there`` to the list and return its new length."""
+    here = there.to(tl.int32)
+    tl.store(tiles_ptr + count + tl.cumsum(here, 0) - here, tiles.to(tl.int16), mask=there)
+    return count + tl.sum(here, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scan(  # type: ignore[no-untyped-def]
+    q,
+    k_ptr,
+    tiles_ptr,
+    kept,
+    top,
+    total,
+    squares,
+    amount,
+    split,
+    lower,
+    upper,
+    i,
+    start,
+    end,
+    left,
+    right,
+    slope,
+    k_s,
+    S,
+    D,
+    c,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BIASED: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Pass A over ``amount`` tiles: upward from ``upper`` and, from the split on, from ``lower``;
+    downward from ``upper`` where no mask cuts them.
+    """
+    lane = tl.arange(0, WORD)
+    for word in range(0, amount, WORD):
+        flags = tl.zeros_like(top).to(tl.int32)
+        stop = tl.minimum(word + WORD, amount)
+        for e in range(word, stop):
+            tile = tl.where(e < split, upper + e, lower + e - split) if CUT else upper - 1 - e
+            k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
+            y = tl.dot(q, k, input_precision="ieee")
+            j = tile * BN + tl.arange(0, BN)
+            if BIASED:
+                y = y * c - slope * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
+            if CUT:
+                seen = _open(i[:, None], j[None, :], start, end, left, right)
+                largest = tl.max(tl.where(seen, y, -float("inf")), 1)
+                y = tl.where(seen, y, 0.0)
+            else:
+                largest = tl.max(y, 1)
+            if not BIASED:  # c >= 0: the factor is applied to the largest and to the sums
+                largest = tl.where(largest == -float("inf"), largest, largest * c)
+            total += tl.sum(y, 1)
+            squares += tl.sum(y * y, 1)
+            top = tl.maximum(top, largest)
+            flags |= (largest > top - 1.0).to(tl.int32) << (e - word)
+        flag = tl.reduce(flags, 0, _either)
+        e = word + lane
+        tiles = tl.where(e < split, upper + e, lower + e - split) if CUT else upper - 1 - e
+        kept = _keep(tiles_ptr, tiles, (e < stop) & ((flag >> lane) & 1 == 1), kept)
+    return kept, top, total, squares
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _evaluate(  # type: ignore[no-untyped-def]
+    q,
+    k_ptr,
+    tiles_ptr,
+    kept,
+    f,
+    g,
+    t,
+    first,
+    last,
+    certain,
+    i,
+    start,
+    end,
+    left,
+    right,
+    slope,
+    k_s,
+    S,
+    D,
+    c,
+    power,
+    KIND: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BIASED: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Pass B over entries ``first`` to ``last`` of the list, which it shortens if t is certain."""
+    lane = tl.arange(0, WORD)
+    for word in range(first, last, WORD):
+        flags = tl.zeros_like(t).to(tl.int32)
+        stop = tl.minimum(word + WORD, last)
+        for e in range(word, stop):
+            tile = tl.load(tiles_ptr + e).to(tl.int32)
+            k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
+            u = tl.dot(q, k, input_precision="ieee") * c - t[:, None]
+            j = tile * BN + tl.arange(0, BN)
+            if BIASED:
+                u -= slope * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
+            if CUT:
+                u = tl.where(_open(i[:, None], j[None, :], start, end, left, right), u, 0.0)
+            p, s = _weights(tl.maximum(u, 0.0), power, KIND)
+            part = tl.sum(s, 1)
+            f += tl.sum(p, 1)
+            g += part
+            flags |= (part > 0.0).to(tl.int32) << (e - word)
+        flag = tl.reduce(flags, 0, _either)
+        flag = tl.where(certain, flag, -1)
+        e = word + lane
+        tiles = tl.load(tiles_ptr + e, mask=e < stop, other=0)
+        tl.debug_barrier()  # every thread has read the entries that are about to be overwritten
+        kept = _keep(tiles_ptr, tiles, (e < stop) & ((flag >> lane) & 1 == 1), kept)
+    return kept, f, g
+
+
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
+def _thresholds(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    tau_ptr,
+    top_ptr,
+    tiles_ptr,
+    counts_ptr,
+    hits_ptr,
+    ranges_ptr,
+    slopes_ptr,
+    centre,
+    half,
+    z0,
+    z1,
+    z2,
+    z3,
+    z4,
+    z5,
+    z6,
+    z7,
+    z8,
+    z9,
+    z10,
+    H,
+    group,
+    T,
+    S,
+    D,
+    left,
+    right,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_s,
+    factor,
+    rate,
+    KIND: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+    STEPS: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+):
+    rows = tl.cdiv(T, BM)
+    columns = tl.cdiv(S, BN)
+    head = (tl.program_id(0) // rows).to(tl.int64)
+    block = rows - 1 - tl.program_id(0) % rows  # under a causal mask the longest first
+    b, h = head // H, head % H
+    q_ptr += b * q_b + h * q_h
+    k_ptr += b * k_b + (h // group) * k_h
+    tiles_ptr += (head * rows + block) * columns
+    start, end = _key_range(ranges_ptr, b, S)
+    c = factor * rate
+    power = 1.0 / rate - 1.0
+    slope = 0.0
+    BIASED: tl.constexpr = slopes_ptr is not None
+    if BIASED:
+        slope = rate * tl.load(slopes_ptr + h)
+    row = block * BM + tl.arange(0, BM)
+    i = row + S - T
+    q = _load_rows(q_ptr, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+
+    # Tiles [first, low) and [high, last) are cut by a mask, those in [low, high) are not.
+    first = tl.maximum(start, block * BM + S - T - left) // BN
+    last = tl.minimum(end, tl.minimum(block * BM + BM, T) + S - T + right)
+    last = tl.maximum((tl.maximum(last, 0) + BN - 1) // BN, first)
+    low, high = _uncut(block, start, end, T, S, left, right, BM, BN)
+    low = tl.minimum(tl.maximum(low, first), last)
+    high = tl.minimum(tl.maximum(high, low), last)
+
+    top = tl.where(row < T, FLOOR, -FLOOR)  # rows beyond the last query keep no tile
+    total = tl.zeros((BM,), tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    cut = 0
+    cut, top, total, squares = _scan(
+        q,
+        k_ptr,
+        tiles_ptr,
+        cut,
+        top,
+        total,
+        squares,
+        last - high + low - first,
+        last - high,
+        first,
+        high,
+        i,
+        start,
+        end,
+        left,
+        right,
+        slope,
+        k_s,
+        S,
+        D,
+        c,
+        BN,
+        BD,
+        BIASED,
+        True,
+        EVEN,
+        UPCAST,
+    )
+    kept = cut
+    kept, top, total, squares = _scan(
+        q,
+        k_ptr,
+        tiles_ptr,
+        kept,
+        top,
+        total,
+        squares,
+        high - low,
+        0,
+        low,
+        high,
+        i,
+        start,
+        end,
+        left,
+        right,
+        slope,
+        k_s,
+        S,
+        D,
+        c,
+        BN,
+        BD,
+        BIASED,
+        False,
+        EVEN,
+        UPCAST,
+    )
+
+    reached = (top > 0.5 * FLOOR) & (top < -0.5 * FLOOR)
+    broken = (row < T) & ((top >= -0.5 * FLOOR) | (total != total))
+    n = tl.minimum(end, i + right + 1) - tl.maximum(start, i - left)
+    n = tl.maximum(n, 1).to(tl.float32)
+    if not BIASED:
+        total *= c
+        squares *= c * c
+    mean = total / n
+    sigma = tl.sqrt(tl.maximum(squares / n - mean * mean, 1e-12))
+    x = (-tl.log(n) - tl.log(sigma) / rate - centre) / half
+    x = tl.minimum(tl.maximum(x, -1.0), 1.0)
+    z = z6 + x * (z7 + x * (z8 + x * (z9 + x * z10)))
+    z = z0 + x * (z1 + x * (z2 + x * (z3 + x * (z4 + x * (z5 + x * z)))))
+    # tau lies in [top - 1, top - n^(1 - alpha)].
+    t = tl.minimum(mean + sigma * z, top - tl.exp2(-rate * tl.log2(n)))
+    t = tl.where(reached, tl.maximum(t, top - 1.0), float("inf"))
+
+    step = 0
+    moving = 1
+    while (step < STEPS) & (moving > 0):
+        tl.debug_barrier()  # the list was written by other threads
+        f = tl.zeros((BM,), tl.float32)
+        g = tl.zeros((BM,), tl.float32)
+        nothing = tl.full((), 0, tl.int32)  # not a constant, which a loop could not change
+        still, f, g = _evaluate(
+            q,
+            k_ptr,
+            tiles_ptr,
+            nothing,
+            f,
+            g,
+            t,
+            0,
+            cut,
+            step > 0,
+            i,
+            start,
+            end,
+            left,
+            right,
+            slope,
+            k_s,
+            S,
+            D,
+            c,
+            power,
+            KIND,
+            BN,
+            BD,
+            BIASED,
+            True,
+            EVEN,
+            UPCAST,
+        )
+        all_still, f, g = _evaluate(
+            q,
+            k_ptr,
+            tiles_ptr,
+            still,
+            f,
+            g,
+            t,
+            cut,
+            kept,
+            step > 0,
+            i,
+            start,
+            end,
+            left,
+            right,
+            slope,
+            k_s,
+            S,
+            D,
+            c,
+            power,
+            KIND,
+            BN,
+            BD,
+            BIASED,
+            False,
+            EVEN,
+            UPCAST,
+        )
+        cut = still
+        kept = all_still
+        d = tl.where(g > 0.0, (f - _root(f, rate, KIND)) / g, -1.0)
+        after = tl.maximum(t + d, top - 1.0)
+        near = tl.abs(after - t) <= TOLERANCE * (top - after) + 2.4e-7 * tl.abs(after)
+        moving = tl.max(tl.where(reached & (near == 0), 1, 0), 0)
+        t = tl.where(reached, after, t)
+        step += 1
+    tl.debug_barrier()
+
+    t = tl.where(broken, float("nan"), t)
+    tl.store(tau_ptr + head * T + row, t, mask=row < T)
+    tl.store(top_ptr + head * T + row, top, mask=row < T)
+    counts_ptr += (head * rows + block) * 2
+    tl.store(counts_ptr, cut)
+    tl.store(counts_ptr + 1, kept)
+    hits_ptr += (head * rows + block) * columns
+    for e in range(0, kept, BM):
+        at = e + tl.arange(0, BM)
+        tiles = tl.load(tiles_ptr + at, mask=at < kept, other=0).to(tl.int32)
+        tl.store(hits_ptr + tiles, tl.full((BM,), 1, tl.int8), mask=at < kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mix(  # type: ignore[no-untyped-def]
+    q,
+    k_ptr,
+    v_ptr,
+    tiles_ptr,
+    first,
+    last,
+    pv,
+    sv,
+    f,
+    g,
+    a,
+    t,
+    slope,
+    i,
+    start,
+    end,
+    left,
+    right,
+    k_s,
+    v_s,
+    S,
+    D,
+    E,
+    power,
+    KIND: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BIASED: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Pass C over entries ``first`` to ``last`` of the list: u = a q k^T - slope |i - j| - t."""
+    for e in range(first, last):
+        tile = tl.load(tiles_ptr + e).to(tl.int32)
+        k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
+        u = tl.dot(q, k, input_precision="ieee") * a[:, None] - t[:, None]
+        j = tile * BN + tl.arange(0, BN)
+        if BIASED:
+            u -= slope[:, None] * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
+        if CUT:
+            u = tl.where(_open(i[:, None], j[None, :], start, end, left, right), u, 0.0)
+        p, s = _weights(tl.maximum(u, 0.0), power, KIND)
+        f += tl.sum(p, 1)
+        g += tl.sum(s, 1)
+        v = _load_keys(v_ptr, tile, v_s, S, E, BN, BE, False, CUT, EVEN, False)
+        p, s = _operand(p.to(v.dtype), UPCAST), _operand(s.to(v.dtype), UPCAST)
+        v = _operand(v, UPCAST)
+        pv = tl.dot(p, v, pv, input_precision="ieee")
+        sv = tl.dot(s, v, sv, input_precision="ieee")
+    return pv, sv, f, g
+
+
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
+def _outputs(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    C_ptr,
+    tau_ptr,
+    top_ptr,
+    tiles_ptr,
+    counts_ptr,
+    ranges_ptr,
+    slopes_ptr,
+    H,
+    group,
+    T,
+    S,
+    D,
+    E,
+    left,
+    right,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    factor,
+    rate,
+    KIND: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    rows = tl.cdiv(T, BM)
+    columns = tl.cdiv(S, BN)
+    head = (tl.program_id(0) // rows).to(tl.int64)
+    block = rows - 1 - tl.program_id(0) % rows
+    b, h = head // H, head % H
+    k_ptr += b * k_b + (h // group) * k_h
+    v_ptr += b * v_b + (h // group) * v_h
+    tiles_ptr += (head * rows + block) * columns
+    start, end = _key_range(ranges_ptr, b, S)
+    BIASED: tl.constexpr = slopes_ptr is not None
+    row = block * BM + tl.arange(0, BM)
+    i = row + S - T
+    q = _load_rows(q_ptr + b * q_b + h * q_h, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+    tau = tl.load(tau_ptr + head * T + row, mask=row < T, other=float("inf"))
+    top = tl.load(top_ptr + head * T + row, mask=row < T, other=0.0)
+    # Scaled so that the largest u of a row is 1; a row without keys has u = -1 everywhere.
+    finite = tl.abs(tau) < float("inf")
+    inverse = tl.where(finite, 1.0 / (top - tau), 0.0)
+    t = tl.where(finite, tau * inverse, 1.0)
+    a = factor * rate * inverse
+    slope = inverse
+    if BIASED:
+        slope = rate * tl.load(slopes_ptr + h) * inverse
+
+    power = 1.0 / rate - 1.0
+    pv = tl.zeros((BM, BE), tl.float32)
+    sv = tl.zeros((BM, BE), tl.float32)
+    f = tl.zeros((BM,), tl.float32)
+    g = tl.zeros((BM,), tl.float32)
+    counts_ptr += (head * rows + block) * 2
+    cut = tl.load(counts_ptr)
+    kept = tl.load(counts_ptr + 1)
+    pv, sv, f, g = _mix(
+        q,
+        k_ptr,
+        v_ptr,
+        tiles_ptr,
+        0,
+        cut,
+        pv,
+        sv,
+        f,
+        g,
+        a,
+        t,
+        slope,
+        i,
+        start,
+        end,
+        left,
+        right,
+        k_s,
+        v_s,
+        S,
+        D,
+        E,
+        power,
+        KIND,
+        BN,
+        BD,
+        BE,
+        BIASED,
+        True,
+        EVEN,
+        UPCAST,
+    )
+    pv, sv, f, g = _mix(
+        q,
+        k_ptr,
+        v_ptr,
+        tiles_ptr,
+        cut,
+        kept,
+        pv,
+        sv,
+        f,
+        g,
+        a,
+        t,
+        slope,
+        i,
+        start,
+        end,
+        left,
+        right,
+        k_s,
+        v_s,
+        S,
+        D,
+        E,
+        power,
+        KIND,
+        BN,
+        BD,
+        BE,
+        BIASED,
+        False,
+        EVEN,
+        UPCAST,
+    )
+
+    # One step more, in units of top - tau: sum (u - d)^r = inverse^r. At most half of f is moved,
+    # which binds only where Newton's method was stopped early.
+    some = g > 0.0
+    f = tl.where(some, f, 1.0)
+    g = tl.where(some, g, 1.0)
+    d = tl.minimum((f - _root(f, rate, KIND) * inverse) / g, 0.5 * rate * f / g)
+    d = tl.where(some, d, 0.0)
+    moved = d / rate
+    out = (pv - moved[:, None] * sv) / (f - moved * g)[:, None]
+    C = sv / g[:, None]
+    broken = tau != tau
+    out = tl.where(broken[:, None], float("nan"), out)
+    C = tl.where(broken[:, None], float("nan"), C)
+    tau = tl.where(finite, tau + d * (top - tau), tau)
+    column = tl.arange(0, BE)
+    at = (head * T + block * BM) * E + tl.arange(0, BM)[:, None] * E + column[None, :]
+    mask = (row[:, None] < T) & (column[None, :] < E)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(C_ptr + at, C.to(C_ptr.dtype.element_ty), mask=mask)
+    tl.store(tau_ptr + head * T + row, tau, mask=row < T)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_query_gradients(  # type: ignore[no-untyped-def]
+    gq,
+    q,
+    grad,
+    k_ptr,
+    v_ptr,
+    tiles_ptr,
+    first,
+    last,
+    tau,
+    delta,
+    slope,
+    i,
+    start,
+    end,
+    left,
+    right,
+    k_s,
+    v_s,
+    S,
+    D,
+    E,
+    c,
+    power,
+    KIND: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BIASED: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    for e in range(first, last):
+        tile = tl.load(tiles_ptr + e).to(tl.int32)
+        k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, False, CUT, EVEN, False)
+        dtype = k.dtype
+        k = _operand(k, UPCAST)
+        v = _load_keys(v_ptr, tile, v_s, S, E, BN, BE, True, CUT, EVEN, UPCAST)
+        u = tl.dot(q, tl.trans(k), input_precision="ieee") * c - tau[:, None]
+        j = tile * BN + tl.arange(0, BN)
+        if BIASED:
+            u -= slope * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
+        if CUT:
+            u = tl.where(_open(i[:, None], j[None, :], start, end, left, right), u, 0.0)
+        _, s = _weights(tl.maximum(u, 0.0), power, KIND)
+        gx = s * (tl.dot(grad, v, input_precision="ieee") - delta[:, None])
+        gq = tl.dot(_operand(gx.to(dtype), UPCAST), k, gq, input_precision="ieee")
+    return gq
+
+
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
+def _query_gradients(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    C_ptr,
+    tau_ptr,
+    delta_ptr,
+    gq_ptr,
+    tiles_ptr,
+    counts_ptr,
+    ranges_ptr,
+    slopes_ptr,
+    g_b,
+    g_h,
+    g_t,
+    H,
+    group,
+    T,
+    S,
+    D,
+    E,
+    left,
+    right,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    factor,
+    rate,
+    KIND: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    rows = tl.cdiv(T, BM)
+    columns = tl.cdiv(S, BN)
+    head = (tl.program_id(0) // rows).to(tl.int64)
+    block = rows - 1 - tl.program_id(0) % rows
+    b, h = head // H, head % H
+    k_ptr += b * k_b + (h // group) * k_h
+    v_ptr += b * v_b + (h // group) * v_h
+    tiles_ptr += (head * rows + block) * columns
+    start, end = _key_range(ranges_ptr, b, S)
+    slope = 0.0
+    BIASED: tl.constexpr = slopes_ptr is not None
+    if BIASED:
+        slope = rate * tl.load(slopes_ptr + h)
+    row = block * BM + tl.arange(0, BM)
+    i = row + S - T
+    q = _load_rows(q_ptr + b * q_b + h * q_h, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+    grad = _load_rows(g_ptr + b * g_b + h * g_h, block * BM, g_t, T, E, BM, BE, True, EVEN, UPCAST)
+    C = _load_rows(C_ptr + head * T * E, block * BM, E, T, E, BM, BE, True, EVEN, UPCAST)
+    tau = tl.load(tau_ptr + head * T + row, mask=row < T, other=float("inf"))
+    delta = tl.sum(grad.to(tl.float32) * C.to(tl.float32), 1)
+    tl.store(delta_ptr + head * T + row, delta, mask=row < T)
+
+    gq = tl.zeros((BM, BD), tl.float32)
+    power = 1.0 / rate - 1.0
+    counts_ptr += (head * rows + block) * 2
+    cut = tl.load(counts_ptr)
+    kept = tl.load(counts_ptr + 1)
+    gq = _add_query_gradients(
+        gq,
+        q,
+        grad,
+        k_ptr,
+        v_ptr,
+        tiles_ptr,
+        0,
+        cut,
+        tau,
+        delta,
+        slope,
+        i,
+        start,
+        end,
+        left,
+        right,
+        k_s,
+        v_s,
+        S,
+        D,
+        E,
+        factor * rate,
+        power,
+        KIND,
+        BN,
+        BD,
+        BE,
+        BIASED,
+        True,
+        EVEN,
+        UPCAST,
+    )
+    gq = _add_query_gradients(
+        gq,
+        q,
+        grad,
+        k_ptr,
+        v_ptr,
+        tiles_ptr,
+        cut,
+        kept,
+        tau,
+        delta,
+        slope,
+        i,
+        start,
+        end,
+        left,
+        right,
+        k_s,
+        v_s,
+        S,
+        D,
+        E,
+        factor * rate,
+        power,
+        KIND,
+        BN,
+        BD,
+        BE,
+        BIASED,
+        False,
+        EVEN,
+        UPCAST,
+    )
+    d = tl.arange(0, BD)
+    at = (head * T + block * BM) * D + tl.arange(0, BM)[:, None] * D + d[None, :]
+    gq = (gq * factor).to(gq_ptr.dtype.element_ty)
+    tl.store(gq_ptr + at, gq, mask=(row[:, None] < T) & (d[None, :] < D))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_key_gradients(  # type: ignore[no-untyped-def]
+    gk,
+    gv,
+    k,
+    v,
+    q_ptr,
+    g_ptr,
+    tau_ptr,
+    delta_ptr,
+    blocks_ptr,
+    first,
+    last,
+    slope,
+    j,
+    start,
+    end,
+    left,
+    right,
+    q_t,
+    g_t,
+    T,
+    S,
+    D,
+    E,
+    c,
+    power,
+    KIND: tl.constexpr,
+    BM: tl.constexpr,
+    SUB: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BIASED: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    for e in range(first * (BM // SUB), last * (BM // SUB)):
+        begin = tl.load(blocks_ptr + e // (BM // SUB)).to(tl.int32) * BM + e % (BM // SUB) * SUB
+        row = begin + tl.arange(0, SUB)
+        q = _load_rows(q_ptr, begin, q_t, T, D, SUB, BD, CUT, EVEN, False)
+        grad = _load_rows(g_ptr, begin, g_t, T, E, SUB, BE, CUT, EVEN, False)
+        dtype = q.dtype
+        q, grad = _operand(q, UPCAST), _operand(grad, UPCAST)
+        if CUT:
+            tau = tl.load(tau_ptr + row, mask=row < T, other=float("inf"))
+            delta = tl.load(delta_ptr + row, mask=row < T, other=0.0)
+        else:
+            tau = tl.load(tau_ptr + row)
+            delta = tl.load(delta_ptr + row)
+        u = tl.dot(k, tl.trans(q), input_precision="ieee") * c - tau[None, :]
+        i = row + S - T
+        if BIASED:
+            u -= slope * tl.abs((i[None, :] - j[:, None]).to(tl.float32))
+        if CUT:
+            u = tl.where(_open(i[None, :], j[:, None], start, end, left, right), u, 0.0)
+        p, s = _weights(tl.maximum(u, 0.0), power, KIND)
+        gp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+        gv = tl.dot(_operand(p.to(dtype), UPCAST), grad, gv, input_precision="ieee")
+        gx = (s * (gp - delta[None, :])).to(dtype)
+        gk = tl.dot(_operand(gx, UPCAST), q, gk, input_precision="ieee")
+    return gk, gv
+
+
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
+def _key_gradients(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    tau_ptr,
+    delta_ptr,
+    gk_ptr,
+    gv_ptr,
+    hits_ptr,
+    blocks_ptr,
+    ranges_ptr,
+    slopes_ptr,
+    g_b,
+    g_h,
+    g_t,
+    H,
+    group,
+    T,
+    S,
+    D,
+    E,
+    left,
+    right,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    factor,
+    rate,
+    KIND: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SUB: tl.constexpr,
+):
+    rows = tl.cdiv(T, BM)
+    columns = tl.cdiv(S, BN)
+    pair = (tl.program_id(0) // columns).to(tl.int64)  # (sequence, head of keys)
+    tile = tl.program_id(0) % columns  # under a causal mask the longest first
+    G = H // group
+    b, shared = pair // G, pair % G
+    blocks_ptr += tl.program_id(0).to(tl.int64) * rows
+    start, end = _key_range(ranges_ptr, b, S)
+    BIASED: tl.constexpr = slopes_ptr is not None
+    k_ptr += b * k_b + shared * k_h
+    v_ptr += b * v_b + shared * v_h
+    k = _load_rows(k_ptr, tile * BN, k_s, S, D, BN, BD, True, EVEN, UPCAST)
+    v = _load_rows(v_ptr, tile * BN, v_s, S, E, BN, BE, True, EVEN, UPCAST)
+    j = tile * BN + tl.arange(0, BN)
+    gk = tl.zeros((BN, BD), tl.float32)
+    gv = tl.zeros((BN, BE), tl.float32)
+    power = 1.0 / rate - 1.0
+    for member in range(group):
+        h = shared * group + member
+        head = b * H + h
+        slope = 0.0
+        if BIASED:
+            slope = rate * tl.load(slopes_ptr + h)
+        # The blocks of queries that keep this tile: those that a mask cuts from the front of the
+        # list on, the others from its end on.
+        cut = 0
+        whole = 0
+        tl.debug_barrier()
+        for chunk in range(0, rows, CHUNK):
+            block = chunk + tl.arange(0, CHUNK)
+            at = (head * rows + block) * columns + tile
+            hit = tl.load(hits_ptr + at, mask=block < rows, other=0) != 0
+            low, high = _uncut(block, start, end, T, S, left, right, BM, BN)
+            clear = (tile >= low) & (tile < high) & (block * BM + BM <= T)
+            here = (hit & (clear == 0)).to(tl.int32)
+            place = cut + tl.cumsum(here, 0) - here
+            tl.store(blocks_ptr + place, block.to(tl.int16), mask=here != 0)
+            cut += tl.sum(here, 0)
+            here = (hit & clear).to(tl.int32)
+            place = rows - 1 - whole - (tl.cumsum(here, 0) - here)
+            tl.store(blocks_ptr + place, block.to(tl.int16), mask=here != 0)
+            whole += tl.sum(here, 0)
+        tl.debug_barrier()
+        gk, gv = _add_key_gradients(
+            gk,
+            gv,
+            k,
+            v,
+            q_ptr + b * q_b + h * q_h,
+            g_ptr + b * g_b + h * g_h,
+            tau_ptr + head * T,
+            delta_ptr + head * T,
+            blocks_ptr,
+            0,
+            cut,
+            slope,
+            j,
+            start,
+            end,
+            left,
+            right,
+            q_t,
+            g_t,
+            T,
+            S,
+            D,
+            E,
+            factor * rate,
+            power,
+            KIND,
+            BM,
+            SUB,
+            BD,
+            BE,
+            BIASED,
+            True,
+            EVEN,
+            UPCAST,
+        )
+        gk, gv = _add_key_gradients(
+            gk,
+            gv,
+            k,
+            v,
+            q_ptr + b * q_b + h * q_h,
+            g_ptr + b * g_b + h * g_h,
+            tau_ptr + head * T,
+            delta_ptr + head * T,
+            blocks_ptr,
+            rows - whole,
+            rows,
+            slope,
+            j,
+            start,
+            end,
+            left,
+            right,
+            q_t,
+            g_t,
+            T,
+            S,
+            D,
+            E,
+            factor * rate,
+            power,
+            KIND,
+            BM,
+            SUB,
+            BD,
+            BE,
+            BIASED,
+            False,
+            EVEN,
+            UPCAST,
+        )
+    d = tl.arange(0, BD)
+    at = (pair * S + tile * BN) * D + tl.arange(0, BN)[:, None] * D + d[None, :]
+    gk = (gk * factor).to(gk_ptr.dtype.element_ty)
+    tl.store(gk_ptr + at, gk, mask=(j[:, None] < S) & (d[None, :] < D))
+    d = tl.arange(0, BE)
+    at = (pair * S + tile * BN) * E + tl.arange(0, BN)[:, None] * E + d[None, :]
+    tl.store(gv_ptr + at, gv.to(gv_ptr.dtype.element_ty), mask=(j[:, None] < S) & (d[None, :] < E))
