@@ -91,6 +91,9 @@ class OptimConfig:
     score_damping: float = 1.0
     """The multiple of the mean eigenvalue of a partner Gram that is added to the Gram before a step
     is whitened by it; more damping, less whitening."""
+    output_change: float | None = None
+    """Largest RMS change of the output of any layer in one step, as a share of that output; None
+    for no limit."""
     weight_decay: float = 0.1
     """Share of a matrix, times the rate, that is subtracted in each step."""
     beta1: float = 0.9
@@ -113,6 +116,7 @@ class OptimConfig:
         read_with("matrix_learning_rate", "optimiser", "muon", "score", "trust"),
         read_with("score_rate score_radius", "optimiser", "score", "trust"),
         read_with("score_damping score_opening", "optimiser", "score"),
+        read_with("output_change", "optimiser", "trust"),
         Use(
             ("score_total",),
             'optimiser="score" without score_rate',
@@ -134,7 +138,7 @@ class OptimConfig:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} should be one of {SCHEDULES}.")
         rates = ("learning_rate", "matrix_learning_rate", "score_rate")
-        for name in (*rates, "score_total", "score_radius", "score_damping"):
+        for name in (*rates, "score_total", "score_radius", "score_damping", "output_change"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
                 raise ValueError(f"{name}={value} should be above 0 and finite.")
@@ -232,7 +236,17 @@ def _score(model: nn.Module, config: OptimConfig, steps: int | None) -> Members:
 def _trust(model: nn.Module, config: OptimConfig, steps: int | None) -> Members:
     """Muon and AdamW, their query and key steps limited by ScoreTrust."""
     inner = CombinedOptimiser(*_muon(model, config, steps))
-    return (ScoreTrust(inner, attention_pairs(model), *trust_limits(config)),)
+    return (trusted(inner, model, config),)
+
+
+def trusted(
+    inner: torch.optim.Optimizer | CombinedOptimiser, model: nn.Module, config: OptimConfig
+) -> ScoreTrust:
+    """ScoreTrust with the limits of the settings, around any optimiser."""
+    change = config.output_change
+    watched = None if change is None else model
+    pairs = attention_pairs(model)
+    return ScoreTrust(inner, pairs, *trust_limits(config), model=watched, output_change=change)
 
 
 def trust_limits(config: OptimConfig) -> tuple[float, float]:

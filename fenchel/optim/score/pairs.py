@@ -551,6 +551,19 @@ def remaining_parameters(
     return [piece for p in parameters for piece in _slices_outside(p, ranges.get(p, []))]
 
 
+def rows_outside(
+    pairs: Iterable[QueryKeyPair], weight: Tensor, size: int
+) -> list[tuple[int, int]]:
+    """The ranges (start, stop) of the ``size`` outputs of a weight that no pair has."""
+    taken = [
+        (rows.start, rows.stop)
+        for pair in pairs
+        for rows in (pair.query, pair.key)
+        if rows.weight is weight
+    ]
+    return _gaps(taken, size)
+
+
 def pass_gradients(optimiser: torch.optim.Optimizer, slices: Iterable[ParameterSlice]) -> None:
     """Before each step of ``optimiser``, set the gradients of the slices that it owns.
 
@@ -578,10 +591,16 @@ def _slices_outside(p: nn.Parameter, ranges: list[tuple[int, int, int]]) -> list
     if not ranges:
         return [ParameterSlice(p, p, None)]
     axis = ranges[0][2]
+    gaps = _gaps([(start, stop) for start, stop, _ in ranges], p.shape[axis])
+    indices = [(*(slice(None),) * axis, slice(start, stop)) for start, stop in gaps]
+    return [ParameterSlice(nn.Parameter(p.detach()[i], p.requires_grad), p, i) for i in indices]
+
+
+def _gaps(taken: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """What the ranges leave of 0 to ``size``."""
     gaps, begin = [], 0
-    for start, stop, _ in [*sorted(ranges), (p.shape[axis], p.shape[axis], axis)]:
+    for start, stop in [*sorted(taken), (size, size)]:
         if start > begin:
             gaps.append((begin, start))
         begin = max(begin, stop)
-    indices = [(*(slice(None),) * axis, slice(start, stop)) for start, stop in gaps]
-    return [ParameterSlice(nn.Parameter(p.detach()[i], p.requires_grad), p, i) for i in indices]
+    return gaps

@@ -75,7 +75,7 @@ class Probe:
         self.name, self.read = pair.name, pair.read or self._read
         self.tokens, self.width = tokens, weight.shape[0 if pair.query.columns else 1]
         self.rotary_index = int(isinstance(layer, QueryKeyLayer) and layer.local)
-        dtype = _probe_dtype(weight)
+        dtype = probe_dtype(weight)
         self.buffer = torch.empty(tokens, self.width, dtype=dtype, device=weight.device)
         self.view: Tensor | None = None
         self.record: HookRecord | None = None
@@ -240,7 +240,7 @@ def _joined_angles(samples: list[LayerInput], T: int) -> Angles | None:
     return Angles(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
 
 
-def _probe_dtype(weight: Tensor) -> torch.dtype:
+def probe_dtype(weight: Tensor) -> torch.dtype:
     """bfloat16 on a GPU, where float32 products are many times slower; else exact."""
     if weight.is_cuda and weight.dtype != torch.float64:
         return torch.bfloat16

@@ -33,9 +33,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fenchel.optim.first_order import CombinedOptimiser
+from fenchel.optim.score.output_change import OutputChange, OutputProbes
 from fenchel.optim.score.pair_stack import (
     STATE_NAMES,
     PairProbes,
@@ -88,6 +89,8 @@ class ScoreTrust(torch.optim.Optimizer):
         radius: float = 6.0,
         *,
         probe: int = 2048,
+        model: nn.Module | None = None,
+        output_change: float | None = None,
     ) -> None:
         pairs = list(pairs)
         self.members = (
@@ -95,8 +98,14 @@ class ScoreTrust(torch.optim.Optimizer):
         )
         inner = [group for member in self.members for group in member.param_groups]
         _require(lr, radius, probe, pairs, inner)
-        # a group of settings only: its parameters are in the optimiser's groups already
+        _require_outputs(model, output_change)
+        # groups of settings only: their parameters are in the optimiser's groups already
         super().__init__([{"params": []}], {"lr": lr, "radius": radius})
+        self.outputs: OutputProbes | None = None
+        if model is not None and output_change is not None:
+            self.param_groups.append({"params": [], "lr": output_change})
+            self.outputs = OutputProbes(model, pairs)
+        self.own_groups = len(self.param_groups)
         self.param_groups += inner
         self.pair_probes = PairProbes(pairs, probe)
 
@@ -111,8 +120,11 @@ class ScoreTrust(torch.optim.Optimizer):
             (stack, stack_parameters(stack.pairs), copy_gains(stack.pairs))
             for stack in self.pair_probes.stacks(moves)
         ]
+        layers = [] if self.outputs is None else self.outputs.before()
         for member in self.members:
             member.step()
+        if self.outputs is not None and layers:
+            self.outputs.limit(layers, float(self.param_groups[1]["lr"]))
         for stack, weights, gains in before:
             self._limit(stack, weights, gains)
         return loss
@@ -140,6 +152,10 @@ class ScoreTrust(torch.optim.Optimizer):
         """The effect of the last step on the scores, by the name of the layer."""
         return self.pair_probes.stats()
 
+    def output_stats(self) -> dict[str, OutputChange]:
+        """The change of each layer's output by the last step, by the name of the layer."""
+        return {} if self.outputs is None else self.outputs.stats()
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimiser and of the limits, per parameter."""
         own = self.state
@@ -160,7 +176,7 @@ class ScoreTrust(torch.optim.Optimizer):
         """Restore the state of the optimiser and of the limits."""
         super().load_state_dict(dict(state_dict))
         restore_dtypes(self, state_dict)
-        begin = 1
+        begin = self.own_groups
         for member in self.members:
             end = begin + len(member.param_groups)
             member.param_groups = self.param_groups[begin:end]
@@ -174,6 +190,8 @@ class ScoreTrust(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the hooks from the model."""
         self.pair_probes.close()
+        if self.outputs is not None:
+            self.outputs.close()
 
 
 def _select_limited(update: WeightUpdate, proposal: HeadWeights) -> HeadWeights:
@@ -192,6 +210,15 @@ def _without(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
 
 def _only(names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
+
+
+def _require_outputs(model: nn.Module | None, output_change: float | None) -> None:
+    if (model is None) != (output_change is None):
+        raise ValueError(
+            "output_change limits the outputs of the layers of model; give ScoreTrust both or none."
+        )
+    if output_change is not None and not 0.0 <= output_change < math.inf:
+        raise ValueError(f"output_change={output_change} should be 0 or above, and finite.")
 
 
 def _require(

@@ -1,0 +1,394 @@
+"""The change of every layer's output in a step, as a share of that output, and its limit.
+
+    W'  = the parameters of a layer after a step of an optimiser,    U = W' - W
+    r   = RMS(U x) / RMS(W x)       over sampled tokens x of the step's own forward pass
+    W  <- W + t U,                  t = min(1, tau / r)
+
+An output y = W x is linear in W, so a share t of the step moves it by exactly t times as much: one
+measurement gives the longest step along U within tau. A bias is one more column of W, multiplied by
+an input of 1. It is the same for the rows of an embedding and the gains of a norm.
+
+**What one step does to the model.** Let f_l be what block l adds to the residual stream,
+x_L = x_0 + sum of f_l, and let every layer on the way through a block move by tau of its output. To
+first order each of the c layers in series in a block (values and output map, or up and down) adds
+its share, so |df_l| <= c tau |f_l| before the change of the block's own input, and the stream moves
+by
+
+    |dx_L| / |x_L|  <=  c tau (sum of |f_l|) / |x_L|  <=  c tau sqrt(L)     contributions orthogonal
+                    ~   c tau                          and their changes uncorrelated as well
+
+The embedding and the LM head add tau each. So a limit relative to each layer's own output keeps its
+meaning at any depth up to sqrt(L), where a limit on weights, |U| <= tau |W|, does not: an AdamW
+step has low rank and lies where the inputs lie, so it moves outputs by many times |U| / |W|.
+What is left out: a change of x_l that later blocks amplify, by the factors of their Jacobians.
+
+**What is measured.** ``OutputProbes`` finds the layers of a model by their structure:
+
+    nn.Linear, Conv1D    x W^T + b. Of a weight that also has rows of queries and keys, the others;
+                         those rows are limited in the scores (trust.py)
+    LM head              of a model with ``lm_head_weight``, whose forward with return_hidden=True
+                         returns the input of the head (fenchel.train.Trainable)
+    nn.Embedding         the rows of the sampled ids. Tied to the LM head: the smaller share of both
+    norms                and other modules without children that have vectors only: their output
+                         with the parameters before and after the step
+    everything else      (experts, a module that was not called) x is taken as white:
+                         r = |U| / |W|. A lone vector is not limited
+
+A zero output (fresh blocks end in zero maps) has no share of itself: an output counts as at least a
+tenth of its input, and one without an input (embeddings, norms) is not limited while it is zero.
+
+A hook copies every k-th token of the input, TOKENS in all, k odd so that positions differ between
+sequences; the sample is that of the last forward pass that builds a gradient, with micro-batches of
+the last one. It is dropped after the step, and there is no other state: a resumed run measures the
+same numbers. With several processes the squares are averaged before a decision is based on them.
+
+Shapes: L equal layers as one stack, n tokens, M inputs, O outputs.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fenchel.optim.score.pairs import QueryKeyPair, rows_outside
+from fenchel.optim.score.probe import mean_over_processes, probe_dtype
+from fenchel.torch_internals import foreach_copy_, guard_on_hooks
+
+TOKENS = 256
+"""Sampled tokens per layer."""
+LEAST_GAIN = 0.1
+"""The root mean square of an output counts as at least this share of its input's."""
+
+Region = tuple[slice, ...]
+
+
+class Part(NamedTuple):
+    """A parameter, or some of its rows or columns."""
+
+    whole: Tensor
+    region: Region
+
+    def values(self) -> Tensor:
+        """A view without a gradient."""
+        return self.whole.detach()[self.region]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLayer:
+    """A layer whose output is linear in its parameters."""
+
+    name: str
+    kind: str
+    """"linear", "columns" (Conv1D), "embedding", "module" or "white"."""
+    module: nn.Module
+    """A hook samples its first input, or its output where that is the input of the LM head."""
+    parts: dict[str, Part]
+    """By their names in the module; the weight first."""
+    inputs: int = 0
+    """M; 0 for embeddings, and where nothing is sampled."""
+    of_output: bool = False
+
+
+class OutputChange(NamedTuple):
+    """The effect of the last step on the output of a layer."""
+
+    relative: Tensor
+    """RMS change over RMS output, of the whole step."""
+    share: Tensor
+    """The share of the step that was taken."""
+
+
+class OutputProbes:
+    """The layers of a model and their samples; ``before`` and ``limit`` enclose a step."""
+
+    def __init__(self, model: nn.Module, pairs: Iterable[QueryKeyPair] = ()) -> None:
+        self.layers = list(_layers_of(model, list(pairs)))
+        self.samples = {layer: _Sample(layer) for layer in self.layers if layer.kind != "white"}
+        self.shared = _layers_that_share(self.layers)
+        self.last: tuple[list[LinearLayer], Tensor, Tensor] | None = None
+        guard_on_hooks()
+
+    def before(self) -> "list[LayerStack]":
+        """The parameters before a step, equal layers side by side; each sample comes once."""
+        by_shape: dict[Any, list[tuple[LinearLayer, Tensor | None]]] = defaultdict(list)
+        for layer in self.layers:
+            x = self.samples[layer].take() if layer in self.samples else None
+            by_shape[_stack_key(layer, x)].append((layer, x))
+        return [_stack(members) for members in by_shape.values()]
+
+    def limit(self, stacks: "list[LayerStack]", most: float) -> None:
+        """Shorten the step since ``before`` where an output moved by more than ``most`` of it."""
+        layers = [layer for stack in stacks for layer in stack.layers]
+        squares = mean_over_processes(torch.cat([stack.squares() for stack in stacks]))
+        change, output, least = squares.unbind(-1)
+        size = torch.maximum(output, least)
+        relative = torch.where(size > 0.0, change / size, 0.0).sqrt()
+        share = torch.where(relative > most, most / relative, 1.0)
+        for together in self._masks(layers, share.device):
+            share = torch.where(together, torch.where(together, share, 1.0).amin(), share)
+        written: set[tuple[Tensor, str]] = set()
+        for stack, t in zip(stacks, share.split([len(s.layers) for s in stacks]), strict=True):
+            stack.write(t, written)
+        self.last = layers, relative, share
+
+    def _masks(self, layers: list[LinearLayer], device: torch.device) -> list[Tensor]:
+        """(layers,) per group of layers that share a parameter: True for those of the group."""
+        return [
+            torch.tensor([layer in group for layer in layers]).to(device, non_blocking=True)
+            for group in self.shared
+        ]
+
+    def stats(self) -> dict[str, OutputChange]:
+        """The relative change of each layer's output and the share taken, by name."""
+        if self.last is None:
+            return {}
+        layers, relative, share = self.last
+        found = zip(layers, relative.unbind(), share.unbind(), strict=True)
+        by_name = {layer.name: OutputChange(r, t) for layer, r, t in found}
+        return {layer.name: by_name[layer.name] for layer in self.layers}
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for sample in self.samples.values():
+            sample.handle.remove()
+
+
+class _Sample:
+    """The hook of one layer; ``take`` returns its tokens once."""
+
+    def __init__(self, layer: LinearLayer) -> None:
+        weight = next(iter(layer.parts.values())).whole
+        self.width = layer.inputs
+        shape, dtype = ((TOKENS,), torch.long) if not self.width else ((TOKENS, self.width), None)
+        self.buffer = torch.empty(
+            shape, dtype=dtype or probe_dtype(weight), device=weight.device
+        )
+        self.rows = 0
+        if layer.of_output:
+            self.handle = layer.module.register_forward_hook(self._after, with_kwargs=True)
+        else:
+            self.handle = layer.module.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self._store(value)
+                return
+
+    def _after(self, _module: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
+        if kwargs.get("return_hidden") and isinstance(output, Tensor):
+            self._store(output)
+
+    def _store(self, x: Tensor) -> None:
+        if not torch.is_grad_enabled() or (self.width and x.shape[-1] != self.width):
+            return
+        rows = x.detach().reshape(-1, self.width) if self.width else x.detach().reshape(-1)
+        n = min(len(rows), TOKENS)
+        if not n:
+            return
+        if self.buffer.device != x.device:
+            self.buffer = self.buffer.to(x.device)
+        every = (len(rows) // n - 1) | 1  # odd, and 1 where that is 0
+        self.buffer[:n].copy_(rows[: n * every : every])
+        self.rows = n
+
+    def take(self) -> Tensor | None:
+        """(n, M), or ids (n,); the next pass overwrites its memory."""
+        rows, self.rows = self.rows, 0
+        return self.buffer[:rows] if rows else None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStack:
+    """Layers of one kind and shape, their samples, and their parameters before a step."""
+
+    layers: list[LinearLayer]
+    inputs: list[Tensor] | None
+    """(n, M) or (n,) per layer; None for white inputs."""
+    start: dict[str, Tensor]
+    """(L, ...) by name."""
+
+    def squares(self) -> Tensor:
+        """(L, 3): mean squares of the change, of the output, and the least that counts as it."""
+        change = {name: now - self.start[name] for name, now in self._now().items()}
+        kind = self.layers[0].kind
+        if kind == "module":
+            return self._by_calls()
+        if self.inputs is None:
+            return self._white(change)
+        if kind == "embedding":
+            ids = torch.stack(self.inputs).unsqueeze(-1)
+            outputs = [torch.take_along_dim(W["weight"], ids, dim=1) for W in (change, self.start)]
+            moved, y = (_mean_square(rows) for rows in outputs)
+            return torch.stack((moved, y, torch.zeros_like(y)), dim=-1)
+        x = torch.stack(self.inputs)
+        moved, y = (self._apply(W, x) for W in (change, self.start))
+        least = LEAST_GAIN**2 * _mean_square(x)
+        return torch.stack((_mean_square(moved), _mean_square(y), least), dim=-1)
+
+    def _now(self) -> dict[str, Tensor]:
+        return _stacked_parts(self.layers)
+
+    def _apply(self, W: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """x W^T + b in the dtype of the sample."""
+        weight = W["weight"].to(x.dtype)
+        y = x @ (weight if self.layers[0].kind == "columns" else weight.mT)
+        return y + W["bias"].to(x.dtype).unsqueeze(-2) if "bias" in W else y
+
+    def _white(self, change: Mapping[str, Tensor]) -> Tensor:
+        """Of an input of independent entries of size 1."""
+        kind, weight = self.layers[0].kind, self.start["weight"]
+        outputs = weight.shape[-1] if kind == "columns" else weight.shape[1:-1].numel()
+
+        def output(W: Mapping[str, Tensor]) -> Tensor:
+            squares = [v.flatten(1).square().sum(1) for v in W.values()]
+            return torch.stack(squares).sum(0) / outputs
+
+        y = output(self.start)
+        least = 0.0 if kind == "embedding" else LEAST_GAIN**2
+        return torch.stack((output(change), y, torch.full_like(y, least)), dim=-1)
+
+    def _by_calls(self) -> Tensor:
+        """Of modules that are called on their samples; zero without samples."""
+        if self.inputs is None:
+            first = next(iter(self.start.values()))
+            return first.new_zeros(len(self.layers), 3)
+        rows = []
+        for n, (layer, x) in enumerate(zip(self.layers, self.inputs, strict=True)):
+            first = next(iter(layer.parts.values())).whole
+            given = x.to(first.dtype)
+            start = {name: W[n].to(first.dtype) for name, W in self.start.items()}
+            y = functional_call(layer.module, start, (given,))
+            moved, y = _mean_square((layer.module(given) - y)[None]), _mean_square(y[None])
+            rows.append(torch.cat((moved, y, torch.zeros_like(y))))
+        return torch.stack(rows)
+
+    def write(self, t: Tensor, written: set[tuple[Tensor, str]]) -> None:
+        """Set each parameter to a share t (L,) of its move; where it is 1 it keeps its bits."""
+        for name, start in self.start.items():
+            parts = [layer.parts[name] for layer in self.layers]
+            mine = [n for n, part in enumerate(parts) if (part.whole, str(part.region)) not in written]
+            if not mine:
+                continue
+            written.update((parts[n].whole, str(parts[n].region)) for n in mine)
+            along = t.to(start.dtype).reshape(-1, *(1 for _ in start.shape[1:]))
+            moved = torch.lerp(start, self._now_of(name), along)
+            targets = [part.values() for part in parts]
+            foreach_copy_([targets[n] for n in mine], [moved[n] for n in mine])
+
+    def _now_of(self, name: str) -> Tensor:
+        return _stacked([layer.parts[name] for layer in self.layers])
+
+
+def _stacked(parts: list[Part]) -> Tensor:
+    values = torch.stack([part.values() for part in parts])
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _stacked_parts(layers: list[LinearLayer]) -> dict[str, Tensor]:
+    return {name: _stacked([layer.parts[name] for layer in layers]) for name in layers[0].parts}
+
+
+def _stack(members: list[tuple[LinearLayer, Tensor | None]]) -> LayerStack:
+    layers = [layer for layer, _ in members]
+    inputs = [x for _, x in members if x is not None]
+    return LayerStack(layers, inputs or None, _stacked_parts(layers))
+
+
+def _stack_key(layer: LinearLayer, x: Tensor | None) -> Any:
+    """What layers of one stack have in common."""
+    sizes = tuple(
+        (name, part.values().shape, part.whole.dtype, part.whole.device)
+        for name, part in layer.parts.items()
+    )
+    return layer.kind, sizes, None if x is None else (x.shape, x.dtype)
+
+
+def _mean_square(y: Tensor) -> Tensor:
+    """(L, ...) -> (L,)."""
+    exact = torch.promote_types(y.dtype, torch.float32)
+    return y.flatten(1).to(exact).square().mean(1)
+
+
+def _layers_that_share(layers: list[LinearLayer]) -> list[set[LinearLayer]]:
+    """Groups of layers that have a parameter in common, such as a tied LM head."""
+    owners: dict[tuple[Tensor, str], set[LinearLayer]] = defaultdict(set)
+    for layer in layers:
+        for part in layer.parts.values():
+            owners[part.whole, str(part.region)].add(layer)
+    groups: list[set[LinearLayer]] = []
+    for together in owners.values():
+        if len(together) > 1:
+            touching = [group for group in groups if group & together]
+            groups = [group for group in groups if not group & together]
+            groups.append(together.union(*touching))
+    return groups
+
+
+def _layers_of(model: nn.Module, pairs: list[QueryKeyPair]) -> Iterator[LinearLayer]:
+    """The layers with trained parameters, without what ``pairs`` limit."""
+    gains = {p for pair in pairs for p in pair.gains.values()}
+    head = getattr(model, "lm_head_weight", None)
+    for name, module in model.named_modules():
+        own = {
+            key: p
+            for key, p in module.named_parameters(recurse=False)
+            if p.requires_grad and p not in gains
+        }
+        if not own:
+            continue
+        if isinstance(module, nn.Embedding):
+            yield LinearLayer(name, "embedding", module, {"weight": Part(own["weight"], ())})
+        elif own.get("weight") is head is not None:
+            continue  # the model multiplies by it without calling the module
+        elif (kind := _linear_kind(module)) and "weight" in own:
+            yield from _linear_layers(name, kind, module, own, pairs)
+        elif _has_vectors_only(module, own) or isinstance(module, nn.Linear):
+            width = getattr(module, "in_features", next(iter(own.values())).numel())
+            parts = {key: Part(p, ()) for key, p in own.items()}
+            yield LinearLayer(name, "module", module, parts, width)
+        else:
+            yield from _white_layers(name, module, own, pairs)
+    if isinstance(head, Tensor) and head.requires_grad:
+        parts = {"weight": Part(head, ())}
+        yield LinearLayer("lm_head", "linear", model, parts, head.shape[1], of_output=True)
+
+
+def _linear_kind(module: nn.Module) -> str | None:
+    """How a module multiplies by its weight; None where it does something else."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return "linear"
+    return "columns" if type(module).__name__ == "Conv1D" else None  # of GPT-2
+
+
+def _has_vectors_only(module: nn.Module, own: Mapping[str, Tensor]) -> bool:
+    """Whether a module is a norm or the like: no children, no running statistics."""
+    nothing_else = not (list(module.children()) or list(module.buffers(recurse=False)))
+    return nothing_else and all(p.ndim == 1 for p in own.values())
+
+
+def _linear_layers(
+    name: str, kind: str, module: nn.Module, own: dict[str, Tensor], pairs: list[QueryKeyPair]
+) -> Iterator[LinearLayer]:
+    """A layer, or one per range of its outputs that are neither queries nor keys."""
+    weight = own["weight"]
+    for start, stop in rows_outside(pairs, weight, weight.shape[kind == "columns"]):
+        rows = slice(start, stop)
+        parts = {"weight": Part(weight, (slice(None), rows) if kind == "columns" else (rows,))}
+        if "bias" in own:
+            parts["bias"] = Part(own["bias"], (rows,))
+        yield LinearLayer(name, kind, module, parts, weight.shape[kind != "columns"])
+
+
+def _white_layers(
+    name: str, module: nn.Module, own: dict[str, Tensor], pairs: list[QueryKeyPair]
+) -> Iterator[LinearLayer]:
+    for key, p in own.items():
+        if p.ndim > 1:
+            for start, stop in rows_outside(pairs, p, len(p)):
+                part = {"weight": Part(p, (slice(start, stop),))}
+                yield LinearLayer(f"{name}.{key}".lstrip("."), "white", module, part)
