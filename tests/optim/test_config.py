@@ -274,6 +274,7 @@ CHANGED = {
     "beta1": 0.5,
     "beta2": 0.995,
     "momentum": 0.5,
+    "output_change": 0.003,
 }
 """Another value of every number that an optimiser is built from."""
 
@@ -327,6 +328,7 @@ def test_a_setting_that_the_schedule_does_not_read_is_refused(
         {"score_total": 0.0},
         {"score_radius": -1.0},
         {"score_opening": -0.1},
+        {"output_change": 0.0},
         {"warmup": 1.0},
         {"beta2": -0.1},
         {"beta2_warmup": -1},

@@ -6,7 +6,7 @@
 
 An output y = W x is linear in W, so a share t of the step moves it by exactly t times as much: one
 measurement gives the longest step along U within tau. A bias is one more column of W, multiplied by
-an input of 1. It is the same for the rows of an embedding and the gains of a norm.
+an input of 1. The same holds for the rows of an embedding and for the gains of a norm.
 
 **What one step does to the model.** Let f_l be what block l adds to the residual stream,
 x_L = x_0 + sum of f_l, and let every layer on the way through a block move by tau of its output. To
@@ -29,13 +29,14 @@ What is left out: a change of x_l that later blocks amplify, by the factors of t
     LM head              of a model with ``lm_head_weight``, whose forward with return_hidden=True
                          returns the input of the head (fenchel.train.Trainable)
     nn.Embedding         the rows of the sampled ids. Tied to the LM head: the smaller share of both
-    norms                and other modules without children that have vectors only: their output
-                         with the parameters before and after the step
-    everything else      (experts, a module that was not called) x is taken as white:
-                         r = |U| / |W|. A lone vector is not limited
+    norms                y = g n(x) + b: the entries of n(x) are of about the same size, so
+                         r = |(dg, db)| / |(g, b)|, with the gain as it is applied: 1 + weight in
+                         some norms
+    other matrices       (experts, adapters, a module that was not called) x is taken as white:
+                         r = |U| / |W|. Other vectors are not limited
 
 A zero output (fresh blocks end in zero maps) has no share of itself: an output counts as at least a
-tenth of its input, and one without an input (embeddings, norms) is not limited while it is zero.
+tenth of its input, and an embedding or a norm is not limited while its output is zero.
 
 A hook copies every k-th token of the input, TOKENS in all, k odd so that positions differ between
 sequences; the sample is that of the last forward pass that builds a gradient, with micro-batches of
@@ -52,7 +53,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fenchel.optim.score.pairs import QueryKeyPair, rows_outside
 from fenchel.optim.score.probe import mean_over_processes, probe_dtype
@@ -83,14 +83,16 @@ class LinearLayer:
 
     name: str
     kind: str
-    """"linear", "columns" (Conv1D), "embedding", "module" or "white"."""
+    """"linear", "columns" (Conv1D), "embedding", "norm" or "white"."""
     module: nn.Module
     """A hook samples its first input, or its output where that is the input of the LM head."""
     parts: dict[str, Part]
-    """By their names in the module; the weight first."""
+    """"weight", and "bias" where there is one."""
     inputs: int = 0
     """M; 0 for embeddings, and where nothing is sampled."""
     of_output: bool = False
+    plus: float = 0.0
+    """What a norm adds to its weight to get its gain."""
 
 
 class OutputChange(NamedTuple):
@@ -107,8 +109,10 @@ class OutputProbes:
 
     def __init__(self, model: nn.Module, pairs: Iterable[QueryKeyPair] = ()) -> None:
         self.layers = list(_layers_of(model, list(pairs)))
-        self.samples = {layer: _Sample(layer) for layer in self.layers if layer.kind != "white"}
+        sampled = (layer for layer in self.layers if layer.kind not in ("norm", "white"))
+        self.samples = {layer: _Sample(layer) for layer in sampled}
         self.shared = _layers_that_share(self.layers)
+        self.masks: dict[tuple[LinearLayer, ...], list[Tensor]] = {}
         self.last: tuple[list[LinearLayer], Tensor, Tensor] | None = None
         guard_on_hooks()
 
@@ -128,19 +132,22 @@ class OutputProbes:
         size = torch.maximum(output, least)
         relative = torch.where(size > 0.0, change / size, 0.0).sqrt()
         share = torch.where(relative > most, most / relative, 1.0)
-        for together in self._masks(layers, share.device):
+        for together in self._masks(tuple(layers), share.device):
             share = torch.where(together, torch.where(together, share, 1.0).amin(), share)
         written: set[tuple[Tensor, str]] = set()
-        for stack, t in zip(stacks, share.split([len(s.layers) for s in stacks]), strict=True):
+        shares = torch.split(share, [len(stack.layers) for stack in stacks])
+        for stack, t in zip(stacks, shares, strict=True):
             stack.write(t, written)
         self.last = layers, relative, share
 
-    def _masks(self, layers: list[LinearLayer], device: torch.device) -> list[Tensor]:
+    def _masks(self, layers: tuple[LinearLayer, ...], device: torch.device) -> list[Tensor]:
         """(layers,) per group of layers that share a parameter: True for those of the group."""
-        return [
-            torch.tensor([layer in group for layer in layers]).to(device, non_blocking=True)
-            for group in self.shared
-        ]
+        if layers not in self.masks:
+            self.masks[layers] = [
+                torch.tensor([layer in group for layer in layers], device=device)
+                for group in self.shared
+            ]
+        return self.masks[layers]
 
     def stats(self) -> dict[str, OutputChange]:
         """The relative change of each layer's output and the share taken, by name."""
@@ -164,9 +171,7 @@ class _Sample:
         weight = next(iter(layer.parts.values())).whole
         self.width = layer.inputs
         shape, dtype = ((TOKENS,), torch.long) if not self.width else ((TOKENS, self.width), None)
-        self.buffer = torch.empty(
-            shape, dtype=dtype or probe_dtype(weight), device=weight.device
-        )
+        self.buffer = torch.empty(shape, dtype=dtype or probe_dtype(weight), device=weight.device)
         self.rows = 0
         if layer.of_output:
             self.handle = layer.module.register_forward_hook(self._after, with_kwargs=True)
@@ -216,8 +221,10 @@ class LayerStack:
         """(L, 3): mean squares of the change, of the output, and the least that counts as it."""
         change = {name: now - self.start[name] for name, now in self._now().items()}
         kind = self.layers[0].kind
-        if kind == "module":
-            return self._by_calls()
+        if kind == "norm":
+            gain = {**self.start, "weight": self.start["weight"] + self.layers[0].plus}
+            moved, y = (_sum_of_squares(W) for W in (change, gain))
+            return torch.stack((moved, y, torch.zeros_like(y)), dim=-1)
         if self.inputs is None:
             return self._white(change)
         if kind == "embedding":
@@ -243,35 +250,17 @@ class LayerStack:
         """Of an input of independent entries of size 1."""
         kind, weight = self.layers[0].kind, self.start["weight"]
         outputs = weight.shape[-1] if kind == "columns" else weight.shape[1:-1].numel()
-
-        def output(W: Mapping[str, Tensor]) -> Tensor:
-            squares = [v.flatten(1).square().sum(1) for v in W.values()]
-            return torch.stack(squares).sum(0) / outputs
-
-        y = output(self.start)
+        moved, y = (_sum_of_squares(W) / outputs for W in (change, self.start))
         least = 0.0 if kind == "embedding" else LEAST_GAIN**2
-        return torch.stack((output(change), y, torch.full_like(y, least)), dim=-1)
-
-    def _by_calls(self) -> Tensor:
-        """Of modules that are called on their samples; zero without samples."""
-        if self.inputs is None:
-            first = next(iter(self.start.values()))
-            return first.new_zeros(len(self.layers), 3)
-        rows = []
-        for n, (layer, x) in enumerate(zip(self.layers, self.inputs, strict=True)):
-            first = next(iter(layer.parts.values())).whole
-            given = x.to(first.dtype)
-            start = {name: W[n].to(first.dtype) for name, W in self.start.items()}
-            y = functional_call(layer.module, start, (given,))
-            moved, y = _mean_square((layer.module(given) - y)[None]), _mean_square(y[None])
-            rows.append(torch.cat((moved, y, torch.zeros_like(y))))
-        return torch.stack(rows)
+        return torch.stack((moved, y, torch.full_like(y, least)), dim=-1)
 
     def write(self, t: Tensor, written: set[tuple[Tensor, str]]) -> None:
         """Set each parameter to a share t (L,) of its move; where it is 1 it keeps its bits."""
         for name, start in self.start.items():
             parts = [layer.parts[name] for layer in self.layers]
-            mine = [n for n, part in enumerate(parts) if (part.whole, str(part.region)) not in written]
+            mine = [
+                n for n, part in enumerate(parts) if (part.whole, str(part.region)) not in written
+            ]
             if not mine:
                 continue
             written.update((parts[n].whole, str(parts[n].region)) for n in mine)
@@ -305,13 +294,18 @@ def _stack_key(layer: LinearLayer, x: Tensor | None) -> Any:
         (name, part.values().shape, part.whole.dtype, part.whole.device)
         for name, part in layer.parts.items()
     )
-    return layer.kind, sizes, None if x is None else (x.shape, x.dtype)
+    return layer.kind, layer.plus, sizes, None if x is None else (x.shape, x.dtype)
 
 
 def _mean_square(y: Tensor) -> Tensor:
     """(L, ...) -> (L,)."""
     exact = torch.promote_types(y.dtype, torch.float32)
     return y.flatten(1).to(exact).square().mean(1)
+
+
+def _sum_of_squares(W: Mapping[str, Tensor]) -> Tensor:
+    """Of all parameters of each layer: (L,)."""
+    return torch.stack([values.flatten(1).square().sum(1) for values in W.values()]).sum(0)
 
 
 def _layers_that_share(layers: list[LinearLayer]) -> list[set[LinearLayer]]:
@@ -347,10 +341,9 @@ def _layers_of(model: nn.Module, pairs: list[QueryKeyPair]) -> Iterator[LinearLa
             continue  # the model multiplies by it without calling the module
         elif (kind := _linear_kind(module)) and "weight" in own:
             yield from _linear_layers(name, kind, module, own, pairs)
-        elif _has_vectors_only(module, own) or isinstance(module, nn.Linear):
-            width = getattr(module, "in_features", next(iter(own.values())).numel())
-            parts = {key: Part(p, ()) for key, p in own.items()}
-            yield LinearLayer(name, "module", module, parts, width)
+        elif (plus := _norm_offset(module, own)) is not None:
+            parts = {key: Part(own[key], ()) for key in ("weight", "bias") if key in own}
+            yield LinearLayer(name, "norm", module, parts, plus=plus)
         else:
             yield from _white_layers(name, module, own, pairs)
     if isinstance(head, Tensor) and head.requires_grad:
@@ -365,10 +358,28 @@ def _linear_kind(module: nn.Module) -> str | None:
     return "columns" if type(module).__name__ == "Conv1D" else None  # of GPT-2
 
 
-def _has_vectors_only(module: nn.Module, own: Mapping[str, Tensor]) -> bool:
-    """Whether a module is a norm or the like: no children, no running statistics."""
-    nothing_else = not (list(module.children()) or list(module.buffers(recurse=False)))
-    return nothing_else and all(p.ndim == 1 for p in own.values())
+def _norm_offset(module: nn.Module, own: Mapping[str, Tensor]) -> float | None:
+    """What a norm adds to its weight to get its gain, 0 or 1; None for other modules.
+
+    Entries of alternating sign and size 1 are their own norm: the output is the gain and the bias.
+    """
+    weight, bias = own.get("weight"), own.get("bias")
+    if weight is None or weight.ndim != 1 or list(module.children()) or weight.is_meta:
+        return None
+    signs = torch.ones_like(weight, requires_grad=False)
+    signs[1::2] = -1.0
+    try:
+        with torch.no_grad():
+            y = module(signs[None])[0]
+    except Exception:  # a module with other arguments; what it raises is its own affair
+        return None
+    if not isinstance(y, Tensor) or y.shape != weight.shape:
+        return None
+    gain = (y if bias is None else y - bias.detach()) * signs
+    for plus in (0.0, 1.0):
+        if torch.allclose(gain.float(), weight.detach().float() + plus, rtol=1e-2, atol=1e-2):
+            return plus
+    return None
 
 
 def _linear_layers(
@@ -376,11 +387,12 @@ def _linear_layers(
 ) -> Iterator[LinearLayer]:
     """A layer, or one per range of its outputs that are neither queries nor keys."""
     weight = own["weight"]
-    for start, stop in rows_outside(pairs, weight, weight.shape[kind == "columns"]):
-        rows = slice(start, stop)
-        parts = {"weight": Part(weight, (slice(None), rows) if kind == "columns" else (rows,))}
+    size = weight.shape[kind == "columns"]
+    for start, stop in rows_outside(pairs, weight, size):
+        at: Region = () if stop - start == size else (slice(start, stop),)
+        parts = {"weight": Part(weight, (slice(None), *at) if at and kind == "columns" else at)}
         if "bias" in own:
-            parts["bias"] = Part(own["bias"], (rows,))
+            parts["bias"] = Part(own["bias"], at)
         yield LinearLayer(name, kind, module, parts, weight.shape[kind != "columns"])
 
 
@@ -390,5 +402,6 @@ def _white_layers(
     for key, p in own.items():
         if p.ndim > 1:
             for start, stop in rows_outside(pairs, p, len(p)):
-                part = {"weight": Part(p, (slice(start, stop),))}
+                at: Region = () if stop - start == len(p) else (slice(start, stop),)
+                part = {"weight": Part(p, at)}
                 yield LinearLayer(f"{name}.{key}".lstrip("."), "white", module, part)

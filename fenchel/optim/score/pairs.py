@@ -551,9 +551,7 @@ def remaining_parameters(
     return [piece for p in parameters for piece in _slices_outside(p, ranges.get(p, []))]
 
 
-def rows_outside(
-    pairs: Iterable[QueryKeyPair], weight: Tensor, size: int
-) -> list[tuple[int, int]]:
+def rows_outside(pairs: Iterable[QueryKeyPair], weight: Tensor, size: int) -> list[tuple[int, int]]:
     """The ranges (start, stop) of the ``size`` outputs of a weight that no pair has."""
     taken = [
         (rows.start, rows.stop)

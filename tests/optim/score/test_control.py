@@ -77,7 +77,7 @@ def test_inputs_read_in_bfloat16_as_on_a_gpu_are_good_enough(
     held_out: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fenchel.optim.score.probe._probe_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr("fenchel.optim.score.probe.probe_dtype", lambda _: torch.bfloat16)
     model = small(**KINDS[kind])
     pairs = attention_pairs(model)
     optimiser: Any = ScoreDescent(pairs, lr=0.05)
