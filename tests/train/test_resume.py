@@ -21,16 +21,18 @@ from fenchel.train import Stepper, TrainConfig
 from fenchel.train.loss_scale import LossScale
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+TRUST = {
+    "optimiser": "trust",
+    "matrix_learning_rate": 0.1,
+    "score_rate": 0.01,
+    "score_radius": 0.02,  # heads begin outside the ball, so that its bound matters
+}
 OPTIMISERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimiser": "adamw"},
     "muon": {"optimiser": "muon"},
     "score": {"optimiser": "score"},
-    "trust": {"optimiser": "trust", "matrix_learning_rate": 0.1},
-    "trust with outputs": {
-        "optimiser": "trust",
-        "matrix_learning_rate": 0.1,
-        "output_change": 0.02,
-    },
+    "trust": TRUST,
+    "trust with outputs": {**TRUST, "output_change": 0.02},
 }
 STEPS, SAVED = 6, 3
 Start = Callable[..., Stepper]
@@ -116,7 +118,7 @@ def test_half_precision_and_the_loss_scale_resume_with_the_same_bits(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["muon", "score", "trust with outputs"])
+@pytest.mark.parametrize("name", ["score", "trust with outputs"])
 def test_a_compiled_run_resumes_with_the_same_bits(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

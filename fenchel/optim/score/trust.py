@@ -21,10 +21,16 @@ outside, moves by lr at most. Four limits of this promise:
     sharing     a layer that serves several layers is measured where it is used last
 
 A head whose step is small enough and inside the ball keeps exactly the bits that the optimiser
-computed. Every other parameter of the model moves as the optimiser moves it.
+computed.
 
-param_groups begins with the group of lr and radius, followed by those of the optimiser, so a
-scheduler over ScoreTrust scales gamma and the optimiser's own rates alike; state_dict holds both.
+All other parameters move as the optimiser moves them, unless ``output_change`` limits them as well:
+then no layer's output moves by more than this share of itself in one step (output_change.py). With
+it a checkpoint can be trained further at a rate that is far too high; without it only the damage to
+queries and keys is prevented.
+
+param_groups begins with the group of lr and radius and, with ``output_change``, a group whose lr is
+that limit, followed by those of the optimiser. A scheduler over ScoreTrust therefore scales the
+limits and the optimiser's own rates alike; state_dict holds the state of both.
 """
 
 import math
@@ -71,12 +77,16 @@ class ScoreTrust(torch.optim.Optimizer):
     are queries, keys, their biases and the gains of their norms. ``probe`` is the number of tokens
     per layer on which scores are measured, an equal share of every micro-batch of the step.
 
+    ``output_change``, with the ``model``, is the largest RMS change of the output of any of its
+    layers in one step, as a share of that output; 0.02 suits fine-tuning (docs/optimisers.md).
+
     >>> import torch
     >>> from fenchel.model import ModelConfig, Transformer
     >>> from fenchel.optim import attention_pairs
     >>> model = Transformer(ModelConfig(vocabulary=16, width=32, layers=1))
     >>> adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
-    >>> optimiser = ScoreTrust(adamw, attention_pairs(model), lr=0.05)
+    >>> pairs = attention_pairs(model)
+    >>> optimiser = ScoreTrust(adamw, pairs, lr=0.05, model=model, output_change=0.02)
     >>> model(torch.arange(8)[None]).logsumexp(-1).sum().backward()
     >>> optimiser.step()
     """

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fenchel.attention import Causal, angles
 from fenchel.model import ModelConfig, Transformer
 from fenchel.optim import Muon, ScoreDescent, ScoreTrust, attention_pairs
+from fenchel.optim.score.output_change import OutputProbes
 
 PARAMETERS, TOKENS = 124e6, 2**19  # GPT-2 small and its published batch
 STEP = 6 * PARAMETERS * TOKENS
@@ -103,3 +104,24 @@ def test_a_step_launches_no_more_for_more_layers_and_less_than_a_forward_pass(
         counts.append(count[optimiser] - (count[muon] if name == "trust" else 0))
     assert counts[0] == counts[1], counts
     assert 0 < counts[1] < forward_launches / 2, (counts, forward_launches)
+
+
+def test_the_limit_on_outputs_launches_no_more_for_more_layers_and_computes_little(
+    forward_launches: int,
+) -> None:
+    counts, flops = [], 0
+    for layers in (2, 12):
+        config = ModelConfig(vocabulary=512, context=1024, width=768, layers=layers, heads=12)
+        with torch.device("meta"):
+            model = Transformer(config)
+        probes = OutputProbes(model, attention_pairs(model))
+        for _ in range(2):  # the first step prepares more
+            ids = torch.zeros(8, 1024, dtype=torch.long, device="meta")
+            model(ids, return_hidden=True)
+            with Launches() as launches, FlopCounterMode(display=False) as count:
+                probes.limit(probes.before(), 0.1)
+        counts.append(launches.count)
+        flops = count.get_total_flops()
+    assert counts[0] == counts[1], counts
+    assert 0 < counts[1] < forward_launches / 2, (counts, forward_launches)
+    assert 0 < flops < 1e-3 * STEP, flops / STEP
