@@ -17,12 +17,11 @@ from benchmarks.optimisers.compositional import CompositionalMuon, PerHeadMuon
 from fenchel.optim import (
     CombinedOptimiser,
     OptimConfig,
-    ScoreTrust,
     adamw,
     attention_pairs,
     build_optimiser,
 )
-from fenchel.optim.config import split_matrices, trust_limits
+from fenchel.optim.config import split_matrices, trusted
 
 Build = Callable[..., CombinedOptimiser]
 """(model, settings, steps=) to an optimiser."""
@@ -32,8 +31,8 @@ def score_trust(
     model: nn.Module, config: OptimConfig, *, steps: int | None = None, times: float = 1.0
 ) -> CombinedOptimiser:
     """The optimiser of ``scaled_qk`` within ScoreTrust."""
-    inner, pairs = scaled_qk(model, config, steps=steps, times=times), attention_pairs(model)
-    return CombinedOptimiser(ScoreTrust(inner, pairs, *trust_limits(config)))
+    inner = scaled_qk(model, config, steps=steps, times=times)
+    return CombinedOptimiser(trusted(inner, model, config))
 
 
 def scaled_qk(
@@ -95,6 +94,7 @@ class Rule:
     """Initial rate of the search, for the small model."""
     model: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
+    optim: Mapping[str, Any] = field(default_factory=dict)
     build: Build = build_optimiser
     tunes: tuple[str, ...] = ("decay",)
     """Fields of a ``Job`` that are tuned after the rate, one after the other."""
@@ -138,13 +138,29 @@ SWITCHES: dict[str, Rule] = {
 FINETUNE_RULES = ("adamw", "trust(adamw)", "muon", "trust(muon)")
 """Rules that can fine-tune a checkpoint trained without QK-norm."""
 
+OUTPUT_RULES = {
+    f"{name} + outputs": replace(RULES[name], optim={"output_change": 0.02})
+    for name in ("trust(adamw)", "trust(muon)")
+}
+"""The same, limited in the output of every layer; for the study of fine-tuning at all rates."""
+
+
+def inside_trust(name: str) -> str:
+    """The name of the optimiser inside ScoreTrust, or of the rule itself.
+
+    >>> inside_trust("trust(adamw) + outputs")
+    'adamw'
+    """
+    return name.removesuffix(" + outputs").removeprefix("trust(").removesuffix(")")
+
+
 RATE_FACTORS = (1.0, 3.0, 10.0, 30.0)
 """Multiples of the best rate in fine-tuning."""
 
 
 def with_qk_rate(name: str, times: float) -> Rule:
     """The rule with queries and keys alone at ``times`` the rate."""
-    inner = name.removeprefix("trust(").removesuffix(")")
+    inner = inside_trust(name)
     build = scaled_qk if inner == name else score_trust
     return replace(RULES[name], optimiser=inner, build=partial(build, times=times))
 

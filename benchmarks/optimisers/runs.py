@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.optimisers.rules import QK_RATE_RULES, RULES, SWITCHES, Rule
+from benchmarks.optimisers.rules import OUTPUT_RULES, QK_RATE_RULES, RULES, SWITCHES, Rule
 from benchmarks.optimisers.run_cache import Job, OutOfTime, Pause, Result
 from benchmarks.optimisers.sizes import SIZES, Size, fresh_text, text, text_hash
 from fenchel.data import Batches
@@ -34,7 +34,8 @@ PATIENCE = 3
 
 def rule_of(job: Job) -> Rule:
     """The rule of a job, by its name in the study of the job."""
-    return {"switches": SWITCHES, "qk_rate": QK_RATE_RULES}.get(job.study, RULES)[job.rule]
+    own = {"switches": SWITCHES, "qk_rate": QK_RATE_RULES, "finetune": {**RULES, **OUTPUT_RULES}}
+    return own.get(job.study, RULES)[job.rule]
 
 
 def model_of(job: Job, config: ModelConfig) -> Transformer:
@@ -70,6 +71,7 @@ def optimiser_of(
         schedule="linear",
         warmup=0.1,
         **own,
+        **rule.optim,
     )
     return rule.build(model, config, steps=steps), config
 

@@ -5,7 +5,8 @@
     switches   means that keep Muon stable, over one and a half decades around Muon's best rate;
                sensitivity is the mean loss over the rates less the smallest (Wortsman et al., 2023)
     finetune   a checkpoint trained by Muon without QK-norm, fine-tuned on another text at 1 to 30
-               times the best rate of each rule, alone and within ScoreTrust
+               times the best rate of each rule, alone, within ScoreTrust, and with its limit on
+               the outputs of all layers
     qk_rate    the same with only queries and keys at 1 to 30 times the rate and the rest at the
                best rate: the part of the damage that ScoreTrust can prevent
     copy       steps until the second half of "abc abc" is predicted at 0.5 nats
@@ -32,9 +33,11 @@ from benchmarks.optimisers.rules import (
     COPY_RULES,
     FINETUNE_RULES,
     LENGTH_RULES,
+    OUTPUT_RULES,
     RATE_FACTORS,
     RULES,
     SWITCHES,
+    inside_trust,
 )
 from benchmarks.optimisers.run_cache import Job, Result, RunCache
 from benchmarks.optimisers.runs import (
@@ -150,7 +153,7 @@ def _finetune_job(runs: RunCache, size: str, name: str, study: str) -> Job:
     """A job that continues Muon's checkpoint at the best rate of the rule, without its ball."""
     origin = tune(runs, size, "muon")
     start = (origin.rate, origin.decay, origin.momentum)
-    bare = tune(runs, size, name.removeprefix("trust(").removesuffix(")"))
+    bare = tune(runs, size, inside_trust(name))
     return replace(bare, study=study, start=start, seed=1)
 
 
@@ -236,7 +239,7 @@ def _at_length(runs: RunCache, size: str, case: Case) -> list[Result]:
 STUDIES = {
     "tuned": Study(tuned, lambda _: RULES),
     "switches": Study(switches, lambda _: SWITCHES),
-    "finetune": Study(finetune, lambda _: FINETUNE_RULES),
+    "finetune": Study(finetune, lambda _: (*FINETUNE_RULES, *OUTPUT_RULES)),
     "qk_rate": Study(qk_rate, lambda _: FINETUNE_RULES),
     "copy": Study(copy, lambda _: COPY_RULES),
     "lengths": Study(lengths, length_cases),

@@ -87,7 +87,7 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
     assert {name: studies.count(name) for name in dict.fromkeys(studies)} == {
         "tuned": 11,
         "switches": 8,
-        "finetune": 4,
+        "finetune": 6,
         "qk_rate": 4,
         "copy": 4,
         "lengths": 20,
