@@ -130,7 +130,8 @@ class ModelConfig:
     final_norm: bool = True
     """A norm after the last block. Off where norms come after the branches (BERT)."""
     qk_norm: bool = False
-    """Normalise queries and keys per head, before their rotation."""
+    """Normalise queries and keys per head, before their rotation. A run with
+    optim.optimiser="score" does so unless this is set."""
     residual_scale: float | str = 1.0
     """Factor on each branch; "depth" is (2 layers)^-1/2, which bounds the stream."""
     parallel: bool = False

@@ -65,22 +65,31 @@ class RunCallback(Callback, Protocol):
 
 
 def settings(mapping: Mapping[str, Any]) -> RunConfig:
-    """Nested plain values to settings; the vocabulary is the tokenizer's unless given.
+    """Nested plain values to settings.
 
+    Two defaults of the model follow from other sections: the vocabulary is that of the text, and
+    "score" trains with a norm of queries and keys, where dot products are the scores.
     ``model.size`` names a row of ``fenchel.model.config.SIZES``, which other settings override.
 
     >>> settings({"model": {"width": 64}}).model.vocabulary
     4096
     >>> settings({"model": {"size": "small", "layers": 8}}).model.width
     512
+    >>> settings({"optim": {"optimiser": "score"}}).model.qk_norm
+    True
     """
-    model = dict(mapping.get("model", {}))
+    sections = {name: mapping.get(name, {}) for name in ("text", "model", "optim")}
+    for name, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{name}={section!r} should be a section, with settings in it.")
+    text, model, optim = map(dict, sections.values())
     if (size := model.pop("size", None)) is not None:
         if size not in SIZES:
             raise ValueError(f"model.size={size!r} should be one of {tuple(SIZES)}.")
         model = {**SIZES[size], **model}
-    text = mapping.get("text", {})
     model.setdefault("vocabulary", text.get("vocabulary", TextConfig().vocabulary))
+    if optim.get("optimiser") == "score" and model.get("scores") != "l2":
+        model.setdefault("qk_norm", True)
     return from_mapping(RunConfig, {**mapping, "model": model})
 
 

@@ -8,7 +8,8 @@
 These are the scores that the softmax receives, scale included. Without a norm of queries and keys
 they are a sum of four parts, <q, k>, <q, dk>, <dq, k> and <dq, dk>, each with a product of t and
 shrink before it, so the sixteen inner products of these parts give the change anywhere on the line.
-With a norm, each point costs a product of queries and keys. The size "closed" needs no pairs at
+With a norm they give it on a chord, from the start to one point of the curve that q and k describe,
+where dq = q(t) - q(0) and dk = k(t) - k(0). The size "closed" needs no pairs at
 all: if queries and keys of different positions were independent, the mean square of <q, k> would be
 
     E <q, k>^2 = <E q q^T, E k k^T>,
@@ -117,10 +118,23 @@ class ScoreLine:
         """Set the direction of the line, and compute the products of parts."""
         self.dq, self.dk = _project(self.x_q, U.Q), _project(self.inputs.x, U.K)
         if not self.closed and not self.has_qk_norm:
-            q, k = (self.start_q, self.queries(self.dq)), (self.start_k, self.keys(self.dk))
-            sums = score_part_products(q, k, self.inputs.grid.mask)
-            mean = sums * (self.pairs[0].scale ** 2 * self.inputs.grid.pair_weight)[..., None, None]
-            self.parts = mean_over_processes(mean)
+            self.parts = self._products(self.queries(self.dq), self.keys(self.dk))
+
+    def chord(self, t: HeadFactors) -> Tensor:
+        """The products of parts on the chord from the start to a point, (L, H, 4, 4)."""
+        q, k = self.point(t, None)
+        return self._products(q - self.start_q, k - self.start_k)
+
+    def _products(self, dq: Tensor, dk: Tensor) -> Tensor:
+        """Means over pairs of the products of <q, k>, <q, dk>, <dq, k> and <dq, dk>."""
+        # norms compute in float32; the inputs, bfloat16 on a GPU, have no more digits than that
+        q, k = (
+            (x.to(self.q.dtype), dx.to(self.q.dtype))
+            for x, dx in ((self.start_q, dq), (self.start_k, dk))
+        )
+        sums = score_part_products(q, k, self.inputs.grid.mask)
+        mean = sums * (self.pairs[0].scale ** 2 * self.inputs.grid.pair_weight)[..., None, None]
+        return mean_over_processes(mean)
 
     @property
     def start(self) -> Tensor:
@@ -143,33 +157,16 @@ class ScoreLine:
     ) -> tuple[Tensor, Tensor]:
         """(RMS of the change, RMS of the scores) at a point of the line, (L, H) each."""
         if self.parts is not None:
-            return self._by_parts(t, shrink, 1.0), self._by_parts(t, shrink, 0.0)
+            return (
+                rms_by_parts(self.parts, t, shrink, 1.0),
+                rms_by_parts(self.parts, t, shrink, 0.0),
+            )
         q, k = self.point(t, shrink, s)
         if self.closed:
             both_q, both_k = torch.cat((q, -self.start_q), -1), torch.cat((k, self.start_k), -1)
             return self.independent(both_q, both_k), self.independent(q, k)
         S = self.scores(q, k)
         return self.rms(S - self.start), self.rms(S)
-
-    def rms_score(self, t: HeadFactors, shrink: HeadFactors | None) -> Tensor:
-        """The second result of ``move``, from the products of parts."""
-        return self._by_parts(t, shrink, 0.0)
-
-    def _by_parts(self, t: HeadFactors, shrink: HeadFactors | None, less: float) -> Tensor:
-        """RMS of the scores at a point, minus ``less`` times those at the start."""
-        a, b = t.Q, self._per_head(t.K)
-        if shrink is None:
-            one = torch.ones_like(a)
-            v = torch.stack((one if less == 0.0 else one - less, b, a, a * b), dim=-1)
-        else:
-            c, d = shrink.Q, self._per_head(shrink.K)
-            v = torch.stack((c * d - less, c * b, a * d, a * b), dim=-1)
-        assert self.parts is not None
-        square = ((self.parts @ v.unsqueeze(-1)).squeeze(-1) * v).sum(-1)
-        return square.clamp(min=0.0).sqrt()
-
-    def _per_head(self, x: Tensor) -> Tensor:
-        return x if self.group == 1 else x.repeat_interleave(self.group, dim=1)
 
     def point(
         self, t: HeadFactors, shrink: HeadFactors | None, s: Tensor | None = None
@@ -250,6 +247,21 @@ class ScoreLine:
         return self.pairs[0].scale * (A * B).sum(dim=(-2, -1)).clamp(min=0.0).sqrt()
 
 
+def rms_by_parts(
+    parts: Tensor, t: HeadFactors, shrink: HeadFactors | None, less: float = 0.0
+) -> Tensor:
+    """RMS of the scores at a point, minus ``less`` times those at the start, (L, H)."""
+    a, b = t.Q, per_head(t.K, t.Q.shape[1])
+    if shrink is None:
+        one = torch.ones_like(a)
+        v = torch.stack((one if less == 0.0 else one - less, b, a, a * b), dim=-1)
+    else:
+        c, d = shrink.Q, per_head(shrink.K, t.Q.shape[1])
+        v = torch.stack((c * d - less, c * b, a * d, a * b), dim=-1)
+    square = ((parts @ v.unsqueeze(-1)).squeeze(-1) * v).sum(-1)
+    return square.clamp(min=0.0).sqrt()
+
+
 def score_part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
     """Sums over pairs of products of <q, k>, <q, dk>, <dq, k>, <dq, dk>: (L, H, 4, 4).
 
@@ -274,6 +286,11 @@ def score_part_products(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], mask
 def fused(x: Tensor) -> bool:
     """Whether Triton kernels apply: on a GPU, in float32 or below, with Triton installed."""
     return x.is_cuda and x.dtype != torch.float64 and find_spec("triton") is not None
+
+
+def per_head(x: Tensor, H: int) -> Tensor:
+    """The value of each key head for all of its query heads: (L, G) -> (L, H)."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:

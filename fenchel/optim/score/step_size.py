@@ -21,9 +21,18 @@ once, and without a synchronisation of the device. Heads that share keys share t
     t_Q per head      then the t at which this head has moved by gamma, the keys' part included
 
 so that the scores of every head, not only their mean over the group, move by gamma. In t_Q alone y
-is a parabola, which gives t_Q in closed form. Where there are no parts (a norm of queries and keys,
-closed sizes) y is still nearly a parabola: ``find_crossing`` fits one through y(0) and the last two
-points, moves to where it meets gamma^2, and keeps a bracket for when the fit fails.
+is a parabola, which gives t_Q in closed form.
+
+Under a norm of queries and keys q(t) and k(t) are curves. On the chord from the start to a point
+t_n of them y is the quartic again, in the share x of the chord; its crossing gives the next point,
+
+    t_n+1 = x t_n,       from  t_0 = PROBING |W| / |U|,  where the chord is all but a tangent.
+
+Chord and curve agree at x = 1, so if the curve bends by the share e of its length at gamma, t_1 is
+wrong by e and each further chord multiplies the error by about e; CHORDS of them are enough.
+
+Closed sizes have no parts, and y is nearly a parabola: ``find_crossing`` fits one through y(0) and
+the last two points, moves to where it meets gamma^2, and keeps a bracket for when the fit fails.
 
 The gains of a norm of queries and keys move the scores of all heads of their layer. ScoreTrust
 limits them with the weights, the most widely shared first:
@@ -76,12 +85,21 @@ from torch import Tensor
 
 from fenchel.attention import entropy
 from fenchel.attention.spec import SOFTMAX
-from fenchel.optim.score.score_line import HeadFactors, HeadWeights, ScoreLine, by_group
+from fenchel.optim.score.score_line import (
+    HeadFactors,
+    HeadWeights,
+    ScoreLine,
+    by_group,
+    per_head,
+    rms_by_parts,
+)
 
 POINTS = 512
 """Points of a line at which the quartic is evaluated at once, in each of two rounds."""
 UPPER_FACTOR = 1.001 * (1.0 + math.sqrt(2.0))
 """1 + sqrt 2 of the bound above, and a little for rounding."""
+CHORDS = 3
+"""Chords of which the last ends where the scores of a head with a norm have moved by gamma."""
 ROUNDS = 5
 """Points at which ``find_crossing`` measures the change, beside t = 0."""
 TOLERANCE = 1e-4
@@ -97,14 +115,14 @@ def crossing_by_parts(
     if shrink is None:
         w, P, powers = plain, parts, unshrunk
     else:
-        c, d = shrink.Q, _per_head(shrink.K, H)
+        c, d = shrink.Q, per_head(shrink.K, H)
         w = torch.stack((c * d - 1.0, c, d, torch.ones_like(c)), dim=-1)
         P = parts * w.unsqueeze(-1) * w.unsqueeze(-2)
     t = _first_root(P, gamma, limit, powers, counts)
     if groups == H:
         return HeadFactors(t, t)
     t_K = by_group(t, groups).amin(2)
-    v = torch.stack((torch.ones_like(t), _per_head(t_K, H)), dim=-1)
+    v = torch.stack((torch.ones_like(t), per_head(t_K, H)), dim=-1)
     # the change is (e, c t_K) on <q, k> and <q, dk> plus t_Q times (d, t_K) on the two with dq
     still, along = torch.unflatten(w * v.repeat(1, 1, 2), -1, (2, 2)).unsqueeze(-1).unbind(-3)
     a = (still.mT @ parts[..., :2, :2] @ still).flatten(2).squeeze(-1) - gamma.square()
@@ -151,15 +169,25 @@ def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return powers.to(device), unshrunk.to(device), counts, plain.to(device)
 
 
-def _per_head(x: Tensor, H: int) -> Tensor:
-    """The value of each key head for all of its query heads: (L, G) -> (L, H)."""
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
+def crossing_by_chords(
+    line: ScoreLine, gamma: Tensor, start: Tensor, limit: Tensor
+) -> tuple[HeadFactors, tuple[Tensor, Tensor]]:
+    """The t at which the scores move by gamma under a norm; (RMS change, RMS score) there.
+
+    The first chord ends at ``start`` (L, H), where it should be close to the tangent.
+    """
+    t = line.same_for_keys(start)
+    for _ in range(CHORDS):
+        chord = line.chord(t)
+        share = crossing_by_parts(chord, gamma, None, limit / t.Q, t.K.shape[1])
+        t = _times(t, share)
+    return t, (rms_by_parts(chord, share, None, 1.0), rms_by_parts(chord, share, None))
 
 
 def crossing_by_search(
     line: ScoreLine, gamma: Tensor, shrink: HeadFactors | None, start: Tensor, limit: Tensor
 ) -> HeadFactors:
-    """``crossing_by_parts`` without parts, by points of the line, from near ``start`` (L, H)."""
+    """``crossing_by_parts`` for closed sizes, by points of the line from near ``start`` (L, H)."""
 
     def common(t: Tensor) -> Tensor:
         return line.move(line.same_for_keys(t), shrink)[0]
@@ -207,10 +235,10 @@ def shares_by_search(
         return HeadFactors(t, t), s
 
     def whole_group(t: Tensor) -> Tensor:
-        return by_group(ratio(_per_head(t, H), t, s), G).amax(2)
+        return by_group(ratio(per_head(t, H), t, s), G).amax(2)
 
     t_K = largest_share(whole_group, base[:, :: line.group], by_group(scale, G).amin(2))
-    t_Q = largest_share(lambda t: ratio(t, t_K, s), _per_head(t_K, H), scale)
+    t_Q = largest_share(lambda t: ratio(t, t_K, s), per_head(t_K, H), scale)
     return HeadFactors(t_Q, t_K), s
 
 
@@ -421,19 +449,23 @@ def take_step(
     """Move from W along U, where ``line`` runs; ``before`` is the score bound."""
     groups = W.K.shape[1]
     if not line.inputs.from_batch or line.has_qk_norm:  # no ball
-        gamma = torch.full_like(line.start_rms, limits.gamma)
-        t, s = _step_lengths(line, W, U, gamma, None, limits)
+        gamma = torch.full_like(_norm(W.Q), limits.gamma)
+        t, s, measured = _step_lengths(line, W, U, gamma, None, limits)
         new = _updated_weights(W, U, t, None, None)
         if line.has_qk_norm and limits.exact:
             new = HeadWeights(*(_with_norm_of(to, old) for to, old in zip(new, W, strict=True)))
-        change = line.move(t, None, s)
-        record = StepRecord(line, t, None, None, None, change, not limits.exact, s)
+        measured = measured or line.move(t, None, s)
+        record = StepRecord(line, t, None, None, None, measured, not limits.exact, s)
         return WeightUpdate(new, before, record)
     ball = score_ball(line.start_rms, before, limits.gamma, limits.radius, soft=limits.exact)
     shrink = None if ball.shrink is None else scaling(ball.shrink, groups)
-    t, _ = _step_lengths(line, W, U, ball.budget, shrink, limits)
-    measured = None if line.parts is not None else line.move(t, shrink)
-    after = line.rms_score(t, shrink) if measured is None else measured[1]
+    t, _, _ = _step_lengths(line, W, U, ball.budget, shrink, limits)
+    measured = None
+    if line.parts is None:
+        measured = line.move(t, shrink)
+        after = measured[1]
+    else:
+        after = rms_by_parts(line.parts, t, shrink)
     c = projection(after, ball.bound)
     back = scaling(c, groups)
     record = StepRecord(line, t, shrink, back, c, measured, not limits.exact)
@@ -447,23 +479,26 @@ def _step_lengths(
     gamma: Tensor,
     shrink: HeadFactors | None,
     limits: StepLimits,
-) -> tuple[HeadFactors, Tensor | None]:
-    """The distances along U, and the share of the move of the gains."""
+) -> tuple[HeadFactors, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """The distances along U, the share of the move of the gains, and ``line.move`` if known."""
     if line.parts is not None:
         limit = torch.full_like(gamma, torch.inf if limits.exact else 1.0)
-        return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1]), None
+        return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1]), None, None
     ratio = torch.minimum(
         _norm(W.Q) / _norm(U.Q).clamp(min=1e-30),
         (_norm(W.K) / _norm(U.K).clamp(min=1e-30)).repeat_interleave(line.group, dim=1),
     )
     ratio = torch.where(ratio > 0, ratio, 1.0)
     if not limits.exact:  # all of U, or less
-        return shares_by_search(line, gamma, shrink, ratio.clamp(max=1.0))
+        return *shares_by_search(line, gamma, shrink, ratio.clamp(max=1.0)), None
     limit = ratio if line.has_qk_norm else torch.full_like(ratio, torch.inf)
     eps = PROBING * ratio
+    if not line.closed:
+        t, measured = crossing_by_chords(line, gamma, eps, limit)
+        return t, None, measured
     rate = line.move(line.same_for_keys(eps), None)[0] / eps
     start = torch.where(rate > 0, gamma / rate.clamp(min=1e-30), 0.0)
-    return crossing_by_search(line, gamma, shrink, start, limit), None
+    return crossing_by_search(line, gamma, shrink, start, limit), None, None
 
 
 def _updated_weights(

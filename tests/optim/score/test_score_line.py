@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from fenchel.optim import HeadProjection, QueryKeyPair, ScoreDescent, attention_pairs
 from fenchel.optim.score.probe import LayerInput, stack_inputs
 from fenchel.optim.score.score_line import HeadWeights, ScoreLine
-from fenchel.optim.score.step_size import crossing_by_parts, find_crossing, scaling
+from fenchel.optim.score.step_size import (
+    crossing_by_chords,
+    crossing_by_parts,
+    find_crossing,
+    scaling,
+)
 
 
 def pair(**settings: object) -> QueryKeyPair:
@@ -130,15 +135,52 @@ def test_parts_go_no_further_than_their_limit_and_exactly_there() -> None:
     assert torch.equal(crossing_by_parts(nothing, one, None, limit, 3).Q, torch.zeros(2, 3))
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("gamma", "error"), [(0.02, 1e-5), (0.3, 1e-3), (1.0, 0.03)])
+@torch.no_grad()
+def test_chords_end_where_the_change_under_a_norm_is_gamma(
+    kv_heads: int, gamma: float, error: float
+) -> None:
+    """Against the scores at the end of the step; 1 is half of the scores themselves."""
+    draw = torch.Generator().manual_seed(0)
+    norms = nn.RMSNorm(8, dtype=torch.float64), nn.RMSNorm(8, dtype=torch.float64)
+    nn.init.constant_(norms[0].weight, 2.0)
+    weight = nn.Parameter(torch.zeros(64, 16, dtype=torch.float64))
+    rows = HeadProjection(weight, 0, 32, 8), HeadProjection(weight, 32, 32 + 8 * kv_heads, 8)
+    layer = QueryKeyPair(
+        "layer", nn.Identity(), *rows, scale=8**-0.5, q_norm=norms[0], k_norm=norms[1]
+    )
+    x = torch.randn(3, 20, 16, generator=draw, dtype=torch.float64)
+    W, U = (
+        HeadWeights(
+            *(torch.randn(1, H, 8, 16, generator=draw, dtype=torch.float64) for H in (4, kv_heads))
+        )
+        for _ in "WU"
+    )
+    line = ScoreLine([layer], stack_inputs([layer], [LayerInput(x, None, None)]), W)
+    line.set_direction(U)
+    wanted, one = torch.full((1, 4), gamma, dtype=torch.float64), torch.ones(1, 4)
+    t, (change, score) = crossing_by_chords(line, wanted, 1e-3 * one.double(), one.double())
+    exact, exact_score = line.move(t, None)
+    if kv_heads == 4:
+        torch.testing.assert_close(exact, wanted, rtol=error, atol=0)
+    else:  # the keys stop at the first head of a group that has moved by gamma
+        assert (exact <= wanted * (1 + error)).all()
+        assert (exact.amax(1) >= wanted[:, 0] * (1 - error)).all()
+    torch.testing.assert_close(change, exact, rtol=error, atol=0)
+    torch.testing.assert_close(score, exact_score, rtol=error, atol=0)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
 def test_a_step_through_the_kernels_is_that_of_the_operations(
-    small: Any, tokens: Any, backward: Any, monkeypatch: pytest.MonkeyPatch
+    qk_norm: bool, small: Any, tokens: Any, backward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = []
     for fused in (False, True):
         for page in ("score_line", "direction"):
             place = f"fenchel.optim.score.{page}.fused"
             monkeypatch.setattr(place, lambda _, fused=fused: fused)
-        model = small(kv_heads=2)
+        model = small(kv_heads=2, qk_norm=qk_norm)
         score = ScoreDescent(attention_pairs(model))
         backward(model, tokens(0, 2))
         score.step()
