@@ -11,8 +11,8 @@ torch.autograd.forward_ad._current_level
     Whether dual numbers are in use, so that a back end without forward derivatives is left out.
     The public ``unpack_dual`` answers for one tensor only.
 torch._C._functorch.peek_interpreter_stack, get_interpreter_stack, TransformType
-    Whether a call is inside a transform of torch.func, and in how many reverse ones. There is no
-    public name.
+    Whether a call is inside a transform of torch.func, and in how many reverse and forward ones.
+    There is no public name.
 torch._C._functorch.is_functorch_wrapped_tensor
     Whether a tensor is a placeholder of torch.func, on whose numbers Python cannot branch. There is
     no public name.
@@ -60,6 +60,7 @@ try:
     _innermost_transform = torch._C._functorch.peek_interpreter_stack
     _all_transforms = torch._C._functorch.get_interpreter_stack
     _REVERSE = torch._C._functorch.TransformType.Grad
+    _FORWARD = torch._C._functorch.TransformType.Jvp
     _ = forward_ad._current_level, nn.Module()._forward_hooks, nn.Module()._forward_pre_hooks
     _of_all_modules = module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks
 except AttributeError as error:
@@ -83,6 +84,11 @@ def in_func_transform() -> bool:
 def reverse_transforms() -> int:
     """How many reverse derivatives torch.func takes of the function that is running."""
     return [transform.key() for transform in _all_transforms() or ()].count(_REVERSE)
+
+
+def forward_transforms() -> int:
+    """How many forward derivatives torch.func takes of the function that is running."""
+    return [transform.key() for transform in _all_transforms() or ()].count(_FORWARD)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from fenchel.attention.bias import ALiBi, RelativeBias, Sink, with_sink
 from fenchel.attention.derivative import (
     Gradients,
     Move,
+    attend_dual,
     attend_jvp,
     attend_vjp,
     self_attention,
@@ -74,6 +75,7 @@ __all__ = [
     "YarnScaling",
     "angles",
     "attend",
+    "attend_dual",
     "attend_jvp",
     "attend_vjp",
     "attention_weights",

@@ -14,12 +14,13 @@ call, the reason why each of them cannot compute it:
     sdpa         torch's fused softmax, reverse derivative
     flex         FlexAttention, compiled: softmax under any prior, reverse derivative on a GPU
     triton       own kernels for entmax on a GPU, sparse in tiles of scores, reverse derivative
+    dual         kernels of a GPU: softmax with its tangent, first and second derivatives
     auto         the quickest that serves; plain softmax goes to sdpa with nothing in between
 
 torch's fused kernels have no second derivative, and whether one will be taken (a backward pass with
 create_graph=True, then another) is not known when ``attend`` is called: torch raises then, and
-``backend="reference"`` or ``"blocked"`` has them all. A second derivative by torch.func is known,
-and so is forward mode: auto leaves the fused kernels out.
+``backend="reference"``, ``"blocked"`` or, on a GPU, ``"dual"`` has them all. A second derivative by
+torch.func is known, and so is forward mode: auto leaves torch's fused kernels out.
 
 Dropout draws from torch's default generator in every back end, since the fused kernels take no
 other. A query that no key is open to gets zeros, with zero derivatives.
@@ -98,8 +99,9 @@ def attend(
         "sdpa"         torch's fused softmax, first derivatives in reverse
         "flex"         FlexAttention, compiled: softmax under any prior
         "triton"       entmax on a GPU, first derivatives in reverse
+        "dual"         kernels of a GPU: softmax, first and second derivatives, also forward
 
-    A second derivative of softmax (create_graph=True) needs "reference" or "blocked".
+    A second derivative of softmax (create_graph=True) needs "reference", "blocked" or "dual".
 
     >>> import torch
     >>> from fenchel.attention import Causal

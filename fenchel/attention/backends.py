@@ -28,11 +28,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fenchel.attention import blocked, entmax_triton, flex, reference, sdpa
+from fenchel.attention import blocked, dual, entmax_triton, flex, reference, sdpa
 from fenchel.attention.prior import Combined, Prior
 from fenchel.attention.spec import AttentionSpec
 from fenchel.attention.tiles import tile_height
-from fenchel.torch_internals import carries_tangents, in_func_transform, reverse_transforms
+from fenchel.torch_internals import (
+    carries_tangents,
+    forward_transforms,
+    in_func_transform,
+    reverse_transforms,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +72,10 @@ class CallFacts:
     """Whether the call is inside a transform of torch.func."""
     twice: bool = False
     """Whether torch.func takes two reverse derivatives of the call."""
+    beyond_second: bool = False
+    """Whether torch.func takes three derivatives of the call, or two forward ones."""
+    forward_twice: bool = False
+    """Whether torch.func takes two forward derivatives of the call."""
     compiling: bool = False
     """Whether torch.compile traces the call."""
 
@@ -85,6 +94,7 @@ def describe(
     learns = grad and any(x.requires_grad for x in tensors)
     compiling = torch.compiler.is_compiling()
     transformed = not compiling and in_func_transform()
+    reverse, forward = (reverse_transforms(), forward_transforms()) if transformed else (0, 0)
     return CallFacts(
         choice=type(spec.choice).__name__,
         prior=spec.prior,
@@ -105,7 +115,9 @@ def describe(
         gradient=learns or (grad and any(x.requires_grad for x in (q, k, v))),
         tangent=carries_tangents(),
         transformed=transformed,
-        twice=transformed and reverse_transforms() > 1,
+        twice=reverse > 1,
+        beyond_second=reverse + forward > 2 or forward > 1,
+        forward_twice=forward > 1,
         compiling=compiling,
     )
 
@@ -117,6 +129,8 @@ def _reference(call: CallFacts) -> str | None:  # noqa: ARG001
 def _blocked(call: CallFacts) -> str | None:
     if call.return_weights:
         return "the blocked back end never holds all weights; attention_weights gives chosen rows"
+    if call.forward_twice:
+        return "the blocked back end has one forward derivative; torch would drop a second one"
     if call.softcap and call.beta_is_tensor:
         return "the blocked back end caps scores under a temperature that is a number, not a tensor"
     return None
@@ -171,6 +185,37 @@ def _triton(call: CallFacts) -> str | None:
     if prior := entmax_triton.cannot_take(call.prior):
         return f"{kernels} have no prior of the kind {prior}"
     return None if entmax_triton.can_run(call.device) else f"{kernels} need a GPU and Triton"
+
+
+def _dual(call: CallFacts) -> str | None:
+    if call.compiling:
+        return "torch.compile would drop the forward derivative of the dual kernels"
+    if not dual.runs_on(call.device):
+        return "the dual kernels run on a GPU of NVIDIA, with Triton"
+    if call.choice != "Softmax":
+        return f"the dual kernels compute softmax, not {call.choice}"
+    if call.return_weights:
+        return "the dual kernels cannot return the weights"
+    if call.dropout:
+        return "the dual kernels have no dropout"
+    if call.softcap:
+        return "the dual kernels have no soft-cap"
+    if call.beta_is_tensor:
+        return "the dual kernels take a temperature that is a number, not a tensor"
+    if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return "the dual kernels take float16, bfloat16 and float32"
+    if not 0 < max(call.D, call.E) <= (widest := dual.widest(call.dtype)):
+        return f"the dual kernels take heads of a width up to {widest} in {call.dtype}"
+    if min(call.T, call.S) == 0:
+        return "the dual kernels need at least one query and one key"
+    if part := dual.unserved(call.prior):
+        return f"the dual kernels have no {part}"
+    followed = call.learns or call.transformed or call.tangent
+    if followed and call.prior is not None and call.prior.tensors():
+        return "the dual kernels have no derivative in a prior that is a tensor"
+    if call.beyond_second:
+        return "the dual kernels have first and second derivatives, one of them forward at most"
+    return None
 
 
 def _only_softmax(call: CallFacts, kernels: str) -> str | None:
@@ -228,6 +273,7 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
         "flex": _Rate(320.0, 0.7, 1.2, 10.0),
         "flex with a table": _Rate(2300.0, 0.7, 8.0, 10.0),
         "triton": _Rate(150.0, 2.0),
+        "dual": _Rate(100.0, 2.0),
     },
     ("cuda", True): {
         "reference": _Rate(400.0, 50.0, 8.0),
@@ -237,6 +283,7 @@ _RATES: dict[tuple[str, bool], dict[str, _Rate]] = {
         "flex": _Rate(1200.0, 2.5, 3.3, 10.0),
         "flex with a table": _Rate(4000.0, 2.5, 300.0, 10.0),
         "triton": _Rate(400.0, 5.0),
+        "dual": _Rate(300.0, 8.0),
     },
 }
 _ONE_PIECE = 1 << 16
@@ -332,6 +379,14 @@ def _triton_cost(call: CallFacts) -> float:
     return _cost(call, "triton", visited)
 
 
+def _dual_cost(call: CallFacts) -> float:
+    """Infinite where torch's own kernels serve, which are quicker without tangents."""
+    if call.device != "cuda" or not (call.tangent or call.twice):
+        return math.inf
+    visited, _ = _visited(call, _FLEX_ROWS)
+    return _cost(call, "dual", visited)
+
+
 def _visited(call: CallFacts, height: int) -> tuple[float, float]:
     """The parts of the square that bands of ``height`` rows visit, and where log u is not 0."""
     prior, T, S = call.prior, call.T, call.S
@@ -373,6 +428,7 @@ BACKENDS = {
         Backend("sdpa", _sdpa, _without_weights(sdpa.attend), _sdpa_cost),
         Backend("flex", _flex, _without_weights(flex.attend), _flex_cost),
         Backend("triton", _triton, _without_weights(entmax_triton.attend), _triton_cost),
+        Backend("dual", _dual, _without_weights(dual.attend), _dual_cost),
     )
 }
 

@@ -33,7 +33,9 @@ from typing import NamedTuple, Unpack
 
 from torch import Tensor
 
+from fenchel.attention import dual
 from fenchel.attention.attend import attend
+from fenchel.attention.backends import BACKENDS, describe
 from fenchel.attention.reference import cap_slope, logits, mix, mix_transposed, score
 from fenchel.attention.shapes import check, four_axes
 from fenchel.attention.spec import AttentionKeywords, AttentionSpec
@@ -74,6 +76,33 @@ class SelfGradients(NamedTuple):
     W_V: Tensor
 
 
+def attend_dual(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    **spec: Unpack[AttentionKeywords],
+) -> tuple[Tensor, Tensor]:
+    """``attend(q, k, v, **spec)`` and its derivative along ``moves``; None is a move of 0.
+
+    Softmax on a GPU takes one pass for both (dual.py), in O(T + S) memory; one derivative can be
+    taken of the result, in q, k, v and in the moves. Elsewhere it is ``attend`` and ``attend_jvp``.
+
+    >>> import torch
+    >>> q = torch.eye(2).view(1, 1, 2, 2)
+    >>> attend_dual((q, q, q), (None, None, q), scale=0.0)[1][0, 0]
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
+    """
+    _check_moves(qkv, moves)
+    call = AttentionSpec(**spec)
+    q, k, v = _four_axes(*qkv)
+    if _kernels_serve(q, k, v, call) and any(dx is not None for dx in moves):
+        tq, tk, tv = (None if dx is None else four_axes(dx) for dx in moves)
+        o, to = dual.attend_dual(q, k, v, (tq, tk, tv), call)
+        lead = qkv[0].shape[:-1]
+        return o.reshape(*lead, -1), to.reshape(*lead, -1)
+    return attend(*qkv, **call), attend_jvp(qkv, moves, **call).total
+
+
 def attend_jvp(
     qkv: tuple[Tensor, Tensor, Tensor],
     moves: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -87,15 +116,20 @@ def attend_jvp(
     tensor([[0.5000, 0.5000],
             [0.5000, 0.5000]])
     """
-    for x, dx in zip(qkv, moves, strict=True):
-        if dx is not None and dx.shape != x.shape:
-            raise ValueError(
-                f"a move has the shape of what moves; got {tuple(dx.shape)} for {tuple(x.shape)}."
-            )
+    _check_moves(qkv, moves)
     call = AttentionSpec(**spec)
     q, k, v = _four_axes(*qkv)
     axes, scale = qkv[0].shape[:-2], call.scale_for(q.shape[-1])
     dq, dk, dv = (None if dx is None else four_axes(dx) for dx in moves)
+    if _kernels_serve(q, k, v, call):
+        nothing = v.new_zeros(*q.shape[:3], v.shape[-1]).reshape(*axes, -1, v.shape[-1])
+        parts = (
+            dual.attend_dual(q, k, v, part, call)[1].reshape(nothing.shape)
+            if any(dx is not None for dx in part)
+            else nothing
+            for part in ((dq, dk, None), (None, None, dv))
+        )
+        return Move(*parts)
     z, log_u = logits(q, k, call)
     p = call.choice.weights(z, log_u)
     dz = z.new_zeros(()).expand_as(z)
@@ -167,6 +201,27 @@ def self_attention_vjp(
     rows = X.flatten(0, -2)
     gW_Q, gW_K, gW_V = (rows.mT @ g.flatten(0, -2) for g in (gq, gk, gv))
     return SelfGradients(gq @ W_Q.mT + gk @ W_K.mT + gv @ W_V.mT, gW_Q, gW_K, gW_V)
+
+
+def _check_moves(
+    qkv: tuple[Tensor, Tensor, Tensor], moves: tuple[Tensor | None, Tensor | None, Tensor | None]
+) -> None:
+    for x, dx in zip(qkv, moves, strict=True):
+        if dx is not None and dx.shape != x.shape:
+            raise ValueError(
+                f"a move has the shape of what moves; got {tuple(dx.shape)} for {tuple(x.shape)}."
+            )
+
+
+def _kernels_serve(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
+    """Whether the kernels of dual.py serve the call, with one reverse derivative left."""
+    facts = describe(q, k, v, spec)
+    prior = spec.prior
+    if facts.tangent or facts.transformed or BACKENDS["dual"].why_not(facts) is not None:
+        return False
+    if prior is not None:
+        prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return True
 
 
 def _four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,8 @@ scores, z = c tanh(scale q k^T / c), dz before J and gz after it take the factor
 ``attention_jacobian`` is the derivative in (q, k, v), or in some of them;
 ``self_attention_jacobian`` is the derivative in X for q = X W_Q, k = X W_K, v = X W_V. With
 ``each`` the operator is a batch, one per sequence and head; without, one operator for all of them.
+On a GPU, softmax in float32 goes through the kernels of fenchel/attention/dual.py where the
+weights do not fit in one block: no block of them is written to memory.
 Forward and reverse come from the same two lines of algebra, so the identity
 <J v, u> = <v, J^T u> tests one against the other.
 
@@ -37,6 +39,8 @@ import torch
 from torch import Tensor
 
 from fenchel.attention import AttentionSpec
+from fenchel.attention.backends import BACKENDS, describe
+from fenchel.attention.dual import JacobianKernels
 from fenchel.attention.reference import full_precision
 from fenchel.attention.shapes import check, four_axes
 from fenchel.attention.spec import AttentionKeywords
@@ -154,6 +158,12 @@ class AttentionJacobian(Operator):
     ) -> Tensor:
         """do for moves dq (c, N, T, D), dk (c, N, S, D), dv (c, N, S, E); None is a move of 0."""
         c = next(len(move) for move in (q, k, v) if move is not None)
+        if self._kernels is not None:
+            stack = [
+                self._kernels.push((self._heads(q, i), self._heads(k, i), self._heads(v, i)))
+                for i in range(c)
+            ]
+            return torch.stack(stack).view(c, len(self.v), self.rows.T, -1)
         if self.rows.whole and c == 1:  # the usual case of a small operator, with nothing to gather
             for block in self.rows:
                 if block.keys == slice(0, self.rows.S):
@@ -203,6 +213,27 @@ class AttentionJacobian(Operator):
         return gz if block.slope is None else gz.mul_(block.slope)
 
     @cached_property
+    def _kernels(self) -> JacobianKernels | None:
+        """Fused products, where they serve and the weights are not cached.
+
+        They subtract the mean of T and of g v^T without the shift of ``WeightBlock``, so a nearly
+        one-hot row is off by the rounding of its scores: little beside the values, whose weights
+        sum to 1, and so it is used where the values move.
+        """
+        if self.rows.cache or "v" not in self.wrt or self.dtype != torch.float32:
+            return None
+        q, k, v = (
+            x.view(*self.rows.lead, *x.shape[1:]) for x in (self.rows.q, self.rows.k, self.v)
+        )
+        if BACKENDS["dual"].why_not(describe(q, k, v, self.rows.spec)) is not None:
+            return None
+        return JacobianKernels(q, k, v, self.rows.spec)
+
+    def _heads(self, x: Tensor | None, i: int) -> Tensor | None:
+        """Vector i of a stack (c, N, n, w) as (B, H, n, w)."""
+        return None if x is None else x[i].reshape(*self.rows.lead, *x.shape[2:])
+
+    @cached_property
     def _mean(self) -> Tensor:
         """m, the values weighted by s: (N, T, E)."""
         mean = self.v.new_zeros(len(self.v), self.rows.T, self.v.shape[-1])
@@ -226,6 +257,14 @@ class AttentionJacobian(Operator):
             for name, x in (("q", r.q), ("k", r.k), ("v", self.v))
             if name in self.wrt
         }
+        if self._kernels is not None:
+            for i in range(len(g)):
+                g_i = self._heads(g, i)
+                assert g_i is not None
+                for name, grad in zip("qkv", self._kernels.pull(g_i), strict=True):
+                    if name in back and grad is not None:
+                        back[name][i] = flat(grad)
+            return back
         g_and_mean = g
         if self.wrt != "v" and any(block.heaviest is None for block in r.cached()):
             g_and_mean = torch.cat([g, (g * self._mean).sum(-1, keepdim=True).neg_()], -1)
@@ -266,7 +305,7 @@ class AttentionJacobian(Operator):
     def _single(self) -> "AttentionJacobian":
         other = copy(self)
         other.rows, other.v, other.dtype = self.rows.single(), self.v.float(), torch.float32
-        for name in ("_mean", "_values_and_one"):
+        for name in ("_mean", "_values_and_one", "_kernels"):
             other.__dict__.pop(name, None)
         # Weights below the least float32 are lost: S of them, times the largest values and scores.
         r = self.rows

@@ -279,7 +279,10 @@ def test_a_learned_prior_learns_in_both_back_ends(qkv: QKV) -> None:
 
 
 def test_serves_says_why_a_back_end_cannot(qkv: QKV) -> None:
-    assert serves(*qkv) == dict.fromkeys(serves(*qkv), None)
+    reasons = serves(*qkv)
+    assert [name for name in BACKENDS if reasons[name] is None] == list(BACKENDS)[:4]
+    assert "entmax, not Softmax" in (reasons["triton"] or "")
+    assert "GPU" in (reasons["dual"] or "")
     answer = serves(*qkv, choice=Entmax(1.5))
     assert answer["reference"] is None
     assert "Entmax" in (answer["sdpa"] or "")

@@ -1,0 +1,386 @@
+"""Softmax attention with every first and second derivative, by kernels on a GPU.
+
+The kernels (fenchel/kernels/dual_attention.py) give the outputs o and, for moves of q, k and v,
+their tangent to = J (tq, tk, tv); and for gradients go and gto of the two,
+
+    second(go, gto) = the gradients of <go, o> + <gto, to> in q, k, v and in the moves.
+
+All derivatives up to the second are these two products, with J the derivative of attention at
+(q, k, v) and g a gradient of o:
+
+    forward              J t                                   the tangent
+    reverse              J^T g                                 second(g, none) without moves
+    forward of reverse   d (J^T g) along (t, tg)               second(tg, g)
+    reverse of forward   the gradients of <gto, J t>           second(0, gto)
+    reverse of reverse   the gradients of <J^T g, u> = <g, J u>:
+                         J u in g, and second(0, g) along u in q, k, v
+
+in O(T + S) memory. A third derivative raises. The back end is for calls that carry tangents or are
+differentiated twice by torch.func, which torch's own kernels refuse, and for whoever names it;
+``attend_dual`` is the explicit form, one pass for the outputs and their tangent.
+
+torch.compile does not trace these functions: it would drop their forward derivative without an
+error. A call that it traces is refused by name and served by another back end.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fenchel.attention.bias import ALiBi, slope
+from fenchel.attention.mask import Causal, Padding, Window
+from fenchel.attention.prior import Dense, Prior, PriorSum
+from fenchel.attention.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from fenchel.kernels.dual_attention import Dual, KeyPrior
+
+Moves = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of q, k and v; None is 0."""
+
+
+def widest(dtype: torch.dtype) -> int:
+    """The largest width of a head that the kernels take."""
+    return 64 if dtype == torch.float32 else 128
+
+
+@cache
+def runs_on(device: str) -> bool:
+    """Whether the kernels run there."""
+    return device == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+
+
+def unserved(prior: Prior | None) -> str | None:
+    """The first part of a prior that the kernels do not have; None where they have all."""
+    for part in _parts(prior):
+        if type(part) not in (Causal, Window, Padding, ALiBi, Dense):
+            return type(part).__name__
+    return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
+    """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
+    assert not dropout
+    out: Tensor = _Attend.apply(kernel_call(q, k, spec), q, k, v)[0]  # type: ignore[no-untyped-call]
+    return out
+
+
+def attend_dual(
+    q: Tensor, k: Tensor, v: Tensor, moves: Moves, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """(o, to) in one pass; differentiable once in q, k, v and the moves."""
+    o, to, _, _ = _Dual.apply(kernel_call(q, k, spec), q, k, v, *moves)  # type: ignore[no-untyped-call]
+    return o, to
+
+
+def tangent(
+    q: Tensor, k: Tensor, v: Tensor, moves: Moves, spec: AttentionSpec, o: Tensor, lse: Tensor
+) -> Tensor:
+    """to, from o and lse of the same call."""
+    call = kernel_call(q, k, spec)
+    to: Tensor = _Tangent.apply(call, q, k, v, *moves, o, lse)[0]  # type: ignore[no-untyped-call]
+    return to
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """What is fixed in a call, as the kernels take it."""
+
+    scale: float
+    prior: "KeyPrior"
+
+    def dual(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        moves: Moves = (None, None, None),
+        known: tuple[Tensor, Tensor] | None = None,
+    ) -> "Dual":
+        """Outputs, and their tangent along ``moves``; ``known`` are (o, lse)."""
+        from fenchel.kernels.dual_attention import Tangents, dual_attention
+
+        moves = _moves_of(q, moves)
+        return dual_attention(
+            q, k, v, Tangents(*moves), scale=self.scale, prior=self.prior, known=known
+        )
+
+    def vjp(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        moves: Moves,
+        found: "Dual",
+        go: Tensor | None,
+        gto: Tensor | None,
+        *,
+        of_moves: bool = True,
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of <go, o> + <gto, to> in q, k, v and in the moves that are not None."""
+        from fenchel.kernels.dual_attention import Tangents, dual_attention_vjp
+
+        moves = _moves_of(q, moves)
+        first, second = dual_attention_vjp(
+            q,
+            k,
+            v,
+            Tangents(*moves),
+            found,
+            go,
+            gto,
+            scale=self.scale,
+            prior=self.prior,
+            of_tangents=of_moves,
+        )
+        return *first, *second
+
+
+def kernel_call(q: Tensor, k: Tensor, spec: AttentionSpec) -> KernelCall:
+    """The scale with the temperature, and the prior in the form of the kernels."""
+    from fenchel.kernels.dual_attention import KeyPrior
+
+    (B, H, T, D), S = q.shape, k.shape[2]
+    lefts: list[int] = []
+    rights: list[int] = []
+    start = stop = slopes = bias = None
+    for part in _parts(spec.prior):
+        if isinstance(part, Causal):
+            rights.append(-1 if part.strict else 0)
+        elif isinstance(part, Window):
+            lefts += [] if part.left is None else [part.left]
+            rights += [] if part.right is None else [part.right]
+        elif isinstance(part, Padding):
+            real = part.lengths.to(q.device, torch.int32)
+            if part.side == "right":
+                stop = real if stop is None else torch.minimum(stop, real)
+            else:
+                start = S - real if start is None else torch.maximum(start, S - real)
+        elif isinstance(part, ALiBi):
+            m = slope(torch.arange(H, device=q.device), H)
+            slopes = m if slopes is None else slopes + m
+        elif isinstance(part, Dense):
+            log_u = part.log(T, S, B=B, H=H, device=q.device)
+            bias = log_u if bias is None else bias + log_u
+    prior = KeyPrior(
+        min(lefts) if lefts else None, min(rights) if rights else None, start, stop, slopes, bias
+    )
+    return KernelCall(spec.scale_for(D) * float(spec.choice.beta), prior)
+
+
+class JacobianKernels:
+    """Products with J at q (B, H, T, D), k (B, H, S, D), v (B, H, S, E), in their dtype.
+
+    o and lse are computed once; a product with J takes five products of tiles then, and one with
+    J^T seven.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
+        self.at, self.call = (q, k, v), kernel_call(q, k, spec)
+        self.found = self.call.dual(q, k, v)
+
+    def push(self, moves: Moves) -> Tensor:
+        """J (tq, tk, tv): (B, H, T, E)."""
+        to = self.call.dual(*self.at, moves, (self.found.o, self.found.lse)).to
+        assert to is not None
+        return to
+
+    def pull(self, g: Tensor) -> tuple[Tensor | None, ...]:
+        """J^T g, the gradients of q, k and v."""
+        return self.call.vjp(*self.at, (None, None, None), self.found, g, None)[:3]
+
+
+class _Attend(torch.autograd.Function):
+    """(o, lse) from q, k, v."""
+
+    @staticmethod
+    def forward(call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = call.dual(q, k, v)
+        return found.o, found.lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.call, *tensors = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Tensor | None) -> Any:
+        return None, *_Reverse.apply(ctx.call, g, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *moves: Tensor | None) -> tuple[Tensor, None]:
+        q, k, v, o, lse = ctx.saved_tensors
+        to, _mu = _Tangent.apply(ctx.call, q, k, v, *moves, o, lse)  # type: ignore[no-untyped-call]
+        return to, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        return _vmap_by_element(_Attend, info.batch_size, in_dims, args)
+
+
+class _Reverse(torch.autograd.Function):
+    """J^T g."""
+
+    @staticmethod
+    def forward(call: KernelCall, g: Tensor, *at: Tensor) -> tuple[Tensor | None, ...]:
+        from fenchel.kernels.dual_attention import Dual
+
+        q, k, v, o, lse = at
+        found = Dual(o, None, lse, None)
+        return call.vjp(q, k, v, (None, None, None), found, g, None)[:3]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        del output
+        ctx.call, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *u: Tensor | None) -> Any:
+        g, q, k, v, o, lse = ctx.saved_tensors
+        if all(x is None for x in u):
+            return (None,) * 7
+        to, mu = _Tangent.apply(ctx.call, q, k, v, *u, o, lse)  # type: ignore[no-untyped-call]
+        second = _Second.apply(ctx.call, q, k, v, *u, o, to, lse, mu, None, g)  # type: ignore[no-untyped-call]
+        return None, to, *second[:3], None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tg: Tensor | None, *moves: Tensor | None) -> Any:
+        g, q, k, v, o, lse = ctx.saved_tensors
+        if all(x is None for x in moves[:3]):
+            return _Reverse.apply(ctx.call, tg, q, k, v, o, lse)  # type: ignore[no-untyped-call]
+        to, mu = _Tangent.apply(ctx.call, q, k, v, *moves[:3], o, lse)  # type: ignore[no-untyped-call]
+        return _Second.apply(ctx.call, q, k, v, *moves[:3], o, to, lse, mu, tg, g)[:3]  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        return _vmap_by_element(_Reverse, info.batch_size, in_dims, args)
+
+
+class _Tangent(torch.autograd.Function):
+    """(to, mu) from q, k, v, the moves, and (o, lse) of the same q, k, v."""
+
+    @staticmethod
+    def forward(call: KernelCall, *at: Any) -> tuple[Tensor | None, Tensor | None]:
+        q, k, v, tq, tk, tv, o, lse = at
+        found = call.dual(q, k, v, (tq, tk, tv), (o, lse))
+        return found.to, found.mu
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.call, *tensors = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, gto: Tensor, _: Tensor | None) -> Any:
+        q, k, v, tq, tk, tv, o, lse, to, mu = ctx.saved_tensors
+        grads = _Second.apply(ctx.call, q, k, v, tq, tk, tv, o, to, lse, mu, None, gto)  # type: ignore[no-untyped-call]
+        return None, *grads, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_FORWARD_TWICE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        return _vmap_by_element(_Tangent, info.batch_size, in_dims, args)
+
+
+class _Dual(torch.autograd.Function):
+    """(o, to, lse, mu) from q, k, v and the moves, in one pass."""
+
+    @staticmethod
+    def forward(call: KernelCall, *at: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, tq, tk, tv = at
+        return tuple(call.dual(q, k, v, (tq, tk, tv)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, *tensors = inputs
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, go: Tensor, gto: Tensor, *_: Tensor | None) -> Any:
+        q, k, v, tq, tk, tv, o, to, lse, mu = ctx.saved_tensors
+        grads = _Second.apply(ctx.call, q, k, v, tq, tk, tv, o, to, lse, mu, go, gto)  # type: ignore[no-untyped-call]
+        return None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_FORWARD_TWICE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        return _vmap_by_element(_Dual, info.batch_size, in_dims, args)
+
+
+class _Second(torch.autograd.Function):
+    """The gradients of <go, o> + <gto, to> in q, k, v and the moves; a move of None has none."""
+
+    @staticmethod
+    def forward(call: KernelCall, *at: Any) -> tuple[Tensor | None, ...]:
+        from fenchel.kernels.dual_attention import Dual
+
+        q, k, v, tq, tk, tv, o, to, lse, mu, go, gto = at
+        return call.vjp(q, k, v, (tq, tk, tv), Dual(o, to, lse, mu), go, gto)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_THIRD)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_THIRD)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        return _vmap_by_element(_Second, info.batch_size, in_dims, args)
+
+
+_NO_THIRD = (
+    'backend "dual" has first and second derivatives; a third one needs backend="reference".'
+)
+_NO_FORWARD_TWICE = (
+    'backend "dual" has one forward derivative, and a reverse one of it; a second forward one '
+    'needs backend="reference".'
+)
+
+
+def _moves_of(q: Tensor, moves: Moves) -> Moves:
+    """The moves in the dtype of q."""
+    tq, tk, tv = (None if x is None else x.to(q.dtype) for x in moves)
+    return tq, tk, tv
+
+
+def _parts(prior: Prior | None) -> tuple[Prior, ...]:
+    if prior is None:
+        return ()
+    return prior.parts if isinstance(prior, PriorSum) else (prior,)
+
+
+def _vmap_by_element(
+    function: Any, size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> Any:
+    """A vmap rule: one element after another, then stacked; None stays None."""
+    outs = [
+        function.apply(
+            *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
+        )
+        for i in range(size)
+    ]
+    columns = tuple(zip(*outs, strict=True))
+    stacked = tuple(None if x[0] is None else torch.stack(x) for x in columns)
+    return stacked, tuple(None if x is None else 0 for x in stacked)

@@ -1,0 +1,1032 @@
+"""Softmax attention with its tangent in one pass, and the gradients of both.
+
+With S = scale q k^T + log u, P = softmax(S) along the keys and tangents tq, tk, tv of q, k, v,
+
+    T  = scale (tq k^T + q tk^T)              the tangent of S
+    mu = sum_j P_j T_j                        one number per row
+    o  = P v
+    to = (P (T - mu)) v + P tv = (P T) v + P tv - mu o
+
+**Forward.** Online softmax: with m the running maximum of a row, the sums over keys of e^(S - m),
+e^(S - m) T, e^(S - m) v and e^(S - m) (T v + tv) are rescaled when m grows. (P T) v and P tv go
+into one accumulator, so two of the width of a head are enough: six products of tiles per block of
+keys, fewer where a tangent is absent. Where o and lse = log sum_j e^S_j are known (the second
+pass), P = e^(S - lse) needs no maximum, and o is not computed again: five products.
+
+**Reverse.** For gradients go of o and gto of to, with the numbers per row
+
+    b = <gto, o>,       a = <go, o> + <gto, to>
+
+    A  = go v^T + gto tv^T,          B = gto v^T
+    gT = P (B - b)                   the gradient of T
+    gS = P (A - a) + gT (T - mu)     the gradient of S
+    gq = scale (gS k + gT tk)        gtq = scale gT k
+    gk = scale (gS^T q + gT^T tq)    gtk = scale gT^T q
+    gv = P^T go + (P (T - mu))^T gto        gtv = P^T gto
+
+Without tangents and without gto this is the gradient of plain attention. With go the tangent of a
+gradient g and gto = g it is the tangent of that gradient, and with go = 0 and gto = g the gradient
+of <J x, g> along x = (tq, tk, tv): both second derivatives of attention are this one product.
+
+One kernel runs over blocks of rows and writes gq and gtq, one over blocks of keys and writes gk,
+gv, gtk and gtv; each adds in a fixed order, so results are the same in every run. Nothing of size
+T S is stored. The weights are computed again in each kernel, 21 products where 15 are different.
+
+**Masks.** Key j is open to position i = t + S - T of query t where i - left <= j <= i + right and
+start_b <= j < stop_b. Blocks that lie inside need no mask and have none; blocks outside are not
+visited. Slopes m_h add -m_h |i - j|, a bias adds its entry, -inf included. A row with no open key
+has o = to = 0, lse = inf and zero gradients.
+
+**Precision.** Scores, T, P T and all sums are float32. P, P T, gS and gT are rounded to the dtype
+of the values before they are multiplied. A float32 tensor is the sum of three of bfloat16, and
+products of two of them are the six largest products of those ("bf16x6"), with the error of float32
+and on the matrix units; "tf32x3" has that error too, and "ieee" is float32 itself.
+
+Shapes: q, tq, gq (B, H, T, D); k, tk (B, G, S, D); v, tv (B, G, S, E); o, to, go, gto (B, H, T, E);
+lse, mu (B, H, T) in float32. D and E up to 128, in float32 up to 64.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class KeyPrior(NamedTuple):
+    """The prior over keys as the kernels take it; every part is optional."""
+
+    left: int | None = None
+    """Keys at most this far before the position are open."""
+    right: int | None = None
+    """Keys at most this far after the position are open; 0 is causal."""
+    start: Tensor | None = None
+    stop: Tensor | None = None
+    """Sequence b has the keys from start[b] to stop[b] - 1: int32, (B,)."""
+    slopes: Tensor | None = None
+    """ALiBi: float32, (H,)."""
+    bias: Tensor | None = None
+    """Added to the scores: float32, four axes that broadcast to (B, H, T, S)."""
+
+
+NO_PRIOR = KeyPrior()
+
+
+class Tangents(NamedTuple):
+    """Of q, k and v, or of their gradients; None is 0."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
+class Dual(NamedTuple):
+    """What the forward pass gives; ``to`` and ``mu`` are None where no input has a tangent."""
+
+    o: Tensor
+    to: Tensor | None
+    lse: Tensor
+    mu: Tensor | None
+
+
+class Tile(NamedTuple):
+    """Rows and keys per tile, warps and pipeline stages of one launch."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def dual_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tangents: Tangents = Tangents(),  # noqa: B008
+    *,
+    scale: float,
+    prior: KeyPrior = NO_PRIOR,
+    known: tuple[Tensor, Tensor] | None = None,
+    precision: str = "bf16x6",
+    tile: Tile | None = None,
+) -> Dual:
+    """Outputs and their tangent; ``known`` are (o, lse) of the same call, for the second pass."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    tq, tk, tv = (None if x is None else x.contiguous() for x in tangents)
+    B, H, T, D = q.shape
+    S, E = v.shape[2:]
+    dual = any(x is not None for x in tangents)
+    rows = q.new_empty(B, H, T, dtype=torch.float32)
+    if known is None:
+        o, lse = q.new_empty(B, H, T, E), rows
+    else:
+        o, lse = known[0].contiguous(), known[1].contiguous()
+    to = torch.empty_like(o) if dual else None
+    mu = torch.empty_like(rows) if dual else None
+    if (dual or known is None) and B * H * T:
+        tile = tile or forward_tile(q.dtype, max(D, E), second=known is not None)
+        _dual_rows[(triton.cdiv(T, tile.rows), B * H)](
+            *(q, k, v, tq, tk, tv, o, to, lse, mu),
+            *_prior_arguments(prior, B, H, T, S),
+            *(scale, T, S, H, H // k.shape[1]),
+            D=D,
+            E=E,
+            WIDTH_D=_width(D),
+            WIDTH_E=_width(E),
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            SECOND=known is not None,
+            HAS_LEFT=prior.left is not None,
+            HAS_RIGHT=prior.right is not None,
+            **_numerics(q, precision),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return Dual(o, to, lse, mu)
+
+
+def dual_attention_vjp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tangents: Tangents,
+    found: Dual,
+    go: Tensor | None,
+    gto: Tensor | None,
+    *,
+    scale: float,
+    prior: KeyPrior = NO_PRIOR,
+    of_tangents: bool = True,
+    precision: str = "bf16x6",
+    tiles: tuple[Tile, Tile, Tile | None] | None = None,
+) -> tuple[Tangents, Tangents]:
+    """The gradients of <go, o> + <gto, to> in (q, k, v) and in those tangents that are not None.
+
+    ``found`` is the result of ``dual_attention``; ``of_tangents`` False skips their gradients.
+    """
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    tq, tk, tv = (None if x is None else x.contiguous() for x in tangents)
+    go, gto = (None if x is None else x.to(q.dtype).contiguous() for x in (go, gto))
+    o, to, lse, mu = found
+    B, H, T, D = q.shape
+    G, S, E = v.shape[1:]
+    gq, gk, gv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    follow = of_tangents and gto is not None
+    gtq, gtk, gtv = (
+        torch.empty_like(like) if follow and x is not None else None
+        for like, x in zip((q, k, v), (tq, tk, tv), strict=True)
+    )
+    grads, grads_of_tangents = Tangents(gq, gk, gv), Tangents(gtq, gtk, gtv)
+    if of_tangents and gto is None:
+        zeros = (None if x is None else torch.zeros_like(x) for x in (tq, tk, tv))
+        grads_of_tangents = Tangents(*zeros)
+    if gto is None:  # <go, o> does not depend on the tangents
+        tq = tk = tv = mu = None
+    if tq is None and tk is None:
+        mu = None  # T is 0
+    a = lse.new_empty(B, H, T)
+    b = None if gto is None else lse.new_empty(B, H, T)
+    of_rows, of_keys, of_values = tiles or reverse_tiles(q.dtype, max(D, E), dual=gto is not None)
+    shared: dict[str, Any] = {
+        "D": D,
+        "E": E,
+        "WIDTH_D": _width(D),
+        "WIDTH_E": _width(E),
+        "HAS_LEFT": prior.left is not None,
+        "HAS_RIGHT": prior.right is not None,
+        **_numerics(q, precision),
+    }
+    given = _prior_arguments(prior, B, H, T, S)
+    if B * H * T:
+        _rows_vjp[(triton.cdiv(T, of_rows.rows), B * H)](
+            *(q, k, v, tq, tk, tv, o, to, lse, mu, go, gto, a, b, gq, gtq),
+            *given,
+            *(scale, T, S, H, H // G),
+            ROWS=of_rows.rows,
+            KEYS=of_rows.keys,
+            num_warps=of_rows.warps,
+            num_stages=of_rows.stages,
+            **shared,
+        )
+    # Query heads that share keys are added at the end, in float32.
+    of_heads = [gk, gv, gtk, gtv]
+    if G < H:
+        of_heads = [
+            None if x is None else lse.new_empty(B, H, *x.shape[2:]) for x in (gk, gv, gtk, gtv)
+        ]
+    passes = [(of_keys, True, of_values is None)]
+    passes += [] if of_values is None else [(of_values, False, True)]
+    for tile, for_keys, for_values in passes:
+        if B * H * S:
+            _keys_vjp[(triton.cdiv(S, tile.keys), B * H)](
+                *(q, k, v, tq, tk, tv, lse, mu, go, gto, a, b, *of_heads),
+                *given,
+                *(scale, T, S, H, H // G),
+                ROWS=tile.rows,
+                KEYS=tile.keys,
+                FOR_KEYS=for_keys,
+                FOR_VALUES=for_values,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                **shared,
+            )
+    if G < H:
+        for grad, heads in zip((gk, gv, gtk, gtv), of_heads, strict=True):
+            if grad is not None and heads is not None:
+                grad.copy_(heads.view(B, G, H // G, *grad.shape[2:]).sum(2))
+    return grads, grads_of_tangents
+
+
+def forward_tile(dtype: torch.dtype, width: int, *, second: bool) -> Tile:
+    """The tile of the forward kernel for heads of that width."""
+    if dtype == torch.float32:
+        return Tile(128, 64, 8, 2) if second else Tile(128, 32, 8, 2)
+    if width <= 64:
+        return Tile(128, 64, 8, 3)
+    return Tile(128, 64 if second else 32, 8, 2 if second else 3)
+
+
+def reverse_tiles(dtype: torch.dtype, width: int, *, dual: bool) -> tuple[Tile, Tile, Tile | None]:
+    """The tiles of gq and gtq, of gk and gtk, and of gv and gtv.
+
+    The last is None where one kernel computes the gradients of keys and values together, which
+    needs more registers and saves three products.
+    """
+    if dtype == torch.float32:
+        if not dual:
+            return Tile(128, 64, 8, 2), Tile(64, 128, 8, 1), None
+        return Tile(64, 32, 4, 1), Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)
+    if not dual:
+        return Tile(128, 64, 8, 2), Tile(64 if width <= 64 else 32, 128, 8, 2), None
+    if width <= 64:
+        return Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 128, 8, 2)
+    return Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(32, 128, 8, 2)
+
+
+def _width(D: int) -> int:
+    return max(16, 1 << (D - 1).bit_length())
+
+
+def _numerics(q: Tensor, precision: str) -> dict[str, Any]:
+    if q.device.type == "cpu":
+        # The interpreter multiplies bfloat16 wrongly, without a word, and float32 in one way alone.
+        return {"PRECISION": "ieee", "UPCAST": True}
+    return {"PRECISION": precision if q.dtype == torch.float32 else "tf32", "UPCAST": False}
+
+
+def _prior_arguments(prior: KeyPrior, B: int, H: int, T: int, S: int) -> tuple[Any, ...]:
+    bias = prior.bias
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    if bias is not None:
+        bias = bias.expand(B, H, T, S)
+        strides = tuple(bias.stride())
+    left, right = (0 if x is None else x for x in (prior.left, prior.right))
+    return left, right, prior.start, prior.stop, prior.slopes, bias, *strides
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dot(a, b, c, PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision=PRECISION)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load(ptr, row, limit, W: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of a (limit, W) matrix, zeros outside; WHOLE where all rows are inside."""
+    d = tl.arange(0, WIDTH)
+    at = row[:, None] * W + d[None, :]
+    if W == WIDTH:
+        if WHOLE:
+            return tl.load(ptr + at)
+        return tl.load(ptr + at, mask=(row < limit)[:, None], other=0.0)
+    if WHOLE:
+        return tl.load(ptr + at, mask=(d < W)[None, :], other=0.0)
+    return tl.load(ptr + at, mask=(row < limit)[:, None] & (d < W)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_numbers(ptr, t, T, other, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One number per row."""
+    if WHOLE:
+        return tl.load(ptr + t)
+    return tl.load(ptr + t, mask=t < T, other=other)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(ptr, row, limit, x, W: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    d = tl.arange(0, WIDTH)
+    at = row[:, None] * W + d[None, :]
+    mask = (row < limit)[:, None] & (d < W)[None, :]
+    tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _open(i, j, left, right, start, stop, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether key j is open to position i; both broadcast."""
+    seen = (j >= start) & (j < stop) & (i == i)
+    if HAS_LEFT:
+        seen = seen & (j >= i - left)
+    if HAS_RIGHT:
+        seen = seen & (j <= i + right)
+    return seen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _log_prior(  # type: ignore[no-untyped-def]
+    z, t, i, j, slope, bias_ptr, stride_T, stride_S, T, S, SLOPES: tl.constexpr
+):
+    """z in units of log 2 with the finite part of log u added; t, i and j broadcast."""
+    if SLOPES:
+        z -= slope * tl.abs(i - j).to(tl.float32)
+    if bias_ptr is not None:
+        at = t.to(tl.int64) * stride_T + j.to(tl.int64) * stride_S
+        z += LOG2_E * tl.load(bias_ptr + at, mask=(t < T) & (j < S), other=0.0)
+    return z
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_over_keys(  # type: ignore[no-untyped-def]
+    sums,
+    q,
+    tq,
+    k_ptr,
+    v_ptr,
+    tk_ptr,
+    tv_ptr,
+    t,
+    first,
+    last,
+    start,
+    stop,
+    left,
+    right,
+    slope,
+    bias_ptr,
+    stride_T,
+    stride_S,
+    scale,
+    T,
+    S,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH_D: tl.constexpr,
+    WIDTH_E: tl.constexpr,
+    KEYS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
+    SECOND: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The sums of the forward pass over the keys from ``first`` to ``last``, multiples of KEYS."""
+    m, total, r, acc, g = sums
+    i = t + S - T
+    for j0 in range(first, last, KEYS):
+        j = j0 + tl.arange(0, KEYS)
+        k = _load(k_ptr, j, S, D, WIDTH_D, not MASKED)
+        z = _dot(q, tl.trans(k), None, PRECISION, UPCAST)
+        tz = None
+        if tq is not None:
+            tz = _dot(tq, tl.trans(k), None, PRECISION, UPCAST)
+        if tk_ptr is not None:
+            tk = _load(tk_ptr, j, S, D, WIDTH_D, not MASKED)
+            tz = _dot(q, tl.trans(tk), tz, PRECISION, UPCAST)
+        v = _load(v_ptr, j, S, E, WIDTH_E, not MASKED)
+        z = z * (scale * LOG2_E)
+        z = _log_prior(
+            z, t[:, None], i[:, None], j[None, :], slope, bias_ptr, stride_T, stride_S, T, S, SLOPES
+        )
+        if MASKED:
+            seen = _open(i[:, None], j[None, :], left, right, start, stop, HAS_LEFT, HAS_RIGHT)
+            z = tl.where(seen, z, -float("inf"))
+        if SECOND:
+            p = tl.exp2(z - m[:, None])
+        else:
+            higher = tl.maximum(m, tl.max(z, 1))
+            finite = tl.where(higher == -float("inf"), 0.0, higher)
+            p = tl.exp2(z - finite[:, None])
+            fade = tl.exp2(m - finite)
+            m = higher
+            total = total * fade + tl.sum(p, 1)
+            acc = acc * fade[:, None]
+            acc = _dot(p.to(v.dtype), v, acc, PRECISION, UPCAST)
+            if tz is not None:
+                r = r * fade
+                g = g * fade[:, None]
+            elif tv_ptr is not None:
+                g = g * fade[:, None]
+        if tz is not None:
+            h = p * (tz * scale)
+            r += tl.sum(h, 1)
+            g = _dot(h.to(v.dtype), v, g, PRECISION, UPCAST)
+        if tv_ptr is not None:
+            tv = _load(tv_ptr, j, S, E, WIDTH_E, not MASKED)
+            g = _dot(p.to(v.dtype), tv, g, PRECISION, UPCAST)
+    return m, total, r, acc, g
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _key_ends(  # type: ignore[no-untyped-def]
+    t0,
+    b,
+    start_ptr,
+    stop_ptr,
+    left,
+    right,
+    T,
+    S,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """(start, stop) of the sequence, and the keys of a block of rows in multiples of KEYS.
+
+    Every key outside [first, last) is forbidden to all rows, every key inside [inner, outer) is
+    open to all of them.
+    """
+    start, stop = 0, S
+    if start_ptr is not None:
+        start = tl.maximum(tl.load(start_ptr + b), 0)
+    if stop_ptr is not None:
+        stop = tl.minimum(tl.load(stop_ptr + b), S)
+    first, last, inner, outer = start, stop, start, stop
+    top, bottom = t0 + S - T, tl.minimum(t0 + ROWS, T) - 1 + S - T
+    if HAS_LEFT:
+        first = tl.maximum(first, top - left)
+        inner = tl.maximum(inner, bottom - left)
+    if HAS_RIGHT:
+        last = tl.minimum(last, bottom + right + 1)
+        outer = tl.minimum(outer, top + right + 1)
+    first = first // KEYS * KEYS
+    last = tl.maximum((last + KEYS - 1) // KEYS * KEYS, first)
+    inner = tl.minimum((inner + KEYS - 1) // KEYS * KEYS, last)
+    outer = tl.maximum(outer // KEYS * KEYS, inner)
+    return start, stop, first, inner, tl.minimum(outer, last), last
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dual_rows(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tq_ptr,
+    tk_ptr,
+    tv_ptr,
+    o_ptr,
+    to_ptr,
+    lse_ptr,
+    mu_ptr,
+    left,
+    right,
+    start_ptr,
+    stop_ptr,
+    slopes_ptr,
+    bias_ptr,
+    stride_B,
+    stride_H,
+    stride_T,
+    stride_S,
+    scale,
+    T,
+    S,
+    H,
+    group,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH_D: tl.constexpr,
+    WIDTH_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SECOND: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // H, head % H
+    shared = b * (H // group) + h // group
+    block = tl.program_id(0)
+    if HAS_RIGHT:  # the last rows see the most keys: they begin first
+        block = tl.num_programs(0) - 1 - block
+    t0 = block * ROWS
+    t = t0 + tl.arange(0, ROWS)
+    k_ptr += shared * S * D
+    v_ptr += shared * S * E
+    q = _load(q_ptr + head * T * D, t, T, D, WIDTH_D, False)
+    tq = None
+    if tq_ptr is not None:
+        tq = _load(tq_ptr + head * T * D, t, T, D, WIDTH_D, False)
+    if tk_ptr is not None:
+        tk_ptr += shared * S * D
+    if tv_ptr is not None:
+        tv_ptr += shared * S * E
+    SLOPES: tl.constexpr = slopes_ptr is not None
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slopes_ptr + h) * LOG2_E
+    if bias_ptr is not None:
+        bias_ptr += b * stride_B + h * stride_H
+
+    r = tl.zeros((ROWS,), tl.float32)
+    acc, g, total = r, r, r  # in place of what is not computed: a loop carries no None
+    if to_ptr is not None:
+        g = tl.zeros((ROWS, WIDTH_E), tl.float32)
+    if SECOND:
+        m = tl.load(lse_ptr + head * T + t, mask=t < T, other=float("inf")) * LOG2_E
+    else:
+        m = tl.full((ROWS,), -float("inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, WIDTH_E), tl.float32)
+    start, stop, first, inner, outer, last = _key_ends(
+        t0, b, start_ptr, stop_ptr, left, right, T, S, ROWS, KEYS, HAS_LEFT, HAS_RIGHT
+    )
+    sums = (m, total, r, acc, g)
+    # Masked blocks before, blocks that are open to every row, masked blocks after.
+    if HAS_LEFT or start_ptr is not None:
+        sums = _rows_over_keys(
+            sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, first, inner, start, stop, left, right,
+            slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E, WIDTH_D, WIDTH_E, KEYS, SLOPES,
+            True, SECOND, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+        )  # fmt: skip
+    sums = _rows_over_keys(
+        sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, inner, outer, start, stop, left, right,
+        slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E, WIDTH_D, WIDTH_E, KEYS, SLOPES,
+        False, SECOND, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+    )  # fmt: skip
+    sums = _rows_over_keys(
+        sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, outer, last, start, stop, left, right,
+        slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E, WIDTH_D, WIDTH_E, KEYS, SLOPES,
+        True, SECOND, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+    )  # fmt: skip
+    m, total, r, acc, g = sums
+
+    o_ptr += head * T * E
+    if SECOND:
+        o = _load(o_ptr, t, T, E, WIDTH_E, False).to(tl.float32)
+    else:
+        seen = total > 0.0
+        total = tl.where(seen, total, 1.0)
+        share = 1.0 / total
+        o = acc * share[:, None]
+        r = r * share
+        lse = tl.where(seen, (m + tl.log2(total)) / LOG2_E, float("inf"))
+        _store(o_ptr, t, T, o, E, WIDTH_E)
+        tl.store(lse_ptr + head * T + t, lse, mask=t < T)
+    if to_ptr is not None:
+        if not SECOND:
+            g = g * share[:, None]
+        if tq_ptr is not None or tk_ptr is not None:
+            g -= r[:, None] * o
+        _store(to_ptr + head * T * E, t, T, g, E, WIDTH_E)
+        tl.store(mu_ptr + head * T + t, r, mask=t < T)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_vjp_over_keys(  # type: ignore[no-untyped-def]
+    sums,
+    q,
+    tq,
+    go,
+    gto,
+    m,
+    mu,
+    a,
+    b,
+    k_ptr,
+    v_ptr,
+    tk_ptr,
+    tv_ptr,
+    gtq_ptr,
+    t,
+    first,
+    last,
+    start,
+    stop,
+    left,
+    right,
+    slope,
+    bias_ptr,
+    stride_T,
+    stride_S,
+    scale,
+    T,
+    S,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH_D: tl.constexpr,
+    WIDTH_E: tl.constexpr,
+    KEYS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    gq, gtq = sums
+    i = t + S - T
+    for j0 in range(first, last, KEYS):
+        j = j0 + tl.arange(0, KEYS)
+        k = _load(k_ptr, j, S, D, WIDTH_D, not MASKED)
+        v = _load(v_ptr, j, S, E, WIDTH_E, not MASKED)
+        z = _dot(q, tl.trans(k), None, PRECISION, UPCAST) * (scale * LOG2_E)
+        z = _log_prior(
+            z, t[:, None], i[:, None], j[None, :], slope, bias_ptr, stride_T, stride_S, T, S, SLOPES
+        )
+        if MASKED:
+            seen = _open(i[:, None], j[None, :], left, right, start, stop, HAS_LEFT, HAS_RIGHT)
+            z = tl.where(seen, z, -float("inf"))
+        p = tl.exp2(z - m[:, None])
+        A, tz, tk = None, None, None
+        if tq is not None:
+            tz = _dot(tq, tl.trans(k), None, PRECISION, UPCAST)
+        if tk_ptr is not None:
+            tk = _load(tk_ptr, j, S, D, WIDTH_D, not MASKED)
+            tz = _dot(q, tl.trans(tk), tz, PRECISION, UPCAST)
+        if go is not None:
+            A = _dot(go, tl.trans(v), None, PRECISION, UPCAST)
+        if gto is not None and tv_ptr is not None:
+            tv = _load(tv_ptr, j, S, E, WIDTH_E, not MASKED)
+            A = _dot(gto, tl.trans(tv), A, PRECISION, UPCAST)
+        gs = -a[:, None]
+        if A is not None:
+            gs = A - a[:, None]
+        gs = p * gs
+        if gto is not None:
+            gt = p * (_dot(gto, tl.trans(v), None, PRECISION, UPCAST) - b[:, None])
+            if tz is not None:
+                gs += gt * (tz * scale - mu[:, None])
+            if tk is not None:
+                gq = _dot(gt.to(k.dtype), tk, gq, PRECISION, UPCAST)
+            if gtq_ptr is not None:
+                gtq = _dot(gt.to(k.dtype), k, gtq, PRECISION, UPCAST)
+        gq = _dot(gs.to(k.dtype), k, gq, PRECISION, UPCAST)
+    return gq, gtq
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_vjp(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tq_ptr,
+    tk_ptr,
+    tv_ptr,
+    o_ptr,
+    to_ptr,
+    lse_ptr,
+    mu_ptr,
+    go_ptr,
+    gto_ptr,
+    a_ptr,
+    b_ptr,
+    gq_ptr,
+    gtq_ptr,
+    left,
+    right,
+    start_ptr,
+    stop_ptr,
+    slopes_ptr,
+    bias_ptr,
+    stride_B,
+    stride_H,
+    stride_T,
+    stride_S,
+    scale,
+    T,
+    S,
+    H,
+    group,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH_D: tl.constexpr,
+    WIDTH_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    batch, h = head // H, head % H
+    shared = batch * (H // group) + h // group
+    block = tl.program_id(0)
+    if HAS_RIGHT:
+        block = tl.num_programs(0) - 1 - block
+    t0 = block * ROWS
+    t = t0 + tl.arange(0, ROWS)
+    k_ptr += shared * S * D
+    v_ptr += shared * S * E
+    q = _load(q_ptr + head * T * D, t, T, D, WIDTH_D, False)
+    tq, go, gto = None, None, None
+    a = tl.zeros((ROWS,), tl.float32)
+    b, mu = a, a
+    o = _load(o_ptr + head * T * E, t, T, E, WIDTH_E, False).to(tl.float32)
+    if go_ptr is not None:
+        go = _load(go_ptr + head * T * E, t, T, E, WIDTH_E, False)
+        a += tl.sum(go.to(tl.float32) * o, 1)
+    if gto_ptr is not None:
+        gto = _load(gto_ptr + head * T * E, t, T, E, WIDTH_E, False)
+        b = tl.sum(gto.to(tl.float32) * o, 1)
+        if to_ptr is not None:
+            to = _load(to_ptr + head * T * E, t, T, E, WIDTH_E, False).to(tl.float32)
+            a += tl.sum(gto.to(tl.float32) * to, 1)
+        tl.store(b_ptr + head * T + t, b, mask=t < T)
+    tl.store(a_ptr + head * T + t, a, mask=t < T)
+    if mu_ptr is not None:
+        mu = tl.load(mu_ptr + head * T + t, mask=t < T, other=0.0)
+    if tq_ptr is not None:
+        tq = _load(tq_ptr + head * T * D, t, T, D, WIDTH_D, False)
+    if tk_ptr is not None:
+        tk_ptr += shared * S * D
+    if tv_ptr is not None:
+        tv_ptr += shared * S * E
+    SLOPES: tl.constexpr = slopes_ptr is not None
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slopes_ptr + h) * LOG2_E
+    if bias_ptr is not None:
+        bias_ptr += batch * stride_B + h * stride_H
+    m = tl.load(lse_ptr + head * T + t, mask=t < T, other=float("inf")) * LOG2_E
+
+    gtq = a  # in place of what is not computed
+    if gtq_ptr is not None:
+        gtq = tl.zeros((ROWS, WIDTH_D), tl.float32)
+    start, stop, first, inner, outer, last = _key_ends(
+        t0, batch, start_ptr, stop_ptr, left, right, T, S, ROWS, KEYS, HAS_LEFT, HAS_RIGHT
+    )
+    sums = (tl.zeros((ROWS, WIDTH_D), tl.float32), gtq)
+    if HAS_LEFT or start_ptr is not None:
+        sums = _rows_vjp_over_keys(
+            sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t, first,
+            inner, start, stop, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E,
+            WIDTH_D, WIDTH_E, KEYS, SLOPES, True, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+        )  # fmt: skip
+    sums = _rows_vjp_over_keys(
+        sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t, inner,
+        outer, start, stop, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E,
+        WIDTH_D, WIDTH_E, KEYS, SLOPES, False, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+    )  # fmt: skip
+    sums = _rows_vjp_over_keys(
+        sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t, outer,
+        last, start, stop, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S, D, E,
+        WIDTH_D, WIDTH_E, KEYS, SLOPES, True, HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+    )  # fmt: skip
+    gq, gtq = sums
+    _store(gq_ptr + head * T * D, t, T, gq * scale, D, WIDTH_D)
+    if gtq_ptr is not None:
+        _store(gtq_ptr + head * T * D, t, T, gtq * scale, D, WIDTH_D)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keys_vjp_over_rows(  # type: ignore[no-untyped-def]
+    sums,
+    k,
+    v,
+    tk,
+    tv,
+    q_ptr,
+    tq_ptr,
+    lse_ptr,
+    mu_ptr,
+    go_ptr,
+    gto_ptr,
+    a_ptr,
+    b_ptr,
+    gtk_ptr,
+    gtv_ptr,
+    j,
+    first,
+    last,
+    left,
+    right,
+    slope,
+    bias_ptr,
+    stride_T,
+    stride_S,
+    scale,
+    T,
+    S,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH_D: tl.constexpr,
+    WIDTH_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
+    FOR_KEYS: tl.constexpr,
+    FOR_VALUES: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Transposed tiles (keys, rows). Sums of a key are its own: keys outside are dropped later."""
+    gk, gv, gtk, gtv = sums
+    for t0 in range(first, last, ROWS):
+        t = t0 + tl.arange(0, ROWS)
+        i = t + S - T
+        q = _load(q_ptr, t, T, D, WIDTH_D, not MASKED)
+        z = _dot(k, tl.trans(q), None, PRECISION, UPCAST) * (scale * LOG2_E)
+        z = _log_prior(
+            z, t[None, :], i[None, :], j[:, None], slope, bias_ptr, stride_T, stride_S, T, S, SLOPES
+        )
+        if MASKED:
+            seen = _open(i[None, :], j[:, None], left, right, 0, S, HAS_LEFT, HAS_RIGHT)
+            z = tl.where(seen, z, -float("inf"))
+        # Rows outside have lse = inf, so P = 0. Numbers per row are loaded where they are used: a
+        # thread has one of each for every column of the tile that it holds.
+        m = _load_numbers(lse_ptr, t, T, float("inf"), not MASKED) * LOG2_E
+        p = tl.exp2(z - m[None, :])
+        A, B, tz, tq, go, gto = None, None, None, None, None, None
+        if tq_ptr is not None:
+            tq = _load(tq_ptr, t, T, D, WIDTH_D, not MASKED)
+            tz = _dot(k, tl.trans(tq), None, PRECISION, UPCAST)
+        if tk is not None:
+            tz = _dot(tk, tl.trans(q), tz, PRECISION, UPCAST)
+        if tz is not None:
+            mu = _load_numbers(mu_ptr, t, T, 0.0, not MASKED)
+            tz = tz * scale - mu[None, :]
+        if go_ptr is not None:
+            go = _load(go_ptr, t, T, E, WIDTH_E, not MASKED)
+        if gto_ptr is not None:
+            gto = _load(gto_ptr, t, T, E, WIDTH_E, not MASKED)
+        if FOR_VALUES:
+            if go is not None:
+                gv = _dot(p.to(k.dtype), go, gv, PRECISION, UPCAST)
+            if gto is not None:
+                if gtv_ptr is not None:
+                    gtv = _dot(p.to(k.dtype), gto, gtv, PRECISION, UPCAST)
+                if tz is not None:
+                    gv = _dot((p * tz).to(k.dtype), gto, gv, PRECISION, UPCAST)
+        if FOR_KEYS:
+            if go is not None:
+                A = _dot(v, tl.trans(go), None, PRECISION, UPCAST)
+            if gto is not None:
+                if tv is not None:
+                    A = _dot(tv, tl.trans(gto), A, PRECISION, UPCAST)
+                B = _dot(v, tl.trans(gto), None, PRECISION, UPCAST)
+            a = _load_numbers(a_ptr, t, T, 0.0, not MASKED)
+            gs = -a[None, :]
+            if A is not None:
+                gs = A - a[None, :]
+            gs = p * gs
+            if gto is not None:
+                b = _load_numbers(b_ptr, t, T, 0.0, not MASKED)
+                gt = p * (B - b[None, :])
+                if tz is not None:
+                    gs += gt * tz
+                if tq is not None:
+                    gk = _dot(gt.to(k.dtype), tq, gk, PRECISION, UPCAST)
+                if gtk_ptr is not None:
+                    gtk = _dot(gt.to(k.dtype), q, gtk, PRECISION, UPCAST)
+            gk = _dot(gs.to(k.dtype), q, gk, PRECISION, UPCAST)
+    return gk, gv, gtk, gtv
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keys_vjp(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tq_ptr,
+    tk_ptr,
+    tv_ptr,
+    lse_ptr,
+    mu_ptr,
+    go_ptr,
+    gto_ptr,
+    a_ptr,
+    b_ptr,
+    gk_ptr,
+    gv_ptr,
+    gtk_ptr,
+    gtv_ptr,
+    left,
+    right,
+    start_ptr,
+    stop_ptr,
+    slopes_ptr,
+    bias_ptr,
+    stride_B,
+    stride_H,
+    stride_T,
+    stride_S,
+    scale,
+    T,
+    S,
+    H,
+    group,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDTH_D: tl.constexpr,
+    WIDTH_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FOR_KEYS: tl.constexpr,
+    FOR_VALUES: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    batch, h = head // H, head % H
+    shared = batch * (H // group) + h // group
+    j0 = tl.program_id(0) * KEYS
+    j = j0 + tl.arange(0, KEYS)
+    start, stop = 0, S
+    if start_ptr is not None:
+        start = tl.load(start_ptr + batch)
+    if stop_ptr is not None:
+        stop = tl.minimum(tl.load(stop_ptr + batch), S)
+    k = _load(k_ptr + shared * S * D, j, S, D, WIDTH_D, False)
+    v, tk, tv = None, None, None
+    none = tl.zeros((KEYS,), tl.float32)
+    gk, gv, gtk, gtv = none, none, none, none  # in place of what is not computed
+    if tk_ptr is not None:
+        tk = _load(tk_ptr + shared * S * D, j, S, D, WIDTH_D, False)
+    if FOR_KEYS:
+        v = _load(v_ptr + shared * S * E, j, S, E, WIDTH_E, False)
+        if tv_ptr is not None:
+            tv = _load(tv_ptr + shared * S * E, j, S, E, WIDTH_E, False)
+        gk = tl.zeros((KEYS, WIDTH_D), tl.float32)
+        if gtk_ptr is not None:
+            gtk = tl.zeros((KEYS, WIDTH_D), tl.float32)
+    if FOR_VALUES:
+        gv = tl.zeros((KEYS, WIDTH_E), tl.float32)
+        if gtv_ptr is not None:
+            gtv = tl.zeros((KEYS, WIDTH_E), tl.float32)
+
+    # Rows outside [first, last) see none of the keys, rows inside [inner, outer) see all of them.
+    first, last, inner, outer = 0, T, 0, T
+    if HAS_RIGHT:
+        first = tl.maximum(first, j0 - right - (S - T))
+        inner = tl.maximum(inner, j0 + KEYS - 1 - right - (S - T))
+    if HAS_LEFT:
+        last = tl.minimum(last, j0 + KEYS + left - (S - T))
+        outer = tl.minimum(outer, j0 + left + 1 - (S - T))
+    if (j0 >= stop) | (j0 + KEYS <= start):
+        last = 0
+    first = first // ROWS * ROWS
+    last = tl.maximum((last + ROWS - 1) // ROWS * ROWS, first)
+    inner = tl.minimum((inner + ROWS - 1) // ROWS * ROWS, last)
+    outer = tl.maximum(outer // ROWS * ROWS, inner)
+    outer = tl.minimum(outer, last)
+    SLOPES: tl.constexpr = slopes_ptr is not None
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slopes_ptr + h) * LOG2_E
+    if bias_ptr is not None:
+        bias_ptr += batch * stride_B + h * stride_H
+    q_ptr += head * T * D
+    lse_ptr += head * T
+    a_ptr += head * T
+    if tq_ptr is not None:
+        tq_ptr += head * T * D
+    if go_ptr is not None:
+        go_ptr += head * T * E
+    if gto_ptr is not None:
+        gto_ptr += head * T * E
+        b_ptr += head * T
+    if mu_ptr is not None:
+        mu_ptr += head * T
+    sums = (gk, gv, gtk, gtv)
+    if HAS_RIGHT:
+        sums = _keys_vjp_over_rows(
+            sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr,
+            gtk_ptr, gtv_ptr, j, first, inner, left, right, slope, bias_ptr, stride_T, stride_S,
+            scale, T, S, D, E, WIDTH_D, WIDTH_E, ROWS, SLOPES, True, FOR_KEYS, FOR_VALUES,
+            HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+        )  # fmt: skip
+    sums = _keys_vjp_over_rows(
+        sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr,
+        gtk_ptr, gtv_ptr, j, inner, outer, left, right, slope, bias_ptr, stride_T, stride_S,
+        scale, T, S, D, E, WIDTH_D, WIDTH_E, ROWS, SLOPES, False, FOR_KEYS, FOR_VALUES,
+        HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+    )  # fmt: skip
+    sums = _keys_vjp_over_rows(
+        sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr,
+        gtk_ptr, gtv_ptr, j, outer, last, left, right, slope, bias_ptr, stride_T, stride_S,
+        scale, T, S, D, E, WIDTH_D, WIDTH_E, ROWS, SLOPES, True, FOR_KEYS, FOR_VALUES,
+        HAS_LEFT, HAS_RIGHT, PRECISION, UPCAST,
+    )  # fmt: skip
+    gk, gv, gtk, gtv = sums
+    there = ((j >= start) & (j < stop))[:, None]
+    if FOR_KEYS:
+        _store(gk_ptr + head * S * D, j, S, tl.where(there, gk * scale, 0.0), D, WIDTH_D)
+        if gtk_ptr is not None:
+            _store(gtk_ptr + head * S * D, j, S, tl.where(there, gtk * scale, 0.0), D, WIDTH_D)
+    if FOR_VALUES:
+        _store(gv_ptr + head * S * E, j, S, tl.where(there, gv, 0.0), E, WIDTH_E)
+        if gtv_ptr is not None:
+            _store(gtv_ptr + head * S * E, j, S, tl.where(there, gtv, 0.0), E, WIDTH_E)
