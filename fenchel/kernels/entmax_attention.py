@@ -28,10 +28,13 @@ are all <= such a bound has no weight, for certain: it is never visited again.
 A and B are one kernel (``_thresholds``), C is ``_outputs``: B needs few registers, so that two of
 its programs share a multiprocessor. B begins at the tau of a normal distribution with the mean, the
 variance and the number of the y of the row (``gaussian_start``), which is close for the
-near-uniform rows that need most steps from max - 1; elsewhere it is a start like any other. The
-list of kept tiles never leaves the device. The gradients of q are summed over the list of a block
-of queries, those of k and v over the transposed list of a block of keys, the heads of a group one
-after another. No atomic operations: bits repeat.
+near-uniform rows that need most steps from max - 1. Where that lies beyond the largest possible
+tau, the row is not normal: B begins at max - 1, and its second pass (alpha = 1.5 and 2) at the tau
+of a normal distribution with the moments of the y above max - 1, which the first pass has summed.
+
+The list of kept tiles never leaves the device. The gradients of q are summed over the list of a
+block of queries, those of k and v over the transposed list of a block of keys, the heads of a group
+one after another. No atomic operations: bits repeat.
 
 **Cost** in products of T x S x D, with a, b, s the parts of tiles kept after A, while in B, and in
 the end: forward 1 + a + b + ... + 3 s, backward 7 s. Per score A has 3 instructions, B 4
@@ -69,6 +72,9 @@ STEPS = 30
 """Newton steps at most; 1 to 4 from ``gaussian_start`` for most rows."""
 DEGREE = 10
 """Of the polynomial of ``gaussian_start``: z is right within .01."""
+_TOLERANCES = {torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+"""The last Newton step of B in units of max y - tau: the next one, in C, is about its square. Twice
+and a half as strict above alpha = 1.5, where the weights have a kink at u = 0 or nearly so."""
 LENGTHS = ("T", "S", "left", "right")
 """Arguments for whose values no kernel is compiled anew."""
 _KINDS = {1.5: 0, 2.0: 1}
@@ -135,8 +141,8 @@ def tiling(width: int, dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return Tiling(32, 32, 32, Launch(4, 1), Launch(4, 1), Launch(4, 1), Launch(4, 1))
     if width <= 64:
-        return Tiling(128, 64, 64, Launch(8, 3), Launch(8, 3), Launch(8, 3), Launch(4, 2))
-    return Tiling(128, 64, 32, Launch(8, 3), Launch(8, 2), Launch(8, 2), Launch(4, 2))
+        return Tiling(128, 64, 64, Launch(8, 3, 128), Launch(8, 3), Launch(8, 3, 128), Launch(4, 2))
+    return Tiling(128, 64, 32, Launch(8, 3, 128), Launch(8, 2), Launch(8, 2), Launch(4, 2))
 
 
 @lru_cache(maxsize=64)
@@ -186,7 +192,7 @@ def attend_entmax(
         *gaussian_start(alpha),
         **shared,
         STEPS=STEPS,
-        TOLERANCE=3e-4 if q.dtype == torch.float32 else 4e-3,
+        TOLERANCE=_TOLERANCES[q.dtype] * (1.0 if alpha <= 1.5 else 0.4),
         **tiles.thresholds.options(),
     )
     _outputs[grid](
@@ -525,6 +531,7 @@ def _evaluate(  # type: ignore[no-untyped-def]
     kept,
     f,
     g,
+    m,
     t,
     first,
     last,
@@ -547,8 +554,12 @@ def _evaluate(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr,
     EVEN: tl.constexpr,
     UPCAST: tl.constexpr,
+    THIRD: tl.constexpr,
 ):
-    """Pass B over entries ``first`` to ``last`` of the list, which it shortens if t is certain."""
+    """Pass B over entries ``first`` to ``last`` of the list, which it shortens if t is certain.
+
+    m is the THIRD of the sums of 1, u and u^2 over u > 0, of which f and g are two.
+    """
     lane = tl.arange(0, WORD)
     for word in range(first, last, WORD):
         flags = tl.zeros_like(t).to(tl.int32)
@@ -566,6 +577,8 @@ def _evaluate(  # type: ignore[no-untyped-def]
             part = tl.sum(s, 1)
             f += tl.sum(p, 1)
             g += part
+            if THIRD:
+                m += tl.sum(tl.where(u > 0.0, 1.0, 0.0) if KIND == 0 else p * p, 1)
             flags |= (part > 0.0).to(tl.int32) << (e - word)
         flag = tl.reduce(flags, 0, _either)
         flag = tl.where(certain, flag, -1)
@@ -573,7 +586,132 @@ def _evaluate(  # type: ignore[no-untyped-def]
         tiles = tl.load(tiles_ptr + e, mask=e < stop, other=0)
         tl.debug_barrier()  # every thread has read the entries that are about to be overwritten
         kept = _keep(tiles_ptr, tiles, (e < stop) & ((flag >> lane) & 1 == 1), kept)
-    return kept, f, g
+    return kept, f, g, m
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _evaluate_all(  # type: ignore[no-untyped-def]
+    q,
+    k_ptr,
+    tiles_ptr,
+    cut,
+    kept,
+    t,
+    certain,
+    i,
+    start,
+    end,
+    left,
+    right,
+    slope,
+    k_s,
+    S,
+    D,
+    c,
+    power,
+    KIND: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BIASED: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+    THIRD: tl.constexpr,
+):
+    """Pass B over the list, and its new lengths: first the tiles that a mask cuts."""
+    tl.debug_barrier()  # the list was written by other threads
+    nothing = tl.full((), 0, tl.int32)  # not a constant, which a loop could not change
+    f, g, m = tl.zeros_like(t), tl.zeros_like(t), tl.zeros_like(t)
+    still, f, g, m = _evaluate(
+        q,
+        k_ptr,
+        tiles_ptr,
+        nothing,
+        f,
+        g,
+        m,
+        t,
+        0,
+        cut,
+        certain,
+        i,
+        start,
+        end,
+        left,
+        right,
+        slope,
+        k_s,
+        S,
+        D,
+        c,
+        power,
+        KIND,
+        BN,
+        BD,
+        BIASED,
+        True,
+        EVEN,
+        UPCAST,
+        THIRD,
+    )
+    all_still, f, g, m = _evaluate(
+        q,
+        k_ptr,
+        tiles_ptr,
+        still,
+        f,
+        g,
+        m,
+        t,
+        cut,
+        kept,
+        certain,
+        i,
+        start,
+        end,
+        left,
+        right,
+        slope,
+        k_s,
+        S,
+        D,
+        c,
+        power,
+        KIND,
+        BN,
+        BD,
+        BIASED,
+        False,
+        EVEN,
+        UPCAST,
+        THIRD,
+    )
+    return still, all_still, f, g, m
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _newton(t, f, g, top, rate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    d = tl.where(g > 0.0, (f - _root(f, rate, KIND)) / g, -1.0)
+    return tl.maximum(t + d, top - 1.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _far(t, after, top, TOLERANCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a step was too long to be the last one before pass C."""
+    near = tl.abs(after - t) <= TOLERANCE * (top - after) + 2.4e-7 * tl.abs(after)
+    return near == 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normal_start(  # type: ignore[no-untyped-def]
+    n, mean, square, rate, centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10
+):
+    """tau of n normal numbers with that mean and mean square, see ``gaussian_start``."""
+    sigma = tl.sqrt(tl.maximum(square - mean * mean, 1e-12))
+    x = (-tl.log(n) - tl.log(sigma) / rate - centre) / half
+    x = tl.minimum(tl.maximum(x, -1.0), 1.0)
+    z = z6 + x * (z7 + x * (z8 + x * (z9 + x * z10)))
+    z = z0 + x * (z1 + x * (z2 + x * (z3 + x * (z4 + x * (z5 + x * z)))))
+    return mean + sigma * z
 
 
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
@@ -722,64 +860,88 @@ def _thresholds(  # type: ignore[no-untyped-def]
     if not BIASED:
         total *= c
         squares *= c * c
-    mean = total / n
-    sigma = tl.sqrt(tl.maximum(squares / n - mean * mean, 1e-12))
-    x = (-tl.log(n) - tl.log(sigma) / rate - centre) / half
-    x = tl.minimum(tl.maximum(x, -1.0), 1.0)
-    z = z6 + x * (z7 + x * (z8 + x * (z9 + x * z10)))
-    z = z0 + x * (z1 + x * (z2 + x * (z3 + x * (z4 + x * (z5 + x * z)))))
-    # tau lies in [top - 1, top - n^(1 - alpha)].
-    t = tl.minimum(mean + sigma * z, top - tl.exp2(-rate * tl.log2(n)))
-    t = tl.where(reached, tl.maximum(t, top - 1.0), float("inf"))
-
-    step = 0
-    moving = 1
-    while (step < STEPS) & (moving > 0):
-        tl.debug_barrier()  # the list was written by other threads
-        f = tl.zeros((BM,), tl.float32)
-        g = tl.zeros((BM,), tl.float32)
-        nothing = tl.full((), 0, tl.int32)  # not a constant, which a loop could not change
-        still, f, g = _evaluate(
-            q,
-            k_ptr,
-            tiles_ptr,
-            nothing,
-            f,
-            g,
-            t,
-            0,
-            cut,
-            step > 0,
-            i,
-            start,
-            end,
-            left,
-            right,
-            slope,
-            k_s,
-            S,
-            D,
-            c,
-            power,
-            KIND,
-            BN,
-            BD,
-            BIASED,
-            True,
-            EVEN,
-            UPCAST,
+    # tau lies in [top - 1, top - n^(1 - alpha)]; a start beyond says that the row is not normal.
+    t = _normal_start(
+        n, total / n, squares / n, rate, centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10
+    )
+    normal = reached & (t < top - tl.exp2(-rate * tl.log2(n)))
+    t = tl.where(normal, tl.maximum(t, top - 1.0), top - 1.0)
+    t = tl.where(reached, t, float("inf"))
+    certain = tl.max(normal.to(tl.int32), 0) == 0
+    cut, kept, f, g, m = _evaluate_all(
+        q,
+        k_ptr,
+        tiles_ptr,
+        cut,
+        kept,
+        t,
+        certain,
+        i,
+        start,
+        end,
+        left,
+        right,
+        slope,
+        k_s,
+        S,
+        D,
+        c,
+        power,
+        KIND,
+        BN,
+        BD,
+        BIASED,
+        EVEN,
+        UPCAST,
+        KIND < 2,
+    )
+    after = _newton(t, f, g, top, rate, KIND)
+    moving = reached & _far(t, after, top, TOLERANCE)
+    if KIND < 2:
+        # The scores above top - 1 of the other rows may be normal.
+        count = tl.maximum(m if KIND == 0 else g, 1.0)
+        mean = (g if KIND == 0 else f) / count
+        square = (f if KIND == 0 else m) / count
+        guess = top - 1.0
+        guess += _normal_start(
+            count,
+            mean,
+            square,
+            rate,
+            centre,
+            half,
+            z0,
+            z1,
+            z2,
+            z3,
+            z4,
+            z5,
+            z6,
+            z7,
+            z8,
+            z9,
+            z10,
         )
-        all_still, f, g = _evaluate(
+        guess = tl.where(guess < top - tl.exp2(-rate * tl.log2(count)), guess, after)
+        guessed = reached & (normal == 0) & (guess > after)
+        after = tl.where(guessed, guess, after)
+        certain = tl.max(guessed.to(tl.int32), 0) == 0
+        moving |= guessed
+    else:
+        certain = tl.max(reached.to(tl.int32), 0) >= 0
+    t = tl.where(reached, after, t)
+
+    step = 1
+    some = tl.max(moving.to(tl.int32), 0)
+    while (step < STEPS) & (some > 0):
+        cut, kept, f, g, m = _evaluate_all(
             q,
             k_ptr,
             tiles_ptr,
-            still,
-            f,
-            g,
-            t,
             cut,
             kept,
-            step > 0,
+            t,
+            certain | (step > 1),
             i,
             start,
             end,
@@ -795,16 +957,12 @@ def _thresholds(  # type: ignore[no-untyped-def]
             BN,
             BD,
             BIASED,
-            False,
             EVEN,
             UPCAST,
+            False,
         )
-        cut = still
-        kept = all_still
-        d = tl.where(g > 0.0, (f - _root(f, rate, KIND)) / g, -1.0)
-        after = tl.maximum(t + d, top - 1.0)
-        near = tl.abs(after - t) <= TOLERANCE * (top - after) + 2.4e-7 * tl.abs(after)
-        moving = tl.max(tl.where(reached & (near == 0), 1, 0), 0)
+        after = _newton(t, f, g, top, rate, KIND)
+        some = tl.max((reached & _far(t, after, top, TOLERANCE)).to(tl.int32), 0)
         t = tl.where(reached, after, t)
         step += 1
     tl.debug_barrier()
