@@ -701,7 +701,7 @@ def _far(t, after, top, TOLERANCE: tl.constexpr):  # type: ignore[no-untyped-def
     return near == 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _normal_start(  # type: ignore[no-untyped-def]
     n, mean, square, rate, centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10
 ):
