@@ -36,6 +36,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 MANIFEST = "manifest.json"
@@ -143,8 +144,14 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def committed(path: Path, header: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield a folder to fill; on exit it is sealed and renamed to ``path``."""
+def committed(
+    path: Path, header: Mapping[str, Any], digests: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Path]:
+    """Yield a folder to fill; on exit it is sealed and renamed to ``path``.
+
+    ``digests`` are read on exit: the SHA-256 of files that their writers, other processes, have
+    hashed and flushed; they are not read again.
+    """
     temporary = _temporary_path(path)
     _remove(temporary)
     try:
@@ -154,8 +161,12 @@ def committed(path: Path, header: Mapping[str, Any]) -> Iterator[Path]:
             contents = {}
             for file in sorted(temporary.iterdir()):
                 file.chmod(readable)  # safetensors creates files that only their owner can read
-                sync(file)
-                contents[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+                if file.name not in digests:
+                    sync(file)
+                digest = digests.get(file.name) or sha256(file)
+                contents[file.name] = {"bytes": file.stat().st_size, "sha256": digest}
+            if missing := sorted(digests.keys() - contents.keys()):
+                raise OSError(errno.ENOENT, "a file of another process is missing", missing[0])
             sealed = {**header, "files": contents}
             write_atomic(temporary / MANIFEST, _text({**sealed, "seal": _seal(sealed)}))
             temporary.rename(path)

@@ -64,6 +64,7 @@ from fenchel.model.families.config_reader import CONFIG
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OPTIMISER_INDEX = "optimiser.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 DTYPES = {
@@ -76,6 +77,7 @@ DTYPES = {
 _BYTES = {
     CONFIG: 2**20,
     INDEX: 8 * 2**20,
+    OPTIMISER_INDEX: 8 * 2**20,
     TOKENIZER: 48 * 2**20,
     TOKENIZER_CONFIG: 8 * 2**20,  # those of the Gemmas list 6,000 added tokens in over 1 MB
 }
@@ -246,7 +248,7 @@ def read_headers(path: Path) -> dict[str, TensorLocation]:
     if has_file(path, WEIGHTS):
         shards = {WEIGHTS: read_header(regular_file(path, WEIGHTS))}
     elif has_file(path, INDEX):
-        shards = _indexed_headers(path)
+        shards = indexed_headers(path)
     else:
         raise ValueError(_no_weights(path))
     return {
@@ -407,22 +409,22 @@ def _require_sizes(directory: CheckpointDirectory) -> None:
             )
 
 
-def _indexed_headers(path: Path) -> dict[str, dict[str, TensorEntry]]:
+def indexed_headers(path: Path, index_name: str = INDEX) -> dict[str, dict[str, TensorEntry]]:
     """The headers of the files that an index names, after comparing it with them."""
-    index = read_bounded_json(path, INDEX)
+    index, where = read_bounded_json(path, index_name), path / index_name
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise Damaged(f"{path / INDEX} should have a weight_map from tensors to files.")
+        raise Damaged(f"{where} should have a weight_map from tensors to files.")
     if not all(isinstance(file, str) for file in weight_map.values()):
-        raise Damaged(f"{path / INDEX} has a weight_map that names something besides files.")
+        raise Damaged(f"{where} has a weight_map that names something besides files.")
     names = sorted(set(weight_map.values()))
     if len(names) > _SHARDS:
-        raise Damaged(f"{path / INDEX} names {len(names)} files; more than {_SHARDS} is refused.")
+        raise Damaged(f"{where} names {len(names)} files; more than {_SHARDS} is refused.")
     for name in names:
         if not name.endswith(".safetensors"):
-            raise Damaged(f"{path / INDEX} names {printable(repr(name))}, no safetensors file.")
+            raise Damaged(f"{where} names {printable(repr(name))}, no safetensors file.")
     shards = {name: read_header(regular_file(path, name)) for name in names}
-    _require_index_agrees(path / INDEX, index, weight_map, shards)
+    _require_index_agrees(where, index, weight_map, shards)
     return shards
 
 

@@ -7,6 +7,11 @@
         state.json              Progress, and the optimiser's state that is not tensors
         manifest.json           format, step, size and SHA-256 of the others, sealed
 
+Of several processes each writes a file of its own, model-00001-of-00002.safetensors and so on, and
+beside them stands an index as in Hugging Face directories, model.safetensors.index.json, that names
+the file of every tensor; the optimiser's alike (fenchel/distributed/checkpoint.py). Both kinds are
+read by any number of processes.
+
 A folder is committed by one rename (``fenchel.files``); a run resumes from the newest intact one.
 The learning rate, the batches and dropout are functions of the seed and the step, so resuming
 needs no more of them than the step number. A damaged checkpoint is renamed to step-000123.damaged
@@ -33,9 +38,12 @@ from torch import Tensor
 
 from fenchel.checkpoints.directory import (
     DTYPES,
+    INDEX,
+    OPTIMISER_INDEX,
     TOKENIZER,
     WEIGHTS,
     CheckpointDirectory,
+    indexed_headers,
     read_bounded_json,
     read_headers,
 )
@@ -61,7 +69,10 @@ FORMAT = 2
 """The format of a run directory and of its checkpoints."""
 CHECKPOINTS = "checkpoints"
 OPTIMISER, STATE, TEXT = "optimiser.safetensors", "state.json", "text.json"
-_FILES = {WEIGHTS, OPTIMISER, CONFIG, STATE, MANIFEST}
+_FILE = re.compile(
+    "|".join(map(re.escape, (WEIGHTS, INDEX, OPTIMISER, OPTIMISER_INDEX, CONFIG, STATE, MANIFEST)))
+    + r"|(model|optimiser)-\d{5}-of-\d{5}\.safetensors"
+)
 _NAME = re.compile(r"step-(\d+)(\.damaged)?")
 _ATTEMPTS = 100  # to read a checkpoint of a run that deletes it meanwhile
 
@@ -118,29 +129,66 @@ def save(
 ) -> Path:
     """Commit one checkpoint; NoSpace when the disk cannot take it, with nothing left behind."""
     tensors, rest = flatten(optimiser.state_dict())
-    size = sum(t.numel() * t.element_size() for t in (*weights.values(), *tensors.values()))
-    checkpoints.mkdir(exist_ok=True)  # deleted while the run trained; the rest of it is there
-    require_space(checkpoints, int(1.2 * size) + 2**16)
-    path = checkpoints / _folder_name(progress.step)
-    if path.exists():  # from a time line that a resume from further back has left
-        set_aside(path)
-    header = {"format": FORMAT, "step": progress.step, "torch": torch.__version__}
-    state = {**asdict(progress), "optimiser": rest}
+    size = tensor_bytes(weights) + tensor_bytes(tensors)
+    path = make_room(checkpoints, progress.step, size)
     try:
-        with committed(path, header) as folder:
-            _save_file(weights, folder / WEIGHTS)
-            _save_file(tensors, folder / OPTIMISER)
-            (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
-            (folder / STATE).write_text(json.dumps(state, indent=1) + "\n")
+        with committed(path, manifest_header(progress)) as folder:
+            write_tensors(weights, folder / WEIGHTS)
+            write_tensors(tensors, folder / OPTIMISER)
+            write_settings_and_state(folder, settings, progress, rest)
     except NoSpace as error:
-        raise NoSpace(
-            f"no space: a checkpoint of {size / 2**20:.1f} MiB does not fit in {checkpoints}."
-        ) from error
+        raise does_not_fit(size, checkpoints) from error
     return path
 
 
+def make_room(checkpoints: Path, step: int, size: int) -> Path:
+    """The path of the checkpoint of a step, where nothing is, on a disk with room for it."""
+    checkpoints.mkdir(exist_ok=True)  # deleted while the run trained; the rest of it is there
+    require_space(checkpoints, int(1.2 * size) + 2**16)
+    path = checkpoints / _folder_name(step)
+    if path.exists():  # from a time line that a resume from further back has left
+        set_aside(path)
+    return path
+
+
+def manifest_header(progress: Progress) -> dict[str, Any]:
+    """What a manifest says beside its files."""
+    return {"format": FORMAT, "step": progress.step, "torch": torch.__version__}
+
+
+def write_settings_and_state(
+    folder: Path, settings: Mapping[str, Any], progress: Progress, rest: Mapping[str, Any]
+) -> None:
+    """config.json and state.json; ``rest`` is the optimiser's state that is not tensors."""
+    state = {**asdict(progress), "optimiser": rest}
+    (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
+    (folder / STATE).write_text(json.dumps(state, indent=1) + "\n")
+
+
+def does_not_fit(size: int, checkpoints: Path) -> NoSpace:
+    """The error of a checkpoint of ``size`` bytes on a full disk."""
+    return NoSpace(
+        f"no space: a checkpoint of {size / 2**20:.1f} MiB does not fit in {checkpoints}."
+    )
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """How many bytes tensors have in a file, without its header."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+class Weights(Protocol):
+    """A model, or what holds its parameters for several processes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters by name; their shapes and dtypes are read."""
+
+    def load_state_dict(self, weights: Any, *, strict: bool = True) -> Any:
+        """Set all of them."""
+
+
 def restore(
-    folder: Path, model: torch.nn.Module, optimiser: Stateful, settings: Mapping[str, Any]
+    folder: Path, model: Weights, optimiser: Stateful, settings: Mapping[str, Any]
 ) -> Progress:
     """Fill ``model`` and ``optimiser`` from a checkpoint that passed ``check``."""
     directory = open_folder(folder)
@@ -151,7 +199,7 @@ def restore(
     progress, rest = _read_state(folder)
     groups = optimiser.state_dict()
     try:
-        saved = unflatten(_load_file(folder / OPTIMISER), rest)
+        saved = unflatten(_load_optimiser(folder), rest)
     except ValueError:  # a name that is not member.index.name
         raise Damaged(f"{folder} does not hold the state of an optimiser.") from None
     for member in groups.keys() | saved.keys():
@@ -325,7 +373,7 @@ def rotate(checkpoints: Path, *, keep: int, best_step: int | None) -> None:
 
 def _discard(folder: Path) -> None:
     """Delete a checkpoint, unless it holds a file that no checkpoint has."""
-    if folder.is_symlink() or {file.name for file in folder.iterdir()} <= _FILES:
+    if folder.is_symlink() or all(_FILE.fullmatch(file.name) for file in folder.iterdir()):
         discard(folder)
     else:
         raise FileExistsError(errno.ENOTEMPTY, "it holds other files than a checkpoint", folder)
@@ -409,11 +457,17 @@ def _same_optimiser(fresh: Mapping[str, Any] | None, saved: Mapping[str, Any] | 
     return saved is None or saved["state"].keys() <= indices
 
 
-def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file."""
     with system_errors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-def _load_file(path: Path) -> dict[str, Tensor]:
-    with system_errors(path):
-        return load_file(path)
+def _load_optimiser(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the optimiser's state, from one file or from those of several processes."""
+    several = (folder / OPTIMISER_INDEX).exists()
+    tensors: dict[str, Tensor] = {}
+    for name in indexed_headers(folder, OPTIMISER_INDEX) if several else [OPTIMISER]:
+        with system_errors(folder / name):
+            tensors |= load_file(folder / name)
+    return tensors

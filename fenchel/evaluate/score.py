@@ -13,14 +13,20 @@ Every token but the first is a target exactly once. The windows have ``context``
 half a context apart (``stride``): a target has at least half a context before it, except near the
 start of the text. The last window ends with the text, so its targets have more.
 
+Of W processes each reads every W-th batch of windows (``Sharing``). The sums of all batches are
+gathered and added in the order of the text, so that the result has the bits of one process.
+
 Memory is bounded by the weights, ``LOGITS`` and ``ACTIVATIONS``, whatever the text, the context and
 the vocabulary.
 """
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +50,21 @@ from fenchel.generation.kv_cache import KVCache
 from fenchel.model import ModelConfig, Transformer, evaluating
 
 
+class Sharing(Protocol):
+    """The processes that share an evaluation."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain value of every process, by rank."""
+
+
 class Score(NamedTuple):
     """Result of ``score``; the loss is in nats per token."""
 
@@ -63,6 +84,7 @@ def score(
     limit: int | None = None,
     batch: int = 32,
     progress: ProgressCallback | None = None,
+    shared: Sharing | None = None,
 ) -> Score:
     """Evaluate a model on ``ids``, the tokens of a text of ``bytes`` bytes.
 
@@ -78,14 +100,17 @@ def score(
     if bytes < 1:
         raise ValueError(f"bytes={bytes} should be the size of the text, at least 1.")
     part = ids if limit is None else ids[: limit + 1]
-    total, count = 0.0, 0
-    for logits_NV, targets_N in predictions(
-        model, part, context=context, batch=batch, progress=progress
+    sums: list[Block] = []
+    for number, logits_NV, targets_N in _numbered_predictions(
+        model, part, context=context, batch=batch, progress=progress, shared=shared
     ):
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
-        total += float(losses_N.sum(dtype=torch.float64))
-        count += len(losses_N)
+        sums.append((number, len(losses_N), [float(losses_N.sum(dtype=torch.float64))]))
+    total, count = 0.0, 0
+    for _, targets, (loss_sum,) in _in_order(sums, shared):
+        total += loss_sum
+        count += targets
     loss = _number(total / count)
     share = bytes * count / (len(ids) - 1)
     return Score(loss, _exp(loss), total / (share * math.log(2.0)), count)
@@ -118,11 +143,14 @@ def score_choice(
     context: int,
     limit: int | None = None,
     batch: int = 32,
+    shared: Sharing | None = None,
 ) -> ChoiceScore:
     """``score`` of a model whose prediction is ``choice.weights(logits)``."""
     part = ids if limit is None else ids[: limit + 1]
-    sums, count = torch.zeros(5, dtype=torch.float64), 0
-    for logits_NV, targets_N in predictions(model, part, context=context, batch=batch):
+    blocks: list[Block] = []
+    for number, logits_NV, targets_N in _numbered_predictions(
+        model, part, context=context, batch=batch, shared=shared
+    ):
         p_NV = choice.weights(logits_NV.float())
         p_N = p_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
         measures = (
@@ -132,12 +160,27 @@ def score_choice(
             p_N == 0,
             -p_N.log(),
         )
-        sums += torch.stack([m.sum(dtype=torch.float64).cpu() for m in measures])
-        count += len(targets_N)
+        values = torch.stack([m.sum(dtype=torch.float64).cpu() for m in measures]).tolist()
+        blocks.append((number, len(targets_N), values))
+    sums, count = torch.zeros(5, dtype=torch.float64), 0
+    for _, targets, values in _in_order(blocks, shared):
+        sums += torch.tensor(values, dtype=torch.float64)
+        count += targets
     loss, accuracy, support, uncovered, nats = (sums / count).tolist()
     _number(loss)
     bits = nats * (len(ids) - 1) / (bytes * math.log(2.0))
     return ChoiceScore(loss, accuracy, support, uncovered, _exp(nats), bits, count)
+
+
+Block = tuple[int, int, list[float]]
+"""The number of a batch of windows, the targets of a block of it, and sums over them."""
+
+
+def _in_order(blocks: list[Block], shared: Sharing | None) -> list[Block]:
+    """The blocks of all processes, in the order of the text."""
+    if shared is None:
+        return blocks
+    return sorted(chain.from_iterable(shared.gather(blocks)), key=itemgetter(0))  # stable
 
 
 def _number(loss: float) -> float:
@@ -170,18 +213,45 @@ def predictions(
     the logits are computed for a block of positions at a time: the memory does not grow with the
     text, and with the vocabulary only where one row has more than ``LOGITS``.
     """
+    for _, logits_NV, targets_N in _numbered_predictions(
+        model, ids, context=context, batch=batch, progress=progress
+    ):
+        yield logits_NV, targets_N
+
+
+def _numbered_predictions(
+    model: nn.Module,
+    ids: Ids,
+    *,
+    context: int,
+    batch: int,
+    progress: ProgressCallback | None = None,
+    shared: Sharing | None = None,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """``predictions`` with the number of the batch of windows; of several processes, the own ones.
+
+    Every process makes equally many passes, of which the last may not count: where a model is
+    divided among them, a pass needs all.
+    """
+    rank, size = (0, 1) if shared is None else (shared.rank, shared.size)
     if isinstance(model, Transformer):
         require_decoder(model)
         T = min(context, max(1, len(ids) - 1))
         batch = max(1, min(batch, _slice(model.config, T) // T))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    done = 0
+    done, number = 0, -1
     with evaluating(model):
-        for window in windows(ids, context=context, stride=stride(context), batch=batch):
-            yield from _blocks(model, *(x.to(device) for x in window))
+        for number, window in enumerate(
+            windows(ids, context=context, stride=stride(context), batch=batch)
+        ):
+            if number % size == rank:
+                for logits_NV, targets_N in _blocks(model, *(x.to(device) for x in window)):
+                    yield number, logits_NV, targets_N
             if progress is not None:
                 done += int(window.scored.sum())
                 progress("reading", done, len(ids) - 1)
+        if rank > number % size:  # the others read the last batches meanwhile
+            deque(_blocks(model, *(x.to(device) for x in window)), maxlen=0)
 
 
 def stride(context: int) -> int:

@@ -10,6 +10,7 @@ from fenchel.config import Use, read_with, require_read
 
 LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
 """Cross-entropy is the Fenchel-Young loss of softmax; the others bear the name of their map."""
+SHARDS, GATHERS = ("auto", "none", "full"), ("float32", "bfloat16")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 LOGGERS = ("tensorboard",)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -28,6 +29,16 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches that a step is split into, a divisor of ``batch``: the same step, up to
     rounding, in less memory."""
+    cells: int | None = None
+    """Parts, a divisor of ``batch``, that a step is always divided into, so that its result has the
+    same bits for any number of processes up to this one; None makes no such promise."""
+    shard: str = "auto"
+    """With several processes: "none" replicates the weights, "full" divides them (FSDP2), "auto"
+    divides them where weights, gradients and moments would take over half of the memory."""
+    gather: str = "float32"
+    """Dtype in which divided weights are gathered: "float32" or "bfloat16"."""
+    timeout: float = 600.0
+    """Seconds that a process waits for the others before the run ends with an error."""
     clip: float = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
     loss: str = "cross_entropy"
@@ -72,6 +83,7 @@ class TrainConfig:
 
     USES: ClassVar = (
         read_with("loss_alpha", "loss", "entmax"),
+        read_with("gather", "shard", "auto", "full"),
         Use(("entropy_weight",), "an entropy_floor above 0", lambda c: c.entropy_floor > 0.0),
     )
 
@@ -89,6 +101,19 @@ class TrainConfig:
             seconds(self.budget)
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch={self.batch}.")
+        if self.cells is not None:
+            if self.accumulate > 1:
+                raise ValueError(
+                    f"cells={self.cells} divides a step already; leave out "
+                    f"accumulate={self.accumulate}."
+                )
+            if self.cells < 1 or self.batch % self.cells:
+                raise ValueError(f"cells={self.cells} does not divide batch={self.batch}.")
+        if not 0.0 < self.timeout < math.inf:
+            raise ValueError(f"timeout={self.timeout} should be above 0 and finite.")
+        for name, known in (("shard", SHARDS), ("gather", GATHERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} should be one of {known}.")
         if not self.clip > 0.0:
             raise ValueError(f"clip={self.clip} should be above 0.")
         if self.qk_clip is not None and not 0.0 < self.qk_clip < math.inf:

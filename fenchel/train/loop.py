@@ -133,8 +133,8 @@ class Loop:
         save_every = self.config.save_every or tenth
         with StopSignals() as signals:
             while self.progress.step < self.steps:
-                if signals.first is not None:
-                    return self._interrupted(signals.first)
+                if (signal := self._stop_signal(signals)) is not None:
+                    return self._interrupted(signal)
                 result = self.stepper(self.progress.step)
                 self._count(result)
                 if result.broken and self.skipped_in_a_row() >= self.config.patience:
@@ -150,6 +150,10 @@ class Loop:
                     return outcome
                 self.callback.step(done, self.steps)
         return Outcome("finished", self.progress)
+
+    def _stop_signal(self, signals: StopSignals) -> Signals | None:
+        """The signal that ends the run before its next step."""
+        return signals.first
 
     def skipped_in_a_row(self) -> int:
         """How many of the latest steps were skipped, without a complete one after them."""
@@ -221,22 +225,16 @@ class Loop:
         """
         if self._saved_step == self.progress.step:
             return None
-        if bad := run_checkpoint.not_finite(self.model.state_dict()):
+        if bad := self._not_finite():
             return self._diverged(f"the weights {bad[0]} hold {bad[1]} nan or inf")
         try:
             self.progress = replace(
                 self.progress,
                 seconds=time.perf_counter() - self._started,
-                metrics_bytes=self.run.flush(),
+                metrics_bytes=self._flush(),
                 **self._loss_scale(),
             )
-            run_checkpoint.save(
-                self.run.checkpoints,
-                self.progress,
-                self.model.state_dict(),
-                self.stepper.optimiser,
-                self.settings,
-            )
+            self._commit()
         except NoSpace as error:
             if must:
                 raise StorageFailed(
@@ -250,10 +248,31 @@ class Loop:
                 self.run.write_status(self.progress.step, self.steps)
         self._saved_step = self.progress.step
         if not self.skipped_in_a_row():  # while steps are skipped, older ones may still be needed
-            run_checkpoint.rotate(
-                self.run.checkpoints, keep=self.config.keep, best_step=self.progress.best_step
-            )
+            self._rotate()
         return None
+
+    def _flush(self) -> int:
+        """Write all metrics to the disk; returns the size of their file."""
+        return self.run.flush()
+
+    def _not_finite(self) -> tuple[str, int] | None:
+        """The first weights that are not finite, and how many of them."""
+        return run_checkpoint.not_finite(self.model.state_dict())
+
+    def _commit(self) -> None:
+        """Write the checkpoint of this step."""
+        run_checkpoint.save(
+            self.run.checkpoints,
+            self.progress,
+            self.model.state_dict(),
+            self.stepper.optimiser,
+            self.settings,
+        )
+
+    def _rotate(self) -> None:
+        run_checkpoint.rotate(
+            self.run.checkpoints, keep=self.config.keep, best_step=self.progress.best_step
+        )
 
     def _loss_scale(self) -> dict[str, Any]:
         if self.stepper.scaling is None:

@@ -195,8 +195,7 @@ def time_steps(
     step: Callable[[], object], *, threads: int | None = None, repeats: int = 3
 ) -> StepTime:
     """Time ``step`` with ``threads``, or with 1, 2, 4, ... up to the cores; set the fastest."""
-    cores = _cores()
-    counts = [threads] if threads else sorted({min(2**n, cores) for n in range(8)})
+    counts = [threads] if threads else sorted({min(2**n, cores()) for n in range(8)})
     times = []
     for count in counts:
         torch.set_num_threads(count)
@@ -213,7 +212,7 @@ def _time(step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores this process may use, where the system reports them; else all cores."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -23,8 +23,7 @@ activation and every gradient nan. Its source is, in this order,
     reaches it first;
     else the sum of squares under the norm of the gradient.
 
-With several processes, ``Batches`` gives rank r of w its share of a step, and the gradient is
-complete just before ``clip_``.
+fenchel/distributed/cells.py takes the same step with several processes.
 """
 
 import hashlib
@@ -212,17 +211,20 @@ class Stepper:
 
     def _hidden(self, batch: Batch, step: int) -> Iterator[Tensor]:
         """The input of the LM head of each micro-batch, each with dropout noise of its own."""
+        for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
+            yield self._hidden_of_part(inputs, step, part)
+
+    def _hidden_of_part(self, inputs: Tensor, step: int, part: int) -> Tensor:
+        """The input of the LM head of micro-batch number ``part`` of a step."""
         cuda = [self.device] if self.device.type == "cuda" else []
         embedding = None if self.config.compile else self.model.tied_embedding
-        for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
-            with (
-                torch.random.fork_rng(devices=cuda),
-                self.autocast(),
-                sparse_embedding_gradient(embedding),
-            ):
-                torch.manual_seed(mix(self.seed, step, part))
-                hidden = self.forward(inputs, return_hidden=True, **self._observe)
-            yield hidden
+        with (
+            torch.random.fork_rng(devices=cuda),
+            self.autocast(),
+            sparse_embedding_gradient(embedding),
+        ):
+            torch.manual_seed(mix(self.seed, step, part))
+            return self.forward(inputs, return_hidden=True, **self._observe)
 
 
 def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor | float) -> str:
@@ -231,7 +233,7 @@ def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor |
     for name, p in parameters:
         if not p.isfinite().all():
             return f"the weights {name} are not finite"
-    if place := _first_place(model, forward):
+    if place := first_place(model, forward):
         return f"the {place} is the first that is not finite"
     if not torch.as_tensor(loss).isfinite():
         return "the loss is the first that is not finite"
@@ -241,7 +243,8 @@ def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor |
     return "the gradient is finite and too large for its norm to be"
 
 
-def _first_place(model: nn.Module, forward: Callable[[], object]) -> str | None:
+def first_place(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    """The first input or output of a module, in the order of ``forward``, that is not finite."""
     places: list[str] = []
 
     def before(name: str) -> Callable[[nn.Module, Any], None]:

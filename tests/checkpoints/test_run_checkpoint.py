@@ -160,7 +160,7 @@ def test_checkpoints_deleted_under_a_run_are_a_folder_again(small: Callable[...,
 
 def test_what_safetensors_says_of_a_disk_keeps_its_number(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        run_checkpoint._save_file({"a": torch.ones(1)}, tmp_path / "absent" / "a.safetensors")
+        run_checkpoint.write_tensors({"a": torch.ones(1)}, tmp_path / "absent" / "a.safetensors")
 
 
 # --- choosing

@@ -102,7 +102,7 @@ def test_a_failure_names_the_checkpoint_that_was_checked(lab: Any, halfway: Path
     def mischief() -> None:
         def lose() -> None:
             flip(newest(halfway) / "model.safetensors", 777)
-            run_checkpoint._save_file = refuse
+            run_checkpoint.write_tensors = refuse
 
         def refuse(*_: object) -> None:
             raise OSError(errno.EIO, "Input/output error", "the disk")

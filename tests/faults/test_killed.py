@@ -197,10 +197,10 @@ def in_a_deletion() -> None:
 COMMITTED = "committed"
 POINTS = {
     "after the weights are written": around(
-        run_checkpoint, "_save_file", "after", writes("model.safetensors")
+        run_checkpoint, "write_tensors", "after", writes("model.safetensors")
     ),
     "after the optimiser is written": around(
-        run_checkpoint, "_save_file", "after", writes("optimiser.safetensors")
+        run_checkpoint, "write_tensors", "after", writes("optimiser.safetensors")
     ),
     "before a file is synced": around(files, "sync", "before", writes("config.json")),
     "after a file is synced": around(files, "sync", "after", writes("state.json")),

@@ -38,13 +38,13 @@ def twice(by: signal.Signals) -> Any:
     """A second signal while the first one's checkpoint is being written."""
 
     def prepare() -> None:
-        save = run_checkpoint._save_file
+        save = run_checkpoint.write_tensors
 
         def interrupted(*args: Any) -> None:
             save(*args)
             os.kill(os.getpid(), by)
 
-        run_checkpoint._save_file = interrupted
+        run_checkpoint.write_tensors = interrupted
 
     return prepare
 

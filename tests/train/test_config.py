@@ -50,6 +50,13 @@ def test_counts_are_at_least_one(name: str) -> None:
     [
         ({"budget": None}, "either steps or budget"),
         ({"batch": 6, "accumulate": 4}, "accumulate=4 does not divide batch=6"),
+        ({"batch": 6, "cells": 4}, "cells=4 does not divide batch=6"),
+        ({"cells": 0}, "cells=0 does not divide"),
+        ({"batch": 6, "accumulate": 2, "cells": 2}, "cells=2 divides a step already"),
+        ({"shard": "half"}, "shard='half'"),
+        ({"gather": "float16"}, "gather='float16'"),
+        ({"shard": "none", "gather": "bfloat16"}, "gather"),
+        ({"timeout": 0.0}, "timeout=0.0"),
         ({"clip": 0.0}, "clip=0.0"),
         ({"clip": float("nan")}, "clip=nan"),
         ({"smoothing": 1.0}, "smoothing=1.0"),

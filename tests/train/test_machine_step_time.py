@@ -23,14 +23,14 @@ def clock(monkeypatch: pytest.MonkeyPatch, cost: dict[int, list[float]]) -> None
 
 
 def test_the_fastest_number_of_threads_is_kept_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_cores", lambda: 4)
+    monkeypatch.setattr(machine, "cores", lambda: 4)
     clock(monkeypatch, {1: [3.0] * 3, 2: [2.0] * 3, 4: [5.0] * 3})
     assert machine.time_steps(lambda: None) == (2, 2.0)
     assert torch.get_num_threads() == 2
 
 
 def test_one_slow_step_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_cores", lambda: 2)
+    monkeypatch.setattr(machine, "cores", lambda: 2)
     clock(monkeypatch, {1: [3.0] * 3, 2: [2.0, 90.0, 2.0]})
     assert machine.time_steps(lambda: None) == (2, 2.0)
 
@@ -44,7 +44,7 @@ def test_a_number_that_is_given_is_not_tried_against_others() -> None:
 
 
 def test_cores_that_are_no_power_of_two_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_cores", lambda: 3)
+    monkeypatch.setattr(machine, "cores", lambda: 3)
     seen: set[int] = set()
     machine.time_steps(lambda: seen.add(torch.get_num_threads()))
     assert seen == {1, 2, 3}
@@ -54,4 +54,4 @@ def test_a_system_that_does_not_tell_its_cores_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert machine._cores() >= 1
+    assert machine.cores() >= 1

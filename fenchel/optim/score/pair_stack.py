@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from fenchel.optim.score.pairs import QueryKeyPair
-from fenchel.optim.score.probe import LayerInput, PositionGrid, Probe, StackInput, stack_inputs
+from fenchel.optim.score.probe import (
+    LayerInput,
+    LayerReader,
+    PositionGrid,
+    Probe,
+    StackInput,
+    stack_inputs,
+)
 from fenchel.optim.score.score_line import HeadWeights, NormGains
 from fenchel.optim.score.step_size import HeadStats, StepRecord
 from fenchel.torch_internals import foreach_copy_, guard_on_hooks
@@ -76,7 +83,7 @@ class PairProbes:
     def __init__(self, pairs: Iterable[QueryKeyPair], tokens: int) -> None:
         pairs = list(pairs)
         _require_own_parameters(pairs)
-        self.probes = {pair: Probe(pair, tokens) for pair in pairs}
+        self.probes: dict[QueryKeyPair, LayerReader] = {pair: Probe(pair, tokens) for pair in pairs}
         # By default torch.compile does not guard on hooks: a graph compiled for a model without
         # hooks would run for one with hooks, and the probes would receive nothing.
         guard_on_hooks()

@@ -30,7 +30,9 @@ Shapes: L layers, n sequences, T positions, m sampled queries, M inputs (one mor
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -67,14 +69,69 @@ class HookRecord(NamedTuple):
     compiled: bool
 
 
-class Probe:
+class LayerReader:
+    """A forward-pre-hook that finds the input of one layer among its arguments."""
+
+    handles: list[Any]
+
+    def __init__(self, pair: QueryKeyPair, tokens: int) -> None:
+        self.tokens = tokens
+        self.name, self.read = pair.name, pair.read or self._read
+        self.width = pair.query.weight.shape[0 if pair.query.columns else 1]
+        layer = pair.module
+        self.rotary_index = int(isinstance(layer, QueryKeyLayer) and layer.local)
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Store a sample of the arguments of a forward pass."""
+        del module
+        if not torch.is_grad_enabled():
+            return
+        given = self.read(args, kwargs)
+        if given is not None:
+            self._store(*given)
+
+    def _store(self, x: Tensor, angles: Any, mask: Any) -> None:
+        raise NotImplementedError
+
+    def take(self) -> LayerInput | None:
+        """The sample of the step, once."""
+        raise NotImplementedError
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerArguments | None:
+        """The first stream (B, T, M) among the arguments, with the angles and mask beside it."""
+        if kwargs.get("key_value_states") is not None:
+            raise ValueError(
+                f"{self.name} receives keys of another stream (cross-attention), which has no "
+                "pair; leave it out of the pairs."
+            )
+        values = [*args, *kwargs.values()]
+        for value in values:
+            if _is_stream(value, self.width):
+                mask = kwargs.get("attention_mask")
+                return LayerArguments(value, self._angles_among(values), mask)
+        return None
+
+    def _angles_among(self, values: list[Any]) -> Any:
+        """The rotary angles among the arguments: ours, or (cos, sin) as in transformers."""
+        for value in values:
+            if isinstance(value, Angles) or _is_cos_and_sin(value):
+                return value
+            if hasattr(value, "rotary"):  # the ForwardContext of fenchel.model
+                return value.rotary[self.rotary_index]
+        return None
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class Probe(LayerReader):
     """The hooks of one layer; ``take`` returns its sample once."""
 
     def __init__(self, pair: QueryKeyPair, tokens: int) -> None:
+        super().__init__(pair, tokens)
         weight, layer = pair.query.weight, pair.module
-        self.name, self.read = pair.name, pair.read or self._read
-        self.tokens, self.width = tokens, weight.shape[0 if pair.query.columns else 1]
-        self.rotary_index = int(isinstance(layer, QueryKeyLayer) and layer.local)
         dtype = probe_dtype(weight)
         self.buffer = torch.empty(tokens, self.width, dtype=dtype, device=weight.device)
         self.view: Tensor | None = None
@@ -93,29 +150,6 @@ class Probe:
         self.copy: LayerInput | None = None
         self.earlier: list[LayerInput] = []
         self.passes, self.stride = 0, 1
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Store a sample of the arguments of a forward pass."""
-        del module
-        if not torch.is_grad_enabled():
-            return
-        given = self.read(args, kwargs)
-        if given is not None:
-            self._store(*given)
-
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerArguments | None:
-        """The first stream (B, T, M) among the arguments, with the angles and mask beside it."""
-        if kwargs.get("key_value_states") is not None:
-            raise ValueError(
-                f"{self.name} receives keys of another stream (cross-attention), which has no "
-                "pair; leave it out of the pairs."
-            )
-        values = [*args, *kwargs.values()]
-        for value in values:
-            if _is_stream(value, self.width):
-                mask = kwargs.get("attention_mask")
-                return LayerArguments(value, self._angles_among(values), mask)
-        return None
 
     def _store(self, x: Tensor, angles: Any, mask: Any) -> None:
         B, T, M = x.shape
@@ -158,16 +192,7 @@ class Probe:
         n, T, angles, mask, _ = record
         if self.view is None or self.view.shape[:2] != (n, T):
             self.view = self.buffer[: n * T].view(n, T, self.width)
-        return LayerInput(self.view, _crop_angles(angles, n, T), _pair_mask(mask, n, T))
-
-    def _angles_among(self, values: list[Any]) -> Any:
-        """The rotary angles among the arguments: ours, or (cos, sin) as in transformers."""
-        for value in values:
-            if isinstance(value, Angles) or _is_cos_and_sin(value):
-                return value
-            if hasattr(value, "rotary"):  # the ForwardContext of fenchel.model
-                return value.rotary[self.rotary_index]
-        return None
+        return LayerInput(self.view, crop_angles(angles, n, T), _pair_mask(mask, n, T))
 
     def take(self) -> LayerInput | None:
         """The sample of the step, once; the next pass overwrites its memory."""
@@ -178,11 +203,6 @@ class Probe:
         self._forget()
         samples = samples if last is None else [*samples, last]
         return _join(_equal_shares(samples, self.tokens)) if samples else None
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
 
 
 def _copied(sample: LayerInput) -> LayerInput:
@@ -259,7 +279,7 @@ def _is_cos_and_sin(value: object) -> bool:
     )
 
 
-def _crop_angles(angles: Any, n: int, T: int) -> Angles | None:
+def crop_angles(angles: Any, n: int, T: int) -> Angles | None:
     """The angles of n sequences and T positions, in the convention of fenchel."""
     if angles is None:
         return None
@@ -395,13 +415,35 @@ def _is_same_memory(x: Tensor, y: Tensor) -> bool:
     return x is y or (where[0] == where[1] and not x.is_meta)
 
 
+_of_all = ContextVar("samples_of_all", default=False)
+
+
+@contextmanager
+def samples_of_all() -> Iterator[None]:
+    """Within, a sample is one of the whole batch, and nothing is averaged over processes.
+
+    For a process that alone moves a layer and has the samples of all processes
+    (fenchel/distributed/owners.py).
+    """
+    token = _of_all.set(True)
+    try:
+        yield
+    finally:
+        _of_all.reset(token)
+
+
 def mean_over_processes(x: Tensor) -> Tensor:
     """``x`` itself in a run of one process, else its mean over all of them.
 
     Every process probes its own part of a batch. Measurements are averaged before any decision is
     based on them, so processes with equal weights and equal gradients take equal steps.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if (
+        _of_all.get()
+        or not dist.is_available()
+        or not dist.is_initialized()
+        or dist.get_world_size() == 1
+    ):
         return x
     total = x.clone()
     dist.all_reduce(total)
