@@ -1,0 +1,1 @@
+"""Training by several processes, which torchrun starts: cells, owners, checkpoints."""

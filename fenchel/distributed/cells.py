@@ -1,0 +1,373 @@
+"""A step of several processes: a batch in cells, and sums whose order no process count changes.
+
+The batch of a step is a function of (seed, step) and is cut into P *cells* of R = batch / P rows.
+Of W processes, rank r reads the cells
+
+    c = m W + r,        m = 0, 1, ...  while  c < P,
+
+one forward and backward pass each, with the dropout noise of (seed, step, c). The gradient of the
+step is the sum of the gradients of the cells.
+
+**Same bits for any W** (``train.cells``). Floating-point addition is not associative, so what
+differs between process counts is only the order of additions. It is fixed here: the sum over cells
+is a binary tree over c,
+
+    ((g_0 + g_1) + (g_2 + g_3)) + ((g_4 + g_5) + (g_6 + g_7))
+
+which ``CellSum`` builds as cells arrive, like the carries of a binary counter, with log2 P partial
+sums. Processes exchange the gradients of single cells (all-to-all) and each adds those of its own
+part: as many bytes as in a reduce-scatter per pass. Then
+
+    replicated    the owner of a parameter receives the gradients of the W cells of a pass, whole
+    FSDP2         every rank receives its rows of them, by FSDP2's hook for the reduce-scatter
+    the norm      squares are summed in float64 by the owner, per parameter, and added by fsum
+    the loss      a vector of P sums, each written by one rank, added in order
+    the update    by owners (owners.py), whose work does not depend on what else they own
+
+and every weight and every tensor of the optimiser's state has the same bits for W = 1, 2, ..., P,
+replicated or sharded, given the same torch, the same kind of machine and the same number of
+threads per process. The price is a reduction per pass instead of one per step, and small passes.
+
+**Without** ``train.cells`` a step has as few cells as ``train.accumulate`` and W allow. Gradients
+are added on each rank first, and exchanged once: the same step up to rounding, and with dropout up
+to its noise, which belongs to cells.
+
+A loss or norm that is not finite is the same number on all ranks, so all of them skip the step.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fenchel.data import Batch, Batches
+from fenchel.distributed.owners import Owners
+from fenchel.distributed.processes import World
+from fenchel.optim import OptimConfig, Schedule
+from fenchel.train import Stepper, StepResult, TrainConfig, count_targets
+from fenchel.train.machine import memory_of
+from fenchel.train.step import deterministic, first_place
+
+
+class CellSum:
+    """The sum of tensors that arrive in order, as a binary tree.
+
+    >>> total = CellSum()
+    >>> for x in (1e8, 1.0, -1e8, 1.0):
+    ...     total.add(torch.tensor(x))
+    >>> total.result()  # (1e8 + 1) + (-1e8 + 1), each rounded
+    tensor(0.)
+    """
+
+    def __init__(self) -> None:
+        self._partial: list[tuple[int, Tensor]] = []
+
+    def add(self, x: Tensor) -> None:
+        """The next term."""
+        level = 0
+        while self._partial and self._partial[-1][0] == level:
+            x = self._partial.pop()[1] + x
+            level += 1
+        self._partial.append((level, x))
+
+    def result(self) -> Tensor:
+        """The sum, after which the next one begins; the latest partial sums are added first."""
+        _, x = self._partial.pop()
+        while self._partial:
+            x = self._partial.pop()[1] + x
+        return x
+
+
+class _CellReduceScatter:
+    """FSDP2's reduce-scatter of one unit: moves bytes, and adds in the order of the cells."""
+
+    def __init__(self, position: "Pass") -> None:
+        self.at, self.sum = position, CellSum()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """The rows of this rank: 0 until the last pass of a step, then the sum of all cells."""
+        del op, async_op
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        for piece in received.view(group.size(), -1)[: self.at.senders]:
+            self.sum.add(piece)
+        if self.at.last:
+            output_tensor.copy_(self.sum.result().view_as(output_tensor))
+        else:
+            output_tensor.zero_()
+
+
+class Pass:
+    """Where a step is: how many ranks have a cell in this pass, and whether it is the last."""
+
+    senders = 0
+    last = False
+
+
+def sharding(world: World, *, gather: str, position: Pass | None) -> Callable[[nn.Module], None]:
+    """A function that cuts a model by FSDP2: every block a unit, and the rest one.
+
+    ``gather`` is the dtype in which weights are gathered. ``position`` is given for sums in the
+    order of the cells; None leaves them to FSDP2.
+    """
+    # Loaded here: it takes a second, which a run of one process need not wait.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(world.device, (world.size,))
+    policy = MixedPrecisionPolicy()
+    if gather == "bfloat16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+    def shard(model: nn.Module) -> None:
+        for block in getattr(model, "blocks", ()):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # the loss is divided by all targets already
+                module.set_force_sum_reduction_for_comms(True)
+                if position is not None:
+                    module.set_custom_reduce_scatter(_CellReduceScatter(position))  # type: ignore[arg-type]
+
+    return shard
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass leaves gathered."""
+    if callable(free := getattr(model, "reshard", None)):
+        free()
+
+
+def cell_count(config: TrainConfig, ranks: int) -> int:
+    """P: ``train.cells``, or the fewest that accumulation and the processes allow.
+
+    >>> cell_count(TrainConfig(batch=12, accumulate=3), ranks=2)
+    4
+    """
+    cells = config.cells or ranks * -(-config.accumulate // ranks)
+    if config.cells is not None and cells < ranks:
+        raise ValueError(f"train.cells={cells} serves {cells} processes at most, not {ranks}.")
+    if config.batch % cells:
+        raise ValueError(
+            f"train.batch={config.batch} does not split into {cells} cells for {ranks} processes; "
+            f"make it a multiple of {cells}."
+        )
+    return cells
+
+
+def require_supported(config: TrainConfig, optim: OptimConfig) -> None:
+    """Refuse settings that a step in cells does not have yet."""
+    used = {
+        "train.qk_clip": config.qk_clip is not None,
+        "train.entropy_floor": config.entropy_floor > 0.0,
+        "train.compile": config.compile,
+        'train.precision="float16"': config.precision == "float16",
+        "optim.output_change": optim.output_change is not None,
+    }
+    for name, on in used.items():
+        if on:
+            raise ValueError(f"{name} works in one process without train.cells; leave it out.")
+
+
+def divides(model: nn.Module, config: TrainConfig, world: World) -> bool:
+    """Whether the weights are divided among the processes, which rank 0 decides for all."""
+    if world.size == 1 or config.shard == "none":
+        return False
+    device = next(model.parameters()).device
+    needs = 16 * sum(p.numel() for p in model.parameters())  # weights, gradients, two moments
+    there = memory_of(device) // (world.local_size if device.type == "cpu" else 1)
+    return world.share(config.shard == "full" or 2 * needs > there)
+
+
+def build_stepper(
+    model: nn.Module,
+    meta: nn.Module,
+    batches: Batches,
+    schedule: Schedule,
+    *,
+    train: TrainConfig,
+    optim: OptimConfig,
+    steps: int | None,
+    seed: int,
+    world: World,
+    beta2: Schedule | None = None,
+) -> "CellStepper":
+    """The steps of this process; ``model`` is whole here, and ``meta`` the same without values."""
+    require_supported(train, optim)
+    cell_count(train, world.size)
+    exact, position, shard = train.cells is not None, Pass(), None
+    if divides(model, train, world):
+        shard = sharding(world, gather=train.gather, position=position if exact else None)
+    owners = Owners(model, meta, optim, world, steps=steps, exact=exact, shard=shard)
+    return CellStepper(
+        owners, batches, schedule, config=train, seed=seed, position=position, beta2=beta2
+    )
+
+
+class CellStepper(Stepper):
+    """Takes steps together with the other processes."""
+
+    def __init__(
+        self,
+        owners: Owners,
+        batches: Batches,
+        schedule: Schedule,
+        *,
+        config: TrainConfig,
+        seed: int,
+        position: Pass,
+        beta2: Schedule | None = None,
+    ) -> None:
+        """``position`` is the one that ``sharding`` was given."""
+        optimiser = owners.optimiser
+        super().__init__(
+            owners.model, batches, optimiser, schedule, config=config, seed=seed, beta2=beta2
+        )
+        self.owners, self.world, self.at = owners, owners.world, position
+        self.cells, self.exact = cell_count(config, owners.world.size), config.cells is not None
+
+    def __call__(self, step: int) -> StepResult:
+        """Take step number ``step``, counted from 0."""
+        batch = Batch(*(part.to(self.device) for part in self.batches.at(step)))
+        self._set_rates(step)
+        self.model.train()
+        with deterministic(self.device, exact=self.config.exact):
+            loss, gradients = self._gradients(batch, step)
+            norm = self._clip(gradients)
+            broken = None
+            if math.isfinite(loss) and math.isfinite(norm):
+                if self.owners.samples is not None:
+                    self.owners.samples.send()
+                owned = self.owners.owned
+                self.owners.optimiser.move({owned[n]: g for n, g in gradients.items()})
+                self.owners.spread()
+            else:
+                broken = self._source(batch, step, loss, gradients)
+        self.owners.clear_gradients()
+        rate = self.optimiser.param_groups[-1]["lr"]
+        return StepResult(batch, loss, norm, rate, broken)
+
+    def _passes(self) -> Iterator[tuple[int, bool]]:
+        """The cells of this rank, and whether they count.
+
+        Where a last pass has fewer cells than ranks, the others do nothing, or with FSDP2, whose
+        passes gather weights from all ranks, repeat a cell that does not count.
+        """
+        W, rank = self.world.size, self.world.rank
+        for first in range(0, self.cells, W):
+            self.at.senders = min(W, self.cells - first)
+            self.at.last = first + W >= self.cells
+            yield (first + rank) % self.cells, rank < self.at.senders
+
+    def _gradients(self, batch: Batch, step: int) -> tuple[float, dict[str, Tensor]]:
+        """The mean loss, and the whole gradients of the parameters that this rank owns."""
+        owners, count = self.owners, max(1, count_targets(batch.targets))
+        rows, T = len(batch.inputs) // self.cells, batch.inputs.shape[1]
+        losses = torch.zeros(self.cells, dtype=torch.float64)
+        sums: dict[str, CellSum] = {name: CellSum() for name in owners.owned}
+        if owners.samples is not None:
+            owners.samples.begin(self.cells, rows, T)
+        for cell, counts in self._passes():
+            if counts or owners.sharded:
+                total = self._backward(batch, step, cell, counts, count)
+                if counts:
+                    losses[cell] = total
+            if self.exact and not owners.sharded:
+                self._add(sums, self.at.senders)
+            elif self.exact and not self.at.last:
+                owners.clear_gradients()
+        if owners.sharded:
+            gradients = owners.rows_to_owners(owners.local_gradients())
+        else:
+            if not self.exact:
+                self._add(sums, self.world.size)
+            gradients = {name: total.result() for name, total in sums.items()}
+        return sum(self.world.sum(losses).tolist()) / count, gradients
+
+    def _add(self, sums: dict[str, CellSum], senders: int) -> None:
+        """Send the gradients to their owners, and add those of ``senders`` ranks in order."""
+        received = self.owners.to_owners(self.owners.local_gradients(), senders)
+        self.owners.clear_gradients()
+        for name, terms in received.items():
+            for term in terms:
+                sums[name].add(term)
+
+    def _backward(self, batch: Batch, step: int, cell: int, counts: bool, count: int) -> float:
+        """Forward and backward pass of one cell; returns the sum of its losses."""
+        part = self._cell(batch, cell)
+        if self.owners.samples is not None:
+            self.owners.samples.cell = cell if counts else None
+        hidden = self._hidden_of_part(part.inputs, step, cell)
+        with self.autocast():
+            loss = self._loss(hidden, part.targets)
+        whole = loss / count
+        if (balance := self.model.balance()) is not None:
+            own = count_targets(part.targets)
+            whole = whole + self.config.balance_weight * balance * (own / count)
+        whole.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    def _cell(self, batch: Batch, cell: int) -> Batch:
+        rows = len(batch.inputs) // self.cells
+        return Batch(*(part[cell * rows : (cell + 1) * rows] for part in batch))
+
+    def _clip(self, gradients: dict[str, Tensor]) -> float:
+        """Scale the gradients to the largest global norm; returns the norm before."""
+        squares = torch.zeros(len(self.owners.parameters), dtype=torch.float64)
+        for n, name in enumerate(self.owners.parameters):
+            if name in gradients:
+                norm = torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
+                squares[n] = norm.square()
+        terms = self.world.sum(squares).tolist()
+        if not all(map(math.isfinite, terms)):
+            return math.nan
+        norm = math.sqrt(math.fsum(terms))
+        factor = self.config.clip / (norm + 1e-6)
+        if factor < 1.0:
+            for g in gradients.values():
+                g.mul_(factor)
+        return norm
+
+    def _source(self, batch: Batch, step: int, loss: float, gradients: dict[str, Tensor]) -> str:
+        """Name the source of a nan or inf, the same on all ranks (train/step.py has the order)."""
+        owners = self.owners
+        names = list(owners.parameters)
+        weights = [n for n in names if n in owners.owned and not owners.owned[n].isfinite().all()]
+        if bad := self._among(weights):
+            return f"the weights {min(bad, key=names.index)} are not finite"
+
+        def forward() -> None:
+            for cell, counts in self._passes():
+                if counts or owners.sharded:
+                    self._hidden_of_part(self._cell(batch, cell).inputs, step, cell)
+
+        place = first_place(self.model, forward)
+        reshard(self.model)
+        if places := self._among([place] if place else []):
+            return f"the {places[0]} is the first that is not finite"
+        if not math.isfinite(loss):
+            return "the loss is the first that is not finite"
+        broken = [n for n, g in gradients.items() if not g.isfinite().all()]
+        if bad := self._among(broken):
+            last = max(bad, key=names.index)
+            return f"the gradient of {last} is the first that is not finite"
+        return "the gradient is finite and too large for its norm to be"
+
+    def _among(self, found: list[str]) -> list[str]:
+        """What the ranks have found, the lowest rank first."""
+        return [name for row in self.world.gather(found) for name in row]

@@ -1,0 +1,429 @@
+"""Owners: every parameter is whole on one rank, whose ordinary optimiser moves it.
+
+An optimiser that looks at more than one entry of a matrix (Muon, ScoreDescent, ScoreTrust) needs
+the matrix whole. Gathering it on every rank repeats the work W times. Here each parameter has one
+*owner*, and a step is
+
+    gradient of every rank   -> owner      summed there, in the order of cells.py
+    owner                                  clips, and moves its parameters by its own optimiser
+    weights of the owner     -> every rank
+
+W ranks send and receive each gradient and each weight once, as in a reduce-scatter followed by an
+all-gather; no rank holds optimiser state of parameters that another owns.
+
+**The optimiser** is the one of ``fenchel.optim``, unchanged, built over a second model whose
+parameters are on the meta device except those that this rank owns. Parameters without gradients do
+not move, so it moves what is owned. The numbering of its state is that of one process, and so a
+checkpoint is the union of the states of all ranks (checkpoint.py).
+
+**Units.** What must move together is a unit: the weights, biases and norm gains of a query-key
+pair for the score optimisers, any other parameter alone. Units are dealt to the least loaded rank,
+largest first: a function of shapes and W. With ``exact`` sums, and for the score optimisers, the
+optimiser is called once per unit, with the gradients of that unit alone: no product is batched over
+units, so the bits of a weight do not depend on which other units its owner has.
+
+**Samples of scores.** ScoreDescent and ScoreTrust measure scores on the inputs of a layer. Every
+rank samples the cells that it reads; the samples of a layer go to its owner, who puts them in the
+order of the cells. The sample of P cells of R sequences and T positions takes the first n sequences
+of every s-th cell,
+
+    s = the least power of two with ceil(P / s) T <= tokens,    n = tokens / (ceil(P / s) T) <= R.
+
+With replicated weights (``sharded=False``) an owner's parameter is the model's own memory; with
+FSDP2 it is a whole copy, of which the rows go to the ranks that hold them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fenchel.distributed.processes import Shape, World
+from fenchel.optim import CombinedOptimiser, OptimConfig, ScoreDescent, build_optimiser
+from fenchel.optim.score import QueryKeyPair, ScoreTrust, attention_pairs
+from fenchel.optim.score.pair_stack import PairProbes
+from fenchel.optim.score.probe import (
+    LayerInput,
+    LayerReader,
+    crop_angles,
+    probe_dtype,
+    samples_of_all,
+)
+
+BUCKET = 2**26
+"""Numbers per exchange, about: 256 MiB of float32."""
+_BY_SCORES = ("score", "trust")
+
+
+def deal(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The owner of each unit: the largest first, each to the rank that has least.
+
+    >>> deal([4, 9, 3, 3], ranks=2)
+    [1, 0, 1, 1]
+    """
+    load, owner = [0] * ranks, [0] * len(sizes)
+    for unit in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        owner[unit] = min(range(ranks), key=lambda rank: (load[rank], rank))
+        load[owner[unit]] += sizes[unit]
+    return owner
+
+
+def rows_of(rows: int, rank: int, ranks: int) -> slice:
+    """The rows of a tensor that ``Shard(0)`` leaves to a rank: ceil(rows / W), the last fewer.
+
+    >>> [rows_of(5, rank, 4) for rank in range(4)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None), slice(5, 5, None)]
+    """
+    most = -(-rows // ranks)
+    return slice(min(rows, rank * most), min(rows, (rank + 1) * most))
+
+
+def units_of(model: nn.Module, pairs: Iterable[QueryKeyPair]) -> list[tuple[str, ...]]:
+    """The names of the parameters that move together, in the order of the model."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    unit: dict[str, tuple[str, ...]] = {name: (name,) for name in names.values()}
+    for pair in pairs:
+        together = tuple(names[id(p)] for p in (*pair.parameters, *pair.gains.values()))
+        unit |= dict.fromkeys(together, together)
+    return list(dict.fromkeys(unit.values()))
+
+
+class Owners:
+    """The parameters that this rank owns, their optimiser, and the ways to and from the others."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        meta: nn.Module,
+        optim: OptimConfig,
+        world: World,
+        *,
+        steps: int | None = None,
+        exact: bool,
+        shard: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        """``meta`` is the model on the meta device, of which the owned parameters are filled.
+
+        ``shard`` cuts the parameters of ``model``, which is whole on every rank when it comes here,
+        into rows per rank; None leaves them whole.
+        """
+        by_scores = optim.optimiser in _BY_SCORES
+        self.model, self.meta, self.world = model, meta, world
+        self.units = units_of(meta, attention_pairs(meta) if by_scores else [])
+        self.parameters = dict(model.named_parameters())
+        if other := meta.state_dict().keys() ^ self.parameters.keys():
+            raise ValueError(
+                f"several processes train parameters alone, and the model also has {min(other)}."
+            )
+        sizes = [sum(self.parameters[name].numel() for name in unit) for unit in self.units]
+        ranks = deal(sizes, world.size)
+        self.owner = {n: r for unit, r in zip(self.units, ranks, strict=True) for n in unit}
+        self.shapes = {n: Shape(tuple(p.shape), p.dtype) for n, p in self.parameters.items()}
+        self.sharded = shard is not None
+        self.owned: dict[str, nn.Parameter] = {}
+        for name, p in self.parameters.items():
+            if self.owner[name] == world.rank:
+                memory = p.detach().clone() if shard else p.detach()
+                self.owned[name] = _set_parameter(meta, name, nn.Parameter(memory, p.requires_grad))
+        if shard is not None:
+            shard(model)
+            self.parameters = dict(model.named_parameters())
+        inner = build_optimiser(meta, optim, steps=steps)
+        own = [u for u, r in zip(self.units, ranks, strict=True) if r == world.rank]
+        one_by_one = [[self.owned[n] for n in unit] for unit in own] if exact or by_scores else None
+        self.optimiser = OwnedOptimiser(*inner.members, units=one_by_one)
+        self.samples = Samples(self, inner) if by_scores else None
+        """The inputs of attention layers, for the score optimisers."""
+
+    def to_owners(self, tensors: Mapping[str, Tensor], senders: int) -> dict[str, list[Tensor]]:
+        """What each of the first ``senders`` ranks has under the names that this rank owns."""
+        received: dict[str, list[Tensor]] = {}
+        mine = self.world.rank < senders
+        for names in self._buckets():
+            by_owner = self._by_owner(names)
+            own = by_owner[self.world.rank]
+            to = [[tensors[n] for n in row] if mine else [] for row in by_owner]
+            shapes = [self.shapes[n] for n in own]
+            back = self.world.exchange(
+                to, [shapes if rank < senders else [] for rank in range(self.world.size)]
+            )
+            received |= {n: [back[r][at] for r in range(senders)] for at, n in enumerate(own)}
+        return received
+
+    def rows_to_owners(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole tensors that this rank owns, from the rows that every rank holds."""
+        W, whole = self.world.size, dict[str, Tensor]()
+        for names in self._buckets():
+            by_owner = self._by_owner(names)
+            own = by_owner[self.world.rank]
+            expected = [[self._rows_shape(n, rank) for n in own] for rank in range(W)]
+            back = self.world.exchange([[rows[n] for n in row] for row in by_owner], expected)
+            whole |= {n: torch.cat([back[r][at] for r in range(W)]) for at, n in enumerate(own)}
+        return whole
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Give every rank the weights of the owners: all of them, or its rows."""
+        W, rank = self.world.size, self.world.rank
+        for names in self._buckets():
+            by_owner = self._by_owner(names)
+            own = [self.owned[n].detach() for n in by_owner[rank]]
+            if self.sharded:
+                to = [[x[rows_of(len(x), r, W)] for x in own] for r in range(W)]
+                expected = [[self._rows_shape(n, rank) for n in row] for row in by_owner]
+            else:
+                to = [own if r != rank else [] for r in range(W)]
+                expected = [
+                    [self.shapes[n] for n in row] if r != rank else []
+                    for r, row in enumerate(by_owner)
+                ]
+            for row, tensors in zip(by_owner, self.world.exchange(to, expected), strict=True):
+                for n, x in zip(row, tensors, strict=False):
+                    self._local(n).copy_(x)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Names and shapes of all parameters; only those that are owned have values."""
+        return {name: p.detach() for name, p in self.meta.named_parameters()}
+
+    @torch.no_grad()
+    def load_state_dict(self, weights: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Set all parameters from whole tensors, which every rank has been given."""
+        if strict and weights.keys() != self.parameters.keys():
+            raise ValueError(f"the weights are not those of {type(self.model).__name__}.")
+        for name, x in weights.items():
+            at = rows_of(len(x), self.world.rank, self.world.size) if self.sharded else slice(None)
+            self._local(name).copy_(x[at] if x.ndim else x)
+            if self.sharded and name in self.owned:
+                self.owned[name].copy_(x)
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        """The gradients of this rank, whole or its rows; 0 where the loss did not reach."""
+        gradients = {}
+        for name, p in self.parameters.items():
+            g = p.grad
+            if g is None:
+                gradients[name] = torch.zeros_like(self._local(name))
+            else:
+                gradients[name] = g.to_local() if self.sharded else g.to_dense()  # type: ignore[attr-defined]
+        return gradients
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of the model."""
+        for p in self.parameters.values():
+            p.grad = None
+
+    def _local(self, name: str) -> Tensor:
+        """The memory of a parameter on this rank."""
+        p = self.parameters[name].detach()
+        return p.to_local() if self.sharded else p  # type: ignore[attr-defined]
+
+    def _rows_shape(self, name: str, rank: int) -> Shape:
+        sizes, dtype = self.shapes[name]
+        rows = rows_of(sizes[0], rank, self.world.size)
+        return Shape((rows.stop - rows.start, *sizes[1:]), dtype)
+
+    def _by_owner(self, names: Sequence[str]) -> list[list[str]]:
+        return [[n for n in names if self.owner[n] == rank] for rank in range(self.world.size)]
+
+    def _buckets(self) -> Iterator[list[str]]:
+        """The names in order, so many at a time that a message stays near ``BUCKET``."""
+        bucket: list[str] = []
+        size = 0
+        for name, p in self.parameters.items():
+            bucket.append(name)
+            size += p.numel()
+            if size >= BUCKET:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+class OwnedOptimiser(CombinedOptimiser):
+    """The optimiser of the owned parameters; its state has the numbers that one process gives."""
+
+    def __init__(
+        self, *members: torch.optim.Optimizer, units: list[list[nn.Parameter]] | None
+    ) -> None:
+        """``units`` move one by one; None moves all of them at once."""
+        super().__init__(*members)
+        self.units = units
+
+    def move(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """One step of the owned parameters by their whole gradients."""
+        with samples_of_all():
+            for unit in [list(gradients)] if self.units is None else self.units:
+                for p in unit:
+                    p.grad = gradients.get(p)
+                with _state_of_unit(self, unit):
+                    self.step()
+                for p in unit:
+                    p.grad = None
+        self.zero_grad()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the owned parameters from that of all."""
+        own = {}
+        for n, member in enumerate(self.members):
+            saved = dict(state[str(n)])
+            indices = [index for group in saved["param_groups"] for index in group["params"]]
+            parameters = [p for group in member.param_groups for p in group["params"]]
+            here = {i for i, p in zip(indices, parameters, strict=True) if not p.is_meta}
+            values = _with_steps(saved["state"]) if isinstance(member, ScoreDescent) else None
+            saved["state"] = {
+                i: value for i, value in (values or saved["state"]).items() if i in here
+            }
+            own[str(n)] = saved
+        super().load_state_dict(own)
+
+
+def _with_steps(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The state of ScoreDescent with its count of steps in every pair.
+
+    In one process the first pair of a stack of layers counts for all of them, and that pair may
+    have another owner.
+    """
+    taken = [values["step"] for values in state.values() if "step" in values]
+    return {
+        index: {"step": max(taken), **values}
+        if taken and "query_momentum" in values
+        else {**values}
+        for index, values in state.items()
+    }
+
+
+@contextmanager
+def _state_of_unit(optimiser: CombinedOptimiser, unit: Iterable[Tensor]) -> Iterator[None]:
+    """Within, ScoreDescent sees the state of one unit, whose steps it counts."""
+    parameters, hidden = set(unit), []
+    for member in optimiser.members:
+        if isinstance(member, ScoreDescent):
+            others = {p: member.state.pop(p) for p in list(member.state) if p not in parameters}
+            hidden.append((member, others))
+    try:
+        yield
+    finally:
+        for member, others in hidden:
+            member.state.update(others)
+
+
+class SampleShape(NamedTuple):
+    """Which sequences of a step are sampled."""
+
+    stride: int
+    """Every how many cells."""
+    sequences: int
+    """Of each such cell."""
+    positions: int
+
+    @classmethod
+    def of(cls, cells: int, rows: int, positions: int, tokens: int) -> "SampleShape":
+        """For ``cells`` of ``rows`` sequences, ``tokens`` tokens in all.
+
+        >>> SampleShape.of(cells=8, rows=4, positions=128, tokens=2048)
+        SampleShape(stride=1, sequences=2, positions=128)
+        >>> SampleShape.of(cells=8, rows=4, positions=1024, tokens=2048)
+        SampleShape(stride=4, sequences=1, positions=1024)
+        """
+        T, stride = min(positions, tokens), 1
+        while -(-cells // stride) * T > tokens and stride < cells:
+            stride *= 2
+        return cls(stride, min(rows, max(1, tokens // (-(-cells // stride) * T))), T)
+
+
+class Samples:
+    """Samples of the inputs of attention layers, taken on every rank and sent to the owners."""
+
+    def __init__(self, owners: Owners, optimiser: CombinedOptimiser) -> None:
+        self.owners, self.world = owners, owners.world
+        self.cell: int | None = None
+        """The cell of the pass to come; None for a pass that does not count."""
+        self.shape: SampleShape | None = None
+        self.probes: dict[str, _CellProbe] = {}
+        modules = dict(owners.model.named_modules())
+        names = {id(p): name for name, p in owners.meta.named_parameters()}
+        for group in _probed(optimiser):
+            for pair, probe in group.probes.items():
+                probe.remove()
+                rank = owners.owner[names[id(pair.query.weight)]]
+                mine = _CellProbe(self, pair, modules[pair.name], probe.tokens, rank)
+                group.probes[pair] = mine
+                self.probes[pair.name] = mine
+
+    def begin(self, cells: int, rows: int, positions: int) -> None:
+        """Before the first pass of a step."""
+        tokens = min(probe.tokens for probe in self.probes.values())
+        self.shape = SampleShape.of(cells, rows, positions, tokens)
+        self.cells = range(0, cells, self.shape.stride)
+        for probe in self.probes.values():
+            probe.taken.clear()
+
+    def send(self) -> None:
+        """After the last pass of a step: every owner gets the samples of its layers."""
+        assert self.shape is not None
+        W, rank = self.world.size, self.world.rank
+        by_owner = [[p for p in self.probes.values() if p.owner == r] for r in range(W)]
+        to = [[p.taken[c] for p in row for c in self.cells if c % W == rank] for row in by_owner]
+        _, n, T = self.shape
+        own = by_owner[rank]
+        expected = [
+            [Shape((n, T, p.width), p.dtype) for p in own for c in self.cells if c % W == r]
+            for r in range(W)
+        ]
+        received = [iter(row) for row in self.world.exchange(to, expected)]
+        for probe in own:
+            by_cell = {c: next(received[r]) for r in range(W) for c in self.cells if c % W == r}
+            probe.sample = torch.cat([by_cell[c] for c in self.cells])
+        for probe in self.probes.values():
+            probe.taken.clear()
+
+
+class _CellProbe(LayerReader):
+    """The samples of one layer: of its passes here, and, for its owner, of the whole step."""
+
+    def __init__(
+        self, samples: Samples, pair: QueryKeyPair, module: nn.Module, tokens: int, owner: int
+    ) -> None:
+        super().__init__(pair, tokens)
+        self.samples, self.owner = samples, owner
+        self.dtype = probe_dtype(next(module.parameters()))
+        self.taken: dict[int, Tensor] = {}
+        """The samples of the cells that this rank reads."""
+        self.sample: Tensor | None = None
+        self.positions: Any = None
+        self.handles = [module.register_forward_pre_hook(self, with_kwargs=True)]
+
+    def _store(self, x: Tensor, angles: Any, mask: Any) -> None:
+        del mask  # batches of training are not padded
+        cell, shape = self.samples.cell, self.samples.shape
+        if cell is None or shape is None or cell % shape.stride:
+            return
+        self.taken[cell] = (
+            x[: shape.sequences, : shape.positions].detach().to(self.dtype, copy=True)
+        )
+        self.positions = angles
+
+    def take(self) -> LayerInput | None:
+        """The sample of the step, once."""
+        x, self.sample = self.sample, None
+        if x is None:
+            return None
+        return LayerInput(x, crop_angles(self.positions, len(x), x.shape[1]), None)
+
+
+def _probed(optimiser: CombinedOptimiser) -> Iterator[PairProbes]:
+    """The probes of the score optimisers among the members."""
+    for member in optimiser.members:
+        if isinstance(member, ScoreDescent):
+            yield from member.pair_probes
+        elif isinstance(member, ScoreTrust):
+            yield member.pair_probes
+
+
+def _set_parameter(model: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:
+    """Replace a parameter of a model by its dotted name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, p)
+    return p

@@ -1,0 +1,218 @@
+"""The processes of a run: who they are, how they exchange values, how one that fails ends all.
+
+torchrun starts W processes and numbers them by rank, 0 to W - 1. ``start`` reads its environment
+and connects them; without it a run is ``ALONE``, one process that exchanges nothing. Rank 0 owns
+the run directory, the terminal and the report.
+
+Plain values travel as JSON: no process unpickles what another has sent. Tensors travel by
+``exchange``, a list for every rank, in one all-to-all per dtype. NCCL and gloo only move bytes
+there: sums are made afterwards, in an order that this package fixes (cells.py).
+
+**Failure.** A process that raises writes its sentence into the store that torchrun keeps. The first
+one to do so prints it, all others end in silence, so a terminal shows one sentence. ``on_first``
+runs a function on rank 0 alone, such as tokenising a text; the others wait outside of any
+collective, whose timeout would end a wait of some minutes, and learn of a failure by the store.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
+_POLL = 0.05
+"""Seconds between two looks at the store."""
+_LOST = ("connection", "peer", "gloo", "nccl", "timed out", "timeout", "socket")
+"""Words of the errors that torch raises where another process has ended or does not answer."""
+
+
+class FailedElsewhere(Exception):
+    """Another process has failed first and has printed why."""
+
+
+class Shape(NamedTuple):
+    """Sizes and dtype of a tensor that is to be received."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """The rank on this machine, which numbers its GPUs."""
+    local_size: int = 1
+    store: Any = None
+    """The store of torchrun, where values wait under keys."""
+    device: str = "cpu"
+    """Where tensors are exchanged."""
+    _numbers: Any = field(default_factory=count, compare=False)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain value of every process, by rank."""
+        if self.size == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]))
+        longest = max(int(length) for length in lengths)
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        texts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(texts, own)
+        return [
+            json.loads(bytes(data[: int(length)].tolist()))
+            for data, length in zip(texts, lengths, strict=True)
+        ]
+
+    def share(self, value: T) -> T:
+        """The plain value of rank 0."""
+        shared: T = self.gather(value if self.first else None)[0]
+        return shared
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over processes of a CPU tensor; exact where each entry is 0 on all but one."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers of all processes."""
+        if self.size == 1:
+            return number
+        x = torch.tensor([number])
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return int(x)
+
+    def exchange(
+        self, to: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Shape]]
+    ) -> list[list[Tensor]]:
+        """Send ``to[r]`` to every rank r; returns what each sent here, of the shapes expected."""
+        if self.size == 1:
+            return [list(to[0])]
+        received: list[list[Tensor]] = [[] for _ in range(self.size)]
+        dtypes = {x.dtype for row in to for x in row} | {s.dtype for row in expected for s in row}
+        found = {}
+        for dtype in sorted(dtypes, key=str):
+            out = [[x for x in row if x.dtype == dtype] for row in to]
+            back = [[s for s in row if s.dtype == dtype] for row in expected]
+            found[dtype] = iter(_all_to_all(out, back, dtype, self.device))
+        for row, shapes in zip(received, expected, strict=True):
+            row.extend(next(found[shape.dtype]) for shape in shapes)
+        return received
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """``function()`` on rank 0 alone, and its plain result on every process."""
+        if self.size == 1:
+            return function()
+        key = f"first-{next(self._numbers)}"
+        if self.first:
+            value = function()
+            self.store.set(key, json.dumps(value))
+            return value
+        try:
+            while not self.store.check([key]):
+                if self.store.check(["failed"]):
+                    raise FailedElsewhere
+                time.sleep(_POLL)
+            shared: T = json.loads(self.store.get(key))
+        except RuntimeError:  # the store has ended, and with it the run
+            raise FailedElsewhere from None
+        return shared
+
+    def fails_first(self) -> bool:
+        """Whether this process, which has failed, is the first one, and so is to print why."""
+        if self.size == 1 or self.store is None:
+            return True
+        own = str(self.rank)
+        try:
+            return bool(self.store.compare_set("failed", "", own).decode() == own)
+        except RuntimeError:  # the store has ended with the process that keeps it
+            return self.first
+
+    def close(self) -> None:
+        """Leave the group of processes."""
+        if self.size > 1:
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+ALONE = World()
+"""One process."""
+
+
+def is_started() -> bool:
+    """Whether torchrun has started this process beside others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def start(device: str, *, seconds: float) -> World:
+    """Connect the processes that torchrun has started; ``ALONE`` without it.
+
+    ``seconds`` is how long a process waits for another in an exchange before it gives up.
+    """
+    if not is_started():
+        return ALONE
+    wait = timedelta(seconds=seconds)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, rank, size = next(rendezvous("env://", rank, size, timeout=wait))
+    gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=wait,
+    )
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    if gpu:
+        torch.cuda.set_device(local)
+    where = "cuda" if gpu else "cpu"
+    return World(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)), store, where)
+
+
+def lost_process(error: BaseException) -> bool:
+    """Whether an error of torch says that another process has ended or does not answer.
+
+    >>> lost_process(RuntimeError("Connection closed by peer")), lost_process(RuntimeError("shape"))
+    (True, False)
+    """
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _LOST)
+
+
+def _all_to_all(
+    to: list[list[Tensor]], expected: list[list[Shape]], dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    """Tensors of one dtype, flat in one message; those received, by rank."""
+    sent = [sum(x.numel() for x in row) for row in to]
+    sizes = [[prod(shape.sizes) for shape in row] for row in expected]
+    message = torch.cat(
+        [torch.empty(0, dtype=dtype, device=device), *(x.reshape(-1) for row in to for x in row)]
+    )
+    answer = message.new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(answer, message, [sum(row) for row in sizes], sent)
+    flat = torch.split(answer, [size for row in sizes for size in row])
+    shapes = [shape for row in expected for shape in row]
+    return [x.view(shape.sizes) for x, shape in zip(flat, shapes, strict=True)]

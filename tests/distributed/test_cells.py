@@ -1,0 +1,276 @@
+"""fenchel/distributed/cells.py: the same step, and the same bits, for any number of processes."""
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fenchel.checkpoints.run_checkpoint import flatten
+from fenchel.data import Batches
+from fenchel.distributed.cells import (
+    CellStepper,
+    CellSum,
+    Pass,
+    cell_count,
+    require_supported,
+    sharding,
+)
+from fenchel.distributed.owners import Owners
+from fenchel.distributed.processes import ALONE, World
+from fenchel.model import ModelConfig, Transformer
+from fenchel.model.transformer import meta_model
+from fenchel.optim import OptimConfig, build_optimiser, constant
+from fenchel.train import Stepper, TrainConfig
+
+STEPS, BATCH, CELLS, VOCABULARY = 10, 8, 4, 67
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw, dropout": ("adamw", {"dropout": 0.1}),
+    "muon, entmax, untied": ("muon", {"choice": "entmax", "tied": False}),
+    "score, dropout, grouped keys": ("score", {"dropout": 0.1, "kv_heads": 1}),
+    "trust, entmax, qk_norm": ("trust", {"choice": "entmax", "qk_norm": True}),
+    "muon, experts": ("muon", {"experts": 3, "experts_per_token": 2}),
+}
+"""Name to optimiser and settings of the model."""
+
+
+def model_of(settings: dict[str, Any]) -> tuple[Transformer, ModelConfig]:
+    shape = {"vocabulary": VOCABULARY, "width": 16, "layers": 2, "heads": 2, "context": 8}
+    config = ModelConfig(**shape, **settings)
+    return Transformer(config, generator=torch.Generator().manual_seed(0)), config
+
+
+def batches_of() -> Batches:
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, size=2000)
+    return Batches(ids, batch=BATCH, context=8, seed=1)
+
+
+def stepper_of(
+    world: World,
+    optimiser: str,
+    settings: dict[str, Any],
+    *,
+    shard: bool = False,
+    gather: str = "float32",
+    **train: Any,
+) -> CellStepper:
+    model, config = model_of(settings)
+    position, train = Pass(), {"cells": CELLS, "precision": "float32", **train}
+    exact = train["cells"] is not None
+    cut = sharding(world, gather=gather, position=position if exact else None) if shard else None
+    optim = OptimConfig(optimiser=optimiser)
+    owners = Owners(model, meta_model(config), optim, world, steps=STEPS, exact=exact, shard=cut)
+    settings_of_loop = TrainConfig(batch=BATCH, steps=STEPS, **train)
+    return CellStepper(
+        owners, batches_of(), constant(), config=settings_of_loop, seed=3, position=position
+    )
+
+
+def digest(stepper: CellStepper) -> str:
+    """SHA-256 of all weights and all tensors of the optimiser's state, by name."""
+    owners = stepper.owners
+    tensors, rest = flatten(owners.optimiser.state_dict())
+    own = {**{f"weights {n}": p.detach() for n, p in owners.owned.items()}, **tensors}
+    hashes = {n: hashlib.sha256(x.numpy().tobytes()).hexdigest() for n, x in own.items()}
+    gathered = owners.world.gather({**hashes, **rest})
+    together = {n: value for row in gathered for n, value in row.items()}
+    assert len(together) == sum(map(len, gathered))  # every tensor has one owner
+    return hashlib.sha256(json.dumps(together, sort_keys=True).encode()).hexdigest()
+
+
+def run_cases(world: World, *, shard: bool, only: str = "") -> dict[str, tuple[str, float]]:
+    results = {}
+    for name, (optimiser, settings) in CASES.items():
+        if only not in name:
+            continue
+        stepper = stepper_of(world, optimiser, settings, shard=shard)
+        losses = [stepper(step).loss for step in range(STEPS)]
+        results[name] = digest(stepper), losses[-1]
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[str, float]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return run_cases(ALONE, shard=False)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("processes", "shard", "only"),
+    [(2, False, ""), (4, True, ""), (4, False, "entmax"), (3, False, "score"), (3, True, "muon")],
+)
+def test_same_bits_for_any_number_of_processes(launch, alone, processes, shard, only) -> None:
+    results = launch(processes, lambda world: run_cases(world, shard=shard, only=only))
+    for result in results:
+        assert result
+        assert {name: tuple(row) for name, row in result.items()} == {
+            name: row for name, row in alone.items() if only in name
+        }
+
+
+def test_replicas_are_equal_on_every_rank(launch) -> None:
+    def work(world: World) -> list[str]:
+        stepper = stepper_of(world, "muon", {})
+        stepper(0)
+        weights = stepper.model.state_dict().values()
+        return [hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in weights]
+
+    first, second = launch(2, work)
+    assert first == second
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "score", "trust", "adamw"])
+def test_one_process_in_cells_is_the_ordinary_step_up_to_rounding(optimiser: str) -> None:
+    """The reference is train/step.py with as many micro-batches, dropout included."""
+    model, _ = model_of({"dropout": 0.1})
+    ordinary = Stepper(
+        model,
+        batches_of(),
+        build_optimiser(model, OptimConfig(optimiser=optimiser), steps=STEPS),
+        constant(),
+        config=TrainConfig(batch=BATCH, accumulate=CELLS, steps=STEPS, precision="float32"),
+        seed=3,
+    )
+    cells = stepper_of(ALONE, optimiser, {"dropout": 0.1})
+    for step in range(5):
+        expected, found = ordinary(step), cells(step)
+        assert found.loss == pytest.approx(expected.loss, abs=2e-5)
+        assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=2e-3)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_ordinary_sums_agree_with_one_process(launch, shard: bool) -> None:
+    """Without cells: losses within 1e-5 over 20 steps."""
+    model, _ = model_of({})
+    ordinary = Stepper(
+        model,
+        batches_of(),
+        build_optimiser(model, OptimConfig(), steps=STEPS),
+        constant(),
+        config=TrainConfig(batch=BATCH, accumulate=2, steps=STEPS, precision="float32"),
+        seed=3,
+    )
+    expected = [ordinary(step).loss for step in range(20)]
+
+    def work(world: World) -> list[float]:
+        stepper = stepper_of(world, "muon", {}, shard=shard, cells=None, accumulate=4)
+        return [stepper(step).loss for step in range(20)]
+
+    for found in launch(2, work):
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_gathers_in_bfloat16_stay_close_and_move_float32_weights(launch) -> None:
+    def work(world: World) -> list[Any]:
+        stepper = stepper_of(world, "adamw", {}, shard=True, gather="bfloat16")
+        losses = [stepper(step).loss for step in range(5)]
+        return [losses, [str(p.dtype) for p in stepper.owners.owned.values()]]
+
+    exact = stepper_of(ALONE, "adamw", {})
+    expected = [exact(step).loss for step in range(5)]
+    for losses, dtypes in launch(2, work):
+        assert losses == pytest.approx(expected, abs=0.02)
+        assert losses != pytest.approx(expected, abs=1e-6)  # they are bfloat16 indeed
+        assert set(dtypes) == {"torch.float32"}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_gradient_that_is_not_finite_is_skipped_by_all(launch, shard: bool) -> None:
+    """Rank 1 alone meets the nan, in the middle of its pass; no weight moves anywhere."""
+
+    def work(world: World) -> list[Any]:
+        stepper = stepper_of(world, "muon", {}, shard=shard)
+        before = digest(stepper)
+        block = stepper.model.blocks[1].mlp
+        if world.rank == 1:
+            handle = block.register_forward_hook(lambda *given: given[2] * math.nan)
+        result = stepper(0)
+        if world.rank == 1:
+            handle.remove()
+        return [result.broken, digest(stepper) == before, stepper(1).broken]
+
+    sentence = "the output of blocks.1.mlp is the first that is not finite"
+    assert launch(2, work) == [[sentence, True, None]] * 2
+
+
+def test_the_norm_is_that_of_the_whole_gradient_and_is_clipped(launch) -> None:
+    """The reference is autograd in one process on the whole batch."""
+    model, _ = model_of({})
+    batch = batches_of().at(0)
+    loss = torch.nn.functional.cross_entropy(
+        model(batch.inputs).flatten(0, 1), batch.targets.flatten()
+    )
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+
+    def work(world: World) -> list[float]:
+        stepper = stepper_of(world, "adamw", {}, clip=0.01)
+        seen: list[torch.Tensor] = []
+        move = stepper.owners.optimiser.move
+
+        def keep(gradients: dict[Any, torch.Tensor]) -> None:
+            seen.extend(gradients.values())
+            move(gradients)
+
+        stepper.owners.optimiser.move = keep  # type: ignore[method-assign]
+        result = stepper(0)
+        return [result.gradient_norm, sum(float(g.double().square().sum()) for g in seen)]
+
+    rows = launch(2, work)
+    assert [row[0] for row in rows] == pytest.approx([norm] * 2, rel=1e-5)
+    assert math.sqrt(sum(row[1] for row in rows)) == pytest.approx(0.01, rel=1e-3)
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40))
+def test_a_cell_sum_is_the_sum(terms: list[float]) -> None:
+    total = CellSum()
+    for x in terms:
+        total.add(torch.tensor(x, dtype=torch.float64))
+    assert float(total.result()) == pytest.approx(math.fsum(terms), abs=1e-6)
+
+
+@given(st.integers(0, 5))
+def test_a_cell_sum_is_the_complete_tree(depth: int) -> None:
+    x = torch.randn(2**depth, 7, generator=torch.Generator().manual_seed(depth))
+    total = CellSum()
+    for row in x:
+        total.add(row)
+    tree = x
+    while len(tree) > 1:
+        tree = tree[::2] + tree[1::2]
+    assert torch.equal(total.result(), tree[0])
+
+
+def test_cells_have_room_for_every_process() -> None:
+    assert cell_count(TrainConfig(batch=8, cells=4), ranks=3) == 4
+    assert cell_count(TrainConfig(batch=8), ranks=4) == 4
+    with pytest.raises(ValueError, match="cells=2 serves 2 processes at most, not 3"):
+        cell_count(TrainConfig(batch=8, cells=2), ranks=3)
+    with pytest.raises(ValueError, match="batch=8 does not split into 3 cells for 3 processes"):
+        cell_count(TrainConfig(batch=8), ranks=3)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"qk_clip": 5.0}, {"entropy_floor": 0.1}, {"compile": True}, {"precision": "float16"}],
+)
+def test_what_cells_do_not_have_is_refused(setting: dict[str, Any]) -> None:
+    name = next(iter(setting))
+    with pytest.raises(ValueError, match=f"train.{name}.* works in one process"):
+        require_supported(TrainConfig(**setting), OptimConfig())
+
+
+def test_a_limit_on_outputs_is_refused() -> None:
+    """Its samples are those of one process."""
+    with pytest.raises(ValueError, match=r"optim\.output_change works in one process"):
+        require_supported(TrainConfig(), OptimConfig(optimiser="trust", output_change=0.1))

@@ -1,0 +1,210 @@
+"""fenchel/distributed/checkpoint.py: runs of several processes, stopped, resumed and refused.
+
+The commands are those of a user; the processes are forked (conftest.py) instead of by torchrun.
+"""
+
+import errno
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fenchel.checkpoints import load_model, run_checkpoint
+from fenchel.cli.train import torchrun_command
+from fenchel.distributed.cells import CellStepper
+from fenchel.files import verify
+
+STEPS = 12
+SETTINGS = {
+    "text.vocabulary": 270,
+    "model.context": 16,
+    "model.width": 16,
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.dropout": 0.1,
+    "optim.optimiser": "score",
+    "train.batch": 8,
+    "train.cells": 4,
+    "train.threads": 1,
+    "train.steps": STEPS,
+    "train.save_every": 4,
+    "train.evaluate_every": 6,
+    "train.evaluate_tokens": 640,
+    "train.log_every": 3,
+    "train.timeout": 60,
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw = random.Random(0)
+    words = "the people of these States have peace and trade with every nation".split()
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(" ".join(draw.choices(words, k=9)) for _ in range(80)))
+    return path
+
+
+def beginning(run: Path, text: Path, **changes: Any) -> list[object]:
+    settings = {**SETTINGS, **{k.replace("__", "."): v for k, v in changes.items()}}
+    flags = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    return ["train", "--text", text, "--out", run, *flags]
+
+
+def at_step(step: int, rank: int, act: Callable[[], object]) -> Callable[[int], None]:
+    """Do something on one rank when step number ``step`` (from 1) begins."""
+
+    def before(here: int) -> None:
+        take = CellStepper.__call__
+
+        def watched(stepper: CellStepper, number: int) -> Any:
+            if number + 1 == step and here == rank:
+                act()
+            return take(stepper, number)
+
+        CellStepper.__call__ = watched  # type: ignore[method-assign]
+
+    return before
+
+
+def stop(step: int, rank: int) -> Callable[[int], None]:
+    return at_step(step, rank, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Every tensor of a checkpoint, weights and optimiser, as bytes."""
+    weights = load_model(folder.parents[1], which="newest").state_dict()
+    state = run_checkpoint._load_optimiser(folder)
+    return {name: x.numpy().tobytes() for name, x in (*weights.items(), *state.items())}
+
+
+def story(run: Path) -> dict[str, Any]:
+    """All of a run that must not depend on its processes."""
+    folder, wrong = run_checkpoint.newest(run / "checkpoints")
+    assert folder is not None
+    assert not wrong
+    state = json.loads((folder / "state.json").read_text())
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {
+        "step": folder.name,
+        "tensors": tensors(folder),
+        "state": {k: v for k, v in state.items() if k not in ("seconds", "metrics_bytes")},
+        "metrics": [
+            {k: x[k] for k in x if not k.startswith("time/") and k != "crc"} for x in lines
+        ],
+        "sample": (run / "sample.json").read_text(),
+        "validation": json.loads((run / "summary.json").read_text()).get("validation"),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(launch, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The story of a run of one process that nothing befell."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    ended = launch.command(1, *beginning(run, text))
+    assert ended.codes == [0], ended.output
+    return story(run)
+
+
+def test_stopped_and_resumed_by_other_numbers_of_processes(launch, text, whole, tmp_path) -> None:
+    """2, then 1, then 3 with divided weights, then 4: the bits of never having stopped."""
+    run = tmp_path / "run"
+    ended = launch.command(2, *beginning(run, text), before=stop(4, rank=1))
+    assert ended.codes == [128 + signal.SIGTERM] * 2, ended.output
+    assert "stopped by SIGTERM after step 4" in ended.output[0]
+    assert ended.output[1] == ""
+    folder = run / "checkpoints" / "step-000004"
+    assert {"model-00001-of-00002.safetensors", "optimiser-00002-of-00002.safetensors"} <= {
+        file.name for file in folder.iterdir()
+    }
+    ended = launch.command(1, "train", "--resume", run, before=stop(7, rank=0))
+    assert ended.codes == [128 + signal.SIGTERM], ended.output
+    assert (run / "checkpoints" / "step-000007" / "model.safetensors").exists()
+    ended = launch.command(
+        3, "train", "--resume", run, "--set", "train.shard=full", before=stop(9, rank=2)
+    )
+    assert ended.codes == [128 + signal.SIGTERM] * 3, ended.output
+    assert "train.shard is now full: the run goes on." in ended.output[0]
+    assert ended.output[1:] == ["", ""]
+    ended = launch.command(4, "train", "--resume", run)
+    assert ended.codes == [0] * 4, ended.output
+    assert story(run) == whole
+
+
+def test_a_checkpoint_of_two_writers_is_sealed_and_indexed(launch, text, tmp_path) -> None:
+    run = tmp_path / "run"
+    assert launch.command(2, *beginning(run, text, train__steps=2)).codes == [0, 0]
+    folder = run / "checkpoints" / "step-000002"
+    files = {file.name for file in folder.iterdir()} - {"manifest.json"}
+    assert verify(folder)["files"].keys() == files
+    weights = load_model(run, which="newest").state_dict()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == weights.keys()
+    assert set(index["weight_map"].values()) == {
+        f"model-0000{n}-of-00002.safetensors" for n in (1, 2)
+    }
+    assert index["metadata"]["total_size"] == sum(4 * x.numel() for x in weights.values())
+    assert all(isinstance(x, torch.Tensor) and x.isfinite().all() for x in weights.values())
+    name = next(name for name in sorted(files) if name.startswith("optimiser-"))
+    data = bytearray((folder / name).read_bytes())
+    data[-1] ^= 1
+    (folder / name).write_bytes(data)
+    damaged = run_checkpoint.newest(run / "checkpoints")[1]
+    assert "SHA-256 differs" in damaged[folder]
+
+
+def full_disk(rank: int) -> Callable[[int], None]:
+    """The disk of one rank takes no tensors."""
+
+    def before(here: int) -> None:
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model")
+
+        if here == rank:
+            run_checkpoint.write_tensors = refuse
+
+    return before
+
+
+def test_a_full_disk_of_one_rank_stops_all_with_one_sentence(launch, text, tmp_path) -> None:
+    """A checkpoint on the way is left out; the last one must be written."""
+    run = tmp_path / "run"
+    ended = launch.command(2, *beginning(run, text, train__steps=6), before=full_disk(1))
+    assert ended.codes.count(4) == 1, ended.output
+    said = "".join(ended.output)
+    assert said.count("The run goes on without this checkpoint") == 1
+    assert said.count("fenchel: no space: a checkpoint of") == 1
+    assert not list((run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("words", [["--resume", "nowhere"], ["--set", "train.batch=9"]])
+def test_what_is_refused_is_refused_once(launch, words, text) -> None:
+    """By rank 0 for all, or by every rank before they meet."""
+    if words[0] == "--set":
+        words = [*words, "--text", str(text), "--set", "train.cells=2"]
+    ended = launch.command(2, "train", *words)
+    assert ended.codes == [2, 2]
+    assert "".join(ended.output).count("fenchel: ") == 1
+
+
+def test_an_error_of_rank_1_is_printed_once_and_ends_all(launch, text, tmp_path) -> None:
+    def fail() -> None:
+        raise ValueError("rank 1 has had enough.")
+
+    run = tmp_path / "run"
+    ended = launch.command(2, *beginning(run, text), before=at_step(3, 1, fail))
+    assert 0 not in ended.codes
+    assert "".join(ended.output).count("fenchel: ") == 1
+    assert "fenchel: rank 1 has had enough." in ended.output[1]
+
+
+def test_one_command_becomes_torchrun() -> None:
+    words = ["train", "--processes", "2", "--steps", "5"]
+    expected = ["--nproc-per-node", "2", "-m", "fenchel", "train", "--steps", "5"]
+    assert torchrun_command(2, words)[-7:] == expected
+    assert torchrun_command(2, ["train", "--steps", "5", "--processes=2"])[-7:] == expected

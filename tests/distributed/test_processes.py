@@ -1,0 +1,97 @@
+"""fenchel/distributed/processes.py: values between processes, and one failure for all."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from fenchel.distributed.processes import ALONE, FailedElsewhere, Shape, World, start
+
+
+def test_one_process_exchanges_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert start("cpu", seconds=1) is ALONE
+    x = torch.arange(6.0).view(2, 3)
+    assert ALONE.gather({"a": 1.5}) == [{"a": 1.5}]
+    assert ALONE.exchange([[x]], [[Shape((2, 3), x.dtype)]])[0][0] is x
+    assert ALONE.on_first(lambda: 7) == ALONE.share(7) == ALONE.largest(7) == 7
+    assert ALONE.fails_first()
+
+
+def test_plain_values_reach_every_process_by_rank(launch) -> None:
+    def work(world: World) -> list:
+        own = {"rank": world.rank, "pi": 0.1 + 0.2, "text": "ä" * (1 + 40 * world.rank)}
+        return [
+            world.gather(own),
+            world.share(world.rank + 5),
+            world.largest(world.rank),
+            world.sum(torch.tensor([1.0, world.rank])).tolist(),
+            world.on_first(lambda: os.getpid()) == os.getpid(),
+        ]
+
+    results = launch(3, work)
+    for rank, (gathered, shared, largest, total, is_first) in enumerate(results):
+        assert [row["rank"] for row in gathered] == [0, 1, 2]
+        assert [row["pi"] for row in gathered] == [0.1 + 0.2] * 3  # JSON keeps every bit
+        assert [len(row["text"]) for row in gathered] == [1, 41, 81]
+        assert (shared, largest, total, is_first) == (5, 2, [3.0, 3.0], rank == 0)
+
+
+def test_exchanged_tensors_keep_order_shape_and_dtype(launch) -> None:
+    """Rank r sends r * 10 + o to rank o, as two dtypes and as a transposed view, or nothing."""
+
+    def work(world: World) -> list:
+        r, W = world.rank, world.size
+        to = [
+            [torch.full((2, 1), r * 10.0 + o), torch.arange(6).view(2, 3).T + r] if r else []
+            for o in range(W)
+        ]
+        shapes = [Shape((2, 1), torch.float32), Shape((3, 2), torch.int64)]
+        back = world.exchange(to, [shapes if rank else [] for rank in range(W)])
+        return [[x.tolist() for x in row] for row in back]
+
+    for rank, rows in enumerate(launch(3, work)):
+        assert rows[0] == []
+        for sender in (1, 2):
+            number = sender * 10.0 + rank
+            table = [[sender, 3 + sender], [1 + sender, 4 + sender], [2 + sender, 5 + sender]]
+            assert rows[sender] == [[[number], [number]], table]
+
+
+def test_the_failure_of_rank_0_ends_the_wait_of_the_others(launch) -> None:
+    def work(world: World) -> str:
+        def refuse() -> None:
+            raise ValueError("the text is empty")
+
+        try:
+            world.on_first(refuse)
+        except ValueError as error:
+            return f"{error}: {world.fails_first()}"
+        except FailedElsewhere:
+            return f"silent: {world.fails_first()}"
+        return "went on"
+
+    assert launch(2, work, seconds=20) == ["the text is empty: True", "silent: False"]
+
+
+def test_exactly_one_process_is_the_first_to_fail(launch) -> None:
+    assert sorted(launch(4, lambda world: world.fails_first())) == [False, False, False, True]
+
+
+def test_a_killed_process_is_noticed_in_the_next_exchange(launch) -> None:
+    from fenchel.distributed.processes import lost_process
+
+    def work(world: World) -> bool:
+        world.gather(None)
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            world.gather(None)
+        except RuntimeError as error:
+            return lost_process(error)
+        return False
+
+    with pytest.raises(AssertionError, match="no answer") as raised:
+        launch(2, work, seconds=20)
+    assert str(raised.value).startswith("true\n")
