@@ -1,13 +1,21 @@
 """fenchel train: train a model on a text, from settings to a run directory with a report."""
 
+import os
+import sys
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from fenchel.cli.console import Console, Whole, Words, outlive_output, settings_from
 
-DIVERGED = 3
+if TYPE_CHECKING:
+    from fenchel.distributed.processes import World
+    from fenchel.train import Outcome
+
+DIVERGED, FAILED = 3, 2
 
 
 def run(
@@ -23,12 +31,14 @@ def run(
     out: Path | None = None,
     resume: Path | None = None,
     accept_new_text: Annotated[bool, Parameter(negative="")] = False,
+    processes: Whole | None = None,
     log: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Train a model on a text and leave a run directory with a report.
 
-    With no arguments: the built-in text, a small model, about two minutes on two cores.
+    With no arguments: the built-in text, a small model, about two minutes on two cores. Under
+    torchrun its processes train together (docs/distributed.md).
 
     Parameters
     ----------
@@ -54,6 +64,8 @@ def run(
         Continue the run in this directory, bit for bit as if it had not stopped.
     accept_new_text
         With --resume: continue although the text has changed.
+    processes
+        Start so many processes on this machine by torchrun, which train together.
     log
         Loggers beside metrics.jsonl: tensorboard.
     json
@@ -82,25 +94,108 @@ def run(
         if "steps" in given:
             raise ValueError("give --budget or --steps, not both.")
         mapping["train"].pop("steps", None)  # those of CONFIG, which the budget replaces
+    if processes is not None and "RANK" not in os.environ:
+        if processes < 1:
+            raise ValueError(f"--processes {processes} should be at least 1.")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun does, with a warning
+        os.execv(sys.executable, torchrun_command(processes, sys.argv[1:]))
     outlive_output()
-    console = Console(quiet=json)
+    first = os.environ.get("RANK", "0") == "0"
+    if not first:
+        warnings.simplefilter("ignore")  # rank 0 prints what all of them notice
+    console = Console(quiet=json) if first else _Silent()
     with console:
         console.progress("loading torch", 0, 0)  # seconds, in which nothing else could be shown
-
-        from fenchel import pipeline
-        from fenchel.train import retain_freed_memory
-
-        retain_freed_memory()
-        if resume is not None:
-            path = resume
-            outcome = pipeline.resume(
-                path, console, changes=mapping, accept_new_text=accept_new_text
-            )
-        else:
-            chosen = pipeline.settings(mapping)
-            path = out or pipeline.new_run_path(Path("runs"), chosen)
-            outcome = pipeline.begin(chosen, path, console)
-    console.end(path, outcome.status, outcome.reason, json=json)
+        path, outcome = _train(mapping, console, out, resume, accept_new_text)
+    if outcome is None:
+        return FAILED
+    if first:
+        console.end(path, outcome.status, outcome.reason, json=json)
     if outcome.status == "diverged":
         return DIVERGED
     return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def _train(
+    mapping: dict[str, Any],
+    console: "Console | _Silent",
+    out: Path | None,
+    resume: Path | None,
+    accept_new_text: bool,
+) -> "tuple[Path, Outcome | None]":
+    """The run directory and how the run ended; None where another process has said why it failed.
+
+    The first process that fails raises and so prints its sentence; the others end in silence.
+    """
+    from fenchel import pipeline
+    from fenchel.distributed.processes import ALONE, FailedElsewhere, lost_process, start
+    from fenchel.train import retain_freed_memory
+
+    retain_freed_memory()
+    world: World = ALONE
+    path = resume or out or Path()
+    try:
+        given = mapping.get("train", {})
+        chosen = None if resume else pipeline.settings(mapping)
+        world = start(
+            str(given.get("device", "auto")),
+            seconds=float(given.get("timeout", 600.0)) if chosen is None else chosen.train.timeout,
+        )
+        if chosen is None:
+            outcome = pipeline.resume(
+                path, console, changes=mapping, accept_new_text=accept_new_text, world=world
+            )
+        else:
+            runs = Path("runs")
+            path = Path(world.on_first(lambda: str(out or pipeline.new_run_path(runs, chosen))))
+            outcome = pipeline.begin(chosen, path, console, world)
+    except FailedElsewhere:
+        return path, None
+    except Exception as error:
+        alone = world is ALONE
+        if alone and os.environ.get("RANK", "0") == "0":
+            raise
+        if alone or not world.fails_first():
+            return path, None
+        if lost_process(error):
+            raise ValueError(
+                "a process of this run has ended or does not answer; what was saved is whole, go "
+                f"on with --resume {path}."
+            ) from error
+        raise
+    finally:
+        world.close()
+    return path, outcome
+
+
+class _Silent:
+    """The console of every process but the first."""
+
+    def __enter__(self) -> "_Silent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Nothing is shown."""
+
+    def step(self, step: int, steps: int) -> None:
+        """Nothing is shown."""
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Nothing is shown."""
+
+    def message(self, text: str) -> None:
+        """Nothing is shown."""
+
+    def end(self, path: Path, status: str, reason: str, *, json: bool) -> None:
+        """Nothing is shown."""
+
+
+def torchrun_command(processes: int, words: list[str]) -> list[str]:
+    """The command of torchrun that starts ``fenchel WORDS`` so many times on this machine."""
+    at = next(n for n, word in enumerate(words) if word.split("=")[0] == "--processes")
+    rest = words[:at] + words[at + (1 if "=" in words[at] else 2) :]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(processes), "-m", "fenchel", *rest]

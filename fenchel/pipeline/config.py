@@ -17,7 +17,9 @@ from fenchel.train import Callback, TrainConfig
 
 NO_EFFECT_ON_WEIGHTS = {
     f"train.{name}"
-    for name in "log_every evaluate_every evaluate_tokens save_every keep patience log".split()
+    for name in (
+        "log_every evaluate_every evaluate_tokens save_every keep patience log timeout".split()
+    )
 }
 UNCHANGEABLE = {
     "optim.optimiser": "its state belongs to the one that wrote it",
@@ -111,6 +113,7 @@ def change_settings(
     """The settings of a run with ``changes``; refused where its state would not fit them."""
     after = {key: dict(v) if isinstance(v, Mapping) else v for key, v in before.items()}
     messages = []
+    in_cells = settings(before).train.cells is not None  # then sharding changes no bit
     for section, values in changes.items():
         for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             name = f"{section}.{key}" if key else section
@@ -123,7 +126,8 @@ def change_settings(
                 instead = UNCHANGEABLE.get(name, "start a new run instead")
                 raise ValueError(f"{name} cannot change in a run that has begun; {instead}.")
             place[key or section] = value
-            exactly = "" if name in NO_EFFECT_ON_WEIGHTS else ", no longer bit for bit as begun"
+            harmless = name in NO_EFFECT_ON_WEIGHTS or (name == "train.shard" and in_cells)
+            exactly = "" if harmless else ", no longer bit for bit as begun"
             messages.append(f"{name} is now {value}: the run goes on{exactly}.")
     config = settings(after)
     for message in (*messages, *_new_score_rate(settings(before), config)):

@@ -20,6 +20,8 @@ from fenchel.checkpoints import run_checkpoint
 from fenchel.data import Batches, Corpus, Ids, Text, open_text, prepare
 from fenchel.data.corpus import most_files
 from fenchel.data.text import Tally
+from fenchel.distributed.cells import CellStepper, build_stepper
+from fenchel.distributed.processes import ALONE, World
 from fenchel.files import (
     Damaged,
     read_regular,
@@ -29,10 +31,10 @@ from fenchel.files import (
 )
 from fenchel.model import Transformer, training_flops
 from fenchel.model.transformer import meta_model
-from fenchel.optim import build_optimiser, constant
+from fenchel.optim import Schedule, build_beta2, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
-from fenchel.train.machine import memory_of
+from fenchel.train.machine import cores, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
 
 EVALUATION_SHARE = 0.1
@@ -159,12 +161,13 @@ def build_model(config: RunConfig) -> Transformer:
         torch.set_num_threads(threads)
 
 
-def require_memory(config: RunConfig) -> None:
+def require_memory(config: RunConfig, world: World = ALONE) -> None:
     """Refuse sizes that cannot fit into the memory of the device, before any work is done.
 
     What is counted is less than what a step needs, so that nothing is refused which would run:
     weights, gradients and one moment of the optimiser, 12 bytes per parameter, and per token and
-    layer the inputs of the linear maps, which the backward pass reads, in 2 bytes each.
+    layer the inputs of the linear maps, which the backward pass reads, in 2 bytes each. Of several
+    processes each has its cells of the tokens, and its share of weights that are divided.
     """
     c, train = config.model, config.train
     least = max(1, len(c.windows), len(c.layer_choices))  # a pattern is no longer than its layers
@@ -173,7 +176,9 @@ def require_memory(config: RunConfig) -> None:
         for n in (least, least + 1)
     )
     parameters = one + (c.block_count - least) * (two - one)
-    tokens = train.batch // train.accumulate * c.context
+    parts = train.accumulate if world.size == 1 else 1
+    tokens = train.batch // max(parts, train.cells or 1, world.size) * c.context
+    parameters //= 1 if train.shard == "none" else world.size
     per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
     needs = 12 * parameters + 2 * tokens * c.layers * per_layer
     device = select_device(train.device)
@@ -200,11 +205,18 @@ def require_room(model: nn.Module, run: RunDir) -> None:
 
 
 def resolve_steps(
-    config: RunConfig, model: nn.Module, batches: Batches, callback: RunCallback
+    config: RunConfig,
+    model: nn.Module,
+    batches: Batches,
+    callback: RunCallback,
+    world: World = ALONE,
 ) -> RunConfig:
     """``config`` with its threads and, from a time budget, its steps: measured once per run."""
     callback.progress("timing steps", 0, 0)
-    time = _time_steps(config, model, batches)
+    if in_cells(config, world):
+        time = _time_cells(config, batches, world)
+    else:
+        time = _time_steps(config, model, batches)
     steps = config.train.steps
     if steps is None:
         budget = seconds(config.train.budget or "")
@@ -214,7 +226,8 @@ def resolve_steps(
     callback.message(
         f"{parameters:,} parameters, {1e-9 * operations:.3g} GFLOP per step; "
         f"{1e3 * time.seconds:.0f} ms per step with "
-        f"{time.threads} thread{'' if time.threads == 1 else 's'}; {steps:,} "
+        + (f"{world.size} processes, each with " if world.size > 1 else "")
+        + f"{time.threads} thread{'' if time.threads == 1 else 's'}; {steps:,} "
         f"step{'' if steps == 1 else 's'}."
     )
     return replace(config, train=replace(config.train, threads=time.threads, steps=steps))
@@ -232,6 +245,46 @@ def _time_steps(config: RunConfig, model: nn.Module, batches: Batches) -> StepTi
     finally:
         optimiser.close()  # its hooks would otherwise stay on the model
         model.load_state_dict(initial)
+
+
+def in_cells(config: RunConfig, world: World) -> bool:
+    """Whether steps are those of fenchel/distributed: several processes, or train.cells."""
+    return world.size > 1 or config.train.cells is not None
+
+
+def build_cells(
+    config: RunConfig,
+    model: Transformer,
+    batches: Batches,
+    schedule: Schedule,
+    world: World,
+    *,
+    steps: int,
+) -> CellStepper:
+    """The steps of this process together with the others."""
+    return build_stepper(
+        model,
+        meta_model(config.model),
+        batches,
+        schedule,
+        train=config.train,
+        optim=config.optim,
+        steps=steps,
+        seed=config.seed,
+        world=world,
+        beta2=build_beta2(config.optim),
+    )
+
+
+def _time_cells(config: RunConfig, batches: Batches, world: World) -> StepTime:
+    """The time of a step of all processes, on a model of its own, as rank 0 measures it."""
+    threads = config.train.threads or max(1, cores() // world.local_size)
+    model = build_model(config).to(select_device(config.train.device))
+    steps = config.train.steps or 1000
+    stepper = build_cells(config, model, batches, constant(), world, steps=steps)
+    time = time_steps(lambda: stepper(0), threads=threads)
+    stepper.optimiser.close()
+    return StepTime(threads, world.share(time.seconds))
 
 
 def speed() -> tuple[StepTime, int]:

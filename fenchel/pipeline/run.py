@@ -4,11 +4,14 @@ A directory becomes a run when its settings are written, after everything that c
 been checked: a run that cannot begin leaves nothing behind, and one that is killed before leaves a
 folder that ``begin`` takes over. The summary is written last, after the sample and the page: a run
 whose summary says that it is finished has both of the last step.
+
+Several processes run these functions together (``world``). Rank 0 alone locks and writes the run
+directory, prepares the text and writes the report; ``World.on_first`` gives the others its result.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fenchel.checkpoints import Progress, run_checkpoint
+from fenchel.checkpoints import Progress, load_model, run_checkpoint
+from fenchel.checkpoints.run_checkpoint import Weights
 from fenchel.config import to_mapping
 from fenchel.data import Batch, Batches, Corpus, prepare
+from fenchel.distributed.cells import reshard
+from fenchel.distributed.checkpoint import DistributedLoop, ReadOnlyRunDir
+from fenchel.distributed.processes import ALONE, World
 from fenchel.evaluate import (
     attention_health,
     bzip2_bits,
@@ -49,7 +56,9 @@ from fenchel.pipeline.config import (
 )
 from fenchel.pipeline.preparation import (
     build_batches,
+    build_cells,
     build_model,
+    in_cells,
     new_text,
     record_corpus,
     reopen_corpus,
@@ -80,64 +89,102 @@ BASELINE_BYTES = 64 * 2**20
 """A longer text than this would need too large a table; its baselines are left out."""
 
 
-def begin(config: RunConfig, path: Path, callback: RunCallback) -> Outcome:
+def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = ALONE) -> Outcome:
     """Start a run in ``path``: text to tokens, a fresh model, training, the report."""
-    run = RunDir(path)
+    run = _run_dir(path, world)
     with _storage_errors(run):
-        new = run.create()
-    with _storage_errors(run), locked(path):
+        new = world.first and run.create()
+    with _storage_errors(run), _lock(path, world):
         try:
-            run.require_free()  # again, under the lock: another process may have been faster
-            sweep(path, is_run_name)
-            require_loggers(config.train.log)
-            require_memory(config)
-            shared = config.text.prepared
-            folder = path / TOKENS if shared is None else Path(shared).expanduser()
-            corpus = prepare(config.text, folder, owned=shared is None, progress=callback.progress)
-            _warn_of_short_text(corpus, callback)
+
+            def begin_text() -> Corpus:
+                run.require_free()  # again, under the lock: another process may have been faster
+                sweep(path, is_run_name)
+                require_loggers(config.train.log)
+                require_memory(config, world)
+                shared = config.text.prepared
+                folder = path / TOKENS if shared is None else Path(shared).expanduser()
+                owned, progress = shared is None, callback.progress
+                corpus = prepare(config.text, folder, owned=owned, progress=progress)
+                _warn_of_short_text(corpus, callback)
+                return corpus
+
+            corpus = _corpus_of_first(begin_text, world)
             config = _fit_vocabulary(config, corpus)
             batches = build_batches(config, corpus.train)
             with explain_out_of_memory("nothing was begun"):
                 model = build_model(config).to(select_device(config.train.device))
-                config = resolve_steps(config, model, batches, callback)
-            require_room(model, run)
-            record_corpus(run, corpus)
-            run.write_settings(to_mapping(config), comments())
+                config = resolve_steps(config, model, batches, callback, world)
+            if world.first:
+                require_room(model, run)
+                record_corpus(run, corpus)
+                run.write_settings(to_mapping(config), comments())
         except BaseException:
             if new:
                 run.abandon()
             raise
-        return train_and_report(config, model, run, corpus, batches, callback)
+        return train_and_report(config, model, run, corpus, batches, callback, world)
 
 
 def resume(
-    path: Path, callback: RunCallback, *, changes: Mapping[str, Any], accept_new_text: bool = False
+    path: Path,
+    callback: RunCallback,
+    *,
+    changes: Mapping[str, Any],
+    accept_new_text: bool = False,
+    world: World = ALONE,
 ) -> Outcome:
     """Continue the run in ``path`` from its newest intact checkpoint."""
-    run = RunDir(path)
+    run = _run_dir(path, world)
     with _storage_errors(run):
-        before = run.read_settings()
+        before = world.on_first(run.read_settings)
         run.require_plain()
-    with _storage_errors(run), locked(path):
-        sweep(path, is_run_name)
-        sweep(run.checkpoints, run_checkpoint.is_checkpoint_name)
+    with _storage_errors(run), _lock(path, world):
         config = change_settings(before, changes, callback)
         device = select_device(config.train.device)  # refused before anything is written
-        require_loggers(config.train.log)
-        require_memory(config)
-        require_room(meta_model(config.model), run)
-        corpus = reopen_corpus(config, run, callback)
-        if digest := new_text(corpus, callback, accept_new_text):
-            same_ids = replace(
-                config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
-            )
-            folder = path / f"{TOKENS}-{digest[:12]}"
-            corpus = prepare(same_ids, folder, owned=True, progress=callback.progress)
-            record_corpus(run, corpus)
-        if config != settings(before):
-            run.write_settings(to_mapping(config), comments())
+
+        def reopen_text() -> Corpus:
+            sweep(path, is_run_name)
+            sweep(run.checkpoints, run_checkpoint.is_checkpoint_name)
+            require_loggers(config.train.log)
+            require_memory(config, world)
+            require_room(meta_model(config.model), run)
+            corpus = reopen_corpus(config, run, callback)
+            if digest := new_text(corpus, callback, accept_new_text):
+                same_ids = replace(
+                    config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
+                )
+                folder = path / f"{TOKENS}-{digest[:12]}"
+                corpus = prepare(same_ids, folder, owned=True, progress=callback.progress)
+                record_corpus(run, corpus)
+            if config != settings(before):
+                run.write_settings(to_mapping(config), comments())
+            return corpus
+
+        corpus = _corpus_of_first(reopen_text, world)
         model, batches = build_model(config).to(device), build_batches(config, corpus.train)
-        return train_and_report(config, model, run, corpus, batches, callback)
+        return train_and_report(config, model, run, corpus, batches, callback, world)
+
+
+def _run_dir(path: Path, world: World) -> RunDir:
+    return RunDir(path) if world.first else ReadOnlyRunDir(path)
+
+
+def _lock(path: Path, world: World) -> AbstractContextManager[None]:
+    """The lock of the run, which rank 0 holds for all."""
+    return locked(path) if world.first else nullcontext()
+
+
+def _corpus_of_first(make: Callable[[], Corpus], world: World) -> Corpus:
+    """The corpus that rank 0 makes; the others open its files."""
+    made: list[Corpus] = []
+
+    def record() -> list[str]:
+        made.append(make())
+        return [str(made[0].folder), made[0].source]
+
+    folder, source = world.on_first(record)
+    return made[0] if made else replace(Corpus.open(Path(folder)), source=source)
 
 
 def train_and_report(
@@ -147,34 +194,48 @@ def train_and_report(
     corpus: Corpus,
     batches: Batches,
     callback: RunCallback,
+    world: World = ALONE,
 ) -> Outcome:
     """Take the remaining steps of the run, evaluate the model, write the report."""
     steps, device = config.train.steps, model.lm_head_weight.device
     if steps is None:
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
-    optimiser = build_optimiser(model, config.optim, steps=steps)
-    progress = _restore(config, run, model, optimiser, callback)
+    schedule, stepper = build_schedule(config.optim, steps), None
+    weights: Weights = model
+    if in_cells(config, world):
+        stepper = build_cells(config, model, batches, schedule, world, steps=steps)
+        optimiser, weights = stepper.optimiser, stepper.owners
+    else:
+        optimiser = build_optimiser(model, config.optim, steps=steps)
+    progress = _restore(config, run, weights, optimiser, callback, world)
     if progress.step >= steps:
         callback.message(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
-        if _is_complete(run, progress.step):
+        if world.on_first(lambda: _is_complete(run, progress.step)):
             return Outcome("finished", progress)
-    _record_environment(run, device, progress, callback)
+    if world.first:
+        _record_environment(config, run, device, progress, callback, world)
     run.write_status(progress.step, steps)
 
     def validate(model: nn.Module, limit: int | None) -> dict[str, float]:
-        return _evaluate(config, model, corpus, limit)
+        metrics = _evaluate(config, model, corpus, limit, world)
+        reshard(model)
+        return metrics
 
     def probe(batch: Batch) -> dict[str, list[float]]:
-        return attention_health(model, batch.inputs[:2])
+        health = attention_health(model, batch.inputs[:2])
+        reshard(model)
+        return health
 
-    loggers = [TensorBoard(run.path / name, step=progress.step) for name in config.train.log]
-    loop = Loop(
-        Stepper(
+    names = config.train.log if world.first else ()
+    loggers = [TensorBoard(run.path / name, step=progress.step) for name in names]
+    loop = (Loop if stepper is None else DistributedLoop)(
+        stepper
+        or Stepper(
             model,
             batches,
             optimiser,
-            build_schedule(config.optim, steps),
+            schedule,
             config=config.train,
             seed=config.seed,
             beta2=build_beta2(config.optim),
@@ -200,16 +261,21 @@ def train_and_report(
         if outcome.status == "finished":
             callback.progress("reading all of the validation text", 0, 0)
             summary["validation"] = validate(model, None)
+        if not world.first:
+            return outcome
+        if outcome.status == "finished":
             callback.progress("computing the baselines", 0, 0)
             summary |= _baselines(corpus, callback)
         if outcome.status != "diverged":
             # Sampling draws from the softmax of the logits, which another loss does not fit; their
             # largest is the most probable token under every map.
             temperature = 0.8 if config.train.loss == "cross_entropy" else 0.0
-            ids = corpus.validation
+            ids, whole = corpus.validation, model
+            if stepper is not None and stepper.owners.sharded:  # no rank has all of the weights
+                whole = load_model(run.path, which="newest").to(device)
             run.write_json(
                 "sample.json",
-                sample(model, corpus.tokenizer, ids, seed=config.seed, temperature=temperature),
+                sample(whole, corpus.tokenizer, ids, seed=config.seed, temperature=temperature),
             )
         page(run.path, plain_json(summary))
         run.write_json("summary.json", summary)
@@ -217,7 +283,7 @@ def train_and_report(
 
 
 def _evaluate(
-    config: RunConfig, model: nn.Module, corpus: Corpus, limit: int | None
+    config: RunConfig, model: nn.Module, corpus: Corpus, limit: int | None, world: World
 ) -> dict[str, float]:
     """Metrics of the validation text, "loss" being the one that was trained.
 
@@ -228,19 +294,46 @@ def _evaluate(
     ids, size = corpus.validation, corpus.facts.validation_bytes
     context = config.model.context
     if choice is None:
-        return score(model, ids, bytes=size, context=context, limit=limit)._asdict()
-    scores = score_choice(model, ids, choice=choice, bytes=size, context=context, limit=limit)
+        found = score(model, ids, bytes=size, context=context, limit=limit, shared=world)
+        return found._asdict()
+    scores = score_choice(
+        model, ids, choice=choice, bytes=size, context=context, limit=limit, shared=world
+    )
     return {name: value for name, value in scores._asdict().items() if math.isfinite(value)}
 
 
 def _restore(
     config: RunConfig,
     run: RunDir,
-    model: nn.Module,
+    weights: Weights,
     optimiser: CombinedOptimiser,
     callback: RunCallback,
+    world: World,
 ) -> Progress:
     """Load the newest intact checkpoint into the model, and remove metrics past it."""
+    damaged: dict[Path, str] = {}
+
+    def choose() -> str | None:
+        folder, wrong = _choose_checkpoint(run, callback)
+        damaged.update(wrong)
+        return None if folder is None else str(folder)
+
+    chosen = world.on_first(choose)
+    if chosen is None:
+        return Progress()
+    folder = Path(chosen)
+    progress = run_checkpoint.restore(folder, weights, optimiser, to_mapping(config.model))
+    if world.first:
+        for bad in damaged:
+            run_checkpoint.set_aside(bad)
+        if lost := run.rewind(progress.metrics_bytes):
+            callback.message(lost)
+        callback.message(f"Resuming from {folder.name}.")
+    return progress
+
+
+def _choose_checkpoint(run: RunDir, callback: RunCallback) -> tuple[Path | None, dict[Path, str]]:
+    """The newest intact checkpoint, None at the first step, and the damaged ones after it."""
     folder, damaged = run_checkpoint.newest(run.checkpoints)
     for bad, error in damaged.items():
         instead = f"{folder.name} is used instead" if folder else "it cannot be used"
@@ -258,14 +351,7 @@ def _restore(
                 "No checkpoint was written yet: the run begins again at its first step."
             )
         run.rewind(0)
-        return Progress()
-    progress = run_checkpoint.restore(folder, model, optimiser, to_mapping(config.model))
-    for bad in damaged:
-        run_checkpoint.set_aside(bad)
-    if lost := run.rewind(progress.metrics_bytes):
-        callback.message(lost)
-    callback.message(f"Resuming from {folder.name}.")
-    return progress
+    return folder, damaged
 
 
 @contextmanager
@@ -320,16 +406,23 @@ def _read_summary(run: RunDir) -> dict[str, Any]:
 
 
 def _record_environment(
-    run: RunDir, device: torch.device, progress: Progress, callback: RunCallback
+    config: RunConfig,
+    run: RunDir,
+    device: torch.device,
+    progress: Progress,
+    callback: RunCallback,
+    world: World,
 ) -> None:
     """Record what the bits depend on, and report what has changed since the last process."""
-    now = environment(device)
+    now = {**environment(device), "processes": world.size}
     try:
         before = read_sealed_json(run.path / "environment.json") if progress.step else now
     except Damaged as error:
         callback.message(f"{error} It is written anew.")
         before = now
-    for what in ("torch", "device"):
+    before = {"processes": 1, **before}
+    processes = ("processes",) if config.train.cells is None else ()
+    for what in ("torch", "device", *processes):
         if before.get(what) != now[what]:
             callback.message(
                 f"{what} was {before.get(what)} and is {now[what]}: "
