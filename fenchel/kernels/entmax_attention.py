@@ -137,12 +137,12 @@ class Tiling(NamedTuple):
 
 
 def tiling(width: int, dtype: torch.dtype) -> Tiling:
-    """The tiles for heads that are ``width`` wide, a power of two."""
+    """The tiles for heads that are ``width`` wide, a power of two; measured on an H200."""
     if dtype == torch.float32:
         return Tiling(32, 32, 32, Launch(4, 1), Launch(4, 1), Launch(4, 1), Launch(4, 1))
     if width <= 64:
         return Tiling(128, 64, 64, Launch(8, 3, 128), Launch(8, 3), Launch(8, 3, 128), Launch(4, 2))
-    return Tiling(128, 64, 32, Launch(8, 3), Launch(8, 2), Launch(8, 2), Launch(4, 2))
+    return Tiling(128, 64, 32, Launch(8, 3), Launch(8, 3), Launch(8, 3), Launch(4, 2))
 
 
 @lru_cache(maxsize=64)
