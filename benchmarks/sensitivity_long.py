@@ -18,8 +18,8 @@ from fenchel.sensitivity import self_attention_jacobian, spectral_norm
 N, D = 32768, 64
 
 
-def measure(device: str) -> dict[str, Any]:
-    X, W = instance(N, D, 0, torch.float32)
+def measure(device: str, n: int = N) -> dict[str, Any]:
+    X, W = instance(n, D, 0, torch.float32)
     X, W = X.to(device), tuple(w.to(device) for w in W)  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(0)
     if device == "cuda":  # the first products of a process load the libraries
@@ -31,7 +31,7 @@ def measure(device: str) -> dict[str, Any]:
     J = self_attention_jacobian(X, *W, prior=Causal())
     sigma = spectral_norm(J, tol=1e-4, failure=1e-6, generator=generator)
     return {
-        "n": N,
+        "n": n,
         "d": D,
         "lower": float(sigma.lower),
         "upper": float(sigma.upper),

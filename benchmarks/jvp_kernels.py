@@ -1,0 +1,200 @@
+"""Attention with its tangent, and the gradients of both, on a GPU: ours beside its peers.
+
+bfloat16, causal, 32,768 tokens of width 1024 (16 heads of 64, 8 heads of 128), in sequences of
+2,048, 8,192 and 32,768. All contenders of a case run in turn in one process (harness.py), after
+every output of ours was compared with float64 on the last rows of one head:
+
+    dual                   output and tangent in one pass, moves of q, k and v
+    dual, q moves          the same where only the queries move
+    second pass            the tangent alone, from known outputs
+    gradients              of output and tangent, in q, k, v and in the three moves
+    FLASH, FLASH backward  plain attention by torch's fused kernels
+    MATH                   torch.func.jvp of torch's unfused attention; to 2,048 tokens
+    jvp_flash_attention    the package, in float16, if it is installed
+
+    TFLOP/s      2 T S d per product of tiles and head, halved for the causal mask: 6 products for a
+                 dual, 15 for the gradients (ours executes 21), 2 and 5 for FLASH
+    peak_MiB     memory above the inputs during one call
+
+The last rows are the spectral norm of one causal head (sensitivity_long.py), whose products are
+these kernels in float32, over 32,768 and 131,072 tokens.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.harness import record, time_interleaved
+from benchmarks.sensitivity_long import measure
+
+TOKENS, WIDTH, ROUNDS, SLICE = 32768, 1024, 10, 128
+LENGTHS, HEADS = (2048, 8192, 32768), (64, 128)
+PRODUCTS = {
+    "dual": 6,
+    "dual, q moves": 4,
+    "second pass": 5,
+    "gradients": 15,
+    "FLASH": 2,
+    "FLASH backward": 5,
+    "MATH": 6,
+    "jvp_flash_attention": 6,
+}
+Call = Callable[[], object]
+
+
+def inputs(n: int, d: int) -> list[Tensor]:
+    """q, k, v, their moves, and gradients of output and tangent."""
+    g = torch.Generator("cuda").manual_seed(n + d)
+    shape = TOKENS // n, WIDTH // d, n, d
+    return [torch.randn(shape, device="cuda", generator=g).to(torch.bfloat16) for _ in range(8)]
+
+
+def contenders(x: list[Tensor]) -> dict[str, Call]:
+    """Every contender of a case by name."""
+    from fenchel.kernels.dual_attention import (
+        KeyPrior,
+        Tangents,
+        dual_attention,
+        dual_attention_vjp,
+    )
+
+    q, k, v, *moves, go, gto = x
+    d, n = q.shape[-1], q.shape[-2]
+    causal: dict[str, Any] = {"scale": d**-0.5, "prior": KeyPrior(right=0)}
+    found = dual_attention(q, k, v, Tangents(*moves), **causal)
+    calls: dict[str, Call] = {
+        "dual": partial(dual_attention, q, k, v, Tangents(*moves), **causal),
+        "dual, q moves": partial(dual_attention, q, k, v, Tangents(moves[0]), **causal),
+        "second pass": partial(
+            dual_attention, q, k, v, Tangents(*moves), known=(found.o, found.lse), **causal
+        ),
+        "gradients": partial(
+            dual_attention_vjp, q, k, v, Tangents(*moves), found, go, gto, **causal
+        ),
+        "FLASH": partial(flash, q, k, v),
+        "FLASH backward": flash_backward(q, k, v, go),
+    }
+    if n <= 2048:
+        calls["MATH"] = partial(math_jvp, (q, k, v), tuple(moves))
+    if (package := jvp_flash_attention([y.half() for y in (q, k, v, *moves)])) is not None:
+        calls["jvp_flash_attention"] = package
+    return calls
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def flash_backward(q: Tensor, k: Tensor, v: Tensor, go: Tensor) -> Call:
+    at = [y.detach().requires_grad_() for y in (q, k, v)]
+    o = flash(*at)
+    return lambda: torch.autograd.grad(o, at, go, retain_graph=True)
+
+
+def math_jvp(qkv: tuple[Tensor, ...], moves: tuple[Tensor, ...]) -> object:
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        return jvp(partial(scaled_dot_product_attention, is_causal=True), qkv, moves)
+
+
+def jvp_flash_attention(x: list[Tensor]) -> Call | None:
+    """The package's dual, or None where it is not installed."""
+    try:
+        from jvp_flash_attention.jvp_attention import JVPAttn  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+
+    def dual() -> object:
+        with torch.no_grad(), forward_ad.dual_level():
+            pairs = zip(x[:3], x[3:], strict=True)
+            return JVPAttn.fwd_dual(*(forward_ad.make_dual(y, t) for y, t in pairs), causal=True)
+
+    return dual
+
+
+def errors(x: list[Tensor], calls: dict[str, Call]) -> dict[str, float]:
+    """Relative errors of outputs, tangents and the gradient of q: last rows of the last head."""
+    q, k, v, tq, tk, tv, go, gto = (y[-1, -1].double() for y in x)
+    n, d = q.shape
+    q, tq, go, gto = (y[-SLICE:] for y in (q, tq, go, gto))
+    mask = torch.ones(SLICE, n, dtype=torch.bool, device=q.device).tril(n - SLICE)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax((d**-0.5 * q @ k.mT).masked_fill(~mask, -torch.inf), -1) @ v
+
+    at = q.clone().requires_grad_()
+    o, to = jvp(attention, (at, k, v), (tq, tk, tv))
+    (gq,) = torch.autograd.grad((o * go).sum() + (to * gto).sum(), at)
+    found: Any = calls["dual"]()
+    grads: Any = calls["gradients"]()
+    second: Any = calls["second pass"]()
+    pairs = {"o": (found.o, o), "to": (found.to, to), "second": (second.to, to)}
+    pairs["gq"] = (grads[0].q, gq)
+    return {
+        name: float(
+            (ours[-1, -1, -SLICE:].double() - exact.detach()).norm() / exact.detach().norm()
+        )
+        for name, (ours, exact) in pairs.items()
+    }
+
+
+def case(n: int, d: int) -> list[dict[str, Any]]:
+    """One row per contender; raises where an error of ours is above 5e-3."""
+    x = inputs(n, d)
+    calls = contenders(x)
+    off = errors(x, calls)
+    if not max(off.values()) <= 5e-3:
+        raise ValueError(f"errors above 5e-3 at n = {n}, d = {d}: {off}.")
+    timings = time_interleaved(calls, rounds=ROUNDS)
+    product = n * n * d * (TOKENS // n) * (WIDTH // d)
+    rows = []
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        seconds = timings.median(name)
+        beside = "FLASH backward" if name == "gradients" else "FLASH"
+        rows.append(
+            {
+                "contender": name,
+                "n": n,
+                "d": d,
+                "ms": 1e3 * seconds,
+                "TFLOP/s": PRODUCTS[name] * product / seconds / 1e12,
+                f"times {beside}": 1.0 / timings.ratio(name, beside),
+                "peak_MiB": (torch.cuda.max_memory_allocated() - before) / 2**20,
+                **({f"error_{key}": value for key, value in off.items()} if name == "dual" else {}),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        print("jvp_kernels needs a GPU.")
+        return
+    rows = []
+    for d in HEADS:
+        for n in LENGTHS:
+            for row in case(n, d):
+                rows.append(row)
+                print(
+                    "  ".join(
+                        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+                        for k, v in row.items()
+                    )
+                )
+            torch.cuda.empty_cache()
+    for n in (32768, 131072):
+        rows.append({"contender": "spectral_norm", **measure("cuda", n)})
+        print(rows[-1])
+    print(f"\n{record('jvp_kernels', rows)}")
