@@ -7,6 +7,9 @@ they are used.
 
 torch._foreach_add_, _foreach_copy_, _foreach_lerp, _foreach_lerp_, _foreach_mul_
     One call for all weights of an optimiser, as in torch.optim. There is no public name.
+torch._softmax_backward_data
+    The derivative of softmax from its result, p (g - sum of p g), in one pass; public operations
+    take three. Arguments: the gradient, the result, the axis, the dtype of the input.
 torch.autograd.forward_ad._current_level
     Whether dual numbers are in use, so that a back end without forward derivatives is left out.
     The public ``unpack_dual`` answers for one tensor only.
@@ -56,6 +59,7 @@ try:
     foreach_lerp = torch._foreach_lerp
     foreach_lerp_ = torch._foreach_lerp_
     foreach_mul_ = torch._foreach_mul_
+    _softmax_backward = torch._softmax_backward_data
     is_func_placeholder: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
     _innermost_transform = torch._C._functorch.peek_interpreter_stack
     _all_transforms = torch._C._functorch.get_interpreter_stack
@@ -69,6 +73,16 @@ except AttributeError as error:
     ) from error
 
 F = TypeVar("F", bound=Callable[..., object])
+
+
+def softmax_backward(g: Tensor, p: Tensor) -> Tensor:
+    """The gradient of the input of p = softmax over the last axis, from that of p.
+
+    >>> p = torch.tensor([0.25, 0.75])
+    >>> softmax_backward(torch.tensor([1.0, 0.0]), p)
+    tensor([ 0.1875, -0.1875])
+    """
+    return _softmax_backward(g, p, -1, p.dtype)
 
 
 def carries_tangents() -> bool:

@@ -30,12 +30,11 @@ from typing import Literal, overload
 from warnings import warn
 
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from fenchel.attention.backends import BACKENDS, CallFacts, backend_named, describe, leave_out
 from fenchel.attention.flex import failed_to_compile
 from fenchel.attention.prior import PriorLike
-from fenchel.attention.sdpa import causal_flag
+from fenchel.attention.sdpa import causal_flag, fused
 from fenchel.attention.shapes import broadcast_batch, check, output_axes, under_autocast
 from fenchel.attention.spec import SOFTMAX, AttentionSpec, ChoiceLike
 from fenchel.choice import Softmax
@@ -132,9 +131,7 @@ def attend(
                 if beta != 1.0:
                     scale = beta * (D**-0.5 if scale is None else scale)
                 try:
-                    return scaled_dot_product_attention(
-                        q, k, v, None, dropout, causal, scale=scale, enable_gqa=True
-                    )
+                    return fused(q, k, v, dropout, causal=causal, scale=scale)
                 except RuntimeError:
                     check(q, k, v, dropout)  # raises our message if the dtypes differ
                     raise

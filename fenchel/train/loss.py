@@ -26,7 +26,7 @@ from the hidden states h and the matrix W of the LM head:
 
 The logits of a batch are its largest tensor by far, V / M times the hidden states, and the
 softmax, its derivative and the memory for both come on top. But e follows from z at once: so the
-logits of R rows are computed at a time, overwritten by e, multiplied into both gradients, and
+logits of R rows are computed at a time, turned into e, multiplied into both gradients, and
 discarded. The memory is that of R rows, and forward and backward take 165 ms instead of 340 ms
 (4096 positions, M = 128, V = 4096) or 345 ms instead of 500 ms (2048, 384, 8192), one thread; the
 three products alone take 150 ms of the first. On a GPU kernels/cross_entropy.py computes e for the
@@ -56,6 +56,8 @@ ROWS = 256
 """The fewest rows at a time: every part passes over all of gW, which few rows would not repay."""
 LOGITS = {"cpu": 2**20, "cuda": 2**28}
 """Logits at a time, if that is more rows: near a core's cache, or enough to keep a GPU busy."""
+SMALLEST = 1e-30
+"""Probabilities above it are normal numbers of float32."""
 IGNORED = -100
 """A target that is left out of the sum, as in torch."""
 
@@ -262,7 +264,7 @@ class _LMHeadLoss(torch.autograd.Function):
 
                     loss_R = softmax_errors(z_RC[:, :V], targets_R, smoothing)
                 elif choice is None:
-                    loss_R = _to_errors(z_RC, targets_R.unsqueeze(-1), smoothing)
+                    loss_R, z_RC = _to_errors(z_RC, targets_R.unsqueeze(-1), smoothing)
                 else:
                     loss_R = _to_choice_errors(choice, z_RC, targets_R, smoothing)
                 if count_N is not None:  # scales the narrow factors of both products, not e
@@ -307,18 +309,24 @@ def _read(h_RM: Tensor, table_VM: Tensor, room_RV: Tensor) -> Tensor:
     return room_RV.copy_(h_RM @ table_VM.T)
 
 
-def _to_errors(z_RV: Tensor, targets_R1: Tensor, smoothing: float) -> Tensor:
-    """The loss of every row, (R, 1); z becomes e = softmax(z) - y in place."""
-    reached_R1 = (1.0 - smoothing) * z_RV.gather(-1, targets_R1)
+def _to_errors(z_RV: Tensor, targets_R1: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """The loss of every row, (R, 1), and e = softmax(z) - y, (R, V).
+
+    lse - z_t is -log p_t, of which p_t has all digits unless it is so small that it underflows;
+    such rows, of tokens that the model all but excludes, are computed by logsumexp.
+    """
+    e_RV = torch.softmax(z_RV, -1)  # one pass of torch, where exp and its neighbours take five
+    reached_R1 = z_RV.gather(-1, targets_R1)
+    p_R1 = e_RV.gather(-1, targets_R1)
+    loss_R1 = p_R1.log().neg_()
+    # "not above": a nan in z stays one
+    if not bool((p_R1 > SMALLEST).all()):
+        loss_R1 = torch.logsumexp(z_RV, -1, keepdim=True) - reached_R1
     if smoothing:
-        reached_R1 += smoothing * z_RV.mean(-1, keepdim=True)
-    top_R1 = z_RV.amax(-1, keepdim=True)
-    total_R1 = z_RV.sub_(top_R1).exp_().sum(-1, keepdim=True)
-    z_RV.div_(total_R1)
-    if smoothing:
-        z_RV.sub_(smoothing / z_RV.shape[-1])
-    z_RV.scatter_add_(-1, targets_R1, torch.full_like(reached_R1, smoothing - 1.0))
-    return top_R1 + total_R1.log() - reached_R1
+        loss_R1 += smoothing * (reached_R1 - z_RV.mean(-1, keepdim=True))
+        e_RV.sub_(smoothing / z_RV.shape[-1])
+    e_RV.scatter_add_(-1, targets_R1, torch.full_like(reached_R1, smoothing - 1.0))
+    return loss_R1, e_RV
 
 
 def _to_choice_errors(choice: Choice, z_RV: Tensor, targets_R: Tensor, smoothing: float) -> Tensor:

@@ -104,6 +104,46 @@ def test_softmax_goes_to_the_fused_kernels_with_the_same_answer(
             torch.testing.assert_close(ours, torch.autograd.grad(plain, (q, k, v), g))
 
 
+@pytest.mark.parametrize("prior", [None, Causal()], ids=["all", "causal"])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_short_bfloat16_on_a_cpu_is_as_close_to_float64_as_the_fused_kernel(
+    prior: Prior | None, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = import_module("fenchel.attention.sdpa")
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, width: int) -> Tensor:
+        x = torch.randn(3, 12, heads, width, generator=generator).transpose(1, 2)
+        return x.bfloat16().requires_grad_()
+
+    inputs = draw(4, 16), draw(groups, 16), draw(groups, 8)
+    g = torch.randn(3, 4, 12, 8, generator=generator).bfloat16()
+
+    def results(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        out = attend(*inputs, prior=prior, choice=Softmax(1.7), scale=0.4)
+        return [out, *torch.autograd.grad(out, inputs, g.to(out.dtype))]
+
+    exact = results(tuple(x.detach().double().requires_grad_() for x in inputs))
+    short = results(inputs)
+    wide = tuple(x.detach().float().requires_grad_() for x in inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = results(wide)
+    monkeypatch.setattr(page, "SHORT", 0)
+    fused = results(inputs)
+    names = ("out", "q", "k", "v")
+    for name, truth, *rest in zip(names, exact, short, under_autocast, fused, strict=True):
+        ours, cast, theirs = (((x - truth).norm() / truth.norm()).item() for x in rest)
+        assert 0.0 < ours < max(1.5 * theirs, 0.006), name
+        assert cast == pytest.approx(ours, rel=0.05), name
+
+
+def test_short_bfloat16_refuses_a_second_derivative() -> None:
+    q = torch.ones(1, 1, 3, 4, dtype=torch.bfloat16, requires_grad=True)
+    out = attend(q, q, q)
+    with pytest.raises(RuntimeError, match="no second derivative on a CPU"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
 def test_a_plain_call_builds_no_mask(qkv: QKV, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv
     seen = []
@@ -112,7 +152,7 @@ def test_a_plain_call_builds_no_mask(qkv: QKV, monkeypatch: pytest.MonkeyPatch) 
         seen.append((args[3:], kwargs))
         return scaled_dot_product_attention(*args, **kwargs)
 
-    page = import_module("fenchel.attention.attend")
+    page = import_module("fenchel.attention.sdpa")
     monkeypatch.setattr(page, "scaled_dot_product_attention", spy)
     attend(q, k, v)
     attend(q[:, :, :1], k, v, prior=Causal())  # one new query on its whole cache

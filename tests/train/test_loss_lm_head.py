@@ -44,6 +44,17 @@ def test_loss_and_gradients_are_those_of_the_logits_whatever_the_parts(
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_target_whose_probability_underflows_has_its_loss(smoothing: float) -> None:
+    hidden = torch.tensor([[[1.0], [250.0]]], requires_grad=True)
+    table, targets = torch.tensor([[1.0], [-1.0], [0.5]]), torch.tensor([[1, 1]])
+    ours = lm_head_loss(hidden, table, targets, smoothing=smoothing)
+    plain = total_loss(hidden @ table.T, targets, smoothing=smoothing)
+    assert ours > 400.0
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(x, hidden) for x in (ours, plain)))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("rows", [4, 100])
 @pytest.mark.parametrize("choice", [Entmax(1.25), Entmax(1.5), Sparsemax(), Hard()], ids=str)
 def test_with_another_map_too_loss_and_gradients_are_those_of_the_logits(
