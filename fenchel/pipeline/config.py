@@ -23,6 +23,7 @@ NO_EFFECT_ON_WEIGHTS = {
 }
 UNCHANGEABLE = {
     "optim.optimiser": "its state belongs to the one that wrote it",
+    "train.start": "it is past its first step",
     "train.budget": "it was turned into steps when the run began, so give --steps",
     "train.loss": "the best step so far was chosen by it",
     "train.loss_alpha": "the best step so far was chosen by it",
@@ -85,10 +86,9 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
         if not isinstance(section, Mapping):
             raise ValueError(f"{name}={section!r} should be a section, with settings in it.")
     text, model, optim = map(dict, sections.values())
-    if (size := model.pop("size", None)) is not None:
-        if size not in SIZES:
-            raise ValueError(f"model.size={size!r} should be one of {tuple(SIZES)}.")
-        model = {**SIZES[size], **model}
+    if (size := model.pop("size", "demo")) not in SIZES:
+        raise ValueError(f"model.size={size!r} should be one of {tuple(SIZES)}.")
+    model = {**SIZES[size], **model}
     model.setdefault("vocabulary", text.get("vocabulary", TextConfig().vocabulary))
     if optim.get("optimiser") == "score" and model.get("scores") != "l2":
         model.setdefault("qk_norm", True)

@@ -8,7 +8,8 @@ The number of steps follows from a time budget and the time of a step, which is 
 model of the run; its initial weights are restored afterwards, bit for bit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from fenchel.files import (
     write_atomic,
 )
 from fenchel.model import Transformer, training_flops
+from fenchel.model.bigram import applies_to, start_from_bigrams
 from fenchel.model.transformer import meta_model
 from fenchel.optim import Schedule, build_beta2, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
@@ -153,10 +155,28 @@ def build_batches(config: RunConfig, ids: Ids) -> Batches:
 
 def build_model(config: RunConfig) -> Transformer:
     """The model of a run, on the CPU; its initial weights depend on the seed alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several threads may add in another order
-    try:
+    with _one_thread():
         return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
+
+
+def start_weights(config: RunConfig, model: Transformer, ids: Ids) -> None:
+    """Give a fresh model the embedding and LM head of ``train.start``; ids of the training text.
+
+    The counts are fitted by logits of softmax, and are no start for the loss of another map.
+    """
+    train = config.train
+    if train.start == "bigram" and train.loss == "cross_entropy" and applies_to(model):
+        with _one_thread():
+            start_from_bigrams(model, ids, torch.Generator().manual_seed(config.seed))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread: several may add in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 

@@ -65,6 +65,7 @@ from fenchel.pipeline.preparation import (
     require_memory,
     require_room,
     resolve_steps,
+    start_weights,
 )
 from fenchel.report import page
 from fenchel.train import (
@@ -201,6 +202,8 @@ def train_and_report(
     if steps is None:
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
+    if not world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints))):
+        start_weights(config, model, corpus.train)
     schedule, stepper = build_schedule(config.optim, steps), None
     weights: Weights = model
     if in_cells(config, world):

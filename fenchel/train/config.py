@@ -12,6 +12,7 @@ LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
 """Cross-entropy is the Fenchel-Young loss of softmax; the others bear the name of their map."""
 SHARDS, GATHERS = ("auto", "none", "full"), ("float32", "bfloat16")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
+STARTS = ("bigram", "random")
 LOGGERS = ("tensorboard",)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -39,6 +40,9 @@ class TrainConfig:
     """Dtype in which divided weights are gathered: "float32" or "bfloat16"."""
     timeout: float = 600.0
     """Seconds that a process waits for the others before the run ends with an error."""
+    start: str = "bigram"
+    """Fresh embedding and LM head: "bigram" from counts of the training text, for cross-entropy and
+    logits that are one matrix times a normalised stream; "random" drawn, as everything else is."""
     clip: float = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
     loss: str = "cross_entropy"
@@ -132,6 +136,8 @@ class TrainConfig:
             by_name("entmax", alpha=self.loss_alpha)  # refuses an alpha that has no map
         if not 0.0 <= self.smoothing < 1.0:
             raise ValueError(f"smoothing={self.smoothing} should be in [0, 1).")
+        if self.start not in STARTS:
+            raise ValueError(f"start={self.start!r} should be one of {STARTS}.")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} should be one of {PRECISIONS}.")
         for name in self.log:

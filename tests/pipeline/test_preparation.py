@@ -14,6 +14,7 @@ from fenchel import pipeline
 from fenchel.checkpoints import run_checkpoint
 from fenchel.model import Transformer
 from fenchel.pipeline import preparation
+from fenchel.pipeline.config import settings
 from fenchel.torch_internals import has_forward_hooks
 from fenchel.train import StepTime
 
@@ -172,3 +173,25 @@ def weights_of(run: Path) -> dict[str, bytes]:
     folder, _ = run_checkpoint.newest(run / "checkpoints")
     assert folder is not None
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+def test_the_start_of_a_run_is_its_setting_and_the_same_again() -> None:
+    ids = np.random.default_rng(0).integers(16, size=500)
+    model = {"vocabulary": 32, "width": 16, "layers": 1}
+
+    def started(**train: str) -> dict[str, torch.Tensor]:
+        config = settings({"model": model, "train": train})
+        built = preparation.build_model(config)
+        preparation.start_weights(config, built, ids)
+        return built.state_dict()
+
+    drawn = preparation.build_model(settings({"model": model})).state_dict()
+    counted, again = started(), started()
+    assert {name for name in drawn if not torch.equal(drawn[name], counted[name])} == {
+        "embed.weight",
+        "lm_head.weight",
+    }
+    assert all(torch.equal(counted[name], again[name]) for name in drawn)
+    for train in ({"start": "random"}, {"loss": "sparsemax"}):
+        same = started(**train)
+        assert all(torch.equal(drawn[name], same[name]) for name in drawn), train
