@@ -97,8 +97,7 @@ def run(
     if processes is not None and "RANK" not in os.environ:
         if processes < 1:
             raise ValueError(f"--processes {processes} should be at least 1.")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun does, with a warning
-        os.execv(sys.executable, torchrun_command(processes, sys.argv[1:]))
+        return launch(processes, without_processes(sys.argv[1:]))
     outlive_output()
     first = os.environ.get("RANK", "0") == "0"
     if not first:
@@ -129,18 +128,17 @@ def _train(
     """
     from fenchel import pipeline
     from fenchel.distributed.processes import ALONE, FailedElsewhere, lost_process, start
-    from fenchel.train import retain_freed_memory
+    from fenchel.train import RunDir, TrainConfig, retain_freed_memory
 
     retain_freed_memory()
     world: World = ALONE
     path = resume or out or Path()
     try:
-        given = mapping.get("train", {})
         chosen = None if resume else pipeline.settings(mapping)
-        world = start(
-            str(given.get("device", "auto")),
-            seconds=float(given.get("timeout", 600.0)) if chosen is None else chosen.train.timeout,
-        )
+        saved = {} if resume is None else RunDir(resume).read_settings().get("train", {})
+        given = {**saved, **mapping.get("train", {})}
+        device, wait = given.get("device", "auto"), given.get("timeout", TrainConfig.timeout)
+        world = start(str(device), seconds=float(wait))
         if chosen is None:
             outcome = pipeline.resume(
                 path, console, changes=mapping, accept_new_text=accept_new_text, world=world
@@ -193,9 +191,47 @@ class _Silent:
         """Nothing is shown."""
 
 
-def torchrun_command(processes: int, words: list[str]) -> list[str]:
-    """The command of torchrun that starts ``fenchel WORDS`` so many times on this machine."""
+def without_processes(words: list[str]) -> list[str]:
+    """A command line without --processes.
+
+    >>> without_processes(["train", "--processes", "2", "--seed", "1"])
+    ['train', '--seed', '1']
+    """
     at = next(n for n, word in enumerate(words) if word.split("=")[0] == "--processes")
-    rest = words[:at] + words[at + (1 if "=" in words[at] else 2) :]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, "--nproc-per-node", str(processes), "-m", "fenchel", *rest]
+    return words[:at] + words[at + (1 if "=" in words[at] else 2) :]
+
+
+def launch(processes: int, words: list[str]) -> int:
+    """Start ``fenchel WORDS`` so many times by the engine of torchrun; returns the exit code.
+
+    torchrun --standalone --nproc-per-node N -m fenchel WORDS does the same, adds a report of some
+    forty lines to the sentence of a process that fails, and ends with 1 whatever its exit code.
+    """
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # in this process, which does nothing else
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of libraries that train.threads does not reach
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"fenchel-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "fenchel", *words)
+    except ChildFailedError as error:
+        codes = [error.get_first_failure()[1].exitcode]
+        codes += [failure.exitcode for failure in error.failures.values()]
+        code = next((code for code in codes if code > FAILED), codes[0])  # FAILED is also silence
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0

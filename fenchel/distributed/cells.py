@@ -208,8 +208,6 @@ def build_stepper(
     beta2: Schedule | None = None,
 ) -> "CellStepper":
     """The steps of this process; ``model`` is whole here, and ``meta`` the same without values."""
-    require_supported(train, optim)
-    cell_count(train, world.size)
     exact, position, shard = train.cells is not None, Pass(), None
     if divides(model, train, world):
         shard = sharding(world, gather=train.gather, position=position if exact else None)

@@ -21,7 +21,12 @@ from fenchel.checkpoints import run_checkpoint
 from fenchel.data import Batches, Corpus, Ids, Text, open_text, prepare
 from fenchel.data.corpus import most_files
 from fenchel.data.text import Tally
-from fenchel.distributed.cells import CellStepper, build_stepper
+from fenchel.distributed.cells import (
+    CellStepper,
+    build_stepper,
+    cell_count,
+    require_supported,
+)
 from fenchel.distributed.processes import ALONE, World
 from fenchel.files import (
     Damaged,
@@ -270,6 +275,13 @@ def _time_steps(config: RunConfig, model: nn.Module, batches: Batches) -> StepTi
 def in_cells(config: RunConfig, world: World) -> bool:
     """Whether steps are those of fenchel/distributed: several processes, or train.cells."""
     return world.size > 1 or config.train.cells is not None
+
+
+def require_cells(config: RunConfig, world: World) -> None:
+    """Refuse settings that these processes cannot train with, before any work is done."""
+    if in_cells(config, world):
+        require_supported(config.train, config.optim)
+        cell_count(config.train, world.size)
 
 
 def build_cells(

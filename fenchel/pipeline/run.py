@@ -62,6 +62,7 @@ from fenchel.pipeline.preparation import (
     new_text,
     record_corpus,
     reopen_corpus,
+    require_cells,
     require_memory,
     require_room,
     resolve_steps,
@@ -102,6 +103,7 @@ def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = A
                 run.require_free()  # again, under the lock: another process may have been faster
                 sweep(path, is_run_name)
                 require_loggers(config.train.log)
+                require_cells(config, world)
                 require_memory(config, world)
                 shared = config.text.prepared
                 folder = path / TOKENS if shared is None else Path(shared).expanduser()
@@ -148,6 +150,7 @@ def resume(
             sweep(path, is_run_name)
             sweep(run.checkpoints, run_checkpoint.is_checkpoint_name)
             require_loggers(config.train.log)
+            require_cells(config, world)
             require_memory(config, world)
             require_room(meta_model(config.model), run)
             corpus = reopen_corpus(config, run, callback)

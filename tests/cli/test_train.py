@@ -1,6 +1,7 @@
 """fenchel train, as a person and as a program would call it."""
 
 import json
+import logging
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from fenchel.checkpoints import Progress
 from fenchel.cli import main
+from fenchel.cli.train import launch
 from fenchel.model.config import SIZES
 from fenchel.pipeline import RunConfig, settings
 from fenchel.train import Outcome
@@ -255,3 +257,17 @@ def test_a_text_too_short_for_numbers_that_mean_much_is_said(
     said = capsys.readouterr().out
     assert "The text has 1,020 bytes and its held-out part " in said
     assert "too few for numbers that mean much" in said
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["trian"], 2)])
+def test_processes_are_started_and_their_exit_code_is_returned(
+    words: list[str], code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the engine of torchrun, whose own report of a failure is not printed."""
+    try:
+        assert launch(2, words) == code
+    finally:
+        logging.disable(logging.NOTSET)
+    output = "".join(capfd.readouterr())
+    assert output.count("0.1.0" if code == 0 else 'fenchel: Unknown command "trian"') == 2
+    assert len(output.splitlines()) < 7

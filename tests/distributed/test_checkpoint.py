@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from fenchel.checkpoints import load_model, run_checkpoint
-from fenchel.cli.train import torchrun_command
 from fenchel.distributed.cells import CellStepper
 from fenchel.files import verify
 
@@ -203,8 +202,39 @@ def test_an_error_of_rank_1_is_printed_once_and_ends_all(launch, text, tmp_path)
     assert "fenchel: rank 1 has had enough." in ended.output[1]
 
 
-def test_one_command_becomes_torchrun() -> None:
-    words = ["train", "--processes", "2", "--steps", "5"]
-    expected = ["--nproc-per-node", "2", "-m", "fenchel", "train", "--steps", "5"]
-    assert torchrun_command(2, words)[-7:] == expected
-    assert torchrun_command(2, ["train", "--steps", "5", "--processes=2"])[-7:] == expected
+def killed_while_saving(rank: int) -> Callable[[int], None]:
+    """The process of one rank ends in its second checkpoint, between two of its files."""
+
+    def before(here: int) -> None:
+        write, saved = run_checkpoint.write_tensors, []
+
+        def counted(tensors: Any, path: Path) -> None:
+            write(tensors, path)
+            saved.append(path)
+            if here == rank and len(saved) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        run_checkpoint.write_tensors = counted
+
+    return before
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_killed_while_it_saves_harms_no_checkpoint(
+    launch, text, whole, tmp_path, victim: int
+) -> None:
+    """One sentence from the other one; the checkpoint before is whole, and resumes to the bit."""
+    run = tmp_path / "run"
+    words = beginning(run, text, train__evaluate_every=12)
+    ended = launch.command(2, *words, before=killed_while_saving(victim))
+    assert ended.codes[victim] == -signal.SIGKILL
+    assert ended.codes[1 - victim] == 2
+    assert "a process of this run has ended or does not answer" in ended.output[1 - victim]
+    folder, wrong = run_checkpoint.newest(run / "checkpoints")
+    assert folder is not None
+    assert folder.name == "step-000004"
+    assert not wrong
+    ended = launch.command(1, "train", "--resume", run, "--set", "train.evaluate_every=6")
+    assert ended.codes == [0], ended.output
+    assert not list((run / "checkpoints").glob("*.tmp-*"))
+    assert tensors(run / "checkpoints" / f"step-{STEPS:06d}") == whole["tensors"]
