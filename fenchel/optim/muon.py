@@ -16,15 +16,14 @@ and each matrix moves independently; one whose gradients were always 0 only deca
 
 torch.optim.Muon computes the same in bfloat16, one matrix at a time. Here equal shapes are
 stacked into one batched product. On a GPU the iteration runs in bfloat16 as well, whose products
-are several times faster than those of float32, and so it does on a CPU that has instructions for
-them; on other CPUs, where bfloat16 is slower (docs/log.md), it runs in the dtype of the weights.
+are several times faster than those of float32; on a CPU, where bfloat16 is slower (docs/log.md), it
+runs in the dtype of the weights.
 
 Jordan et al. (2024), Muon: an optimizer for hidden layers in neural networks.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -99,22 +98,13 @@ class Muon(torch.optim.Optimizer):
         gradients: list[Tensor] = [weight.grad for weight in weights]  # type: ignore[misc]
         foreach_lerp_(momenta, gradients, 1.0 - mu)
         ahead = torch.stack(foreach_lerp(gradients, momenta, mu))
-        if ahead.dtype == torch.float32 and _multiplies_bfloat16(ahead.device.type):
+        if ahead.is_cuda and ahead.dtype == torch.float32:
             ahead = ahead.bfloat16()
         directions = orthogonal(ahead.flatten(0, -3), group["iterations"]).view_as(ahead)
         directions = directions.to(weights[0].dtype)
         size = 0.2 * max(weights[0].shape[-2:]) ** 0.5
         foreach_mul_(weights, 1.0 - lr * group["weight_decay"])
         foreach_add_(weights, directions.unbind(), alpha=-lr * size)
-
-
-@cache
-def _multiplies_bfloat16(device: str) -> bool:
-    """Whether products of bfloat16 are quicker than those of float32."""
-    if device != "cpu":
-        return device == "cuda"
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def orthogonal(stack: Tensor, iterations: int = 5) -> Tensor:

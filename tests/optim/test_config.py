@@ -119,14 +119,14 @@ def test_score_moves_queries_and_keys_and_muon_the_values_of_one_weight(bias: bo
     ids = torch.tensor([[1, 5, 2, 9], [3, 3, 7, 0]])
     ends, start = {}, {}
     for name in ("score", "muon"):
-        model = small(bias=bias).double()  # float32 may be rounded on the way to a direction
+        model = small(bias=bias)
         optimiser = build_optimiser(model, OptimConfig(optimiser=name), steps=100)
         generator = torch.Generator().manual_seed(1)
         model(ids)
         for p in model.parameters():
             with torch.no_grad():
                 p.normal_(generator=generator)
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            p.grad = torch.randn(p.shape, generator=generator)
             if name == "muon" and p.shape == (24, 8):
                 p.grad[:16] = 0.0  # so that Muon turns the rows of the values by themselves
         start = {n: p.detach().clone() for n, p in model.named_parameters()}

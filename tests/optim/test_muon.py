@@ -4,21 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.optim import Muon, muon
+from fenchel.optim import Muon
 from fenchel.optim.muon import orthogonal
-
-FLOAT, DOUBLE = torch.float32, torch.float64
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """In float64, which no device rounds to bfloat16."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 6, 20), (2, 20, 6)], ids=str)
 def test_singular_values_end_near_1_and_vectors_stay(shape: tuple[int, ...]) -> None:
-    G = draw(*shape)
+    G = draw(*shape).double()
     U, S, Vh = torch.linalg.svd(G, full_matrices=False)
     X = orthogonal(G)
     inside = U.mT @ X @ Vh.mT  # diagonal when the singular vectors stay
@@ -79,31 +75,15 @@ def test_a_matrix_of_a_stack_without_gradient_only_decays() -> None:
     assert (weight.detach()[0] != 0.95 * start[0]).all()
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_cpu_that_multiplies_bfloat16_rounds_the_direction_and_nothing_else(
-    fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda device: fast and device == "cpu")
-    single, exact = (torch.nn.Parameter(draw(16, 12).to(dtype)) for dtype in (FLOAT, DOUBLE))
-    before = exact.detach().clone()
-    for weight in (single, exact):
-        weight.grad = draw(16, 12, seed=1).to(weight.dtype)
-        optimiser = Muon([weight], lr=0.1, weight_decay=0.0)
-        optimiser.step()
-        assert optimiser.state[weight]["momentum"].dtype == weight.dtype
-    error = float((single - exact).detach().norm() / (exact - before).detach().norm())
-    assert error < 1e-5 if not fast else 1e-3 < error < 3e-2
-
-
 def test_it_moves_as_torchs_muon_does() -> None:
     """Theirs orthogonalises in bfloat16, so the two agree to its three digits."""
-    ours, theirs = (torch.nn.Parameter(draw(16, 12).float()) for _ in range(2))
+    ours, theirs = (torch.nn.Parameter(draw(16, 12)) for _ in range(2))
     a = Muon([ours], lr=0.1, momentum=0.9, weight_decay=0.1)
     b = torch.optim.Muon(
         [theirs], lr=0.1, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
     )
     for seed in range(3):
-        ours.grad, theirs.grad = (draw(16, 12, seed=seed).float() for _ in range(2))
+        ours.grad, theirs.grad = draw(16, 12, seed=seed), draw(16, 12, seed=seed)
         before = ours.detach().clone()
         a.step()
         b.step()
