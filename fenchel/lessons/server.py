@@ -291,6 +291,8 @@ def _entry(each: Lesson, solved: bool) -> Html:
 
 
 def _bind(port: int | None) -> socket.socket:
+    if port is not None and not 0 <= port <= 65535:
+        raise ValueError(f"a port is a number from 0 to 65535, not {port}")
     for number in (8765, 0) if port is None else (port,):
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -152,8 +152,12 @@ class Exercise:
         hint = self.mark(code)
         if hint is not None:
             return mo.callout(mo.md(f"**Not yet.** {escape(hint)}"), kind="danger")
-        complete(self.lesson)
-        return mo.callout(mo.md("**Solved.** It is marked in the list of lessons."), kind="success")
+        try:
+            complete(self.lesson)
+            said = "It is marked in the list of lessons."
+        except OSError as error:
+            said = f"It cannot be marked in the list of lessons: {escape(str(error))}"
+        return mo.callout(mo.md(f"**Solved.** {said}"), kind="success")
 
 
 class _Deadline:

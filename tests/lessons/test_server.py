@@ -174,7 +174,12 @@ def test_the_lessons_are_listed_without_a_server(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [(["22"], "names no lesson"), (["--edit"], "--edit needs a lesson")],
+    [
+        (["22"], "names no lesson"),
+        (["--edit"], "--edit needs a lesson"),
+        (["--port", "70000"], "a port is a number from 0 to 65535, not 70000"),
+        (["--port", "-1"], "a port is a number from 0 to 65535, not -1"),
+    ],
 )
 def test_a_wrong_argument_is_one_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]

@@ -89,8 +89,23 @@ def test_a_solved_exercise_is_recorded(tmp_path: Path, monkeypatch: pytest.Monke
     assert completed() == {"l01_slopes"}
 
 
+def test_a_solution_counts_where_nothing_can_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    shown = EXERCISE.verdict(EXERCISE.solution).text
+    assert "Solved." in shown
+    assert "cannot be marked in the list of lessons: [Errno" in shown
+
+
 def test_what_a_reader_writes_is_escaped() -> None:
-    assert "<script>" not in EXERCISE.verdict("raise ValueError('<script>')").text
+    shown = EXERCISE.verdict("raise ValueError('<script>')").text
+    found = re.search(r"data-html='(.*?)'", shown)
+    assert found
+    markup = json.loads(html.unescape(found[1]))
+    assert "ValueError: &lt;script&gt;" in markup
+    assert "<script>" not in markup
 
 
 def test_every_chart_has_its_table() -> None:
