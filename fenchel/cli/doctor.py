@@ -69,6 +69,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     from fenchel.pipeline import speed
+    from fenchel.report.html import pluralise
     from fenchel.train import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,7 +78,7 @@ def machine() -> dict[str, Any]:
     return {
         **{key: facts[key] for key in ("fenchel", "python", "torch", "device", "cores")},
         "platform": platform.platform(),
-        "fastest with": f"{pace.threads} threads",
+        "fastest with": pluralise(pace.threads, "thread"),
         "default model": f"{tokens / pace.seconds / 1e3:.1f}k tokens per second",
     }
 

@@ -19,6 +19,7 @@ the setting of the colour scheme, and the sessions that would keep the process a
 """
 
 import asyncio
+import logging
 import mimetypes
 import os
 import re
@@ -101,6 +102,8 @@ class LessonServer:
 
     def run(self) -> None:
         """Serve until a signal ends it; the signal is then raised again."""
+        # A second Ctrl-C cuts the end short, of which uvicorn would print a traceback.
+        logging.getLogger("uvicorn.error").addFilter(lambda _: not self._server.force_exit)
         self._server.run(sockets=[self.socket])
 
     async def _index(self, _: Request) -> HTMLResponse:

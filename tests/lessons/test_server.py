@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -201,8 +202,14 @@ class Process:
         }
         command = [sys.executable, "-m", "fenchel", "learn", "--no-browser", "--port", "0"]
         self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=(folder / "errors").open("w"),
+            text=True,
         )
+        self.errors = folder / "errors"
         assert self.process.stdout is not None
         found = re.search(r"http://127\.0\.0\.1:\d+", line := self.process.stdout.readline())
         assert found, line
@@ -214,11 +221,23 @@ class Process:
         return self.process.wait(timeout=20)
 
 
+def test_an_impatient_end_prints_no_traceback(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    reader = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with pytest.raises(urllib.error.HTTPError):
+        reader.open(process.address)  # it serves by now
+    process.process.send_signal(signal.SIGINT)
+    time.sleep(0.03)  # signals that come together are one
+    assert process.end() == 0
+    assert "Traceback" not in process.errors.read_text()
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     process = Process(tmp_path_factory.mktemp("learn"))
     yield process
     assert process.end() == 0, "Ctrl-C ends it, with the pages of the tests open"
+    assert "Traceback" not in process.errors.read_text()
 
 
 def test_without_the_token_there_is_no_page(server: Process) -> None:
