@@ -75,6 +75,14 @@ def test_weights_of_the_prior_alone_are_found(positions: str, ids: torch.Tensor)
     assert "uniform" in names(scale_queries(model(positions=positions), 0.0), ids)
 
 
+def test_one_head_that_does_not_choose_is_no_uniform_layer(ids: torch.Tensor) -> None:
+    one = scale_queries(model(), 4.0)
+    with torch.no_grad():
+        for block in one.blocks:
+            block.attention.qkv.weight[: CONFIG.head_width] = 0.0
+    assert names(one, ids) == set()
+
+
 def test_a_deep_post_norm_model_is_found(ids: torch.Tensor) -> None:
     with pytest.warns(UserWarning, match="post"):
         deep = model(layers=24, norm_place="post", initial="xavier")
@@ -88,8 +96,19 @@ def test_long_rows_of_an_embedding_are_found(ids: torch.Tensor) -> None:
     assert "neighbours" in names(longer, ids)
 
 
-def test_short_sequences_have_no_row_to_judge() -> None:
-    assert names(model(), torch.tensor([[1, 2, 3]])) == set()
+def test_long_rows_that_are_near_by_the_cosine_too_are_no_mistake(ids: torch.Tensor) -> None:
+    shared = scale_queries(model(vocabulary=400), 4.0)
+    with torch.no_grad():
+        common = shared.embed.weight[0] / shared.embed.weight[0].norm()
+        shared.embed.weight += shared.embed.weight.norm(dim=1, keepdim=True) * common
+        shared.embed.weight[:4] = 50 * common
+    assert "neighbours" not in names(shared, ids)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 1e5])
+def test_short_sequences_have_no_row_to_judge(factor: float) -> None:
+    found = names(scale_queries(model(), factor), torch.tensor([[1, 2, 3]]))
+    assert not found & {"collapse", "uniform"}
 
 
 def test_every_pitfall_has_its_words() -> None:
