@@ -39,7 +39,6 @@ ELSEWHERE = {
     "optim/score/descent": "optim/score/test_control.py",
     "optim/score/step_size": "optim/score/test_score_line.py",
     "optim/score/trust": "optim/score/test_control.py",
-    "pipeline/config": "cli/test_train.py",
     "pipeline/run": "cli/test_train.py",
     "report/certificates": "cli/test_certify.py",
     "report/curves": "report/test_page.py",

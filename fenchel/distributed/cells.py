@@ -212,6 +212,7 @@ def build_stepper(
     if divides(model, train, world):
         shard = sharding(world, gather=train.gather, position=position if exact else None)
     owners = Owners(model, meta, optim, world, steps=steps, exact=exact, shard=shard)
+    owners.spread()  # the first weights, which machines of several kinds may round differently
     return CellStepper(
         owners, batches, schedule, config=train, seed=seed, position=position, beta2=beta2
     )
@@ -246,17 +247,15 @@ class CellStepper(Stepper):
         self.model.train()
         with deterministic(self.device, exact=self.config.exact):
             loss, gradients = self._gradients(batch, step)
-            norm = self._clip(gradients)
-            broken = None
-            if math.isfinite(loss) and math.isfinite(norm):
-                if self.owners.samples is not None:
-                    self.owners.samples.send()
-                owned = self.owners.owned
-                self.owners.optimiser.move({owned[n]: g for n, g in gradients.items()})
-                self.owners.spread()
-            else:
-                broken = self._source(batch, step, loss, gradients)
-        self.owners.clear_gradients()
+        norm, broken, owners = self._clip(gradients), None, self.owners
+        if math.isfinite(loss) and math.isfinite(norm):
+            if owners.samples is not None:
+                owners.samples.send()
+            owners.optimiser.move({owners.owned[n]: g for n, g in gradients.items()})
+            owners.spread()
+        else:
+            broken = self._source(batch, step, loss, gradients)
+        owners.clear_gradients()
         rate = self.optimiser.param_groups[-1]["lr"]
         return StepResult(batch, loss, norm, rate, broken)
 
@@ -326,11 +325,12 @@ class CellStepper(Stepper):
 
     def _clip(self, gradients: dict[str, Tensor]) -> float:
         """Scale the gradients to the largest global norm; returns the norm before."""
-        squares = torch.zeros(len(self.owners.parameters), dtype=torch.float64)
-        for n, name in enumerate(self.owners.parameters):
-            if name in gradients:
-                norm = torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
-                squares[n] = norm.square()
+        names = list(self.owners.parameters)
+        squares = torch.zeros(len(names), dtype=torch.float64)
+        if gradients:
+            exact = torch.float64
+            norms = [torch.linalg.vector_norm(g, dtype=exact) for g in gradients.values()]
+            squares[[names.index(n) for n in gradients]] = torch.stack(norms).square().cpu()
         terms = self.world.sum(squares).tolist()
         if not all(map(math.isfinite, terms)):
             return math.nan
