@@ -191,7 +191,7 @@ def _dual(call: CallFacts) -> str | None:
     if call.compiling:
         return "torch.compile would drop the forward derivative of the dual kernels"
     if not dual.runs_on(call.device):
-        return "the dual kernels run on a GPU of NVIDIA, with Triton"
+        return "the dual kernels run on a Hopper GPU (sm_90), with Triton"
     if call.choice != "Softmax":
         return f"the dual kernels compute softmax, not {call.choice}"
     if call.return_weights:

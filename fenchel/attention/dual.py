@@ -50,8 +50,13 @@ def widest(dtype: torch.dtype) -> int:
 
 @cache
 def runs_on(device: str) -> bool:
-    """Whether the kernels run there."""
-    return device == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    """Whether the kernels run there: their tiles are for sm_90 (Hopper) and its shared memory.
+
+    On a machine without a GPU the answer is that for one of those.
+    """
+    if device != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
 
 
 def unserved(prior: Prior | None) -> str | None:

@@ -128,7 +128,7 @@ def dual_attention(
     mu = torch.empty_like(rows) if dual else None
     if (dual or known is None) and B * H * T:
         tile = tile or forward_tile(q.dtype, max(D, E), second=known is not None)
-        _dual_rows[(triton.cdiv(T, tile.rows), B * H)](
+        _dual_rows[(triton.cdiv(T, tile.rows) * B * H,)](
             *(q, k, v, tq, tk, tv, o, to, lse, mu),
             *_prior_arguments(prior, B, H, T, S),
             *(scale, T, S, H, H // k.shape[1]),
@@ -201,7 +201,7 @@ def dual_attention_vjp(
     }
     given = _prior_arguments(prior, B, H, T, S)
     if B * H * T:
-        _rows_vjp[(triton.cdiv(T, of_rows.rows), B * H)](
+        _rows_vjp[(triton.cdiv(T, of_rows.rows) * B * H,)](
             *(q, k, v, tq, tk, tv, o, to, lse, mu, go, gto, a, b, gq, gtq),
             *given,
             *(scale, T, S, H, H // G),
@@ -221,7 +221,7 @@ def dual_attention_vjp(
     passes += [] if of_values is None else [(of_values, False, True)]
     for tile, for_keys, for_values in passes:
         if B * H * S:
-            _keys_vjp[(triton.cdiv(S, tile.keys), B * H)](
+            _keys_vjp[(triton.cdiv(S, tile.keys) * B * H,)](
                 *(q, k, v, tq, tk, tv, lse, mu, go, gto, a, b, *of_heads),
                 *given,
                 *(scale, T, S, H, H // G),
@@ -510,12 +510,13 @@ def _dual_rows(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    head = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(T, ROWS)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = head // H, head % H
     shared = b * (H // group) + h // group
-    block = tl.program_id(0)
+    block = tl.program_id(0) % blocks
     if HAS_RIGHT:  # the last rows see the most keys: they begin first
-        block = tl.num_programs(0) - 1 - block
+        block = blocks - 1 - block
     t0 = block * ROWS
     t = t0 + tl.arange(0, ROWS)
     k_ptr += shared * S * D
@@ -716,12 +717,13 @@ def _rows_vjp(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    head = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(T, ROWS)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
     batch, h = head // H, head % H
     shared = batch * (H // group) + h // group
-    block = tl.program_id(0)
+    block = tl.program_id(0) % blocks
     if HAS_RIGHT:
-        block = tl.num_programs(0) - 1 - block
+        block = blocks - 1 - block
     t0 = block * ROWS
     t = t0 + tl.arange(0, ROWS)
     k_ptr += shared * S * D
@@ -939,10 +941,11 @@ def _keys_vjp(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    head = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(S, KEYS)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
     batch, h = head // H, head % H
     shared = batch * (H // group) + h // group
-    j0 = tl.program_id(0) * KEYS
+    j0 = tl.program_id(0) % blocks * KEYS
     j = j0 + tl.arange(0, KEYS)
     start, stop = 0, S
     if start_ptr is not None:

@@ -36,6 +36,7 @@ from fenchel.kernels import dual_attention as kernels
 from fenchel.sensitivity import attention_jacobian, self_attention_jacobian, spectral_norm
 
 TILE = kernels.Tile(32, 32, 4, 1)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on which the kernels are interpreted
 Three = tuple[Tensor, Tensor, Tensor]
 
 
@@ -51,9 +52,8 @@ def _kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def draw(seed: int, T: int = 9, S: int = 11) -> Three:
     g = torch.Generator().manual_seed(seed)
-    q, k, v = (
-        torch.randn(shape, generator=g) for shape in ((1, 2, T, 8), (1, 1, S, 8), (1, 1, S, 6))
-    )
+    shapes = (1, 2, T, 8), (1, 1, S, 8), (1, 1, S, 6)
+    q, k, v = (torch.randn(shape, generator=g).to(DEVICE) for shape in shapes)
     return q, k, v
 
 
@@ -126,7 +126,7 @@ def test_derivatives_up_to_the_second_by_torch_func(derivative: Derivative) -> N
 def test_a_second_backward_pass_and_no_third() -> None:
     x = [y.clone().requires_grad_() for y in X]
     first = torch.autograd.grad(ours(*x).sin().sum(), x, create_graph=True)
-    along = sum(((g * m).sum() for g, m in zip(first, MOVES, strict=True)), torch.zeros(()))
+    along = sum(((g * m).sum() for g, m in zip(first, MOVES, strict=True)), X[0].new_zeros(()))
     second = torch.autograd.grad(along, x, create_graph=True)
     near([y.detach() for y in second], reverse_of_reverse(exact, wide(X), wide(MOVES)))
     with pytest.raises(NotImplementedError, match="third one needs"):
@@ -251,8 +251,8 @@ def test_auto_takes_it_on_a_gpu_where_tangents_are_carried_or_two_derivatives_ta
 
 def test_on_a_cpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    q, k, v = X
-    with pytest.raises(ValueError, match="run on a GPU of NVIDIA"):
+    q, k, v = (x.cpu() for x in X)
+    with pytest.raises(ValueError, match="run on a Hopper GPU"):
         attend(q, k, v, backend="dual")
     assert selected(q, k, v, choice=Entmax(1.5)) != "dual"
 
@@ -283,7 +283,8 @@ def test_the_jacobian_operators_use_it_for_weights_that_do_not_fit_in_a_block() 
 
 def test_a_spectral_norm_through_it_is_that_of_the_dense_jacobian() -> None:
     g = torch.Generator().manual_seed(0)
-    x, *W = (torch.randn(shape, generator=g) / 2 for shape in ((9, 8), (8, 8), (8, 8), (8, 8)))
+    shapes = (9, 8), (8, 8), (8, 8), (8, 8)
+    x, *W = ((torch.randn(shape, generator=g) / 2).to(DEVICE) for shape in shapes)
     J = self_attention_jacobian(x, *W, prior=Causal(), budget=9)
     assert J.inner._kernels is not None
     found = spectral_norm(J, iterations=30, generator=g)
