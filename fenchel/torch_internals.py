@@ -30,6 +30,10 @@ _dynamo_marked_constant, on a function
     wrong. The public ``torch.compiler.assume_constant_result`` sets it, and loads the compiler.
 torch._dynamo.exc.TorchDynamoException
     The errors of torch.compile, those of its back ends included. There is no public name.
+torch.testing._internal.distributed.fake_pg.FakeStore, torch._subclasses.fake_tensor.FakeTensorMode
+torch.utils._python_dispatch.TorchDispatchMode
+    A process group that sends nothing, tensors without memory, and a record of the collectives: a
+    model divided among any number of ranks is tried in one process. There are no public names.
 
 What differs between versions, and what fenchel does about it:
 
@@ -42,8 +46,9 @@ What differs between versions, and what fenchel does about it:
   such a call runs uncompiled, with the right tangent.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -127,3 +132,56 @@ def compile_error() -> type[Exception]:
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
+
+
+@contextmanager
+def simulated_ranks(ranks: int) -> Iterator[None]:
+    """A process group of ``ranks`` in which this process is rank 0 and nothing is sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError("this process belongs to a group already; simulate ranks in another one.")
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def tensors_without_values() -> AbstractContextManager[object]:
+    """Within, tensors have shape, dtype and device, and neither values nor memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Collective(NamedTuple):
+    """One collective call."""
+
+    name: str
+    """"gather", "reduce-scatter", or torch's name for any other."""
+    part: int
+    """Bytes of one rank's part: the smaller of the two tensors."""
+
+
+@contextmanager
+def recorded_collectives() -> Iterator[list[Collective]]:
+    """The collectives that are called within, in order."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce-scatter"}
+    calls: list[Collective] = []
+
+    class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "c10d":
+                name = func.__name__.partition(".")[0]
+                sizes = [x.numel() * x.itemsize for x in args if isinstance(x, Tensor)]
+                calls.append(Collective(names.get(name, name), min(sizes, default=0)))
+            return func(*args, **(kwargs or {}))
+
+    with Record():  # type: ignore[no-untyped-call]
+        yield calls

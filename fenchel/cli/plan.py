@@ -1,0 +1,250 @@
+"""fenchel plan: memory, bytes and time of a run on many GPUs, before there is a run."""
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fenchel.cli.console import Console, Whole, printable, settings_from
+
+if TYPE_CHECKING:
+    from fenchel.distributed.plan import Cluster, Forecast, Plan
+
+Switch = Annotated[bool, Parameter(negative="")]
+_GB = 1e9
+
+
+def run(
+    config: Path | None = None,
+    /,
+    *,
+    gpus: Whole,
+    memory: float = 80.0,
+    per_node: Whole = 8,
+    rate: float = 440.0,
+    attention_rate: float = 360.0,
+    peak: float = 989.0,
+    inside: float = 450.0,
+    between: float = 50.0,
+    set: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
+    simulate: Switch = False,
+    json: Switch = False,
+) -> int:
+    """Memory per GPU, bytes exchanged, step time and days of a run on many GPUs, by formula.
+
+    Layouts are compared: weights on every GPU (none), divided among all (full) or inside each node
+    (node), sequences divided among 1, 2, 4 or 8 GPUs, with and without recomputation of blocks in
+    the backward pass. Those that fenchel train has are marked. docs/distributed.md says which
+    numbers are measured.
+
+    Parameters
+    ----------
+    config
+        A TOML file of settings as for fenchel train, or a size: demo, small, base, large.
+    gpus
+        How many GPUs.
+    memory
+        GB per GPU.
+    per_node
+        GPUs per machine.
+    rate
+        TFLOP/s that a GPU sustains in all products but those of attention.
+    attention_rate
+        TFLOP/s of attention, forward and backward.
+    peak
+        TFLOP/s of which the efficiency is the share.
+    inside
+        GB/s that a GPU receives inside its node.
+    between
+        GB/s that a GPU receives from other nodes.
+    set
+        One setting, such as train.batch=512; repeatable, overrides the file.
+    simulate
+        Also divide the model by torch's FSDP2 among so many simulated ranks, take one pass, and
+        compare what torch holds and sends with the formulas.
+    json
+        Print one JSON object, with bytes and seconds.
+    """
+    with Console(quiet=json) as console:
+        console.progress("loading torch", 0, 0)
+
+        from fenchel.distributed import plan as planning
+        from fenchel.model.config import SIZES
+        from fenchel.pipeline import settings
+
+        named = config is not None and str(config) in SIZES and not config.exists()
+        short = {"model.size": str(config) if named else None}
+        chosen = settings(settings_from(None if named else config, set, short))
+        try:
+            cluster = planning.Cluster(
+                ranks=gpus,
+                per_node=per_node,
+                memory=memory,
+                rate=rate,
+                attention_rate=attention_rate,
+                peak=peak,
+                inside=inside,
+                between=between,
+            )
+        except ValueError as error:  # named as fields there, as flags here
+            flag, equals, rest = str(error).replace("ranks=", "gpus=").partition("=")
+            named_flag = f"--{flag.replace('_', '-')}" if equals else flag
+            raise ValueError(f"{named_flag}{equals}{rest}") from None
+        sections = chosen.model, chosen.train, chosen.optim
+        result = planning.plan(*sections, cluster)
+        advice = None
+        if result.fastest(built=True) is None:
+            advice = planning.advice(*sections, cluster)
+        found = None
+        if simulate:
+            console.progress(f"simulating {gpus} ranks", 0, 0)
+            gather = chosen.train.gather
+            found = planning.simulate(chosen.model, ranks=gpus, gather=gather)
+            sizes = planning.Sizes(chosen.model, chosen.optim)
+            if wrong := planning.simulated_differs(found, sizes, ranks=gpus, gather=gather):
+                raise ValueError(f"the plan is wrong for this torch: {wrong}")
+    if json:
+        values = {
+            "parameters": result.parameters,
+            "tokens_per_step": result.tokens,
+            "flops_per_step": result.flops,
+            "layouts": [forecast.plain() for forecast in result.forecasts],
+            "refused": result.refused,
+            "advice": advice,
+            "simulated": None if found is None else found._asdict(),
+        }
+        print(json_format.dumps(values, indent=1))
+        return 0
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.S}"
+    console.message(
+        f"{result.parameters:,} parameters on {gpus} GPUs ({nodes}); {result.tokens:,} tokens and "
+        f"{result.flops:.3g} FLOP per step."
+    )
+    for table in (_memory_table(result), _time_table(result)):
+        console.terminal.print(table, markup=False)
+    for sentence in _sentences(result, cluster, advice):
+        console.message(sentence)
+    if found is not None:
+        console.message(
+            f"Simulated in {found.seconds:.0f} s: rank 0 of {gpus} holds {found.rows:,} numbers; "
+            f"{found.gathers} gathers of {_amount(found.gather_bytes)} GB and {found.reductions} "
+            f"reduce-scatters of {_amount(found.reduce_bytes)} GB per pass, as by the formulas."
+        )
+    return 0
+
+
+def _rows(plan: "Plan") -> list[tuple["Forecast", "Forecast"]]:
+    """(without, with) recomputation, by layout."""
+    return list(zip(plan.forecasts[::2], plan.forecasts[1::2], strict=True))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("shard", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _memory_table(plan: "Plan") -> Table:
+    names = "weights state gradients gathered casts activations kv loss exchange".split()
+    short = {
+        "gradients": "grads",
+        "gathered": "gather",
+        "activations": "activ.",
+        "exchange": "exch.",
+    }
+    table = _table(
+        "GB per GPU (the same with recomputation: activations, peak)",
+        *("context", *(short.get(name, name) for name in names), "peak", "activ.", "peak"),
+    )
+    for plain, again in _rows(plan):
+        cells = [_amount(plain.memory[name]) for name in names]
+        more = _amount(plain.peak), _amount(again.memory["activations"]), _amount(again.peak)
+        table.add_row(plain.layout.shard, str(plain.layout.context), *cells, *more)
+    return table
+
+
+def _time_table(plan: "Plan") -> Table:
+    table = _table(
+        "GB received per GPU and step; seconds per step; share of peak",
+        *("context", "passes", "inside", "between", "compute", "links", "step"),
+        *("of peak", "tokens/s", "days", "fits"),
+    )
+    for plain, again in _rows(plan):
+        f = again if again.fits and not plain.fits else plain
+        fits = "recomputed" if f is again else "yes" if f.fits else "no"
+        table.add_row(
+            f.layout.shard,
+            *(str(f.layout.context), str(f.passes), *map(_amount, f.received)),
+            *(_seconds(f.compute), _seconds(f.communication), _seconds(f.step)),
+            *(f"{100 * f.efficiency:.1f} %", _count(f.tokens_per_second)),
+            *("-" if f.days is None else f"{f.days:.3g}", fits),
+        )
+    return table
+
+
+def _sentences(plan: "Plan", cluster: "Cluster", advice: str | None) -> list[str]:
+    """What fits, what is fastest, and what would help where nothing fits."""
+    from fenchel.distributed.plan import USABLE
+
+    limit = f"{USABLE * cluster.memory:g} of {cluster.memory:g} GB"
+    sentences = []
+    if (ours := plan.fastest(built=True)) is not None:
+        sentences.append(f"Fastest of fenchel train within {limit}: {_phrase(ours)}.")
+    else:
+        small = plan.smallest
+        instead = f"; {advice}" if advice else ", and no change that was tried would make it fit"
+        sentences.append(
+            f"No layout of fenchel train fits {limit}{instead}. The smallest of all, "
+            f"{small.layout}, needs {_amount(small.peak)} GB."
+        )
+    every = plan.fastest()
+    if every is not None and every is not ours:
+        verb = "is fastest" if ours is not None else "fits"
+        sentences.append(
+            f"Of the layouts that fenchel train does not have yet, {_phrase(every)} {verb}."
+        )
+    if plan.refused:
+        layout, why = next(iter(plan.refused.items()))
+        more = f" and {len(plan.refused) - 1} more are" if len(plan.refused) > 1 else " is"
+        sentences.append(f"{layout}{more} left out: {printable(why)}")
+    return sentences
+
+
+def _phrase(f: "Forecast") -> str:
+    return f"{f.layout} ({_amount(f.peak)} GB, {_seconds(f.step)} s per step)"
+
+
+def _amount(size: float) -> str:
+    """Bytes in GB.
+
+    >>> _amount(13_400_000_000), _amount(120_000_000), _amount(0), _amount(3000)
+    ('13.4', '0.12', '0', '0.00')
+    """
+    gigabytes = size / _GB
+    return "0" if not size else f"{gigabytes:.2f}" if gigabytes < 9.995 else f"{gigabytes:.1f}"
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits.
+
+    >>> _seconds(3.2549), _seconds(0.00012)
+    ('3.25', '0.00012')
+    """
+    return f"{seconds:.3g}"
+
+
+def _count(number: float) -> str:
+    """With a unit from a thousand on.
+
+    >>> _count(637_204.0), _count(812.3)
+    ('637k', '812')
+    """
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

@@ -1,0 +1,103 @@
+"""fenchel plan, as a person and as a program would call it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fenchel.cli import main
+
+SEVEN_B = """
+text = {vocabulary = 32000}
+model = {width = 4096, layers = 32, heads = 32, hidden = 11008, context = 4096, tied = false}
+train = {steps = 100_000, batch = 512, accumulate = 512, gather = "bfloat16"}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "7b.toml").write_text(SEVEN_B)
+    return str(tmp_path / "7b.toml")
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_person_gets_two_tables_and_what_to_choose(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["plan", config, "--gpus", "64"]) == 0
+    shown = words(capsys)
+    assert "6,738,415,616 parameters on 64 GPUs (8 nodes of 8); 2,097,152 tokens" in shown
+    assert "Fastest of fenchel train within 72 of 80 GB: shard=full (" in shown
+    assert shown.count(" none ") == shown.count(" full ") == shown.count(" node ") == 8
+
+
+def test_a_program_gets_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--gpus", "64", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] == 6_738_415_616
+    assert len(plan["layouts"]) == 3 * 4 * 2
+    full = next(row for row in plan["layouts"] if row["layout"]["shard"] == "full")
+    assert full["memory"]["gradients"] == 4 * 105_287_744
+    assert full["days"] == pytest.approx(100_000 * full["step"] / 86400)
+    assert (full["fits"], full["built"]) == (True, True)
+    assert plan["advice"] is None
+
+
+def test_where_nothing_fits_a_change_that_would_is_named(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, "--gpus", "64", "--set", "train.accumulate=1"]) == 0
+    shown = words(capsys)
+    assert "No layout of fenchel train fits 72 of 80 GB; shard=full fits with" in shown
+    assert "train.accumulate=256 (" in shown
+    assert "that fenchel train does not have yet, shard=full with recomputation (" in shown
+    assert main(["plan", config, "--gpus", "64", "--memory", "2"]) == 0
+    assert "no change that was tried would make it fit" in words(capsys)
+
+
+def test_a_size_is_a_config_and_layouts_that_cannot_be_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "small", "--gpus", "64"]) == 0
+    shown = words(capsys)
+    assert "64 GPUs" in shown
+    assert "shard=none and 5 more are left out: train.batch=32 does not split into 64" in shown
+
+
+def test_the_formulas_are_compared_with_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "model.width=64 model.heads=2 model.layers=2 model.context=32 text.vocabulary=515"
+    sets = [word for size in sizes.split() for word in ("--set", size)]
+    assert main(["plan", "--gpus", "16", "--simulate", *sets]) == 0
+    shown = words(capsys)
+    assert "rank 0 of 16 holds" in shown
+    assert "5 gathers of" in shown
+    assert "3 reduce-scatters of" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpus", "0"], "--gpus=0 should be at least 1."),
+        (["--gpus", "12"], "12 GPUs do not fill nodes of 8; give a multiple of 8."),
+        (["--gpus", "8", "--per-node", "-1"], "--per-node=-1 should be at least 1."),
+        (["--gpus", "8", "--memory", "0"], "--memory=0.0 should be above 0 and finite."),
+        (["--gpus", "8", "--rate", "nan"], "--rate=nan should be above 0 and finite."),
+        (["--gpus", "8", "--attention-rate", "-3"], "--attention-rate=-3.0 should be above 0"),
+        (["--gpus", "64", "--set", "train.batch=3"], "train.batch=3 does not split into 64 cells"),
+        (["--gpus", "8", "--set", "model.width=x"], "width"),
+        (["missing.toml", "--gpus", "8"], "there is no settings file missing.toml."),
+        ([], "--gpus"),
+    ],
+)
+def test_wrong_arguments_get_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert error.startswith("fenchel: ")
+    assert sentence in error
+    assert "Traceback" not in error
