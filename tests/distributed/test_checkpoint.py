@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from fenchel.checkpoints import load_model, run_checkpoint
 from fenchel.distributed.cells import CellStepper
-from fenchel.files import verify
+from fenchel.files import locked, verify
 
 STEPS = 12
 SETTINGS = {
@@ -238,3 +239,24 @@ def test_a_process_killed_while_it_saves_harms_no_checkpoint(
     assert ended.codes == [0], ended.output
     assert not list((run / "checkpoints").glob("*.tmp-*"))
     assert tensors(run / "checkpoints" / f"step-{STEPS:06d}") == whole["tensors"]
+
+
+def test_a_process_that_does_not_answer_ends_the_run_after_the_timeout(
+    launch, text, tmp_path
+) -> None:
+    run = tmp_path / "run"
+    words = beginning(run, text, train__timeout=2)
+    ended = launch.command(2, *words, before=at_step(3, 1, lambda: time.sleep(4)))
+    assert 0 not in ended.codes
+    assert "".join(ended.output).count("fenchel: ") == 1
+    assert "a process of this run has ended or does not answer" in ended.output[0]
+
+
+def test_a_run_that_is_being_written_is_refused_to_all(launch, text, tmp_path) -> None:
+    run = tmp_path / "run"
+    assert launch.command(1, *beginning(run, text, train__steps=1)).codes == [0]
+    with locked(run):
+        ended = launch.command(2, "train", "--resume", run)
+    assert ended.codes == [2, 2]
+    assert ended.output[0].count("is being written by process") == 1
+    assert ended.output[1] == ""
