@@ -7,7 +7,7 @@ Inputs are larger than the L2 cache.
     us             median of the events around a call
     of_read        the bytes that a call must touch over its time, as a share of the bandwidth of a
                    sum over two gigabytes in the same process: keys and values, for entmax the
-                   keys, the scores written and read twice, and the active pages of the values
+                   keys, the scores written, and the active pages of scores and values
     to_softmax     its time by that of softmax over the same cache in bfloat16
     pages          share of the pages of values that hold support of any query of a group
 
@@ -112,6 +112,7 @@ def _time(
         CacheTensors,
         DecodePosition,
         attend_decode,
+        padded_slots,
     )
 
     n, D = cache.n, cache.D
@@ -126,6 +127,7 @@ def _time(
             for i in (0, 1)
         )
         del parts
+        v = torch.nn.functional.pad(v.transpose(2, 3), (0, padded_slots(n) - n)).contiguous()
         tensors = CacheTensors(k, v, ks.squeeze(-1), vs.squeeze(-1))
     o = torch.full((BATCH, HEADS * D), torch.nan, device="cuda", dtype=torch.bfloat16)
 
@@ -147,7 +149,7 @@ def _time(
     sizes = [x.nbytes for x in tensors if x is not None]
     touched = sum(sizes)
     if alpha != 1.0:
-        touched = sizes[0] + pages * sizes[1] + 3 * BATCH * HEADS * n * 4
+        touched = sizes[0] + pages * sizes[1] + (1 + pages) * BATCH * HEADS * n * 4
     _add(
         lines,
         n=n,

@@ -14,11 +14,13 @@ has no token: nothing is written to its cache and its output is zero.
 **int8 cache.** keys = s n with n of one byte and one float32 s per slot and head, as in
 generation/kv_cache.py, and values likewise. The scales leave both sums:
 
-    z_s = (scale s_s) (q . n_s),         o = sum_s (p_s s_s) n_s,
+    z_s = (scale s_s) (q . n_s),         o = sum_s (p_s s_s) n_s.
 
-so one multiplication per score replaces one per entry, and bytes are widened in registers. An
-integer up to 127 is exact in bfloat16. The newest token is rounded like all others, so that a token
-has one value from its first use on.
+The sums themselves are products of bytes: q and p_s s_s are written as s (n + n' / 254) per row,
+n and n' of one byte each, which is closer than bfloat16 is, and n and n' are two halves of the rows
+of one tile. Widening the cache instead takes five instructions per pair of entries, and an H200
+was bound by them: half of the read bandwidth, no faster than bfloat16. The newest token is rounded
+like all others, so that a token has one value from its first use on.
 
 **One program per query head** (``_attend_decode``) for short caches and few rows. The program
 computes the newest key and value itself: the first head of a group writes them, and no other head
@@ -52,10 +54,10 @@ Newton's method on f^(1/r) = 1, a norm of [s - t]_+ and so convex in t,
 
     t <- t + (f - f^(1 - 1/r)) / g,      g = sum [s - t]_+^(r - 1),
 
-starts at max s - 1 <= tau and never passes tau. Its first step skips pages below max s - 1 and
-stores what is above it, a few hundredths of a long row; the later steps read only that. Bytes per
-slot and group in bfloat16: 2 D for the key, 4 M for s written once and read twice, 2 D for the
-value where its page is active; softmax reads 4 D.
+rises from any t <= tau and never passes tau. The largest scores of the pages are some of the
+scores, so their own threshold is at most tau: it comes first, from R / 64 numbers, and the search
+for tau then reads only the pages above it. Bytes per slot and group in bfloat16: 2 D for the key,
+4 M for s written, 2 D for the value and 4 M for s read where a page is active; softmax reads 4 D.
 
 Rotated entries are rounded where fenchel/attention/rotary.py rounds; scores, thresholds and sums
 are in float32, and weights are rounded to the dtype of q before they meet the values.
@@ -83,10 +85,16 @@ SHORT = 512
 """Slots up to which a few rows are served by one program per query head."""
 FEW_PROGRAMS = 64
 """B G from which one program per group fills the device even without splits."""
-PROGRAMS = 528
-"""Programs per launch that splits aim at: four per multiprocessor of an H200."""
+PROGRAMS = 1056
+"""Programs per launch that splits aim at, eight per multiprocessor of an H200: 94 % of its read
+bandwidth at 32k slots of D = 128, against 91 % with four."""
+TILE = 8192
+"""Entries of a block of keys: 64 slots of D = 128, 128 of D = 64, where 64 give 72 % of the read
+bandwidth instead of 85 %."""
 PAGE = 64
-"""Slots per iteration of the split kernels, and per page of values that entmax reads or skips."""
+"""Slots per page of values that entmax reads or skips."""
+MULTIPLE = 128
+"""The slots of the values of an int8 cache are a multiple of this, so that no block is cut."""
 SPLIT_SLOTS = 256
 """Fewest slots of a split."""
 MAX_SPLITS = 128
@@ -94,8 +102,10 @@ STAGES = 3
 """Blocks of keys and values in flight per program."""
 ROWS = tl.constexpr(16)
 """Fewest rows of a tile of queries that ``tl.dot`` takes."""
-CHUNK = 2048
-"""Scores per iteration of the threshold search."""
+CHUNK = 1024
+"""Pages per iteration of the threshold search."""
+GATHER = tl.constexpr(16)
+"""Pages of scores per iteration of the threshold search."""
 LOG2_E = tl.constexpr(math.log2(math.e))
 ROUND = tl.constexpr(1.5 * 2.0**23)
 """x + ROUND - ROUND is x rounded to an integer, ties to even, for |x| below 2^22."""
@@ -110,7 +120,12 @@ class DecodePosition(NamedTuple):
 
 
 class CacheTensors(NamedTuple):
-    """Keys and values, and in an int8 cache their scales."""
+    """Keys and values, and in an int8 cache their scales.
+
+    The values of an int8 cache are (B, G, D, R') with R' = ``padded_slots(R)``: the sum over slots
+    runs along the memory, as the sum over D does for keys. In rows of D, the pairs of slots that
+    the tensor cores take would be gathered byte by byte.
+    """
 
     keys: Tensor
     values: Tensor
@@ -146,9 +161,9 @@ def attend_decode(
         "H": H,
         "G": G,
         "D": D,
-        "GROUP": max(ROWS.value, triton.next_power_of_2(H // G)),
-        "BLOCK": max(16, triton.next_power_of_2(D)),
-        "SLOTS": PAGE,
+        # An int8 cache meets two tiles of bytes per tile of queries, and 32 bytes per product.
+        "GROUP": max(ROWS.value, triton.next_power_of_2(H // G) * (1 if dense else 2)),
+        "BLOCK": max(16 if dense else 32, triton.next_power_of_2(D)),
         "PER_ROW": int(len(place.token) > 1),
         # tl.dot of bfloat16 is wrong in Triton's interpreter, which serves tensors on a CPU.
         "WIDEN": qkv_BC.device.type == "cpu",
@@ -162,32 +177,46 @@ def attend_decode(
     grid = (B * G, splits)
     if alpha == 1.0:
         top = None if total is None else torch.empty_like(total)
+        slots = min(MULTIPLE, max(PAGE, TILE // sizes["BLOCK"]))
         _split_softmax[grid](
-            *inputs, mix, total, top, R, scale, splits, **sizes, STAGES=STAGES, **launch
+            *inputs,
+            mix,
+            total,
+            top,
+            R,
+            padded_slots(R),
+            scale,
+            splits,
+            **sizes,
+            SLOTS=slots if dense else MULTIPLE,
+            STAGES=STAGES,
+            **launch,
         )
     else:
         pages = triton.cdiv(R, PAGE)
-        scores, candidates = (new(B * H, pages * PAGE, dtype=torch.float32) for _ in range(2))
+        scores = new(B * H, pages * PAGE, dtype=torch.float32)
         page_tops = new(B * H, pages, dtype=torch.float32)
         highest, tau = (new(B * H, dtype=torch.float32) for _ in range(2))
-        listed = new(B * G, pages, dtype=torch.int32)
+        listed, listed_by_group = (new(x, pages, dtype=torch.int32) for x in (B * H, B * G))
         position = place.token, place.fill
         _split_scores[grid](
             *inputs,
             scores,
             page_tops,
             R,
+            padded_slots(R),
             scale * (alpha - 1.0),
             splits,
             pages,
             **sizes,
+            SLOTS=PAGE,
             STAGES=STAGES,
             **launch,
         )
         _threshold[(B * H,)](
             scores,
             page_tops,
-            candidates,
+            listed,
             highest,
             tau,
             *position,
@@ -195,7 +224,7 @@ def attend_decode(
             pages,
             H=H,
             ALPHA=alpha,
-            CHUNK=CHUNK,
+            CHUNK=min(CHUNK, max(32, triton.next_power_of_2(pages))),
             SLOTS=PAGE,
             PER_ROW=sizes["PER_ROW"],
             **launch,
@@ -207,15 +236,17 @@ def attend_decode(
             page_tops,
             highest,
             tau,
-            listed,
+            listed_by_group,
             *position,
             mix,
             total,
             R,
+            padded_slots(R),
             splits,
             pages,
             qkv_BC,
             **sizes,
+            SLOTS=PAGE,
             ALPHA=alpha,
             STAGES=STAGES,
             **launch,
@@ -237,6 +268,15 @@ def attend_decode(
 def split_count(programs: int, R: int) -> int:
     """Splits per group: enough that all multiprocessors work, and none of a few slots."""
     return max(1, min(-(-PROGRAMS // programs), -(-R // SPLIT_SLOTS), MAX_SPLITS))
+
+
+def padded_slots(R: int) -> int:
+    """Slots of the values of an int8 cache.
+
+    >>> padded_slots(300)
+    384
+    """
+    return -(-R // MULTIPLE) * MULTIPLE
 
 
 def _launch_per_head(
@@ -277,15 +317,14 @@ def _launch_per_head(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_rotated(x_ptr, d, inside, cos_ptr, sin_ptr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load and rotate heads, one entry per d: with sin = (-s, s) each half adds the other times its
-    own sine. d counts from the first entry of the first head.
+    """Load and rotate one head, or a column of heads: with sin = (-s, s) each half adds the other
+    times its own sine.
     """
     x = tl.load(x_ptr + d, mask=inside, other=0.0)
     if cos_ptr is not None:
-        at = d % D
-        cos = tl.load(cos_ptr + at, mask=inside, other=0.0)
-        sin = tl.load(sin_ptr + at, mask=inside, other=0.0)
-        other = tl.load(x_ptr + d - at + (at + D // 2) % D, mask=inside, other=0.0)
+        cos = tl.load(cos_ptr + d, mask=d < D, other=0.0)
+        sin = tl.load(sin_ptr + d, mask=d < D, other=0.0)
+        other = tl.load(x_ptr + (d + D // 2) % D, mask=inside, other=0.0)
         kept = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
         x = (kept.to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
     return x
@@ -393,11 +432,19 @@ def _present_slots(token_ptr, fill_ptr, b, R, PER_ROW: tl.constexpr):  # type: i
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _split_bounds(first, last, splits, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The run of this split: whole blocks, counted from the first present slot."""
-    per_split = tl.cdiv(tl.cdiv(last - first, SLOTS), splits) * SLOTS
-    start = first + tl.program_id(1) * per_split
-    return start, tl.minimum(start + per_split, last)
+def _present_pages(first, last, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The blocks of slots that hold a token, none where no slot does."""
+    begin = first // SLOTS
+    return begin, tl.where(last > first, tl.cdiv(last, SLOTS), begin)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _split_pages(first, last, splits, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The blocks of this split."""
+    begin, end = _present_pages(first, last, SLOTS)
+    per_split = tl.cdiv(end - begin, splits)
+    begin = tl.minimum(begin + tl.program_id(1) * per_split, end)
+    return begin, tl.minimum(begin + per_split, end)
 
 
 @triton.jit
@@ -405,8 +452,30 @@ def _quantise(x):  # type: ignore[no-untyped-def]
     """(n, s) with x close to s n, as ``quantise_int8`` of generation/kv_cache.py."""
     s = tl.div_rn(tl.max(tl.abs(x), 0), 127.0)
     n = tl.where(s > 0, tl.div_rn(x, tl.where(s > 0, s, 1.0)), 0.0)
-    n = n + ROUND - ROUND
-    return tl.minimum(tl.maximum(n, -127.0), 127.0), s
+    return tl.minimum(tl.maximum(n + ROUND - ROUND, -127.0), 127.0), s
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _split_bytes(x, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(n, s) of x (GROUP, N), whose second half of rows repeats the first.
+
+    x = s (n + n' / 254) to a part in 64,516 of the largest entry of a row, n in the first half of
+    the rows and n' in the second.
+    """
+    s = tl.max(tl.abs(x), 1) / 127.0
+    y = x / tl.where(s > 0, s, 1.0)[:, None]
+    n = y + ROUND - ROUND
+    low = tl.arange(0, GROUP) >= GROUP // 2
+    return tl.where(low[:, None], (y - n) * 254.0 + ROUND - ROUND, n).to(tl.int8), s
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """n + n' / 254 of products x (GROUP, N) with the two halves, in both halves of the rows."""
+    part = tl.arange(0, 2)[:, None, None]
+    weight = tl.where(part == 0, 1.0, 1.0 / 254.0)
+    whole = tl.sum(tl.reshape(x.to(tl.float32), (2, GROUP // 2, N)) * weight, 0)
+    return tl.reshape(tl.broadcast_to(whole[None, :, :], (2, GROUP // 2, N)), (GROUP, N))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -423,6 +492,7 @@ def _newest(  # type: ignore[no-untyped-def]
     n,
     fill,
     place,
+    padded,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -431,6 +501,7 @@ def _newest(  # type: ignore[no-untyped-def]
 ):
     """The rotated queries of a group (GROUP, BLOCK), and the newest key and value as they are read
     from the cache, in float32; the first split stores these. The pointers are those of the group.
+    For an int8 cache the second half of the rows repeats the first.
     """
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
@@ -438,9 +509,10 @@ def _newest(  # type: ignore[no-untyped-def]
         cos_ptr += tl.maximum(n - fill, 0) * D
         sin_ptr += tl.maximum(n - fill, 0) * D
     qkv_ptr += b.to(tl.int64) * (H + 2 * G) * D
-    inside = (m < H // G)[:, None] & (d < D)[None, :]
-    at = m[:, None] * D + d[None, :]
-    q = _load_rotated(qkv_ptr + g * (H // G) * D, at, inside, cos_ptr, sin_ptr, D)
+    head = m if key_scales_ptr is None else m % (GROUP // 2)
+    inside = (head < H // G)[:, None] & (d < D)[None, :]
+    heads_ptr = qkv_ptr + (g * (H // G) + head[:, None]) * D
+    q = _load_rotated(heads_ptr, d[None, :], inside, cos_ptr, sin_ptr, D)
     k = _load_rotated(qkv_ptr + (H + g) * D, d, d < D, cos_ptr, sin_ptr, D)
     v = tl.load(qkv_ptr + (H + G + g) * D + d, mask=d < D, other=0.0)
     k = k.to(tl.float32)
@@ -453,8 +525,10 @@ def _newest(  # type: ignore[no-untyped-def]
     if (tl.program_id(1) == 0) & (n >= fill):
         stored = keys_ptr.dtype.element_ty
         tl.store(keys_ptr + place * D + d, k.to(stored), mask=d < D)
-        tl.store(values_ptr + place * D + d, v.to(stored), mask=d < D)
-        if key_scales_ptr is not None:
+        if key_scales_ptr is None:
+            tl.store(values_ptr + place * D + d, v.to(stored), mask=d < D)
+        else:
+            tl.store(values_ptr + d * padded + place, v.to(stored), mask=d < D)
             tl.store(key_scales_ptr + place, ks)
             tl.store(value_scales_ptr + place, vs)
     if key_scales_ptr is not None:
@@ -469,6 +543,53 @@ def _load_block(x_ptr, slot, there, d, D: tl.constexpr, BLOCK: tl.constexpr):  #
     if D != BLOCK:  # else no mask along a row: one that may end anywhere is loaded entry by entry
         mask = mask & (d < D)[None, :]
     return tl.load(x_ptr + slot[:, None] * D + d[None, :], mask=mask, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_values(  # type: ignore[no-untyped-def]
+    x_ptr,
+    at,
+    there,
+    d,
+    padded,
+    INT8: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Values of the slots from ``at`` on, (SLOTS, BLOCK).
+
+    Bytes of slots without a token are read too, as no byte is nan and their weight is 0.
+    """
+    slot = at + tl.arange(0, SLOTS)
+    if INT8:
+        where = x_ptr + d[:, None] * padded + slot[None, :]
+        if D == BLOCK:  # noqa: SIM108
+            x = tl.load(where)
+        else:
+            x = tl.load(where, mask=(d < D)[:, None], other=0)
+        x = tl.trans(x)
+    else:
+        x = _load_block(x_ptr, slot, there, d, D, BLOCK)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _products(q, keys, q_scales, GROUP: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """q . k (GROUP, SLOTS) in float32; of bytes where the keys are bytes."""
+    if keys.dtype == tl.int8:
+        z = tl.dot(q, tl.trans(keys), out_dtype=tl.int32)
+        z = _join_bytes(z, GROUP, SLOTS) * q_scales[:, None]
+    else:
+        z = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+    return z
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_bytes(mix, p, values, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """mix + p values, where the values are bytes."""
+    n, s = _split_bytes(p, GROUP)
+    return mix + _join_bytes(tl.dot(n, values, out_dtype=tl.int32), GROUP, BLOCK) * s[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -502,6 +623,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
     total_ptr,
     top_ptr,
     R,
+    padded,
     scale,
     splits,
     H: tl.constexpr,
@@ -523,10 +645,10 @@ def _split_softmax(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     n, fill, place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
-    start, end = _split_bounds(first, last, splits, SLOTS)
+    begin, end = _split_pages(first, last, splits, SLOTS)
     base = tl.program_id(0).to(tl.int64) * R
     keys_ptr += base * D
-    values_ptr += base * D
+    values_ptr += base * D if key_scales_ptr is None else tl.program_id(0).to(tl.int64) * padded * D
     if key_scales_ptr is not None:
         key_scales_ptr += base
         value_scales_ptr += base
@@ -543,6 +665,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
         n,
         fill,
         place,
+        padded,
         H,
         G,
         D,
@@ -556,14 +679,20 @@ def _split_softmax(  # type: ignore[no-untyped-def]
     top = tl.where(own, top, FLOOR)
     total = tl.where(own, 1.0, tl.zeros((GROUP,), tl.float32))
     mix = tl.where(own, v_new[None, :], tl.zeros((GROUP, BLOCK), tl.float32))
-    if WIDEN:
+    q_scales = tl.full((GROUP,), 1.0, tl.float32)
+    if key_scales_ptr is not None:
+        q, q_scales = _split_bytes(q.to(tl.float32), GROUP)
+    elif WIDEN:
         q = q.to(tl.float32)
-    for at in tl.range(start, end, SLOTS, num_stages=STAGES):
+    for page in tl.range(begin, end, num_stages=STAGES):
+        at = page * SLOTS
         slot = at + tl.arange(0, SLOTS)
-        there = (slot < end) & (slot != place)
+        there = (slot >= first) & (slot < last) & (slot != place)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
-        values = _load_block(values_ptr, slot, there, d, D, BLOCK)
-        z = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * scale
+        values = _load_values(
+            values_ptr, at, there, d, padded, value_scales_ptr is not None, D, BLOCK, SLOTS
+        )
+        z = _products(q, keys, q_scales, GROUP, SLOTS) * scale
         if key_scales_ptr is not None:
             z *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
         z = tl.where(there[None, :], z, -float("inf"))
@@ -571,9 +700,12 @@ def _split_softmax(  # type: ignore[no-untyped-def]
         p = tl.exp2(z - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
+        mix *= fade[:, None]
         if value_scales_ptr is not None:
             p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]
-        mix = tl.dot(p.to(q.dtype), values.to(q.dtype), mix * fade[:, None], input_precision="ieee")
+            mix = _add_bytes(mix, p, values, GROUP, BLOCK)
+        else:
+            mix = tl.dot(p.to(q.dtype), values.to(q.dtype), mix, input_precision="ieee")
         top = higher
     row = tl.program_id(0) * (H // G) + m
     if top_ptr is not None:
@@ -627,6 +759,7 @@ def _split_scores(  # type: ignore[no-untyped-def]
     scores_ptr,
     page_tops_ptr,
     R,
+    padded,
     scale,
     splits,
     pages,
@@ -649,10 +782,10 @@ def _split_scores(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     n, fill, place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
-    start, end = _split_bounds(first, last, splits, SLOTS)
+    begin, end = _split_pages(first, last, splits, SLOTS)
     base = tl.program_id(0).to(tl.int64) * R
     keys_ptr += base * D
-    values_ptr += base * D
+    values_ptr += base * D if key_scales_ptr is None else tl.program_id(0).to(tl.int64) * padded * D
     if key_scales_ptr is not None:
         key_scales_ptr += base
         value_scales_ptr += base
@@ -669,6 +802,7 @@ def _split_scores(  # type: ignore[no-untyped-def]
         n,
         fill,
         place,
+        padded,
         H,
         G,
         D,
@@ -677,21 +811,24 @@ def _split_scores(  # type: ignore[no-untyped-def]
     )
     # The split with the newest token may not be the one that stores it, so all compute its score.
     own = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
-    if WIDEN:
+    q_scales = tl.full((GROUP,), 1.0, tl.float32)
+    if key_scales_ptr is not None:
+        q, q_scales = _split_bytes(q.to(tl.float32), GROUP)
+    elif WIDEN:
         q = q.to(tl.float32)
     row = (tl.program_id(0) * (H // G) + m).to(tl.int64)
-    for at in tl.range(start, end, SLOTS, num_stages=STAGES):
-        slot = at + tl.arange(0, SLOTS)
-        there = (slot < end) & (slot != place)
+    for page in tl.range(begin, end, num_stages=STAGES):
+        slot = page * SLOTS + tl.arange(0, SLOTS)
+        present = (slot >= first) & (slot < last)
+        there = present & (slot != place)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
-        s = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * scale
+        s = _products(q, keys, q_scales, GROUP, SLOTS) * scale
         if key_scales_ptr is not None:
             s *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
         s = tl.where((slot == place)[None, :], own[:, None], s)
-        s = tl.where((slot < end)[None, :], s, -float("inf"))
+        s = tl.where(present[None, :], s, -float("inf"))
         mask = (m < H // G)[:, None] & (slot >= 0)[None, :]
-        tl.store(scores_ptr + row[:, None] * (pages * SLOTS) + (slot - first)[None, :], s, mask)
-        page = (at - first) // SLOTS
+        tl.store(scores_ptr + row[:, None] * (pages * SLOTS) + slot[None, :], s, mask)
         tl.store(page_tops_ptr + row * pages + page, tl.max(s, 1), mask=m < H // G)
 
 
@@ -713,21 +850,22 @@ def _power_terms(w, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _newton_step(t, f, g, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
+def _newton_step(f, g, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How far t rises; 0 for a row without scores."""
     if ALPHA == 1.5:
         root = tl.sqrt(f)
     elif ALPHA == 2.0:
         root = f * 0.0 + 1.0
     else:
-        root = tl.exp2(tl.log2(f) * (2.0 - ALPHA))  # 1 - 1 / r
-    return t + (f - root) / g
+        root = tl.exp2(tl.log2(tl.where(f > 0, f, 1.0)) * (2.0 - ALPHA))  # 1 - 1 / r
+    return tl.where(g > 0, (f - root) / tl.where(g > 0, g, 1.0), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _threshold(  # type: ignore[no-untyped-def]
     scores_ptr,
     page_tops_ptr,
-    candidates_ptr,
+    listed_ptr,
     highest_ptr,
     tau_ptr,
     token_ptr,
@@ -744,60 +882,67 @@ def _threshold(  # type: ignore[no-untyped-def]
     """tau of a row, relative to its largest score, which is exact for scores of any size."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNK)
-    PAGES: tl.constexpr = CHUNK // SLOTS
-    page = tl.arange(0, PAGES)
+    slot = tl.arange(0, SLOTS)
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     _n, _fill, _place, first, last = _present_slots(
         token_ptr, fill_ptr, tl.program_id(0) // H, R, PER_ROW
     )
-    here = tl.cdiv(last - first, SLOTS)
+    begin, end = _present_pages(first, last, SLOTS)
     scores_ptr += row * pages * SLOTS
-    candidates_ptr += row * pages * SLOTS
     page_tops_ptr += row * pages
+    listed_ptr += row * pages
     top = tl.full((CHUNK,), FLOOR, tl.float32)
-    for start in range(0, here, CHUNK):
-        x = tl.load(page_tops_ptr + start + lane, mask=start + lane < here, other=FLOOR)
+    for start in range(begin, end, CHUNK):
+        x = tl.load(page_tops_ptr + start + lane, mask=start + lane < end, other=FLOOR)
         top = tl.maximum(top, x)
     highest = tl.max(top, 0)
 
-    # The first step, at t = -1, stores every score above it.
-    f_lanes = tl.zeros((CHUNK,), tl.float32)
-    g_lanes = tl.zeros((CHUNK,), tl.float32)
-    count = 0
-    for start in range(0, here, PAGES):
-        x = tl.load(page_tops_ptr + start + page, mask=start + page < here, other=FLOOR)
-        if tl.max(x, 0) - highest > -1.0:
-            at = start * SLOTS + lane
-            s = tl.load(scores_ptr + at, mask=at < here * SLOTS, other=-float("inf")) - highest
-            kept = s > -1.0
-            f, g = _power_terms(s + 1.0, ALPHA)
+    # The threshold of the largest scores of the pages alone, which is at most tau.
+    t = highest * 0.0 - 1.0
+    step = t + 2.0
+    steps = 0
+    while (step > 1e-7) & (steps < NEWTON_STEPS):
+        f_lanes = tl.zeros((CHUNK,), tl.float32)
+        g_lanes = tl.zeros((CHUNK,), tl.float32)
+        for start in range(begin, end, CHUNK):
+            x = tl.load(page_tops_ptr + start + lane, mask=start + lane < end, other=-float("inf"))
+            f, g = _power_terms(x - highest - t, ALPHA)
             f_lanes += f
             g_lanes += g
-            kept_here = kept.to(tl.int32)
-            to = count + tl.cumsum(kept_here, 0) - 1
-            tl.store(candidates_ptr + to, s, mask=kept)
-            count += tl.sum(kept_here, 0)
-    t = -1.0 + tl.zeros((1,), tl.float32).sum(0)
-    if count > 0:
-        tl.debug_barrier()  # candidates are read by other threads than wrote them
-        t = _newton_step(t, tl.sum(f_lanes, 0), tl.sum(g_lanes, 0), ALPHA)
-        step = 1.0 + t * 0.0
-        steps = 0
-        while (step > 1e-7) & (steps < NEWTON_STEPS):
-            f_lanes = tl.zeros((CHUNK,), tl.float32)
-            g_lanes = tl.zeros((CHUNK,), tl.float32)
-            for start in range(0, count, CHUNK):
-                at = start + lane
-                s = tl.load(candidates_ptr + at, mask=at < count, other=-float("inf"))
-                f, g = _power_terms(s - t, ALPHA)
-                f_lanes += f
-                g_lanes += g
-            after = _newton_step(t, tl.sum(f_lanes, 0), tl.sum(g_lanes, 0), ALPHA)
-            step = after - t
-            t = after
-            steps += 1
+        step = _newton_step(tl.sum(f_lanes, 0), tl.sum(g_lanes, 0), ALPHA)
+        t += step
+        steps += 1
+
+    # A page whose largest score is not above it holds no support.
+    t -= 1e-6
+    count = 0
+    for start in range(begin, end, CHUNK):
+        x = tl.load(page_tops_ptr + start + lane, mask=start + lane < end, other=-float("inf"))
+        above = (x - highest > t).to(tl.int32)
+        tl.store(listed_ptr + count + tl.cumsum(above, 0) - 1, start + lane, mask=above > 0)
+        count += tl.sum(above, 0)
+    tl.debug_barrier()  # the list is read by other threads than wrote it
+    step = t * 0.0 + 1.0
+    steps = 0
+    while (step > 1e-7) & (steps < NEWTON_STEPS):
+        f_tile = tl.zeros((GATHER, SLOTS), tl.float32)
+        g_tile = tl.zeros((GATHER, SLOTS), tl.float32)
+        for start in range(0, count, GATHER):
+            i = start + tl.arange(0, GATHER)
+            page = tl.load(listed_ptr + i, mask=i < count, other=0)
+            s = tl.load(
+                scores_ptr + page[:, None] * SLOTS + slot[None, :],
+                mask=(i < count)[:, None],
+                other=-float("inf"),
+            )
+            f, g = _power_terms(s - highest - t, ALPHA)
+            f_tile += f
+            g_tile += g
+        step = _newton_step(tl.sum(tl.sum(f_tile, 1), 0), tl.sum(tl.sum(g_tile, 1), 0), ALPHA)
+        t += step
+        steps += 1
     tl.store(highest_ptr + row, highest)
     tl.store(tau_ptr + row, t)
 
@@ -816,6 +961,7 @@ def _mix_pages(  # type: ignore[no-untyped-def]
     mix_ptr,
     total_ptr,
     R,
+    padded,
     splits,
     pages,
     qkv_ptr,
@@ -841,25 +987,26 @@ def _mix_pages(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     _n, _fill, _place, first, last = _present_slots(token_ptr, fill_ptr, b, R, PER_ROW)
-    start, end = _split_bounds(first, last, splits, SLOTS)
-    base = tl.program_id(0).to(tl.int64) * R
-    values_ptr += base * D
-    if value_scales_ptr is not None:
-        value_scales_ptr += base
-    row = tl.program_id(0) * (H // G) + m
+    begin, end = _split_pages(first, last, splits, SLOTS)
+    base = tl.program_id(0).to(tl.int64)
+    if value_scales_ptr is None:
+        values_ptr += base * R * D
+    else:
+        values_ptr += base * padded * D
+        value_scales_ptr += base * R
+    head = m if value_scales_ptr is None else m % (GROUP // 2)
+    row = tl.program_id(0) * (H // G) + head
     wide_row = row.to(tl.int64)
-    inside = m < H // G
+    inside = head < H // G
     # A row of padding has an infinite threshold.
     highest = tl.load(highest_ptr + row, mask=inside, other=0.0)
     tau = tl.load(tau_ptr + row, mask=inside, other=float("inf"))
 
-    page = (start - first) // SLOTS
-    until = tl.cdiv(end - first, SLOTS)
-    listed_ptr += tl.program_id(0).to(tl.int64) * pages + page
+    listed_ptr += tl.program_id(0).to(tl.int64) * pages + begin
     count = 0
-    for from_page in range(page, until, PAGES):
-        at = from_page + lane
-        mask = inside[:, None] & (at < until)[None, :]
+    for start in range(begin, end, PAGES):
+        at = start + lane
+        mask = inside[:, None] & (at < end)[None, :]
         tops = tl.load(page_tops_ptr + wide_row[:, None] * pages + at[None, :], mask, -float("inf"))
         above = tops - highest[:, None] > tau[:, None]
         active = tl.max(above.to(tl.int32), 0)
@@ -871,15 +1018,19 @@ def _mix_pages(  # type: ignore[no-untyped-def]
     total = tl.zeros((GROUP,), tl.float32)
     mix = tl.zeros((GROUP, BLOCK), tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
-        at = tl.load(listed_ptr + i) * SLOTS + tl.arange(0, SLOTS)
-        slot = first + at
-        there = slot < last
-        values = _load_block(values_ptr, slot, there, d, D, BLOCK)
-        score_at = wide_row[:, None] * (pages * SLOTS) + at[None, :]
+        at = tl.load(listed_ptr + i) * SLOTS
+        slot = at + tl.arange(0, SLOTS)
+        there = (slot >= first) & (slot < last)
+        values = _load_values(
+            values_ptr, at, there, d, padded, value_scales_ptr is not None, D, BLOCK, SLOTS
+        )
+        score_at = wide_row[:, None] * (pages * SLOTS) + slot[None, :]
         s = tl.load(scores_ptr + score_at, mask=inside[:, None], other=-float("inf"))
         p, _ = _power_terms(s - highest[:, None] - tau[:, None], ALPHA)
         total += tl.sum(p, 1)
         if value_scales_ptr is not None:
             p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]
-        mix = tl.dot(p.to(compute), values.to(compute), mix, input_precision="ieee")
+            mix = _add_bytes(mix, p, values, GROUP, BLOCK)
+        else:
+            mix = tl.dot(p.to(compute), values.to(compute), mix, input_precision="ieee")
     _store_mix(mix, total, mix_ptr, total_ptr, row, m, d, splits, H // G, D)

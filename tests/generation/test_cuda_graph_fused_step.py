@@ -122,10 +122,9 @@ def test_every_batch_is_served_by_the_recording_of_its_bucket(
 
     monkeypatch.setitem(RECORDERS, "graph", record)
     monkeypatch.setattr(cuda_graph, "why_not_fused", lambda _: None)
-    monkeypatch.setattr(cuda_graph, "THIN_ROWS", 1)
     model = lively(layers=1, width=8, heads=1, context=8).to(device)
     settings = {"temperature": 0.0, **settings, "max_new_tokens": 3}
-    for rows in (2, 3):
+    for rows in (3, 4):
         ids = prompts(rows, 3).to(device)
         plain, graph = (
             generate(

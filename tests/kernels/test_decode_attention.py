@@ -18,6 +18,7 @@ from fenchel.kernels.decode_attention import (
     CacheTensors,
     DecodePosition,
     attend_decode,
+    padded_slots,
     split_count,
 )
 
@@ -111,6 +112,8 @@ def run(
     cache = CacheTensors(*(x.to(dtype).to(device) for x in case.cached))
     if int8:
         (k, ks), (v, vs) = (quantise_int8(x) for x in case.cached)
+        padding = padded_slots(v.shape[2]) - v.shape[2]
+        v = torch.nn.functional.pad(v.transpose(2, 3), (0, padding), value=99)
         cache = CacheTensors(*(x.to(device) for x in (k, v, ks.squeeze(-1), vs.squeeze(-1))))
     place = DecodePosition(*(x.to(device) for x in case.place))
     at = None
@@ -133,7 +136,7 @@ def test_a_query_attends_to_every_present_token(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("SLOTS", "PAGE"):
+    for name in ("SLOTS", "PAGE", "MULTIPLE"):
         monkeypatch.setattr(decode_attention, name, 16)  # several blocks of so few slots
     drawn = case(R, numbers, fill, heads=(4, 2), D=D, rotates=rotates)
     o, cache = run(drawn, device, splits=splits)
@@ -161,8 +164,8 @@ def test_every_map_and_ratio_of_heads(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode_attention, "PAGE", 16)
-    monkeypatch.setattr(decode_attention, "CHUNK", 32)
+    monkeypatch.setattr(decode_attention, "PAGE", 4)
+    monkeypatch.setattr(decode_attention, "CHUNK", 8)
     choice = Softmax() if alpha == 1.0 else Entmax(alpha)
     drawn = case(*PLACES[place], heads=heads, choice=choice, size=2.0)
     o, _ = run(drawn, device, alpha=alpha, splits=splits)
@@ -203,12 +206,13 @@ def test_an_int8_cache_is_read_as_its_rounded_entries(
         150, (149, 0, 40), (0, 0, 0), heads=(2, 1), choice=choice, rotates=False, round_to=rounded
     )
     drawn = drawn._replace(cached=tuple(x.to(dtype).float() for x in drawn.cached))
-    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    tolerance = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     for splits in (1, 2):
         o, cache = run(drawn, device, dtype, alpha=alpha, int8=True, splits=splits)
         error = float((o - drawn.wanted).norm() / drawn.wanted.norm())
         assert error < tolerance
-        for stored, scales, new in zip(cache[:2], cache[2:], drawn.newest, strict=True):
+        entries = cache.keys, cache.values.transpose(2, 3)
+        for stored, scales, new in zip(entries, cache[2:], drawn.newest, strict=True):
             n, s = quantise_int8(new.to(dtype))
             assert scales is not None
             for b, slot in enumerate((0, 149, 109)):  # the newest is stored as the cache stores it
@@ -239,7 +243,7 @@ def test_thresholds_of_equal_close_and_distant_scores(
     alpha: float, size: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights by the package entmax: values that are unit vectors make the output the weights."""
-    monkeypatch.setattr(decode_attention, "CHUNK", 64)
+    monkeypatch.setattr(decode_attention, "PAGE", 4)
     R = D = 64
     qkv = draw(1, 3 * D) * torch.cat((torch.full((D,), size), torch.ones(2 * D)))
     keys, values = draw(1, 1, R, D, seed=1), torch.eye(D).flip(0).view(1, 1, R, D).clone()
@@ -256,7 +260,7 @@ def test_thresholds_of_equal_close_and_distant_scores(
 
 
 def test_splits_fill_the_device_and_none_is_nearly_empty() -> None:
-    assert split_count(1000, 100_000) == 1
-    assert split_count(64, 32_768) == 9
+    assert split_count(1056, 100_000) == 1
+    assert split_count(64, 32_768) == 17
     assert split_count(4, 32_768) == 128
     assert split_count(1, 300) == 2

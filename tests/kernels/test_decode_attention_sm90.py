@@ -15,6 +15,7 @@ def new(*shape, dtype=torch.bfloat16):
 def attend(D, cache, alpha):
     stored, scales = [new(B, G, R, D, dtype=cache) for _ in "kv"], []
     if cache == torch.int8:
+        stored[1] = new(B, G, D, R, dtype=cache)
         scales = [new(B, G, R, dtype=torch.float32) for _ in "kv"]
     place = DecodePosition(new(1, dtype=torch.int64), new(B, dtype=torch.int64))
     angles = new(R, D), new(R, D)
