@@ -1,28 +1,28 @@
 """Softmax attention with its tangent in one pass, and the gradients of both.
 
-With S = scale q k^T + log u, P = softmax(S) along the keys and tangents tq, tk, tv of q, k, v,
+With z = scale q k^T + log u, p = softmax(z) along the keys and tangents tq, tk, tv of q, k, v,
 
-    T  = scale (tq k^T + q tk^T)              the tangent of S
-    mu = sum_j P_j T_j                        one number per row
-    o  = P v
-    to = (P (T - mu)) v + P tv = (P T) v + P tv - mu o
+    tz = scale (tq k^T + q tk^T)              the tangent of z
+    mu = sum_j p_j tz_j                       one number per row
+    o  = p v
+    to = (p (tz - mu)) v + p tv = (p tz) v + p tv - mu o
 
-**Forward.** Online softmax: with m the running maximum of a row, the sums over keys of e^(S - m),
-e^(S - m) T, e^(S - m) v and e^(S - m) (T v + tv) are rescaled when m grows. (P T) v and P tv go
+**Forward.** Online softmax: with m the running maximum of a row, the sums over keys of e^(z - m),
+e^(z - m) tz, e^(z - m) v and e^(z - m) (tz v + tv) are rescaled when m grows. (p tz) v and p tv go
 into one accumulator, so two of the width of a head are enough: six products of tiles per block of
-keys, fewer where a tangent is absent. Where o and lse = log sum_j e^S_j are known (the second
-pass), P = e^(S - lse) needs no maximum, and o is not computed again: five products.
+keys, fewer where a tangent is absent. Where o and lse = log sum_j e^z_j are known (the second
+pass), p = e^(z - lse) needs no maximum, and o is not computed again: five products.
 
 **Reverse.** For gradients go of o and gto of to, with the numbers per row
 
     b = <gto, o>,       a = <go, o> + <gto, to>
 
-    A  = go v^T + gto tv^T,          B = gto v^T
-    gT = P (B - b)                   the gradient of T
-    gS = P (A - a) + gT (T - mu)     the gradient of S
-    gq = scale (gS k + gT tk)        gtq = scale gT k
-    gk = scale (gS^T q + gT^T tq)    gtk = scale gT^T q
-    gv = P^T go + (P (T - mu))^T gto        gtv = P^T gto
+    A   = go v^T + gto tv^T,          B = gto v^T
+    gtz = p (B - b)                   the gradient of tz
+    gz  = p (A - a) + gtz (tz - mu)   the gradient of z
+    gq  = scale (gz k + gtz tk)       gtq = scale gtz k
+    gk  = scale (gz^T q + gtz^T tq)   gtk = scale gtz^T q
+    gv  = p^T go + (p (tz - mu))^T gto         gtv = p^T gto
 
 Without tangents and without gto this is the gradient of plain attention. With go the tangent of a
 gradient g and gto = g it is the tangent of that gradient, and with go = 0 and gto = g the gradient
@@ -31,14 +31,15 @@ of <J x, g> along x = (tq, tk, tv): both second derivatives of attention are thi
 One kernel runs over blocks of rows and writes gq and gtq, one over blocks of keys and writes gk,
 gv, gtk and gtv; each adds in a fixed order, so results are the same in every run. Nothing of size
 T S is stored. The weights are computed again in each kernel, 21 products where 15 are different.
+Query heads that share keys write their gradients apart, and these are added at the end.
 
-**Masks.** Key j is open to position i = t + S - T of query t where i - left <= j <= i + right and
-start_b <= j < stop_b. Blocks that lie inside need no mask and have none; blocks outside are not
-visited. Slopes m_h add -m_h |i - j|, a bias adds its entry, -inf included. A row with no open key
-has o = to = 0, lse = inf and zero gradients.
+**Masks.** With T queries and S keys, key j is open to position i = t + S - T of query t where
+i - left <= j <= i + right and start_b <= j < stop_b. Blocks that lie inside need no mask and have
+none; blocks outside are not visited. Slopes m_h add -m_h |i - j|, a bias adds its entry, -inf
+included. A row with no open key has o = to = 0, lse = inf and zero gradients.
 
-**Precision.** Scores, T, P T and all sums are float32. P, P T, gS and gT are rounded to the dtype
-of the values before they are multiplied. A float32 tensor is the sum of three of bfloat16, and
+**Precision.** z, tz, p tz and all sums are float32. p, p tz, gz and gtz are rounded to the dtype of
+the values before they are multiplied. A float32 tensor is the sum of three of bfloat16, and
 products of two of them are the six largest products of those ("bf16x6"), with the error of float32
 and on the matrix units; "tf32x3" has that error too, and "ieee" is float32 itself.
 
@@ -186,7 +187,7 @@ def dual_attention_vjp(
     if gto is None:  # <go, o> does not depend on the tangents
         tq = tk = tv = mu = None
     if tq is None and tk is None:
-        mu = None  # T is 0
+        mu = None  # tz is 0
     a = lse.new_empty(B, H, T)
     b = None if gto is None else lse.new_empty(B, H, T)
     of_rows, of_keys, of_values = tiles or reverse_tiles(q.dtype, max(D, E), dual=gto is not None)
@@ -350,40 +351,12 @@ def _log_prior(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows_over_keys(  # type: ignore[no-untyped-def]
-    sums,
-    q,
-    tq,
-    k_ptr,
-    v_ptr,
-    tk_ptr,
-    tv_ptr,
-    t,
-    first,
-    last,
-    start,
-    stop,
-    left,
-    right,
-    slope,
-    bias_ptr,
-    stride_T,
-    stride_S,
-    scale,
-    T,
-    S,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH_D: tl.constexpr,
-    WIDTH_E: tl.constexpr,
-    KEYS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    MASKED: tl.constexpr,
-    SECOND: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    sums, q, tq, k_ptr, v_ptr, tk_ptr, tv_ptr, t, first, last, start, stop, left, right, slope,
+    bias_ptr, stride_T, stride_S, scale, T, S,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    KEYS: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr, SECOND: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """The sums of the forward pass over the keys from ``first`` to ``last``, multiples of KEYS."""
     m, total, r, acc, g = sums
     i = t + S - T
@@ -433,19 +406,9 @@ def _rows_over_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_ends(  # type: ignore[no-untyped-def]
-    t0,
-    b,
-    start_ptr,
-    stop_ptr,
-    left,
-    right,
-    T,
-    S,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-):
+    t0, b, start_ptr, stop_ptr, left, right, T, S,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
     """(start, stop) of the sequence, and the keys of a block of rows in multiples of KEYS.
 
     Every key outside [first, last) is forbidden to all rows, every key inside [inner, outer) is
@@ -473,43 +436,13 @@ def _key_ends(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dual_rows(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    tq_ptr,
-    tk_ptr,
-    tv_ptr,
-    o_ptr,
-    to_ptr,
-    lse_ptr,
-    mu_ptr,
-    left,
-    right,
-    start_ptr,
-    stop_ptr,
-    slopes_ptr,
-    bias_ptr,
-    stride_B,
-    stride_H,
-    stride_T,
-    stride_S,
-    scale,
-    T,
-    S,
-    H,
-    group,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH_D: tl.constexpr,
-    WIDTH_E: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SECOND: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, o_ptr, to_ptr, lse_ptr, mu_ptr, left, right,
+    start_ptr, stop_ptr, slopes_ptr, bias_ptr, stride_B, stride_H, stride_T, stride_S, scale, T, S,
+    H, group,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SECOND: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(T, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = head // H, head % H
@@ -592,46 +525,12 @@ def _dual_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows_vjp_over_keys(  # type: ignore[no-untyped-def]
-    sums,
-    q,
-    tq,
-    go,
-    gto,
-    m,
-    mu,
-    a,
-    b,
-    k_ptr,
-    v_ptr,
-    tk_ptr,
-    tv_ptr,
-    gtq_ptr,
-    t,
-    first,
-    last,
-    start,
-    stop,
-    left,
-    right,
-    slope,
-    bias_ptr,
-    stride_T,
-    stride_S,
-    scale,
-    T,
-    S,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH_D: tl.constexpr,
-    WIDTH_E: tl.constexpr,
-    KEYS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    sums, q, tq, go, gto, m, mu, a, b, k_ptr, v_ptr, tk_ptr, tv_ptr, gtq_ptr, t, first, last,
+    start, stop, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    KEYS: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     gq, gtq = sums
     i = t + S - T
     for j0 in range(first, last, KEYS):
@@ -657,66 +556,31 @@ def _rows_vjp_over_keys(  # type: ignore[no-untyped-def]
         if gto is not None and tv_ptr is not None:
             tv = _load(tv_ptr, j, S, E, WIDTH_E, not MASKED)
             A = _dot(gto, tl.trans(tv), A, PRECISION, UPCAST)
-        gs = -a[:, None]
+        gz = -a[:, None]
         if A is not None:
-            gs = A - a[:, None]
-        gs = p * gs
+            gz = A - a[:, None]
+        gz = p * gz
         if gto is not None:
-            gt = p * (_dot(gto, tl.trans(v), None, PRECISION, UPCAST) - b[:, None])
+            gtz = p * (_dot(gto, tl.trans(v), None, PRECISION, UPCAST) - b[:, None])
             if tz is not None:
-                gs += gt * (tz * scale - mu[:, None])
+                gz += gtz * (tz * scale - mu[:, None])
             if tk is not None:
-                gq = _dot(gt.to(k.dtype), tk, gq, PRECISION, UPCAST)
+                gq = _dot(gtz.to(k.dtype), tk, gq, PRECISION, UPCAST)
             if gtq_ptr is not None:
-                gtq = _dot(gt.to(k.dtype), k, gtq, PRECISION, UPCAST)
-        gq = _dot(gs.to(k.dtype), k, gq, PRECISION, UPCAST)
+                gtq = _dot(gtz.to(k.dtype), k, gtq, PRECISION, UPCAST)
+        gq = _dot(gz.to(k.dtype), k, gq, PRECISION, UPCAST)
     return gq, gtq
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows_vjp(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    tq_ptr,
-    tk_ptr,
-    tv_ptr,
-    o_ptr,
-    to_ptr,
-    lse_ptr,
-    mu_ptr,
-    go_ptr,
-    gto_ptr,
-    a_ptr,
-    b_ptr,
-    gq_ptr,
-    gtq_ptr,
-    left,
-    right,
-    start_ptr,
-    stop_ptr,
-    slopes_ptr,
-    bias_ptr,
-    stride_B,
-    stride_H,
-    stride_T,
-    stride_S,
-    scale,
-    T,
-    S,
-    H,
-    group,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH_D: tl.constexpr,
-    WIDTH_E: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, o_ptr, to_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr,
+    a_ptr, b_ptr, gq_ptr, gtq_ptr, left, right, start_ptr, stop_ptr, slopes_ptr, bias_ptr,
+    stride_B, stride_H, stride_T, stride_S, scale, T, S, H, group,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(T, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     batch, h = head // H, head % H
@@ -791,47 +655,13 @@ def _rows_vjp(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _keys_vjp_over_rows(  # type: ignore[no-untyped-def]
-    sums,
-    k,
-    v,
-    tk,
-    tv,
-    q_ptr,
-    tq_ptr,
-    lse_ptr,
-    mu_ptr,
-    go_ptr,
-    gto_ptr,
-    a_ptr,
-    b_ptr,
-    gtk_ptr,
-    gtv_ptr,
-    j,
-    first,
-    last,
-    left,
-    right,
-    slope,
-    bias_ptr,
-    stride_T,
-    stride_S,
-    scale,
-    T,
-    S,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH_D: tl.constexpr,
-    WIDTH_E: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    MASKED: tl.constexpr,
-    FOR_KEYS: tl.constexpr,
-    FOR_VALUES: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    sums, k, v, tk, tv, q_ptr, tq_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr, gtk_ptr,
+    gtv_ptr, j, first, last, left, right, slope, bias_ptr, stride_T, stride_S, scale, T, S,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    ROWS: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr, FOR_KEYS: tl.constexpr,
+    FOR_VALUES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Transposed tiles (keys, rows). Sums of a key are its own: keys outside are dropped later."""
     gk, gv, gtk, gtv = sums
     for t0 in range(first, last, ROWS):
@@ -845,7 +675,7 @@ def _keys_vjp_over_rows(  # type: ignore[no-untyped-def]
         if MASKED:
             seen = _open(i[None, :], j[:, None], left, right, 0, S, HAS_LEFT, HAS_RIGHT)
             z = tl.where(seen, z, -float("inf"))
-        # Rows outside have lse = inf, so P = 0. Numbers per row are loaded where they are used: a
+        # Rows outside have lse = inf, so p = 0. Numbers per row are loaded where they are used: a
         # thread has one of each for every column of the tile that it holds.
         m = _load_numbers(lse_ptr, t, T, float("inf"), not MASKED) * LOG2_E
         p = tl.exp2(z - m[None, :])
@@ -878,69 +708,32 @@ def _keys_vjp_over_rows(  # type: ignore[no-untyped-def]
                     A = _dot(tv, tl.trans(gto), A, PRECISION, UPCAST)
                 B = _dot(v, tl.trans(gto), None, PRECISION, UPCAST)
             a = _load_numbers(a_ptr, t, T, 0.0, not MASKED)
-            gs = -a[None, :]
+            gz = -a[None, :]
             if A is not None:
-                gs = A - a[None, :]
-            gs = p * gs
+                gz = A - a[None, :]
+            gz = p * gz
             if gto is not None:
                 b = _load_numbers(b_ptr, t, T, 0.0, not MASKED)
-                gt = p * (B - b[None, :])
+                gtz = p * (B - b[None, :])
                 if tz is not None:
-                    gs += gt * tz
+                    gz += gtz * tz
                 if tq is not None:
-                    gk = _dot(gt.to(k.dtype), tq, gk, PRECISION, UPCAST)
+                    gk = _dot(gtz.to(k.dtype), tq, gk, PRECISION, UPCAST)
                 if gtk_ptr is not None:
-                    gtk = _dot(gt.to(k.dtype), q, gtk, PRECISION, UPCAST)
-            gk = _dot(gs.to(k.dtype), q, gk, PRECISION, UPCAST)
+                    gtk = _dot(gtz.to(k.dtype), q, gtk, PRECISION, UPCAST)
+            gk = _dot(gz.to(k.dtype), q, gk, PRECISION, UPCAST)
     return gk, gv, gtk, gtv
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _keys_vjp(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    tq_ptr,
-    tk_ptr,
-    tv_ptr,
-    lse_ptr,
-    mu_ptr,
-    go_ptr,
-    gto_ptr,
-    a_ptr,
-    b_ptr,
-    gk_ptr,
-    gv_ptr,
-    gtk_ptr,
-    gtv_ptr,
-    left,
-    right,
-    start_ptr,
-    stop_ptr,
-    slopes_ptr,
-    bias_ptr,
-    stride_B,
-    stride_H,
-    stride_T,
-    stride_S,
-    scale,
-    T,
-    S,
-    H,
-    group,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH_D: tl.constexpr,
-    WIDTH_E: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    FOR_KEYS: tl.constexpr,
-    FOR_VALUES: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, lse_ptr, mu_ptr, go_ptr, gto_ptr, a_ptr, b_ptr,
+    gk_ptr, gv_ptr, gtk_ptr, gtv_ptr, left, right, start_ptr, stop_ptr, slopes_ptr, bias_ptr,
+    stride_B, stride_H, stride_T, stride_S, scale, T, S, H, group,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FOR_KEYS: tl.constexpr, FOR_VALUES: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(S, KEYS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     batch, h = head // H, head % H
