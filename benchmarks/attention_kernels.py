@@ -9,7 +9,8 @@ constant, so that a call fills the chip:
                     1/2, 1/4, 1/7 of the tiles hold weight, and these evenly
 
 Every output is first compared with the definition in float64 on 64 rows of one head. Then all
-contenders run in turn in one process (harness.py), forward alone, then forward and backward. A row
+contenders run in turn in one process (harness.py), forward alone, then forward and backward, then
+ours with the derivative along moves of q, k and v beside FLASH forward. A row
 has the milliseconds of each, the ratio to ours, dense-equivalent TFLOP/s (4 n^2 D per head, halved;
 3.5 times that with the backward pass), the memory above the inputs, and the part of the tiles of
 128 x 64 scores that ours keeps. AdaSplash-2 is timed if it is installed; it tunes itself for every
@@ -29,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness import record, time_interleaved
-from fenchel.attention import Causal, attend
+from fenchel.attention import Causal, attend, attend_jvp
 from fenchel.choice import Entmax
 from fenchel.kernels.entmax_attention import Band, attend_entmax
 
@@ -165,20 +166,25 @@ def measure(case: Case, names: Sequence[str]) -> list[dict[str, Any]]:
 
         return run
 
+    def with_tangent() -> object:
+        with torch.no_grad():
+            return attend_jvp((q, k, v), (k, q, g), choice=Entmax(1.5), prior=Causal())
+
     flop = 2.0 * case.n**2 * WIDTH * max(1, TOKENS // case.n)
     rows = []
     for passes, timed in (
         ("forward", {name: forward(maps[name]) for name in calls}),
         ("forward+backward", calls),
+        ("forward+tangent", {"ours": with_tangent, "flash": forward(maps["flash"])}),
     ):
         times = time_interleaved(timed, rounds=ROUNDS, warmup=2)
-        work = flop if passes == "forward" else 3.5 * flop
+        work = {"forward": 1.0, "forward+backward": 3.5, "forward+tangent": 3.0}[passes] * flop
         row = {
             **case._asdict(),
             "pass": passes,
             "kept": part,
             **errors,
-            **(memory if passes != "forward" else {}),
+            **(memory if passes == "forward+backward" else {}),
             **{f"{name}_ms": 1e3 * times.median(name) for name in timed},
             **{f"{name}_TFLOPs": 1e-12 * work / times.median(name) for name in timed},
             **{f"{name}_by_ours": times.ratio("ours", name) for name in timed if name != "ours"},

@@ -31,9 +31,10 @@ scale belongs to the head width D, not to M. For R of the shape of Att(X), the g
 
 from typing import NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
-from fenchel.attention import dual
+from fenchel.attention import dual, entmax_triton
 from fenchel.attention.attend import attend
 from fenchel.attention.backends import BACKENDS, describe
 from fenchel.attention.reference import cap_slope, logits, mix, mix_transposed, score
@@ -130,6 +131,10 @@ def attend_jvp(
             for part in ((dq, dk, None), (None, None, dv))
         )
         return Move(*parts)
+    if _entmax_kernels_serve(q, k, v, (dq, dk, dv), call):
+        choosing, values = entmax_triton.tangents(q, k, v, (dq, dk, dv), call)
+        lead = (*axes, q.shape[2], v.shape[3])
+        return Move(choosing.reshape(lead), values.reshape(lead))
     z, log_u = logits(q, k, call)
     p = call.choice.weights(z, log_u)
     dz = z.new_zeros(()).expand_as(z)
@@ -221,6 +226,25 @@ def _kernels_serve(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool
         return False
     if prior is not None:
         prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return True
+
+
+def _entmax_kernels_serve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    spec: AttentionSpec,
+) -> bool:
+    """Whether the kernels of entmax_triton.py serve a call on a GPU that nothing differentiates."""
+    facts = describe(q, k, v, spec)
+    followed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in moves)
+    if facts.device != "cuda" or facts.compiling or facts.gradient or followed:
+        return False
+    if BACKENDS["triton"].why_not(facts) is not None:
+        return False
+    if spec.prior is not None:
+        spec.prior.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     return True
 
 

@@ -5,8 +5,9 @@ sequence, and a bias -slope |i - j|: any sum of ``Causal``, ``Window``, ``Paddin
 which ``as_band`` reduces to one ``Band``. beta and the scale are one factor of the scores; a beta
 that is a tensor multiplies the queries, and learns there.
 
-Reverse derivative only: a second one raises. Tangents and transforms of torch.func are refused by
-name. Under torch.compile the kernels are two operations that it does not trace.
+One derivative: in reverse by ``attend``, where a second one raises and tangents and transforms of
+torch.func are refused by name, and along moves by ``tangents``, which ``attend_jvp`` calls. Under
+torch.compile the kernels are two operations that it does not trace.
 """
 
 import os
@@ -47,20 +48,51 @@ def can_run(device: str) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     assert not dropout
-    alpha = exponent(spec.choice)
-    assert alpha is not None
-    factor, beta = spec.scale_for(q.shape[-1]), spec.choice.beta
-    if isinstance(beta, Tensor):
-        q = q * beta.to(q.dtype)
-    else:
-        factor *= beta
-    if factor < 0.0:
-        q, factor = -q, -factor
+    alpha, factor, sign = _numbers(spec, q)
     left, right, ranges, slopes = as_band(spec.prior, k.shape[2], q.device)
-    call = (q, k, v, ranges, slopes, alpha, factor, left, right)
+    call = (q if sign is None else q * sign, k, v, ranges, slopes, alpha, factor, left, right)
     traced = torch.compiler.is_compiling()
     out: Tensor = _entmax_attention(*call)[0] if traced else _Attend.apply(*call)[0]  # type: ignore[no-untyped-call]
     return out
+
+
+def tangents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    """The derivative along moves by cause: (choosing, values) of ``derivative.Move``.
+
+    Nothing is recorded for autograd: not for tensors that require a gradient.
+    """
+    from fenchel.kernels.entmax_attention import Band, attend_entmax, attend_entmax_jvp
+
+    dq, dk, dv = moves
+    alpha, factor, sign = _numbers(spec, q)
+    if sign is not None:
+        q, dq = q * sign, None if dq is None else dq * sign
+    band = Band(*as_band(spec.prior, k.shape[2], q.device))
+    out, saved = attend_entmax(q, k, v, alpha, factor, band)
+    found = attend_entmax_jvp(q, k, v, (dq, dk, dv), saved, alpha, factor, band)
+    choosing, values = (torch.zeros_like(out) if x is None else x for x in found)
+    return choosing, values
+
+
+def _numbers(spec: AttentionSpec, q: Tensor) -> tuple[float, float, Tensor | float | None]:
+    """alpha, scale times beta without its sign, and what else multiplies the queries."""
+    alpha = exponent(spec.choice)
+    assert alpha is not None
+    factor, beta = spec.scale_for(q.shape[-1]), spec.choice.beta
+    sign: Tensor | float | None = None
+    if isinstance(beta, Tensor):
+        sign = beta.to(q.dtype)
+    else:
+        factor *= beta
+    if factor < 0.0:
+        factor, sign = -factor, -1.0 if sign is None else -sign
+    return alpha, factor, sign
 
 
 def as_band(

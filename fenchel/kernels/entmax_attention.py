@@ -1,4 +1,4 @@
-"""Entmax attention, forward and reverse, in memory O(T + S): sparse in tiles of scores.
+"""Entmax attention and its derivatives in memory O(T + S), sparse in tiles of scores.
 
 With x = scale beta q k^T + log u, rate = alpha - 1 in (0, 1] and r = 1 / rate, for every query
 
@@ -7,6 +7,10 @@ With x = scale beta q k^T + log u, rate = alpha - 1 in (0, 1] and r = 1 / rate, 
 
     gp = g v^T,        gx = s (gp - <g, C>)
     gq = scale beta gx k,       gk = scale beta gx^T q,       gv = p^T g
+
+and along moves dq, dk, dv, with dx = scale beta (dq k^T + q dk^T) and h = sum_j s_j dx_j,
+
+    do = choosing + values,     choosing = sum_j s_j dx_j v_j - h C,     values = sum_j p_j dv_j
 
 **tau.** N(t) = (sum_j (y_j - t)_+^r)^(1/r) is a norm, convex and decreasing in t, and N(tau) = 1.
 Newton's method on it,
@@ -37,8 +41,7 @@ block of queries, those of k and v over the transposed list of a block of keys, 
 one after another. No atomic operations: bits repeat.
 
 **Cost** in products of T x S x D, with a, b, s the parts of tiles kept after A, while in B, and in
-the end: forward 1 + a + b + ... + 3 s, backward 7 s. Per score A has 3 instructions, B 4
-(alpha = 1.5).
+the end: forward 1 + a + b + ... + 3 s, backward 7 s, along moves 5 s after a forward pass.
 
 **Masks.** Position i = t + S - T of query t sees keys from i - left to i + right that lie in
 [start, end) of its sequence. Tiles that no mask cuts are visited without one: in every list the
@@ -122,7 +125,7 @@ class Launch(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The tiles of scores, and how the four kernels are compiled."""
+    """The tiles of scores, and how the kernels are compiled."""
 
     BM: int
     """Queries of a tile."""
@@ -134,10 +137,14 @@ class Tiling(NamedTuple):
     outputs: Launch
     queries: Launch
     keys: Launch
+    tangents: Launch = Launch(8, 2)
 
 
 def tiling(width: int, dtype: torch.dtype) -> Tiling:
-    """The tiles for heads that are ``width`` wide, a power of two; measured on an H200."""
+    """The tiles for heads that are ``width`` wide, a power of two.
+
+    Measured on an H200, but for those of float32 and the launches of ``_tangents``.
+    """
     if dtype == torch.float32:
         return Tiling(32, 32, 32, Launch(4, 1), Launch(4, 1), Launch(4, 1), Launch(4, 1))
     if width <= 64:
@@ -289,6 +296,61 @@ def attend_entmax_backward(
         **tiles.keys.options(),
     )
     return gq, gk, gv
+
+
+def attend_entmax_jvp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    moves: tuple[Tensor | None, Tensor | None, Tensor | None],
+    saved: Saved,
+    alpha: float,
+    factor: float,
+    band: Band,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(choosing, values), the parts of the derivative along moves of q, k, v; None is 0."""
+    B, H = q.shape[:2]
+    dq, dk, dv = (None if x is None else x.to(q.dtype) for x in moves)
+    if dv is not None and not (dq is None and dk is None) and max(q.shape[-1], v.shape[-1]) > 64:
+        # Two sums of such width, the scores and their moves do not fit into registers.
+        choosing, _ = attend_entmax_jvp(q, k, v, (dq, dk, None), saved, alpha, factor, band)
+        _, values = attend_entmax_jvp(q, k, v, (None, None, dv), saved, alpha, factor, band)
+        return choosing, values
+    choosing = None if dq is None and dk is None else torch.empty_like(saved.C)
+    values = None if dv is None else torch.empty_like(saved.C)
+    parts = [x for x in (choosing, values) if x is not None]
+    if saved.C.numel() == 0 or k.shape[2] == 0:
+        for x in parts:
+            x.zero_()
+        return choosing, values
+    q, k, v = map(_unit_stride, (q, k, v))
+    # Moves are laid out as what moves, so that one set of strides serves both.
+    dq, dk, dv = (
+        None if dx is None else dx if dx.stride() == x.stride() else torch.empty_like(x).copy_(dx)
+        for x, dx in ((q, dq), (k, dk), (v, dv))
+    )
+    tiles = _tiling(q, v)
+    if parts:
+        _tangents[(B * H * saved.hits.shape[2],)](
+            q,
+            k,
+            v,
+            dq,
+            dk,
+            dv,
+            choosing,
+            values,
+            saved.C,
+            saved.tau,
+            saved.tiles,
+            saved.counts,
+            band.ranges,
+            band.slopes,
+            **_shared(q, k, v, alpha, factor, band, tiles),
+            **_values(v),
+            **tiles.tangents.options(),
+        )
+    return choosing, values
 
 
 def _shared(
@@ -1197,6 +1259,238 @@ def _outputs(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(C_ptr + at, C.to(C_ptr.dtype.element_ty), mask=mask)
     tl.store(tau_ptr + head * T + row, tau, mask=row < T)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    q,
+    dq,
+    k_ptr,
+    v_ptr,
+    dk_ptr,
+    dv_ptr,
+    tiles_ptr,
+    first,
+    last,
+    chosen,
+    moved,
+    h,
+    tau,
+    slope,
+    i,
+    start,
+    end,
+    left,
+    right,
+    k_s,
+    v_s,
+    S,
+    D,
+    E,
+    factor,
+    rate,
+    KIND: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BIASED: tl.constexpr,
+    CUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+    DQ: tl.constexpr,
+):
+    """chosen += sum s dx v, h += sum s dx, moved += sum p dv over entries of the list."""
+    power = 1.0 / rate - 1.0
+    for e in range(first, last):
+        tile = tl.load(tiles_ptr + e).to(tl.int32)
+        k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
+        u = tl.dot(q, k, input_precision="ieee") * (factor * rate) - tau[:, None]
+        j = tile * BN + tl.arange(0, BN)
+        if BIASED:
+            u -= slope * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
+        if CUT:
+            u = tl.where(_open(i[:, None], j[None, :], start, end, left, right), u, 0.0)
+        p, s = _weights(tl.maximum(u, 0.0), power, KIND)
+        if DQ or dk_ptr is not None:
+            dx = tl.zeros_like(u)
+            if DQ:
+                dx = tl.dot(dq, k, dx, input_precision="ieee")
+            if dk_ptr is not None:
+                dk = _load_keys(dk_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
+                dx = tl.dot(q, dk, dx, input_precision="ieee")
+            dx *= s * factor
+            h += tl.sum(dx, 1)
+            v = _load_keys(v_ptr, tile, v_s, S, E, BN, BE, False, CUT, EVEN, False)
+            dx = _operand(dx.to(v.dtype), UPCAST)
+            chosen = tl.dot(dx, _operand(v, UPCAST), chosen, input_precision="ieee")
+        if dv_ptr is not None:
+            dv = _load_keys(dv_ptr, tile, v_s, S, E, BN, BE, False, CUT, EVEN, False)
+            p = _operand(p.to(dv.dtype), UPCAST)
+            moved = tl.dot(p, _operand(dv, UPCAST), moved, input_precision="ieee")
+    return chosen, moved, h
+
+
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
+def _tangents(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    choosing_ptr,
+    values_ptr,
+    C_ptr,
+    tau_ptr,
+    tiles_ptr,
+    counts_ptr,
+    ranges_ptr,
+    slopes_ptr,
+    H,
+    group,
+    T,
+    S,
+    D,
+    E,
+    left,
+    right,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    factor,
+    rate,
+    KIND: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    EVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    rows = tl.cdiv(T, BM)
+    columns = tl.cdiv(S, BN)
+    head = (tl.program_id(0) // rows).to(tl.int64)
+    block = rows - 1 - tl.program_id(0) % rows
+    b, h = head // H, head % H
+    k_at, v_at = b * k_b + (h // group) * k_h, b * v_b + (h // group) * v_h
+    k_ptr += k_at
+    v_ptr += v_at
+    if dk_ptr is not None:
+        dk_ptr += k_at
+    if dv_ptr is not None:
+        dv_ptr += v_at
+    tiles_ptr += (head * rows + block) * columns
+    start, end = _key_range(ranges_ptr, b, S)
+    slope = 0.0
+    BIASED: tl.constexpr = slopes_ptr is not None
+    if BIASED:
+        slope = rate * tl.load(slopes_ptr + h)
+    row = block * BM + tl.arange(0, BM)
+    i = row + S - T
+    q_at = b * q_b + h * q_h
+    q = _load_rows(q_ptr + q_at, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+    DQ: tl.constexpr = dq_ptr is not None
+    dq = q
+    if DQ:
+        dq = _load_rows(dq_ptr + q_at, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+    tau = tl.load(tau_ptr + head * T + row, mask=row < T, other=float("inf"))
+    chosen = tl.zeros((BM, BE), tl.float32)
+    moved = tl.zeros((BM, BE), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    counts_ptr += (head * rows + block) * 2
+    cut = tl.load(counts_ptr)
+    kept = tl.load(counts_ptr + 1)
+    chosen, moved, total = _move(
+        q,
+        dq,
+        k_ptr,
+        v_ptr,
+        dk_ptr,
+        dv_ptr,
+        tiles_ptr,
+        0,
+        cut,
+        chosen,
+        moved,
+        total,
+        tau,
+        slope,
+        i,
+        start,
+        end,
+        left,
+        right,
+        k_s,
+        v_s,
+        S,
+        D,
+        E,
+        factor,
+        rate,
+        KIND,
+        BN,
+        BD,
+        BE,
+        BIASED,
+        True,
+        EVEN,
+        UPCAST,
+        DQ,
+    )
+    chosen, moved, total = _move(
+        q,
+        dq,
+        k_ptr,
+        v_ptr,
+        dk_ptr,
+        dv_ptr,
+        tiles_ptr,
+        cut,
+        kept,
+        chosen,
+        moved,
+        total,
+        tau,
+        slope,
+        i,
+        start,
+        end,
+        left,
+        right,
+        k_s,
+        v_s,
+        S,
+        D,
+        E,
+        factor,
+        rate,
+        KIND,
+        BN,
+        BD,
+        BE,
+        BIASED,
+        False,
+        EVEN,
+        UPCAST,
+        DQ,
+    )
+    d = tl.arange(0, BE)
+    at = (head * T + block * BM) * E + tl.arange(0, BM)[:, None] * E + d[None, :]
+    mask = (row[:, None] < T) & (d[None, :] < E)
+    broken = (tau != tau)[:, None]
+    if choosing_ptr is not None:
+        C = tl.load(C_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        out = tl.where(broken, float("nan"), chosen - total[:, None] * C)
+        tl.store(choosing_ptr + at, out.to(choosing_ptr.dtype.element_ty), mask=mask)
+    if values_ptr is not None:
+        out = tl.where(broken, float("nan"), moved)
+        tl.store(values_ptr + at, out.to(values_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
