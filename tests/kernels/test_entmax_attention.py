@@ -87,6 +87,22 @@ def test_outputs_and_gradients_are_those_of_the_definition(case: Case, device: s
         assert relative(found, expected) < 2 * case.tolerance
 
 
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
+def test_the_last_step_is_made_with_the_outputs(
+    alpha: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coarse threshold is enough for pass C, which corrects it without a pass of its own."""
+    monkeypatch.setitem(page._TOLERANCES, torch.float32, 0.1)
+    draw = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(1, 1, n, 16, generator=draw) for n in (32, 128, 128))
+    out, saved = attend_entmax(*(x.to(device) for x in (q, k, v)), alpha, 0.25, WIDE)
+    exact = attend(*(x.double() for x in (q, k, v)), choice=Entmax(alpha), backend="reference")
+    assert relative(out, exact) < 2e-4
+    monkeypatch.setitem(page._TOLERANCES, torch.float32, 1e-6)
+    _, sharp = attend_entmax(*(x.to(device) for x in (q, k, v)), alpha, 0.25, WIDE)
+    assert relative(saved.tau, sharp.tau.cpu().double()) < 2e-4
+
+
 @pytest.mark.parametrize(("alpha", "T"), [(1.5, 70), (1.3, 33)])
 def test_the_threshold_and_the_tiles_of_a_long_tailed_row(
     alpha: float, T: int, device: str
@@ -153,15 +169,22 @@ scores = st.lists(st.floats(-6, 6, width=16), min_size=8, max_size=8)
     anchors=scores,
     spread=st.sampled_from([0.0, 0.1, 2.0]),
     alpha=st.sampled_from([1.5, 2.0, 1.2]),
+    lead=st.sampled_from([0.0, 1.0]),
 )
 @settings(max_examples=10, deadline=None, derandomize=True)
-def test_no_tile_with_weight_is_left_out(anchors: list[float], spread: float, alpha: float) -> None:
-    """Eight groups of keys around eight scores, in another order for every query."""
+def test_no_tile_with_weight_is_left_out(
+    anchors: list[float], spread: float, alpha: float, lead: float
+) -> None:
+    """Eight groups of keys around eight scores, in another order for every query.
+
+    Then the last key leads, which is visited first: others have weight well below it.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = torch.Generator().manual_seed(2)
     orders = torch.stack([torch.randperm(8, generator=draw) for _ in range(16)], 1)
     z = torch.tensor(anchors)[orders].repeat_interleave(16, 0)
     z = z + spread * torch.randn(z.shape, generator=draw)
+    z[-1] = z.amax(0) + lead
     q, k = torch.eye(16)[None, None], z[None, None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "tiling", lambda *_: Tiling(16, 16, 16, *[Launch(4, 1)] * 4))
