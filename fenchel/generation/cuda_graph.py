@@ -338,17 +338,17 @@ def use_recorded_step(
         )
     device = model.lm_head_weight.device
     reason = why_not_recorded(model, padded=padded)
-    if cache != "model":
-        reason = f"it stores keys in the model's own dtype or in int8, not in {cache}"
-        if cache == "int8":
-            why = why_not_fused(model)
-            reason = None if why is None else f"an int8 cache needs a fused step, and {why}"
+    if cache == "int8" and (why := why_not_fused(model)) is not None:
+        reason = f"an int8 cache needs a fused step, and {why}"
+    if cache == "float16":
+        reason = "it stores keys in the model's own dtype or in int8, not in float16"
     if RECORDERS["graph"] is capture_graph and device.type != "cuda":
         reason = f"a CUDA graph needs a model on a GPU, and this one is on {device}"
     if draft:
         reason = "a step reads one token, and draft reads several"
     if record == "auto":
-        pays = device.type == "cuda" and tokens >= AUTO_TOKENS
+        # An int8 step was slower than one in bfloat16 when last timed (docs/log.md, 2026-11-16).
+        pays = device.type == "cuda" and tokens >= AUTO_TOKENS and cache == "model"
         plain = not torch.is_autocast_enabled(device.type) and not _has_hooks(model)
         return pays and plain and reason is None
     if reason is not None:

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.generation import GenerationSettings, KVCache, Sampling, generate, stream
+from fenchel.generation import (
+    GenerationSettings,
+    KVCache,
+    Sampling,
+    cuda_graph,
+    generate,
+    stream,
+)
 from fenchel.generation.cuda_graph import (
     AUTO_TOKENS,
     RECORDERS,
@@ -188,7 +195,6 @@ def test_a_logit_that_is_not_finite_is_told_behind_the_words_before_it(
         ({"record": "graph"}, "needs a model on a GPU"),
         ({"record": "tape"}, "one of auto, graph"),
         ({"record": "graph", "draft": 3}, "draft reads several"),
-        ({"record": "graph", "cache": "float16"}, "not in float16|on a GPU"),
     ],
 )
 def test_a_call_that_cannot_be_recorded_gets_one_sentence(
@@ -196,6 +202,21 @@ def test_a_call_that_cannot_be_recorded_gets_one_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         generate(lively(), prompts(1, 3), max_new_tokens=2, **wrong)
+
+
+def test_a_smaller_cache_is_recorded_only_as_int8_by_a_fused_step(
+    lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RECORDERS, "graph", as_it_is)
+    call: dict[str, Any] = {"padded": False, "draft": 0, "tokens": 9}
+    with pytest.raises(ValueError, match="not in float16"):
+        use_recorded_step(lively(), "graph", cache="float16", **call)
+    with pytest.raises(ValueError, match=r"needs a fused step, and it is in torch\.float32 on cpu"):
+        use_recorded_step(lively(), "graph", cache="int8", **call)
+    monkeypatch.setattr(cuda_graph, "why_not_fused", lambda _: None)
+    assert use_recorded_step(lively(), "graph", cache="int8", **call)
+    with pytest.raises(ValueError, match="unequal"):
+        use_recorded_step(lively(windows=(3,)), "graph", cache="int8", **call | {"padded": True})
 
 
 def test_a_graph_is_replayed_by_itself_where_that_pays(
