@@ -342,6 +342,17 @@ def settled(browser: Browser) -> str:
     return str(last["text"])
 
 
+def background(browser: Browser) -> list[int]:
+    """Red, green and blue of the page, 0 to 255."""
+    script = """
+        const pen = document.createElement("canvas").getContext("2d");
+        pen.fillStyle = getComputedStyle(document.body).backgroundColor;
+        pen.fillRect(0, 0, 1, 1);
+        return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    """
+    return list(browser.run(script))
+
+
 @needs_browser
 def test_the_list_is_a_page(browser: Browser, server: Process) -> None:
     browser.open(server.address)
@@ -364,6 +375,7 @@ def test_a_control_changes_a_number(browser: Browser, server: Process, lesson: L
     WebDriverWait(browser.driver, 60).until(lambda _: words(browser) != before)
     wide = "return document.documentElement.scrollWidth - window.innerWidth"
     assert browser.run(wide) <= 0, "the page is wider than a phone"
+    assert max(background(browser)) < 80, "the page is as dark as was asked"
     assert not [line for line in browser.console() if "error" in line.lower()]
     assert not [url for url in browser.requests() if not url.startswith((server.address, "data:"))]
 
