@@ -40,7 +40,7 @@ from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
     PlainTextResponse,
@@ -65,8 +65,6 @@ _SWITCH = 0.0005
 and 250 files would each wait that long, more than once."""
 _ASSETS = "/assets-of-marimo"
 _LESSON = re.compile(rf"/lessons/({'|'.join(each.name for each in COURSE)})(/.*)?")
-_LESSON_IMPORTS = ("fenchel.lessons.widgets", "torch._dynamo")
-"""What lessons import, and what torch imports at the first derivative: seconds, once."""
 
 
 class LessonServer:
@@ -155,8 +153,9 @@ class LessonServer:
             self._marimo.set_exception(error)
             return
         self._marimo.set_result(None)
-        for name in _LESSON_IMPORTS:
-            import_module(name)
+        import_module("fenchel.lessons.widgets")
+        if not self._lessons:  # an open lesson shows its first lines without it
+            import_module("torch._dynamo")  # what torch imports at the first derivative: a second
 
 
 class Assets:
@@ -208,7 +207,8 @@ class Guard:
         ):
             await self._admit(scope, receive, send)
         elif self._has_cookie(headers.get("cookie", "")) or _is_manifest(scope):
-            await self.app(scope, receive, send)
+            with suppress(ClientDisconnect):  # a page that was closed meanwhile
+                await self.app(scope, receive, send)
         else:
             said = "Open the address that `fenchel learn` printed: it holds a token."
             await _refuse(scope, receive, send, said)

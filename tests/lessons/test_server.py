@@ -17,7 +17,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE, Lesson
@@ -93,6 +93,19 @@ def test_the_cookie_admits_this_server_s_own_pages(kind: str) -> None:
 def test_everything_else_is_refused(headers: dict[str, str]) -> None:
     assert ask("/lessons/l07_softmax/", **headers)[0] == 403
     assert ask("/lessons/l07_softmax/ws", kind="websocket", **headers)[0] == 1008
+
+
+def test_a_page_that_is_closed_is_no_error() -> None:
+    async def closed(*_: Any) -> None:
+        raise ClientDisconnect
+
+    scope = {
+        "type": "http",
+        "path": "/",
+        "query_string": b"",
+        "headers": [(b"host", f"127.0.0.1:{PORT}".encode()), (b"cookie", COOKIE.encode())],
+    }
+    asyncio.run(Guard(closed, PORT, TOKEN)(scope, None, None))  # type: ignore[arg-type]
 
 
 def test_a_wrong_token_is_refused() -> None:
@@ -321,7 +334,7 @@ def browser(server: Process) -> Iterator[Browser]:
 
 def words(browser: Browser) -> str:
     """The text of the page without its shadow trees, which take seconds to read."""
-    return str(browser.run("return document.body.innerText"))
+    return str(browser.run("return document.body?.innerText ?? ''"))
 
 
 def all_words(browser: Browser) -> str:
