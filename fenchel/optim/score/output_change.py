@@ -58,7 +58,7 @@ from fenchel.optim.score.pairs import QueryKeyPair, rows_outside
 from fenchel.optim.score.probe import mean_over_processes, probe_dtype
 from fenchel.torch_internals import foreach_copy_, guard_on_hooks
 
-TOKENS = 256
+TOKENS = 128
 """Sampled tokens per layer."""
 LEAST_GAIN = 0.1
 """The root mean square of an output counts as at least this share of its input's."""

@@ -136,7 +136,7 @@ def test_no_output_moves_by_more_than_its_share(kind: str, limited: Limited, tok
     model, trust = limited(kind)
     reached = []
     for step in range(3):
-        ids = tokens(step, 10)  # 240 tokens, all of which are in the sample
+        ids = tokens(step, 5)  # 120 tokens, all of which are in the sample
         assert ids.numel() <= TOKENS
         inputs = linear_inputs(model, ids)
         before = outputs(model, inputs)
@@ -200,7 +200,7 @@ def test_a_zero_output_leaves_zero_and_stays_small(tokens: Any) -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     pairs = attention_pairs(model.model)
     trust = ScoreTrust(inner, pairs, model=model.model, output_change=0.03)
-    ids = tokens(0, 10)
+    ids = tokens(0, 5)
     inputs = linear_inputs(model, ids)
     backward_pass(model, ids)
     trust.step()
