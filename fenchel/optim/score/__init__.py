@@ -7,6 +7,7 @@ for one layer, and ``score_bounds`` has the bounds that belong to it; both are f
 from fenchel.optim.score import exact_step, score_bounds
 from fenchel.optim.score.descent import ScoreDescent
 from fenchel.optim.score.exact_step import Step, remove_gauge, score_step
+from fenchel.optim.score.output_change import OutputChange
 from fenchel.optim.score.pairs import (
     HeadProjection,
     LayerArguments,
@@ -23,6 +24,7 @@ __all__ = [
     "HeadProjection",
     "HeadStats",
     "LayerArguments",
+    "OutputChange",
     "QueryKeyLayer",
     "QueryKeyPair",
     "ScoreDescent",

@@ -1,4 +1,4 @@
-"""ScoreTrust: any optimiser, with its steps of queries and keys limited in the scores.
+"""ScoreTrust: any optimiser, its steps limited in attention scores and in the outputs of layers.
 
     W'  = the weights after a step of the optimiser,   U = W' - W
     W  <- project(W + t U),  t <= 1 per head such that RMS dS <= lr           step_size.py
