@@ -250,6 +250,7 @@ def heat_chart(
     matrix = values.detach().tolist()
     down = _distinct(rows or [str(i) for i in range(len(matrix))])
     across = _distinct(columns or [str(j) for j in range(len(matrix[0]))])
+    angle = 0 if max(map(len, across)) <= 2 else 270  # numbers upright, words along the columns
     cells = [
         {axes[0]: name, axes[1]: other, "value": value}
         for name, line in zip(down, matrix, strict=True)
@@ -259,7 +260,7 @@ def heat_chart(
         alt.Chart(_data(cells))
         .mark_rect()
         .encode(
-            x=alt.X(axes[1], type="nominal", sort=None),
+            x=alt.X(axes[1], type="nominal", sort=None, axis=alt.Axis(labelAngle=angle)),
             y=alt.Y(axes[0], type="nominal", sort=None),
             color=alt.Color("value", type="quantitative", scale=alt.Scale(scheme="viridis")),
             tooltip=[alt.Tooltip(name, type="nominal") for name in (*axes, "value")],
