@@ -74,7 +74,7 @@ class TrainConfig:
     """Steps between lines of metrics."""
     evaluate_every: int | None = None
     """Steps between evaluations; None is a tenth of the run."""
-    evaluate_tokens: int = 16384
+    evaluate_tokens: int = 8192
     """Validation tokens per evaluation while training; after training all are read."""
     save_every: int | None = None
     """Steps between checkpoints; None is a tenth of the run."""
