@@ -206,8 +206,6 @@ def _dual(call: CallFacts) -> str | None:
         return "the dual kernels take float16, bfloat16 and float32"
     if not 0 < max(call.D, call.E) <= (widest := dual.widest(call.dtype)):
         return f"the dual kernels take heads of a width up to {widest} in {call.dtype}"
-    if min(call.T, call.S) == 0:
-        return "the dual kernels need at least one query and one key"
     if part := dual.unserved(call.prior):
         return f"the dual kernels have no {part}"
     followed = call.learns or call.transformed or call.tangent

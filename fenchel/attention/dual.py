@@ -70,7 +70,7 @@ def unserved(prior: Prior | None) -> str | None:
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
     """Outputs: (B, H, T, D), (B, G, S, D), (B, G, S, E) -> (B, H, T, E)."""
     assert not dropout
-    out: Tensor = _Attend.apply(kernel_call(q, k, spec), q, k, v)[0]  # type: ignore[no-untyped-call]
+    out: Tensor = _Attend.apply(KernelCall(spec), q, k, v)[0]  # type: ignore[no-untyped-call]
     return out
 
 
@@ -78,25 +78,24 @@ def attend_dual(
     q: Tensor, k: Tensor, v: Tensor, moves: Moves, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """(o, to) in one pass; differentiable once in q, k, v and the moves."""
-    o, to, _, _ = _Dual.apply(kernel_call(q, k, spec), q, k, v, *moves)  # type: ignore[no-untyped-call]
+    o, to, _, _ = _Dual.apply(KernelCall(spec), q, k, v, *moves)  # type: ignore[no-untyped-call]
     return o, to
-
-
-def tangent(
-    q: Tensor, k: Tensor, v: Tensor, moves: Moves, spec: AttentionSpec, o: Tensor, lse: Tensor
-) -> Tensor:
-    """to, from o and lse of the same call."""
-    call = kernel_call(q, k, spec)
-    to: Tensor = _Tangent.apply(call, q, k, v, *moves, o, lse)[0]  # type: ignore[no-untyped-call]
-    return to
 
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
     """What is fixed in a call, as the kernels take it."""
 
-    scale: float
-    prior: "KeyPrior"
+    spec: AttentionSpec
+
+    def keywords(self, q: Tensor, k: Tensor) -> dict[str, Any]:
+        """The scale with the temperature, and the prior as the kernels take it.
+
+        It is called inside the Functions, where tensors that it makes are plain: outside they
+        belong to a transform of torch.func, and a kernel cannot read them.
+        """
+        scale = self.spec.scale_for(q.shape[-1]) * float(self.spec.choice.beta)
+        return {"scale": scale, "prior": key_prior(q, k, self.spec.prior)}
 
     def dual(
         self,
@@ -110,9 +109,7 @@ class KernelCall:
         from fenchel.kernels.dual_attention import Tangents, dual_attention
 
         moves = _moves_of(q, moves)
-        return dual_attention(
-            q, k, v, Tangents(*moves), scale=self.scale, prior=self.prior, known=known
-        )
+        return dual_attention(q, k, v, Tangents(*moves), known=known, **self.keywords(q, k))
 
     def vjp(
         self,
@@ -138,22 +135,21 @@ class KernelCall:
             found,
             go,
             gto,
-            scale=self.scale,
-            prior=self.prior,
             of_tangents=of_moves,
+            **self.keywords(q, k),
         )
         return *first, *second
 
 
-def kernel_call(q: Tensor, k: Tensor, spec: AttentionSpec) -> KernelCall:
-    """The scale with the temperature, and the prior in the form of the kernels."""
+def key_prior(q: Tensor, k: Tensor, prior: Prior | None) -> "KeyPrior":
+    """A prior in the form of the kernels."""
     from fenchel.kernels.dual_attention import KeyPrior
 
-    (B, H, T, D), S = q.shape, k.shape[2]
+    (B, H, T, _), S = q.shape, k.shape[2]
     lefts: list[int] = []
     rights: list[int] = []
     start = stop = slopes = bias = None
-    for part in _parts(spec.prior):
+    for part in _parts(prior):
         if isinstance(part, Causal):
             rights.append(-1 if part.strict else 0)
         elif isinstance(part, Window):
@@ -171,10 +167,8 @@ def kernel_call(q: Tensor, k: Tensor, spec: AttentionSpec) -> KernelCall:
         elif isinstance(part, Dense):
             log_u = part.log(T, S, B=B, H=H, device=q.device)
             bias = log_u if bias is None else bias + log_u
-    prior = KeyPrior(
-        min(lefts) if lefts else None, min(rights) if rights else None, start, stop, slopes, bias
-    )
-    return KernelCall(spec.scale_for(D) * float(spec.choice.beta), prior)
+    left, right = (min(ends) if ends else None for ends in (lefts, rights))
+    return KeyPrior(left, right, start, stop, slopes, bias)
 
 
 class JacobianKernels:
@@ -185,7 +179,7 @@ class JacobianKernels:
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
-        self.at, self.call = (q, k, v), kernel_call(q, k, spec)
+        self.at, self.call = (q, k, v), KernelCall(spec)
         self.found = self.call.dual(q, k, v)
 
     def push(self, moves: Moves) -> Tensor:

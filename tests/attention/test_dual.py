@@ -227,7 +227,6 @@ PLAIN = CallFacts(
         ({"dtype": torch.float64}, "float16, bfloat16 and float32"),
         ({"E": 129}, "width up to 128"),
         ({"dtype": torch.float32, "D": 65}, "width up to 64"),
-        ({"S": 0}, "one key"),
         ({"prior": Sink(torch.zeros(16), Causal())}, "no Sink"),
         ({"prior": Dense(torch.zeros(1, 1)), "tangent": True}, "in a prior that is a tensor"),
         ({"prior": Dense(torch.zeros(1, 1))}, None),
