@@ -238,7 +238,7 @@ def solve(x: Tensor, alpha: float | Tensor) -> Tensor:
     """The weights for the scores x, halves solved in float32: (..., K) -> (..., K)."""
     if (wide := float32_or_better(x)).dtype != x.dtype:
         return solve(wide, alpha).to(x.dtype)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # a table of columns has no flat indices
     weights = torch.zeros_like(rows)
     sparse = []
     for block in _blocks(rows, alpha, x.shape):

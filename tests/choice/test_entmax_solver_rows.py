@@ -83,6 +83,10 @@ def test_scores_in_any_memory_order() -> None:
     x = scores(1.0)
     wanted = entmax_solver.solve(x, 1.5)
     torch.testing.assert_close(entmax_solver.solve(x.transpose(0, 1), 1.5), wanted.transpose(0, 1))
+    columns = (40.0 * x[0]).T.contiguous().T  # few entries with weight, in a table of columns
+    torch.testing.assert_close(
+        entmax_solver.solve(columns, 1.5), entmax_solver.solve(columns.contiguous(), 1.5)
+    )
     wide = x[:1].expand(4, 5, 70)
     torch.testing.assert_close(entmax_solver.solve(wide, 1.5), wanted[:1].expand(4, 5, 70))
     assert entmax_solver.solve(x[:0], 1.5).shape == (0, 5, 70)
