@@ -184,7 +184,9 @@ def _triton(call: CallFacts) -> str | None:
         return f"{kernels} take {entmax_triton.LONGEST} queries and keys at most"
     if prior := entmax_triton.cannot_take(call.prior):
         return f"{kernels} have no prior of the kind {prior}"
-    return None if entmax_triton.can_run(call.device) else f"{kernels} need a GPU and Triton"
+    return (
+        None if entmax_triton.can_run(call.device) else f"{kernels} need a GPU of NVIDIA and Triton"
+    )
 
 
 def _dual(call: CallFacts) -> str | None:

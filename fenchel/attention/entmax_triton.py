@@ -41,7 +41,7 @@ def cannot_take(prior: Prior | None) -> str | None:
 def can_run(device: str) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter, which tests use."""
     if device == "cuda":
-        return find_spec("triton") is not None
+        return torch.version.hip is None and find_spec("triton") is not None
     return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -78,6 +78,8 @@ DEGREE = 10
 _TOLERANCES = {torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 """The last Newton step of B in units of max y - tau: the next one, in C, is about its square. Twice
 and a half as strict above alpha = 1.5, where the weights have a kink at u = 0 or nearly so."""
+LARGE = (9, 10)
+"""Compute capabilities with 227 KiB of shared memory per program; others have 99 to 163."""
 LENGTHS = ("T", "S", "left", "right")
 """Arguments for whose values no kernel is compiled anew."""
 _KINDS = {1.5: 0, 2.0: 1}
@@ -137,19 +139,24 @@ class Tiling(NamedTuple):
     outputs: Launch
     queries: Launch
     keys: Launch
-    tangents: Launch = Launch(8, 2)
+    tangents: Launch
 
 
-def tiling(width: int, dtype: torch.dtype) -> Tiling:
+def tiling(width: int, dtype: torch.dtype, large: bool) -> Tiling:
     """The tiles for heads that are ``width`` wide, a power of two.
 
-    Measured on an H200, but for those of float32 and the launches of ``_tangents``.
+    ``large`` GPUs have 227 KiB of shared memory. Measured on an H200, but for the tiles of float32
+    and of other GPUs, and the launches of ``_tangents``.
     """
     if dtype == torch.float32:
-        return Tiling(32, 32, 32, Launch(4, 1), Launch(4, 1), Launch(4, 1), Launch(4, 1))
+        return Tiling(32, 32, 32, *[Launch(4, 1)] * 5)
+    if not large:
+        return Tiling(64, 32, 32, *[Launch(4, 2)] * 5)
+    many = Launch(8, 3)
     if width <= 64:
-        return Tiling(128, 64, 64, Launch(8, 3, 128), Launch(8, 3), Launch(8, 3, 128), Launch(4, 2))
-    return Tiling(128, 64, 32, Launch(8, 3), Launch(8, 3), Launch(8, 3), Launch(4, 2))
+        few = Launch(8, 3, 128)
+        return Tiling(128, 64, 64, few, many, few, Launch(4, 3), many)
+    return Tiling(128, 64, 32, many, many, many, Launch(4, 2), Launch(8, 2))
 
 
 @lru_cache(maxsize=64)
@@ -388,7 +395,8 @@ def _values(v: Tensor) -> dict[str, int]:
 
 
 def _tiling(q: Tensor, v: Tensor) -> Tiling:
-    return tiling(_width(max(q.shape[-1], v.shape[-1])), q.dtype)
+    large = q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] in LARGE
+    return tiling(_width(max(q.shape[-1], v.shape[-1])), q.dtype, large)
 
 
 def _width(D: int) -> int:

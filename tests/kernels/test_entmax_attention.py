@@ -24,7 +24,7 @@ WIDE = Band(1 << 20, 1 << 20)
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "tiling", lambda *_: Tiling(32, 32, 16, *[Launch(4, 1)] * 4))
+    monkeypatch.setattr(page, "tiling", lambda *_: Tiling(32, 32, 16, *[Launch(4, 1)] * 5))
 
 
 class Case(NamedTuple):
@@ -187,7 +187,7 @@ def test_no_tile_with_weight_is_left_out(
     z[-1] = z.amax(0) + lead
     q, k = torch.eye(16)[None, None], z[None, None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "tiling", lambda *_: Tiling(16, 16, 16, *[Launch(4, 1)] * 4))
+        patch.setattr(page, "tiling", lambda *_: Tiling(16, 16, 16, *[Launch(4, 1)] * 5))
         out, saved = attend_entmax(*(x.to(device) for x in (q, k, k)), alpha, 1.0, WIDE)
     p = Entmax(alpha).weights(z.T.double().contiguous())
     kept = saved.hits[0, 0].cpu().repeat_interleave(16, 0).repeat_interleave(16, 1)
