@@ -160,9 +160,11 @@ class Collective(NamedTuple):
     """One collective call."""
 
     name: str
-    """"gather", "reduce-scatter", or torch's name for any other."""
-    part: int
-    """Bytes of one rank's part: the smaller of the two tensors."""
+    """"gather", "reduce-scatter", "all-to-all", or torch's name for any other."""
+    output: int
+    """Bytes of the tensor that is written."""
+    input: int
+    """Bytes of the tensor that is sent."""
 
 
 @contextmanager
@@ -170,7 +172,11 @@ def recorded_collectives() -> Iterator[list[Collective]]:
     """The collectives that are called within, in order."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    names = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce-scatter"}
+    names = {
+        "_allgather_base_": "gather",
+        "_reduce_scatter_base_": "reduce-scatter",
+        "alltoall_base_": "all-to-all",
+    }
     calls: list[Collective] = []
 
     class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -180,7 +186,8 @@ def recorded_collectives() -> Iterator[list[Collective]]:
             if func.namespace == "c10d":
                 name = func.__name__.partition(".")[0]
                 sizes = [x.numel() * x.itemsize for x in args if isinstance(x, Tensor)]
-                calls.append(Collective(names.get(name, name), min(sizes, default=0)))
+                output, sent = (*sizes, 0, 0)[:2]
+                calls.append(Collective(names.get(name, name), output, sent))
             return func(*args, **(kwargs or {}))
 
     with Record():  # type: ignore[no-untyped-call]

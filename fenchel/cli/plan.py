@@ -63,8 +63,8 @@ def run(
     set
         One setting, such as train.batch=512; repeatable, overrides the file.
     simulate
-        Also divide the model by torch's FSDP2 among so many simulated ranks, take one pass, and
-        compare what torch holds and sends with the formulas.
+        Also divide the model by torch's FSDP2 among so many simulated ranks, take one step, and
+        compare what rank 0 holds and sends with the formulas.
     json
         Print one JSON object, with bytes and seconds.
     """
@@ -102,9 +102,11 @@ def run(
         if simulate:
             console.progress(f"simulating {gpus} ranks", 0, 0)
             gather = chosen.train.gather
-            found = planning.simulate(chosen.model, ranks=gpus, gather=gather)
+            found = planning.simulate(chosen.model, chosen.optim, ranks=gpus, gather=gather)
             sizes = planning.Sizes(chosen.model, chosen.optim)
-            if wrong := planning.simulated_differs(found, sizes, ranks=gpus, gather=gather):
+            if wrong := planning.simulated_differs(
+                found, sizes, chosen.optim, ranks=gpus, gather=gather
+            ):
                 raise ValueError(f"the plan is wrong for this torch: {wrong}")
     if json:
         values = {
@@ -129,9 +131,11 @@ def run(
         console.message(sentence)
     if found is not None:
         console.message(
-            f"Simulated in {found.seconds:.0f} s: rank 0 of {gpus} holds {found.rows:,} numbers; "
-            f"{found.gathers} gathers of {_amount(found.gather_bytes)} GB and {found.reductions} "
-            f"reduce-scatters of {_amount(found.reduce_bytes)} GB per pass, as by the formulas."
+            f"Simulated in {found.seconds:.0f} s, equal to the formulas: rank 0 of {gpus} holds "
+            f"{found.rows:,} numbers and {_amount(found.state)} GB of state; one pass receives "
+            f"{_amount(found.gather_bytes)} GB in {found.gathers} gathers and "
+            f"{_amount(found.reduce_bytes)} GB in {found.reductions} reduce-scatters, and the "
+            f"update {_amount(found.owner_bytes)} GB."
         )
     return 0
 

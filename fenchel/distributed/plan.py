@@ -55,7 +55,7 @@ other nodes for (W - S) / (W - 1) of its bytes. Sums over a step:
 
     full, node    m ring_D (g (2 blocks + root) + 4 all)      weights, the root once; gradients
     owners        none    2 x 4 o (W - 1), directly           gradients in, weights out
-                  full    2 x 4 n_W (W - 1) / W, directly
+                  full    2 x 4 o (W - 1) / W, directly
                   node    2 x 4 n_S (R - 1) / R between, 2 x 4 n_S / R (S - 1) / S inside
     context       m 2 L ring_C (2 a G D_h C t)                forward, and as gradients backward
 
@@ -93,9 +93,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fenchel.distributed.cells import cell_count, sharding
-from fenchel.distributed.owners import BUCKET, deal, units_of
+from fenchel.distributed.owners import BUCKET, Owners, deal, units_of
 from fenchel.distributed.processes import World
-from fenchel.model import ModelConfig
+from fenchel.model import ModelConfig, Transformer
 from fenchel.model.flops import forward_flops
 from fenchel.model.transformer import meta_model
 from fenchel.optim import OptimConfig, attention_pairs
@@ -230,19 +230,23 @@ class Sizes:
         return sum(padded(shape, ranks) for shape in self.shapes.values())
 
     def owned(self, ranks: int) -> "Owned":
-        """What the owner with most bytes has."""
+        """What the owner with most bytes has, and the most work of any."""
+        of = self.owned_by_rank(ranks)
+        heaviest = max(of, key=lambda owned: 4 * owned.numbers + owned.state)
+        return heaviest._replace(flops=max(owned.flops for owned in of))
+
+    def owned_by_rank(self, ranks: int) -> "list[Owned]":
+        """What every owner has."""
         sizes = [sum(prod(self.shapes[n]) for n in unit) for unit in self.units]
         of = [Owned(Counter()) for _ in range(ranks)]
         for unit, rank in zip(self.units, deal(sizes, ranks), strict=True):
             for name in unit:
                 matrix = name in self.matrices
+                state = self.rules[not matrix]
                 of[rank] = of[rank].with_parameter(
-                    self.shapes[name], self.rules[not matrix], matrix
+                    self.shapes[name], state, matrix and self.by_muon
                 )
-        heaviest = max(of, key=lambda owned: 4 * owned.numbers + owned.state)
-        if not self.by_muon:
-            return heaviest._replace(matrices=Counter(), flops=0)
-        return heaviest._replace(flops=max(owned.flops for owned in of))
+        return of
 
 
 class Owned(NamedTuple):
@@ -552,7 +556,7 @@ def _owners_bytes(
     if layout.shard == "none":
         return direct(4 * owned.numbers * (W - 1), cluster).times(times + 1)
     if layout.shard == "full":
-        return direct(4 * sizes.rows(W) * (W - 1) / W, cluster).times(2)
+        return direct(4 * owned.numbers * (W - 1) / W, cluster).times(2)
     rows = 4 * sizes.rows(S)
     return Bytes(rows / R * (S - 1) / S, rows * (R - 1) / R).times(2)
 
@@ -586,7 +590,7 @@ def advice(
 
 
 class Simulation(NamedTuple):
-    """What torch itself allocates and sends for one pass of rank 0."""
+    """What torch itself holds and sends in one step of rank 0, one pass long."""
 
     parameters: int
     rows: int
@@ -594,51 +598,70 @@ class Simulation(NamedTuple):
     gathers: int
     """All-gathers of a forward and a backward pass."""
     gather_bytes: int
-    """Received by them, as FSDP2 has them on every rank, those of this rank excepted."""
+    """Received from the other ranks by all of them."""
     reductions: int
     """Reduce-scatters."""
     reduce_bytes: int
+    owner_bytes: int
+    """Whole gradients that arrive at this owner, and rows of new weights that come back."""
+    state: int
+    """Bytes of the optimiser's state."""
     seconds: float
 
 
-def simulate(model: ModelConfig, *, ranks: int, gather: str, sequences: int = 1) -> Simulation:
-    """Divide a model by FSDP2 as training does, and take one pass of rank 0, without any values.
+def simulate(
+    model: ModelConfig, optim: OptimConfig, *, ranks: int, gather: str, sequences: int = 1
+) -> Simulation:
+    """Divide a model as training under "full" does, and take one step of rank 0, without values.
 
     Tensors have shapes and no memory, and nothing is sent: one CPU does for any model and any
-    number of ranks. The loss is the sum of the logits, whose gradient reaches all weights.
+    number of ranks. The loss is the sum of the logits, whose gradient reaches all weights. Score
+    optimisers, which need the scores of a real batch, exchange and do not move.
     """
     began = time.perf_counter()
     with simulated_ranks(ranks):
-        shard = sharding(World(size=ranks, local_size=ranks), gather=gather, position=None)
+        world = World(size=ranks, local_size=ranks)
+        shard = sharding(world, gather=gather, position=None)
         with tensors_without_values():
-            whole = meta_model(model)
-            N = sum(p.numel() for p in whole.parameters())
-            shard(whole)
-            whole.to_empty(device="cpu")
-            rows = sum(p.to_local().numel() for p in whole.parameters())  # type: ignore[attr-defined]
+            network, meta = Transformer(model), meta_model(model)
+            N = sum(p.numel() for p in network.parameters())
+            owners = Owners(network, meta, optim, world, steps=1, exact=False, shard=shard)
+            local = [p.to_local() for p in network.parameters()]  # type: ignore[attr-defined]
             ids = torch.zeros(sequences, model.context, dtype=torch.int64)
-            half = gather == "bfloat16"
             with recorded_collectives() as calls:
-                with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                    loss = whole(ids).sum()
+                with torch.autocast("cpu", torch.bfloat16, enabled=gather == "bfloat16"):
+                    loss = network(ids).sum()
                 loss.backward()
-    gathers = [call for call in calls if call.name == "gather"]
-    reductions = [call for call in calls if call.name == "reduce-scatter"]
+                gradients = owners.rows_to_owners(owners.local_gradients())
+                if optim.optimiser not in _BY_SCORES:
+                    owners.optimiser.move({owners.owned[n]: g for n, g in gradients.items()})
+                owners.spread()
+    by_name = {
+        name: [call for call in calls if call.name == name]
+        for name in ("gather", "reduce-scatter", "all-to-all")
+    }
+    states = [state for member in owners.optimiser.members for state in member.state.values()]
+    tensors = [x for state in states for x in state.values() if torch.is_tensor(x) and x.ndim]
     return Simulation(
         N,
-        rows,
-        len(gathers),
-        sum((ranks - 1) * call.part for call in gathers),
-        len(reductions),
-        sum((ranks - 1) * call.part for call in reductions),
+        sum(x.numel() for x in local),
+        len(by_name["gather"]),
+        sum(call.output - call.input for call in by_name["gather"]),
+        len(by_name["reduce-scatter"]),
+        sum(call.input - call.output for call in by_name["reduce-scatter"]),
+        sum(call.output for call in by_name["all-to-all"]),
+        sum(x.numel() * x.itemsize for x in tensors),
         time.perf_counter() - began,
     )
 
 
-def simulated_differs(found: Simulation, sizes: Sizes, *, ranks: int, gather: str) -> str | None:
+def simulated_differs(
+    found: Simulation, sizes: Sizes, optim: OptimConfig, *, ranks: int, gather: str
+) -> str | None:
     """A sentence where the simulation and the formulas disagree; None where they are equal."""
     g = 2 if gather == "bfloat16" else 4
     blocks, root = _padded(sizes.blocks, ranks), _padded([sizes.root], ranks)
+    owned = sizes.owned_by_rank(ranks)[0]
     expected = Simulation(
         sizes.total,
         sizes.rows(ranks),
@@ -646,6 +669,8 @@ def simulated_differs(found: Simulation, sizes: Sizes, *, ranks: int, gather: st
         (ranks - 1) * g * (2 * blocks + root),
         len(sizes.blocks) + 1,
         (ranks - 1) * 4 * (blocks + root),
+        4 * (owned.numbers + blocks + root),
+        0 if optim.optimiser in _BY_SCORES else owned.state,
         found.seconds,
     )
     for name, ours, torchs in zip(Simulation._fields, expected, found, strict=True):

@@ -73,9 +73,9 @@ def test_the_formulas_are_compared_with_torch(capsys: pytest.CaptureFixture[str]
     sets = [word for size in sizes.split() for word in ("--set", size)]
     assert main(["plan", "--gpus", "16", "--simulate", *sets]) == 0
     shown = words(capsys)
-    assert "rank 0 of 16 holds" in shown
-    assert "5 gathers of" in shown
-    assert "3 reduce-scatters of" in shown
+    assert "equal to the formulas: rank 0 of 16 holds" in shown
+    assert "in 5 gathers and" in shown
+    assert "in 3 reduce-scatters" in shown
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fenchel.distributed.cells import sharding
 from fenchel.distributed.plan import (
     Bytes,
     Cluster,
@@ -26,10 +27,12 @@ from fenchel.distributed.plan import (
     simulate,
     simulated_differs,
 )
+from fenchel.distributed.processes import World
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.flops import forward_flops
 from fenchel.optim import OptimConfig, build_optimiser, clip_
 from fenchel.optim.config import OPTIMISERS
+from fenchel.torch_internals import simulated_ranks
 from fenchel.train import TrainConfig, lm_head_loss
 
 SEVEN_B = ModelConfig(
@@ -104,6 +107,53 @@ def test_what_autograd_saves_per_position_and_layer(settings: dict[str, Any], a:
         assert 1.0 <= gathered / (LONG * expected) < 1.25
 
 
+def test_autocast_keeps_a_cast_of_every_matrix() -> None:
+    by_layer = [
+        saved_bytes(
+            small(layers=layers, context=LONG, positions="learned"),
+            autocast=True,
+            dtype=torch.float32,
+            sequences=1,
+        )
+        for layers in (1, 2)
+    ]
+    config = small(positions="learned")
+    sizes = Sizes(config, OptimConfig())
+    matrices = sum(prod(sizes.shapes[name]) for name in sizes.matrices)
+    positions = LONG * saved_per_position(config, 2)
+    assert by_layer[1] - by_layer[0] - positions == 2 * matrices // 2  # 2 layers, 2 bytes
+    train = TrainConfig(batch=1, precision="bfloat16")
+    assert of(plan(config, train, OptimConfig(), Cluster(ranks=1)), "none").memory["casts"] == (
+        2 * matrices
+    )
+
+
+@pytest.mark.parametrize("gather", ["float32", "bfloat16"])
+def test_fsdp2_frees_weights_gathered_in_bfloat16_and_not_the_casts_of_float32(gather: str) -> None:
+    config = small(positions="learned", vocabulary=128)
+    matrices = Sizes(config, OptimConfig()).matrices
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.bfloat16:
+            saved[id(x)] = x
+        return x
+
+    with simulated_ranks(2):
+        shard = sharding(World(size=2, local_size=2), gather=gather, position=None)
+        model = Transformer(config)
+        shapes = sorted(p.numel() for n, p in model.named_parameters() if n in matrices)
+        shard(model)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            hidden = model(torch.zeros(1, 8, dtype=torch.int64), return_hidden=True)
+        assert hidden.requires_grad
+        # After the forward pass: FSDP2 has freed the memory of what it gathered, not of casts.
+        kept = [x.numel() for x in saved.values() if x.untyped_storage().nbytes()]
+    casts = sorted(n for n in kept if n in shapes)
+    assert casts == (shapes if gather == "float32" else [])
+
+
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_state_by_rule(optimiser: str) -> None:
     config = small(qk_norm=optimiser == "score")
@@ -173,7 +223,7 @@ def test_the_peak_of_one_process_is_the_predicted_one(
             clip_(model.parameters(), 1.0)
             moves.step()
             moves.zero_grad()
-    assert 0.8 * live.peak < predicted < 1.25 * live.peak
+    assert 0.8 * live.peak < predicted < 1.3 * live.peak
 
 
 def test_memory_of_a_small_model_by_hand() -> None:
@@ -206,7 +256,7 @@ def test_memory_of_a_small_model_by_hand() -> None:
     # Gathers of the block twice and of the root once, the gradient once; the half that is not here.
     assert full.exchanged["gather"] == Bytes(4 * (2 * block + root) / 2, 0.0)
     assert full.exchanged["reduce-scatter"] == Bytes(4 * 616 / 2, 0.0)
-    assert full.exchanged["owners"] == Bytes(2 * 4 * 308 / 2, 0.0)
+    assert full.exchanged["owners"] == Bytes(2 * 4 * owned / 2, 0.0)
     assert none.exchanged["owners"] == Bytes(2 * 4 * owned, 0.0)
 
 
@@ -223,6 +273,16 @@ def test_memory_falls_with_the_ranks_and_with_recomputation() -> None:
             assert again.peak <= plain.peak
             assert again.memory["activations"] < plain.memory["activations"]
             assert again.compute > plain.compute
+
+
+def test_replicated_weights_are_fullest_where_gradients_arrive_at_their_owner() -> None:
+    train = TrainConfig(batch=64, precision="bfloat16")
+    result = plan(SEVEN_B, train, OptimConfig(optimiser="adamw"), Cluster(ranks=64))
+    none = of(result, "none", recompute=True)
+    owned = 3 * 4096 * 11008  # the owner with most has three matrices of MLPs, 64 gradients of each
+    assert none.memory["exchange"] == 4 * 64 * owned + 8 * (2**26 + 32000 * 4096)
+    names = ("weights", "state", "gradients", "exchange")
+    assert none.peak == sum(none.memory[name] for name in names)
 
 
 def test_casts_are_kept_unless_weights_are_gathered_in_bfloat16() -> None:
@@ -261,7 +321,7 @@ def test_bytes_and_times_of_seven_billion_on_sixty_four() -> None:
     attention = 6 * 4096**2 * 4096 * 32
     assert full.compute == pytest.approx((products + attention) / 400e12)
     assert full.step == pytest.approx(
-        max(full.compute, rings / 50e9) + 2 * 4 * N / 64 * 63 / 64 / 50e9, rel=1e-3
+        max(full.compute, rings / 50e9) + 2 * 4 * 3 * 4096 * 11008 * 63 / 64 / 50e9
     )
 
 
@@ -362,19 +422,25 @@ def one_formula_wrong(sizes: Sizes) -> Iterator[None]:
     sizes.root = root
 
 
-@pytest.mark.parametrize(("gather", "ranks"), [("bfloat16", 64), ("float32", 3)])
-def test_fsdp2_holds_and_sends_what_the_formulas_say(gather: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("gather", "ranks", "optimiser"),
+    [("bfloat16", 64, "muon"), ("float32", 3, "adamw"), ("float32", 4, "score")],
+)
+def test_fsdp2_holds_and_sends_what_the_formulas_say(
+    gather: str, ranks: int, optimiser: str
+) -> None:
     config = small(vocabulary=515, layers=3, tied=False, kv_heads=2)  # 515 rows: no equal parts
-    sizes = Sizes(config, OptimConfig())
-    found = simulate(config, ranks=ranks, gather=gather)
-    assert simulated_differs(found, sizes, ranks=ranks, gather=gather) is None
+    optim = OptimConfig(optimiser=optimiser)
+    sizes = Sizes(config, optim)
+    found = simulate(config, optim, ranks=ranks, gather=gather)
+    assert simulated_differs(found, sizes, optim, ranks=ranks, gather=gather) is None
     assert (found.gathers, found.reductions) == (7, 4)
     train = TrainConfig(batch=ranks, gather=gather)
-    full = of(plan(config, train, OptimConfig(), Cluster(ranks=ranks, per_node=ranks)), "full")
+    full = of(plan(config, train, optim, Cluster(ranks=ranks, per_node=ranks)), "full")
     assert full.exchanged["gather"].inside == pytest.approx(found.gather_bytes)
     assert full.exchanged["reduce-scatter"].inside == pytest.approx(found.reduce_bytes)
     assert full.memory["gradients"] == 4 * found.rows
     with one_formula_wrong(sizes):
-        wrong = simulated_differs(found, sizes, ranks=ranks, gather=gather)
+        wrong = simulated_differs(found, sizes, optim, ranks=ranks, gather=gather)
         assert wrong is not None
         assert "gather_bytes should be" in wrong
