@@ -124,7 +124,8 @@ def errata_of(lesson: Lesson) -> list[str]:
     """What docs/errata.md prints as sentences of a lesson, each with what stands before it."""
     page = (Path(fenchel.__file__).parents[1] / "docs" / "errata.md").read_text()
     mark = f" (lesson {COURSE.index(lesson) + 1})"
-    return [each for row in page.splitlines() for each in row.split(mark)[:-1]]
+    found = [each for row in page.splitlines() for each in row.split(mark)[:-1]]
+    return [each for each in found if each.endswith((".", ".)"))]  # else a mention in a sentence
 
 
 @each_lesson
