@@ -106,19 +106,19 @@ def bigram_factors(ids: np.ndarray, V: int, M: int, generator: torch.Generator) 
     at = torch.stack((i_Z, j_Z))
     sparse = torch.sparse_coo_tensor(at, values, (V, V), check_invariants=True).coalesce()
     U, D, Vt = _truncated_svd(sparse, t_V.float(), s_V.float(), min(M, V) - 1, generator)
-    a = (U * D.sqrt()).double() / r_V.unsqueeze(1)
-    b = (Vt.mT * D.sqrt()).double() / s_V.unsqueeze(1)
+    r_V, s_V, log_p_V = r_V.float(), s_V.float(), (p_V.log() - p_V.log().mean()).float()
+    a = U * D.sqrt() / r_V.unsqueeze(1)
+    b = Vt.mT * D.sqrt() / s_V.unsqueeze(1)
 
     length_V = a.norm(dim=1)
     R = length_V.quantile(0.99).clamp(min=1.0)
     a *= (0.95 * R / length_V.clamp(min=1e-9)).clamp(max=1.0).unsqueeze(1)
-    log_p_V = p_V.log() - p_V.log().mean()
     rest_V = (R.square() - a.square().sum(1)).sqrt()
     e = torch.cat((a, rest_V.unsqueeze(1)), 1) * (M**0.5 / R)
     W = torch.cat((b, log_p_V.unsqueeze(1) / R), 1) * (R / M**0.5)
-    rotation, _ = qr(torch.randn(M, M, generator=generator, dtype=torch.float64))
+    rotation, _ = qr(torch.randn(M, M, generator=generator))
     rows = rotation[: e.shape[1]]
-    return Factors((e @ rows).float(), (W @ rows).float())
+    return Factors(e @ rows, W @ rows)
 
 
 def _sample(ids: np.ndarray) -> np.ndarray:
