@@ -272,30 +272,55 @@ def reader(server: Process) -> urllib.request.OpenerDirector:
 ASSETS = re.compile(r"/assets-of-marimo/assets/[\w.-]+")
 
 
-def test_until_a_lesson_is_ready_there_is_its_question(
+def test_until_a_lesson_is_ready_there_is_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(*_: Any) -> None:
+        sent.append({"lesson": True})
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 2:  # the head and the question are sent before marimo is imported
+            server._marimo.set_result(None)
+
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr("fenchel.lessons.server._build", lambda _: app)
+    server = LessonServer(0)
+    server.socket.close()
+    scope = {"type": "http", "path": "/lessons/l07_softmax/", "headers": []}
+
+    async def twice() -> None:
+        await server._lesson(scope, receive, send)
+        await server._lesson(scope, receive, send)
+
+    asyncio.run(asyncio.wait_for(twice(), 30))
+    head, question, end, _, lesson = sent
+    assert COURSE[6].question in question["body"].decode()
+    assert end["body"] == b'<meta http-equiv="refresh" content="0">', "it opens the lesson"
+    assert lesson == {"lesson": True}
+    assert (b"link", server._assets.links["Link"].encode()) in head["headers"]
+
+
+def test_the_list_loads_what_a_lesson_needs(
     server: Process, reader: urllib.request.OpenerDirector
 ) -> None:
-    # The first request of this module for a lesson comes before marimo is imported.
-    answer = reader.open(f"{server.address}/lessons/l07_softmax/")
-    early = answer.read().decode()
-    assert COURSE[6].question in early
-    assert early.endswith('<meta http-equiv="refresh" content="0">'), "it opens the lesson"
-    lesson = reader.open(f"{server.address}/lessons/l07_softmax/").read().decode()
-    assert COURSE[6].question not in lesson
-    assert "marimo" in lesson
-    needed = set(ASSETS.findall(lesson))
+    needed = set(ASSETS.findall(lesson_page(server, reader, COURSE[6])))
     assert needed
-    for page in (answer, reader.open(server.address)):
-        assert set(ASSETS.findall(page.headers["Link"])) >= needed, "the browser loads them early"
+    assert set(ASSETS.findall(reader.open(server.address).headers["Link"])) >= needed
+
+
+def lesson_page(server: Process, reader: urllib.request.OpenerDirector, lesson: Lesson) -> str:
+    address = f"{server.address}/lessons/{lesson.name}/"
+    reader.open(address).read()  # may be its question, which ends when the lesson is ready
+    return str(reader.open(address).read().decode())
 
 
 def test_lessons_share_the_files_of_marimo(
     server: Process, reader: urllib.request.OpenerDirector
 ) -> None:
-    pages = [
-        reader.open(f"{server.address}/lessons/{each.name}/").read().decode()
-        for each in (COURSE[0], COURSE[6])
-    ]
+    pages = [lesson_page(server, reader, each) for each in (COURSE[0], COURSE[6])]
     first, second = (set(ASSETS.findall(page)) for page in pages)
     assert first == second != set()
     headers = reader.open(f"{server.address}{min(first)}").headers
