@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from fenchel.cli.console import Console, Whole, printable, settings_from
 
@@ -125,8 +123,8 @@ def run(
         f"{result.parameters:,} parameters on {gpus} GPUs ({nodes}); {result.tokens:,} tokens and "
         f"{result.flops:.3g} FLOP per step."
     )
-    for table in (_memory_table(result), _time_table(result)):
-        console.terminal.print(table, markup=False)
+    tables = f"\n{_memory_table(result)}\n\n{_time_table(result)}\n"
+    console.terminal.print(tables, markup=False, highlight=False, soft_wrap=True)
     for sentence in _sentences(result, cluster, advice):
         console.message(sentence)
     if found is not None:
@@ -145,50 +143,56 @@ def _rows(plan: "Plan") -> list[tuple["Forecast", "Forecast"]]:
     return list(zip(plan.forecasts[::2], plan.forecasts[1::2], strict=True))
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    table.add_column("shard", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+def _table(title: str, headings: str, rows: list[list[str]]) -> str:
+    """Columns as wide as their entries, aligned to the right, whatever the terminal.
+
+    >>> print(_table("GB", "shard peak", [["none", "12.5"], ["full", "3"]]))
+    GB
+    shard peak
+     none 12.5
+     full    3
+    """
+    lines = [headings.split(), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = (" ".join(map(str.rjust, line, widths)) for line in lines)
+    return "\n".join([title, *aligned])
 
 
-def _memory_table(plan: "Plan") -> Table:
-    names = "weights state gradients gathered casts activations kv loss exchange".split()
-    short = {
-        "gradients": "grads",
-        "gathered": "gather",
-        "activations": "activ.",
-        "exchange": "exch.",
-    }
-    table = _table(
-        "GB per GPU (the same with recomputation: activations, peak)",
-        *("context", *(short.get(name, name) for name in names), "peak", "activ.", "peak"),
-    )
+def _memory_table(plan: "Plan") -> str:
+    rows = []
     for plain, again in _rows(plan):
-        cells = [_amount(plain.memory[name]) for name in names]
-        more = _amount(plain.peak), _amount(again.memory["activations"]), _amount(again.peak)
-        table.add_row(plain.layout.shard, str(plain.layout.context), *cells, *more)
-    return table
-
-
-def _time_table(plan: "Plan") -> Table:
-    table = _table(
-        "GB received per GPU and step; seconds per step; share of peak",
-        *("context", "passes", "inside", "between", "compute", "links", "step"),
-        *("of peak", "tokens/s", "days", "fits"),
+        m = plain.memory
+        gathered = m["gathered"] + m["casts"]
+        sizes = (m["weights"], m["state"], m["gradients"], gathered, m["activations"], m["kv"])
+        more = (m["loss"], m["exchange"], plain.peak, again.memory["activations"], again.peak)
+        cells = map(_amount, (*sizes, *more))
+        rows.append([plain.layout.shard, str(plain.layout.context), *cells])
+    return _table(
+        "GB per GPU; C GPUs share a sequence; in brackets with recomputation",
+        "shard C weights state grads gather activ kv loss exch peak (activ peak)",
+        rows,
     )
+
+
+def _time_table(plan: "Plan") -> str:
+    rows = []
     for plain, again in _rows(plan):
         f = again if again.fits and not plain.fits else plain
         fits = "recomputed" if f is again else "yes" if f.fits else "no"
-        table.add_row(
-            f.layout.shard,
-            *(str(f.layout.context), str(f.passes), *map(_amount, f.received)),
-            *(_seconds(f.compute), _seconds(f.communication), _seconds(f.step)),
-            *(f"{100 * f.efficiency:.1f} %", _count(f.tokens_per_second)),
-            *("-" if f.days is None else f"{f.days:.3g}", fits),
+        rows.append(
+            [
+                f.layout.shard,
+                *(str(f.layout.context), str(f.passes), *map(_amount, f.received)),
+                *(_seconds(f.compute), _seconds(f.communication), _seconds(f.step)),
+                *(f"{100 * f.efficiency:.1f}", _count(f.tokens_per_second)),
+                *("-" if f.days is None else f"{f.days:.3g}", fits),
+            ]
         )
-    return table
+    return _table(
+        "GB received per GPU and step; seconds per step; % of peak; days of train.steps",
+        "shard C passes inside between compute links step %peak tokens/s days fits",
+        rows,
+    )
 
 
 def _sentences(plan: "Plan", cluster: "Cluster", advice: str | None) -> list[str]:
@@ -208,7 +212,7 @@ def _sentences(plan: "Plan", cluster: "Cluster", advice: str | None) -> list[str
         )
     every = plan.fastest()
     if every is not None and every is not ours:
-        verb = "is fastest" if ours is not None else "fits"
+        verb = "is faster" if ours is not None else "is the fastest that fits"
         sentences.append(
             f"Of the layouts that fenchel train does not have yet, {_phrase(every)} {verb}."
         )

@@ -53,7 +53,8 @@ If it spans nodes, one of S connections leaves the node, and all S links of a no
 z / S between nodes and z (1 - 1 / S) inside. An exchange that is sent directly (owners) goes to
 other nodes for (W - S) / (W - 1) of its bytes. Sums over a step:
 
-    full, node    m ring_D (g (2 blocks + root) + 4 all)      weights, the root once; gradients
+    full, node    m ring_D (g (2 k blocks + root) + 4 all)    weights, the root once; gradients
+                  k layers per block: 1 unless distinct_layers
     owners        none    2 x 4 o (W - 1), directly           gradients in, weights out
                   full    2 x 4 o (W - 1) / W, directly
                   node    2 x 4 n_S (R - 1) / R between, 2 x 4 n_S / R (S - 1) / S inside
@@ -210,6 +211,8 @@ class Sizes:
         model = meta_model(config)
         inside = {id(p) for block in model.blocks for p in block.parameters()}
         self.blocks = [[tuple(p.shape) for p in block.parameters()] for block in model.blocks]
+        self.repeats = config.layers // len(self.blocks)
+        """k, the layers that one block serves."""
         self.root = [tuple(p.shape) for p in model.parameters() if id(p) not in inside]
         self.linear_lm_head: bool = model.lm_head_is_linear
         matrices = {id(p) for p in split_matrices(model)[0]}
@@ -457,7 +460,7 @@ def _forecast(
     memory["loss"] = _loss_bytes(sizes, model, train, t=t, a=a, g=g, device=cluster.device)
     exchanged = {}
     if D > 1:
-        weights = g * D * (2 * _padded(sizes.blocks, D) + _padded([sizes.root], D))
+        weights = g * D * (2 * sizes.repeats * _padded(sizes.blocks, D) + _padded([sizes.root], D))
         exchanged["gather"] = ring(weights, D, S).times(m)
         exchanged["reduce-scatter"] = ring(4 * D * sizes.rows(D), D, S).times(m)
     exchanged["owners"] = _owners_bytes(layout, sizes, owned, cluster, m if train.cells else 1)
@@ -615,9 +618,13 @@ def simulate(
     """Divide a model as training under "full" does, and take one step of rank 0, without values.
 
     Tensors have shapes and no memory, and nothing is sent: one CPU does for any model and any
-    number of ranks. The loss is the sum of the logits, whose gradient reaches all weights. Score
-    optimisers, which need the scores of a real batch, exchange and do not move.
+    number of ranks. The loss is the sum of the logits, whose gradient reaches all weights. Softmax
+    stands for every choice map, on which no size depends. Score optimisers, which need the scores
+    of a real batch, exchange and do not move.
     """
+    if model.experts:
+        raise ValueError("experts are chosen by values, which a simulation does not have.")
+    model = replace(model, choice="softmax", layer_choices=(), alpha=ModelConfig.alpha)
     began = time.perf_counter()
     with simulated_ranks(ranks):
         world = World(size=ranks, local_size=ranks)
@@ -665,8 +672,8 @@ def simulated_differs(
     expected = Simulation(
         sizes.total,
         sizes.rows(ranks),
-        2 * len(sizes.blocks) + 1,
-        (ranks - 1) * g * (2 * blocks + root),
+        2 * sizes.repeats * len(sizes.blocks) + 1,
+        (ranks - 1) * g * (2 * sizes.repeats * blocks + root),
         len(sizes.blocks) + 1,
         (ranks - 1) * 4 * (blocks + root),
         4 * (owned.numbers + blocks + root),

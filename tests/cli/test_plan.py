@@ -27,9 +27,14 @@ def words(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_person_gets_two_tables_and_what_to_choose(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "60")  # tables are not cut
     assert main(["plan", config, "--gpus", "64"]) == 0
-    shown = words(capsys)
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.split()[1:2] in (["1"], ["8"])]
+    by_table = [{len(line.split()) for line in lines[n : n + 6]} for n in (0, 6)]
+    assert by_table == [{13}, {12}]
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(output.split())
     assert "6,738,415,616 parameters on 64 GPUs (8 nodes of 8); 2,097,152 tokens" in shown
     assert "Fastest of fenchel train within 72 of 80 GB: shard=full (" in shown
     assert shown.count(" none ") == shown.count(" full ") == shown.count(" node ") == 8
@@ -55,6 +60,7 @@ def test_where_nothing_fits_a_change_that_would_is_named(
     assert "No layout of fenchel train fits 72 of 80 GB; shard=full fits with" in shown
     assert "train.accumulate=256 (" in shown
     assert "that fenchel train does not have yet, shard=full with recomputation (" in shown
+    assert shown.endswith("is the fastest that fits.")
     assert main(["plan", config, "--gpus", "64", "--memory", "2"]) == 0
     assert "no change that was tried would make it fit" in words(capsys)
 

@@ -444,3 +444,12 @@ def test_fsdp2_holds_and_sends_what_the_formulas_say(
         wrong = simulated_differs(found, sizes, optim, ranks=ranks, gather=gather)
         assert wrong is not None
         assert "gather_bytes should be" in wrong
+
+
+def test_a_block_of_several_layers_is_gathered_for_each() -> None:
+    config, optim = small(layers=4, distinct_layers=2, choice="entmax", alpha=1.25), OptimConfig()
+    found = simulate(config, optim, ranks=8, gather="float32")
+    assert (found.gathers, found.reductions) == (9, 3)
+    assert simulated_differs(found, Sizes(config, optim), optim, ranks=8, gather="float32") is None
+    with pytest.raises(ValueError, match="experts are chosen by values"):
+        simulate(small(experts=4), optim, ranks=8, gather="float32")
