@@ -11,7 +11,8 @@ there: sums are made afterwards, in an order that this package fixes (cells.py).
 **Failure.** A process that raises writes its sentence into the store that torchrun keeps. The first
 one to do so prints it, all others end in silence, so a terminal shows one sentence. ``on_first``
 runs a function on rank 0 alone, such as tokenising a text; the others wait outside of any
-collective, whose timeout would end a wait of some minutes, and learn of a failure by the store.
+collective, whose timeout would end a wait of some minutes, and learn of a failure by the store. A
+rank 0 that is killed writes nothing there: then it is torchrun that ends the others.
 """
 
 import json
