@@ -1,12 +1,13 @@
 """Processes that exchange values by gloo, forked from one that has loaded torch already.
 
 torchrun starts each process anew and gives it its rank by the environment. Loading torch takes
-longer than a test, so here the parent forks, sets the same environment in each child, and keeps the
-store in which they meet, as torchrun does.
+longer than a test, so here the parent forks, sets the same environment in each child, and another
+process keeps the store in which they meet, as that of torchrun does.
 """
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -73,22 +74,24 @@ class Launcher:
         self, processes: int, child: Callable[[int, Path], int]
     ) -> tuple[list[int], list[str]]:
         """The exit codes of ``child(rank, file)`` in forked processes, and what the files hold."""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         sys.stdout.flush()
         sys.stderr.flush()
+        agent, port = keep_store()
         files = [self.folder / f"rank-{rank}-of-{processes}" for rank in range(processes)]
         children = []
         for rank, file in enumerate(files):
             file.unlink(missing_ok=True)
             if not (process := os.fork()):
                 if processes > 1:
-                    environment(rank, processes, store.port)
+                    environment(rank, processes, port)
                 try:
                     os._exit(child(rank, file))
                 finally:
                     os._exit(98)
             children.append(process)
         codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in children]
+        os.kill(agent, signal.SIGKILL)
+        os.waitpid(agent, 0)
         return codes, [file.read_text() if file.exists() else "no answer" for file in files]
 
     @staticmethod
@@ -102,6 +105,23 @@ class Launcher:
             file.write_text(traceback.format_exc())
             return 1
         return 0
+
+
+def keep_store() -> tuple[int, int]:
+    """A process that keeps a store, and its port.
+
+    Not this process: its threads and sockets would be forked with it, and exchanges would hang.
+    """
+    read, write = os.pipe()
+    if not (agent := os.fork()):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        while True:
+            signal.pause()
+    port = int(os.read(read, 16))
+    os.close(read)
+    os.close(write)
+    return agent, port
 
 
 def environment(rank: int, processes: int, port: int) -> None:
