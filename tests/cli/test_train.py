@@ -269,5 +269,8 @@ def test_processes_are_started_and_their_exit_code_is_returned(
     finally:
         logging.disable(logging.NOTSET)
     output = "".join(capfd.readouterr())
-    assert output.count("0.1.0" if code == 0 else 'fenchel: Unknown command "trian"') == 2
+    if code:  # the first process that fails ends the other, which may have said the same
+        assert output.count('fenchel: Unknown command "trian"') in (1, 2)
+    else:
+        assert output.count("0.1.0") == 2
     assert len(output.splitlines()) < 7
