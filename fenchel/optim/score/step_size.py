@@ -98,7 +98,7 @@ POINTS = 512
 """Points of a line at which the quartic is evaluated at once, in each of two rounds."""
 UPPER_FACTOR = 1.001 * (1.0 + math.sqrt(2.0))
 """1 + sqrt 2 of the bound above, and a little for rounding."""
-CHORDS = 3
+CHORDS = 2
 """Chords of which the last ends where the scores of a head with a norm have moved by gamma."""
 ROUNDS = 5
 """Points at which ``find_crossing`` measures the change, beside t = 0."""

@@ -136,7 +136,7 @@ def test_parts_go_no_further_than_their_limit_and_exactly_there() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize(("gamma", "error"), [(0.02, 1e-5), (0.3, 1e-3), (1.0, 0.03)])
+@pytest.mark.parametrize(("gamma", "error"), [(0.02, 1e-5), (0.1, 2e-4), (0.3, 3e-3), (1.0, 0.08)])
 @torch.no_grad()
 def test_chords_end_where_the_change_under_a_norm_is_gamma(
     kv_heads: int, gamma: float, error: float
