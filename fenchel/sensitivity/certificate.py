@@ -40,6 +40,9 @@ from fenchel.sensitivity.operator import Operator
 from fenchel.sensitivity.perturbation import Ball, NormEstimator, TokenLayer
 from fenchel.sensitivity.witness import families
 
+ROUNDING = 8
+"""Units of the last place by which a measured norm may exceed the norm itself."""
+
 
 class Maximum(NamedTuple):
     """The best point of an ascent, and the norm there."""
@@ -218,16 +221,23 @@ def certify(
     (x,) = point(x)
     if x.dim() != 2:
         raise ValueError(f"a certificate is about one sequence (N, M), got shape {tuple(x.shape)}.")
-    ball = Ball.of(radius, norm, _tokens(x))
+    ball, inside = (Ball.of(r, norm, _tokens(x)) for r in (radius, _rounded_radius(radius, x)))
     layer = layer_of(f)
     estimator = NormEstimator(failure, generator)
     upper = math.inf if layer is None else layer.ball_bound(x, ball, estimator).upper
     derivative = _derivative(f)
-    starts = _starts(layer, derivative, x, ball, restarts, generator)
+    starts = _starts(layer, derivative, x, inside, restarts, generator)
     function = layer if layer is not None else f
-    peak = ascend(function, derivative, x, ball, starts, steps=steps, generator=generator)
-    lower = spectral_norm(derivative(peak.X), tol=1e-6, generator=generator).lower
-    return Certificate(float(lower), upper, radius, peak.X, norm, x, estimator.spent)
+    peak = ascend(function, derivative, x, inside, starts, steps=steps, generator=generator)
+    sigma = spectral_norm(derivative(peak.X), tol=1e-6, generator=generator).lower
+    lower = float(sigma) * (1.0 - ROUNDING * torch.finfo(x.dtype).eps)
+    return Certificate(lower, upper, radius, peak.X, norm, x, estimator.spent)
+
+
+def _rounded_radius(radius: float, x: Tensor) -> float:
+    """A radius whose points about x stay in the ball when they are rounded to the dtype of x."""
+    lost = torch.finfo(x.dtype).eps * (float(x.double().norm()) + radius)
+    return max(0.0, radius - lost)
 
 
 def _derivative(f: Callable[..., Any]) -> Callable[[Tensor], Operator]:

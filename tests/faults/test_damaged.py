@@ -186,7 +186,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_number(
     [
         ("heads = 2", "heads = 4", "has heads=2, the settings of the run have heads=4"),
         ("layers = 2", "layers = 3", "has layers=2, the settings of the run have layers=3"),
-        ("tied = true", "tied = false", "has tied=True, the settings of the run have tied=False"),
+        ("tied = false", "tied = true", "has tied=False, the settings of the run have tied=True"),
         ("bias = false", "bias = true", "has bias=False, the settings of the run have bias=True"),
         ('optimiser = "muon"', 'optimiser = "adamw"', "saved by another optimiser"),
         ("steps = 40", "", "does not say train.steps"),

@@ -117,7 +117,7 @@ def test_a_last_checkpoint_that_does_not_fit_ends_with_code_4(
 
     ended = lab.resume(halfway, mischief=mischief)
     assert ended.code == 4
-    assert "a checkpoint of 0.1 MiB does not fit" in ended.said
+    assert "a checkpoint of 0.2 MiB does not fit" in ended.said
     assert "Make room and go on with --resume" in ended.said
     assert "the last good checkpoint is step-000023." in ended.said
     assert lab.kept(halfway)[-1] == 23

@@ -152,6 +152,19 @@ def test_ascent_stays_in_the_ball_and_never_loses_what_it_found(
             assert (ball.within(1e6 * draw(5, 3)) * g).sum() <= best * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("radius", [1e-8, 1e-3, 0.1])
+def test_rounding_takes_no_witness_out_of_the_ball_and_no_lower_end_above_the_upper(
+    radius: float,
+) -> None:
+    """In float32 the two ends of an elementwise map differ by less than the rounding of a point."""
+    x = torch.ones(2, 3)
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        certificate = certify(nn.Tanh(), x, radius, generator=generator)
+        assert certificate.lower <= certificate.upper
+        assert (certificate.witness.double() - x.double()).norm() <= radius
+
+
 def test_a_batch_of_sequences_is_refused(draw: Draw) -> None:
     with pytest.raises(ValueError, match="one sequence"):
         certify(torch.sin, draw(2, 3, 4), 0.1)

@@ -98,8 +98,8 @@ POINTS = 512
 """Points of a line at which the quartic is evaluated at once, in each of two rounds."""
 UPPER_FACTOR = 1.001 * (1.0 + math.sqrt(2.0))
 """1 + sqrt 2 of the bound above, and a little for rounding."""
-CHORDS = 2
-"""Chords of which the last ends where the scores of a head with a norm have moved by gamma."""
+CHORDS = 3
+"""Chords that lead to where the scores of a head with a norm have moved by gamma."""
 ROUNDS = 5
 """Points at which ``find_crossing`` measures the change, beside t = 0."""
 TOLERANCE = 1e-4
@@ -179,9 +179,9 @@ def crossing_by_chords(
     t = line.same_for_keys(start)
     for _ in range(CHORDS):
         chord = line.chord(t)
-        share = crossing_by_parts(chord, gamma, None, limit / t.Q, t.K.shape[1])
-        t = _times(t, share)
-    return t, (rms_by_parts(chord, share, None, 1.0), rms_by_parts(chord, share, None))
+        t = _times(t, crossing_by_parts(chord, gamma, None, limit / t.Q, t.K.shape[1]))
+    there, end = line.same_for_keys(torch.ones_like(start)), line.chord(t)
+    return t, (rms_by_parts(end, there, None, 1.0), rms_by_parts(end, there, None))
 
 
 def crossing_by_search(

@@ -136,7 +136,7 @@ def test_parts_go_no_further_than_their_limit_and_exactly_there() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize(("gamma", "error"), [(0.02, 1e-5), (0.1, 2e-4), (0.3, 3e-3), (1.0, 0.08)])
+@pytest.mark.parametrize(("gamma", "error"), [(0.02, 1e-5), (0.1, 1e-4), (0.3, 1e-3), (1.0, 0.03)])
 @torch.no_grad()
 def test_chords_end_where_the_change_under_a_norm_is_gamma(
     kv_heads: int, gamma: float, error: float
@@ -167,8 +167,8 @@ def test_chords_end_where_the_change_under_a_norm_is_gamma(
     else:  # the keys stop at the first head of a group that has moved by gamma
         assert (exact <= wanted * (1 + error)).all()
         assert (exact.amax(1) >= wanted[:, 0] * (1 - error)).all()
-    torch.testing.assert_close(change, exact, rtol=error, atol=0)
-    torch.testing.assert_close(score, exact_score, rtol=error, atol=0)
+    torch.testing.assert_close(change, exact)
+    torch.testing.assert_close(score, exact_score)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
