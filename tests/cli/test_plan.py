@@ -71,6 +71,7 @@ def test_a_size_is_a_config_and_layouts_that_cannot_be_are_named(
     assert main(["plan", "small", "--gpus", "64"]) == 0
     shown = words(capsys)
     assert "64 GPUs" in shown
+    assert "No layout of fenchel train divides this run" in shown
     assert "shard=none and 5 more are left out: train.batch=32 does not split into 64" in shown
 
 
