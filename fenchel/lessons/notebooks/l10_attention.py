@@ -484,7 +484,7 @@ def _(measured):
             ),
             claim(
                 "E81",
-                "This is called *attention collapse*: too **low** entropy. The even extreme is a failure too: with equal "
+                "This is called *attention collapse*: too **low** entropy. The other extreme is a failure too: with equal "
                 "weights every token gets the same output, and the tokens cannot be told apart.",
                 _free[-1] < 0.2 and torch.allclose(_even, _even[:1].expand_as(_even)),
             ),
@@ -1048,8 +1048,8 @@ def _():
             ),
             claim(
                 "E78",
-                "The query of a head is not 64 *of* the 512 numbers of a token. It is 64 mixtures of all 512: every one of its "
-                f"numbers follows every one of the token's ({_reads.count_nonzero():,} derivatives, none of them 0), and none "
+                "The query of one head is not 64 *of* the 512 numbers of a token. It is 64 mixtures of all 512: every one of its "
+                f"numbers depends on every one of the token's ({_reads.count_nonzero():,} derivatives, none of them 0), and none "
                 "of the 64 mixtures follows from the others (rank 64). A head that reads 64 numbers and no others has "
                 f"{64 * (512 - 64):,} derivatives that are 0.",
                 _reads.shape == (64, 512)
