@@ -1,7 +1,7 @@
 """Whether a number of an inspection is usual: ranges of healthy models, and what to do outside.
 
-The ranges are measured, not derived: two runs of the default settings (1.3 million parameters, 394
-and 350 steps on the built-in text), before their first step and at their end, on 128 tokens
+The ranges are measured, not derived: two runs of earlier default settings (1.3 million parameters,
+394 and 350 steps on the built-in text), before their first step and at their end, on 128 tokens
 (benchmarks/inspection_scale.py, results in benchmarks/results/inspection_scale_cpu.json). Larger
 models differ. A value outside both ranges is a reason to look closer and not yet a fault.
 """
@@ -177,8 +177,8 @@ def meaning(result: Data) -> Section:
     if not remarks:
         remarks = ["No measure lies far outside the ranges of the healthy models."]
     about = (
-        "Is a number high? The last columns are ranges of healthy models: two runs of the default "
-        "settings (1.3 million parameters, about 370 steps), before their first step and at their "
+        "Is a number high? The last columns are ranges of healthy models: two runs of a small "
+        "decoder (1.3 million parameters, about 370 steps), before their first step and at their "
         "end, on 128 tokens. Larger models differ: a value outside is a reason to look closer and "
         "not yet a fault. docs/inspect.md in the source of fenchel defines every measure."
     )
