@@ -74,9 +74,11 @@ def main(options: Sequence[str] = ()) -> None:
 
 def _selected(case: Any, arguments: argparse.Namespace) -> bool:
     """Whether a case, a rule or a rule at a length, is among those that were named."""
-    rules, steps = arguments.rule, arguments.steps
-    return (not rules or getattr(case, "rule", case) in rules) and (
-        not steps or getattr(case, "steps", None) in steps
+    rules, steps, texts = arguments.rule, arguments.steps, arguments.text
+    return (
+        (not rules or getattr(case, "rule", case) in rules)
+        and (not steps or getattr(case, "steps", None) in steps)
+        and (not texts or getattr(case, "text", None) in texts)
     )
 
 
@@ -130,6 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rule", action="append", help="only the rows of this rule; repeatable")
     parser.add_argument(
         "--steps", type=int, action="append", help="only runs of this length, in the study lengths"
+    )
+    parser.add_argument(
+        "--text", action="append", help="only runs on this text, in the study lengths"
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")

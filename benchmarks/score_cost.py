@@ -1,4 +1,4 @@
-"""The cost of ScoreTrust and ScoreDescent beside Muon, on a GPU.
+"""The cost of ScoreTrust, ScoreDescent and QK-norm beside Muon, on a GPU.
 
 One process, in turn, round by round: the same rotary model of GPT-2's size (124M parameters, 65,536
 tokens per step) under bfloat16 autocast, compiled, moved by each optimiser. The forward pass is
@@ -26,7 +26,14 @@ from fenchel.optim import OptimConfig, build_optimiser
 from fenchel.train.loss import lm_head_loss
 
 MODEL = replace(GPT2, positions="rotary", norm="rms", bias=False)
-KINDS = ("muon", "trust", "score")
+KINDS = {
+    "muon": ("muon", False),
+    "muon + qk-norm": ("muon", True),
+    "trust": ("trust", False),
+    "score": ("score", False),
+    "score + qk-norm": ("score", True),
+}
+"""Optimiser, and whether queries and keys are normalised."""
 BATCH = 64
 ROUNDS, WARMUP = 12, 3
 
@@ -36,8 +43,10 @@ Step = Callable[[], tuple[float, float]]
 
 def step(kind: str, inputs: Tensor, targets: Tensor) -> Step:
     """A training step of a fresh model."""
-    model = Transformer(MODEL, generator=torch.Generator().manual_seed(0)).cuda().train()
-    optimiser = build_optimiser(model, OptimConfig(optimiser=kind), steps=1000)
+    name, qk_norm = KINDS[kind]
+    config = replace(MODEL, qk_norm=qk_norm)
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).cuda().train()
+    optimiser = build_optimiser(model, OptimConfig(optimiser=name), steps=1000)
     forward = torch.compile(model)
 
     def take() -> tuple[float, float]:
@@ -62,7 +71,7 @@ def _moment() -> torch.cuda.Event:
 
 
 def main() -> None:
-    """Time the three, print the table, write results/score_cost.json."""
+    """Time all of them, print the table, write results/score_cost.json."""
     if not torch.cuda.is_available():
         print("there is no GPU here; score_cost measures on one.")
         return
@@ -82,7 +91,7 @@ def main() -> None:
         take()
     times_of: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for n in range(ROUNDS):
-        for kind in KINDS if n % 2 else reversed(KINDS):
+        for kind in KINDS if n % 2 else reversed(list(KINDS)):
             times_of[kind].append(steps[kind]())
     lines = [line(kind, times_of[kind], times_of["muon"], memory[kind]) for kind in KINDS]
     print(record("score_cost", lines))

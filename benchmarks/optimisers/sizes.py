@@ -130,7 +130,7 @@ SIZES = {
     ),
     "gpt2": Size(
         model=ModelConfig(vocabulary=256, context=1024, width=768, layers=12, heads=12),
-        batch=64,
+        batch=32,
         steps=400,
         seeds=(1, 2, 3),
         device="cuda",
@@ -138,6 +138,7 @@ SIZES = {
         scale=2 / 9,
         validation=2**18,
         lengths=(400, 2000),
+        length_seeds=(21,),
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
     ),
 }
