@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
-from fenchel.generation.kv_cache import KVCache
 from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_norm, why_not_plain
 from fenchel.model import Transformer
+from fenchel.model.forward_context import Cache
 from fenchel.model.mlp import ACTIVATIONS
 from fenchel.model.rotary_table import RotaryTable
 
@@ -46,7 +46,7 @@ def why_not_cpu_step(model: Transformer) -> str | None:
 class CpuStep:
     """A decoding step for ``batch`` sequences, one token each, with a KV cache."""
 
-    def __init__(self, model: Transformer, cache: KVCache, *, batch: int) -> None:
+    def __init__(self, model: Transformer, cache: Cache, *, batch: int) -> None:
         config, table = model.config, model.lm_head_weight
         self.config, self.cache, self.embed = config, cache, model.embed.weight
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight

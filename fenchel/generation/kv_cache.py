@@ -27,7 +27,8 @@ Shapes: the keys and values of a layer are (B, G, S, D); R is the capacity of a 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -64,10 +65,14 @@ class Store(ABC):
     def buffers(self) -> tuple[Tensor, ...]:
         """The stored tensors, positions on the third axis."""
 
-    def slide(self, start: int, end: int) -> None:
-        """Move the entries ``start`` to ``end`` to the front."""
+    @abstractmethod
+    def first_rows(self, B: int) -> "Store":
+        """The same memory as a store of the first ``B`` sequences."""
+
+    def slide(self, start: int, end: int, to: int = 0) -> None:
+        """Move the entries ``start`` to ``end`` to ``to``, the front by default."""
         for x in self.buffers():
-            x.narrow(2, 0, end - start).copy_(x.narrow(2, start, end - start).clone())
+            x.narrow(2, to, end - start).copy_(x.narrow(2, start, end - start).clone())
 
     @property
     def bytes(self) -> int:
@@ -102,6 +107,12 @@ class DenseStore(Store):
         """The entries."""
         return (self.x,)
 
+    def first_rows(self, B: int) -> "DenseStore":
+        """Views of the first sequences."""
+        store = copy(self)
+        store.x, store.work = self.x[:B], None if self.work is None else self.work[:B]
+        return store
+
 
 class Int8Store(Store):
     """One byte per entry and one scale per token and head."""
@@ -128,6 +139,12 @@ class Int8Store(Store):
         """Bytes and scales."""
         return self.n, self.s
 
+    def first_rows(self, B: int) -> "Int8Store":
+        """Views of the first sequences."""
+        store = copy(self)
+        store.n, store.s, store.work = self.n[:B], self.s[:B], self.work[:B]
+        return store
+
 
 def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """(n, s) with x close to s n: (..., D) -> int8 (..., D), float32 (..., 1)."""
@@ -142,6 +159,40 @@ CacheKind = Literal["model", "float16", "int8"]
 """What keys and values are stored in: the model's dtype, half precision, or one byte per entry.
 
 Half precision saves nothing for a model that is itself in half precision."""
+
+
+class LayerStores(NamedTuple):
+    """The memory of one layer."""
+
+    keys: Store
+    values: Store
+
+
+def allocate_stores(
+    config: ModelConfig,
+    capacities: Sequence[int],
+    *,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kind: CacheKind,
+) -> tuple[list[LayerStores], tuple[Tensor, ...]]:
+    """Stores of every layer with its capacity, and the work space that they share, if any."""
+    if kind not in get_args(CacheKind):
+        raise ValueError(f"cache={kind!r} should be one of {', '.join(get_args(CacheKind))}.")
+    size = (batch, config.groups, max(capacities), config.head_width)
+    work: tuple[Tensor, ...] = ()
+    if kind == "int8" or (kind == "float16" and dtype != torch.float16):
+        work = tuple(torch.empty(size, dtype=dtype, device=device) for _ in "kv")
+
+    def store(capacity: int, which: int) -> Store:
+        shape = StoreShape(batch, config.groups, capacity, config.head_width)
+        if kind == "int8":
+            return Int8Store(shape, device=device, work=work[which])
+        stored = torch.float16 if kind == "float16" else dtype
+        return DenseStore(shape, dtype=stored, device=device, work=work[which] if work else None)
+
+    return [LayerStores(store(R, 0), store(R, 1)) for R in capacities], work
 
 
 @dataclass
@@ -178,28 +229,16 @@ class KVCache:
         kind: CacheKind = "model",
         rewindable: int = 0,
     ) -> None:
-        if kind not in get_args(CacheKind):
-            raise ValueError(f"cache={kind!r} should be one of {', '.join(get_args(CacheKind))}.")
         self.positions, self.length, self.rewindable = positions, 0, rewindable
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
-        lookbacks = [_lookback(config, layer) for layer in range(config.layers)]
-        capacities = [_capacity(lookback, positions, rewindable) for lookback in lookbacks]
-        size = (batch, config.groups, max(capacities), config.head_width)
-        self.work: tuple[Tensor, ...] = ()
-        if kind == "int8" or (kind == "float16" and dtype != torch.float16):
-            self.work = tuple(torch.empty(size, dtype=dtype, device=device) for _ in "kv")
-
-        def store(capacity: int, which: int) -> Store:
-            shape = StoreShape(batch, config.groups, capacity, config.head_width)
-            if kind == "int8":
-                return Int8Store(shape, device=device, work=self.work[which])
-            work = self.work[which] if self.work else None
-            stored = torch.float16 if kind == "float16" else dtype
-            return DenseStore(shape, dtype=stored, device=device, work=work)
-
+        lookbacks = [lookback(config, layer) for layer in range(config.layers)]
+        capacities = [_capacity(seen, positions, rewindable) for seen in lookbacks]
+        stores, self.work = allocate_stores(
+            config, capacities, batch=batch, dtype=dtype, device=device, kind=kind
+        )
         self.layers = [
-            _LayerCache(store(capacity, 0), store(capacity, 1), capacity, lookback)
-            for capacity, lookback in zip(capacities, lookbacks, strict=True)
+            _LayerCache(keys, values, capacity, seen)
+            for (keys, values), capacity, seen in zip(stores, capacities, lookbacks, strict=True)
         ]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,14 +324,17 @@ class KVCache:
         return returned[0], returned[1]
 
 
-def _lookback(config: ModelConfig, layer: int) -> int | None:
+def lookback(config: ModelConfig, layer: int) -> int | None:
     """How many slots before its own a query of this layer sees; None is all."""
     window = config.window(layer)
     return None if window is None else window - 1
 
 
-def _capacity(lookback: int | None, positions: int, rewindable: int) -> int:
+def _capacity(seen: int | None, positions: int, rewindable: int) -> int:
     """How many positions a layer stores: all, or a window and a quarter."""
-    if lookback is None:
-        return positions
-    return min(positions, lookback + rewindable + max(16, lookback // 4))
+    return positions if seen is None else min(positions, seen + rewindable + slack(seen))
+
+
+def slack(seen: int) -> int:
+    """Entries beyond those that a query sees: as many are appended before the others move."""
+    return max(16, seen // 4)

@@ -1,0 +1,346 @@
+"""Continuous batching: sequences that join and leave a batch between two decoding steps.
+
+    columns   ...............................c      c columns were written, the same for all rows
+    row 0          [ prompt 0 | its tokens ]|       every sequence ends at column c
+    row 1                  [ prompt 1 | ...]|
+    row 2                                   |       free
+
+All sequences read their newest token in one step, which writes column c. A sequence *joins* between
+two steps: its prompt is read into a cache of its own (``Prefill``), whose keys and values are then
+copied into the columns before c of a free row. It *leaves* by being forgotten: nothing is copied.
+A row b of n_b tokens has them in its last n_b columns and the others are masked, as the padding of
+unequal prompts is (generation/session.py); positions count tokens, keys have their rotation
+already, and distances between columns are distances between tokens. So windows, ALiBi and every
+choice map hold as they are.
+
+**Columns.** A step reads the last n + 1 columns, n the length of the longest sequence. A layer
+stores a quarter more than a query may see; when it is full, what is still seen moves to the front,
+so each key moves four times at most (generation/kv_cache.py). A prompt that is longer than c moves
+all others to the right.
+
+**Buckets.** A step computes 1, 2, 8, 16, 32, ... rows, the fewest that have all sequences in them;
+products of four rows take longer than those of eight on a CPU. A free row reads token 0 and its
+result is not used. When the sequences fit into a smaller bucket, those in the last rows move into
+free rows before them.
+
+**Invariance.** Rounding depends on the shapes of the products: the number of rows, of columns, of
+tokens in a prefill. With ``invariant`` all of them are fixed or follow from the sequence alone: the
+largest bucket, the whole context, every prompt read alone in chunks of the same size. The logits of
+a sequence are then the same bits whatever the other rows do.
+
+B rows of a step, T tokens of a prompt, S columns that a step reads, M width of the stream, V
+vocabulary.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
+from fenchel.generation.kv_cache import (
+    CacheKind,
+    KVCache,
+    LayerStores,
+    allocate_stores,
+    lookback,
+    slack,
+)
+from fenchel.generation.session import NO_PLANS, pad_prompts
+from fenchel.model import ModelConfig, Transformer
+
+PREFILL_CHUNK = 128
+"""Tokens of a prompt that are read between two decoding steps."""
+
+
+def row_buckets(rows: int) -> tuple[int, ...]:
+    """The numbers of rows that a step may have, the last one ``rows``.
+
+    >>> row_buckets(32), row_buckets(3)
+    ((1, 2, 8, 16, 32), (1, 2, 3))
+    """
+    sizes, size = [1, 2], 8
+    while size < rows:
+        sizes.append(size)
+        size *= 2
+    return (*(size for size in sizes if size < rows), rows)
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence in the batch: its row, how many tokens were read, and the one to read next."""
+
+    index: int
+    length: int
+    token: int
+
+
+@dataclass
+class _Layer:
+    """The memory of one layer; its next column goes to ``end``."""
+
+    stores: LayerStores
+    capacity: int
+    lookback: int
+    """How many columns before its own a query sees."""
+    end: int
+
+
+class RowCache:
+    """Keys and values of ``rows`` sequences that end at one column.
+
+    A step reads ``length`` columns before its own. With ``every_column`` these are always all of
+    the context, else as many as the longest sequence has.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: CacheKind,
+        every_column: bool,
+    ) -> None:
+        self.context, self.every_column = config.context, every_column
+        self.length = config.context - 1 if every_column else 0
+        everything = config.context - 1
+        seen = [lookback(config, layer) for layer in range(config.layers)]
+        lookbacks = [everything if n is None else min(n, everything) for n in seen]
+        capacities = [n + slack(n) for n in lookbacks]
+        stores, self.work = allocate_stores(
+            config, capacities, batch=rows, dtype=dtype, device=device, kind=kind
+        )
+        for x in (x for layer in stores for store in layer for x in store.buffers()):
+            x.zero_()  # a masked column has weight zero, and zero times NaN would be NaN
+        self.layers = [
+            _Layer(layer, capacity, n, end=n if every_column else 0)
+            for layer, capacity, n in zip(stores, capacities, lookbacks, strict=True)
+        ]
+        self._first_rows: dict[int, list[LayerStores]] = {rows: stores}
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a column of the first B rows, (B, G, 1, D); returns those that its queries see."""
+        here = self.layers[layer]
+        seen = min(self.length, here.lookback)
+        if here.end == here.capacity:
+            self._move(here, seen)
+        keys, values = self._stores(k.shape[0])[layer]
+        keys.write(here.end, k)
+        values.write(here.end, v)
+        here.end += 1
+        first = here.end - 1 - seen
+        return keys.read(first, here.end), values.read(first, here.end)
+
+    def advance(self, positions: int) -> None:
+        """Nothing: layers count their columns, and the length follows from the rows."""
+
+    def set_length(self, longest: int) -> None:
+        """The number of columns before its own that the next step reads."""
+        if not self.every_column:
+            self.length = longest
+
+    def copy_row(self, row: int, source: KVCache, source_row: int, tokens: int) -> None:
+        """Copy the last ``tokens`` columns of a sequence of another cache into those of ``row``."""
+        for here, there in zip(self.layers, source.layers, strict=True):
+            n, end = min(tokens, here.lookback), source.length - there.first_slot
+            if here.end < n:
+                self._move(here, n)
+            for mine, theirs in zip(here.stores, (there.keys, there.values), strict=True):
+                for x, y in zip(mine.buffers(), theirs.buffers(), strict=True):
+                    x[row].narrow(1, here.end - n, n).copy_(y[source_row].narrow(1, end - n, n))
+
+    def move_row(self, row: int, to: int, tokens: int) -> None:
+        """Copy the last ``tokens`` columns of a row into another."""
+        for here in self.layers:
+            n = min(tokens, here.lookback)
+            for x in (x for store in here.stores for x in store.buffers()):
+                x[to].narrow(1, here.end - n, n).copy_(x[row].narrow(1, here.end - n, n))
+
+    def clear_row(self, row: int) -> None:
+        """Overwrite a row with zeros: columns that are not finite would spoil its next sequence."""
+        for x in (x for here in self.layers for store in here.stores for x in store.buffers()):
+            x[row].zero_()
+
+    @property
+    def bytes(self) -> int:
+        """All memory of the cache, the work space included."""
+        stores = sum(store.bytes for here in self.layers for store in here.stores)
+        return stores + sum(x.numel() * x.element_size() for x in self.work)
+
+    def _move(self, here: _Layer, end: int) -> None:
+        """Move the columns of a layer that are still seen, so that they end at ``end``."""
+        seen = min(self.length, here.lookback, end)
+        for store in here.stores:
+            store.slide(here.end - seen, here.end, end - seen)
+        here.end = end
+
+    def _stores(self, B: int) -> list[LayerStores]:
+        if B not in self._first_rows:
+            self._first_rows[B] = [
+                LayerStores(here.stores.keys.first_rows(B), here.stores.values.first_rows(B))
+                for here in self.layers
+            ]
+        return self._first_rows[B]
+
+
+class Prefill:
+    """Reads prompts into a cache of their own, ``PREFILL_CHUNK`` tokens per call of ``read``.
+
+    Several prompts are padded on the left to the longest.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Sequence[Sequence[int]],
+        *,
+        cache: CacheKind = "model",
+        chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        table = model.lm_head_weight
+        self.model, self.prompts, self.chunk = model, prompts, chunk
+        self.ids_BT, self.token_mask_BT = pad_prompts(
+            [torch.tensor(prompt, device=table.device) for prompt in prompts]
+        )
+        B, T = self.ids_BT.shape
+        self.cache = KVCache(
+            model.config, batch=B, positions=T, dtype=table.dtype, device=table.device, kind=cache
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether all tokens were read."""
+        return self.cache.length == self.ids_BT.shape[1]
+
+    def read(self) -> Tensor:
+        """Read the next chunk; returns what the LM head takes at its positions, (B, chunk, M)."""
+        start = self.cache.length
+        ids_BT, mask_BT = self.ids_BT[:, start : start + self.chunk], self.token_mask_BT
+        with sdpa_kernel(NO_PLANS) if ids_BT.is_cuda else nullcontext():
+            hidden_BTM: Tensor = self.model(
+                ids_BT,
+                cache=self.cache,
+                token_mask_BS=None if mask_BT is None else mask_BT[:, : start + ids_BT.shape[1]],
+                return_hidden=True,
+            )
+        return hidden_BTM
+
+
+class ContinuousBatch:
+    """Up to ``rows`` sequences of up to ``context`` tokens that decode together."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        rows: int,
+        invariant: bool = False,
+        cache: CacheKind = "model",
+    ) -> None:
+        if model.config.kind != "decoder":
+            raise ValueError(f"a model of kind={model.config.kind!r} does not decode by itself.")
+        if rows < 1:
+            raise ValueError(f"rows={rows} should be at least 1.")
+        self.model, self.context, self.invariant = model, model.config.context, invariant
+        table = model.lm_head_weight
+        self.device, self.kind = table.device, cache
+        self.cache = RowCache(
+            model.config,
+            rows=rows,
+            dtype=table.dtype,
+            device=table.device,
+            kind=cache,
+            every_column=invariant,
+        )
+        self.buckets = (rows,) if invariant else row_buckets(rows)
+        self.rows: list[Row | None] = [None] * rows
+        self._uses_cpu_step = why_not_cpu_step(model) is None
+        self._cpu_steps: dict[int, CpuStep] = {}
+
+    @property
+    def active(self) -> list[Row]:
+        """The sequences, by row."""
+        return [row for row in self.rows if row is not None]
+
+    @property
+    def free(self) -> int:
+        """How many more sequences can join."""
+        return self.rows.count(None)
+
+    def warm_up(self) -> None:
+        """Make a step in every bucket, so that no request pays for what a first step allocates."""
+        for B in self.buckets:
+            self._forward(torch.zeros(B, dtype=torch.long, device=self.device), None)
+
+    def join(self, prefill: Prefill, number: int, token: int) -> Row:
+        """Add prompt ``number`` of a finished prefill; ``token`` is the first that follows it."""
+        length = len(prefill.prompts[number])
+        row = Row(self.rows.index(None), length, token)
+        self.cache.copy_row(row.index, prefill.cache, number, length)
+        self.rows[row.index] = row
+        self._update_length()
+        return row
+
+    def leave(self, row: Row, *, damaged: bool = False) -> None:
+        """Free the row of a sequence; ``damaged`` where its keys may not be finite."""
+        self.rows[row.index] = None
+        if damaged:
+            self.cache.clear_row(row.index)
+        self._update_length()
+
+    def step(self) -> Tensor:
+        """Read the token of every sequence; logits (B, V), to be indexed by ``Row.index``.
+
+        The next step overwrites them.
+        """
+        B = self._bucket()
+        tokens, lengths = [0] * B, [0] * B
+        for row in self.active:
+            tokens[row.index], lengths[row.index] = row.token, row.length
+        token_B = torch.tensor(tokens, device=self.device)
+        mask_BS = self._token_mask(lengths)
+        logits_BV = self._forward(token_B, mask_BS)
+        for row in self.active:
+            row.length += 1
+        self._update_length()
+        return logits_BV
+
+    def _forward(self, token_B: Tensor, mask_BS: Tensor | None) -> Tensor:
+        B = len(token_B)
+        if self._uses_cpu_step:
+            if B not in self._cpu_steps:
+                self._cpu_steps[B] = CpuStep(self.model, self.cache, batch=B)
+            return self._cpu_steps[B].step(token_B, mask_BS)
+        logits_B1V: Tensor = self.model(
+            token_B.unsqueeze(1), cache=self.cache, token_mask_BS=mask_BS, last=True
+        )
+        return logits_B1V[:, 0]
+
+    def _token_mask(self, lengths: Sequence[int]) -> Tensor | None:
+        """True at the tokens of every row, the new one included; None where no column is masked."""
+        S = self.cache.length + 1
+        if not self.invariant and all(row.length + 1 == S for row in self.active):
+            return None  # a free row may attend to whatever is in its columns
+        first_B = S - 1 - torch.tensor(lengths, device=self.device)
+        return torch.arange(S, device=self.device) >= first_B.unsqueeze(-1)
+
+    def _bucket(self) -> int:
+        """The rows of the next step, after sequences of the last rows have moved to free ones."""
+        active = self.active
+        B = next(bucket for bucket in self.buckets if bucket >= len(active))
+        for row in active[::-1]:
+            if row.index < B:
+                break
+            to = self.rows.index(None)
+            self.cache.move_row(row.index, to, row.length)
+            self.rows[row.index], self.rows[to] = None, row
+            row.index = to
+        return B
+
+    def _update_length(self) -> None:
+        self.cache.set_length(max((row.length for row in self.active), default=0))

@@ -1,0 +1,539 @@
+"""One thread that owns the model: requests in, tokens out, many at a time.
+
+    submit -> queue -> prefill -> row of the batch -> tokens, one per step -> finish
+
+A worker thread takes requests in the order of their arrival. Between two decoding steps of the
+batch (generation/continuous_batch.py) it reads at most ``PREFILL_CHUNK`` tokens of prompts, so that
+no sequence waits for more than one chunk; while less than half of the rows are taken it reads up to
+``IDLE_CHUNKS`` times as many, since steps of a few rows take nearly as long as those of many. Short
+prompts that fit into a chunk are read together. A request that needs no token after its prompt
+(scores of a text) never takes a row.
+
+**Draws.** Each request has a generator of its own, seeded by ``Request.seed``: what it draws does
+not depend on the other requests. It is the generator of ``fenchel generate --seed``.
+
+**Failure.** A logit that is not finite ends its own request with an error. Any other exception in
+the worker ends all requests with an error and the engine with it: ``alive`` is False and
+``failure`` says why.
+
+The engine knows no HTTP. Callbacks run on the worker thread, once per step and request.
+
+T tokens of a prompt or of a chunk of it, V vocabulary.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from fenchel.generation.continuous_batch import PREFILL_CHUNK, ContinuousBatch, Prefill, Row
+from fenchel.generation.kv_cache import CacheKind
+from fenchel.generation.sampling import NOT_FINITE, Sampling, sample_or_mark
+from fenchel.generation.text_stream import TextStream
+from fenchel.model import Transformer, evaluating
+
+IDLE_CHUNKS = 4
+"""How many chunks of prompts are read at once while less than half of the rows are taken."""
+MAX_LOGPROBS = 20
+SCORE_ENTRIES = 1 << 22
+"""Logits that the scores of a prompt take at once: 16 MiB in float32."""
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One choice of one prompt."""
+
+    prompt: tuple[int, ...]
+    """Ids, at least one."""
+    max_new_tokens: int
+    """Tokens at most; 0 only with ``prompt_logprobs``."""
+    sampling: Sampling
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    logprobs: int | None = None
+    """How many of the largest log-probabilities come with a new token; None is none at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    trace: object | None = None
+
+
+class Token(NamedTuple):
+    """A token of the prompt or a new one."""
+
+    id: int
+    text: str
+    """What this token releases: "" while a character or a stop string may be incomplete, and for
+    a token of the prompt."""
+    logprob: float | None = None
+    """Log-probability from the logits, before temperature, penalties and truncation."""
+    top: tuple[tuple[int, float], ...] = ()
+    """Ids with the largest log-probabilities, largest first."""
+    trace: object | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step of the engine produced for one request."""
+
+    tokens: tuple[Token, ...] = ()
+    prompt: tuple[Token, ...] | None = None
+    """Once, where ``prompt_logprobs`` was asked for; the first has no log-probability."""
+    finish: Finish | None = None
+    error: str = ""
+    flush: str = ""
+    """Text that was withheld until the end."""
+
+
+class StepFacts(NamedTuple):
+    """What one turn of the worker did."""
+
+    bucket: int
+    """Rows that the decoding step computed; 0 without one."""
+    active: int
+    """Rows that hold a request."""
+    queued: int
+    """Requests that wait."""
+    columns: int
+    """Columns of the cache that the step read."""
+    new_tokens: int
+    prompt_tokens: int
+    """Tokens of prompts that were read."""
+    prefill_seconds: float
+    step_seconds: float
+
+
+class RequestFacts(NamedTuple):
+    """The times of a request that has ended; None for what it did not reach."""
+
+    finish: Finish
+    prompt_tokens: int
+    new_tokens: int
+    queue_seconds: float
+    first_token_seconds: float | None
+    """From its arrival."""
+    seconds: float
+
+
+class EngineObserver(Protocol):
+    """Receives numbers for metrics, on the worker thread."""
+
+    def on_step(self, facts: StepFacts) -> None:
+        """After every turn of the worker."""
+
+    def on_finish(self, request: Request, facts: RequestFacts) -> None:
+        """After the last update of a request."""
+
+
+class QueueFull(Exception):
+    """The queue has no place; ``retry_after`` seconds is when one may be free."""
+
+    def __init__(self, waiting: int, retry_after: float) -> None:
+        super().__init__(f"{waiting} requests wait already; try again in {retry_after:.0f} s.")
+        self.retry_after = retry_after
+
+
+OnUpdate = Callable[[Update], None]
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request that the engine has accepted."""
+
+    request: Request
+    on_update: OnUpdate
+    generator: torch.Generator
+    text: TextStream
+    previous: Tensor | None = None
+    """True at the tokens of the sequence, for the repetition penalty."""
+    row: Row | None = None
+    new_tokens: int = 0
+    prompt: list[Token] = field(default_factory=list)
+    cancelled: bool = False
+    finished: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first_token: float | None = None
+
+
+class Ticket:
+    """A request that was submitted."""
+
+    def __init__(self, job: _Job, wake: Callable[[], None]) -> None:
+        self._job, self._wake = job, wake
+
+    def cancel(self) -> None:
+        """End the request; its row is free at the next step."""
+        self._job.cancelled = True
+        self._wake()
+
+
+class Engine:
+    """Serves requests to a model, up to ``rows`` at a time, from a thread of its own.
+
+    ``context`` bounds prompt and continuation together. With ``invariant`` a request gives the same
+    bits whatever else is served. ``queue`` requests may wait.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        *,
+        rows: int = 32,
+        context: int | None = None,
+        invariant: bool = False,
+        cache: CacheKind = "model",
+        queue: int = 64,
+        tracing: int = 4,
+        observer: EngineObserver | None = None,
+    ) -> None:
+        self.model = model if context is None else model.with_context(context)
+        self.tokenizer, self.queue_limit, self.tracing = tokenizer, queue, tracing
+        self.batch = ContinuousBatch(self.model, rows=rows, invariant=invariant, cache=cache)
+        self.context, self.vocabulary = self.batch.context, self.model.config.vocabulary
+        self.ready = False
+        """Whether the worker takes requests from the queue."""
+        self.failure: str | None = None
+        """Why the worker has ended, where it failed."""
+        self._observer = observer
+        self._waiting: deque[_Job] = deque()
+        self._jobs: dict[Row, _Job] = {}
+        self._prefill: tuple[Prefill, list[_Job]] | None = None
+        self._condition = threading.Condition()
+        self._closing: float | None = None
+        self._step_seconds = 0.05
+        self._thread = threading.Thread(target=self._run, name="fenchel-engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker runs; False after ``close`` and after a failure."""
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def active(self) -> int:
+        """Rows that hold a request."""
+        return len(self._jobs)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Start the worker; ``ready`` is True once every bucket has made a step."""
+        self._thread.start()
+
+    def close(self, seconds: float = 30.0) -> None:
+        """Refuse new requests, finish the accepted ones within ``seconds``, end the rest."""
+        with self._condition:
+            self._closing = time.monotonic() + seconds
+            self._condition.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def submit(self, request: Request, on_update: OnUpdate) -> Ticket:
+        """Accept a request; ``on_update`` is called on the worker thread until it has finished.
+
+        Raises ``QueueFull``, ``ValueError`` for a request that cannot be served, and
+        ``RuntimeError`` where the engine does not run.
+        """
+        self._require(request)
+        job = _Job(
+            request,
+            on_update,
+            torch.Generator(self.batch.device).manual_seed(request.seed),
+            TextStream(self.tokenizer, request.stop_strings),
+        )
+        with self._condition:
+            if self.failure is not None or self._closing is not None or not self.alive:
+                raise RuntimeError(self.failure or "the engine does not run.")
+            if len(self._waiting) >= self.queue_limit:
+                raise QueueFull(len(self._waiting), self.retry_after)
+            self._waiting.append(job)
+            self._condition.notify()
+        return Ticket(job, self._wake)
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds until a row is free at the latest, and with it a place in the queue."""
+        left = [
+            min(
+                job.request.max_new_tokens - job.new_tokens,
+                self.context - len(job.request.prompt) - job.new_tokens,
+            )
+            for job in list(self._jobs.values())
+        ]
+        return max(1.0, self._step_seconds * min(left, default=1))
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify()
+
+    def _require(self, request: Request) -> None:
+        """Raise for a request that cannot be served."""
+        n = len(request.prompt)
+        if n < 1:
+            raise ValueError("a prompt has at least one token.")
+        if n > self.context:
+            raise ValueError(f"the prompt has {n} tokens and the model reads {self.context}.")
+        least, largest = min(request.prompt), max(request.prompt)
+        if least < 0 or largest >= self.vocabulary:
+            raise ValueError(
+                f"ids run from {least} to {largest} and the model has 0 to {self.vocabulary - 1}."
+            )
+        if request.max_new_tokens < (request.prompt_logprobs is None):
+            raise ValueError(f"max_new_tokens={request.max_new_tokens} should be at least 1.")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(request, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise ValueError(f"{name}={count} should be 0 to {MAX_LOGPROBS}.")
+
+    # What follows runs on the worker thread.
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(), evaluating(self.model):
+                self.batch.warm_up()
+                self.ready = True
+                while self._wait():
+                    self._turn()
+            reason: Finish = "cancelled"
+        except BaseException as error:  # every request gets an error instead of silence
+            self.failure = f"the engine has stopped: {type(error).__name__}: {error}"
+            reason = "error"
+        self.ready = False
+        with self._condition:
+            self._closing = self._closing or 0.0
+        for job in list(self._unfinished()):
+            self._finish(job, reason, error=self.failure or "")
+
+    def _wait(self) -> bool:
+        """Wait for work; False where the engine is to end."""
+        with self._condition:
+            while not (self._waiting or self._jobs or self._prefill):
+                if self._closing is not None:
+                    return False
+                self._condition.wait()
+            return self._closing is None or time.monotonic() < self._closing
+
+    def _turn(self) -> None:
+        """End what was cancelled, read a part of the prompts, and make a step of the batch."""
+        for job in [job for job in self._unfinished() if job.cancelled]:
+            self._finish(job, "cancelled")
+        started = time.monotonic()
+        prompt_tokens = self._read_prompts()
+        between = time.monotonic()
+        active, columns = len(self._jobs), self.batch.cache.length
+        bucket = self._step() if self._jobs else 0
+        ended = time.monotonic()
+        if bucket:
+            self._step_seconds += 0.1 * (ended - started - self._step_seconds)
+        if self._observer is not None:
+            facts = StepFacts(
+                bucket,
+                active,
+                len(self._waiting),
+                columns,
+                active,
+                prompt_tokens,
+                between - started,
+                ended - between if bucket else 0.0,
+            )
+            self._observer.on_step(facts)
+
+    def _unfinished(self) -> Iterator[_Job]:
+        yield from list(self._jobs.values())
+        if self._prefill is not None:
+            yield from (job for job in self._prefill[1] if not job.finished)
+        yield from list(self._waiting)
+
+    def _read_prompts(self) -> int:
+        """Read prompts, one chunk of tokens or several; returns how many tokens."""
+        tokens, idle = 0, True
+        while idle:
+            tokens += self._read_chunk()
+            few = 2 * len(self._jobs) < len(self.batch.rows)
+            more = self._prefill is not None or (self._waiting and self.batch.free)
+            idle = bool(few and more and tokens < IDLE_CHUNKS * PREFILL_CHUNK)
+        return tokens
+
+    def _read_chunk(self) -> int:
+        if self._prefill is None and not self._begin_prefill():
+            return 0
+        assert self._prefill is not None
+        prefill, jobs = self._prefill
+        start = prefill.cache.length
+        hidden_BTM = prefill.read()
+        for number, job in enumerate(jobs):
+            if job.request.prompt_logprobs is not None and not job.finished:
+                self._score(job, hidden_BTM[number], start)
+        if prefill.done:
+            self._prefill = None
+            logits_BV = self.model.logits(hidden_BTM[:, -1:])[:, 0]
+            self._enter(prefill, jobs, logits_BV)
+        elif all(job.finished for job in jobs):
+            self._prefill = None
+        return int(hidden_BTM.shape[0] * hidden_BTM.shape[1])
+
+    def _begin_prefill(self) -> bool:
+        """Take requests from the queue, as many as one chunk and the free rows hold."""
+        jobs: list[_Job] = []
+        longest = 0
+        with self._condition:
+            while self._waiting and len(jobs) < self.batch.free:
+                job = self._waiting[0]
+                alone = self.batch.invariant or job.request.prompt_logprobs is not None
+                longest = max(longest, len(job.request.prompt))
+                if jobs and (alone or (len(jobs) + 1) * longest > PREFILL_CHUNK):
+                    break
+                jobs.append(self._waiting.popleft())
+                if alone:
+                    break
+        if not jobs:
+            return False
+        now = time.monotonic()
+        for job in jobs:
+            job.started = now
+        prompts = [job.request.prompt for job in jobs]
+        self._prefill = Prefill(self.model, prompts, cache=self.batch.kind), jobs
+        return True
+
+    def _score(self, job: _Job, hidden_TM: Tensor, start: int) -> None:
+        """Log-probabilities of the prompt after each position of a chunk that begins at start."""
+        ids, k = job.request.prompt, job.request.prompt_logprobs
+        assert k is not None
+        if start == 0:
+            job.prompt.append(Token(ids[0], ""))
+        hidden_TM = hidden_TM[: len(ids) - 1 - start]  # the last position predicts a new token
+        for part_TM in torch.split(hidden_TM, max(1, SCORE_ENTRIES // self.vocabulary)):
+            at = len(job.prompt)
+            targets = ids[at : at + len(part_TM)]
+            scores = log_probabilities(self.model.logits(part_TM), targets, k)
+            job.prompt += [
+                Token(i, "", p, top) for i, (p, top) in zip(targets, scores, strict=True)
+            ]
+
+    def _enter(self, prefill: Prefill, jobs: Sequence[_Job], logits_BV: Tensor) -> None:
+        """The first token of every prompt that was read; those that go on join the batch."""
+        for number, job in enumerate(jobs):
+            if job.finished:
+                continue
+            prompt = tuple(job.prompt) if job.request.prompt_logprobs is not None else None
+            if job.request.max_new_tokens == 0:
+                self._finish(job, "length", prompt=prompt)
+                continue
+            if job.request.sampling.repetition_penalty != 1.0:
+                job.previous = torch.zeros(
+                    1, self.vocabulary, dtype=torch.bool, device=self.batch.device
+                )
+                job.previous[0, torch.tensor(job.request.prompt)] = True
+            token = self._next_token(job, logits_BV[number : number + 1], prompt)
+            if token is not None:
+                job.row = self.batch.join(prefill, number, token)
+                self._jobs[job.row] = job
+
+    def _step(self) -> int:
+        logits_BV = self.batch.step()
+        for row, job in list(self._jobs.items()):
+            token = self._next_token(job, logits_BV[row.index : row.index + 1])
+            if token is not None:
+                row.token = token
+        return len(logits_BV)
+
+    def _next_token(
+        self, job: _Job, logits_1V: Tensor, prompt: tuple[Token, ...] | None = None
+    ) -> int | None:
+        """Draw the next token of a request and report it; None where that ends the request."""
+        request = job.request
+        token = int(
+            sample_or_mark(
+                logits_1V,
+                request.sampling,
+                previous_BV=job.previous,
+                generator=job.generator,
+            )
+        )
+        if token < 0:
+            self._finish(job, "error", prompt=prompt, error=NOT_FINITE)
+            return None
+        if job.previous is not None:
+            job.previous[0, token] = True
+        job.new_tokens += 1
+        job.first_token = job.first_token or time.monotonic()
+        scores: tuple[float | None, tuple[tuple[int, float], ...]] = (None, ())
+        if request.logprobs is not None:
+            scores = log_probabilities(logits_1V, [token], request.logprobs)[0]
+        new = Token(token, job.text.add(token), *scores)
+        full = len(request.prompt) + job.new_tokens > self.context
+        if token in request.stop_ids or job.text.stopped:
+            self._finish(job, "stop", tokens=(new,), prompt=prompt)
+        elif job.new_tokens == request.max_new_tokens or full:
+            self._finish(job, "length", tokens=(new,), prompt=prompt)
+        else:
+            self._report(job, Update((new,), prompt))
+            return token
+        return None
+
+    def _finish(
+        self,
+        job: _Job,
+        finish: Finish,
+        *,
+        tokens: tuple[Token, ...] = (),
+        prompt: tuple[Token, ...] | None = None,
+        error: str = "",
+    ) -> None:
+        """Report the end of a request and free what it holds."""
+        if job.finished:
+            return
+        job.finished = True
+        if job.row is not None:
+            del self._jobs[job.row]
+            self.batch.leave(job.row, damaged=finish == "error")
+        with self._condition:
+            if job in self._waiting:
+                self._waiting.remove(job)
+        self._report(job, Update(tokens, prompt, finish, error, job.text.flush()))
+        if self._observer is not None:
+            now = time.monotonic()
+            facts = RequestFacts(
+                finish,
+                len(job.request.prompt),
+                job.new_tokens,
+                (job.started or now) - job.arrived,
+                None if job.first_token is None else job.first_token - job.arrived,
+                now - job.arrived,
+            )
+            self._observer.on_finish(job.request, facts)
+
+    def _report(self, job: _Job, update: Update) -> None:
+        try:
+            job.on_update(update)
+        except Exception:  # a failing receiver must not end the requests of others
+            job.cancelled = True
+
+
+def log_probabilities(
+    logits_TV: Tensor, targets: Sequence[int], k: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """Per row the log-probability of its target, and the ``k`` largest with their ids.
+
+    >>> log_probabilities(torch.tensor([[0.0, 0.0, 9.0]]).log_softmax(-1), [2], 1)[0][1][0][0]
+    2
+    """
+    log_p_TV = torch.log_softmax(logits_TV.float(), -1)
+    index_T1 = torch.tensor(targets, device=logits_TV.device).unsqueeze(-1)
+    chosen = log_p_TV.gather(-1, index_T1).squeeze(-1).tolist()
+    top = log_p_TV.topk(min(k, log_p_TV.shape[-1]), -1)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    tops = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
+    return list(zip(chosen, tops, strict=True))
