@@ -18,7 +18,7 @@ from fenchel.attention.linear import (
     linear_step,
     random_features,
 )
-from fenchel.attention.mask import Causal, Global, Padding, Strided, Window
+from fenchel.attention.mask import Causal, Global, Padding, Segments, Strided, Window
 from fenchel.attention.measure import (
     HeadHealth,
     HeadPatterns,
@@ -68,6 +68,7 @@ __all__ = [
     "Prior",
     "RandomFeatures",
     "RelativeBias",
+    "Segments",
     "Sink",
     "Strided",
     "Trace",

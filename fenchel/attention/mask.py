@@ -3,6 +3,7 @@
     Causal()                 keys up to the query
     Window(left, right)      keys at most ``left`` before and ``right`` after the query
     Padding(lengths)         the keys of every sequence that are tokens
+    Segments(numbers)        the keys of the query's own document, where several share a row
     Strided(m), Global(n)    every m-th key; the first n keys
 
 Sparse patterns are masks under which a query sees a few keys of many:
@@ -118,6 +119,47 @@ class Padding(Prior):
         """One length per sequence."""
         if len(self.lengths) != B:
             raise ValueError(f"padding gives {len(self.lengths)} lengths for {B} sequences.")
+
+
+@dataclass(frozen=True, eq=False)
+class Segments(Prior):
+    """Position i sees the keys that have its own number in ``numbers``, (B, S).
+
+    A row of documents one after another has a number per document: with ``Causal()`` each is then
+    read as if it stood alone.
+
+    >>> import torch
+    >>> Segments(torch.tensor([[0, 0, 1]])).log(3, 3)[0, 0]
+    tensor([[0., 0., -inf],
+            [0., 0., -inf],
+            [-inf, -inf, 0.]])
+    """
+
+    numbers: Tensor
+
+    def __post_init__(self) -> None:
+        if self.numbers.dim() != 2 or self.numbers.is_floating_point():
+            raise ValueError(
+                "segments are whole numbers of shape (B, S), got "
+                f"{tuple(self.numbers.shape)} of {self.numbers.dtype}."
+            )
+
+    def admits(self, at: ScoreIndex) -> Tensor:
+        """Keys with the number of the query."""
+        numbers = self.numbers.to(at.b.device)
+        return numbers[at.b, at.i] == numbers[at.b, at.j]
+
+    def varies(self) -> tuple[bool, bool]:
+        """Between sequences."""
+        return True, False
+
+    def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002
+        """One number per key of every sequence."""
+        if tuple(self.numbers.shape) != (B, S):
+            raise ValueError(
+                f"segments of shape {tuple(self.numbers.shape)} do not number the {S} keys of "
+                f"{B} sequences."
+            )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from fenchel.data.batches import Batch, Batches, EvalBatch, windows
 from fenchel.data.config import TextConfig
 from fenchel.data.corpus import Corpus, CorpusFacts, ProgressCallback, prepare
+from fenchel.data.packing import DocumentIds, PackedBatches
 from fenchel.data.split import Split
 from fenchel.data.text import Document, Text, open_text
 from fenchel.data.tokens import (
@@ -30,8 +31,10 @@ __all__ = [
     "Corpus",
     "CorpusFacts",
     "Document",
+    "DocumentIds",
     "EvalBatch",
     "Ids",
+    "PackedBatches",
     "ProgressCallback",
     "Split",
     "Text",

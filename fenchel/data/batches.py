@@ -24,10 +24,23 @@ from fenchel.data.tokens import Ids
 
 
 class Batch(NamedTuple):
-    """Inputs and the token after each of them; int64, both (B, T)."""
+    """Inputs and the token after each of them; int64, all (B, T)."""
 
     inputs: Tensor
     targets: Tensor
+    """-100 where a token is not to be predicted."""
+    segments: Tensor | None = None
+    """The number of the document that an input belongs to; None where a row is one text."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device."""
+        segments = None if self.segments is None else self.segments.to(device)
+        return Batch(self.inputs.to(device), self.targets.to(device), segments)
+
+    def rows(self, first: int, last: int) -> "Batch":
+        """Some of its rows."""
+        segments = None if self.segments is None else self.segments[first:last]
+        return Batch(self.inputs[first:last], self.targets[first:last], segments)
 
 
 class EvalBatch(NamedTuple):
@@ -140,7 +153,8 @@ def _windows(ids: Ids, context: int, stride: int, batch: int) -> Iterator[EvalBa
         starts = ends[first : first + batch] - width
         block = _batch(ids[starts[:, None] + position])
         begin = counted[first : first + batch] - starts
-        yield EvalBatch(*block, torch.from_numpy(position[:-1] >= begin[:, None]))
+        scored = torch.from_numpy(position[:-1] >= begin[:, None])
+        yield EvalBatch(block.inputs, block.targets, scored)
 
 
 def _batch(block: Ids) -> Batch:

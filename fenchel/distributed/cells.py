@@ -242,7 +242,7 @@ class CellStepper(Stepper):
 
     def __call__(self, step: int) -> StepResult:
         """Take step number ``step``, counted from 0."""
-        batch = Batch(*(part.to(self.device) for part in self.batches.at(step)))
+        batch = self.batches.at(step).to(self.device)
         self._set_rates(step)
         self.model.train()
         with deterministic(self.device, exact=self.config.exact):
@@ -309,7 +309,7 @@ class CellStepper(Stepper):
         part = self._cell(batch, cell)
         if self.owners.samples is not None:
             self.owners.samples.cell = cell if counts else None
-        hidden = self._hidden_of_part(part.inputs, step, cell)
+        hidden = self._hidden_of_part(part, step, cell)
         with self.autocast():
             loss = self._loss(hidden, part.targets)
         whole = loss / count
@@ -321,7 +321,7 @@ class CellStepper(Stepper):
 
     def _cell(self, batch: Batch, cell: int) -> Batch:
         rows = len(batch.inputs) // self.cells
-        return Batch(*(part[cell * rows : (cell + 1) * rows] for part in batch))
+        return batch.rows(cell * rows, (cell + 1) * rows)
 
     def _clip(self, gradients: dict[str, Tensor]) -> float:
         """Scale the gradients to the largest global norm; returns the norm before."""
@@ -352,7 +352,7 @@ class CellStepper(Stepper):
         def forward() -> None:
             for cell, counts in self._passes():
                 if counts or owners.sharded:
-                    self._hidden_of_part(self._cell(batch, cell).inputs, step, cell)
+                    self._hidden_of_part(self._cell(batch, cell), step, cell)
 
         place = first_place(self.model, forward)
         reshard(self.model)

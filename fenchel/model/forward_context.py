@@ -5,6 +5,9 @@ token and False at padding. The position of a token is the number of tokens befo
 may be padded on either side. The T new slots are the last of S. A layer with a window may keep
 fewer keys than S; those are the last slots, and since priors are aligned to the last key, the same
 prior serves every layer.
+
+Several documents may share a row (``segments_BT``, a number per document): a query then attends to
+keys of its own document alone, and positions count from the first slot of each.
 """
 
 from collections.abc import Callable
@@ -14,12 +17,14 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fenchel.attention import Angles, Dense, Prior
+from fenchel.attention import Angles, Dense, Prior, Segments
 from fenchel.attention.spec import AttentionCall
 
 SHARED_PRIOR = 1 << 22
 """Up to this many scores, a padded batch has its prior computed once for all layers that share it;
 above, each layer computes it tile by tile."""
+SHARED_SEGMENTS = 1 << 24
+"""The same for a packed batch, in numbers of the prior, which heads mostly share: 64 MiB."""
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 """Called in each layer with its number and its q (B, H, T, D), k and v (B, G, S, D)."""
 AttentionOverride = Callable[[int, AttentionCall], Tensor | None]
@@ -65,6 +70,8 @@ class ForwardContext:
     """Rotary angles of queries and keys, in layers without a window and in those with one."""
     token_mask: Tensor | None = None
     """Which slots hold a token, (B, S); None is all of them."""
+    segments: Tensor | None = None
+    """The number of every slot's document, (B, T); None where a row is one document."""
     position_bias: Prior | None = None
     """What distances add to the scores of every layer (ALiBi, T5)."""
     cache: Cache | None = None
@@ -82,15 +89,19 @@ class ForwardContext:
         """The prior of a layer with this ``mask``, for its queries q and keys k."""
         bias, S = self.position_bias, k.shape[2]
         prior = mask if bias is None else (bias if mask is None else mask + bias)
-        if self.token_mask is None:
+        if self.token_mask is None and self.segments is None:
             return prior
         B, H, T, _ = q.shape
-        if B * H * T * S > SHARED_PRIOR:
-            return with_token_mask(prior, self.token_mask, S)
+        masked, limit, heads = with_token_mask(prior, self.token_mask, S), SHARED_PRIOR, H
+        if self.segments is not None:
+            own = Segments(self.segments)
+            masked = own if masked is None else masked + own
+            limit, heads = SHARED_SEGMENTS, H if masked.varies()[1] else 1
+        assert masked is not None
+        if B * heads * T * S > limit:
+            return masked
         if (mask, S) not in self.priors:
             wide = torch.promote_types(q.dtype, torch.float32)
-            masked = with_token_mask(prior, self.token_mask, S)
-            assert masked is not None
             log_u = masked.log(T, S, B=B, H=H, device=q.device, dtype=wide)
             self.priors[mask, S] = Dense(log_u)
         return self.priors[mask, S]

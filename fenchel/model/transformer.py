@@ -81,6 +81,7 @@ class Transformer(nn.Module):
         *,
         cache: Cache | None = None,
         token_mask_BS: Tensor | None = None,
+        segments_BT: Tensor | None = None,
         types_BT: Tensor | None = None,
         memory_BSM: Tensor | None = None,
         memory_mask_BS: Tensor | None = None,
@@ -92,22 +93,31 @@ class Transformer(nn.Module):
         """(B, T) -> (B, T, V), or (B, 1, V) with ``last``: the logits of the last position alone.
 
         ``token_mask_BS`` is True at slots that hold a token, those of the ``cache`` and then the
-        new ones; positions count tokens, and padding is never attended to. ``memory_BSM`` is the
-        output of ``encode``, with a mask of its own. ``observe`` receives the queries, keys and
-        values of every layer; ``attention_override`` may replace its attention output
-        (fenchel/model/forward_context.py). With ``return_hidden`` the input of the LM head is
-        returned instead of the logits, (B, T, M), for a loss that computes them in parts; a model
-        without an LM head has nothing else to return.
+        new ones; positions count tokens, and padding is never attended to. ``segments_BT`` numbers
+        the documents of rows that hold several, one after another: each is read as if it stood
+        alone. ``memory_BSM`` is the output of ``encode``, with a mask of its own. ``observe``
+        receives the queries, keys and values of every layer; ``attention_override`` may replace its
+        attention output (fenchel/model/forward_context.py). With ``return_hidden`` the input of the
+        LM head is returned instead of the logits, (B, T, M), for a loss that computes them in
+        parts; a model without an LM head has nothing else to return.
         """
         if cache is not None and self.config.kind == "encoder":
             raise ValueError("an encoder reads a sequence at once; call it without a cache.")
         T, start = ids_BT.shape[-1], 0 if cache is None else cache.length
         self._require_fit(ids_BT, start + T, token_mask_BS, memory_BSM)
         positions_BT = None if token_mask_BS is None else token_positions(token_mask_BS)[:, start:]
+        if segments_BT is not None:
+            if cache is not None or token_mask_BS is not None or segments_BT.shape != ids_BT.shape:
+                raise ValueError(
+                    "segments_BT numbers the documents of whole rows, one number per id: give it "
+                    "in the shape of the ids, without a cache and without a token mask."
+                )
+            positions_BT = segment_positions(segments_BT)
         x_BTM = self._embed(ids_BT, start, positions_BT, types_BT)
         context = ForwardContext(
             rotary=self._rotary(start, start + T, positions_BT, x_BTM),
             token_mask=token_mask_BS,
+            segments=segments_BT,
             position_bias=position_bias(self.config, self.relative_bias, T, start + T),
             cache=cache,
             observe=observe,
@@ -341,6 +351,19 @@ def token_positions(token_mask_BS: Tensor) -> Tensor:
     [[0, 0, 0, 1]]
     """
     return (token_mask_BS.cumsum(-1) - 1).clamp(min=0)
+
+
+def segment_positions(segments_BT: Tensor) -> Tensor:
+    """The position of every slot in its own document: (B, T) -> (B, T).
+
+    >>> segment_positions(torch.tensor([[0, 0, 0, 1, 1, 2]])).tolist()
+    [[0, 1, 2, 0, 1, 0]]
+    """
+    slots_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    first_BT = torch.zeros_like(segments_BT)
+    begins_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
+    first_BT[:, 1:] = torch.where(begins_BT, slots_T[1:], 0)
+    return slots_T - first_BT.cummax(1).values
 
 
 def _lookup(table: nn.Embedding, ids: Tensor, what: str = "ids") -> Tensor:

@@ -26,6 +26,7 @@ from fenchel.checkpoints import run_checkpoint
 from fenchel.checkpoints.run_checkpoint import Progress
 from fenchel.data import Batch
 from fenchel.files import NoSpace, StorageFailed, describe
+from fenchel.train.loss import count_targets
 from fenchel.train.loss_scale import LossScale
 from fenchel.train.rundir import RunDir
 from fenchel.train.step import Stepper, StepResult
@@ -169,7 +170,7 @@ class Loop:
         if result.broken is None:
             self.progress = replace(
                 p,
-                tokens=p.tokens + result.batch.targets.numel(),
+                tokens=p.tokens + count_targets(result.batch.targets),
                 loss_sum=p.loss_sum + result.loss,
                 loss_count=p.loss_count + 1,
             )

@@ -65,11 +65,17 @@ class Trainable(Protocol):
     """
 
     def forward(
-        self, ids_BT: Tensor, *, return_hidden: bool, observe: Observer | None = None
+        self,
+        ids_BT: Tensor,
+        *,
+        return_hidden: bool,
+        observe: Observer | None = None,
+        segments_BT: Tensor | None = None,
     ) -> Tensor:
         """Token ids to the input of the LM head: (B, T) -> (B, T, M); training calls it so.
 
-        ``observe`` is passed only with the settings qk_clip and entropy_floor.
+        ``observe`` is passed only with the settings qk_clip and entropy_floor, ``segments_BT`` only
+        where several documents share a row.
         """
 
     def logits(self, x_BTM: Tensor) -> Tensor:
@@ -145,7 +151,7 @@ class Stepper:
 
     def __call__(self, step: int) -> StepResult:
         """Take step number ``step``, counted from 0."""
-        batch = Batch(*(part.to(self.device) for part in self.batches.at(step)))
+        batch = self.batches.at(step).to(self.device)
         self._set_rates(step)
         self.model.train()
         with deterministic(self.device, exact=self.config.exact):
@@ -211,10 +217,11 @@ class Stepper:
 
     def _hidden(self, batch: Batch, step: int) -> Iterator[Tensor]:
         """The input of the LM head of each micro-batch, each with dropout noise of its own."""
-        for part, inputs in enumerate(batch.inputs.chunk(self.config.accumulate)):
-            yield self._hidden_of_part(inputs, step, part)
+        rows = len(batch.inputs) // self.config.accumulate
+        for part in range(self.config.accumulate):
+            yield self._hidden_of_part(batch.rows(part * rows, (part + 1) * rows), step, part)
 
-    def _hidden_of_part(self, inputs: Tensor, step: int, part: int) -> Tensor:
+    def _hidden_of_part(self, batch: Batch, step: int, part: int) -> Tensor:
         """The input of the LM head of micro-batch number ``part`` of a step."""
         cuda = [self.device] if self.device.type == "cuda" else []
         embedding = None if self.config.compile else self.model.tied_embedding
@@ -224,7 +231,8 @@ class Stepper:
             sparse_embedding_gradient(embedding),
         ):
             torch.manual_seed(mix(self.seed, step, part))
-            return self.forward(inputs, return_hidden=True, **self._observe)
+            packed = {} if batch.segments is None else {"segments_BT": batch.segments}
+            return self.forward(batch.inputs, return_hidden=True, **self._observe, **packed)
 
 
 def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor | float) -> str:

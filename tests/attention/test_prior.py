@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fenchel.attention import Causal, Dense, Padding, Prior, Window
+from fenchel.attention import Causal, Dense, Padding, Prior, Segments, Window
 from fenchel.attention.prior import ScoreBlock, ScoreIndex
 
 INF = torch.inf
@@ -62,6 +62,7 @@ ALL = {
     "causal": Causal(),
     "window": Window(2, 1),
     "padding": Padding(torch.tensor([5, 2]), "left"),
+    "segments": Segments(torch.tensor([[0, 0, 0, 1, 1, 1, 2], [4, 4, 4, 4, 4, 4, 7]])),
     "dense": Dense(torch.randn(6, 4, 7, generator=torch.Generator().manual_seed(1))),
     "mask": Dense(torch.rand(2, 1, 1, 7, generator=torch.Generator().manual_seed(2)) > 0.3),
 }
@@ -148,6 +149,8 @@ def test_causal_and_window_reach_as_little_as_they_can() -> None:
         (lambda: Padding(torch.tensor([1.0])), "whole number"),
         (lambda: Padding(torch.tensor([1]), "middle"), "middle"),
         (lambda: Padding(torch.tensor([1, 2, 3])).log(2, 2, B=2), "3 lengths for 2"),
+        (lambda: Segments(torch.tensor([1, 2])), r"shape \(B, S\)"),
+        (lambda: Segments(torch.tensor([[1, 2]])).log(2, 2, B=2), "2 keys of 2"),
         (lambda: Dense(torch.zeros(3, 3)).log(2, 3), "does not broadcast"),
         (lambda: Dense(torch.zeros(3, 3, dtype=torch.int64)), "float or bool"),
     ],

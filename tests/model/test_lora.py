@@ -84,11 +84,35 @@ def test_attention_by_distance_reads_the_adapted_matrix(build: Build, ids: Tenso
     torch.testing.assert_close(model(ids), adapted, atol=1e-12, rtol=1e-12)
 
 
+def test_rows_of_queries_keys_and_values_have_adapters_of_their_own(
+    build: Build, ids: Tensor
+) -> None:
+    """Against three maps: each part is W_p + s B_p A_p, and a part without one stays as it is."""
+    model = build(layers=1)
+    add_lora(model, rank=2, alpha=3.0, targets=("q", "v"))
+    stir(model)
+    qkv = model.blocks[0].attention.qkv
+    H, G = 4 * 6, 2 * 6
+    A_q, A_v = qkv.lora_A.split(2)
+    B_q, B_v = qkv.lora_B.split([H, G])
+    x = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    W_q, W_k, W_v = qkv.weight.split([H, G, G])
+    three = (x @ (W_q + 1.5 * B_q @ A_q).T, x @ W_k.T, x @ (W_v + 1.5 * B_v @ A_v).T)
+    torch.testing.assert_close(qkv(x), torch.cat(three, -1))
+    adapted = model(ids)
+    merge(model)
+    torch.testing.assert_close(model(ids), adapted, atol=1e-12, rtol=1e-12)
+
+
 def test_what_cannot_be_adapted_is_refused(build: Build) -> None:
-    with pytest.raises(ValueError, match=r"no linear map of this model is called one of \('wq',\)"):
+    with pytest.raises(ValueError, match="no linear map of this model is called 'wq'"):
         add_lora(build(), targets=["wq"])
     with pytest.raises(ValueError, match="rank 1 or more"):
         add_lora(build(), rank=0)
+    with pytest.raises(ValueError, match="name it or them"):
+        add_lora(build(), targets=["qkv", "v"])
+    with pytest.raises(ValueError, match="scores by distance"):
+        add_lora(build(scores="l2", kv_heads=None), targets=["v"])
     model = build()
     add_lora(model)
     with pytest.raises(ValueError, match=r"blocks\.0\.attention\.qkv has an adapter already"):

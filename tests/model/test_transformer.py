@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from fenchel.model import ModelConfig, Transformer, evaluating
+from fenchel.model import ModelConfig, Transformer, evaluating, forward_context
 from fenchel.model.rotary_table import sinusoids
 from fenchel.model.transformer import meta_model, token_positions
 
@@ -397,3 +397,35 @@ def test_it_needs_no_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+PACKED: list[dict[str, Any]] = [
+    *SHAPES,
+    {"width": 24, "heads": 2, "positions": "alibi"},
+    {"width": 24, "heads": 2, "positions": "buckets", "windows": (3, 0)},
+    {"width": 24, "heads": 2, "positions": "sinusoidal", "sinks": True},
+    {"width": 24, "heads": 2, "windows": (2,), "qk_norm": True},
+]
+
+
+@pytest.mark.parametrize("shape", PACKED, ids=lambda s: " ".join(map(str, s.values())))
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_document_of_a_packed_row_is_read_as_if_it_stood_alone(
+    shape: dict[str, Any], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logits are those of the document by itself, whatever its neighbours are."""
+    if not shared:  # every layer then computes the prior for itself
+        monkeypatch.setattr(forward_context, "SHARED_SEGMENTS", 0)
+    model, lengths = lively(**shape), [5, 4, 3]
+    numbers = [n for n, length in enumerate(lengths) for _ in range(length)]
+    segments = torch.tensor([numbers, [7] * 12])
+    ids = some_ids(2, 12)
+    packed = model(ids, segments_BT=segments)
+    end = 0
+    for length in lengths:
+        part = ids[:1, end : end + length]
+        torch.testing.assert_close(packed[:1, end : end + length], model(part))
+        end += length
+    torch.testing.assert_close(packed[1:], model(ids[1:]))
+    with pytest.raises(ValueError, match="in the shape of the ids, without a cache"):
+        model(ids, segments_BT=segments[:, 1:])

@@ -326,7 +326,7 @@ def test_padded_targets_are_left_out_of_the_sum_and_of_the_count(
     small: Callable[..., Any], accumulate: int
 ) -> None:
     s = small(model=CALM, accumulate=accumulate, clip=1e9)
-    inputs, targets = s.batches.at(0)
+    inputs, targets, _ = s.batches.at(0)
     targets = targets.clone()
     targets[0, 3:] = targets[-1] = -100
     s.stepper.batches = SimpleNamespace(at=lambda _: Batch(inputs, targets))

@@ -107,7 +107,7 @@ class LayerReader:
         values = [*args, *kwargs.values()]
         for value in values:
             if _is_stream(value, self.width):
-                mask = kwargs.get("attention_mask")
+                mask = kwargs.get("attention_mask", _mask_among(values))
                 return LayerArguments(value, self._angles_among(values), mask)
         return None
 
@@ -124,6 +124,15 @@ class LayerReader:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
+
+
+def _mask_among(values: list[Any]) -> Tensor | None:
+    """The pairs of one document, (B, 1, T, T), where a ForwardContext numbers several of a row."""
+    for segments in (getattr(value, "segments", None) for value in values):
+        if segments is not None:
+            same: Tensor = segments[:, None, :, None] == segments[:, None, None, :]
+            return same
+    return None
 
 
 class Probe(LayerReader):
