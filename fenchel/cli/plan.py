@@ -2,7 +2,7 @@
 
 import json as json_format
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -96,16 +96,17 @@ def run(
         advice = None
         if result.fastest(built=True) is None:
             advice = planning.advice(*sections, cluster)
-        found = None
+        found: dict[str, planning.Simulation] = {}
         if simulate:
-            console.progress(f"simulating {gpus} ranks", 0, 0)
-            gather = chosen.train.gather
-            found = planning.simulate(chosen.model, chosen.optim, ranks=gpus, gather=gather)
-            sizes = planning.Sizes(chosen.model, chosen.optim)
-            if wrong := planning.simulated_differs(
-                found, sizes, chosen.optim, ranks=gpus, gather=gather
-            ):
-                raise ValueError(f"the plan is wrong for this torch: {wrong}")
+            sizes, optim = planning.Sizes(chosen.model, chosen.optim), chosen.optim
+            within = {"full": gpus, **({"node": cluster.S} if cluster.nodes > 1 else {})}
+            for shard, parts in within.items():
+                console.progress(f"simulating {gpus} ranks, shard={shard}", 0, 0)
+                ranks: dict[str, Any] = {"ranks": gpus, "parts": parts}
+                ranks["gather"] = chosen.train.gather
+                found[shard] = planning.simulate(chosen.model, optim, **ranks)
+                if wrong := planning.simulated_differs(found[shard], sizes, optim, **ranks):
+                    raise ValueError(f"the plan is wrong for this torch: {wrong}")
     if json:
         values = {
             "parameters": result.parameters,
@@ -114,7 +115,7 @@ def run(
             "layouts": [forecast.plain() for forecast in result.forecasts],
             "refused": result.refused,
             "advice": advice,
-            "simulated": None if found is None else found._asdict(),
+            "simulated": {shard: result._asdict() for shard, result in found.items()},
         }
         print(json_format.dumps(values, indent=1))
         return 0
@@ -127,13 +128,14 @@ def run(
     console.terminal.print(tables, markup=False, highlight=False, soft_wrap=True)
     for sentence in _sentences(result, cluster, advice):
         console.message(sentence)
-    if found is not None:
+    for shard, simulated in found.items():
         console.message(
-            f"Simulated in {found.seconds:.0f} s, equal to the formulas: rank 0 of {gpus} holds "
-            f"{found.rows:,} numbers and {_amount(found.state)} GB of state; one pass receives "
-            f"{_amount(found.gather_bytes)} GB in {found.gathers} gathers and "
-            f"{_amount(found.reduce_bytes)} GB in {found.reductions} reduce-scatters, and the "
-            f"update {_amount(found.owner_bytes)} GB."
+            f"Simulated shard={shard} in {simulated.seconds:.0f} s, equal to the formulas: rank 0 "
+            f"of {gpus} holds {simulated.rows:,} numbers and {_amount(simulated.state)} GB of "
+            f"state; one pass receives {_amount(simulated.gather_bytes)} GB in "
+            f"{simulated.gathers} gathers and {_amount(simulated.reduce_bytes)} GB in "
+            f"{simulated.reductions} reduce-scatters, and the update "
+            f"{_amount(simulated.owner_bytes)} GB."
         )
     return 0
 

@@ -20,6 +20,8 @@ part: as many bytes as in a reduce-scatter per pass. Then
 
     replicated    the owner of a parameter receives the gradients of the W cells of a pass, whole
     FSDP2         every rank receives its rows of them, by FSDP2's hook for the reduce-scatter
+    HSDP          the same inside each node of S ranks, and the owner adds the sums of the nodes;
+                  the cells of a node are neighbours: a subtree where S is a power of two
     the norm      squares are summed in float64 by the owner, per parameter, and added by fsum
     the loss      a vector of P sums, each written by one rank, added in order
     the update    by owners (owners.py), whose work does not depend on what else they own
@@ -36,7 +38,7 @@ A loss or norm that is not finite is the same number on all ranks, so all of the
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -99,52 +101,63 @@ class _CellReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """The rows of this rank: 0 until the last pass of a step, then the sum of all cells."""
+        """The rows of this rank: 0 until the sum is complete, then the sum of the cells so far."""
         del op, async_op
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         for piece in received.view(group.size(), -1)[: self.at.senders]:
             self.sum.add(piece)
-        if self.at.last:
+        if self.at.complete:
             output_tensor.copy_(self.sum.result().view_as(output_tensor))
         else:
             output_tensor.zero_()
 
 
 class Pass:
-    """Where a step is: how many ranks have a cell in this pass, and whether it is the last."""
+    """Where a step is, as FSDP2's reduce-scatter needs to know it."""
 
     senders = 0
-    last = False
+    """How many ranks of the group that divides the weights have a cell in this pass."""
+    complete = False
+    """Whether the sum is wanted after this pass: the last of a step or, where several replicas are
+    added by owners, any that has a cell."""
 
 
-def sharding(world: World, *, gather: str, position: Pass | None) -> Callable[[nn.Module], None]:
-    """A function that cuts a model by FSDP2: every block a unit, and the rest one.
+class Sharding:
+    """Cuts a model by FSDP2: every block a unit, and the rest one."""
 
-    ``gather`` is the dtype in which weights are gathered. ``position`` is given for sums in the
-    order of the cells; None leaves them to FSDP2.
-    """
-    # Loaded here: it takes a second, which a run of one process need not wait.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    def __init__(self, world: World, *, gather: str, position: Pass | None, parts: int) -> None:
+        """``parts`` consecutive ranks divide the weights.
 
-    mesh = init_device_mesh(world.device, (world.size,))
-    policy = MixedPrecisionPolicy()
-    if gather == "bfloat16":
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        ``gather`` is the dtype in which weights are gathered. ``position`` is given for sums in the
+        order of the cells; None leaves them to FSDP2.
+        """
+        # Loaded here: it takes a second, which a run of one process need not wait.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    def shard(model: nn.Module) -> None:
+        self.parts, self.position = parts, position
+        shape, names = (world.size // parts, parts), ("replicate", "shard")
+        self.mesh = init_device_mesh(world.device, shape, mesh_dim_names=names)["shard"]
+        self.policy = MixedPrecisionPolicy()
+        if gather == "bfloat16":
+            half, full = torch.bfloat16, torch.float32
+            self.policy = MixedPrecisionPolicy(half, full, cast_forward_inputs=False)
+
+    def __call__(self, model: nn.Module) -> None:
+        """Replace every parameter by a DTensor of the rows of this rank."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
         for block in getattr(model, "blocks", ()):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=self.mesh, mp_policy=self.policy)
+        fully_shard(model, mesh=self.mesh, mp_policy=self.policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # the loss is divided by all targets already
                 module.set_force_sum_reduction_for_comms(True)
-                if position is not None:
-                    module.set_custom_reduce_scatter(_CellReduceScatter(position))  # type: ignore[arg-type]
-
-    return shard
+                if self.position is not None:
+                    hook = _CellReduceScatter(self.position)
+                    module.set_custom_reduce_scatter(hook)  # type: ignore[arg-type]
 
 
 def reshard(model: nn.Module) -> None:
@@ -170,8 +183,16 @@ def cell_count(config: TrainConfig, ranks: int) -> int:
     return cells
 
 
-def require_supported(config: TrainConfig, optim: OptimConfig) -> None:
-    """Refuse settings that a step in cells does not have yet."""
+def require_supported(config: TrainConfig, optim: OptimConfig, world: World) -> None:
+    """Refuse settings that a step in cells does not have yet, or not with these processes."""
+    W, S = world.size, world.local_size
+    if config.shard == "node" and W % S:
+        raise ValueError('train.shard="node" needs as many processes on every machine.')
+    if config.shard == "node" and config.cells is not None and S < W and not _is_power_of_2(S):
+        raise ValueError(
+            f'train.shard="node" adds the cells of {S} processes per machine first, which has the '
+            "bits of train.cells where that is 1, 2, 4, 8, ...; leave one of them out."
+        )
     used = {
         "train.qk_clip": config.qk_clip is not None,
         "train.entropy_floor": config.entropy_floor > 0.0,
@@ -184,14 +205,28 @@ def require_supported(config: TrainConfig, optim: OptimConfig) -> None:
             raise ValueError(f"{name} works in one process without train.cells; leave it out.")
 
 
-def divides(model: nn.Module, config: TrainConfig, world: World) -> bool:
-    """Whether the weights are divided among the processes, which rank 0 decides for all."""
-    if world.size == 1 or config.shard == "none":
-        return False
+def _is_power_of_2(number: int) -> bool:
+    """
+    >>> [n for n in range(1, 10) if _is_power_of_2(n)]
+    [1, 2, 4, 8]
+    """
+    return number & (number - 1) == 0
+
+
+def parts_of(model: nn.Module, config: TrainConfig, world: World) -> int:
+    """D: how many ranks divide one copy of the weights, which rank 0 decides for all."""
+    W, S = world.size, world.local_size
+    if config.shard in ("none", "full") or W == 1:
+        return W if config.shard == "full" else 1
+    if config.shard == "node":
+        if set(world.gather(S)) != {S}:
+            raise ValueError('train.shard="node" needs as many processes on every machine.')
+        return S
     device = next(model.parameters()).device
-    needs = 16 * sum(p.numel() for p in model.parameters())  # weights, gradients, two moments
-    there = memory_of(device) // (world.local_size if device.type == "cpu" else 1)
-    return world.share(config.shard == "full" or 2 * needs > there)
+    needs = 2 * 16 * sum(p.numel() for p in model.parameters())  # weights, gradients, two moments
+    there = memory_of(device) // (S if device.type == "cpu" else 1)
+    inside = S < W and set(world.gather(S)) == {S} and (config.cells is None or _is_power_of_2(S))
+    return world.share(1 if needs <= there else S if inside and needs <= there * S else W)
 
 
 def build_stepper(
@@ -209,8 +244,9 @@ def build_stepper(
 ) -> "CellStepper":
     """The steps of this process; ``model`` is whole here, and ``meta`` the same without values."""
     exact, position, shard = train.cells is not None, Pass(), None
-    if divides(model, train, world):
-        shard = sharding(world, gather=train.gather, position=position if exact else None)
+    if (parts := parts_of(model, train, world)) > 1:
+        at = position if exact else None
+        shard = Sharding(world, gather=train.gather, position=at, parts=parts)
     owners = Owners(model, meta, optim, world, steps=steps, exact=exact, shard=shard)
     owners.spread()  # the first weights, which machines of several kinds may round differently
     return CellStepper(
@@ -232,13 +268,16 @@ class CellStepper(Stepper):
         position: Pass,
         beta2: Schedule | None = None,
     ) -> None:
-        """``position`` is the one that ``sharding`` was given."""
+        """``position`` is the one that ``Sharding`` was given."""
         optimiser = owners.optimiser
         super().__init__(
             owners.model, batches, optimiser, schedule, config=config, seed=seed, beta2=beta2
         )
         self.owners, self.world, self.at = owners, owners.world, position
         self.cells, self.exact = cell_count(config, owners.world.size), config.cells is not None
+        self.one_copy = owners.sharded and owners.parts == owners.world.size
+        """Whether FSDP2's reduce-scatter adds over all ranks; else owners add replicas."""
+        self.senders = 0
 
     def __call__(self, step: int) -> StepResult:
         """Take step number ``step``, counted from 0."""
@@ -265,11 +304,12 @@ class CellStepper(Stepper):
         Where a last pass has fewer cells than ranks, the others do nothing, or with FSDP2, whose
         passes gather weights from all ranks, repeat a cell that does not count.
         """
-        W, rank = self.world.size, self.world.rank
+        W, rank, D = self.world.size, self.world.rank, self.owners.parts
         for first in range(0, self.cells, W):
-            self.at.senders = min(W, self.cells - first)
-            self.at.last = first + W >= self.cells
-            yield (first + rank) % self.cells, rank < self.at.senders
+            self.senders, last = min(W, self.cells - first), first + W >= self.cells
+            self.at.senders = min(D, max(0, self.senders - rank // D * D))
+            self.at.complete = last if self.one_copy else self.at.senders > 0
+            yield (first + rank) % self.cells, rank < self.senders
 
     def _gradients(self, batch: Batch, step: int) -> tuple[float, dict[str, Tensor]]:
         """The mean loss, and the whole gradients of the parameters that this rank owns."""
@@ -284,21 +324,19 @@ class CellStepper(Stepper):
                 total = self._backward(batch, step, cell, counts, count)
                 if counts:
                     losses[cell] = total
-            if self.exact and not owners.sharded:
-                self._add(sums, self.at.senders)
-            elif self.exact and not self.at.last:
+            if self.exact and not self.one_copy:
+                self._add(sums, self.senders)
+            elif self.exact and not self.at.complete:
                 owners.clear_gradients()
-        if owners.sharded:
-            gradients = owners.rows_to_owners(owners.local_gradients())
-        else:
-            if not self.exact:
-                self._add(sums, self.world.size)
-            gradients = {name: total.result() for name, total in sums.items()}
+        if self.one_copy or not self.exact:
+            self._add(sums, self.world.size)
+        gradients = {name: total.result() for name, total in sums.items()}
         return sum(self.world.sum(losses).tolist()) / count, gradients
 
     def _add(self, sums: dict[str, CellSum], senders: int) -> None:
-        """Send the gradients to their owners, and add those of ``senders`` ranks in order."""
-        received = self.owners.to_owners(self.owners.local_gradients(), senders)
+        """Send the gradients to their owners, and add those of the replicas in order."""
+        replicas = -(-senders // self.owners.parts)
+        received = self.owners.to_owners(self.owners.local_gradients(), replicas)
         self.owners.clear_gradients()
         for name, terms in received.items():
             for term in terms:

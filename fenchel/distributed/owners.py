@@ -29,13 +29,18 @@ of every s-th cell,
 
     s = the least power of two with ceil(P / s) T <= tokens,    n = tokens / (ceil(P / s) T) <= R.
 
-With replicated weights (``sharded=False``) an owner's parameter is the model's own memory; with
-FSDP2 it is a whole copy, of which the rows go to the ranks that hold them.
+**Replicas.** D consecutive ranks, ``parts``, hold one copy of the weights together, each its rows:
+D = 1 where every rank has all of them, W where all divide one copy, S where the ranks of a node do
+(HSDP). The owner receives a gradient from each of the W / D replicas, row by row from the ranks of
+a replica, and adds the replicas: no all-reduce between nodes comes before, which would bring the
+sum to S ranks of every node where the owner alone needs it. New weights go to all ranks, to each
+its rows. Without FSDP2 (``sharded=False``) an owner's parameter is the model's own memory; with it,
+a whole copy.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +95,17 @@ def units_of(model: nn.Module, pairs: Iterable[QueryKeyPair]) -> list[tuple[str,
     return list(dict.fromkeys(unit.values()))
 
 
+class ShardFunction(Protocol):
+    """Cuts the parameters of a model into rows per rank."""
+
+    @property
+    def parts(self) -> int:
+        """D, the consecutive ranks that hold one copy of the weights."""
+
+    def __call__(self, model: nn.Module) -> None:
+        """Replace every parameter by a DTensor of the rows of this rank."""
+
+
 class Owners:
     """The parameters that this rank owns, their optimiser, and the ways to and from the others."""
 
@@ -102,7 +118,7 @@ class Owners:
         *,
         steps: int | None = None,
         exact: bool,
-        shard: Callable[[nn.Module], None] | None = None,
+        shard: ShardFunction | None = None,
     ) -> None:
         """``meta`` is the model on the meta device, of which the owned parameters are filled.
 
@@ -121,7 +137,7 @@ class Owners:
         ranks = deal(sizes, world.size)
         self.owner = {n: r for unit, r in zip(self.units, ranks, strict=True) for n in unit}
         self.shapes = {n: Shape(tuple(p.shape), p.dtype) for n, p in self.parameters.items()}
-        self.sharded = shard is not None
+        self.sharded, self.parts = shard is not None, 1 if shard is None else shard.parts
         self.owned: dict[str, nn.Parameter] = {}
         for name, p in self.parameters.items():
             if self.owner[name] == world.rank:
@@ -137,42 +153,39 @@ class Owners:
         self.samples = Samples(self, inner) if by_scores else None
         """The inputs of attention layers, for the score optimisers."""
 
-    def to_owners(self, tensors: Mapping[str, Tensor], senders: int) -> dict[str, list[Tensor]]:
-        """What each of the first ``senders`` ranks has under the names that this rank owns."""
-        received: dict[str, list[Tensor]] = {}
-        mine = self.world.rank < senders
-        for names in self._buckets():
-            by_owner = self._by_owner(names)
-            own = by_owner[self.world.rank]
-            to = [[tensors[n] for n in row] if mine else [] for row in by_owner]
-            shapes = [self.shapes[n] for n in own]
-            back = self.world.exchange(
-                to, [shapes if rank < senders else [] for rank in range(self.world.size)]
-            )
-            received |= {n: [back[r][at] for r in range(senders)] for at, n in enumerate(own)}
-        return received
+    def to_owners(self, tensors: Mapping[str, Tensor], replicas: int) -> dict[str, list[Tensor]]:
+        """What each of the first ``replicas`` has under the names that this rank owns, whole.
 
-    def rows_to_owners(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole tensors that this rank owns, from the rows that every rank holds."""
-        W, whole = self.world.size, dict[str, Tensor]()
+        ``tensors`` are those of this rank: whole where D = 1, else its rows.
+        """
+        W, rank, D = self.world.size, self.world.rank, self.parts
+        senders, received = replicas * D, dict[str, list[Tensor]]()
         for names in self._buckets():
             by_owner = self._by_owner(names)
-            own = by_owner[self.world.rank]
-            expected = [[self._rows_shape(n, rank) for n in own] for rank in range(W)]
-            back = self.world.exchange([[rows[n] for n in row] for row in by_owner], expected)
-            whole |= {n: torch.cat([back[r][at] for r in range(W)]) for at, n in enumerate(own)}
-        return whole
+            own = by_owner[rank]
+            to = [[tensors[n] for n in row] if rank < senders else [] for row in by_owner]
+            expected = [
+                [self._shape_on(n, r) for n in own] if r < senders else [] for r in range(W)
+            ]
+            back = self.world.exchange(to, expected)
+            for at, name in enumerate(own):
+                rows = [back[r][at] for r in range(senders)]
+                received[name] = [
+                    torch.cat(rows[first : first + D]) if D > 1 else rows[first]
+                    for first in range(0, senders, D)
+                ]
+        return received
 
     @torch.no_grad()
     def spread(self) -> None:
         """Give every rank the weights of the owners: all of them, or its rows."""
-        W, rank = self.world.size, self.world.rank
+        W, rank, D = self.world.size, self.world.rank, self.parts
         for names in self._buckets():
             by_owner = self._by_owner(names)
             own = [self.owned[n].detach() for n in by_owner[rank]]
             if self.sharded:
-                to = [[x[rows_of(len(x), r, W)] for x in own] for r in range(W)]
-                expected = [[self._rows_shape(n, rank) for n in row] for row in by_owner]
+                to = [[x[rows_of(len(x), r % D, D)] for x in own] for r in range(W)]
+                expected = [[self._shape_on(n, rank) for n in row] for row in by_owner]
             else:
                 to = [own if r != rank else [] for r in range(W)]
                 expected = [
@@ -193,8 +206,8 @@ class Owners:
         if strict and weights.keys() != self.parameters.keys():
             raise ValueError(f"the weights are not those of {type(self.model).__name__}.")
         for name, x in weights.items():
-            at = rows_of(len(x), self.world.rank, self.world.size) if self.sharded else slice(None)
-            self._local(name).copy_(x[at] if x.ndim else x)
+            D = self.parts
+            self._local(name).copy_(x[rows_of(len(x), self.world.rank % D, D)] if D > 1 else x)
             if self.sharded and name in self.owned:
                 self.owned[name].copy_(x)
 
@@ -219,9 +232,12 @@ class Owners:
         p = self.parameters[name].detach()
         return p.to_local() if self.sharded else p  # type: ignore[attr-defined]
 
-    def _rows_shape(self, name: str, rank: int) -> Shape:
+    def _shape_on(self, name: str, rank: int) -> Shape:
+        """Of the rows of a parameter that a rank holds."""
         sizes, dtype = self.shapes[name]
-        rows = rows_of(sizes[0], rank, self.world.size)
+        if self.parts == 1:
+            return Shape(sizes, dtype)
+        rows = rows_of(sizes[0], rank % self.parts, self.parts)
         return Shape((rows.stop - rows.start, *sizes[1:]), dtype)
 
     def _by_owner(self, names: Sequence[str]) -> list[list[str]]:

@@ -32,8 +32,8 @@ product (2 under autocast, else 4), g those of a gathered weight (``train.gather
                   if recomputed)
     loss          logits of r rows at a time, r V a; dense gradient of the LM head 4 V M, its cast
                   a V M where a < g, gradient of the hidden states 4 t M  (train/loss.py)
-    exchange      of the update: W gradients of o numbers at their owner (none) or one (D > 1), the
-                  messages, and 12 bytes per number that Muon moves at once, those of one shape
+    exchange      of the update: W / D gradients of o numbers at their owner, the messages, and 12
+                  bytes per number that Muon moves at once, those of one shape
 
     A = 8 M + 8 + a (x M + (H + 2 G) D_h + [rotary] (H + G) D_h + H D_h + f F) + 4 H
         x = 2, or 3 for a gated MLP if a < 4, whose input is cast twice;  f = 4 if gated, else 2
@@ -57,10 +57,11 @@ other nodes for (W - S) / (W - 1) of its bytes. Sums over a step:
                   k layers per block: 1 unless distinct_layers
     owners        none    2 x 4 o (W - 1), directly           gradients in, weights out
                   full    2 x 4 o (W - 1) / W, directly
-                  node    2 x 4 n_S (R - 1) / R between, 2 x 4 n_S / R (S - 1) / S inside
+                  node    2 x 4 o (R - 1) between, 2 x 4 o (S - 1) / S inside: from every node the
+                          sum of its ranks
     context       m 2 L ring_C (2 a G D_h C t)                forward, and as gradients backward
 
-With ``train.cells`` the gradients under none are sent m times.
+With ``train.cells`` the gradients under none and node are sent m times.
 
 **Time.** F_s operations of scores and F_p of all other products of a forward pass
 (model/flops.py); causal kernels do half of F_s.
@@ -93,7 +94,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fenchel.distributed.cells import cell_count, sharding
+from fenchel.distributed.cells import Sharding, cell_count
 from fenchel.distributed.owners import BUCKET, Owners, deal, units_of
 from fenchel.distributed.processes import World
 from fenchel.model import ModelConfig, Transformer
@@ -463,7 +464,7 @@ def _forecast(
         weights = g * D * (2 * sizes.repeats * _padded(sizes.blocks, D) + _padded([sizes.root], D))
         exchanged["gather"] = ring(weights, D, S).times(m)
         exchanged["reduce-scatter"] = ring(4 * D * sizes.rows(D), D, S).times(m)
-    exchanged["owners"] = _owners_bytes(layout, sizes, owned, cluster, m if train.cells else 1)
+    exchanged["owners"] = _owners_bytes(layout, owned, cluster, m if train.cells else 1)
     if C > 1:
         kv = 2 * a * model.groups * model.head_width * C * t
         exchanged["context"] = ring(kv, C, S).times(m * L * (3 if layout.recompute else 2))
@@ -533,7 +534,7 @@ def _memory(
         "casts": a * kept if a < g else 0,
         "activations": t * ((4 * M * L + A if once else L * A) + 8 * M + temporaries),
         "kv": kv * (1 if once else L) if C > 1 else 0,
-        "exchange": (4 * owned.numbers * (1 if D > 1 else W) + 8 * ceil(bucket / D)) * several
+        "exchange": (4 * owned.numbers * (W // D) + 8 * ceil(bucket / D)) * several
         + _MOVED * max(owned.matrices.values(), default=0),
     }
 
@@ -551,17 +552,14 @@ def _loss_bytes(
     return logits + 4 * V * M + (a * V * M if a < g else 0) + 4 * t * M
 
 
-def _owners_bytes(
-    layout: Layout, sizes: Sizes, owned: Owned, cluster: Cluster, times: int
-) -> Bytes:
-    """Gradients to their owners, ``times`` per step where weights are whole, and weights back."""
-    W, S, R = cluster.ranks, cluster.S, cluster.nodes
+def _owners_bytes(layout: Layout, owned: Owned, cluster: Cluster, times: int) -> Bytes:
+    """Gradients to their owners, ``times`` per step from several replicas, and weights back."""
+    W, S, o = cluster.ranks, cluster.S, 4 * owned.numbers
     if layout.shard == "none":
-        return direct(4 * owned.numbers * (W - 1), cluster).times(times + 1)
+        return direct(o * (W - 1), cluster).times(times + 1)
     if layout.shard == "full":
-        return direct(4 * owned.numbers * (W - 1) / W, cluster).times(2)
-    rows = 4 * sizes.rows(S)
-    return Bytes(rows / R * (S - 1) / S, rows * (R - 1) / R).times(2)
+        return direct(o * (W - 1) / W, cluster).times(2)
+    return Bytes(o * (S - 1) / S, o * (cluster.nodes - 1)).times(times + 1)
 
 
 def advice(
@@ -606,16 +604,24 @@ class Simulation(NamedTuple):
     """Reduce-scatters."""
     reduce_bytes: int
     owner_bytes: int
-    """Whole gradients that arrive at this owner, and rows of new weights that come back."""
+    """Gradients of all replicas that arrive at this owner, rows of new weights that come back."""
     state: int
     """Bytes of the optimiser's state."""
     seconds: float
 
 
 def simulate(
-    model: ModelConfig, optim: OptimConfig, *, ranks: int, gather: str, sequences: int = 1
+    model: ModelConfig,
+    optim: OptimConfig,
+    *,
+    ranks: int,
+    gather: str,
+    parts: int | None = None,
+    sequences: int = 1,
 ) -> Simulation:
-    """Divide a model as training under "full" does, and take one step of rank 0, without values.
+    """Divide a model as training does, and take one step of rank 0, without values.
+
+    ``parts`` of the ranks divide one copy of the weights: those of a node, or None for all.
 
     Tensors have shapes and no memory, and nothing is sent: one CPU does for any model and any
     number of ranks. The loss is the sum of the logits, whose gradient reaches all weights. Softmax
@@ -627,8 +633,8 @@ def simulate(
     model = replace(model, choice="softmax", layer_choices=(), alpha=ModelConfig.alpha)
     began = time.perf_counter()
     with simulated_ranks(ranks):
-        world = World(size=ranks, local_size=ranks)
-        shard = sharding(world, gather=gather, position=None)
+        world, D = World(size=ranks, local_size=parts or ranks), parts or ranks
+        shard = Sharding(world, gather=gather, position=None, parts=D)
         with tensors_without_values():
             network, meta = Transformer(model), meta_model(model)
             N = sum(p.numel() for p in network.parameters())
@@ -639,9 +645,9 @@ def simulate(
                 with torch.autocast("cpu", torch.bfloat16, enabled=gather == "bfloat16"):
                     loss = network(ids).sum()
                 loss.backward()
-                gradients = owners.rows_to_owners(owners.local_gradients())
+                received = owners.to_owners(owners.local_gradients(), ranks // D)
                 if optim.optimiser not in _BY_SCORES:
-                    owners.optimiser.move({owners.owned[n]: g for n, g in gradients.items()})
+                    owners.optimiser.move({owners.owned[n]: g[0] for n, g in received.items()})
                 owners.spread()
     by_name = {
         name: [call for call in calls if call.name == name]
@@ -663,20 +669,26 @@ def simulate(
 
 
 def simulated_differs(
-    found: Simulation, sizes: Sizes, optim: OptimConfig, *, ranks: int, gather: str
+    found: Simulation,
+    sizes: Sizes,
+    optim: OptimConfig,
+    *,
+    ranks: int,
+    gather: str,
+    parts: int | None = None,
 ) -> str | None:
     """A sentence where the simulation and the formulas disagree; None where they are equal."""
-    g = 2 if gather == "bfloat16" else 4
-    blocks, root = _padded(sizes.blocks, ranks), _padded([sizes.root], ranks)
+    g, D = 2 if gather == "bfloat16" else 4, parts or ranks
+    blocks, root = _padded(sizes.blocks, D), _padded([sizes.root], D)
     owned = sizes.owned_by_rank(ranks)[0]
     expected = Simulation(
         sizes.total,
-        sizes.rows(ranks),
+        sizes.rows(D),
         2 * sizes.repeats * len(sizes.blocks) + 1,
-        (ranks - 1) * g * (2 * sizes.repeats * blocks + root),
+        (D - 1) * g * (2 * sizes.repeats * blocks + root),
         len(sizes.blocks) + 1,
-        (ranks - 1) * 4 * (blocks + root),
-        4 * (owned.numbers + blocks + root),
+        (D - 1) * 4 * (blocks + root),
+        4 * (ranks // D * owned.numbers + blocks + root),
         0 if optim.optimiser in _BY_SCORES else owned.state,
         found.seconds,
     )

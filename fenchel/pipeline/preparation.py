@@ -203,7 +203,7 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     parameters = one + (c.block_count - least) * (two - one)
     parts = train.accumulate if world.size == 1 else 1
     tokens = train.batch // max(parts, train.cells or 1, world.size) * c.context
-    parameters //= 1 if train.shard == "none" else world.size
+    parameters //= {"none": 1, "node": world.local_size}.get(train.shard, world.size)
     per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
     needs = 12 * parameters + 2 * tokens * c.layers * per_layer
     device = select_device(train.device)
@@ -280,7 +280,7 @@ def in_cells(config: RunConfig, world: World) -> bool:
 def require_cells(config: RunConfig, world: World) -> None:
     """Refuse settings that these processes cannot train with, before any work is done."""
     if in_cells(config, world):
-        require_supported(config.train, config.optim)
+        require_supported(config.train, config.optim, world)
         cell_count(config.train, world.size)
 
 

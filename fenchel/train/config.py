@@ -10,7 +10,7 @@ from fenchel.config import Use, read_with, require_read
 
 LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
 """Cross-entropy is the Fenchel-Young loss of softmax; the others bear the name of their map."""
-SHARDS, GATHERS = ("auto", "none", "full"), ("float32", "bfloat16")
+SHARDS, GATHERS = ("auto", "none", "full", "node"), ("float32", "bfloat16")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 STARTS = ("bigram", "random")
 LOGGERS = ("tensorboard",)
@@ -34,8 +34,9 @@ class TrainConfig:
     """Parts, a divisor of ``batch``, that a step is always divided into, so that its result has the
     same bits for any number of processes up to this one; None makes no such promise."""
     shard: str = "auto"
-    """With several processes: "none" replicates the weights, "full" divides them (FSDP2), "auto"
-    divides them where weights, gradients and moments would take over half of the memory."""
+    """With several processes: "none" replicates the weights, "full" divides them (FSDP2), "node"
+    divides them among the processes of each machine (HSDP), "auto" divides them where weights,
+    gradients and moments would take over half of the memory, inside machines if that is enough."""
     gather: str = "float32"
     """Dtype in which divided weights are gathered: "float32" or "bfloat16"."""
     timeout: float = 600.0
@@ -87,7 +88,7 @@ class TrainConfig:
 
     USES: ClassVar = (
         read_with("loss_alpha", "loss", "entmax"),
-        read_with("gather", "shard", "auto", "full"),
+        read_with("gather", "shard", "auto", "full", "node"),
         Use(("entropy_weight",), "an entropy_floor above 0", lambda c: c.entropy_floor > 0.0),
     )
 

@@ -42,14 +42,27 @@ class Launcher:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __call__(self, processes: int, work: Work, *, seconds: float = 60.0) -> list[Any]:
-        """The results by rank; an exception in a process is one here."""
-        codes, texts = self._fork(processes, lambda _, file: self._child(work, file, seconds))
+    def __call__(
+        self, processes: int, work: Work, *, seconds: float = 60.0, per_node: int | None = None
+    ) -> list[Any]:
+        """The results by rank; an exception in a process is one here.
+
+        ``per_node`` of the processes are a machine of their own to themselves; None is all of them.
+        """
+
+        def child(_: int, file: Path) -> int:
+            return self._child(work, file, seconds)
+
+        codes, texts = self._fork(processes, child, per_node)
         assert codes == [0] * processes, "\n".join(texts)
         return [json.loads(text) for text in texts]
 
     def command(
-        self, processes: int, *words: object, before: Callable[[int], object] = lambda _: None
+        self,
+        processes: int,
+        *words: object,
+        before: Callable[[int], object] = lambda _: None,
+        per_node: int | None = None,
     ) -> Ended:
         """``fenchel WORDS`` in every process; ``before`` is called with the rank in each."""
 
@@ -66,12 +79,12 @@ class Launcher:
                 traceback.print_exc()
                 return 99
 
-        codes, texts = self._fork(processes, child)
+        codes, texts = self._fork(processes, child, per_node)
         assert 99 not in codes, "\n".join(texts)
         return Ended(codes, [" ".join(text.split()) for text in texts])
 
     def _fork(
-        self, processes: int, child: Callable[[int, Path], int]
+        self, processes: int, child: Callable[[int, Path], int], per_node: int | None
     ) -> tuple[list[int], list[str]]:
         """The exit codes of ``child(rank, file)`` in forked processes, and what the files hold."""
         sys.stdout.flush()
@@ -83,7 +96,7 @@ class Launcher:
             file.unlink(missing_ok=True)
             if not (process := os.fork()):
                 if processes > 1:
-                    environment(rank, processes, port)
+                    environment(rank, processes, port, per_node or processes)
                 try:
                     os._exit(child(rank, file))
                 finally:
@@ -124,13 +137,13 @@ def keep_store() -> tuple[int, int]:
     return agent, port
 
 
-def environment(rank: int, processes: int, port: int) -> None:
+def environment(rank: int, processes: int, port: int, per_node: int) -> None:
     """What torchrun sets."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(processes),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(processes),
+        LOCAL_RANK=str(rank % per_node),
+        LOCAL_WORLD_SIZE=str(per_node),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",

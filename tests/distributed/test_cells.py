@@ -17,9 +17,10 @@ from fenchel.distributed.cells import (
     CellStepper,
     CellSum,
     Pass,
+    Sharding,
     cell_count,
+    parts_of,
     require_supported,
-    sharding,
 )
 from fenchel.distributed.owners import Owners
 from fenchel.distributed.processes import ALONE, World
@@ -56,7 +57,7 @@ def stepper_of(
     optimiser: str,
     settings: dict[str, Any],
     *,
-    shard: bool = False,
+    shard: str = "none",
     gather: str = "float32",
     rate: float = 1e-2,
     **train: Any,
@@ -64,7 +65,10 @@ def stepper_of(
     model, config = model_of(settings)
     position, train = Pass(), {"cells": CELLS, "precision": "float32", **train}
     exact = train["cells"] is not None
-    cut = sharding(world, gather=gather, position=position if exact else None) if shard else None
+    at, cut = position if exact else None, None
+    if shard != "none":
+        parts = world.size if shard == "full" else world.local_size
+        cut = Sharding(world, gather=gather, position=at, parts=parts)
     optim = OptimConfig(optimiser=optimiser, learning_rate=rate)
     owners = Owners(model, meta_model(config), optim, world, steps=STEPS, exact=exact, shard=cut)
     settings_of_loop = TrainConfig(batch=BATCH, steps=STEPS, **train)
@@ -85,7 +89,7 @@ def digest(stepper: CellStepper) -> str:
     return hashlib.sha256(json.dumps(together, sort_keys=True).encode()).hexdigest()
 
 
-def run_cases(world: World, *, shard: bool, only: str = "") -> dict[str, tuple[str, float]]:
+def run_cases(world: World, *, shard: str, only: str = "") -> dict[str, tuple[str, float]]:
     results = {}
     for name, (optimiser, settings) in CASES.items():
         if only not in name:
@@ -101,22 +105,45 @@ def alone() -> dict[str, tuple[str, float]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return run_cases(ALONE, shard=False)
+        return run_cases(ALONE, shard="none")
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
     ("processes", "shard", "only"),
-    [(2, False, ""), (4, True, ""), (4, False, "entmax"), (3, False, "score"), (3, True, "muon")],
+    [
+        (2, "none", ""),
+        (4, "full", ""),
+        (4, "none", "entmax"),
+        (3, "none", "score"),
+        (3, "full", "muon"),
+        (4, "node", "entmax"),
+    ],
 )
 def test_same_bits_for_any_number_of_processes(launch, alone, processes, shard, only) -> None:
-    results = launch(processes, lambda world: run_cases(world, shard=shard, only=only))
+    """Under "node", pairs of processes are machines."""
+    results = launch(processes, lambda world: run_cases(world, shard=shard, only=only), per_node=2)
     for result in results:
         assert result
         assert {name: tuple(row) for name, row in result.items()} == {
             name: row for name, row in alone.items() if only in name
         }
+
+
+def test_same_bits_where_a_machine_has_no_cell_in_the_last_pass(launch) -> None:
+    """Three machines of two processes; of 8 cells, the second pass has those of the first alone."""
+
+    def work(world: World) -> str:
+        stepper = stepper_of(world, "muon", {}, shard="node", cells=8)
+        stepper(0)
+        stepper(1)
+        return digest(stepper)
+
+    alone = stepper_of(ALONE, "muon", {}, cells=8)
+    alone(0)
+    alone(1)
+    assert launch(6, work, per_node=2) == [digest(alone)] * 6
 
 
 def test_replicas_are_equal_on_every_rank(launch) -> None:
@@ -153,8 +180,8 @@ def test_one_process_in_cells_is_the_ordinary_step_up_to_rounding(optimiser: str
         assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=20 * close)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_ordinary_sums_agree_with_one_process(launch, shard: bool) -> None:
+@pytest.mark.parametrize("shard", ["none", "full", "node"])
+def test_ordinary_sums_agree_with_one_process(launch, shard: str) -> None:
     """Without cells: losses within 1e-5 over 20 steps."""
     model, _ = model_of({})
     ordinary = Stepper(
@@ -172,13 +199,14 @@ def test_ordinary_sums_agree_with_one_process(launch, shard: bool) -> None:
         stepper = stepper_of(world, "adamw", {}, shard=shard, **given)
         return [stepper(step).loss for step in range(20)]
 
-    for found in launch(2, work):
+    processes = 4 if shard == "node" else 2
+    for found in launch(processes, work, per_node=2):
         assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_gathers_in_bfloat16_stay_close_and_move_float32_weights(launch) -> None:
     def work(world: World) -> list[Any]:
-        stepper = stepper_of(world, "adamw", {}, shard=True, gather="bfloat16")
+        stepper = stepper_of(world, "adamw", {}, shard="full", gather="bfloat16")
         losses = [stepper(step).loss for step in range(5)]
         return [losses, [str(p.dtype) for p in stepper.owners.owned.values()]]
 
@@ -190,8 +218,8 @@ def test_gathers_in_bfloat16_stay_close_and_move_float32_weights(launch) -> None
         assert set(dtypes) == {"torch.float32"}
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_gradient_that_is_not_finite_is_skipped_by_all(launch, shard: bool) -> None:
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_gradient_that_is_not_finite_is_skipped_by_all(launch, shard: str) -> None:
     """Rank 1 alone meets the nan, in the middle of its pass; no weight moves anywhere."""
 
     def work(world: World) -> list[Any]:
@@ -273,10 +301,37 @@ def test_cells_have_room_for_every_process() -> None:
 def test_what_cells_do_not_have_is_refused(setting: dict[str, Any]) -> None:
     name = next(iter(setting))
     with pytest.raises(ValueError, match=f"train.{name}.* works in one process"):
-        require_supported(TrainConfig(**setting), OptimConfig())
+        require_supported(TrainConfig(**setting), OptimConfig(), ALONE)
 
 
 def test_a_limit_on_outputs_is_refused() -> None:
     """Its samples are those of one process."""
     with pytest.raises(ValueError, match=r"optim\.output_change works in one process"):
-        require_supported(TrainConfig(), OptimConfig(optimiser="trust", output_change=0.1))
+        require_supported(TrainConfig(), OptimConfig(optimiser="trust", output_change=0.1), ALONE)
+
+
+def test_nodes_whose_sums_are_no_subtrees_are_refused() -> None:
+    config = TrainConfig(shard="node", cells=8, batch=8)
+    require_supported(config, OptimConfig(), World(size=8, local_size=4))
+    require_supported(config, OptimConfig(), World(size=3, local_size=3))  # one machine
+    with pytest.raises(ValueError, match="adds the cells of 3 processes per machine first"):
+        require_supported(config, OptimConfig(), World(size=6, local_size=3))
+    with pytest.raises(ValueError, match="as many processes on every machine"):
+        require_supported(config, OptimConfig(), World(size=6, local_size=4))
+
+
+def test_auto_divides_inside_a_machine_where_that_is_enough(monkeypatch) -> None:
+    """A quarter of the ranks has room for a fourth of the weights; of 4 machines one suffices."""
+    from fenchel.distributed import cells
+
+    model, _ = model_of({})
+    needs = 32 * sum(p.numel() for p in model.parameters())
+    world = World(size=8, local_size=2)
+    monkeypatch.setattr(World, "gather", lambda self, value: [value] * self.size)
+    found = {}
+    for share in (1.0, 0.5, 0.25):
+        monkeypatch.setattr(cells, "memory_of", lambda _, s=share: int(needs * s) * 2)
+        found[share] = [
+            parts_of(model, TrainConfig(shard=name), world) for name in ("auto", "none", "node")
+        ]
+    assert found == {1.0: [1, 1, 2], 0.5: [2, 1, 2], 0.25: [8, 1, 2]}

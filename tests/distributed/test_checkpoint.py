@@ -112,7 +112,7 @@ def whole(launch, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def test_stopped_and_resumed_by_other_numbers_of_processes(launch, text, whole, tmp_path) -> None:
-    """2, then 1, then 3 with divided weights, then 4: the bits of never having stopped."""
+    """2, then 1, then 3 that divide the weights, then 4 as two machines that do: the same bits."""
     run = tmp_path / "run"
     ended = launch.command(2, *beginning(run, text), before=stop(4, rank=1))
     assert ended.codes == [128 + signal.SIGTERM] * 2, ended.output
@@ -131,7 +131,7 @@ def test_stopped_and_resumed_by_other_numbers_of_processes(launch, text, whole, 
     assert ended.codes == [128 + signal.SIGTERM] * 3, ended.output
     assert "train.shard is now full: the run goes on." in ended.output[0]
     assert ended.output[1:] == ["", ""]
-    ended = launch.command(4, "train", "--resume", run)
+    ended = launch.command(4, "train", "--resume", run, "--set", "train.shard=node", per_node=2)
     assert ended.codes == [0] * 4, ended.output
     assert story(run) == whole
 

@@ -77,36 +77,36 @@ def test_buffers_are_refused() -> None:
         Owners(Transformer(config), meta_model(config), OptimConfig(), ALONE, exact=True)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_whole_tensors_reach_their_owners_and_every_rank(launch, processes, sharded) -> None:
+@pytest.mark.parametrize(("processes", "parts"), [(2, None), (3, None), (2, 2), (3, 3), (4, 2)])
+def test_whole_tensors_reach_their_owners_and_every_rank(launch, processes, parts) -> None:
     """Uneven rows, fewer rows than ranks, a vector: each entry arrives where it belongs."""
 
     def work(world: World) -> list[bool]:
-        from fenchel.distributed.cells import sharding
+        from fenchel.distributed.cells import Sharding
 
-        config = tiny()
+        config, D = tiny(), parts or 1
         model = Transformer(config, generator=torch.Generator().manual_seed(0))
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        shard = sharding(world, gather="float32", position=None) if sharded else None
+        shard = Sharding(world, gather="float32", position=None, parts=D) if parts else None
         owners = Owners(model, meta_model(config), OptimConfig(), world, exact=True, shard=shard)
-        share = {n: owners._local(n).clone() for n in start}
-        whole = (
-            owners.rows_to_owners(share)
-            if sharded
-            else {n: rows[0] for n, rows in owners.to_owners(share, world.size).items()}
-        )
-        right = [torch.equal(x, start[n]) and n in owners.owned for n, x in whole.items()]
+        replica = world.rank // D  # whose tensors are larger by its number
+        share = {n: owners._local(n) + replica for n in start}
+        received = owners.to_owners(share, world.size // D)
+        right = [
+            torch.equal(x, start[n] + replica) and n in owners.owned
+            for n, row in received.items()
+            for replica, x in enumerate(row)
+        ]
         with torch.no_grad():
             for n, p in owners.owned.items():
                 p.copy_(start[n] + 1.0)
         owners.spread()
         for n, x in start.items():
-            at = rows_of(len(x), world.rank, world.size) if sharded else slice(None)
-            right.append(torch.equal(owners._local(n), x[at] + 1.0))
+            rows = rows_of(len(x), world.rank % D, D)
+            right.append(torch.equal(owners._local(n), x[rows] + 1.0))
         owners.load_state_dict(start)
-        back = owners.rows_to_owners({n: owners._local(n) for n in start}) if sharded else {}
-        right += [torch.equal(x, start[n]) for n, x in back.items()]
+        back = owners.to_owners({n: owners._local(n) for n in start}, 1)
+        right += [torch.equal(x, start[n]) for n, (x,) in back.items()]
         right += [torch.equal(p.detach(), start[n]) for n, p in owners.owned.items()]
         return right
 
@@ -121,13 +121,14 @@ def test_score_descent_trains_the_values_of_a_fused_weight(launch, sharded) -> N
 
     def work(world: World) -> dict[str, list[bool]]:
         from fenchel.data import Batches
-        from fenchel.distributed.cells import CellStepper, Pass, sharding
+        from fenchel.distributed.cells import CellStepper, Pass, Sharding
         from fenchel.optim import constant
         from fenchel.train import TrainConfig
 
         config, position = tiny(), Pass()
         model = Transformer(config, generator=torch.Generator().manual_seed(0))
-        shard = sharding(world, gather="float32", position=position) if sharded else None
+        at = {"position": position, "parts": world.size}
+        shard = Sharding(world, gather="float32", **at) if sharded else None
         optim = OptimConfig(optimiser="score")
         owners = Owners(model, meta_model(config), optim, world, steps=3, exact=True, shard=shard)
         before = {n: p.detach().clone() for n, p in owners.owned.items()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fenchel.distributed.cells import sharding
+from fenchel.distributed.cells import Sharding
 from fenchel.distributed.plan import (
     Bytes,
     Cluster,
@@ -140,7 +140,7 @@ def test_fsdp2_frees_weights_gathered_in_bfloat16_and_not_the_casts_of_float32(g
         return x
 
     with simulated_ranks(2):
-        shard = sharding(World(size=2, local_size=2), gather=gather, position=None)
+        shard = Sharding(World(size=2), gather=gather, position=None, parts=2)
         model = Transformer(config)
         shapes = sorted(p.numel() for n, p in model.named_parameters() if n in matrices)
         shard(model)
@@ -325,6 +325,19 @@ def test_bytes_and_times_of_seven_billion_on_sixty_four() -> None:
     )
 
 
+def test_owners_add_the_sums_of_nodes() -> None:
+    """Two nodes of two: an owner has its rows from one other rank, a whole from the other node."""
+    config = small(vocabulary=64)
+    sizes = Sizes(config, OptimConfig())
+    o = 4 * sizes.owned(4).numbers
+    for cells, sent in ((None, 1), (8, 2)):  # two passes of four cells
+        train = TrainConfig(batch=8, accumulate=1 if cells else 8, cells=cells)
+        node = of(plan(config, train, OptimConfig(), Cluster(ranks=4, per_node=2)), "node")
+        assert node.passes == 2
+        assert node.exchanged["owners"] == Bytes(o / 2, o).times(1 + sent)
+        assert node.built
+
+
 def test_muon_by_owners() -> None:
     """5 (4 p^2 q + 2 p^3) per matrix, 6.4e14 for all: 1.6 s of one GPU at 400 TFLOP/s."""
     alone = Sizes(SEVEN_B, OptimConfig()).owned(1)
@@ -423,25 +436,31 @@ def one_formula_wrong(sizes: Sizes) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("gather", "ranks", "optimiser"),
-    [("bfloat16", 64, "muon"), ("float32", 3, "adamw"), ("float32", 4, "score")],
+    ("gather", "ranks", "parts", "optimiser"),
+    [
+        ("bfloat16", 64, 64, "muon"),
+        ("float32", 3, 3, "adamw"),
+        ("float32", 4, 4, "score"),
+        ("bfloat16", 12, 4, "muon"),
+    ],
 )
 def test_fsdp2_holds_and_sends_what_the_formulas_say(
-    gather: str, ranks: int, optimiser: str
+    gather: str, ranks: int, parts: int, optimiser: str
 ) -> None:
+    """Divided among all ranks, or inside nodes of ``parts``."""
     config = small(vocabulary=515, layers=3, tied=False, kv_heads=2)  # 515 rows: no equal parts
     optim = OptimConfig(optimiser=optimiser)
-    sizes = Sizes(config, optim)
-    found = simulate(config, optim, ranks=ranks, gather=gather)
-    assert simulated_differs(found, sizes, optim, ranks=ranks, gather=gather) is None
+    sizes, given = Sizes(config, optim), {"ranks": ranks, "gather": gather, "parts": parts}
+    found = simulate(config, optim, **given)
+    assert simulated_differs(found, sizes, optim, **given) is None
     assert (found.gathers, found.reductions) == (7, 4)
-    train = TrainConfig(batch=ranks, gather=gather)
-    full = of(plan(config, train, optim, Cluster(ranks=ranks, per_node=ranks)), "full")
+    train, shard = TrainConfig(batch=ranks, gather=gather), "full" if parts == ranks else "node"
+    full = of(plan(config, train, optim, Cluster(ranks=ranks, per_node=parts)), shard)
     assert full.exchanged["gather"].inside == pytest.approx(found.gather_bytes)
     assert full.exchanged["reduce-scatter"].inside == pytest.approx(found.reduce_bytes)
     assert full.memory["gradients"] == 4 * found.rows
     with one_formula_wrong(sizes):
-        wrong = simulated_differs(found, sizes, optim, ranks=ranks, gather=gather)
+        wrong = simulated_differs(found, sizes, optim, **given)
         assert wrong is not None
         assert "gather_bytes should be" in wrong
 
