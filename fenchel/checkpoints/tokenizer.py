@@ -16,6 +16,9 @@ template of the tokenizer (``fenchel.data.begin_ids``), where ``save`` and trans
 bos_token_id is that of generation_config.json, else of config.json, else the id of the bos_token
 in tokenizer_config.json. A template takes precedence in transformers too, which adds no token where
 there is neither a template nor a switch: the last rows but one are what the model was trained on.
+
+A template of tokenizer.json stands around any text; the chat template writes a conversation, and is
+chat_template.jinja, else the field chat_template of chat_template.json or of tokenizer_config.json.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,8 +37,18 @@ from fenchel.checkpoints.directory import (
 )
 from fenchel.checkpoints.generation_config import GENERATION, read_generation_config
 from fenchel.checkpoints.run_checkpoint import check_tokenizer, is_run
-from fenchel.data import begin_ids, begin_with, end_id, has_end, load_tokenizer
-from fenchel.files import printable
+from fenchel.data import (
+    END,
+    PLAIN,
+    ChatTemplate,
+    begin_ids,
+    begin_with,
+    end_id,
+    has_end,
+    load_tokenizer,
+)
+from fenchel.data.chat import LARGEST_TEMPLATE
+from fenchel.files import printable, read_regular
 from fenchel.model.families import FAMILIES
 from fenchel.model.families.config_reader import CONFIG
 
@@ -75,6 +88,32 @@ def end_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     return (end_id(tokenizer),) if has_end(tokenizer) else ()
 
 
+def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | None:
+    """The chat template of a directory; None if it has none.
+
+    ``source`` replaces it: "plain" for ``fenchel.data.PLAIN``, or the name of a file.
+    """
+    settings = read_bounded_json(path, TOKENIZER_CONFIG) if has_file(path, TOKENIZER_CONFIG) else {}
+    tokens = {name: settings.get(name) for name in _TEMPLATE_TOKENS}
+    spelled = {name: text for name, token in tokens.items() if (text := _spelling(token))}
+    if is_run(path):
+        spelled = {"bos_token": END, "eos_token": END} | spelled
+    if source == "plain":
+        return ChatTemplate(PLAIN, spelled, "the plain template")
+    if source is not None:
+        return ChatTemplate(_read_text(Path(source)), spelled, f"the template {source}")
+    name = f"the chat template of {path}"
+    if has_file(path, CHAT_TEMPLATE):
+        return ChatTemplate(_read_text(regular_file(path, CHAT_TEMPLATE)), spelled, name)
+    if has_file(path, _OLD_CHAT_TEMPLATE):
+        settings = read_bounded_json(path, _OLD_CHAT_TEMPLATE)
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, of which one is named default
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return ChatTemplate(template, spelled, name) if isinstance(template, str) else None
+
+
 def describe_beginning(tokenizer: Tokenizer) -> str:
     """How a text begins, in one line.
 
@@ -105,12 +144,26 @@ def _bos_id(path: Path, tokenizer: Tokenizer, config: Mapping[str, Any] | None) 
 
 def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
     """The id of a token of tokenizer_config.json, a string or an object with its content."""
+    content = _spelling(token)
+    return None if content is None else tokenizer.token_to_id(content)
+
+
+def _spelling(token: Any) -> str | None:
     content = token.get("content") if isinstance(token, dict) else token
-    return tokenizer.token_to_id(content) if isinstance(content, str) else None
+    return content if isinstance(content, str) else None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return read_regular(file, LARGEST_TEMPLATE).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 and cannot be a chat template.") from None
 
 
 JSON_FILES = (TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "added_tokens.json")
-TEXT_FILES = ("chat_template.jinja", "chat_template.json")
+CHAT_TEMPLATE, _OLD_CHAT_TEMPLATE = "chat_template.jinja", "chat_template.json"
+TEXT_FILES = (CHAT_TEMPLATE, _OLD_CHAT_TEMPLATE)
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 COPIED = (
     *JSON_FILES,
     *TEXT_FILES,

@@ -1,6 +1,7 @@
 """Text to tokens to batches, without a model."""
 
 from fenchel.data.batches import Batch, Batches, EvalBatch, windows
+from fenchel.data.chat import PLAIN, ChatTemplate
 from fenchel.data.config import TextConfig
 from fenchel.data.corpus import Corpus, CorpusFacts, ProgressCallback, prepare
 from fenchel.data.packing import DocumentIds, PackedBatches
@@ -26,8 +27,10 @@ from fenchel.data.tokens import (
 __all__ = [
     "END",
     "PAD",
+    "PLAIN",
     "Batch",
     "Batches",
+    "ChatTemplate",
     "Corpus",
     "CorpusFacts",
     "Document",

@@ -21,23 +21,31 @@ characters
 Control tokens are never the result of encoding a text: a text that contains ``<|end|>`` becomes the
 tokens of those seven characters. Which of them begin a text is part of the tokenizer, its template
 (``begin_ids``). A tokenizer.json from elsewhere is checked (``tokenizer_file``), and one whose
-patterns are not known to be quick encodes in a bounded process (``tokenizer_process``).
+patterns are not known to be quick encodes in a bounded process (``bounded_process``).
+
+Where a text is to have control tokens, as a conversation has, they are given by id between pieces
+of text (``encode_pieces``). The pieces are encoded as one text, in which control tokens have names
+that no text can spell: the result is what the library makes of the whole text, except that a
+spelling of a control token inside a piece stays text.
 """
 
 import json
 import os
+import secrets
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fenchel.data import tokenizer_file
+from fenchel.data.bounded_process import EncodingProcess
 from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY, TOKENIZER_MODELS
-from fenchel.data.tokenizer_process import EncodingProcess
 from fenchel.files import printable, read_json
 
 Ids = np.ndarray[Any, np.dtype[Any]]
@@ -54,6 +62,8 @@ _PROBE = "Ab 12\n\té中😀"
 _LETTER = "a"  # between the control tokens of a template
 _BOUNDED: "WeakKeyDictionary[Tokenizer, EncodingProcess]" = WeakKeyDictionary()
 """Tokenizers that encode in a process of their own."""
+_UNSPELLED: "WeakKeyDictionary[Tokenizer, _Unspelled]" = WeakKeyDictionary()
+"""Copies of tokenizers, for ``encode_pieces``."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, model: str = "bpe") -> Tokenizer:
@@ -227,24 +237,89 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """``encode`` of many texts, on all cores."""
     for text in texts:
-        if not _is_unicode(text):
-            raise ValueError("the text contains a lone surrogate, which UTF-8 cannot represent.")
+        _require_unicode(text)
     if (bounded := _BOUNDED.get(tokenizer)) is not None:
         rows = bounded.encode(texts)
     else:
         with _rust("encode the text"):
             encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             rows = [row.ids for row in encoded]
-    # A model whose vocabulary has the whole spelling can still produce it.
     control = _control_ids(tokenizer)
     for row in rows:
         if not control.isdisjoint(row):
-            token = tokenizer.id_to_token(next(i for i in row if i in control))
-            raise ValueError(
-                f"the text spells {token!r}, which this tokenizer makes a control token; "
-                "take it out of the text or use another tokenizer."
-            )
+            raise _spells(tokenizer.id_to_token(next(i for i in row if i in control)))
     return rows
+
+
+class PieceTokens(NamedTuple):
+    """Token ids, and for each the pieces that it covers."""
+
+    ids: list[int]
+    pieces: list[range]
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str | int]) -> PieceTokens:
+    """The ids of a text in pieces, of which an int is a control token by its id.
+
+    >>> tokenizer = train_tokenizer(["aa"], 300)
+    >>> encode_pieces(tokenizer, ["a", 0, "aa<|end|>", 1]).ids[:3]
+    [66, 0, 258]
+    >>> encode_pieces(tokenizer, ["a", "a", 0]).pieces
+    [range(0, 2), range(2, 3)]
+    """
+    if (unspelled := _UNSPELLED.get(tokenizer)) is None:
+        unspelled = _UNSPELLED[tokenizer] = _Unspelled(tokenizer)
+    return unspelled.encode(pieces)
+
+
+class _Unspelled:
+    """A tokenizer whose control tokens have names that no text can spell."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        raw, secret = json.loads(tokenizer.to_str()), secrets.token_hex(8)
+        raw["post_processor"] = None  # pieces have all control tokens already
+        self.names: dict[int, str] = {}
+        for token in raw["added_tokens"]:
+            if token["special"]:
+                self.names[token["id"]] = token["content"] = f"{secret}{token['id']:08x}"
+                token["special"] = token["single_word"] = False
+        added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+        text = json.dumps(raw)
+        self.bounded: EncodingProcess | None = None
+        if tokenizer in _BOUNDED:
+            self.bounded = EncodingProcess(text, _BOUNDED[tokenizer].name, (_PROBE, _LETTER))
+        with _rust("read the tokenizer"):
+            self.tokenizer = _spell_out_specials(Tokenizer.from_str(text))
+        # A new name that the model's vocabulary lacks has a new id, and so have those after it.
+        self.ids = {self.tokenizer.token_to_id(name): id for name, id in added.items()}
+        self.given = {self.tokenizer.token_to_id(name) for name in self.names.values()}
+        self.control = {id: tokenizer.id_to_token(id) for id in _control_ids(tokenizer)}
+
+    def encode(self, pieces: Sequence[str | int]) -> PieceTokens:
+        texts = [piece if isinstance(piece, str) else self.names[piece] for piece in pieces]
+        given = [number for number, piece in enumerate(pieces) if not isinstance(piece, str)]
+        text = "".join(texts)
+        _require_unicode(text)
+        if self.bounded is not None:
+            ids, offsets = self.bounded.encode_with_offsets(text)
+        else:
+            with _rust("encode the text"):
+                encoded = self.tokenizer.encode(text, add_special_tokens=False)
+                ids, offsets = encoded.ids, encoded.offsets
+        spelled = (id for id in ids if id in self.control and id not in self.ids)
+        if (id := next(spelled, None)) is not None:
+            raise _spells(self.control[id])
+        ends = list(accumulate(map(len, texts)))
+        starts = [end - len(text) for end, text in zip(ends, texts, strict=True)]
+        # A control token may cover spaces beside it, which belong to other pieces.
+        control = iter(given)
+        covered = [
+            range(number := next(control), number + 1)
+            if id in self.given
+            else range(bisect_right(ends, start), bisect_left(starts, end))
+            for id, (start, end) in zip(ids, offsets, strict=True)
+        ]
+        return PieceTokens([self.ids.get(id, id) for id in ids], covered)
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -299,17 +374,35 @@ def _spell_out_specials(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def _is_unicode(text: str) -> bool:
+def _require_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise ValueError(
+            "the text contains a lone surrogate, which UTF-8 cannot represent."
+        ) from None
+
+
+def _spells(token: str | None) -> ValueError:
+    """The error of a model whose vocabulary has the whole spelling, and which produces it."""
+    return ValueError(
+        f"the text spells {token!r}, which this tokenizer makes a control token; "
+        "take it out of the text or use another tokenizer."
+    )
+
+
+def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """The spellings of all control tokens, with their ids.
+
+    >>> control_tokens(train_tokenizer(["aa"], 300))
+    {'<|end|>': 0, '<|pad|>': 1}
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    return {token.content: id for id, token in sorted(added.items()) if token.special}
 
 
 def _first_special(tokenizer: Tokenizer, spellings: Sequence[str]) -> int | None:
-    added = tokenizer.get_added_tokens_decoder()
-    special = {token.content: id for id, token in added.items() if token.special}
+    special = control_tokens(tokenizer)
     return next((special[s] for s in spellings if s in special), None)
 
 

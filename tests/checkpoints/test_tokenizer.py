@@ -10,7 +10,12 @@ from tokenizers import Tokenizer
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from fenchel.checkpoints.tokenizer import describe_beginning, end_ids, read_tokenizer
+from fenchel.checkpoints.tokenizer import (
+    describe_beginning,
+    end_ids,
+    read_chat_template,
+    read_tokenizer,
+)
 from fenchel.data import begin_ids, encode, encode_whole, train_tokenizer
 
 START, STOP = "<start>", "<stop>"
@@ -145,3 +150,89 @@ def test_a_large_tokenizer_config_is_read(write: Write) -> None:
     settings = {"added_tokens_decoder": many, "add_bos_token": False}
     assert len(json.dumps(settings)) > 2**20
     assert begin_ids(read_tokenizer(write(tokenizer_with(), BOS, settings))) == []
+
+
+HELLO = [{"role": "user", "content": "Hello."}]
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"chat_template": "{{ bos_token }}A"}}, "A"),
+        ({"tokenizer_config.json": {"chat_template": "{{ bos_token }}A", "bos_token": "B"}}, "BA"),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": "{{ eos_token }}",
+                    "eos_token": {"content": "E"},
+                }
+            },
+            "E",
+        ),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [
+                        {"name": "tool_use", "template": "T"},
+                        {"name": "default", "template": "D"},
+                    ]
+                }
+            },
+            "D",
+        ),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "tool_use"}, 3]}}, None),
+        ({"tokenizer_config.json": {"chat_template": 3}}, None),
+        (
+            {
+                "chat_template.json": {"chat_template": "J"},
+                "tokenizer_config.json": {"chat_template": "C"},
+            },
+            "J",
+        ),
+        (
+            {
+                "chat_template.jinja": "{{ bos_token }}F",
+                "chat_template.json": {"chat_template": "J"},
+                "tokenizer_config.json": {"chat_template": "C", "bos_token": "B"},
+            },
+            "BF",
+        ),
+    ],
+)
+def test_where_a_chat_template_comes_from(
+    files: dict[str, Any], text: str | None, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    template = read_chat_template(tmp_path)
+    assert (
+        None if template is None else template.render(HELLO, add_generation_prompt=True)
+    ) == text
+
+
+def test_a_chat_template_of_the_command_line_replaces_that_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("own")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "B"}))
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ bos_token }}{{ messages[0].content }}")
+    for source, text in (("plain", "Buser: Hello.\nassistant:"), (str(other), "BHello.")):
+        template = read_chat_template(tmp_path, source)
+        assert template is not None
+        assert template.render(HELLO, add_generation_prompt=True) == text
+
+
+def test_files_that_cannot_be_a_chat_template_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "chat_template.jinja"
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        read_chat_template(tmp_path)
+    file.write_bytes(b"x" * (2**16 + 1))
+    with pytest.raises(ValueError, match="has 65537 bytes; more than 65536"):
+        read_chat_template(tmp_path)
+    file.unlink()
+    file.symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match="is a symbolic link"):
+        read_chat_template(tmp_path)
+    with pytest.raises(ValueError, match=r"missing\.jinja is missing"):
+        read_chat_template(tmp_path, str(tmp_path / "missing.jinja"))

@@ -1,4 +1,4 @@
-"""fenchel/data/tokenizer_file.py and tokenizer_process.py: hostile tokenizers end in a sentence."""
+"""fenchel/data/tokenizer_file.py and bounded_process.py: hostile tokenizers end in a sentence."""
 
 import base64
 import gc
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from fenchel.data import (
+    bounded_process,
     encode,
     load_tokenizer,
     tokenizer_file,
-    tokenizer_process,
     tokens,
     train_tokenizer,
 )
@@ -110,10 +110,10 @@ def test_a_quick_pattern_of_another_form_encodes_as_in_this_process(
     assert loaded in tokens._BOUNDED
     for text in ("some words somewords, more", "é中😀 \n", "", "x" * 10_000):
         assert encode(loaded, text) == plain.encode(text, add_special_tokens=False).ids
-    child = tokens._BOUNDED[loaded]._child
+    ended = tokens._BOUNDED[loaded]._child._finalizer
     del loaded
     gc.collect()
-    assert child.poll() is not None  # ends with its tokenizer
+    assert not ended.alive  # the child ends with its tokenizer
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_quick_pattern_of_another_form_encodes_as_in_this_process(
 def test_a_tokenizer_that_never_ends_is_refused(
     parts: dict[str, Any], load: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_process, "SECONDS", 0.4)
+    monkeypatch.setattr(bounded_process, "SECONDS", 0.4)
     with pytest.raises(ValueError, match=r"needs more than 0\.4 s"):
         load(**parts)
 
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_never_ends_is_refused(
 def test_a_text_that_never_ends_is_refused(
     load: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_process, "SECONDS", 0.4)
+    monkeypatch.setattr(bounded_process, "SECONDS", 0.4)
     loaded = load(pre_tokenizer=sequence(split(LATE)))
     assert encode(loaded, "a few words")
     with pytest.raises(ValueError, match=r"needs more than 0\.4 s and a second per 50 kB"):
@@ -432,7 +432,7 @@ def test_the_child_serves_where_the_system_limits_time_and_memory(raw: dict[str,
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\n"
-        "from fenchel.data.tokenizer_process import EncodingProcess\n"
+        "from fenchel.data.bounded_process import EncodingProcess\n"
         "print(len(EncodingProcess(sys.stdin.read(), 'x', ['a']).encode(['abc', 'd'])))\n"
     )
     ran = subprocess.run(
@@ -443,6 +443,6 @@ def test_the_child_serves_where_the_system_limits_time_and_memory(raw: dict[str,
 
 def test_the_child_ends_with_the_error_of_a_file_that_is_none() -> None:
     with pytest.raises(ValueError, match="cannot read x:"):
-        tokenizer_process.EncodingProcess("{", "x", ["a"])
+        bounded_process.EncodingProcess("{", "x", ["a"])
     with pytest.raises(ValueError, match="cannot read x:"):
-        tokenizer_process.EncodingProcess(Tokenizer(models.BPE()).to_str()[:-5], "x", ["a"])
+        bounded_process.EncodingProcess(Tokenizer(models.BPE()).to_str()[:-5], "x", ["a"])

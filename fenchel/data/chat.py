@@ -1,0 +1,366 @@
+"""Conversations to token ids by the chat template of a model.
+
+A chat template is a jinja2 program that writes a conversation as the text that the model was
+trained on, with control tokens around the turns. It is a file from elsewhere: at most 64 KiB of it
+are read, and it is rendered in a sandbox in a bounded child process (``bounded_process``).
+
+**What a user writes stays text.** The content of a message may spell a control token, such as
+<|im_end|>, and in the rendered text it could not be told from the template's own. So contents are
+rendered with marks, single characters that occur nowhere else in the conversation: they survive
+filters (trim, upper), cuts and tests on the content. Afterwards control tokens are recognised, and
+only then are the marks replaced by what they stand for.
+
+    loose     a mark for every spelling of a control token in a content
+    strict    a mark for every first character of a control token in a content, "<" say
+
+A template can still join two contents, or remove characters, so that a control token appears which
+no content spells. In the strict text that is impossible. The loose text, in which the template sees
+contents as they are but for control tokens, is used if both have the same control tokens, and else
+the strict one. ``trust_user_tokens`` renders without marks, as transformers does.
+
+**Answers.** For tuning, ``encode_answers`` says which tokens the model is to write: with m_i an
+answer,
+
+    before_i = the text of m_0 ... m_{i-1} with the prompt for an answer
+    with_i   = the text of m_0 ... m_i
+    answer_i = what with_i has more than before_i, up to its last control token, which ends the turn
+
+where the text of the whole conversation begins with with_i, and with_i with before_i. Some
+templates write earlier answers otherwise than the last, without their reasoning for example. There
+the content of the message counts, found by marks around it, and the control token after it. A
+template with {% generation %} says itself what the model writes.
+
+The text of a template begins as the template says: the tokenizer adds no beginning to it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from fenchel.data.bounded_process import RENDER_CHARACTERS, RenderingProcess
+from fenchel.data.tokens import control_tokens, encode_pieces
+from fenchel.files import printable
+
+ROLES = ("system", "user", "assistant")
+LARGEST_TEMPLATE = 2**16
+"""Bytes of a template."""
+MOST_MESSAGES = 4096
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""Lines of role and content, for a model without a template."""
+
+Message = Mapping[str, str]
+"""A role and a content."""
+
+_JINJA = (3, 1, 6)  # escapes from the sandbox of older versions are known
+_MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_PRIVATE = range(0xF0000, 0xFFFFE)  # characters that Unicode gives no meaning
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    >>> template = ChatTemplate(PLAIN, {"bos_token": "<s>"})
+    >>> template.render([{"role": "user", "content": "Hello."}], add_generation_prompt=True)
+    '<s>user: Hello.\\nassistant:'
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], name: str = "the chat template"
+    ) -> None:
+        """``special_tokens`` are what the template may name: bos_token, eos_token and others."""
+        if (size := len(source.encode(errors="replace"))) > LARGEST_TEMPLATE:
+            raise ValueError(
+                f"{name} has {size:,} bytes; more than {LARGEST_TEMPLATE:,} is not read."
+            )
+        _require_jinja()
+        self.source, self.name = source, name
+        self._process = RenderingProcess(source, special_tokens, name)
+        self._marks_answers = _MARKS_ANSWERS.search(source) is not None
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """The text of a conversation, with the beginning of an answer if one is to follow."""
+        messages = check_messages(messages)
+        marks = _Marks(self.source, messages)
+        return marks.answers(self._render(messages, add_generation_prompt, marks))[0]
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        trust_user_tokens: bool = False,
+    ) -> list[int]:
+        """The ids of a conversation.
+
+        A control token in a content becomes plain text, unless ``trust_user_tokens``.
+        """
+        messages, control = check_messages(messages), _Control(tokenizer)
+        marks = _Marks(self.source, messages)
+        if not trust_user_tokens:
+            messages = self._protect(messages, add_generation_prompt, control, marks)
+        text, _ = marks.answers(self._render(messages, add_generation_prompt, marks))
+        pieces = [piece for piece, _ in _pieces(text, control, marks, [])]
+        return encode_pieces(tokenizer, pieces).ids
+
+    def encode_answers(
+        self, tokenizer: Tokenizer, messages: Sequence[Message]
+    ) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation, and True at those that the assistant is to write.
+
+        These are its answers and the token that ends each of them. A control token in a content
+        becomes plain text.
+        """
+        messages, control = check_messages(messages), _Control(tokenizer)
+        marks = _Marks(self.source, messages)
+        messages = self._protect(messages, False, control, marks)
+        text, spans = self._answers(messages, control, marks)
+        pieces = list(_pieces(text, control, marks, spans))
+        tokens = encode_pieces(tokenizer, [piece for piece, _ in pieces])
+        return tokens.ids, [any(pieces[n][1] for n in covered) for covered in tokens.pieces]
+
+    def stops(self, tokenizer: Tokenizer) -> list[int | str]:
+        """What ends an answer: the control token after it, or else the text before the next turn.
+
+        Empty if the template gives neither.
+        """
+        control, marks = _Control(tokenizer), _Marks(self.source, [])
+        roles = ("user", "assistant", "user")
+        contents = [marks.stand_for(role) for role in roles]
+        probe = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+        try:
+            text, _ = marks.answers(self._render(probe, False, marks))
+        except ValueError:  # a template for other conversations
+            return []
+        between = text.partition(contents[1])[2].partition(contents[2])[0]
+        if (token := control.pattern.search(between)) is not None:
+            return [control.ids[token[0]]]
+        return [between.rstrip()] if between.strip() else []
+
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, marks: "_Marks"
+    ) -> str:
+        return self._process.render([(messages, add_generation_prompt)], marks.around)[0]
+
+    def _protect(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        control: "_Control",
+        marks: "_Marks",
+    ) -> Sequence[Message]:
+        """The messages with marks where a content could become a control token."""
+        if not any(control.first.search(message["content"]) for message in messages):
+            return messages
+        loose, strict = (
+            [
+                {**message, "content": pattern.sub(marks.stand_for_match, message["content"])}
+                for message in messages
+            ]
+            for pattern in (control.pattern, control.first)
+        )
+        texts = self._process.render(
+            [(loose, add_generation_prompt), (strict, add_generation_prompt)], marks.around
+        )
+        tokens = [control.pattern.findall(text) for text in texts]
+        return loose if tokens[0] == tokens[1] else strict
+
+    def _answers(
+        self, messages: Sequence[Message], control: "_Control", marks: "_Marks"
+    ) -> "tuple[str, list[_Span]]":
+        """The text of a conversation, and where the assistant's answers are in it."""
+        text, spans = marks.answers(self._render(messages, False, marks))
+        if self._marks_answers:
+            return text, [control.with_end(text, span) for span in spans]
+        numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        found = self._by_prefix(text, messages, numbers, control, marks)
+        if None in found:
+            inside = self._by_marks(text, messages, numbers, marks)
+            found = [
+                one or control.with_end(text, at) for one, at in zip(found, inside, strict=True)
+            ]
+        return text, [span for span in found if span is not None]
+
+    def _by_prefix(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        numbers: list[int],
+        control: "_Control",
+        marks: "_Marks",
+    ) -> "list[_Span | None]":
+        """answer_i for each answer; None where the text does not begin with with_i."""
+        parts = [
+            part for n in numbers for part in ((messages[:n], True), (messages[: n + 1], False))
+        ]
+        try:
+            texts = self._process.render(parts, marks.around)
+        except ValueError:  # the template refuses a beginning of the conversation
+            return [None for _ in numbers]
+        spans: list[_Span | None] = []
+        for before, with_answer in zip(texts[::2], texts[1::2], strict=True):
+            if not (text.startswith(with_answer) and with_answer.startswith(before)):
+                spans.append(None)
+                continue
+            span = _Span(len(before), len(with_answer))
+            tokens = list(control.pattern.finditer(text, *span))
+            spans.append(
+                span._replace(end=tokens[-1].end()) if tokens else control.with_end(text, span)
+            )
+        return spans
+
+    def _by_marks(
+        self, text: str, messages: Sequence[Message], numbers: list[int], marks: "_Marks"
+    ) -> "list[_Span]":
+        """Where the content of each answer is."""
+        marked = [
+            {**message, "content": marks.surround(message["content"])} if n in numbers else message
+            for n, message in enumerate(messages)
+        ]
+        same, spans = marks.answers(self._render(marked, False, marks))
+        if same != text or len(spans) != len(numbers):
+            raise ValueError(
+                f"{self.name} changes the assistant's answers, so that its tokens cannot be told "
+                "from others; put {% generation %} and {% endgeneration %} around them in the "
+                "template."
+            )
+        return spans
+
+
+def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as plain objects; refused unless each has a known role and a text.
+
+    >>> check_messages([{"role": "user", "content": "Hello."}])
+    [{'role': 'user', 'content': 'Hello.'}]
+    """
+    if not 0 < len(messages) <= MOST_MESSAGES:
+        raise ValueError(
+            f"a conversation has 1 to {MOST_MESSAGES:,} messages, this one {len(messages):,}."
+        )
+    checked = []
+    for message in messages:
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise ValueError(
+                f"a message is an object with role and content, got {printable(message)}."
+            )
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise ValueError(f"the role {printable(role)!r} is none of {', '.join(ROLES)}.")
+        if not isinstance(content, str):
+            raise ValueError(f"the content of a message is a text, got {printable(content)}.")
+        checked.append({"role": role, "content": content})
+    if (size := sum(len(message["content"]) for message in checked)) > RENDER_CHARACTERS:
+        raise ValueError(
+            f"the conversation has {size:,} characters; more than {RENDER_CHARACTERS:,} are not "
+            "rendered."
+        )
+    return checked
+
+
+class _Span(NamedTuple):
+    """Characters of a text."""
+
+    start: int
+    end: int
+
+
+class _Control:
+    """The control tokens of a tokenizer, as they are spelled."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.ids = control_tokens(tokenizer)
+        # Of several at one place the longest, as the library finds them.
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self.pattern = re.compile(spelled)
+        self.first = re.compile("|".join({re.escape(one[0]) for one in longest_first}) or "(?!)")
+        self._end = re.compile(rf"\s*(?:{spelled})")
+
+    def with_end(self, text: str, span: _Span) -> _Span:
+        """The span with the control token after it, unless it ends with one."""
+        tokens = list(self.pattern.finditer(text, *span))
+        if tokens and not text[tokens[-1].end() : span.end].strip():
+            return span
+        end = self._end.match(text, span.end)
+        return span if end is None else span._replace(end=end.end())
+
+
+class _Marks:
+    """Characters that no content has, and what they stand for."""
+
+    def __init__(self, template: str, messages: Sequence[Message]) -> None:
+        used = set(template).union(*(message["content"] for message in messages))
+        self._free = (mark for mark in map(chr, _PRIVATE) if mark not in used)
+        self.around = next(self._free) + next(self._free)
+        """Before and after an answer."""
+        self._texts: dict[int, str] = {}
+        self._marks: dict[str, str] = {}
+
+    def stand_for(self, text: str) -> str:
+        """A new mark for a text."""
+        mark = next(self._free)
+        self._texts[ord(mark)] = text
+        return mark
+
+    def stand_for_match(self, match: re.Match[str]) -> str:
+        """The mark for a spelling."""
+        if match[0] not in self._marks:
+            self._marks[match[0]] = self.stand_for(match[0])
+        return self._marks[match[0]]
+
+    def surround(self, content: str) -> str:
+        """Marks around a content, within the white space around it, which a template may remove."""
+        core = content.strip()
+        lead, _, trail = content.partition(core) if core else (content, "", "")
+        return f"{lead}{self.around[0]}{core}{self.around[1]}{trail}"
+
+    def replace(self, text: str) -> str:
+        """The text with what its marks stand for."""
+        return text.translate(self._texts)
+
+    def answers(self, text: str) -> tuple[str, list[_Span]]:
+        """The text without the marks around answers, and where these are in it."""
+        parts, spans, length, start = [], [], 0, 0
+        for part in re.split(f"([{self.around}])", text):
+            if part == self.around[0]:
+                start = length
+            elif part == self.around[1]:
+                spans.append(_Span(start, length))
+            else:
+                parts.append(part)
+                length += len(part)
+        return "".join(parts), spans
+
+
+def _pieces(
+    text: str, control: _Control, marks: _Marks, spans: Sequence[_Span]
+) -> Iterator[tuple[str | int, bool]]:
+    """Control tokens by their ids and the text between them, and whether each is in a span."""
+    tokens = {match.start(): match.end() for match in control.pattern.finditer(text)}
+    edges = {edge for span in spans for edge in span}
+    for start, end in pairwise(sorted({0, *tokens, *tokens.values(), *edges, len(text)})):
+        part = text[start:end]
+        is_token = tokens.get(start) == end
+        yield (
+            control.ids[part] if is_token else marks.replace(part),
+            any(span.start <= start < span.end for span in spans),
+        )
+
+
+def _require_jinja() -> None:
+    try:
+        found = version("jinja2")
+    except PackageNotFoundError:
+        raise ValueError("chat templates need jinja2: pip install 'fenchel[serve]'.") from None
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < _JINJA:
+        raise ValueError(
+            f"jinja2 {found} does not isolate chat templates; "
+            "pip install --upgrade 'fenchel[serve]'."
+        )
