@@ -38,6 +38,9 @@ class GenerationConfig:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     """Applies to greedy decoding too, as in Hugging Face."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """As in ``Sampling``; servers write them, Hugging Face has no such setting."""
 
 
 def read_generation_config(
@@ -66,6 +69,8 @@ def read_generation_config(
         top_p=_within(reader, "top_p", 1.0) if sampled else None,
         min_p=(_within(reader, "min_p", 1.0) or None) if sampled else None,
         repetition_penalty=_within(reader, "repetition_penalty", 100.0) or 1.0,
+        presence_penalty=_within(reader, "presence_penalty", 2.0, least=-2.0) or 0.0,
+        frequency_penalty=_within(reader, "frequency_penalty", 2.0, least=-2.0) or 0.0,
     )
 
 
@@ -81,8 +86,8 @@ def _eos(reader: ConfigReader) -> tuple[int, ...]:
     return tuple(reader.integer("eos_token_id", least=0) for reader in readers)
 
 
-def _within(reader: ConfigReader, key: str, most: float) -> float | None:
+def _within(reader: ConfigReader, key: str, most: float, *, least: float = 0.0) -> float | None:
     value = reader.number_or_none(key)
-    if value is not None and not 0.0 <= value <= most:
-        raise reader.wrong(key, value, f"0 to {most:g}")
+    if value is not None and not least <= value <= most:
+        raise reader.wrong(key, value, f"{least:g} to {most:g}")
     return value

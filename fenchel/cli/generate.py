@@ -33,8 +33,12 @@ DEFAULTS = {
     "top_p": 0.95,
     "min_p": None,
     "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
 }
 """Settings of sampling where neither a flag nor the checkpoint gives one."""
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Settings of a checkpoint that count for greedy decoding too."""
 DRAFT_ROUNDS = (
     "Drafts round otherwise than single steps in half precision: the text may part from the one "
     "without --draft at a near tie (--dtype float32 keeps it)."
@@ -52,6 +56,9 @@ def run(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Annotated[list[str] | None, Parameter(negative="")] = None,
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
@@ -89,6 +96,12 @@ def run(
         Draw among tokens at least this likely, relative to the likeliest.
     repetition_penalty
         Above 1 makes tokens that the text already has less likely.
+    presence_penalty
+        Subtracted from the logits of tokens that were generated; -2 to 2.
+    frequency_penalty
+        Subtracted once per time that a token was generated; -2 to 2.
+    logit_bias
+        ID=VALUE adds a value of -100 to 100 to the logit of a token; may be given several times.
     stop
         Text to stop before; may be given several times.
     cache
@@ -127,6 +140,9 @@ def run(
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": None if logit_bias is None else read_logit_bias(logit_bias),
     }
     flags = {name: value for name, value in flags.items() if value is not None}
     sampling = sampling_settings(directory, flags)
@@ -212,6 +228,24 @@ def prompt_ids(
     return ids, None
 
 
+def read_logit_bias(pairs: list[str]) -> tuple[tuple[int, float], ...]:
+    """Ids and values of ``--logit-bias ID=VALUE``.
+
+    >>> read_logit_bias(["50256=-100", "11=2.5"])
+    ((50256, -100.0), (11, 2.5))
+    """
+    biases = []
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            biases.append((int(token), float(value)))
+        except ValueError:
+            raise ValueError(
+                f"--logit-bias {pair!r} should be ID=VALUE, as in 50256=-100."
+            ) from None
+    return tuple(biases)
+
+
 class SamplingSettings(NamedTuple):
     """How to sample, and which of it a checkpoint gives."""
 
@@ -227,8 +261,8 @@ class SamplingSettings(NamedTuple):
 def sampling_settings(directory: Path, flags: dict[str, Any]) -> SamplingSettings:
     """The flags, else what a Hugging Face directory gives, else DEFAULTS.
 
-    A generation_config.json without do_sample gives no sampling settings; a repetition penalty
-    counts all the same.
+    A generation_config.json without do_sample gives no sampling settings; penalties count all the
+    same.
     """
     from fenchel.checkpoints import GenerationConfig, read_generation_config
     from fenchel.checkpoints.directory import has_file
@@ -240,7 +274,7 @@ def sampling_settings(directory: Path, flags: dict[str, Any]) -> SamplingSetting
     config = GenerationConfig()
     if has_file(directory, CONFIG) and not is_run(directory):
         config = read_generation_config(directory)
-    names = DEFAULTS if config.temperature else ("repetition_penalty",)
+    names = DEFAULTS if config.temperature else PENALTIES
     theirs = {name: getattr(config, name) for name in names}
     from_checkpoint = {
         name: value

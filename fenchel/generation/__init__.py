@@ -3,18 +3,27 @@
 from fenchel.generation.decode import GenerationSettings, generate, stream, stream_text
 from fenchel.generation.kv_cache import KVCache
 from fenchel.generation.prompt_lookup import PromptLookup
-from fenchel.generation.sampling import Sampling, sample
+from fenchel.generation.sampling import (
+    LogProbabilities,
+    Penalties,
+    Sampling,
+    log_probabilities,
+    sample,
+)
 from fenchel.generation.text_stream import Detokenizer, StopStrings, TextStream
 
 __all__ = [
     "Detokenizer",
     "GenerationSettings",
     "KVCache",
+    "LogProbabilities",
+    "Penalties",
     "PromptLookup",
     "Sampling",
     "StopStrings",
     "TextStream",
     "generate",
+    "log_probabilities",
     "sample",
     "stream",
     "stream_text",

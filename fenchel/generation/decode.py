@@ -15,9 +15,10 @@ drawn for them.
 B sequences, T positions of the prompt, N new tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
@@ -27,7 +28,13 @@ from torch import Tensor
 from fenchel.generation.cuda_graph import PendingTokens, Record, TokenChoice, use_recorded_step
 from fenchel.generation.kv_cache import CacheKind
 from fenchel.generation.prompt_lookup import DraftControl, PromptLookup
-from fenchel.generation.sampling import NOT_FINITE, Sampling, sample, sample_or_mark
+from fenchel.generation.sampling import (
+    NOT_FINITE,
+    Penalties,
+    Sampling,
+    sample,
+    sample_or_mark,
+)
 from fenchel.generation.session import Prompts, Session, pad_prompts, previous_tokens
 from fenchel.generation.text_stream import StopCriteria, TextStream
 from fenchel.model import Transformer, evaluating
@@ -69,6 +76,9 @@ class GenerateKeywords(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     cache: CacheKind
     draft: int
     record: Record | None
@@ -94,6 +104,9 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] = MappingProxyType({}),
     cache: CacheKind = "model",
     draft: int = 0,
     record: Record | None = "auto",
@@ -107,9 +120,9 @@ def generate(
     Prompts (B, T) give (B, T + N): a sequence that has stopped repeats its last token until all
     have. A list of prompts (T_b,) of any lengths gives a list, each as long as it became.
 
-    ``temperature`` 0 is greedy; ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` as in
-    ``Sampling``. ``stop`` lists ids, and strings if the ``tokenizer`` is given; the token that
-    completes a stop is part of the result. ``cache``, ``draft`` and ``record`` as in
+    ``temperature`` 0 is greedy; ``top_k``, ``top_p``, ``min_p``, the penalties and ``logit_bias``
+    as in ``Sampling``. ``stop`` lists ids, and strings if the ``tokenizer`` is given; the token
+    that completes a stop is part of the result. ``cache``, ``draft`` and ``record`` as in
     ``GenerationSettings``. ``source`` is the input of the encoder, in the same two forms as the
     prompts. ``generator`` is on the device of the model.
 
@@ -124,6 +137,9 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=tuple(logit_bias.items()),
     )
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
@@ -247,24 +263,24 @@ def _start(
         rewindable=draft,
         recorded=recorded,
     )
-    previous_BV = None
-    if sampling.repetition_penalty != 1.0:
-        previous_BV = previous_tokens(prompts, model.config.vocabulary)
+    penalties = None
+    if sampling.penalised:
+        penalties = Penalties(sampling, previous_tokens(prompts, model.config.vocabulary))
 
     def next_token(logits_BV: Tensor) -> Tensor:
-        token_B = sample(logits_BV, sampling, previous_BV=previous_BV, generator=generator)
+        token_B = sample(logits_BV, sampling, penalties=penalties, generator=generator)
         token_B = stops.update(token_B.to(prompts.ids.dtype))
-        if previous_BV is not None:
-            previous_BV.scatter_(1, token_B.unsqueeze(-1).long(), True)
+        if penalties is not None:
+            penalties.add(token_B)
         return token_B
 
     def choose(logits_BV: Tensor) -> Tensor:
-        token_B = sample_or_mark(logits_BV, sampling, previous_BV=previous_BV, generator=generator)
-        if previous_BV is not None:
-            previous_BV.scatter_(1, token_B.clamp(min=0).unsqueeze(-1), True)
+        token_B = sample_or_mark(logits_BV, sampling, penalties=penalties, generator=generator)
+        if penalties is not None:
+            penalties.add(token_B)
         return token_B
 
-    greedy = sampling.temperature == 0.0 and previous_BV is None
+    greedy = sampling.temperature == 0.0 and penalties is None
     tokens = _decode(
         session, prompts.ids, count, next_token, None if greedy else choose, stops, draft
     )

@@ -36,7 +36,8 @@ def test_what_filters_nothing_there_filters_nothing_here(tmp_path: Path) -> None
 
 
 def test_a_penalty_counts_without_drawing(tmp_path: Path) -> None:
-    assert read_generation_config(write(tmp_path, repetition_penalty=1.1)).repetition_penalty == 1.1
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.2}
+    assert read_generation_config(write(tmp_path, **penalties)) == GenerationConfig(**penalties)
 
 
 def test_settings_of_draws_count_only_when_drawing(tmp_path: Path) -> None:
@@ -67,6 +68,8 @@ def test_an_older_directory_says_it_in_its_config(tmp_path: Path) -> None:
         {"do_sample": True, "top_k": 1.5},
         {"do_sample": True, "min_p": [0.1]},
         {"repetition_penalty": -1.0},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -2.5},
     ],
     ids=str,
 )

@@ -143,6 +143,19 @@ def test_a_checkpoint_says_how_to_draw_and_flags_win(
     assert found["settings"]["top_k"] == 30
 
 
+def test_penalties_and_biases_are_flags(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = text_of(words, capsys)
+    assert plain != text_of([*words, "--frequency-penalty", "2"], capsys)
+    assert plain != text_of([*words, "--presence-penalty", "2"], capsys)
+    only = text_of([*words, "--logit-bias", "98=100", "--logit-bias", "99=-100"], capsys)
+    assert len(set(only)) == 1
+    for wrong in ("98", "98=x", "1=2=3"):
+        assert main([*words, "--logit-bias", wrong]) == 2
+        assert "should be ID=VALUE" in capsys.readouterr().err
+
+
 def test_a_checkpoint_says_where_a_text_ends(
     words: list[str], exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -209,6 +209,33 @@ def test_a_repetition_penalty_keeps_from_saying_what_was_said(lively: Build, pro
     assert all(len(set(row)) == 16 - _said_twice(row[:4]) for row in varied.tolist())
 
 
+@torch.no_grad()
+def test_generated_tokens_are_counted_and_those_of_the_prompt_are_not(
+    lively: Build, prompts: Draw
+) -> None:
+    """Greedy by hand: z - 0.9 n - 0.3 [n > 0], and one token is banned."""
+    model, ids = lively(), prompts(2, 4)
+    banned = int(generate(model, ids, max_new_tokens=1, temperature=0.0)[0, -1])
+    expected = ids
+    for _ in range(12):
+        z = model(expected)[:, -1].double()
+        z[:, banned] -= 100.0
+        for row, generated in zip(z, expected[:, 4:].tolist(), strict=True):
+            for token in set(generated):
+                row[token] -= 0.9 * generated.count(token) + 0.3
+        expected = torch.cat([expected, z.argmax(-1, keepdim=True)], dim=-1)
+    found = generate(
+        model,
+        ids,
+        max_new_tokens=12,
+        temperature=0.0,
+        presence_penalty=0.3,
+        frequency_penalty=0.9,
+        logit_bias={banned: -100.0},
+    )
+    assert torch.equal(found, expected)
+
+
 def _said_twice(prompt: list[int]) -> int:
     return len(prompt) - len(set(prompt))
 

@@ -83,10 +83,10 @@ class Script:
     def __init__(self, tokens: tuple[int, ...]) -> None:
         self.tokens, self.at, self.probability = tokens, 0, 1.0
 
-    def __call__(self, p_BV: Tensor, _: torch.Generator | None) -> Tensor:
+    def __call__(self, p_BV: Tensor, sampling: Sampling, _: torch.Generator | None) -> Tensor:
         token = self.tokens[self.at]
         self.at += 1
-        self.probability *= float(p_BV[0, token])
+        self.probability *= float(filter_probabilities(p_BV, sampling)[0, token])
         return torch.tensor([token])
 
 

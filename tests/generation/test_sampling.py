@@ -1,5 +1,9 @@
 """fenchel/generation/sampling.py: exactly the right tokens stay."""
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,13 +17,20 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from fenchel.generation import Sampling, sample
+from fenchel.generation import Penalties, Sampling, log_probabilities, sample
 from fenchel.generation.sampling import (
+    MOST_BIASED,
+    MOST_LOGPROBS,
     apply_repetition_penalty,
     draw,
+    exponentials,
     filter_probabilities,
     sample_or_mark,
 )
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def slowly(p: list[float], sampling: Sampling) -> set[int]:
@@ -98,7 +109,39 @@ def test_what_was_seen_is_chosen_only_if_it_is_better_by_the_penalty() -> None:
     logits, seen = torch.tensor([[2.0, 1.5], [-2.0, -2.5]]), torch.tensor([[True, False]])
     for penalty, expected in ((1.0, [0, 0]), (1.2, [0, 0]), (1.4, [1, 1])):
         sampling = Sampling(temperature=0.0, repetition_penalty=penalty)
-        assert sample(logits, sampling, previous_BV=seen).tolist() == expected
+        penalties = Penalties(sampling, seen.expand(2, 2))
+        assert sample(logits, sampling, penalties=penalties).tolist() == expected
+
+
+def test_penalties_and_bias_are_those_of_the_formula_token_by_token() -> None:
+    """z - frequency n - presence [n > 0] + bias, with n counted by hand in each row."""
+    logits = torch.randn(3, 7, generator=seeded(0), dtype=torch.float64)
+    bias = {2: 1.5, 6: -100.0}
+    sampling = Sampling(
+        presence_penalty=0.7, frequency_penalty=-0.4, logit_bias=tuple(bias.items())
+    )
+    prompt = torch.ones(3, 7, dtype=torch.bool)  # the tokens of a prompt do not count
+    penalties = Penalties(sampling, prompt)
+    drawn = [[0, 0, 3, 0], [2, 5, 5, 5], [1, 1, -1, 6]]
+    for token_B in torch.tensor(drawn).unbind(1):
+        penalties.add(token_B)
+    for z, row, changed in zip(logits, drawn, penalties.apply(logits), strict=True):
+        for token in range(7):
+            n = row.count(token)
+            expected = z[token] + 0.4 * n - 0.7 * (n > 0) + bias.get(token, 0.0)
+            assert changed[token].item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_half_precision_logits_are_penalised_in_float32() -> None:
+    penalties = Penalties(Sampling(frequency_penalty=0.001), torch.zeros(1, 2, dtype=torch.bool))
+    penalties.add(torch.tensor([0]))
+    changed = penalties.apply(torch.tensor([[8.0, 8.0]], dtype=torch.bfloat16))
+    assert changed[0, 0] < changed[0, 1]
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="token 4; the vocabulary has 4 tokens"):
+        Penalties(Sampling(logit_bias=((4, 1.0),)), torch.zeros(1, 4, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(
@@ -110,20 +153,116 @@ def test_what_was_seen_is_chosen_only_if_it_is_better_by_the_penalty() -> None:
         {"top_p": 0.0},
         {"min_p": 2.0},
         {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"logit_bias": ((3, 101.0),)},
+        {"logit_bias": ((3, 1.0), (3, 2.0))},
+        {"logit_bias": ((-1, 1.0),)},
+        {"logit_bias": tuple((token, 0.0) for token in range(MOST_BIASED + 1))},
     ],
 )
-def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
+def test_a_wrong_setting_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Sampling(**wrong)  # type: ignore[arg-type]
+        Sampling(**wrong)
 
 
-def test_draws_are_those_of_torchs_multinomial() -> None:
-    p = torch.rand(50, 9, generator=torch.Generator().manual_seed(1))
-    p[:, 4] = 0.0
-    ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
-    for _ in range(20):
-        wanted = torch.multinomial(p, 1, generator=theirs).squeeze(-1)
-        assert torch.equal(draw(p, ours), wanted)
+ROWS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
+    "spread": lambda g: 3 * torch.randn(4, 3000, generator=g),
+    "ties": lambda g: torch.randint(-3, 4, (4, 3000), generator=g).float(),
+    "flat": lambda _: torch.zeros(4, 700),
+    "two levels": lambda g: 4.0 * (torch.rand(4, 2000, generator=g) < 0.02),
+    "banned": lambda g: torch.where(torch.rand(4, 900, generator=g) < 0.9, -torch.inf, 0.0),
+    "sharp": lambda g: 60 * torch.randn(4, 3000, generator=g),
+    "one token": lambda _: torch.zeros(4, 1),
+    "large": lambda g: 2 * torch.randn(2, 150_000, generator=g),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    "restricted",
+    [
+        {},
+        {"top_p": 0.95},
+        {"top_p": 0.1},
+        {"top_p": 1.0, "min_p": 0.3},
+        {"top_k": 1},
+        {"top_k": 40, "top_p": 0.9},
+        {"top_k": 500, "top_p": 0.6, "min_p": 0.01},
+    ],
+    ids=str,
+)
+def test_the_draw_is_that_of_the_sorted_distribution(rows: str, restricted: dict[str, Any]) -> None:
+    p, sampling = torch.softmax(ROWS[rows](seeded(1)), -1), Sampling(**restricted)
+    kept = filter_probabilities(p, sampling)
+    for seed in range(8):
+        expected = (kept / exponentials(p, seeded(seed))).argmax(-1)
+        assert torch.equal(draw(p, sampling, seeded(seed)), expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    levels=st.lists(st.integers(-3, 3), min_size=1, max_size=30),
+    top_k=st.none() | st.integers(1, 32),
+    top_p=st.none() | st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.9, 1.0]),
+    min_p=st.none() | st.sampled_from([0.013, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_draw_among_ties_is_that_of_the_tokens_that_stay(
+    levels: list[int], top_k: int | None, top_p: float | None, min_p: float | None, seed: int
+) -> None:
+    """Powers of two, whose sums are exact: equals are decided by their ids alone."""
+    p = torch.tensor([levels]).exp2()
+    sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
+    stay = slowly(p[0].tolist(), sampling)
+    e = exponentials(p, seeded(seed))[0]
+    expected = max(stay, key=lambda i: float(p[0, i] / e[i]))
+    assert draw(p, sampling, seeded(seed)).tolist() == [expected]
+
+
+def test_a_row_draws_by_its_own_logits_and_generator_alone() -> None:
+    logits, chosen = 3 * torch.randn(6, 900, generator=seeded(0)), Sampling(top_p=0.8, top_k=300)
+    together = [seeded(row) for row in range(6)]
+    alone = [seeded(row) for row in range(6)]
+    for _ in range(5):
+        expected = [
+            sample(row, chosen, generator=own).item()
+            for row, own in zip(logits.split(1), alone, strict=True)
+        ]
+        assert sample(logits, chosen, generator=together).tolist() == expected
+
+
+def test_exponential_variables_are_minus_the_logarithm_of_uniform_ones() -> None:
+    e = exponentials(torch.empty(40, 500), seeded(7))
+    u = torch.empty(40, 500, dtype=torch.float64).uniform_(generator=seeded(7))
+    assert torch.equal(e, -torch.log1p(-u).float())
+    assert e.mean().item() == pytest.approx(1.0, abs=0.03)
+    assert (e > 1.0).double().mean().item() == pytest.approx(math.exp(-1.0), abs=0.015)
+
+
+def test_log_probabilities_are_those_of_the_raw_logits() -> None:
+    logits, token = 4 * torch.randn(5, 300, generator=seeded(0)), torch.arange(5)
+    result = log_probabilities(logits, token, count=7)
+    expected = torch.log_softmax(logits.double(), -1)
+    values, ids = expected.sort(-1, descending=True)
+    assert torch.equal(result.top_ids, ids[:, :7])
+    torch.testing.assert_close(result.top.double(), values[:, :7], rtol=1e-6, atol=1e-6)
+    chosen = expected[range(5), token]
+    torch.testing.assert_close(result.chosen.double(), chosen, rtol=1e-6, atol=1e-6)
+
+
+def test_the_largest_log_probability_is_the_greedy_tokens_to_the_bit() -> None:
+    logits = 9 * torch.randn(50, 40, generator=seeded(0)).bfloat16()
+    result = log_probabilities(logits, logits.argmax(-1), count=1)
+    assert torch.equal(result.chosen, result.top[:, 0])
+
+
+def test_log_probabilities_have_a_limit_and_may_be_of_the_token_alone() -> None:
+    logits = torch.zeros(1, 3)
+    assert log_probabilities(logits, torch.tensor([0])).top.shape == (1, 0)
+    assert log_probabilities(logits, torch.tensor([0]), count=9).top_ids.tolist() == [[0, 1, 2]]
+    with pytest.raises(ValueError, match=f"0 to {MOST_LOGPROBS}"):
+        log_probabilities(logits, torch.tensor([0]), count=MOST_LOGPROBS + 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
