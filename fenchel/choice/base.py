@@ -50,10 +50,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fenchel.choice.secular import largest_eigenvalue
+from fenchel.choice.secular import eigenvalue_bounds, largest_eigenvalue
 from fenchel.torch_internals import is_func_placeholder
 
 FORBIDDEN = float("-inf")
+_ROUNDINGS = 8
+"""More roundings than s and the factor beta have, for bounds that hold after them."""
 
 
 class Choice(ABC):
@@ -142,6 +144,18 @@ class Choice(ABC):
     def sensitivity(self, p: Tensor) -> Tensor:
         """The largest eigenvalue of J at the scores that gave ``p``: (..., K) -> (...)."""
         return (self.row_beta() * largest_eigenvalue(self.spread(p))).to(p.dtype)
+
+    def sensitivity_bounds(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """(lower, upper) of ``sensitivity`` at ``p`` that hold after rounding, in float64: (...).
+
+        For exactly these weights: |J|_2 increases with every s_i and is proportional to them all,
+        so the rounding of s moves it by no larger share. An infinite ``upper`` proves nothing.
+        """
+        s = self.spread(p)
+        lower, upper = eigenvalue_bounds(s)
+        beta, share = self.row_beta(), _ROUNDINGS * torch.finfo(s.dtype).eps
+        upper = torch.where(upper.isnan(), torch.inf, upper)
+        return beta * lower * (1.0 - share), beta * upper * (1.0 + share)
 
     def loss(self, z: Tensor, y: Tensor, log_prior: Tensor | None = None) -> Tensor:
         """The Fenchel-Young loss value(z) + Omega(y) / beta - <y, z>: (..., K) -> (...).

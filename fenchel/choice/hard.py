@@ -83,6 +83,11 @@ class Hard(Choice):
         """0; the weights jump where the two best scores change order: (..., K) -> (...)."""
         return torch.zeros_like(p[..., 0])
 
+    def sensitivity_bounds(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """0 for a single best alternative; at a tie the weights jump and nothing is proved."""
+        zero = torch.zeros_like(p[..., 0], dtype=torch.float64)
+        return zero, torch.where((p > 0).sum(-1) > 1, torch.inf, zero)
+
     def omega(self, p: Tensor) -> Tensor:
         """0."""
         return torch.zeros_like(p)

@@ -19,12 +19,23 @@ The unknown is d = lambda / s_2 - 1, with the gap g = (s_1 - s_2) / s_1. Where t
 few units in the last place apart, no number lies between them for lambda, but d and g have all
 their digits.
 
+**Bounds.** s_1 / (s_1 - lambda) - phi(lambda) increases on (s_2, s_1), so its sign at a trial value
+tells on which side of it the root lies. A difference of two floating-point numbers is correct to
+one rounding, and both sums have no negative term: the two sides are known to K roundings, and a
+sign that is clear beyond them is a proof. Where it is not, s_2 <= lambda <= s_1 remains. Of many
+entries only the largest are taken one by one; the others, at most s_m each and T together, add to
+phi at least T / lambda and at most T / (lambda - s_m), which gives a root on either side.
+
 Golub (1973), Some modified matrix eigenvalue problems.
 """
 
 import torch
 from torch import Tensor
 
+_WIDTH = 1e-9
+"""Relative distance of the two bounds from the root; rounding is a thousand times smaller."""
+_LARGEST = 32
+"""Entries that the bounds take one by one."""
 _STEPS = 3  # and two more below; on an almost straight line these reach the last digit
 
 
@@ -51,6 +62,47 @@ def largest_eigenvalue(s: Tensor) -> Tensor:
     for _ in range(2):  # from the root itself: two steps carry two derivatives
         d = _newton(d, ratio, gap, rest)
     return torch.where(regular, unit * (1.0 + d), torch.where(lone, 0.0 * second, first))
+
+
+@torch.no_grad()
+def eigenvalue_bounds(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of ``largest_eigenvalue(s)`` that hold after rounding: (..., K) -> two of (...)."""
+    K = s.shape[-1]
+    if K < 2:
+        zero = s.sum(-1).double() * 0.0
+        return zero, zero
+    top = s.topk(min(K, _LARGEST), dim=-1)
+    values = top.values.double()
+    first, second = values[..., 0], values[..., 1]
+    regular = (second > 0.0) & (second < first)
+    # The two equations: with the small entries at 0 and at the least of the large ones.
+    at = torch.stack((torch.zeros_like(second), values[..., -1]))
+    tail = torch.zeros_like(second)
+    if K > _LARGEST:
+        tail = s.scatter(-1, top.indices, 0.0).sum(-1, dtype=torch.float64)
+    large = values[..., 1:]
+
+    def sides(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """s_1 / (s_1 - x), phi(x) and -phi'(x), the first two to K roundings."""
+        room, far = x.unsqueeze(-1) - large, x - at
+        terms, last = large / room, tail / far
+        return first / (first - x), terms.sum(-1) + last, (terms / room).sum(-1) + last / far
+
+    R = large.sum(-1) + tail
+    start = torch.maximum(first * R / (first + R), 2.0 * first * second / (first + second))
+    x = start.expand(2, *start.shape)
+    for _ in range(_STEPS + 2):
+        _, phi, steepness = sides(x)
+        x = x - (x - first + first / phi) / (1.0 + first * steepness / phi.square())
+    away = torch.tensor([1.0 - _WIDTH, 1.0 + _WIDTH], dtype=x.dtype, device=x.device)
+    x = x * away.view(2, *(1,) * start.dim())
+    left, phi, _ = sides(x)
+    margin = (K + 16) * torch.finfo(x.dtype).eps
+    inside = regular & (x > second) & (x < first)
+    below = inside[0] & (left[0] * (1.0 + margin) < phi[0] * (1.0 - margin))
+    above = inside[1] & (left[1] * (1.0 - margin) > phi[1] * (1.0 + margin))
+    largest = torch.where(second == 0.0, 0.0, first)
+    return torch.where(below, x[0], second), torch.where(above, x[1], largest)
 
 
 def _newton(d: Tensor, ratio: Tensor, gap: Tensor, rest: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_norm, why_not_plain
 from fenchel.model import Transformer
-from fenchel.model.forward_context import Cache
+from fenchel.model.forward_context import Cache, Observer
 from fenchel.model.mlp import ACTIVATIONS
 from fenchel.model.rotary_table import RotaryTable
 
@@ -56,10 +56,16 @@ class CpuStep:
         self.layers = [block_weights(block) for block in model.blocks]
         self._allocate(batch)
 
-    def step(self, token_B: Tensor, token_mask_BS: Tensor | None = None) -> Tensor:
+    def step(
+        self,
+        token_B: Tensor,
+        token_mask_BS: Tensor | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
         """Logits after one more token of each sequence: (B,) -> (B, V).
 
-        ``token_mask_BS`` as in the forward pass of the model. The next step overwrites the logits.
+        ``token_mask_BS`` and ``observe`` as in the forward pass of the model. The next step
+        overwrites the logits, and the next layer the queries.
         """
         cache, x = self.cache, self.x
         position_B = None if token_mask_BS is None else token_mask_BS.sum(-1) - 1
@@ -81,6 +87,8 @@ class CpuStep:
             if token_mask_BS is not None:
                 mask = token_mask_BS[:, None, None, -keys.shape[2] :]
             attended = scaled_dot_product_attention(self.q, keys, values, mask, scale=scale)
+            if observe is not None:
+                observe(number, self.q.flatten(1, 2).unsqueeze(2), keys, values)
             layer.out.add_to(x, attended.reshape(self.attended_shape))
             y = self._norm(layer.mlp_norm)
             layer.up.into(self.wide, y)

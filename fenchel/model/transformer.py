@@ -182,10 +182,14 @@ class Transformer(nn.Module):
         return_weights=True)`` gives the weights of the layer whatever its choice, window, cap, sink
         or position bias.
         """
+        bias = position_bias(self.config, self.relative_bias, q.shape[2], k.shape[2])
+        return self.attention(layer).attention_call(q, k, v, ForwardContext(position_bias=bias))
+
+    def attention(self, layer: int) -> Attention:
+        """The self-attention of ``layer``; several layers may share one (ALBERT)."""
         block = self.blocks[layer * len(self.blocks) // self.config.layers]
         assert isinstance(block, Block)
-        bias = position_bias(self.config, self.relative_bias, q.shape[2], k.shape[2])
-        return block.attention.attention_call(q, k, v, ForwardContext(position_bias=bias))
+        return block.attention
 
     def pool(self, stream_BTM: Tensor) -> Tensor:
         """A vector per sequence, from the hidden state of its first position: -> (B, M)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from fenchel.choice import Capped, Choice, Entmax, Softmax, Sparsemax
-from fenchel.choice.secular import largest_eigenvalue
+from fenchel.choice.secular import eigenvalue_bounds, largest_eigenvalue
 
 
 def exact(s: Tensor) -> float:
@@ -115,3 +115,43 @@ def test_a_tie_but_for_the_last_digits(ulps: int, seconds: int, others: int, siz
 def test_weights_almost_tied_have_a_sensitivity(choice: Choice) -> None:
     p = torch.tensor([[0.5, math.nextafter(0.5, 0.0)]], dtype=torch.float64)
     torch.testing.assert_close(choice.sensitivity(p), choice.sensitivity(torch.full_like(p, 0.5)))
+
+
+def require_bounds(rows: Tensor) -> Tensor:
+    """lower <= exact <= upper for each row; returns upper / lower."""
+    lower, upper = eigenvalue_bounds(rows)
+    for row, low, high in zip(rows, lower.tolist(), upper.tolist(), strict=True):
+        wanted = exact(row.double())
+        assert low <= wanted <= high
+    return upper / lower
+
+
+@pytest.mark.parametrize("name", SATURATED)
+def test_bounds_enclose_the_root_of_saturated_rows(name: str) -> None:
+    assert float(require_bounds(torch.tensor([SATURATED[name]], dtype=torch.float64))) < 1 + 3e-9
+
+
+def test_bounds_of_many_entries_take_the_small_ones_together() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for scale, width in ((0.01, 1.05), (1.0, 1.3), (4.0, 1.01), (20.0, 1 + 1e-6)):
+        s = (scale * torch.randn(1, 40, dtype=torch.float64, generator=generator)).softmax(-1)
+        assert bool((require_bounds(s) < width).all())
+
+
+def test_bounds_of_ties_lone_weights_and_nothing() -> None:
+    s = torch.tensor([[2.0, 2.0, 0.5], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    for bound in eigenvalue_bounds(s):
+        assert bound.tolist() == [2.0, 0.0, 0.0]
+    assert [bound.tolist() for bound in eigenvalue_bounds(torch.ones(2, 1))] == [[0.0, 0.0]] * 2
+
+
+def test_rounding_inside_the_bounds_of_a_map() -> None:
+    """At exactly these weights, in float32, and with beta."""
+    generator = torch.Generator().manual_seed(2)
+    p = torch.randn(3, 20, generator=generator).softmax(-1)
+    choices: tuple[Choice, ...] = (Softmax(beta=3.0), Entmax(1.5, beta=0.3), Capped(0.2))
+    for choice in choices:
+        lower, upper = choice.sensitivity_bounds(p)
+        for row, low, high in zip(p, lower.tolist(), upper.tolist(), strict=True):
+            wanted = float(choice.beta) * exact(choice.spread(row.double()))
+            assert low <= wanted <= high <= low * 1.05

@@ -1,0 +1,279 @@
+"""fenchel/generation/attention_trace.py: the numbers of ``attend`` on the whole text."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.attention import attend
+from fenchel.generation import KVCache
+from fenchel.generation.attention_trace import (
+    AttentionSettings,
+    LayerTrace,
+    PassTrace,
+    PositionsRead,
+    TokenCalibration,
+    TokenTrace,
+    TracedRow,
+    TraceSettings,
+    trace_settings,
+    trace_text,
+)
+from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
+from fenchel.generation.kv_cache import CacheKind
+from fenchel.model import ModelConfig, Transformer
+
+Build = Callable[..., Transformer]
+Draw = Callable[..., Tensor]
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {"layers": 3},
+    "gqa": {"kv_heads": 2},
+    "window": {"windows": (5, 0), "kv_heads": 1, "score_scale": 0.7},
+    "entmax": {"choice": "entmax", "positions": "learned"},
+    "sparsemax": {"choice": "sparsemax", "positions": "alibi", "kv_heads": 2},
+    "two maps": {"layer_choices": ("softmax", "sparsemax"), "beta": 2.0},
+    "hard": {"choice": "hard", "positions": "learned"},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"positions": "alibi", "windows": (4, 0)},
+    "buckets": {"positions": "buckets"},
+    "sinks": {"sinks": True, "positions": "alibi", "kv_heads": 2},
+    "sinks in a window": {"sinks": True, "windows": (4, 0), "choice": "entmax"},
+    "l2": {"scores": "l2"},
+}
+every_shape = pytest.mark.parametrize("name", SHAPES)
+EVERYTHING = TraceSettings(
+    entropy=True, sensitivity=True, attention=AttentionSettings(heads="all", top=5)
+)
+
+
+def attended(model: Transformer, ids: list[int]) -> list[np.ndarray]:
+    """Per layer the weights (H, S) of the last query, the sink in front, by ``attend``."""
+    weights = []
+
+    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        call = model.attention_call(layer, q, k, v)
+        p = attend(call.q, call.k, call.v, **call.spec, return_weights=True)[1]
+        weights.append(p[0, :, -1].double().numpy())
+
+    with torch.no_grad():
+        model(torch.tensor([ids]), observe=observe)
+    return weights
+
+
+def require_read(found: PositionsRead, p: np.ndarray, sink: bool, top: int) -> None:
+    tokens = p[1:] if sink else p
+    order = np.argsort(-tokens, kind="stable")[:top]
+    wanted = [float(tokens[j]) for j in order if tokens[j] > 0]
+    assert [weight for _, weight in found.top] == pytest.approx(wanted, abs=1e-5)
+    assert all(tokens[j] == pytest.approx(w, abs=1e-5) for j, w in found.top)
+    assert found.first == pytest.approx(tokens[0], abs=1e-5)
+    assert (found.sink is not None) == sink
+    assert found.sink is None or found.sink == pytest.approx(p[0], abs=1e-5)
+    assert found.rest == pytest.approx(1 - sum(wanted) - (p[0] if sink else 0), abs=2e-5)
+
+
+def nats(p: np.ndarray) -> float:
+    return float(-sum(x * math.log(x) for x in p if x > 0))
+
+
+def jacobian_norm(model: Transformer, layer: int, p: np.ndarray) -> float:
+    """|J|_2 by the singular values of the Jacobian, column by column."""
+    weights, choice = torch.tensor(p), model.attention(layer).choice
+    J = [choice.jacobian_product(weights, e) for e in torch.eye(len(p), dtype=torch.float64)]
+    return float(torch.linalg.matrix_norm(torch.stack(J), 2))
+
+
+def require_layer(model: Transformer, found: LayerTrace, p: np.ndarray, top: int) -> None:
+    sink, sparse = model.config.sinks, model.config.choice_of(found.layer) != "softmax"
+    entropies = [nats(row) for row in p]
+    assert found.entropy == pytest.approx(np.mean(entropies), abs=1e-5)
+    assert found.keys == pytest.approx(np.mean(np.exp(entropies)), rel=1e-5)
+    counts = [int((row > 0).sum()) for row in p]
+    assert found.support == (pytest.approx(np.mean(counts)) if sparse else None)
+    assert found.read is not None
+    require_read(found.read, p.mean(0), sink, top)
+    for head, row, count in zip(found.heads, p, counts, strict=True):
+        assert head.entropy == pytest.approx(nats(row), abs=1e-5)
+        assert head.keys == pytest.approx(math.exp(nats(row)), rel=1e-5)
+        assert head.support == (count if sparse else None)
+        require_read(head.read, row, sink, top)
+    norms = [jacobian_norm(model, found.layer, row) for row in p]
+    bounds = found.sensitivity
+    assert bounds is not None
+    assert bounds.certified
+    assert bounds.lower <= max(norms) * (1 + 1e-4) + 1e-6  # p itself is rounded differently
+    assert bounds.upper >= max(norms) * (1 - 1e-4) - 1e-6
+    assert bounds.upper <= bounds.lower * 1.0001 + 1e-6
+    assert norms[bounds.head] == pytest.approx(max(norms), rel=1e-3, abs=1e-6)
+
+
+def require_trace(model: Transformer, ids: list[int], token: int, found: TokenTrace) -> None:
+    """``found`` is the trace of ``token``, drawn after ``ids``."""
+    with torch.no_grad():
+        p = model(torch.tensor([ids]))[0, -1].double().softmax(-1).numpy()
+    assert found.p == pytest.approx(p[token], abs=1e-5)
+    assert found.rank == 1 + int((p > p[token]).sum())
+    assert found.entropy == pytest.approx(nats(p), abs=1e-5)
+    assert found.effective == pytest.approx(math.exp(nats(p)), rel=1e-5)
+    assert found.position == len(ids) - 1
+    weights = attended(model, ids)
+    assert [layer.layer for layer in found.layers] == list(range(model.config.layers))
+    for layer, rows in zip(found.layers, weights, strict=True):
+        require_layer(model, layer, rows, 5)
+    third = math.ceil(len(weights) / 3)
+    assert found.last_third is not None
+    last = np.mean([rows.mean(0) for rows in weights[-third:]], 0)
+    require_read(found.last_third, last, model.config.sinks, 5)
+
+
+@every_shape
+def test_a_traced_step_gives_the_weights_of_the_whole_text(
+    name: str, lively: Build, prompts: Draw
+) -> None:
+    """Rows of unequal lengths, after a prefill and after steps, in a padded batch."""
+    model = lively(**SHAPES[name])
+    T, lengths, B = 12, (12, 9, 4), 3
+    ids_BT = prompts(B, T + 2)
+    mask_BS = torch.ones(B, T + 2, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask_BS[row, : T - length] = False
+    cache = KVCache(model.config, batch=B, positions=T + 2)
+    plain = why_not_cpu_step(model) is None
+    step = CpuStep(model, cache, batch=B) if plain else None
+    assert plain == (name in ("plain", "gqa", "window"))
+    with torch.no_grad():
+        for columns in (T, T + 1):
+            rows = [TracedRow(row, lengths[row] + columns - T, EVERYTHING) for row in (2, 0)]
+            trace = PassTrace(model, rows)
+            new = ids_BT[:, cache.length : columns]
+            if step is not None and columns > T:
+                logits = step.step(new[:, 0], mask_BS[:, :columns], trace.observe)
+            else:
+                mask = mask_BS[:, :columns]
+                logits = model(new, cache=cache, token_mask_BS=mask, observe=trace.observe)[:, -1]
+            found = trace.tokens(logits[[2, 0]], ids_BT[[2, 0], columns])
+            for row, one in zip((2, 0), found, strict=True):
+                text = ids_BT[row, T - lengths[row] : columns].tolist()
+                require_trace(model, text, int(ids_BT[row, columns]), one)
+
+
+@every_shape
+def test_a_finished_text_has_the_traces_of_its_steps(
+    name: str, lively: Build, prompts: Draw
+) -> None:
+    model, ids = lively(**SHAPES[name]), prompts(1, 10)[0].tolist()
+    found = trace_text(model, ids, 8, EVERYTHING)
+    assert len(found) == 2
+    for n, one in zip((8, 9), found, strict=True):
+        require_trace(model, ids[:n], ids[n], one)
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+def test_a_small_cache_is_traced_by_the_keys_that_it_returns(
+    kind: CacheKind, lively: Build, prompts: Draw
+) -> None:
+    model, ids = lively(), prompts(1, 9)
+    cache = KVCache(model.config, batch=1, positions=9, kind=kind)
+    with torch.no_grad():
+        model(ids[:, :8], cache=cache)
+        trace = PassTrace(model, [TracedRow(0, 9, EVERYTHING)])
+        logits = CpuStep(model, cache, batch=1).step(ids[:, 8], None, trace.observe)
+    layer = trace.tokens(logits, torch.tensor([3]))[0].layers[0]
+    exact = trace_text(model, [*ids[0].tolist(), 3], 9, EVERYTHING)[0].layers[0]
+    assert layer.entropy == pytest.approx(exact.entropy, abs=0.05)
+    assert layer.entropy != exact.entropy
+
+
+def test_rows_get_what_they_ask_for(lively: Build, prompts: Draw) -> None:
+    model, ids = lively(layers=3), prompts(2, 6)
+    few = AttentionSettings(layers=(2,), top=2)
+    rows = [
+        TracedRow(0, 6, TraceSettings(attention=few, confidence=True)),
+        TracedRow(1, 6, TraceSettings(entropy=True)),
+        TracedRow(1, 6, TraceSettings()),
+    ]
+    trace = PassTrace(model, rows, TokenCalibration(2.0, 0.01, 100))
+    with torch.no_grad():
+        logits = model(ids, observe=trace.observe)[:, -1]
+    first, second, third = (
+        one.as_json() for one in trace.tokens(logits[[0, 1, 1]], torch.tensor([1, 2, 3]))
+    )
+    assert [layer["layer"] for layer in first["attention"]["layers"]] == [2]
+    (layer,) = first["attention"]["layers"]
+    assert len(layer["top"]) == 2
+    assert layer.keys() == {"layer", "top", "rest", "first"}
+    assert sum(weight for _, weight in layer["top"]) + layer["rest"] == pytest.approx(1.0, abs=1e-5)
+    assert "last_third" not in first["attention"]
+    wanted = (logits[0].double() / 2.0).softmax(-1)[1]
+    assert first["confidence"] == {
+        "p": pytest.approx(float(wanted), abs=1e-5),
+        "temperature": 2.0,
+        "error": 0.01,
+        "predictions": 100,
+    }
+    assert [layer.keys() for layer in second["attention"]["layers"]] == [
+        {"layer", "entropy", "keys"}
+    ] * 3
+    assert third.keys() == {"p", "rank", "entropy", "effective"}
+
+
+def test_a_pass_without_questions_about_attention_is_not_observed(lively: Build) -> None:
+    assert PassTrace(lively(), [TracedRow(0, 4, TraceSettings(confidence=True))]).observe is None
+
+
+def test_an_unproved_bound_is_not_certified(lively: Build) -> None:
+    """Equal scores of the hard map: its weights jump there."""
+    model = lively(choice="hard", positions="none")
+    with torch.no_grad():
+        model.attention(0).qkv.weight.zero_()
+    trace = trace_text(model, [1, 2, 3, 4], 3, TraceSettings(sensitivity=True))[0]
+    found = trace.layers[0].sensitivity
+    assert found is not None
+    assert not found.certified
+    layer = trace.as_json()["sensitivity"]["layers"][0]
+    assert (layer["lower"], layer["upper"], layer["certified"]) == (0.0, None, False)
+
+
+CONFIG = ModelConfig(vocabulary=9, layers=4, heads=4)
+
+
+def test_settings_of_a_request() -> None:
+    value = {"entropy": True, "attention": {"layers": [3, 1], "heads": "all", "top": 3}}
+    settings = trace_settings(value, CONFIG)
+    assert settings.attention == AttentionSettings(layers=(3, 1), heads="all", top=3)
+    assert settings.layers(CONFIG) == (1, 3)
+    assert trace_settings({"attention": True}, CONFIG).attention == AttentionSettings()
+    assert trace_settings({}, CONFIG) == TraceSettings()
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ([], "object"),
+        ({"entropi": True}, "did you mean 'entropy'"),
+        ({"entropy": 1}, "true or false"),
+        ({"attention": 3}, "object"),
+        ({"attention": {"layers": [4]}}, "from 0 to 3"),
+        ({"attention": {"layers": []}}, "list of 1 to 4"),
+        ({"attention": {"layers": [True]}}, "whole numbers"),
+        ({"attention": {"layers": [0] * 5}}, "list of 1 to 4"),
+        ({"attention": {"heads": "some"}}, '"mean" or "all"'),
+        ({"attention": {"top": 10**9}}, "from 1 to 64"),
+        ({"attention": {"top": 0}}, "from 1 to 64"),
+        ({"attention": {"top": 2.0}}, "whole number"),
+    ],
+)
+def test_wrong_settings_are_refused_in_a_sentence(value: object, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        trace_settings(value, CONFIG)
+
+
+def test_the_weights_per_token_are_bounded() -> None:
+    large = ModelConfig(vocabulary=9, layers=64, heads=16, width=256)
+    assert trace_settings({"attention": {"top": 64}}, large).attention is not None
+    with pytest.raises(ValueError, match="weights per token"):
+        trace_settings({"attention": {"top": 64, "heads": "all"}}, large)
