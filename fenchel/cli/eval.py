@@ -40,6 +40,7 @@ def run(
     context: Whole | None = None,
     against: Path | None = None,
     calibration: Switch = False,
+    save: Switch = False,
     page: Path | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
@@ -68,6 +69,9 @@ def run(
     calibration
         Also measure ECE and Brier score on the second half of the text, before and after scaling
         by the temperature that fits its first half best.
+    save
+        Store the fitted temperature as calibration.json in the directory, for the confidence of
+        served tokens; implies --calibration.
     page
         Write the reliability diagram to this file, which must not exist; implies --calibration.
     device
@@ -82,6 +86,7 @@ def run(
         raise ValueError("--split names a part of the run's own text: leave out --text.")
     if tokens is not None and tokens < 1:
         raise ValueError(f"--tokens {tokens} leaves nothing to predict; give at least 1.")
+    calibration = calibration or save or page is not None
     if page is not None and page.exists():
         raise ValueError(f"{page} exists and is left alone; name another file for the page.")
     with Console(quiet=json, aside=True) as console:
@@ -89,13 +94,15 @@ def run(
 
         from fenchel.cli.reliability import page as reliability_page
         from fenchel.evaluate import confidence
+        from fenchel.evaluate.calibration import write_calibration
         from fenchel.evaluate.score import stride
         from fenchel.files import write_atomic
 
-        if (calibration or page is not None) and _choice_of(directory) is not None:
+        if calibration and _choice_of(directory) is not None:
             raise ValueError(
                 f"{directory} was trained by another loss than cross-entropy; calibration is "
-                "measured on the softmax of the logits, so leave out --calibration and --page."
+                "measured on the softmax of the logits, so leave out --calibration, --save "
+                "and --page."
             )
         place = device_and_dtype(device, dtype)
         source = _source(directory, text, split)
@@ -115,12 +122,15 @@ def run(
             **_finite(evaluation.score),
         }
         lines = _lines(measured, truncated=tokens is not None)
-        if calibration or page is not None:
+        if calibration:
             result = confidence(
                 model, measured.ids, context=measured.context, progress=console.progress
             )
             output["calibration"] = _as_json(result)
             lines += _calibration_lines(result)
+            if save:
+                saved = write_calibration(directory, model, result, evaluation.text)
+                lines.append(f"temperature stored  {saved}")
             if page is not None:
                 write_atomic(page, reliability_page(directory.name, evaluation.text, result))
                 lines.append(f"reliability diagram  {page}")

@@ -31,6 +31,11 @@ is best.
 ``confidence`` fits T on the first half of a text and measures on the second, at T = 1 and at the
 fitted T: measured on the text of the fit, the result would be biased in its favour.
 
+``write_calibration`` stores the fitted temperature beside a checkpoint, sealed, for the confidence
+of served tokens (generation/attention_trace.py). Weights may change afterwards under the same name:
+the file also holds the model's loss on a fixed sequence of ids, and ``read_calibration`` refuses a
+model with another.
+
 **Label smoothing.** The target y is replaced by a mixture with the uniform distribution,
 
     q = (1 - a) onehot(y) + (a / V) 1          q_y = 1 - a + a / V,   every other  a / V
@@ -48,14 +53,20 @@ Szegedy et al. (2016), Rethinking the Inception architecture for computer vision
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from fenchel.data import Ids, ProgressCallback
 from fenchel.evaluate.score import predictions
+from fenchel.files import Damaged, Notice, read_sealed_json, write_sealed_json
+from fenchel.generation.attention_trace import TokenCalibration
+from fenchel.model import Transformer, evaluating
 
 BINS = 15
 
@@ -365,6 +376,65 @@ def _outcomes(
         for part, T in zip(parts, temperatures, strict=True):
             part.append(outcomes(logits_NV, targets_N, temperature=T))
     return [Outcomes(*(torch.cat(x) for x in zip(*part, strict=True))) for part in parts]
+
+
+CALIBRATION = "calibration.json"
+"""The file of a stored calibration, beside the checkpoint."""
+_PROBE_TOLERANCE = 0.02
+"""Nats by which the loss on the probe may differ, for other dtypes and devices."""
+
+
+def write_calibration(directory: Path, model: Transformer, result: Confidence, text: str) -> Path:
+    """Store the temperature that was fitted on ``text``, a name, and the error measured at it."""
+    if result.scaled is None:
+        raise ValueError("no finite temperature fits this text best, so there is none to save.")
+    path = directory / CALIBRATION
+    value = {
+        "temperature": result.temperature,
+        "fitted_on": result.fitted_on,
+        "error": result.scaled.ece,
+        "error_at_1": result.plain.ece,
+        "predictions": result.scaled.predictions,
+        "text": text,
+        "probe_loss": _probe_loss(model),
+    }
+    write_sealed_json(path, value)
+    return path
+
+
+def read_calibration(directory: Path, model: Transformer) -> TokenCalibration | None:
+    """What ``write_calibration`` stored for this model; None where there is nothing of use.
+
+    A file that is damaged, or was written for other weights, is left out with a warning.
+    """
+    path = directory / CALIBRATION
+    if not path.exists():
+        return None
+    reason = "it does not hold the numbers of a calibration"
+    try:
+        value = read_sealed_json(path)
+        temperature, error, probe = (value[x] for x in ("temperature", "error", "probe_loss"))
+        found = TokenCalibration(float(temperature), float(error), int(value["predictions"]))
+        if 0.0 < found.temperature < math.inf and 0.0 <= found.error <= 1.0:
+            if abs(float(probe) - _probe_loss(model)) <= _PROBE_TOLERANCE:
+                return found
+            reason = "it was written for other weights; write it again by fenchel eval"
+    except Damaged as error:
+        reason = str(error).removesuffix(".")
+    except (KeyError, TypeError, ValueError, OverflowError):
+        pass
+    warnings.warn(f"{CALIBRATION} is not used: {reason}.", Notice, stacklevel=2)
+    return None
+
+
+@torch.no_grad()
+def _probe_loss(model: Transformer) -> float:
+    """The loss on the first ids of the vocabulary, in order: it changes with the weights."""
+    count = min(64, model.config.vocabulary, model.config.context)
+    ids_1T = torch.arange(count, device=model.lm_head_weight.device)[None]
+    with evaluating(model):
+        logits_TV = model(ids_1T)[0, :-1].float()
+    return float(cross_entropy(logits_TV, ids_1T[0, 1:])) if count > 1 else 0.0
 
 
 class LabelSmoothing(NamedTuple):

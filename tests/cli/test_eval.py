@@ -12,7 +12,7 @@ from fenchel.checkpoints import load
 from fenchel.cli import main
 from fenchel.data import decode, encode, end_id
 from fenchel.evaluate import calibration_error, confidence, score, text_ids
-from fenchel.evaluate.calibration import Bin
+from fenchel.evaluate.calibration import Bin, read_calibration
 from fenchel.pipeline import open_corpus
 
 
@@ -54,6 +54,18 @@ def test_calibration_is_what_the_library_says(
     shown = told(words, capsys)
     assert f"{direct.plain.ece:.4f}" in shown
     assert f"T = {direct.temperature:.4f} " in shown
+
+
+def test_the_fitted_temperature_is_stored_for_a_server(
+    run_directory: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text), "--save", "--json"]
+    found = json.loads(told(words, capsys))["calibration"]
+    stored = read_calibration(run_directory, load(run_directory).model)
+    assert stored is not None
+    assert stored.temperature == pytest.approx(found["temperature"])
+    assert stored.error == pytest.approx(found["scaled"]["ece"])
+    (run_directory / "calibration.json").unlink()
 
 
 def test_the_page_draws_every_bin_and_overwrites_nothing(

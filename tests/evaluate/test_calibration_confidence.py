@@ -1,14 +1,28 @@
 """fenchel/evaluate/calibration.py: a model on a text, in halves."""
 
+import json
 import math
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fenchel.evaluate import confidence, fit_temperature, outcomes, summarise
+from fenchel.evaluate import (
+    Calibration,
+    Confidence,
+    confidence,
+    fit_temperature,
+    outcomes,
+    summarise,
+)
+from fenchel.evaluate.calibration import read_calibration, write_calibration
+from fenchel.files import Notice
+from fenchel.generation.attention_trace import TokenCalibration
+from fenchel.model import ModelConfig, Transformer
 
 V = 11
 
@@ -81,3 +95,58 @@ def test_a_model_that_is_always_right_has_no_temperature() -> None:
     with pytest.raises(ValueError, match="at least 4"):
         confidence(Certain(1.0), np.arange(3, dtype=np.uint16), context=8)
     assert math.isfinite(found.plain.loss)
+
+
+def measured(ece: float) -> Calibration:
+    return Calibration(500, 1.0, 0.5, 0.6, 0.6, ece, ece, ())
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(ModelConfig(vocabulary=19, context=8, width=16, layers=1, heads=2))
+
+
+@pytest.fixture
+def stored(tmp_path: Path, model: Transformer) -> Path:
+    result = Confidence(1.25, 400, measured(0.09), measured(0.02))
+    return write_calibration(tmp_path, model, result, "a text")
+
+
+def test_a_stored_temperature_is_read_again(stored: Path, model: Transformer) -> None:
+    assert read_calibration(stored.parent, model) == TokenCalibration(1.25, 0.02, 500)
+    assert read_calibration(stored.parent, model.bfloat16()) == TokenCalibration(1.25, 0.02, 500)
+    model.float()
+    assert read_calibration(stored.parent / "nowhere", model) is None
+
+
+def test_a_temperature_of_other_weights_is_not_used(stored: Path) -> None:
+    torch.manual_seed(1)
+    other = Transformer(ModelConfig(vocabulary=19, context=8, width=16, layers=1, heads=2))
+    with pytest.warns(Notice, match="other weights"):
+        assert read_calibration(stored.parent, other) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"temperature": 1.3}, "does not match its seal"),
+        ({"temperature": -1.0, "seal": None}, "numbers of a calibration"),
+        ({"temperature": "hot", "seal": None}, "numbers of a calibration"),
+        ({"predictions": None, "seal": None}, "numbers of a calibration"),
+    ],
+)
+def test_a_damaged_file_is_not_used(
+    stored: Path, model: Transformer, change: dict[str, Any], word: str
+) -> None:
+    value = {**json.loads(stored.read_text()), **change}
+    if change.get("seal", "") is None:
+        del value["seal"]
+    stored.write_text(json.dumps(value))
+    with pytest.warns(Notice, match=word):
+        assert read_calibration(stored.parent, model) is None
+
+
+def test_an_infinite_temperature_is_not_stored(tmp_path: Path, model: Transformer) -> None:
+    with pytest.raises(ValueError, match="none to save"):
+        write_calibration(tmp_path, model, Confidence(math.inf, 400, measured(0.1), None), "a text")
