@@ -10,6 +10,7 @@ from fenchel.generation.sampling import (
     log_probabilities,
     sample,
 )
+from fenchel.generation.session import PrefixCache
 from fenchel.generation.text_stream import Detokenizer, StopStrings, TextStream
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "KVCache",
     "LogProbabilities",
     "Penalties",
+    "PrefixCache",
     "PromptLookup",
     "Sampling",
     "StopStrings",

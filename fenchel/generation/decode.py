@@ -35,7 +35,7 @@ from fenchel.generation.sampling import (
     sample,
     sample_or_mark,
 )
-from fenchel.generation.session import Prompts, Session, pad_prompts, previous_tokens
+from fenchel.generation.session import PrefixCache, Prompts, Session, pad_prompts, previous_tokens
 from fenchel.generation.text_stream import StopCriteria, TextStream
 from fenchel.model import Transformer, evaluating
 
@@ -186,12 +186,14 @@ def stream_text(
     settings: GenerationSettings,
     *,
     source: Tensor | None = None,
+    prefix_cache: PrefixCache | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
     """The continuation of one prompt (T,) as pieces of text, up to a stop string.
 
     A piece never contains part of a stop string or of a character; joined, the pieces are the text
-    of all new tokens, cut where the stop string begins.
+    of all new tokens, cut where the stop string begins. With a ``prefix_cache`` the beginning that
+    a prompt shares with the text of the call before it is not read again.
     """
     text = TextStream(tokenizer, [stop for stop in settings.stop if isinstance(stop, str)])
     run = _start(
@@ -200,6 +202,7 @@ def stream_text(
         settings,
         stop=[stop for stop in settings.stop if not isinstance(stop, str)],
         source=None if source is None else source.unsqueeze(0),
+        prefix_cache=prefix_cache,
         generator=generator,
     )
     return _pieces(run.tokens, text)
@@ -229,6 +232,7 @@ def _start(
     stop: Sequence[int | str] | None = None,
     tokenizer: Tokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
+    prefix_cache: PrefixCache | None = None,
     generator: torch.Generator | None = None,
 ) -> _Generation:
     """A generation that is ready to run; ``stop`` replaces that of the settings if it is given."""
@@ -254,15 +258,20 @@ def _start(
         draft=draft,
         tokens=count,
     )
-    session = Session(
-        model,
-        prompts,
-        count=count,
-        source=None if source is None else pad_prompts(source),
-        cache=settings.cache,
-        rewindable=draft,
-        recorded=recorded,
-    )
+    if prefix_cache is not None and source is None:
+        session = prefix_cache.session(
+            model, prompts, cache=settings.cache, rewindable=draft, recorded=recorded
+        )
+    else:
+        session = Session(
+            model,
+            prompts,
+            count=count,
+            source=None if source is None else pad_prompts(source),
+            cache=settings.cache,
+            rewindable=draft,
+            recorded=recorded,
+        )
     penalties = None
     if sampling.penalised:
         penalties = Penalties(sampling, previous_tokens(prompts, model.config.vocabulary))
@@ -301,7 +310,7 @@ def _decode(
     lookup = PromptLookup(ids_BT[0].tolist()) if draft else None
     control = DraftControl(draft)
     with evaluating(session.model), closing(session):
-        new, history = session.restart(ids_BT, session.context), [ids_BT]
+        new, history = session.begin(ids_BT), [ids_BT]
         while count:
             if new.shape[1] > session.free:
                 new = session.restart(torch.cat(history, dim=-1), max(1, session.context // 2))

@@ -270,15 +270,20 @@ class KVCache:
         """Count positions that every layer has appended."""
         self.length += positions
 
+    def can_rewind(self, length: int) -> bool:
+        """Whether the first ``length`` positions are there, or what later queries see of them."""
+        return length <= self.length and all(
+            kv.first_slot + (length if kv.lookback is None else min(length, kv.lookback)) <= length
+            for kv in self.layers
+        )
+
     def rewind(self, length: int) -> None:
         """Remove all positions after the first ``length``."""
-        for kv in self.layers:
-            needed = length if kv.lookback is None else min(length, kv.lookback)
-            if not kv.first_slot + needed <= length <= self.length:
-                raise ValueError(
-                    f"the cache has {self.length} positions and can remove the last "
-                    f"{self.rewindable} of them; it cannot go back to {length}."
-                )
+        if not self.can_rewind(length):
+            raise ValueError(
+                f"the cache has {self.length} positions and can remove the last "
+                f"{self.rewindable} of them; it cannot go back to {length}."
+            )
         self.length = length
 
     def clear(self) -> None:

@@ -10,6 +10,11 @@ newest half is read again into an empty cache and decoding continues: text of an
 each token with at least half a context before it. In a padded batch this happens to all sequences
 at once, when the longest is full.
 
+**Prefixes.** A ``PrefixCache`` keeps the session of a call for the next one, as in a chat, whose
+prompt is the text so far and a little more. What the cache has of its beginning is not read again:
+of the positions that were read, the common prefix stays and the others are removed. A layer with a
+window may have dropped keys of that prefix; then everything is read again.
+
 **Steps.** The prompt is read by the model itself. One token is read by a recorded step on a GPU
 (generation/cuda_graph.py), by ``CpuStep`` for a plain decoder on a CPU (generation/cpu_step.py),
 and else by the model.
@@ -123,11 +128,28 @@ class Session:
         self.memory: tuple[Tensor | None, Tensor | None] = None, None
         """The encoder's output and its token mask."""
         self._source = source
+        self._read: list[int] | None = None
+        """The ids that were given to passes; the cache has as many of them as it counts, since a
+        pass may be interrupted. None unless a later prompt may begin with them."""
 
     @property
     def free(self) -> int:
         """How many positions can be read before the context is full."""
         return self.capacity - self.cache.length
+
+    def begin(self, ids_BT: Tensor) -> Tensor:
+        """What to read of a prompt: what follows the ids that the cache has, or all of it."""
+        if not self._read or ids_BT.shape[1] > self.context:
+            return self.restart(ids_BT, self.context)
+        ids = ids_BT[0, :-1].tolist()  # the last one is read in any case, for its logits
+        pairs = enumerate(zip(self._read, ids, strict=False))
+        n = next((i for i, (old, new) in pairs if old != new), min(len(self._read), len(ids)))
+        if not self.cache.can_rewind(n):
+            return self.restart(ids_BT, self.context)
+        self.cache.rewind(n)
+        del self._read[n:]
+        self._static_cache_is_stale = True
+        return ids_BT[:, n:]
 
     def restart(self, ids_BN: Tensor, positions: int) -> Tensor:
         """Empty the cache; returns what to read into it, the last ``positions`` of ``ids_BN``."""
@@ -136,6 +158,7 @@ class Session:
             self.memory = self.model.encode(ids, token_mask_BS=mask), mask
             self._source = None  # the encoder runs once
         self.cache.clear()
+        self._read = None if self._read is None else []
         self._static_cache_is_stale = True
         dropped = max(0, ids_BN.shape[1] - positions)
         if self.padding_B is not None and dropped:
@@ -152,6 +175,8 @@ class Session:
             step = self._step_with_cache()
             self.cache.advance(1)  # counted here; the keys are in the static cache
             return step.step(ids_BT[:, 0]).unsqueeze(1)
+        if self._read is not None:
+            self._read += ids_BT[0].tolist()
         if self._cpu_step is not None and ids_BT.shape[1] == 1:
             return self._cpu_step.step(ids_BT[:, 0], token_mask_BS).unsqueeze(1)
         memory_BSM, memory_mask_BS = self.memory
@@ -214,9 +239,55 @@ class Session:
         """Remove the last ``positions`` from the cache."""
         if positions:
             self.cache.rewind(self.cache.length - positions)
+            if self._read is not None:
+                del self._read[-positions:]
 
     def _update_token_mask(self) -> None:
         self._token_mask_BR: Tensor | None = None
         if self.padding_B is not None and bool(self.padding_B.any()):
             slots_R = torch.arange(self.capacity, device=self.padding_B.device)
             self._token_mask_BR = slots_R >= self.padding_B.unsqueeze(-1)
+
+
+class PrefixCache:
+    """The session of the last call, for a prompt that begins as the text that it has read.
+
+    For one prompt at a time. The text is the same as without it but for rounding: what a single
+    step has read is not read again as part of a prompt.
+
+    >>> from fenchel.model import ModelConfig
+    >>> model = Transformer(ModelConfig(vocabulary=9, width=8, layers=1, heads=2))
+    >>> prefix_cache = PrefixCache()  # stream_text(..., prefix_cache=prefix_cache)
+    >>> for ids in (torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 3, 4, 5]])):
+    ...     session = prefix_cache.session(
+    ...         model, Prompts(ids, None), cache="model", rewindable=0, recorded=False
+    ...     )
+    ...     new = session.begin(ids)
+    ...     session.forward(new).shape, new.tolist()
+    (torch.Size([1, 1, 9]), [[1, 2, 3]])
+    (torch.Size([1, 1, 9]), [[4, 5]])
+    """
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._kind: tuple[CacheKind, int] | None = None
+
+    def session(
+        self,
+        model: Transformer,
+        prompts: Prompts,
+        *,
+        cache: CacheKind,
+        rewindable: int,
+        recorded: bool,
+    ) -> Session:
+        """A session with room for the whole context: the last one if it is of the same kind."""
+        kind = (cache, rewindable)
+        if self._session is None or self._session.model is not model or self._kind != kind:
+            self._kind = kind
+            self._session = Session(
+                model, prompts, count=model.config.context, cache=cache, rewindable=rewindable
+            )
+            self._session._read = []
+        self._session._recorded = recorded
+        return self._session
