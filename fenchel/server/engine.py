@@ -26,21 +26,34 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from fenchel.generation.attention_trace import (
+    PassTrace,
+    TokenCalibration,
+    TokenTrace,
+    TracedRow,
+    TraceSettings,
+)
 from fenchel.generation.continuous_batch import PREFILL_CHUNK, ContinuousBatch, Prefill, Row
 from fenchel.generation.kv_cache import CacheKind
-from fenchel.generation.sampling import NOT_FINITE, Sampling, sample_or_mark
+from fenchel.generation.sampling import (
+    MOST_LOGPROBS,
+    NOT_FINITE,
+    Penalties,
+    Sampling,
+    log_probabilities,
+    sample_or_mark,
+)
 from fenchel.generation.text_stream import TextStream
 from fenchel.model import Transformer, evaluating
 
 IDLE_CHUNKS = 4
 """How many chunks of prompts are read at once while less than half of the rows are taken."""
-MAX_LOGPROBS = 20
 SCORE_ENTRIES = 1 << 22
 """Logits that the scores of a prompt take at once: 16 MiB in float32."""
 
@@ -63,7 +76,8 @@ class Request:
     """How many of the largest log-probabilities come with a new token; None is none at all."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
-    trace: object | None = None
+    trace: TraceSettings | None = None
+    """What to say about the attention of every new token."""
 
 
 class Token(NamedTuple):
@@ -77,7 +91,7 @@ class Token(NamedTuple):
     """Log-probability from the logits, before temperature, penalties and truncation."""
     top: tuple[tuple[int, float], ...] = ()
     """Ids with the largest log-probabilities, largest first."""
-    trace: object | None = None
+    trace: TokenTrace | None = None
 
 
 @dataclass(frozen=True)
@@ -99,12 +113,11 @@ class StepFacts(NamedTuple):
     bucket: int
     """Rows that the decoding step computed; 0 without one."""
     active: int
-    """Rows that hold a request."""
+    """Rows that held a request, each with a new token."""
     queued: int
     """Requests that wait."""
     columns: int
     """Columns of the cache that the step read."""
-    new_tokens: int
     prompt_tokens: int
     """Tokens of prompts that were read."""
     prefill_seconds: float
@@ -134,10 +147,10 @@ class EngineObserver(Protocol):
 
 
 class QueueFull(Exception):
-    """The queue has no place; ``retry_after`` seconds is when one may be free."""
+    """There is no place for a request; ``retry_after`` seconds is when there may be one."""
 
-    def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(f"{waiting} requests wait already; try again in {retry_after:.0f} s.")
+    def __init__(self, reason: str, retry_after: float) -> None:
+        super().__init__(f"{reason}; try again in {retry_after:.0f} s.")
         self.retry_after = retry_after
 
 
@@ -152,8 +165,7 @@ class _Job:
     on_update: OnUpdate
     generator: torch.Generator
     text: TextStream
-    previous: Tensor | None = None
-    """True at the tokens of the sequence, for the repetition penalty."""
+    penalties: Penalties | None = None
     row: Row | None = None
     new_tokens: int = 0
     prompt: list[Token] = field(default_factory=list)
@@ -170,6 +182,11 @@ class Ticket:
     def __init__(self, job: _Job, wake: Callable[[], None]) -> None:
         self._job, self._wake = job, wake
 
+    @property
+    def started(self) -> bool:
+        """Whether the request has left the queue."""
+        return self._job.started is not None or self._job.finished
+
     def cancel(self) -> None:
         """End the request; its row is free at the next step."""
         self._job.cancelled = True
@@ -180,7 +197,8 @@ class Engine:
     """Serves requests to a model, up to ``rows`` at a time, from a thread of its own.
 
     ``context`` bounds prompt and continuation together. With ``invariant`` a request gives the same
-    bits whatever else is served. ``queue`` requests may wait.
+    bits whatever else is served. ``queue`` requests may wait. ``tracing`` requests at a time may
+    have their attention traced, with ``calibration`` for their confidence.
     """
 
     def __init__(
@@ -194,20 +212,22 @@ class Engine:
         cache: CacheKind = "model",
         queue: int = 64,
         tracing: int = 4,
+        calibration: TokenCalibration | None = None,
         observer: EngineObserver | None = None,
     ) -> None:
         self.model = model if context is None else model.with_context(context)
         self.tokenizer, self.queue_limit, self.tracing = tokenizer, queue, tracing
         self.batch = ContinuousBatch(self.model, rows=rows, invariant=invariant, cache=cache)
         self.context, self.vocabulary = self.batch.context, self.model.config.vocabulary
+        self.device = self.batch.device
         self.ready = False
         """Whether the worker takes requests from the queue."""
         self.failure: str | None = None
         """Why the worker has ended, where it failed."""
-        self._observer = observer
+        self._observer, self._calibration = observer, calibration
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[Row, _Job] = {}
-        self._prefill: tuple[Prefill, list[_Job]] | None = None
+        self._prefill: _Reading | None = None
         self._condition = threading.Condition()
         self._closing: float | None = None
         self._step_seconds = 0.05
@@ -250,14 +270,18 @@ class Engine:
         job = _Job(
             request,
             on_update,
-            torch.Generator(self.batch.device).manual_seed(request.seed),
+            torch.Generator(self.device).manual_seed(request.seed),
             TextStream(self.tokenizer, request.stop_strings),
         )
         with self._condition:
             if self.failure is not None or self._closing is not None or not self.alive:
                 raise RuntimeError(self.failure or "the engine does not run.")
             if len(self._waiting) >= self.queue_limit:
-                raise QueueFull(len(self._waiting), self.retry_after)
+                raise QueueFull(f"{len(self._waiting)} requests wait already", self.retry_after)
+            if _observed(job) and sum(map(_observed, self._unfinished())) >= self.tracing:
+                raise QueueFull(
+                    f"the attention of {self.tracing} requests is traced already", self.retry_after
+                )
             self._waiting.append(job)
             self._condition.notify()
         return Ticket(job, self._wake)
@@ -290,12 +314,17 @@ class Engine:
             raise ValueError(
                 f"ids run from {least} to {largest} and the model has 0 to {self.vocabulary - 1}."
             )
+        biased = max((token for token, _ in request.sampling.logit_bias), default=0)
+        if biased >= self.vocabulary:
+            raise ValueError(
+                f"logit_bias names token {biased} and the model has 0 to {self.vocabulary - 1}."
+            )
         if request.max_new_tokens < (request.prompt_logprobs is None):
             raise ValueError(f"max_new_tokens={request.max_new_tokens} should be at least 1.")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request, name)
-            if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise ValueError(f"{name}={count} should be 0 to {MAX_LOGPROBS}.")
+            if count is not None and not 0 <= count <= MOST_LOGPROBS:
+                raise ValueError(f"{name}={count} should be 0 to {MOST_LOGPROBS}.")
 
     # What follows runs on the worker thread.
 
@@ -315,6 +344,7 @@ class Engine:
             self._closing = self._closing or 0.0
         for job in list(self._unfinished()):
             self._finish(job, reason, error=self.failure or "")
+        self._observe_step()
 
     def _wait(self) -> bool:
         """Wait for work; False where the engine is to end."""
@@ -337,23 +367,24 @@ class Engine:
         ended = time.monotonic()
         if bucket:
             self._step_seconds += 0.1 * (ended - started - self._step_seconds)
+        self._observe_step(
+            bucket=bucket,
+            active=active,
+            columns=columns,
+            prompt_tokens=prompt_tokens,
+            prefill_seconds=between - started,
+            step_seconds=ended - between,
+        )
+
+    def _observe_step(self, **facts: Any) -> None:
         if self._observer is not None:
-            facts = StepFacts(
-                bucket,
-                active,
-                len(self._waiting),
-                columns,
-                active,
-                prompt_tokens,
-                between - started,
-                ended - between if bucket else 0.0,
-            )
-            self._observer.on_step(facts)
+            nothing = StepFacts(0, 0, len(self._waiting), 0, 0, 0.0, 0.0)
+            self._observer.on_step(nothing._replace(**facts))
 
     def _unfinished(self) -> Iterator[_Job]:
         yield from list(self._jobs.values())
         if self._prefill is not None:
-            yield from (job for job in self._prefill[1] if not job.finished)
+            yield from (job for job in self._prefill.jobs if not job.finished)
         yield from list(self._waiting)
 
     def _read_prompts(self) -> int:
@@ -367,45 +398,44 @@ class Engine:
         return tokens
 
     def _read_chunk(self) -> int:
-        if self._prefill is None and not self._begin_prefill():
-            return 0
-        assert self._prefill is not None
-        prefill, jobs = self._prefill
-        start = prefill.cache.length
-        hidden_BTM = prefill.read()
-        for number, job in enumerate(jobs):
+        if self._prefill is None:
+            self._prefill = self._begin_prefill()
+            if self._prefill is None:
+                return 0
+        prefill, jobs, numbers = self._prefill
+        start, trace = prefill.cache.length, None
+        if prefill.at_last_chunk:
+            lengths = [len(job.request.prompt) for job in jobs]
+            trace = self._pass_trace(jobs, numbers, lengths)
+        hidden_BTM = prefill.read(None if trace is None else trace.observe)
+        for job, number in zip(jobs, numbers, strict=True):
             if job.request.prompt_logprobs is not None and not job.finished:
                 self._score(job, hidden_BTM[number], start)
         if prefill.done:
-            self._prefill = None
-            logits_BV = self.model.logits(hidden_BTM[:, -1:])[:, 0]
-            self._enter(prefill, jobs, logits_BV)
-        elif all(job.finished for job in jobs):
+            self._enter(self._prefill, hidden_BTM[:, -1:], trace)
+        if prefill.done or all(job.finished for job in jobs):
             self._prefill = None
         return int(hidden_BTM.shape[0] * hidden_BTM.shape[1])
 
-    def _begin_prefill(self) -> bool:
+    def _begin_prefill(self) -> "_Reading | None":
         """Take requests from the queue, as many as one chunk and the free rows hold."""
         jobs: list[_Job] = []
-        longest = 0
+        prompts: list[tuple[int, ...]] = []
         with self._condition:
             while self._waiting and len(jobs) < self.batch.free:
-                job = self._waiting[0]
-                alone = self.batch.invariant or job.request.prompt_logprobs is not None
-                longest = max(longest, len(job.request.prompt))
-                if jobs and (alone or (len(jobs) + 1) * longest > PREFILL_CHUNK):
-                    break
+                request = self._waiting[0].request
+                alone = self.batch.invariant or request.prompt_logprobs is not None
+                if request.prompt not in prompts:
+                    tokens = (len(prompts) + 1) * max(map(len, [*prompts, request.prompt]))
+                    if prompts and (alone or tokens > PREFILL_CHUNK):
+                        break
+                    prompts.append(request.prompt)
                 jobs.append(self._waiting.popleft())
-                if alone:
-                    break
+                jobs[-1].started = time.monotonic()
         if not jobs:
-            return False
-        now = time.monotonic()
-        for job in jobs:
-            job.started = now
-        prompts = [job.request.prompt for job in jobs]
-        self._prefill = Prefill(self.model, prompts, cache=self.batch.kind), jobs
-        return True
+            return None
+        prefill = Prefill(self.model, prompts, cache=self.batch.kind)
+        return _Reading(prefill, jobs, [prompts.index(job.request.prompt) for job in jobs])
 
     def _score(self, job: _Job, hidden_TM: Tensor, start: int) -> None:
         """Log-probabilities of the prompt after each position of a chunk that begins at start."""
@@ -417,81 +447,127 @@ class Engine:
         for part_TM in torch.split(hidden_TM, max(1, SCORE_ENTRIES // self.vocabulary)):
             at = len(job.prompt)
             targets = ids[at : at + len(part_TM)]
-            scores = log_probabilities(self.model.logits(part_TM), targets, k)
-            job.prompt += [
-                Token(i, "", p, top) for i, (p, top) in zip(targets, scores, strict=True)
-            ]
+            scores = _scores(self.model.logits(part_TM), targets, [k] * len(targets))
+            job.prompt += [Token(i, "", *score) for i, score in zip(targets, scores, strict=True)]
 
-    def _enter(self, prefill: Prefill, jobs: Sequence[_Job], logits_BV: Tensor) -> None:
-        """The first token of every prompt that was read; those that go on join the batch."""
-        for number, job in enumerate(jobs):
-            if job.finished:
-                continue
-            prompt = tuple(job.prompt) if job.request.prompt_logprobs is not None else None
-            if job.request.max_new_tokens == 0:
-                self._finish(job, "length", prompt=prompt)
-                continue
-            if job.request.sampling.repetition_penalty != 1.0:
-                job.previous = torch.zeros(
-                    1, self.vocabulary, dtype=torch.bool, device=self.batch.device
-                )
-                job.previous[0, torch.tensor(job.request.prompt)] = True
-            token = self._next_token(job, logits_BV[number : number + 1], prompt)
+    def _enter(self, reading: "_Reading", hidden_B1M: Tensor, trace: PassTrace | None) -> None:
+        """The first token of every prompt that was read; requests that go on join the batch."""
+        drawing: list[tuple[_Job, int]] = []
+        for job, number in zip(reading.jobs, reading.numbers, strict=True):
+            if job.request.max_new_tokens == 0 and not job.finished:
+                self._finish(job, "length")
+            elif not job.finished:
+                drawing.append((job, number))
+        if not drawing:
+            return
+        logits_BV = self.model.logits(hidden_B1M)[:, 0]
+        for job, number in drawing:
+            if job.request.sampling.penalised:
+                prompt_1V = torch.zeros(1, self.vocabulary, dtype=torch.bool, device=self.device)
+                prompt_1V[0, reading.prefill.ids_BT[number]] = True
+                job.penalties = Penalties(job.request.sampling, prompt_1V)
+        for (job, number), token in zip(
+            drawing, self._next_tokens(drawing, logits_BV, trace), strict=True
+        ):
             if token is not None:
-                job.row = self.batch.join(prefill, number, token)
+                job.row = self.batch.join(reading.prefill, number, token)
                 self._jobs[job.row] = job
 
     def _step(self) -> int:
-        logits_BV = self.batch.step()
-        for row, job in list(self._jobs.items()):
-            token = self._next_token(job, logits_BV[row.index : row.index + 1])
+        """A step of the batch; returns how many rows it computed."""
+        self.batch.fit()
+        jobs = [(job, row.index) for row, job in self._jobs.items()]
+        trace = self._pass_trace(
+            list(self._jobs.values()),
+            [row.index for row in self._jobs],
+            [row.length + 1 for row in self._jobs],
+        )
+        logits_BV = self.batch.step(None if trace is None else trace.observe)
+        rows = list(self._jobs)
+        for row, token in zip(rows, self._next_tokens(jobs, logits_BV, trace), strict=True):
             if token is not None:
                 row.token = token
         return len(logits_BV)
 
-    def _next_token(
-        self, job: _Job, logits_1V: Tensor, prompt: tuple[Token, ...] | None = None
-    ) -> int | None:
-        """Draw the next token of a request and report it; None where that ends the request."""
-        request = job.request
-        token = int(
-            sample_or_mark(
-                logits_1V,
-                request.sampling,
-                previous_BV=job.previous,
-                generator=job.generator,
+    def _pass_trace(
+        self, jobs: Sequence[_Job], rows: Sequence[int], lengths: Sequence[int]
+    ) -> PassTrace | None:
+        """The trace of a forward pass in which ``jobs`` have these rows; None where none asks."""
+        traced = [
+            TracedRow(row, length, job.request.trace)
+            for job, row, length in zip(jobs, rows, lengths, strict=True)
+            if job.request.trace is not None and job.request.max_new_tokens
+        ]
+        return PassTrace(self.model, traced, self._calibration) if traced else None
+
+    def _next_tokens(
+        self, jobs: Sequence[tuple[_Job, int]], logits_BV: Tensor, trace: PassTrace | None
+    ) -> list[int | None]:
+        """Draw a token for every request by its row of the logits, and report it.
+
+        None where that ends the request.
+        """
+        logits_JV = logits_BV[torch.tensor([row for _, row in jobs], device=self.device)]
+        tokens = self._draw([job for job, _ in jobs], logits_JV)
+        scored = [i for i, (job, _) in enumerate(jobs) if job.request.logprobs is not None]
+        scores: dict[int, _Score] = {}
+        if scored:
+            targets = [max(0, tokens[i]) for i in scored]
+            counts = [jobs[i][0].request.logprobs or 0 for i in scored]
+            scores = dict(zip(scored, _scores(logits_JV[scored], targets, counts), strict=True))
+        traces: dict[int, TokenTrace] = {}
+        if trace is not None:
+            traced = [i for i, (job, _) in enumerate(jobs) if job.request.trace is not None]
+            ids_R = torch.tensor([max(0, tokens[i]) for i in traced], device=self.device)
+            traces = dict(zip(traced, trace.tokens(logits_JV[traced], ids_R), strict=True))
+        return [
+            self._take(job, tokens[i], scores.get(i, (None, ())), traces.get(i))
+            for i, (job, _) in enumerate(jobs)
+        ]
+
+    def _draw(self, jobs: Sequence[_Job], logits_JV: Tensor) -> list[int]:
+        """A token per request, -1 where its logits are not finite.
+
+        Requests with the same settings draw together, each by its own generator.
+        """
+        tokens = [0] * len(jobs)
+        together: dict[object, list[int]] = {}
+        for i, job in enumerate(jobs):
+            together.setdefault(job.penalties or job.request.sampling, []).append(i)
+        for rows in together.values():
+            first = jobs[rows[0]]
+            token_R = sample_or_mark(
+                logits_JV if len(rows) == len(jobs) else logits_JV[rows],
+                first.request.sampling,
+                penalties=first.penalties,
+                generator=[jobs[i].generator for i in rows],
             )
-        )
+            if first.penalties is not None:
+                first.penalties.add(token_R)
+            for i, token in zip(rows, token_R.tolist(), strict=True):
+                tokens[i] = token
+        return tokens
+
+    def _take(self, job: _Job, token: int, score: "_Score", trace: TokenTrace | None) -> int | None:
+        """Report a new token of a request; None where it ends the request."""
+        request = job.request
         if token < 0:
-            self._finish(job, "error", prompt=prompt, error=NOT_FINITE)
+            self._finish(job, "error", error=NOT_FINITE)
             return None
-        if job.previous is not None:
-            job.previous[0, token] = True
         job.new_tokens += 1
         job.first_token = job.first_token or time.monotonic()
-        scores: tuple[float | None, tuple[tuple[int, float], ...]] = (None, ())
-        if request.logprobs is not None:
-            scores = log_probabilities(logits_1V, [token], request.logprobs)[0]
-        new = Token(token, job.text.add(token), *scores)
-        full = len(request.prompt) + job.new_tokens > self.context
+        new = Token(token, job.text.add(token), *score, trace)
         if token in request.stop_ids or job.text.stopped:
-            self._finish(job, "stop", tokens=(new,), prompt=prompt)
-        elif job.new_tokens == request.max_new_tokens or full:
-            self._finish(job, "length", tokens=(new,), prompt=prompt)
-        else:
-            self._report(job, Update((new,), prompt))
-            return token
-        return None
+            self._finish(job, "stop", new)
+            return None
+        full = len(request.prompt) + job.new_tokens > self.context
+        if job.new_tokens == request.max_new_tokens or full:
+            self._finish(job, "length", new)
+            return None
+        self._report(job, Update((new,), _prompt(job)))
+        return token
 
-    def _finish(
-        self,
-        job: _Job,
-        finish: Finish,
-        *,
-        tokens: tuple[Token, ...] = (),
-        prompt: tuple[Token, ...] | None = None,
-        error: str = "",
-    ) -> None:
+    def _finish(self, job: _Job, finish: Finish, *tokens: Token, error: str = "") -> None:
         """Report the end of a request and free what it holds."""
         if job.finished:
             return
@@ -502,7 +578,7 @@ class Engine:
         with self._condition:
             if job in self._waiting:
                 self._waiting.remove(job)
-        self._report(job, Update(tokens, prompt, finish, error, job.text.flush()))
+        self._report(job, Update(tokens, _prompt(job), finish, error, job.text.flush()))
         if self._observer is not None:
             now = time.monotonic()
             facts = RequestFacts(
@@ -522,18 +598,33 @@ class Engine:
             job.cancelled = True
 
 
-def log_probabilities(
-    logits_TV: Tensor, targets: Sequence[int], k: int
-) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-    """Per row the log-probability of its target, and the ``k`` largest with their ids.
+class _Reading(NamedTuple):
+    """Prompts that are being read: requests, and the row of each in the prefill."""
 
-    >>> log_probabilities(torch.tensor([[0.0, 0.0, 9.0]]).log_softmax(-1), [2], 1)[0][1][0][0]
-    2
-    """
-    log_p_TV = torch.log_softmax(logits_TV.float(), -1)
-    index_T1 = torch.tensor(targets, device=logits_TV.device).unsqueeze(-1)
-    chosen = log_p_TV.gather(-1, index_T1).squeeze(-1).tolist()
-    top = log_p_TV.topk(min(k, log_p_TV.shape[-1]), -1)
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    tops = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
-    return list(zip(chosen, tops, strict=True))
+    prefill: Prefill
+    jobs: list[_Job]
+    numbers: list[int]
+
+
+_Score = tuple[float | None, tuple[tuple[int, float], ...]]
+"""The log-probability of a token, and the largest ones with their ids."""
+
+
+def _scores(logits_TV: Tensor, targets: Sequence[int], counts: Sequence[int]) -> list[_Score]:
+    """Per row the log-probability of its target and its ``count`` largest."""
+    target_T = torch.tensor(targets, device=logits_TV.device)
+    chosen_T, ids_TK, top_TK = log_probabilities(logits_TV, target_T, max(counts, default=0))
+    rows = zip(chosen_T.tolist(), ids_TK.tolist(), top_TK.tolist(), counts, strict=True)
+    return [(p, tuple(zip(ids[:k], top[:k], strict=True))) for p, ids, top, k in rows]
+
+
+def _prompt(job: _Job) -> tuple[Token, ...] | None:
+    """The scores of the prompt, once: with the first update that comes after the prompt."""
+    if job.request.prompt_logprobs is None or job.new_tokens > 1 or not job.prompt:
+        return None
+    return tuple(job.prompt)
+
+
+def _observed(job: _Job) -> bool:
+    """Whether the attention of a request is traced."""
+    return job.request.trace is not None and job.request.trace.observes

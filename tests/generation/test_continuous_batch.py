@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fenchel.generation import KVCache
 from fenchel.generation.continuous_batch import ContinuousBatch, Prefill, Row
 from fenchel.model import Transformer
 
@@ -41,21 +42,24 @@ def ids_of(seed: int, count: int, vocabulary: int) -> list[int]:
     return torch.randint(vocabulary, (count,), generator=generator).tolist()
 
 
+def join(batch: ContinuousBatch, *prompts: list[int]) -> list[Row]:
+    """Rows whose next token is the last of their prompt."""
+    before = [prompt[:-1] for prompt in prompts]
+    prefill = Prefill(batch.model, before, cache=batch.kind, chunk=5)
+    while not prefill.done:
+        prefill.read()
+    return [batch.join(prefill, i, prompt[-1]) for i, prompt in enumerate(prompts)]
+
+
 def play(batch: ContinuousBatch, events: list[Event]) -> Iterator[tuple[list[int], Tensor]]:
     """The ids that a sequence has read and the logits after them, at every step of each."""
-    V, chunk = batch.model.config.vocabulary, 5
+    V = batch.model.config.vocabulary
     read: dict[Row, list[int]] = {}
     for number, (what, size) in enumerate(events):
         if what == "join" and batch.free:
             sizes = [size, 1 + size // 2][: batch.free]
             prompts = [ids_of(50 * number + i, n + 1, V) for i, n in enumerate(sizes)]
-            prefill = Prefill(
-                batch.model, [prompt[:-1] for prompt in prompts], cache=batch.kind, chunk=chunk
-            )
-            while not prefill.done:
-                prefill.read()
-            for i, prompt in enumerate(prompts):
-                read[batch.join(prefill, i, prompt[-1])] = prompt
+            read |= zip(join(batch, *prompts), prompts, strict=True)
         elif what == "leave" and read:
             row = list(read)[size % len(read)]
             del read[row]
@@ -86,3 +90,76 @@ def test_the_logits_of_a_sequence_are_those_of_the_model_on_it_alone(
         for ids, logits in play(batch, events):
             wanted = model(torch.tensor([ids]))[0, -1]
             torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+@settings(max_examples=10, deadline=None)
+@given(events=EVENTS)
+def test_a_smaller_cache_holds_what_its_own_cache_holds(
+    kind: Any, events: list[Event], lively: Build
+) -> None:
+    """Keys are rounded once: the logits are those of the model with a cache of that kind."""
+    model = lively(kv_heads=2, context=CONTEXT).double()
+    with torch.inference_mode():
+        batch = ContinuousBatch(model, rows=3, cache=kind)
+        for ids, logits in play(batch, events):
+            cache = KVCache(
+                model.config, batch=1, positions=CONTEXT, dtype=torch.float64, kind=kind
+            )
+            wanted = model(torch.tensor([ids]), cache=cache)[0, -1]
+            torch.testing.assert_close(logits, wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=6, deadline=None)
+@given(
+    others=st.lists(st.tuples(st.booleans(), st.integers(1, CONTEXT - 1)), max_size=8),
+    length=st.integers(2, 12),
+    early=st.booleans(),
+)
+def test_with_invariant_the_other_rows_change_no_bit(
+    shape: str, others: list[tuple[bool, int]], length: int, early: bool, lively: Build
+) -> None:
+    model = lively(**SHAPES[shape], context=CONTEXT)
+    ids = ids_of(7, CONTEXT, model.config.vocabulary)
+
+    def run(around: list[tuple[bool, int]]) -> Tensor:
+        batch = ContinuousBatch(model, rows=5, invariant=True)
+        beside: list[Row] = []
+        if early and around:  # the row of the sequence and its first column are others then
+            beside += join(batch, [*ids_of(9, around[0][1], 9), 1])
+            batch.step()
+        (row,) = join(batch, ids[:length])
+        logits = []
+        for at in range(length, CONTEXT):
+            for other in [other for other in beside if other.length == CONTEXT]:
+                beside.remove(other)
+                batch.leave(other)
+            logits.append(batch.step()[row.index].clone())
+            row.token = ids[at]
+            if around[at - length :]:
+                leaves, size = around[at - length]
+                if leaves and beside:
+                    batch.leave(beside.pop())
+                elif batch.free:
+                    beside += join(batch, ids_of(at, size + 1, model.config.vocabulary))
+        return torch.stack(logits)
+
+    with torch.inference_mode():
+        assert torch.equal(run(others), run([]))
+
+
+def test_memory_is_that_of_the_rows_and_a_quarter(lively: Build) -> None:
+    """However many sequences come and go, the cache stays as it was allocated."""
+    model = lively(context=CONTEXT)
+    with torch.inference_mode():
+        batch = ContinuousBatch(model, rows=3)
+        tensors = [x for layer in batch.cache.layers for s in layer.stores for x in s.buffers()]
+        addresses = [x.data_ptr() for x in tensors]
+        for _ in play(batch, [("join", 20), ("step", 12), ("join", 3), ("step", 12)] * 6):
+            pass
+        after = [x for layer in batch.cache.layers for s in layer.stores for x in s.buffers()]
+    assert [x.data_ptr() for x in after] == addresses
+    columns = CONTEXT - 1 + 16  # the least slack
+    config = model.config
+    assert batch.cache.bytes == 2 * config.layers * 3 * config.width * columns * 4
