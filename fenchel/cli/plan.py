@@ -208,13 +208,10 @@ def _sentences(plan: "Plan", cluster: "Cluster", advice: str | None) -> list[str
     else:
         small = plan.smallest
         instead = f"; {advice}" if advice else ", and no change that was tried would make it fit"
-        if any(f.built for f in plan.forecasts):
-            sentences.append(
-                f"No layout of fenchel train fits {limit}{instead}. The smallest of all, "
-                f"{small.layout}, needs {_amount(small.peak)} GB."
-            )
-        else:  # memory is not what is missing
-            sentences.append(f"No layout of fenchel train divides this run{instead}.")
+        sentences.append(
+            f"No layout of fenchel train fits {limit}{instead}. The smallest of all, "
+            f"{small.layout}, needs {_amount(small.peak)} GB."
+        )
     every = plan.fastest()
     if every is not None and every is not ours:
         verb = "is faster" if ours is not None else "is the fastest that fits"

@@ -6,7 +6,9 @@ Of W processes, rank r reads the cells
     c = m W + r,        m = 0, 1, ...  while  c < P,
 
 one forward and backward pass each, with the dropout noise of (seed, step, c). The gradient of the
-step is the sum of the gradients of the cells.
+step is the sum of the gradients of the cells. Where C ranks share every sequence (context.py), a
+cell is read by C of them: what is said of cells below then holds for the P C *parts* of cells, of
+which part c C + k belongs to rank k of its group.
 
 **Same bits for any W** (``train.cells``). Floating-point addition is not associative, so what
 differs between process counts is only the order of additions. It is fixed here: the sum over cells
@@ -46,7 +48,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fenchel.data import Batch, Batches
-from fenchel.distributed.owners import Owners
+from fenchel.distributed.context import ContextPart
+from fenchel.distributed.owners import BY_SCORES, Owners
 from fenchel.distributed.processes import World
 from fenchel.optim import OptimConfig, Schedule
 from fenchel.train import Stepper, StepResult, TrainConfig, count_targets
@@ -172,9 +175,15 @@ def cell_count(config: TrainConfig, ranks: int) -> int:
     >>> cell_count(TrainConfig(batch=12, accumulate=3), ranks=2)
     4
     """
-    cells = config.cells or ranks * -(-config.accumulate // ranks)
-    if config.cells is not None and cells < ranks:
-        raise ValueError(f"train.cells={cells} serves {cells} processes at most, not {ranks}.")
+    C = config.context_group
+    if ranks % C:
+        raise ValueError(
+            f"train.context_group={C} needs a multiple of {C} processes, and there are {ranks}."
+        )
+    groups = ranks // C
+    cells = config.cells or groups * -(-config.accumulate // groups)
+    if config.cells is not None and cells < groups:
+        raise ValueError(f"train.cells={cells} serves {cells * C} processes at most, not {ranks}.")
     if config.batch % cells:
         raise ValueError(
             f"train.batch={config.batch} does not split into {cells} cells for {ranks} processes; "
@@ -183,8 +192,21 @@ def cell_count(config: TrainConfig, ranks: int) -> int:
     return cells
 
 
-def require_supported(config: TrainConfig, optim: OptimConfig, world: World) -> None:
+def require_supported(
+    config: TrainConfig, optim: OptimConfig, world: World, *, context: int
+) -> None:
     """Refuse settings that a step in cells does not have yet, or not with these processes."""
+    if (C := config.context_group) > 1:
+        if context % (2 * C):
+            raise ValueError(
+                f"train.context_group={C} cuts a sequence into {2 * C} equal chunks, and "
+                f"model.context={context} is no multiple of {2 * C}."
+            )
+        if optim.optimiser in BY_SCORES:
+            raise ValueError(
+                f"optim.optimiser={optim.optimiser!r} samples whole sequences, which no process "
+                f'has with train.context_group={C}; choose "muon" or "adamw".'
+            )
     W, S = world.size, world.local_size
     if config.shard == "node" and W % S:
         raise ValueError('train.shard="node" needs as many processes on every machine.')
@@ -275,6 +297,9 @@ class CellStepper(Stepper):
         )
         self.owners, self.world, self.at = owners, owners.world, position
         self.cells, self.exact = cell_count(config, owners.world.size), config.cells is not None
+        self.context: ContextPart | None = None
+        if config.context_group > 1:
+            self.context = self._arguments["part"] = ContextPart(self.world, config.context_group)
         self.one_copy = owners.sharded and owners.parts == owners.world.size
         """Whether FSDP2's reduce-scatter adds over all ranks; else owners add replicas."""
         self.senders = 0
@@ -299,31 +324,32 @@ class CellStepper(Stepper):
         return StepResult(batch, loss, norm, rate, broken)
 
     def _passes(self) -> Iterator[tuple[int, bool]]:
-        """The cells of this rank, and whether they count.
+        """The cells of this rank, by the number of its part, and whether they count.
 
         Where a last pass has fewer cells than ranks, the others do nothing, or with FSDP2, whose
         passes gather weights from all ranks, repeat a cell that does not count.
         """
         W, rank, D = self.world.size, self.world.rank, self.owners.parts
-        for first in range(0, self.cells, W):
-            self.senders, last = min(W, self.cells - first), first + W >= self.cells
+        parts = self.cells * self.config.context_group
+        for first in range(0, parts, W):
+            self.senders, last = min(W, parts - first), first + W >= parts
             self.at.senders = min(D, max(0, self.senders - rank // D * D))
             self.at.complete = last if self.one_copy else self.at.senders > 0
-            yield (first + rank) % self.cells, rank < self.senders
+            yield (first + rank) % parts, rank < self.senders
 
     def _gradients(self, batch: Batch, step: int) -> tuple[float, dict[str, Tensor]]:
         """The mean loss, and the whole gradients of the parameters that this rank owns."""
         owners, count = self.owners, max(1, count_targets(batch.targets))
         rows, T = len(batch.inputs) // self.cells, batch.inputs.shape[1]
-        losses = torch.zeros(self.cells, dtype=torch.float64)
+        losses = torch.zeros(self.cells * self.config.context_group, dtype=torch.float64)
         sums: dict[str, CellSum] = {name: CellSum() for name in owners.owned}
         if owners.samples is not None:
             owners.samples.begin(self.cells, rows, T)
-        for cell, counts in self._passes():
+        for number, counts in self._passes():
             if counts or owners.sharded:
-                total = self._backward(batch, step, cell, counts, count)
+                total = self._backward(batch, step, number, counts, count)
                 if counts:
-                    losses[cell] = total
+                    losses[number] = total
             if self.exact and not self.one_copy:
                 self._add(sums, self.senders)
             elif self.exact and not self.at.complete:
@@ -342,23 +368,26 @@ class CellStepper(Stepper):
             for term in terms:
                 sums[name].add(term)
 
-    def _backward(self, batch: Batch, step: int, cell: int, counts: bool, count: int) -> float:
-        """Forward and backward pass of one cell; returns the sum of its losses."""
-        part = self._cell(batch, cell)
+    def _backward(self, batch: Batch, step: int, number: int, counts: bool, count: int) -> float:
+        """Forward and backward pass of one cell, or its part; returns the sum of its losses."""
+        cell = self._cell(batch, number)
         if self.owners.samples is not None:
-            self.owners.samples.cell = cell if counts else None
-        hidden = self._hidden_of_part(part, step, cell)
+            self.owners.samples.cell = number if counts else None
+        hidden, targets = self._hidden_of_part(cell, step, number), cell.targets
+        if self.context is not None:
+            targets = targets[:, self.context.positions(targets.shape[1], self.device)]
         with self.autocast():
-            loss = self._loss(hidden, part.targets)
+            loss = self._loss(hidden, targets)
         whole = loss / count
         if (balance := self.model.balance()) is not None:
-            own = count_targets(part.targets)
+            own = count_targets(targets)
             whole = whole + self.config.balance_weight * balance * (own / count)
         whole.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
-    def _cell(self, batch: Batch, cell: int) -> Batch:
-        rows = len(batch.inputs) // self.cells
+    def _cell(self, batch: Batch, number: int) -> Batch:
+        """The sequences of the cell of a part."""
+        rows, cell = len(batch.inputs) // self.cells, number // self.config.context_group
         return batch.rows(cell * rows, (cell + 1) * rows)
 
     def _clip(self, gradients: dict[str, Tensor]) -> float:
@@ -388,9 +417,9 @@ class CellStepper(Stepper):
             return f"the weights {min(bad, key=names.index)} are not finite"
 
         def forward() -> None:
-            for cell, counts in self._passes():
+            for number, counts in self._passes():
                 if counts or owners.sharded:
-                    self._hidden_of_part(self._cell(batch, cell), step, cell)
+                    self._hidden_of_part(self._cell(batch, number), step, number)
 
         place = first_place(self.model, forward)
         reshard(self.model)

@@ -59,7 +59,7 @@ from fenchel.optim.score.probe import (
 
 BUCKET = 2**26
 """Numbers per exchange, about: 256 MiB of float32."""
-_BY_SCORES = ("score", "trust")
+BY_SCORES = ("score", "trust")
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -125,7 +125,7 @@ class Owners:
         ``shard`` cuts the parameters of ``model``, which is whole on every rank when it comes here,
         into rows per rank; None leaves them whole.
         """
-        by_scores = optim.optimiser in _BY_SCORES
+        by_scores = optim.optimiser in BY_SCORES
         self.model, self.meta, self.world = model, meta, world
         self.units = units_of(meta, attention_pairs(meta) if by_scores else [])
         self.parameters = dict(model.named_parameters())

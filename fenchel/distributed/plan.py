@@ -8,8 +8,8 @@ W ranks in nodes of S ranks, R = W / S nodes. A *layout* is how they divide the 
     context C consecutive ranks share each sequence: T / C positions per rank, keys and values
             gathered from the C ranks layer by layer, dealt so that causal work is even
 
-``fenchel train`` has the layouts of ``train.shard`` with C = 1. The others, and recomputation, are
-here so that a cluster can be compared with them; ``Forecast.built`` tells them apart.
+``fenchel train`` has the layouts of ``train.shard`` and ``train.context_group``. Recomputation is
+here so that a cluster can be compared with it; ``Forecast.built`` tells it apart.
 
 A step of B sequences of T positions is P cells (cells.py); W / C groups of ranks read them in
 
@@ -95,7 +95,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fenchel.distributed.cells import Sharding, cell_count
-from fenchel.distributed.owners import BUCKET, Owners, deal, units_of
+from fenchel.distributed.owners import BUCKET, BY_SCORES, Owners, deal, units_of
 from fenchel.distributed.processes import World
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.flops import forward_flops
@@ -104,7 +104,6 @@ from fenchel.optim import OptimConfig, attention_pairs
 from fenchel.optim.config import split_matrices
 from fenchel.torch_internals import recorded_collectives, simulated_ranks, tensors_without_values
 from fenchel.train import TrainConfig
-from fenchel.train.config import SHARDS
 from fenchel.train.loss import LOGITS, ROWS
 
 CONTEXTS = (1, 2, 4, 8)
@@ -114,7 +113,7 @@ USABLE = 0.9
 GIGA, TERA = 1e9, 1e12
 _STATE = {"muon": (4, 8), "score": (4, 8), "trust": (4, 8), "adamw": (8, 8), "adam_l2": (8, 8)}
 """Bytes of state per number, of matrices in blocks and of all else; 4 for the SGD rules."""
-_BY_MUON, _BY_SCORES = ("muon", "score", "trust"), ("score", "trust")
+_BY_MUON = ("muon", "score", "trust")
 _MOVED = 12
 """Bytes per number that Muon moves at once: the momentum ahead, X and its successor."""
 
@@ -219,7 +218,7 @@ class Sizes:
         matrices = {id(p) for p in split_matrices(model)[0]}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.matrices = {n for n, p in model.named_parameters() if id(p) in matrices}
-        pairs = attention_pairs(model) if optim.optimiser in _BY_SCORES else []
+        pairs = attention_pairs(model) if optim.optimiser in BY_SCORES else []
         self.units = units_of(model, pairs)
         self.rules = _STATE.get(optim.optimiser, (4, 4))
         self.by_muon = optim.optimiser in _BY_MUON
@@ -320,7 +319,7 @@ class Layout:
     def __str__(self) -> str:
         """In words."""
         words = [f"shard={self.shard}"]
-        words += [f"context groups of {self.context}"] if self.context > 1 else []
+        words += [f"context_group={self.context}"] if self.context > 1 else []
         words += ["recomputation"] if self.recompute else []
         return " with ".join([words[0], " and ".join(words[1:])]) if words[1:] else words[0]
 
@@ -364,8 +363,7 @@ class Forecast:
     @property
     def built(self) -> bool:
         """Whether ``fenchel train`` has this layout."""
-        plain = self.layout.context == 1 and not self.layout.recompute
-        return plain and self.layout.shard in SHARDS
+        return not self.layout.recompute
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -411,7 +409,7 @@ def plan(
     >>> config = ModelConfig(vocabulary=1000, width=256, layers=2, heads=4)
     >>> four = plan(config, TrainConfig(batch=8), OptimConfig(), Cluster(ranks=4))
     >>> [str(f.layout) for f in four.forecasts][:3]
-    ['shard=none', 'shard=none with recomputation', 'shard=none with context groups of 2']
+    ['shard=none', 'shard=none with recomputation', 'shard=none with context_group=2']
     """
     if model.kind != "decoder":
         raise ValueError(f'a run trains model.kind="decoder", not {model.kind!r}.')
@@ -448,10 +446,10 @@ def _forecast(
     cluster: Cluster,
 ) -> Forecast:
     W, S, C, L = cluster.ranks, cluster.S, layout.context, model.layers
-    if model.context % C:
-        raise ValueError(f"model.context={model.context} does not split into {C} parts.")
+    if C > 1 and model.context % (2 * C):
+        raise ValueError(f"model.context={model.context} does not split into {2 * C} chunks.")
     groups = W // C
-    P = cell_count(train, groups)
+    P = cell_count(replace(train, context_group=C), W)
     m, sequences = ceil(P / groups), train.batch // P
     t = sequences * model.context // C
     a = 4 if train.precision == "float32" else 2
@@ -646,7 +644,7 @@ def simulate(
                     loss = network(ids).sum()
                 loss.backward()
                 received = owners.to_owners(owners.local_gradients(), ranks // D)
-                if optim.optimiser not in _BY_SCORES:
+                if optim.optimiser not in BY_SCORES:
                     owners.optimiser.move({owners.owned[n]: g[0] for n, g in received.items()})
                 owners.spread()
     by_name = {
@@ -689,7 +687,7 @@ def simulated_differs(
         len(sizes.blocks) + 1,
         (D - 1) * 4 * (blocks + root),
         4 * (ranks // D * owned.numbers + blocks + root),
-        0 if optim.optimiser in _BY_SCORES else owned.state,
+        0 if optim.optimiser in BY_SCORES else owned.state,
         found.seconds,
     )
     for name, ours, torchs in zip(Simulation._fields, expected, found, strict=True):

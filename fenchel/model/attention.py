@@ -94,6 +94,8 @@ class Attention(nn.Module):
         q_BHTD, k_BGTD, v_BGTD = self._project(x_BTM, context.rotary[int(self.local)])
         if context.cache is not None:
             k_BGTD, v_BGTD = context.cache.append(layer, k_BGTD, v_BGTD)
+        if context.part is not None:
+            return self._attend_part(q_BHTD, k_BGTD, v_BGTD, context, layer)
         if context.observe is not None:
             context.observe(layer, q_BHTD, k_BGTD, v_BGTD)
         call = self.attention_call(q_BHTD, k_BGTD, v_BGTD, context)
@@ -102,6 +104,21 @@ class Attention(nn.Module):
         if o_BHTD is None:
             o_BHTD = _attend(call, self.dropout if self.training else 0.0)
         out: Tensor = self.out(o_BHTD.transpose(1, 2).flatten(2))
+        return out
+
+    def _attend_part(
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, layer: int
+    ) -> Tensor:
+        """The output for some positions of the sequences; others compute the rest of k and v."""
+        assert context.part is not None
+        k, v = context.part.gather(k, v)
+        p, outputs = self.dropout if self.training else 0.0, []
+        for rows, end in context.part.chunks(k.shape[2]):
+            chunk = q[:, :, rows], k[:, :, :end], v[:, :, :end]
+            if context.observe is not None:
+                context.observe(layer, *chunk)
+            outputs.append(_attend(self.attention_call(*chunk, context), p))
+        out: Tensor = self.out(torch.cat(outputs, dim=2).transpose(1, 2).flatten(2))
         return out
 
     def attention_call(

@@ -126,13 +126,21 @@ def relative_bias_table(config: ModelConfig) -> nn.Embedding | None:
 
 
 def position_bias(
-    config: ModelConfig, relative_bias: nn.Embedding | None, T: int, S: int
+    config: ModelConfig,
+    relative_bias: nn.Embedding | None,
+    T: int,
+    S: int,
+    *,
+    one_shape: bool = True,
 ) -> Prior | None:
-    """The prior over distances of all layers, for T queries and S keys: ALiBi's or T5's."""
+    """The prior over distances of all layers, for T queries and S keys: ALiBi's or T5's.
+
+    ``one_shape=False`` for calls of ``attend`` with other numbers of queries or keys.
+    """
     if relative_bias is None:
         return ALiBi(config.heads) if config.positions == "alibi" else None
     table = relative_bias.weight
     bias = RelativeBias(table, config.kind == "encoder", config.bucket_distance)
-    if any(config.windows):  # a layer with a window has fewer keys than S
+    if any(config.windows) or not one_shape:  # a layer with a window has fewer keys than S
         return bias
     return Dense(bias.log(T, S, H=config.heads, device=table.device, dtype=table.dtype))

@@ -10,7 +10,7 @@ Several documents may share a row (``segments_BT``, a number per document): a qu
 keys of its own document alone, and positions count from the first slot of each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -58,6 +58,19 @@ class CrossAttentionCache(Protocol):
         """The k and v (B, G, S, D) of a layer: computed at the first call, the same afterwards."""
 
 
+class SequencePart(Protocol):
+    """Some positions of every sequence; other processes have the rest (distributed/context.py)."""
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """The positions that this pass computes, of sequences of ``length``."""
+
+    def chunks(self, length: int) -> Sequence[tuple[slice, int]]:
+        """Consecutive queries among them, and the end of the keys that they are aligned to."""
+
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of all positions, in order: (B, G, S, D)."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class ForwardContext:
     """State shared by all layers during one forward pass over T new slots.
@@ -71,10 +84,12 @@ class ForwardContext:
     token_mask: Tensor | None = None
     """Which slots hold a token, (B, S); None is all of them."""
     segments: Tensor | None = None
-    """The number of every slot's document, (B, T); None where a row is one document."""
+    """The number of every slot's document, (B, S); None where a row is one document."""
     position_bias: Prior | None = None
     """What distances add to the scores of every layer (ALiBi, T5)."""
     cache: Cache | None = None
+    part: SequencePart | None = None
+    """Which positions of the sequences are computed; None is all of them."""
     observe: Observer | None = None
     attention_override: AttentionOverride | None = None
     memory: Tensor | None = None
@@ -94,7 +109,7 @@ class ForwardContext:
         B, H, T, _ = q.shape
         masked, limit, heads = with_token_mask(prior, self.token_mask, S), SHARED_PRIOR, H
         if self.segments is not None:
-            own = Segments(self.segments)
+            own = Segments(self.segments[:, :S])
             masked = own if masked is None else masked + own
             limit, heads = SHARED_SEGMENTS, H if masked.varies()[1] else 1
         assert masked is not None

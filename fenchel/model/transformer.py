@@ -34,7 +34,13 @@ from fenchel.attention.spec import AttentionCall
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block, Encoder, position_bias, relative_bias_table, run_blocks
 from fenchel.model.config import ModelConfig
-from fenchel.model.forward_context import AttentionOverride, Cache, ForwardContext, Observer
+from fenchel.model.forward_context import (
+    AttentionOverride,
+    Cache,
+    ForwardContext,
+    Observer,
+    SequencePart,
+)
 from fenchel.model.initialisation import initialise, post_norm_trouble
 from fenchel.model.mlp import ACTIVATIONS, MixtureOfExperts
 from fenchel.model.norm import norm
@@ -87,6 +93,7 @@ class Transformer(nn.Module):
         memory_mask_BS: Tensor | None = None,
         observe: Observer | None = None,
         attention_override: AttentionOverride | None = None,
+        part: SequencePart | None = None,
         last: bool = False,
         return_hidden: bool = False,
     ) -> Tensor:
@@ -95,11 +102,13 @@ class Transformer(nn.Module):
         ``token_mask_BS`` is True at slots that hold a token, those of the ``cache`` and then the
         new ones; positions count tokens, and padding is never attended to. ``segments_BT`` numbers
         the documents of rows that hold several, one after another: each is read as if it stood
-        alone. ``memory_BSM`` is the output of ``encode``, with a mask of its own. ``observe``
-        receives the queries, keys and values of every layer; ``attention_override`` may replace its
-        attention output (fenchel/model/forward_context.py). With ``return_hidden`` the input of the
-        LM head is returned instead of the logits, (B, T, M), for a loss that computes them in
-        parts; a model without an LM head has nothing else to return.
+        alone. ``part`` selects the positions that are computed and gathers keys and values of the
+        rest; the result has these positions alone. ``memory_BSM`` is the output of ``encode``, with
+        a mask of its own. ``observe`` receives the queries, keys and values of every layer;
+        ``attention_override`` may replace its attention output (fenchel/model/forward_context.py).
+        With ``return_hidden`` the input of the LM head is returned instead of the logits, (B, T,
+        M), for a loss that computes them in parts; a model without an LM head has nothing else to
+        return.
         """
         if cache is not None and self.config.kind == "encoder":
             raise ValueError("an encoder reads a sequence at once; call it without a cache.")
@@ -113,13 +122,26 @@ class Transformer(nn.Module):
                     "in the shape of the ids, without a cache and without a token mask."
                 )
             positions_BT = segment_positions(segments_BT)
+        if part is not None:
+            if cache is not None or token_mask_BS is not None or self.config.kind != "decoder":
+                raise ValueError(
+                    "a part of the positions is computed by a decoder on whole sequences, without "
+                    "a cache and without a token mask."
+                )
+            at = part.positions(T, ids_BT.device)
+            if positions_BT is None:
+                positions_BT = torch.arange(T, device=ids_BT.device).expand(ids_BT.shape)
+            ids_BT, positions_BT = ids_BT[:, at], positions_BT[:, at]
+            types_BT = None if types_BT is None else types_BT[:, at]
         x_BTM = self._embed(ids_BT, start, positions_BT, types_BT)
+        shape = {"one_shape": part is None}
         context = ForwardContext(
             rotary=self._rotary(start, start + T, positions_BT, x_BTM),
             token_mask=token_mask_BS,
             segments=segments_BT,
-            position_bias=position_bias(self.config, self.relative_bias, T, start + T),
+            position_bias=position_bias(self.config, self.relative_bias, T, start + T, **shape),
             cache=cache,
+            part=part,
             observe=observe,
             attention_override=attention_override,
             memory=memory_BSM,

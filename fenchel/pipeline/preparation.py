@@ -202,7 +202,8 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     )
     parameters = one + (c.block_count - least) * (two - one)
     parts = train.accumulate if world.size == 1 else 1
-    tokens = train.batch // max(parts, train.cells or 1, world.size) * c.context
+    groups = max(1, world.size // train.context_group)
+    tokens = train.batch // max(parts, train.cells or 1, groups) * c.context // train.context_group
     parameters //= {"none": 1, "node": world.local_size}.get(train.shard, world.size)
     per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
     needs = 12 * parameters + 2 * tokens * c.layers * per_layer
@@ -274,13 +275,14 @@ def _time_steps(config: RunConfig, model: nn.Module, batches: Batches) -> StepTi
 
 def in_cells(config: RunConfig, world: World) -> bool:
     """Whether steps are those of fenchel/distributed: several processes, or train.cells."""
-    return world.size > 1 or config.train.cells is not None
+    train = config.train
+    return world.size > 1 or train.cells is not None or train.context_group > 1
 
 
 def require_cells(config: RunConfig, world: World) -> None:
     """Refuse settings that these processes cannot train with, before any work is done."""
     if in_cells(config, world):
-        require_supported(config.train, config.optim, world)
+        require_supported(config.train, config.optim, world, context=config.model.context)
         cell_count(config.train, world.size)
 
 

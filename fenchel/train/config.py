@@ -39,6 +39,9 @@ class TrainConfig:
     gradients and moments would take over half of the memory, inside machines if that is enough."""
     gather: str = "float32"
     """Dtype in which divided weights are gathered: "float32" or "bfloat16"."""
+    context_group: int = 1
+    """Consecutive processes that share every sequence, each with 1/context_group of its positions:
+    for contexts whose activations one process cannot hold. Divides the number of processes."""
     timeout: float = 600.0
     """Seconds that a process waits for the others before the run ends with an error."""
     start: str = "bigram"
@@ -93,7 +96,8 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("batch", "accumulate", "log_every", "keep", "patience", "evaluate_tokens"):
+        counts = ("batch", "accumulate", "context_group", "log_every", "keep", "patience")
+        for name in (*counts, "evaluate_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1.")
         for name in ("steps", "threads", "evaluate_every", "save_every"):

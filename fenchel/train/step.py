@@ -143,9 +143,10 @@ class Stepper:
         observed = config.qk_clip is not None or config.entropy_floor > 0.0
         self.stability = Stability(model, config) if observed else None
         self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
-        self._observe: dict[str, Observer] = (
-            {"observe": self.stability.observe} if self.stability else {}
-        )
+        self._arguments: dict[str, Any] = {}
+        """Further arguments of the forward pass."""
+        if self.stability is not None:
+            self._arguments["observe"] = self.stability.observe
         for group in optimiser.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
@@ -232,7 +233,7 @@ class Stepper:
         ):
             torch.manual_seed(mix(self.seed, step, part))
             packed = {} if batch.segments is None else {"segments_BT": batch.segments}
-            return self.forward(batch.inputs, return_hidden=True, **self._observe, **packed)
+            return self.forward(batch.inputs, return_hidden=True, **self._arguments, **packed)
 
 
 def first_broken(model: nn.Module, forward: Callable[[], object], loss: Tensor | float) -> str:

@@ -301,23 +301,24 @@ def test_cells_have_room_for_every_process() -> None:
 def test_what_cells_do_not_have_is_refused(setting: dict[str, Any]) -> None:
     name = next(iter(setting))
     with pytest.raises(ValueError, match=f"train.{name}.* works in one process"):
-        require_supported(TrainConfig(**setting), OptimConfig(), ALONE)
+        require_supported(TrainConfig(**setting), OptimConfig(), ALONE, context=8)
 
 
 def test_a_limit_on_outputs_is_refused() -> None:
     """Its samples are those of one process."""
+    optim = OptimConfig(optimiser="trust", output_change=0.1)
     with pytest.raises(ValueError, match=r"optim\.output_change works in one process"):
-        require_supported(TrainConfig(), OptimConfig(optimiser="trust", output_change=0.1), ALONE)
+        require_supported(TrainConfig(), optim, ALONE, context=8)
 
 
 def test_nodes_whose_sums_are_no_subtrees_are_refused() -> None:
     config = TrainConfig(shard="node", cells=8, batch=8)
-    require_supported(config, OptimConfig(), World(size=8, local_size=4))
-    require_supported(config, OptimConfig(), World(size=3, local_size=3))  # one machine
+    require_supported(config, OptimConfig(), World(size=8, local_size=4), context=8)
+    require_supported(config, OptimConfig(), World(size=3, local_size=3), context=8)
     with pytest.raises(ValueError, match="adds the cells of 3 processes per machine first"):
-        require_supported(config, OptimConfig(), World(size=6, local_size=3))
+        require_supported(config, OptimConfig(), World(size=6, local_size=3), context=8)
     with pytest.raises(ValueError, match="as many processes on every machine"):
-        require_supported(config, OptimConfig(), World(size=6, local_size=4))
+        require_supported(config, OptimConfig(), World(size=6, local_size=4), context=8)
 
 
 def test_auto_divides_inside_a_machine_where_that_is_enough(monkeypatch) -> None:

@@ -1,0 +1,187 @@
+"""fenchel/distributed/context.py: a sequence on several processes is the sequence on one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fenchel.data import Batches
+from fenchel.distributed.cells import CellStepper, build_stepper, cell_count, require_supported
+from fenchel.distributed.context import ContextPart
+from fenchel.distributed.processes import World
+from fenchel.model import ModelConfig, Transformer
+from fenchel.model.forward_context import SequencePart
+from fenchel.model.transformer import meta_model
+from fenchel.optim import OptimConfig, build_optimiser, constant
+from fenchel.train import Stepper, TrainConfig
+
+from .test_cells import digest
+
+T, VOCABULARY = 64, 61
+BATCH, CELLS, STEPS = 4, 4, 3
+CASES: dict[str, dict[str, Any]] = {
+    "softmax, rotary": {},
+    "entmax": {"choice": "entmax"},
+    "entmax, grouped keys, qk_norm": {"choice": "entmax", "kv_heads": 1, "qk_norm": True},
+    "sparsemax, learned positions": {"choice": "sparsemax", "positions": "learned"},
+    "entmax, alibi": {"choice": "entmax", "positions": "alibi"},
+    "entmax, window": {"choice": "entmax", "windows": (12, 0)},
+    "entmax, buckets": {"choice": "entmax", "positions": "buckets"},
+    "entmax, sinks, soft cap": {"choice": "entmax", "sinks": True, "softcap": 8.0},
+    "softmax, l2": {"scores": "l2"},
+    "entmax, packed documents": {"choice": "entmax"},
+}
+"""Name to settings of the model."""
+
+
+class InOneProcess:
+    """All positions in one process, whose queries attend chunk by chunk as those of a group do."""
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return torch.arange(length, device=device)
+
+    def chunks(self, length: int) -> list[tuple[slice, int]]:
+        n = length // 4
+        return [(slice(end - n, end), end) for end in range(n, length + 1, n)]
+
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
+def run(name: str, part: SequencePart | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Hidden states of two sequences at the positions of a part, and gradients of the weights."""
+    shape = {"vocabulary": VOCABULARY, "width": 32, "layers": 2, "heads": 2, "context": T}
+    settings = {"initial": "normal", "initial_std": 0.1, **CASES[name]}
+    model = Transformer(ModelConfig(**shape, **settings), generator=torch.manual_seed(0))
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (2, T), generator=draw)
+    weight = torch.randn(2, T, 32, generator=draw)
+    packed = {}
+    if "packed" in name:
+        packed = {"segments_BT": torch.arange(T).expand(2, T) // torch.tensor([[23], [40]])}
+    hidden = model(ids, return_hidden=True, part=part, **packed)
+    if part is not None:
+        weight = weight[:, part.positions(T, ids.device)]
+    (hidden * weight).sum().backward()
+    return hidden.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def divided(launch) -> list[dict[str, Any]]:
+    """By rank of two: hidden states and gradients, by case."""
+
+    def work(world: World) -> dict[str, Any]:
+        part, results = ContextPart(world, 2), {}
+        for name in CASES:
+            hidden, gradients = run(name, part)
+            numbers = {n: world.sum(g.clone()).tolist() for n, g in gradients.items()}
+            results[name] = [hidden.tolist(), numbers]
+        return results
+
+    return launch(2, work)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_compute_what_one_does(divided, name: str) -> None:
+    """Forward to the bit of the same calls in one process, and to 2e-6 of one call per layer.
+
+    Kernels add in another order where a call has other numbers of queries and keys. Gradients, the
+    terms of two processes, are right to 2e-6.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    by_chunks, _ = run(name, InOneProcess())
+    hidden, gradients = run(name, None)
+    torch.set_num_threads(threads)
+    for rank, at in enumerate([[*range(16), *range(48, 64)], [*range(16, 48)]]):
+        found, numbers = divided[rank][name]
+        assert torch.equal(torch.tensor(found), by_chunks[:, at])
+        assert torch.allclose(torch.tensor(found), hidden[:, at], rtol=0.0, atol=2e-6)
+        assert numbers.keys() == gradients.keys()
+        for n, g in gradients.items():
+            scale = max(1.0, float(g.abs().max()))
+            assert torch.allclose(torch.tensor(numbers[n]), g, rtol=0.0, atol=2e-6 * scale)
+
+
+def config_of(**settings: Any) -> ModelConfig:
+    shape = {"vocabulary": VOCABULARY, "width": 16, "layers": 2, "heads": 2, "context": 16}
+    return ModelConfig(**shape, choice="entmax", **settings)
+
+
+def batches_of() -> Batches:
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, size=2000)
+    return Batches(ids, batch=BATCH, context=16, seed=1)
+
+
+def stepper_of(world: World, *, dropout: float = 0.0, **settings: Any) -> CellStepper:
+    config = config_of(dropout=dropout)
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    given = {"batch": BATCH, "precision": "float32", "context_group": 2, **settings}
+    optim = OptimConfig(optimiser="adamw", learning_rate=1e-3)
+    kinds = {"train": TrainConfig(**given), "optim": optim, "world": world}
+    meta = meta_model(config)
+    return build_stepper(model, meta, batches_of(), constant(), steps=STEPS, seed=3, **kinds)
+
+
+@pytest.fixture(scope="module")
+def trained(launch) -> dict[str, list[Any]]:
+    """Digest after steps in cells with dropout, and losses of steps without, by processes."""
+
+    def work(shard: str) -> Any:
+        def run(world: World) -> list[Any]:
+            exact = stepper_of(world, dropout=0.1, cells=CELLS, shard=shard)
+            for step in range(STEPS):
+                exact(step)
+            ordinary = stepper_of(world, shard=shard)
+            return [digest(exact), [ordinary(step).loss for step in range(STEPS)]]
+
+        return run
+
+    return {
+        "2": launch(2, work("none")),
+        "4, full": launch(4, work("full")),
+    }
+
+
+def test_same_bits_for_any_number_of_context_groups(trained) -> None:
+    digests = {row[0] for rows in trained.values() for row in rows}
+    assert len(digests) == 1
+
+
+def test_groups_take_the_steps_of_one_process(trained) -> None:
+    config = config_of()
+    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    optimiser = build_optimiser(
+        model, OptimConfig(optimiser="adamw", learning_rate=1e-3), steps=STEPS
+    )
+    train = TrainConfig(batch=BATCH, precision="float32")
+    one = Stepper(model, batches_of(), optimiser, constant(), config=train, seed=3)
+    expected = [one(step).loss for step in range(STEPS)]
+    for rows in trained.values():
+        for _, losses in rows:
+            assert losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("train", "optim", "sentence"),
+    [
+        ({"context_group": 3}, {}, "model.context=64 is no multiple of 6"),
+        ({"context_group": 2}, {"optimiser": "score"}, "samples whole sequences"),
+    ],
+)
+def test_what_groups_cannot_do_is_refused(
+    train: dict[str, Any], optim: dict[str, Any], sentence: str
+) -> None:
+    world = World(size=6, local_size=6)
+    with pytest.raises(ValueError, match=sentence):
+        require_supported(TrainConfig(**train), OptimConfig(**optim), world, context=T)
+
+
+def test_groups_need_their_processes() -> None:
+    assert cell_count(TrainConfig(batch=8, context_group=2), 8) == 4
+    with pytest.raises(ValueError, match="context_group=2 needs a multiple of 2 processes"):
+        cell_count(TrainConfig(batch=8, context_group=2), 1)
+    with pytest.raises(ValueError, match="cells=2 serves 4 processes at most, not 8"):
+        cell_count(TrainConfig(batch=8, cells=2, context_group=2), 8)
