@@ -236,8 +236,11 @@ class ScoreLine:
 
     def rms(self, S: Tensor) -> Tensor:
         """Root mean square over the pairs of the grid, per head: (L, n, H, m, T) -> (L, H)."""
-        squares = S.square().sum(dim=(1, 3, 4)) * self.inputs.grid.pair_weight
-        return mean_over_processes(squares).sqrt()
+        return mean_over_processes(self.sample_mean_square(S)).sqrt()
+
+    def sample_mean_square(self, S: Tensor) -> Tensor:
+        """Mean square over the pairs of this process: (L, n, H, m, T) -> (L, H)."""
+        return S.square().sum(dim=(1, 3, 4)) * self.inputs.grid.pair_weight
 
     def independent(self, q: Tensor, k: Tensor) -> Tensor:
         """RMS of <q, k> if positions were independent: -> (L, H)."""

@@ -23,13 +23,19 @@ once, and without a synchronisation of the device. Heads that share keys share t
 so that the scores of every head, not only their mean over the group, move by gamma. In t_Q alone y
 is a parabola, which gives t_Q in closed form.
 
-Under a norm of queries and keys q(t) and k(t) are curves. On the chord from the start to a point
-t_n of them y is the quartic again, in the share x of the chord; its crossing gives the next point,
+Under a norm of queries and keys q(t) and k(t) are curves. On the chord from the start to a point t
+of them y is the quartic again, in the share x of the chord, whose crossing gives the next point:
 
-    t_n+1 = x t_n,       from  t_0 = PROBING |W| / |U|,  where the chord is all but a tangent.
+    f(t) = x t,       f(t*) = t*  where the scores have moved by gamma.
 
-Chord and curve agree at x = 1, so if the curve bends by the share e of its length at gamma, t_1 is
-wrong by e and each further chord multiplies the error by about e; CHORDS of them are enough.
+Chord and curve agree at x = 1. Two chords, the first all but a tangent, give two values of f, and
+the line through them a fixed point,
+
+    t_1 = f(t_0),  t_2 = f(t_1),  t_0 = PROBING |W| / |U|
+    t*  = t_1 + (t_2 - t_1) / (1 - f'),      f' = (t_2 - t_1) / (t_1 - t_0).
+
+If the curve bends by the share e of its length at gamma, t_1 is wrong by e, t_2 by e^2 and t* by
+about e^3, without a third chord.
 
 Closed sizes have no parts, and y is nearly a parabola: ``find_crossing`` fits one through y(0) and
 the last two points, moves to where it meets gamma^2, and keeps a bracket for when the fit fails.
@@ -69,9 +75,9 @@ would have to grow without end.
 step's own sample: RMS and largest absolute value over the sampled pairs, the scores as the softmax
 receives them, and the entropy of the softmax per row in nats, averaged over the sampled queries.
 Where no pairs were measured (closed sizes) the maxima and the entropy are nan. A step keeps only
-what these numbers need; they are computed on demand, the root mean squares from the measurements
-of the step (averaged over all processes of a run), the rest on the sample of this process, from the
-queries and keys before the step and the weights after it.
+what these numbers need; they are computed on demand, from the queries and keys before the step and
+the weights after it, on the sample of this process. Root mean squares without a norm and those of
+closed sizes are the step's own, which are means over all processes of a run.
 """
 
 import math
@@ -98,8 +104,8 @@ POINTS = 512
 """Points of a line at which the quartic is evaluated at once, in each of two rounds."""
 UPPER_FACTOR = 1.001 * (1.0 + math.sqrt(2.0))
 """1 + sqrt 2 of the bound above, and a little for rounding."""
-CHORDS = 3
-"""Chords that lead to where the scores of a head with a norm have moved by gamma."""
+STEEPEST = 0.5
+"""The largest |f'| by which the end of two chords is extrapolated."""
 ROUNDS = 5
 """Points at which ``find_crossing`` measures the change, beside t = 0."""
 TOLERANCE = 1e-4
@@ -169,19 +175,28 @@ def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return powers.to(device), unshrunk.to(device), counts, plain.to(device)
 
 
-def crossing_by_chords(
-    line: ScoreLine, gamma: Tensor, start: Tensor, limit: Tensor
-) -> tuple[HeadFactors, tuple[Tensor, Tensor]]:
-    """The t at which the scores move by gamma under a norm; (RMS change, RMS score) there.
+def crossing_by_chords(line: ScoreLine, gamma: Tensor, start: Tensor, limit: Tensor) -> HeadFactors:
+    """The t <= ``limit`` at which the scores of each head move by gamma (L, H) under a norm.
 
     The first chord ends at ``start`` (L, H), where it should be close to the tangent.
     """
-    t = line.same_for_keys(start)
-    for _ in range(CHORDS):
-        chord = line.chord(t)
-        t = _times(t, crossing_by_parts(chord, gamma, None, limit / t.Q, t.K.shape[1]))
-    there, end = line.same_for_keys(torch.ones_like(start)), line.chord(t)
-    return t, (rms_by_parts(end, there, None, 1.0), rms_by_parts(end, there, None))
+
+    def f(t: HeadFactors) -> HeadFactors:
+        shares = crossing_by_parts(line.chord(t), gamma, None, limit / t.Q, t.K.shape[1])
+        return _times(t, shares)
+
+    t_0 = line.same_for_keys(start)
+    t_1 = f(t_0)
+    t_2 = f(t_1)
+    t = HeadFactors(*map(_fixed_point, t_0, t_1, t_2))
+    most_K = by_group(limit, t.K.shape[1]).amin(2)
+    return HeadFactors(torch.minimum(t.Q, limit), torch.minimum(t.K, most_K))
+
+
+def _fixed_point(t_0: Tensor, t_1: Tensor, t_2: Tensor) -> Tensor:
+    """Where the line through (t_0, t_1) and (t_1, t_2) meets the diagonal."""
+    slope = ((t_2 - t_1) / (t_1 - t_0)).nan_to_num(0.0, 0.0, 0.0).clamp(-STEEPEST, STEEPEST)
+    return t_1 + (t_2 - t_1) / (1.0 - slope)
 
 
 def crossing_by_search(
@@ -376,7 +391,7 @@ class StepRecord(NamedTuple):
     score_factor: Tensor | None
     """The factor of the projection on the scores, (L, H); None without a ball."""
     measured: tuple[Tensor, Tensor] | None
-    """(RMS change, RMS score), (L, H) each, where there are no parts to compute them from."""
+    """(RMS change, RMS score), (L, H) each, of a closed size, which has no pairs."""
     shortens: bool
     """Whether t < 1 means a shortened step (ScoreTrust)."""
     gain_share: Tensor | None = None
@@ -389,16 +404,20 @@ class StepRecord(NamedTuple):
             capped = capped | (self.score_factor < 1.0)
         if self.gain_share is not None:
             capped = capped | (self.gain_share < 1.0).unsqueeze(1)
-        change, score = self.measured or self.line.move(
-            _times(self.t, self.projection),
-            self.projection if self.shrink is None else _times(self.shrink, self.projection),
-        )
-        if self.line.closed:
+        if self.measured is not None:
+            change, score = self.measured
             score = score if self.score_factor is None else score * self.score_factor
             unknown = torch.full_like(change, torch.nan)
             return HeadStats(change, unknown, score, unknown, unknown, capped)
         after = ScoreLine(self.line.pairs, self.line.inputs, W)
         S, dS = after.start, after.start - self.line.start
+        if self.line.parts is None:
+            change, score = (after.sample_mean_square(x).sqrt() for x in (dS, S))
+        else:
+            change, score = self.line.move(
+                _times(self.t, self.projection),
+                self.projection if self.shrink is None else _times(self.shrink, self.projection),
+            )
         return HeadStats(change, _largest(dS), score, _largest(S), _mean_entropy(after), capped)
 
 
@@ -450,22 +469,18 @@ def take_step(
     groups = W.K.shape[1]
     if not line.inputs.from_batch or line.has_qk_norm:  # no ball
         gamma = torch.full_like(_norm(W.Q), limits.gamma)
-        t, s, measured = _step_lengths(line, W, U, gamma, None, limits)
+        t, s = _step_lengths(line, W, U, gamma, None, limits)
         new = _updated_weights(W, U, t, None, None)
         if line.has_qk_norm and limits.exact:
             new = HeadWeights(*(_with_norm_of(to, old) for to, old in zip(new, W, strict=True)))
-        measured = measured or line.move(t, None, s)
+        measured = line.move(t, None, s) if line.closed else None
         record = StepRecord(line, t, None, None, None, measured, not limits.exact, s)
         return WeightUpdate(new, before, record)
     ball = score_ball(line.start_rms, before, limits.gamma, limits.radius, soft=limits.exact)
     shrink = None if ball.shrink is None else scaling(ball.shrink, groups)
-    t, _, _ = _step_lengths(line, W, U, ball.budget, shrink, limits)
-    measured = None
-    if line.parts is None:
-        measured = line.move(t, shrink)
-        after = measured[1]
-    else:
-        after = rms_by_parts(line.parts, t, shrink)
+    t, _ = _step_lengths(line, W, U, ball.budget, shrink, limits)
+    measured = line.move(t, shrink) if line.parts is None else None
+    after = rms_by_parts(line.parts, t, shrink) if measured is None else measured[1]
     c = projection(after, ball.bound)
     back = scaling(c, groups)
     record = StepRecord(line, t, shrink, back, c, measured, not limits.exact)
@@ -479,26 +494,25 @@ def _step_lengths(
     gamma: Tensor,
     shrink: HeadFactors | None,
     limits: StepLimits,
-) -> tuple[HeadFactors, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """The distances along U, the share of the move of the gains, and ``line.move`` if known."""
+) -> tuple[HeadFactors, Tensor | None]:
+    """The distances along U, and the share of the move of the gains."""
     if line.parts is not None:
         limit = torch.full_like(gamma, torch.inf if limits.exact else 1.0)
-        return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1]), None, None
+        return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1]), None
     ratio = torch.minimum(
         _norm(W.Q) / _norm(U.Q).clamp(min=1e-30),
         (_norm(W.K) / _norm(U.K).clamp(min=1e-30)).repeat_interleave(line.group, dim=1),
     )
     ratio = torch.where(ratio > 0, ratio, 1.0)
     if not limits.exact:  # all of U, or less
-        return *shares_by_search(line, gamma, shrink, ratio.clamp(max=1.0)), None
+        return shares_by_search(line, gamma, shrink, ratio.clamp(max=1.0))
     limit = ratio if line.has_qk_norm else torch.full_like(ratio, torch.inf)
     eps = PROBING * ratio
     if not line.closed:
-        t, measured = crossing_by_chords(line, gamma, eps, limit)
-        return t, None, measured
+        return crossing_by_chords(line, gamma, eps, limit), None
     rate = line.move(line.same_for_keys(eps), None)[0] / eps
     start = torch.where(rate > 0, gamma / rate.clamp(min=1e-30), 0.0)
-    return crossing_by_search(line, gamma, shrink, start, limit), None, None
+    return crossing_by_search(line, gamma, shrink, start, limit), None
 
 
 def _updated_weights(

@@ -159,16 +159,13 @@ def test_chords_end_where_the_change_under_a_norm_is_gamma(
     )
     line = ScoreLine([layer], stack_inputs([layer], [LayerInput(x, None, None)]), W)
     line.set_direction(U)
-    wanted, one = torch.full((1, 4), gamma, dtype=torch.float64), torch.ones(1, 4)
-    t, (change, score) = crossing_by_chords(line, wanted, 1e-3 * one.double(), one.double())
-    exact, exact_score = line.move(t, None)
+    wanted, one = (torch.full((1, 4), x, dtype=torch.float64) for x in (gamma, 1.0))
+    exact, _ = line.move(crossing_by_chords(line, wanted, 1e-3 * one, one), None)
     if kv_heads == 4:
         torch.testing.assert_close(exact, wanted, rtol=error, atol=0)
     else:  # the keys stop at the first head of a group that has moved by gamma
         assert (exact <= wanted * (1 + error)).all()
         assert (exact.amax(1) >= wanted[:, 0] * (1 - error)).all()
-    torch.testing.assert_close(change, exact)
-    torch.testing.assert_close(score, exact_score)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
