@@ -16,12 +16,14 @@ has the milliseconds of each, the ratio to ours, dense-equivalent TFLOP/s (4 n^2
 128 x 64 scores that ours keeps. AdaSplash-2 is timed if it is installed; it tunes itself for every
 length, which takes a minute.
 
-    python -m benchmarks attention_kernels [--quick]
+    python -m benchmarks attention_kernels            4,096, 16,384, 65,536 tokens, D = 64, 128
+    python -m benchmarks attention_kernels --quick    16,384 tokens, D = 64, no flex, no moves
 """
 
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,8 @@ ROUNDS = 7
 SLICE = 64
 """Rows that are compared with float64."""
 KINDS = ("near-uniform", "normal", "clusters 2", "clusters 4", "clusters 7")
+PASSES = {"forward": 1.0, "forward+backward": 3.5, "forward+tangent": 3.0}
+"""Products of T x S x D by those of a forward pass."""
 CAUSAL = Band(1 << 30, 0)
 SEGMENT = 256
 
@@ -128,8 +132,8 @@ def kept(q: Tensor, k: Tensor, v: Tensor) -> float:
     return float(saved.hits.sum() / (each.ceil().sum() * saved.hits[..., 0, 0].numel()))
 
 
-def measure(case: Case, names: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for the forward pass and one for both."""
+def measure(case: Case, names: Sequence[str], passes: Sequence[str]) -> list[dict[str, Any]]:
+    """A row per pass."""
     q, k, v, g = draw(case)
     with torch.no_grad():
         part = kept(q, k, v)
@@ -171,49 +175,52 @@ def measure(case: Case, names: Sequence[str]) -> list[dict[str, Any]]:
             return attend_jvp((q, k, v), (k, q, g), choice=Entmax(1.5), prior=Causal())
 
     flop = 2.0 * case.n**2 * WIDTH * max(1, TOKENS // case.n)
+    timed_by_pass: dict[str, dict[str, Callable[[], object]]] = {
+        "forward": {name: forward(maps[name]) for name in calls},
+        "forward+backward": calls,
+        "forward+tangent": {"ours": with_tangent, "flash": forward(maps["flash"])},
+    }
     rows = []
-    for passes, timed in (
-        ("forward", {name: forward(maps[name]) for name in calls}),
-        ("forward+backward", calls),
-        ("forward+tangent", {"ours": with_tangent, "flash": forward(maps["flash"])}),
-    ):
+    for name in passes:
+        timed = timed_by_pass[name]
         times = time_interleaved(timed, rounds=ROUNDS, warmup=2)
-        work = {"forward": 1.0, "forward+backward": 3.5, "forward+tangent": 3.0}[passes] * flop
+        work = PASSES[name] * flop
         row = {
             **case._asdict(),
-            "pass": passes,
+            "pass": name,
             "kept": part,
             **errors,
-            **(memory if passes == "forward+backward" else {}),
-            **{f"{name}_ms": 1e3 * times.median(name) for name in timed},
-            **{f"{name}_TFLOPs": 1e-12 * work / times.median(name) for name in timed},
-            **{f"{name}_by_ours": times.ratio("ours", name) for name in timed if name != "ours"},
+            **(memory if name == "forward+backward" else {}),
+            **{f"{each}_ms": 1e3 * times.median(each) for each in timed},
+            **{f"{each}_TFLOPs": 1e-12 * work / times.median(each) for each in timed},
+            **{f"{each}_by_ours": times.ratio("ours", each) for each in timed if each != "ours"},
         }
         rows.append(row)
-        shown = "  ".join(f"{name} {row[f'{name}_ms']:.2f}" for name in timed)
+        shown = "  ".join(f"{each} {row[f'{each}_ms']:.2f}" for each in timed)
         print(
-            f"  {case.D:4d} {case.n:6d}  {case.kind:13s} {passes:17s} kept {part:.2f}  ms: {shown}",
+            f"  {case.D:4d} {case.n:6d}  {case.kind:13s} {name:17s} kept {part:.2f}  ms: {shown}",
             flush=True,
         )
     return rows
 
 
 def main(options: Sequence[str] = ()) -> None:
-    """All cases, or with --quick those of 16,384 tokens without the rivals that tune themselves."""
+    """All cases, or with --quick those that decide how entmax compares with softmax."""
     if not torch.cuda.is_available():
         print("attention_kernels needs a GPU")
         return
     quick = "--quick" in options
-    lengths = (1 << 14,) if quick else (1 << 12, 1 << 14, 1 << 16)
-    names = ("ours", "flash", "cudnn") if quick else tuple(contenders())
-    began = time.perf_counter()
-    rows = []
-    for n in lengths:
-        for D in (64, 128):
-            for kind in KINDS:
-                rows += measure(Case(D, n, kind), names)
+    lengths, widths = ((1 << 14,), (64,)) if quick else ((1 << 12, 1 << 14, 1 << 16), (64, 128))
+    kinds = [kind for kind in KINDS if kind != "normal"] if quick else KINDS
+    passes = ("forward", "forward+backward") if quick else tuple(PASSES)
+    names = [name for name in contenders() if name != "flex" or not quick]
     packages = [name for name in ("triton", "adasplash") if find_spec(name)]
-    print(f"{time.perf_counter() - began:.0f} s, {record('attention_kernels', rows, packages)}")
+    began, rows = time.perf_counter(), []
+    for n, D, kind in product(lengths, widths, kinds):
+        rows += measure(Case(D, n, kind), names, passes)
+        path = record("attention_kernels", rows, packages)
+        torch.cuda.empty_cache()
+    print(f"{time.perf_counter() - began:.0f} s, {path}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,13 @@ Inputs are larger than the L2 cache.
 
 The scores of normal keys have standard deviation 1, where every page holds support of entmax. In
 ``clustered`` keys one page in ten points along the mean query of its group.
+
+    python -m benchmarks decode_kernels            32k, 128k and 256k tokens, heads of 64 and 128
+    python -m benchmarks decode_kernels --quick    32k and 128k tokens, heads of 128
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -172,15 +176,19 @@ def _add(lines: list[dict[str, Any]], **line: Any) -> None:
     lines.append(line)
 
 
-def main() -> None:
+def main(options: Sequence[str] = ()) -> None:
     """Check and time on a GPU; write results/decode_kernels_cuda.json."""
     if not torch.cuda.is_available():
         print("decode_kernels needs a GPU.")
         return
     bandwidth = read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
-    lines = [line for D in WIDTHS for n in LENGTHS for line in rows(n, D, bandwidth)]
-    record("decode_kernels_cuda", [{"read_bandwidth": round(bandwidth)}, *lines])
+    quick = "--quick" in options
+    lines: list[dict[str, Any]] = [{"read_bandwidth": round(bandwidth)}]
+    for D, n in product((128,) if quick else WIDTHS, LENGTHS[:2] if quick else LENGTHS):
+        lines += rows(n, D, bandwidth)
+        path = record("decode_kernels_cuda", lines)
+    print(path)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 A shared machine is noisy and drifts, so contenders run in turn within one process: every round
 times each of them once, and the result is the median over rounds of the ratio within a round. A
 slow minute then slows all contenders alike, and one interrupted round does not move the median.
+
+Long benchmarks call ``record`` after every case: a run that is stopped keeps the cases it has.
 """
 
 import gc
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fenchel.files import write_atomic
 from fenchel.torch_internals import compile_error
 from fenchel.train.machine import commit, device_name
 
@@ -142,7 +145,7 @@ def record(
     }
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(page, indent=1) + "\n")
+    write_atomic(path, json.dumps(page, indent=1) + "\n")
     return path
 
 

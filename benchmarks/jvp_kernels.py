@@ -18,10 +18,14 @@ every output of ours was compared with float64 on the last rows of one head:
 
 The last rows are the spectral norm of one causal head (sensitivity_long.py), whose products are
 these kernels in float32, over 32,768 and 131,072 tokens.
+
+    python -m benchmarks jvp_kernels            all lengths, both widths of a head
+    python -m benchmarks jvp_kernels --quick    8,192 tokens at both widths, 32,768 for the norm
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -178,23 +182,26 @@ def case(n: int, d: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
+def main(options: Sequence[str] = ()) -> None:
+    """All cases, or with --quick one length and the shorter norm."""
     if not torch.cuda.is_available():
         print("jvp_kernels needs a GPU.")
         return
-    rows = []
-    for d in HEADS:
-        for n in LENGTHS:
-            for row in case(n, d):
-                rows.append(row)
-                print(
-                    "  ".join(
-                        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-                        for k, v in row.items()
-                    )
-                )
-            torch.cuda.empty_cache()
-    for n in (32768, 131072):
+    quick = "--quick" in options
+    rows: list[dict[str, Any]] = []
+    for d, n in product(HEADS, (8192,) if quick else LENGTHS):
+        for row in case(n, d):
+            rows.append(row)
+            print(
+                "  ".join(
+                    f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
+                ),
+                flush=True,
+            )
+        record("jvp_kernels", rows)
+        torch.cuda.empty_cache()
+    for n in (32768,) if quick else (32768, 131072):
         rows.append({"contender": "spectral_norm", **measure("cuda", n)})
-        print(rows[-1])
-    print(f"\n{record('jvp_kernels', rows)}")
+        print(rows[-1], flush=True)
+        path = record("jvp_kernels", rows)
+    print(f"\n{path}")

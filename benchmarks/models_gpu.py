@@ -1,21 +1,37 @@
-"""Models of real size on a GPU against transformers' models of the same shape.
+"""Training steps of models of real size on a GPU: softmax, entmax, and transformers' model.
 
-Both sides: one process, in turn (harness.py), weights in float32 under bfloat16 autocast, fused
-AdamW, torch.compile with its default mode. Theirs: sdpa attention, logits of the whole batch.
-Ours: the loss from the LM head in parts (train/loss.py).
+One process, in turn (harness.py), weights in float32 under bfloat16 autocast, fused AdamW,
+torch.compile with its default mode. The loss of ours comes from the LM head in parts
+(train/loss.py), theirs from the logits of the whole batch; theirs has sdpa attention.
 
-    train     tokens per second of forward, loss, backward and optimiser; share of the peak rate
+    ours            softmax in every head
+    entmax          the same model with entmax-1.5 in every head, by the Triton kernels
+    transformers    GPT-2 of the same shape
 
-Model FLOPs per token: 6 per weight of every product and 12 layers width T for attention (half of
-it under a causal mask; counted in full, as is the custom).
+The scores of a fresh model have a standard deviation of 1, so the rows of entmax are sparse and
+scattered: no tile can be left out. Columns:
+
+    tokens_per_second    of forward, loss, backward and optimiser
+    share_of_peak        model FLOPs per second by the rate in the datasheet. Model FLOPs per token:
+                         6 per weight of every product, and 12 layers width T for attention (half
+                         of it under a causal mask; counted in full, as is the custom)
+    kernel_ms            milliseconds per step on the device by kind of kernel, from the profiler:
+                         what is left beside matrix products and attention
+
+    python -m benchmarks models_gpu            32 and 64 sequences, all three
+    python -m benchmarks models_gpu --quick    32 sequences, ours and entmax
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import record, time_interleaved
 from benchmarks.train_cpu import gpt2
@@ -37,6 +53,16 @@ GPT2 = ModelConfig(
 )
 BATCHES = (32, 64)
 """Sequences per step."""
+KINDS = {
+    "attention": ("flash", "fmha", "sdpa", "_thresholds", "_outputs", "_gradients"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+    "loss": ("_softmax_errors",),
+    "optimiser": ("adam", "multi_tensor"),
+    "copies": ("memcpy", "memset"),
+}
+"""Parts of the names of kernels; the first kind that fits counts, "other" where none does."""
+PROFILED = 3
+"""Steps under the profiler."""
 
 
 def step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
@@ -53,49 +79,108 @@ def step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
     return take
 
 
-def train(config: ModelConfig, batch: int) -> dict[str, Any]:
-    """Time a training step of ours and of theirs."""
-    torch.compiler.reset()  # else a second batch size would be compiled with dynamic shapes
-    torch.cuda.reset_peak_memory_stats()
-    ids = torch.randint(config.vocabulary, (batch, config.context + 1), device="cuda")
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    ours, theirs = Transformer(config).cuda().train(), gpt2(config).cuda().train()
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
-    assert sizes[0] == sizes[1], sizes
-    our_pass, their_pass = torch.compile(ours), torch.compile(theirs)
+def our_step(config: ModelConfig, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
+    """A training step of ours, of a fresh model."""
+    with torch.device("cuda"):
+        model = Transformer(config).train()
+    forward = torch.compile(model)
 
-    def our_loss() -> Tensor:
-        stream = our_pass(inputs, return_hidden=True)
-        return lm_head_loss(stream, ours.lm_head_weight, targets) / targets.numel()
+    def loss() -> Tensor:
+        hidden = forward(inputs, return_hidden=True)
+        return lm_head_loss(hidden, model.lm_head_weight, targets) / targets.numel()
 
-    def their_loss() -> Tensor:
-        logits = their_pass(inputs, use_cache=False).logits
+    return step(model, loss)
+
+
+def their_step(config: ModelConfig, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
+    """A training step of transformers' GPT-2."""
+    model = gpt2(config).cuda().train()
+    forward = torch.compile(model)
+
+    def loss() -> Tensor:
+        logits = forward(inputs, use_cache=False).logits
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    contenders = {"ours": step(ours, our_loss), "transformers": step(theirs, their_loss)}
-    timings = time_interleaved(contenders, rounds=15, warmup=4)
-    flops = 6 * sizes[0] + 12 * config.layers * config.width * config.context
-    rates = {name: targets.numel() / timings.median(name) for name in contenders}
-    return {
-        "what": "train",
-        "shape": "gpt2-124M",
-        "parameters": sizes[0],
-        "tokens_per_step": targets.numel(),
-        **{f"{name}_tokens_per_second": round(rate) for name, rate in rates.items()},
-        **{f"{name}_share_of_peak": flops * rate / PEAK for name, rate in rates.items()},
-        "ratio": timings.ratio("ours", "transformers"),
-        "quartiles": timings.spread("ours", "transformers"),
-        "peak_GB": torch.cuda.max_memory_allocated() / 1e9,
-    }
+    return step(model, loss)
 
 
-def main() -> None:
+def parameters(config: ModelConfig) -> int:
+    """The number of weights, which is that of transformers' model too."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Transformer(config).parameters())
+
+
+def kernel_times(take: Callable[[], None]) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds per step by kind of kernel, and those of the largest kernels without a kind."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED):
+            take()
+        torch.cuda.synchronize()
+    kinds: Counter[str] = Counter()
+    others: Counter[str] = Counter()
+    for event in found.key_averages():
+        if event.device_type != DeviceType.CUDA:
+            continue
+        name, ms = event.key.lower(), event.self_device_time_total / 1e3 / PROFILED
+        kind = next((k for k, parts in KINDS.items() if any(part in name for part in parts)), None)
+        kinds[kind or "other"] += ms
+        if kind is None:
+            others[event.key[:60]] += ms
+    return dict(kinds), dict(others.most_common(12))
+
+
+def rows(config: ModelConfig, batch: int, names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row per contender."""
+    torch.compiler.reset()  # else a second batch size would be compiled with dynamic shapes
+    ids = torch.randint(config.vocabulary, (batch, config.context + 1), device="cuda")
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    makers = {"ours": our_step, "entmax": our_step, "transformers": their_step}
+    configs = {"entmax": replace(config, choice="entmax")}
+    contenders, peaks = {}, {}
+    for name in names:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        take = makers[name](configs.get(name, config), inputs, targets)
+        for _ in range(2):  # compiles, and makes the state of the optimiser
+            take()
+        contenders[name] = take
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 1e9
+    timings = time_interleaved(contenders, rounds=15, warmup=2)
+    size = parameters(config)
+    flops = 6 * size + 12 * config.layers * config.width * config.context
+    found = []
+    for name, take in contenders.items():
+        rate = targets.numel() / timings.median(name)
+        row: dict[str, Any] = {
+            "what": "train",
+            "shape": "gpt2-124M",
+            "contender": name,
+            "parameters": size,
+            "tokens_per_step": targets.numel(),
+            "tokens_per_second": round(rate),
+            "share_of_peak": flops * rate / PEAK,
+            "peak_GB": peaks[name],
+        }
+        if name != "ours":
+            row |= {"by_ours": timings.ratio("ours", name), "spread": timings.spread("ours", name)}
+        if name != "transformers":
+            row["kernel_ms"], row["other_kernels_ms"] = kernel_times(take)
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def main(options: Sequence[str] = ()) -> None:
+    """Time all contenders, or with --quick ours at the smaller batch."""
     if not torch.cuda.is_available():
         print("there is no GPU here; models_gpu measures on one.")
         return
+    quick = "--quick" in options
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    rows = [train(GPT2, batch) for batch in BATCHES]
-    for row in rows:
-        print(row)
-    print(record("models_gpu", rows, packages=("transformers",)))
+    names = ("ours", "entmax", "transformers")[: 2 if quick else 3]
+    found: list[dict[str, Any]] = []
+    for batch in BATCHES[:1] if quick else BATCHES:
+        found += rows(GPT2, batch, names)
+        path = record("models_gpu", found, packages=("transformers",))
+    print(path)

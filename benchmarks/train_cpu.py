@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Timings, record, time_interleaved
 from fenchel.generation import generate
@@ -47,6 +46,8 @@ SHAPES = [
 
 def llama(c: ModelConfig) -> nn.Module:
     """transformers' Llama of the shape of ``c``."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # seconds, which others do without
+
     config = LlamaConfig(
         vocab_size=c.vocabulary,
         hidden_size=c.width,
@@ -66,6 +67,8 @@ def llama(c: ModelConfig) -> nn.Module:
 
 def gpt2(c: ModelConfig) -> nn.Module:
     """transformers' GPT-2 of the shape of ``c``."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(
         vocab_size=c.vocabulary,
         n_positions=c.context,
