@@ -266,11 +266,11 @@ def document(
     footer: str = "Written by fenchel. This page is one file: it loads nothing and sends nothing.",
 ) -> str:
     """The page as text; ``views`` are files with views beside those of viewer.js."""
-    style = _asset("page.css")
-    script = "".join(_asset(name) for name in ("viewer.js", *views, "page.js"))
+    style = read_asset("page.css")
+    script = "".join(read_asset(name) for name in ("viewer.js", *views, "page.js"))
     pictures = {name: data for part in sections for name, data in part.pictures.items()}
     links = (element("a", part.title, href=f"#{part.anchor}") for part in sections)
-    return Template(_asset("page.html")).substitute(
+    return Template(read_asset("page.html")).substitute(
         policy=policy(script=script, style=style),
         title=join([title]),
         header=header,
@@ -329,8 +329,9 @@ def _sha256(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _asset(name: str) -> str:
-    return resources.files("fenchel.report").joinpath(name).read_text(encoding="utf-8")
+def read_asset(name: str, package: str = "fenchel.report") -> str:
+    """The text of a script, style or template of a package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def format_bracket(bracket: Mapping[str, float] | None, *, to: str = " to ") -> str:

@@ -1,0 +1,463 @@
+"""fenchel/server/page.py: the live page in a real browser, against a server with canned streams.
+
+The server here sends what fenchel/server/app.py sends, with token texts that are hostile and
+numbers that are known, and remembers what the page has asked for. What lights up on the page is
+compared with those numbers.
+"""
+
+import asyncio
+import json
+import math
+import re
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from fenchel.server.page import content_security_policy, page
+from tests.browser import DESKTOP, PHONE, Browser, needs_browser
+
+HOSTILE = '</script><img src=x onerror="document.title=1">'
+FACTS = {
+    "model": "tiny </title><b>",
+    "context": 64,
+    "layers": 3,
+    "heads": 2,
+    "chat": True,
+    "stops": [2, "\nuser:"],
+    "fingerprint": "0123456789ab",
+}
+PROMPT = ("To", " the", " Congress")
+SHELL = "🐚".encode()
+ANSWER: tuple[str | bytes, ...] = (
+    " of",
+    HOSTILE,
+    " peace\n",
+    SHELL[:2],
+    SHELL[2:],
+    " and",
+    " labor",
+)
+ENDLESS, REFUSED, CUT = "endless", "refused", "cut"
+"""Prompts to which the server answers without end, with an error, or with half of an answer."""
+
+
+def scored(id: int, piece: str | bytes, logprob: float | None) -> dict[str, Any]:
+    data = piece if isinstance(piece, bytes) else piece.encode()
+    text = data.decode(errors="replace")
+    return {"id": id, "token": text, "bytes": list(data), "logprob": logprob}
+
+
+def read(position: int, turn: int) -> dict[str, Any]:
+    """Weights over the positions up to ``position`` that differ for each ``turn``."""
+    raw = [1.0 + (7 * key + 5 * turn) % 11 for key in range(position + 1)]
+    weights = sorted(
+        ((key, w / (1.1 * sum(raw))) for key, w in enumerate(raw)), key=lambda pair: -pair[1]
+    )
+    return {"top": [list(pair) for pair in weights[:4]], "rest": 0.1, "first": 0.01}
+
+
+def trace(position: int) -> dict[str, Any]:
+    """The trace of the token after ``position``, as TokenTrace.as_json gives it."""
+    layers = [
+        {
+            "layer": layer,
+            "entropy": 0.5 + layer,
+            "keys": math.exp(0.5 + layer),
+            **read(position, 10 * layer),
+            "heads": [
+                {"entropy": 0.4, "keys": 1.5, **read(position, 10 * layer + head + 1)}
+                for head in range(2)
+            ],
+        }
+        for layer in range(3)
+    ]
+    bounds = {"head": 0, "lower": 0.2, "upper": 0.25, "certified": True}
+    return {
+        "p": 0.25,
+        "rank": 2,
+        "entropy": 1.5,
+        "effective": math.exp(1.5),
+        "confidence": {"p": 0.22, "temperature": 1.1, "error": 0.01, "predictions": 4096},
+        "attention": {"position": position, "layers": layers, "last_third": read(position, 50)},
+        "sensitivity": {"layers": [{"layer": layer, **bounds} for layer in range(3)]},
+    }
+
+
+class Canned:
+    """The server: routes of the page, canned answers, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.left = threading.Event()
+        """Set when the client of an endless answer leaves."""
+        routes = [
+            Route("/", self.index),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+        ]
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()  # a request that comes early waits
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        settings = uvicorn.Config(
+            Starlette(routes=routes), log_level="error", timeout_graceful_shutdown=1
+        )
+        self.server = uvicorn.Server(settings)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+    async def index(self, _: Request) -> Response:
+        headers = {"Content-Security-Policy": content_security_policy("n0nce")}
+        return HTMLResponse(page("n0nce", FACTS), headers=headers)
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if body.get("prompt") == REFUSED:
+            error = {"message": "the prompt has 99 tokens and the model reads 64."}
+            return JSONResponse({"error": error}, 400)
+        self.kind = body.get("prompt")
+        return JSONResponse({"tokens": [10, 11, 12]})
+
+    async def completions(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        stream = self.endless() if self.kind == ENDLESS else self.stream(body["prompt"])
+        return StreamingResponse(stream, media_type="text/event-stream")
+
+    async def stream(self, ids: list[int]) -> AsyncIterator[str]:
+        """The prompt, then the answer: token k has id 10 + k and log-probability -k / 4."""
+        pieces = (*PROMPT, *ANSWER)
+        yield event(
+            content=[
+                scored(id, piece, (-9.0 if id >= 90 else -k / 4) if k else None)
+                | {"top_logprobs": []}
+                for k, (id, piece) in enumerate(zip(ids, pieces, strict=False))
+            ]
+        )
+        for k in range(len(ids), len(pieces)):
+            other = scored(90 + k, f" other{k}", -9.0)
+            entry = scored(10 + k, pieces[k], -k / 4)
+            if self.kind == CUT and k == 6:
+                yield 'data: {"error": {"message": "the engine has stopped."}}\n\n'
+                return
+            yield event(content=[entry | {"top_logprobs": [entry, other]}], fenchel=[trace(k - 1)])
+        yield event(finish="length")
+        yield "data: [DONE]\n\n"
+
+    async def endless(self) -> AsyncIterator[str]:
+        yield event(content=[scored(id, " x", -1.0) for id in (10, 11, 12)])
+        try:
+            while True:
+                yield event(content=[scored(13, " y", -1.0)], fenchel=[trace(0)])
+                await asyncio.sleep(0.02)
+        finally:
+            self.left.set()
+
+
+def event(
+    content: list[dict[str, Any]] | None = None,
+    fenchel: list[dict[str, Any]] | None = None,
+    finish: str | None = None,
+) -> str:
+    choice = {
+        "index": 0,
+        "text": "",
+        "logprobs": None if content is None else {"content": content},
+        "finish_reason": finish,
+        **({} if fenchel is None else {"fenchel": fenchel}),
+    }
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Canned]:
+    canned = Canned()
+    yield canned
+    canned.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    session = Browser()
+    yield session
+    session.driver.quit()
+
+
+def until(browser: Browser, true: Callable[[], Any]) -> None:
+    WebDriverWait(browser.driver, 10, poll_frequency=0.02).until(lambda _: true())
+
+
+def pieces(browser: Browser) -> list[WebElement]:
+    return browser.driver.find_elements(By.CSS_SELECTOR, "#tokens .piece")
+
+
+def generate(browser: Browser, server: Canned, prompt: str = "To", **how: Any) -> None:
+    """Open the page, send a prompt, and wait until the text stands."""
+    browser.open(server.address, **how)
+    server.bodies.clear()
+    browser.find("#prompt").send_keys(prompt)
+    browser.find("#generate").click()
+    if prompt != ENDLESS:
+        until(browser, lambda: browser.text("#status").startswith("7 tokens"))
+
+
+def weights(browser: Browser) -> dict[int, float]:
+    """Position to the square root of its weight over the largest, for the tokens that are lit."""
+    found = browser.run(
+        "return [...document.querySelectorAll('#tokens .piece')].map((piece) =>"
+        " piece.classList.contains('read') ? +piece.style.getPropertyValue('--weight') : 0)"
+    )
+    return {position: weight for position, weight in enumerate(found) if weight}
+
+
+def expected(read: dict[str, Any]) -> dict[int, float]:
+    most = read["top"][0][1]
+    return {position: pytest.approx(math.sqrt(w / most), abs=1e-3) for position, w in read["top"]}
+
+
+def hover(browser: Browser, at: int) -> None:
+    browser.hover(f"#tokens .piece:nth-of-type({at + 1})", 0.5, 0.5)
+
+
+# --- without a browser
+
+
+def test_the_document_escapes_its_facts_and_names_no_outside_resource() -> None:
+    document = page("a&b", FACTS | {"fingerprint": HOSTILE})
+    assert "tiny &lt;/title&gt;&lt;b&gt; · fenchel</title>" in document
+    assert HOSTILE not in document
+    assert document.count("</script>") == 2
+    assert document.count('nonce="a&amp;b"') == 2
+    addresses = set(re.findall(r"https?://[^\s\"'`)]+", document))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a namespace
+    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|\beval\b", document)
+
+
+def test_the_policy_admits_the_nonce_and_the_own_origin_only() -> None:
+    rules = dict(rule.split(" ", 1) for rule in content_security_policy("xyz").split("; "))
+    assert rules["default-src"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    assert rules["script-src"] == rules["style-src"] == "'nonce-xyz'"
+
+
+# --- in a browser
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [DESKTOP, PHONE])
+def test_tokens_appear_as_text_in_silence_and_nothing_leaves_the_origin(
+    browser: Browser, server: Canned, width: int, scheme: str
+) -> None:
+    generate(browser, server, width=width, scheme=scheme)
+    shown = [piece.text for piece in pieces(browser)]
+    texts = ["of", HOSTILE, "peace↵", "◌", "🐚", "and", "labor"]
+    assert shown == [text.strip() for text in (*PROMPT, *texts)]
+    assert browser.run("return document.querySelectorAll('img').length") == 0
+    assert browser.find("h1").text == FACTS["model"]
+    pieces(browser)[4].click()
+    assert browser.find("#inspector h2").text == HOSTILE.replace(" ", "·")
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    assert browser.console() == []
+    assert browser.requests() == [
+        server.address,
+        f"{server.address}tokenize",
+        f"{server.address}v1/completions",
+    ]
+    paper = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert paper == {"light": "rgb(251, 250, 246)", "dark": "rgb(20, 23, 26)"}[scheme]
+
+
+@needs_browser
+def test_a_token_lights_up_what_it_read_by_the_chosen_layer_and_head(
+    browser: Browser, server: Canned
+) -> None:
+    generate(browser, server)
+    hover(browser, 6)
+    assert weights(browser) == expected(read(5, 50))
+    hover(browser, 8)
+    assert weights(browser) == expected(read(7, 50))
+    pieces(browser)[8].click()
+    browser.find("select[aria-label=Layer] option[value='1']").click()
+    assert weights(browser) == expected(read(7, 10))
+    browser.find("select[aria-label=Head] option[value='1']").click()
+    assert weights(browser) == expected(read(7, 12))
+    rows = browser.driver.find_elements(By.CSS_SELECTOR, ".layers tbody tr")
+    assert [row.text.split() for row in rows] == [
+        [str(layer + 1), f"{math.exp(0.5 + layer):.3g}", "≤", "0.250"] for layer in range(3)
+    ]
+    browser.driver.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
+    hover(browser, 0)  # a token of the prompt shows which tokens read it
+    given = {
+        at: dict(map(tuple, read(at - 1, 12)["top"])).get(0, 0.0)
+        for at in range(3, len(PROMPT) + len(ANSWER))
+    }
+    most = max(given.values())
+    assert weights(browser) == {
+        at: pytest.approx(math.sqrt(w / most), abs=1e-3) for at, w in given.items() if w
+    }
+
+
+@needs_browser
+def test_surprise_is_the_shade_of_a_token(browser: Browser, server: Canned) -> None:
+    generate(browser, server)
+    ramp = browser.run(
+        "return getComputedStyle(document.documentElement).getPropertyValue('--ramp')"
+    )
+    ends = [[int(c.strip()[i : i + 2], 16) for i in (1, 3, 5)] for c in ramp.split(",")]
+    for at, piece in enumerate(pieces(browser)):
+        colour = browser.run("return arguments[0].style.backgroundColor", piece)
+        if at == 0:
+            assert colour == ""
+            continue
+        place = at / 4 / 8 * (len(ends) - 1)
+        low = min(int(place), len(ends) - 2)
+        blend = [a + (b - a) * (place - low) for a, b in zip(ends[low], ends[low + 1], strict=True)]
+        assert [int(n) for n in re.findall(r"\d+", colour)] == pytest.approx(blend, abs=0.51)
+
+
+@needs_browser
+def test_another_token_continues_from_its_place_by_ids_and_the_same_seed(
+    browser: Browser, server: Canned
+) -> None:
+    generate(browser, server)
+    _, first = server.bodies
+    assert first["prompt"] == [10, 11, 12]
+    assert (first["echo"], first["stream"], first["return_token_ids"]) == (True, True, True)
+    assert first["fenchel"]["attention"] == {"layers": "all", "heads": "all", "top": 8}
+    pieces(browser)[7].click()
+    options = browser.driver.find_elements(By.CSS_SELECTOR, ".alternatives button")
+    assert [option.is_enabled() for option in options] == [False, True]  # the first is the token
+    options[1].click()
+    until(browser, lambda: browser.text("#status").startswith("2 tokens"))
+    again = server.bodies[-1]
+    assert again["prompt"] == [*range(10, 17), 97]
+    assert again["seed"] == first["seed"]
+    hover(browser, 6)  # what came before keeps its trace, and so does the place that changed
+    assert weights(browser) == expected(read(5, 50))
+    hover(browser, 7)
+    assert weights(browser) == expected(read(6, 50))
+    assert browser.text("#inspector dd") == "1.23e-4\nsurprise 9.00 nats"
+
+
+@needs_browser
+def test_a_chat_sends_its_messages_and_its_answer(browser: Browser, server: Canned) -> None:
+    browser.open(server.address)
+    server.bodies.clear()
+    browser.find("input[value=chat]").click()
+    browser.find("#prompt").send_keys("Hello.", Keys.ENTER)
+    until(browser, lambda: browser.text("#status").startswith("7 tokens"))
+    question, answer = server.bodies
+    assert question == {
+        "messages": [{"role": "user", "content": "Hello."}],
+        "add_generation_prompt": True,
+    }
+    assert answer["stop"] == ["\nuser:"]
+    assert answer["stop_token_ids"] == [2]
+    browser.find("#prompt").send_keys("More.", Keys.ENTER)
+    until(browser, lambda: len(server.bodies) == 4)
+    said = f"of{HOSTILE} peace\n🐚 and labor"
+    assert server.bodies[2]["messages"] == [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "More."},
+    ]
+
+
+@needs_browser
+def test_stop_ends_the_request(browser: Browser, server: Canned) -> None:
+    server.left.clear()
+    generate(browser, server, ENDLESS)
+    until(browser, lambda: len(pieces(browser)) > 5)
+    assert not server.left.is_set()
+    browser.find("#stop").click()
+    assert server.left.wait(10)
+    until(browser, lambda: "stopped" in browser.text("#status"))
+    count = len(pieces(browser))
+    time.sleep(0.1)
+    assert len(pieces(browser)) == count
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        (REFUSED, "The prompt has 99 tokens and the model reads 64."),
+        (CUT, "The engine has stopped."),
+    ],
+)
+def test_an_error_is_one_sentence(
+    browser: Browser, server: Canned, prompt: str, sentence: str
+) -> None:
+    browser.open(server.address)
+    browser.find("#prompt").send_keys(prompt)
+    browser.find("#generate").click()
+    until(browser, lambda: browser.text("#error"))
+    assert browser.text("#error") == sentence
+    assert browser.find("#generate").is_enabled()
+    until(browser, lambda: not browser.find("#stop").is_enabled())
+
+
+@needs_browser
+def test_tokens_are_one_stop_of_the_tab_key_and_say_what_they_read(
+    browser: Browser, server: Canned
+) -> None:
+    generate(browser, server)
+    stops = [piece for piece in pieces(browser) if piece.get_attribute("tabindex") == "0"]
+    assert len(stops) == 1
+    browser.run("arguments[0].focus()", stops[0])
+    for key in (Keys.END, Keys.ARROW_LEFT):
+        browser.focused().send_keys(key)
+    focused = browser.focused()
+    assert focused == pieces(browser)[8]
+    assert focused.get_attribute("role") == "button"
+    top = read(7, 50)["top"][:3]
+    names = ["To", "the", "Congress", "of", HOSTILE, "peace", "part of a character", "🐚", "and"]
+    words = ", ".join(f"{names[at]} {weight:.2f}" for at, weight in top)
+    assert focused.get_attribute("aria-label") == (
+        f"and, new token 9; probability 0.1353, rank 2; read {words}"
+    )
+    assert weights(browser) == expected(read(7, 50))
+    focused.send_keys(Keys.ENTER)  # keeps the token and goes to what else could stand there
+    assert browser.focused().get_attribute("aria-label") == "other8, probability 1.23e-4"
+
+
+@needs_browser
+def test_a_saved_page_opens_alone_and_shows_the_same(
+    browser: Browser, server: Canned, tmp_path: Path
+) -> None:
+    where = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", where)
+    generate(browser, server)
+    browser.find("#save").click()
+    until(browser, lambda: [file.suffix for file in tmp_path.iterdir()] == [".html"])
+    (file,) = tmp_path.iterdir()
+    browser.open(file)
+    assert browser.console() == []
+    assert browser.requests() == [file.as_uri()]
+    assert browser.run("return document.forms.length") == 0
+    assert pieces(browser)[4].text == HOSTILE
+    assert browser.run("return document.querySelectorAll('img').length") == 0
+    hover(browser, 8)
+    assert weights(browser) == expected(read(7, 50))
+    assert "default-src 'none'" in file.read_text(encoding="utf-8")
+    assert "connect-src" not in file.read_text(encoding="utf-8").partition("<style>")[0]
