@@ -223,7 +223,7 @@ def read_json(path: Path, *, limit: int = _JSON_LIMIT) -> dict[str, Any]:
     """Read a JSON object from an untrusted file: its size, form and depth are checked."""
     data = read_regular(path, limit)
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long
         raise Damaged(f"{path} is not JSON ({error}).") from None
     if not isinstance(value, dict):
@@ -444,7 +444,8 @@ def _seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for json's ``object_pairs_hook``; raises if a key stands twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]

@@ -1,0 +1,273 @@
+"""fenchel serve: a model behind an HTTP port, in the manner of the OpenAI API."""
+
+import os
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from fenchel.cli.console import DtypeName, Whole, device_and_dtype, load_checkpoint, loading
+from fenchel.files import read_regular
+
+if TYPE_CHECKING:
+    from fenchel.generation import Sampling
+    from fenchel.model import Transformer
+
+FAILED = 4
+"""Exit code after the engine has failed."""
+_EXTRA = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
+
+
+def run(
+    directory: Path,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: Whole = 8000,
+    name: str | None = None,
+    any_model: Annotated[bool, Parameter(negative="")] = False,
+    rows: Whole = 32,
+    context: Whole | None = None,
+    invariant: Annotated[bool, Parameter(negative="")] = False,
+    cache: Literal["model", "float16", "int8"] = "model",
+    device: str | None = None,
+    dtype: DtypeName | None = None,
+    threads: Whole | None = None,
+    queue: Whole = 64,
+    queue_seconds: float = 60.0,
+    deadline: float | None = None,
+    key_file: Path | None = None,
+    without_key: Annotated[bool, Parameter(negative="")] = False,
+    origin: Annotated[list[str] | None, Parameter(negative="")] = None,
+    template: str | None = None,
+    trust_user_tokens: Annotated[bool, Parameter(negative="")] = False,
+    trace_rows: Whole = 4,
+    log_text: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Serve a model of a run directory or a Hugging Face directory over HTTP.
+
+    The API is OpenAI's: /v1/completions, /v1/chat/completions, /v1/models; "/" is a page for a
+    browser. A line on standard output gives the address once the model is ready; every request is
+    a line of JSON on standard error. SIGTERM and Ctrl-C end it after the requests that run.
+
+    Parameters
+    ----------
+    directory
+        A run directory, or a directory with config.json, weights and tokenizer.json.
+    host
+        The address to listen on; one that other machines reach needs a key.
+    port
+        The port; 0 takes a free one.
+    name
+        The name of the model in the API; that of the directory by default.
+    any_model
+        Answer requests for any model's name.
+    rows
+        Sequences that decode together at most.
+    context
+        Tokens of prompt and answer at most; as many as in training by default.
+    invariant
+        Make a request's bits independent of all other requests; steps always have all rows.
+    cache
+        What keys and values are stored in: the model's own dtype, float16 or int8.
+    device
+        "cpu", "cuda" or "cuda:1"; the GPU where there is one.
+    dtype
+        Dtype of the weights; the one they are stored in by default, or float32 on a CPU without
+        instructions for it.
+    threads
+        Threads of the model on a CPU; one less than there are cores by default.
+    queue
+        Requests that may wait for a row; further ones get 429.
+    queue_seconds
+        A request that has waited this long gets 503.
+    deadline
+        Seconds after which an answer ends with what it has; none by default.
+    key_file
+        A file with the key that requests must send. The variable FENCHEL_KEY may hold it instead.
+    without_key
+        Listen on an address that other machines reach although there is no key.
+    origin
+        A web origin whose pages may send requests, as in http://localhost:3000; may be given
+        several times.
+    template
+        A file with a chat template, or "plain" for lines of role and content; the checkpoint's own
+        by default.
+    trust_user_tokens
+        Let messages spell control tokens, as other servers do.
+    trace_rows
+        Choices at a time whose attention may be traced.
+    log_text
+        Write prompts and answers into the log.
+    """
+    missing = [package for module, package in _EXTRA.items() if find_spec(module) is None]
+    if missing:
+        raise ValueError(f"serving needs {missing[0]}: pip install 'fenchel[serve]'.")
+    key = read_key(key_file)
+    _require_ranges(rows=rows, queue=queue, trace_rows=trace_rows)
+    if threads is not None:
+        _require_ranges(threads=threads)
+    for flag, seconds in (("queue-seconds", queue_seconds), ("deadline", deadline)):
+        if seconds is not None and not 0.0 < seconds < float("inf"):
+            raise ValueError(f"--{flag} {seconds} should be a number of seconds above 0.")
+    for one in origin or ():
+        if not one.startswith(("http://", "https://")) or one.rstrip("/").count("/") != 2:
+            raise ValueError(f"--origin {one} should be as in http://localhost:3000.")
+    with loading():
+        import torch
+
+        from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
+        from fenchel.evaluate.calibration import read_calibration
+        from fenchel.server.app import (
+            App,
+            Relay,
+            Server,
+            ServerSettings,
+            address,
+            is_loopback,
+            listen,
+        )
+        from fenchel.server.engine import Engine
+        from fenchel.server.openai_api import ServedModel
+        from fenchel.train.machine import cores
+
+    listener = listen(host, port)
+    if key is None and not without_key and not is_loopback(listener):
+        raise ValueError(
+            f"other machines reach {host}: give a key by --key-file or FENCHEL_KEY, or "
+            "--without-key."
+        )
+    on, as_dtype = device_and_dtype(device, dtype)
+    fewer = min(torch.get_num_threads(), max(1, cores() - 1))  # one is for HTTP
+    torch.set_num_threads(threads or fewer)
+    model, tokenizer, config = load_checkpoint(directory, on, as_dtype)
+    served_name = name or directory.resolve().name
+    chat_template = read_chat_template(directory, template)
+    relay = Relay()
+    engine = None
+    if config.kind == "decoder":
+        engine = Engine(
+            model,
+            tokenizer,
+            rows=rows,
+            context=context,
+            invariant=invariant,
+            cache=cache,
+            queue=queue,
+            tracing=trace_rows,
+            calibration=read_calibration(directory, model),
+            observer=relay,
+        )
+    elif context is not None:
+        raise ValueError(f"--context is for decoders; this is a model of kind {config.kind}.")
+    served = ServedModel(
+        name=served_name,
+        aliases=frozenset() if any_model else frozenset({"default", directory.resolve().name}),
+        config=config,
+        tokenizer=tokenizer,
+        context=config.context if engine is None else engine.context,
+        ends=end_ids(directory, tokenizer),
+        defaults=default_sampling(directory),
+        template=chat_template,
+        template_stops=() if chat_template is None else tuple(chat_template.stops(tokenizer)),
+        trust_user_tokens=trust_user_tokens,
+        fingerprint=fingerprint(model, tokenizer.to_str(), rows, invariant, cache),
+        created=int(time.time()),
+        most_choices=min(64, queue),
+        most_traced=trace_rows,
+    )
+    settings = ServerSettings(
+        host=host,
+        key=key,
+        origins=tuple(one.rstrip("/") for one in origin or ()),
+        queue_seconds=queue_seconds,
+        deadline=deadline,
+        log_text=log_text,
+    )
+    if engine is not None:
+        engine.start()
+        while engine.alive and not engine.ready:
+            time.sleep(0.01)
+        if engine.failure is not None:
+            raise ValueError(engine.failure)
+    server = Server(App(served, engine, relay, settings), listener)
+    print(f"Serving {served_name} at {address(host, listener)}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn handles both, and raises them again after it has ended.
+        signal.signal(number, lambda *_: None)
+    server.run()
+    return FAILED if engine is not None and engine.failure is not None else 0
+
+
+def read_key(file: Path | None) -> str | None:
+    """The key of a file or of FENCHEL_KEY; None without either."""
+    if file is None:
+        key, source = os.environ.get("FENCHEL_KEY"), "FENCHEL_KEY"
+        if key is None:
+            return None
+    else:
+        key, source = read_regular(file, 4096).decode(errors="replace"), str(file)
+    key = key.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{source} should hold one word of printable ASCII as the key.")
+    return key
+
+
+def default_sampling(directory: Path) -> "Sampling":
+    """How tokens are drawn where a request does not say.
+
+    As a Hugging Face directory has it, else by OpenAI's defaults: temperature 1, every token.
+    """
+    from fenchel.checkpoints import read_generation_config
+    from fenchel.checkpoints.directory import has_file
+    from fenchel.checkpoints.run_checkpoint import is_run
+    from fenchel.generation import Sampling
+    from fenchel.model.families.config_reader import CONFIG
+
+    if is_run(directory) or not has_file(directory, CONFIG):
+        return Sampling()
+    config = read_generation_config(directory)
+    return Sampling(
+        temperature=config.temperature or 1.0,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+    )
+
+
+def fingerprint(
+    model: "Transformer", tokenizer: str, rows: int, invariant: bool, cache: str
+) -> str:
+    """Twelve digits that change with the weights, the tokenizer and how steps are computed.
+
+    Each tensor counts by the sum of its bits as integers.
+    """
+    import hashlib
+
+    import torch
+
+    from fenchel import __version__
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    digest = hashlib.sha256()
+    device = model.lm_head_weight.device.type
+    facts = (__version__, torch.__version__, device, rows, invariant, cache, model.config)
+    digest.update(repr(facts).encode())
+    digest.update(tokenizer.encode(errors="replace"))
+    for name, tensor in model.state_dict().items():
+        bits = tensor.detach().reshape(-1).view(integers[tensor.element_size()])
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _require_ranges(**flags: int) -> None:
+    for flag, value in flags.items():
+        if not 1 <= value <= 4096:
+            raise ValueError(f"--{flag.replace('_', '-')} {value} should be 1 to 4096.")

@@ -1,0 +1,630 @@
+"""HTTP around the engine: routes, limits, and who may ask.
+
+    client -> Guard -> route -> body -> call -> engine (a thread) -> updates -> response or stream
+
+One event loop does HTTP; the engine's thread owns the model. Bodies are checked and encoded in a
+pool of threads, since a text may be long and a chat template has a process of its own. Updates
+cross from the engine to the loop once per step for all requests (``Relay``).
+
+**Who may ask.** The server listens on a loopback address unless it is told otherwise. A web page
+that a reader opens elsewhere could still send requests to it, so ``Guard`` refuses
+
+    a Host that is a name other than the server's: a page that rebinds its own name has such a one
+    an Origin other than this server, unless it is allowed
+    a request without the key, where there is one
+
+**Limits.** A body has ``LARGEST_BODY`` bytes at most, counted while they arrive, and
+``BODY_SECONDS`` to do so. A request beyond the queue gets 429 with Retry-After, one that waits too
+long 503, one past the deadline what it has. A client that leaves ends its requests, also where it
+does not stream. A stream that its client does not read waits in memory, bounded by its tokens, and
+ends after ``STALLED_SECONDS``; no other request waits for it.
+
+**Logs.** One JSON line per request on standard error; texts only where they are asked for.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fenchel.server.engine import (
+    Engine,
+    EngineObserver,
+    QueueFull,
+    Request,
+    RequestFacts,
+    StepFacts,
+    Ticket,
+    Update,
+)
+from fenchel.server.openai_api import (
+    ApiError,
+    Call,
+    Reply,
+    ServedModel,
+    chat_call,
+    completion_call,
+    model_card,
+    parse_body,
+    prompt_text,
+    require_model,
+)
+from fenchel.server.page import content_security_policy, page
+
+LARGEST_BODY = 2**20
+BODY_SECONDS = 10.0
+STALLED_SECONDS = 30.0
+GRACE_SECONDS = 30
+"""How long accepted requests may go on after the server is told to stop."""
+OPEN_PATHS = ("/", "/health")
+"""Answered without a key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What the server allows."""
+
+    host: str = "127.0.0.1"
+    key: str | None = None
+    origins: tuple[str, ...] = ()
+    """Origins of web pages that may send requests, beside the server's own."""
+    queue_seconds: float = 60.0
+    """A request that has waited longer for a row gets 503."""
+    deadline: float | None = None
+    """Seconds after which a request ends with what it has."""
+    log_text: bool = False
+
+
+def json_response(
+    value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """JSON; a lone surrogate that a client has sent comes back as "?"."""
+    return Response(_json(value), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """An error in OpenAI's shape."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    if error.status in (408, 413):  # the rest of the body is not read
+        headers["Connection"] = "close"
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error.body(), error.status, headers)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace")
+
+
+class Guard:
+    """Refuses requests of other pages and those without the key."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app, self.settings = app, settings
+        self.names = {"localhost", settings.host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        error = self._refusal(scope["path"], Headers(scope=scope))
+        if error is not None:
+            await error_response(error)(scope, receive, send)
+            return
+        with suppress(ClientDisconnect):
+            await self.app(scope, receive, send)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.settings.key is None and not self._is_own(host):
+            return ApiError(
+                "the Host of this request is not a name of this server.", status=403, code="host"
+            )
+        allowed = origin is None or origin in self.settings.origins
+        if not allowed and str(origin).partition("://")[2] != host:
+            return ApiError(
+                "pages of other origins may not use this server; --origin allows one.",
+                status=403,
+                code="origin",
+            )
+        if self.settings.key is not None and path not in OPEN_PATHS:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            given = key.strip().encode() if scheme.lower() == "bearer" else b""
+            if not hmac.compare_digest(given, self.settings.key.encode()):
+                return ApiError(
+                    "the key is missing or wrong; send it as Authorization: Bearer KEY.",
+                    status=401,
+                    code="invalid_api_key",
+                )
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
+        if name.lower() in self.names:
+            return True
+        try:
+            ip_address(name)  # a page cannot rebind a number
+        except ValueError:
+            return False
+        return True
+
+
+class Relay:
+    """Carries updates of the engine's thread to the event loop, once per step for all requests."""
+
+    def __init__(self, observers: Collection[EngineObserver] = ()) -> None:
+        self._observers = tuple(observers)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._updates: deque[tuple[Exchange, int, Update]] = deque()
+        self.on_end: Callable[[], None] = lambda: None
+        """Called on the loop after every step."""
+
+    def connect(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The loop that receives the updates."""
+        self._loop = loop
+
+    def put(self, exchange: "Exchange", number: int, update: Update) -> None:
+        """An update, on the engine's thread."""
+        self._updates.append((exchange, number, update))
+
+    def on_step(self, facts: StepFacts) -> None:
+        """The end of a step, on the engine's thread."""
+        for observer in self._observers:
+            observer.on_step(facts)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def on_finish(self, request: Request, facts: RequestFacts) -> None:
+        """The end of a request, on the engine's thread."""
+        for observer in self._observers:
+            observer.on_finish(request, facts)
+
+    def _deliver(self) -> None:
+        while self._updates:
+            exchange, number, update = self._updates.popleft()
+            exchange.receive(number, update)
+        self.on_end()
+
+
+class Exchange:
+    """A call at the engine: what has arrived of it, and whether its client is still there."""
+
+    def __init__(self, call: Call, relay: Relay, settings: ServerSettings) -> None:
+        self.call, self.reply = call, Reply(call)
+        self._relay, self._settings = relay, settings
+        self._tickets: list[Ticket] = []
+        self._chunks: list[dict[str, Any]] = []
+        self._event = asyncio.Event()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._listener: asyncio.Task[None] | None = None
+        self.gone = False
+        """Whether the client has left."""
+        self.failure: ApiError | None = None
+        self.first_token: float | None = None
+        self.started = time.monotonic()
+
+    def submit(self, engine: Engine, receive: Receive) -> None:
+        """Hand the requests to the engine; none of them where one has no place."""
+        try:
+            for number, request in enumerate(self.call.requests):
+                on_update = partial(self._relay.put, self, number)
+                self._tickets.append(engine.submit(request, on_update))
+        except QueueFull as error:
+            self.close()
+            raise ApiError(
+                str(error), status=429, code="queue_full", retry_after=error.retry_after
+            ) from None
+        except ValueError as error:
+            self.close()
+            raise ApiError(str(error)) from None
+        except RuntimeError as error:
+            self.close()
+            raise ApiError(str(error), status=503) from None
+        self._listener = asyncio.create_task(self._listen(receive))
+        loop = asyncio.get_running_loop()
+        self._timers = [loop.call_later(self._settings.queue_seconds, self._waited)]
+        if self._settings.deadline is not None:
+            self._timers.append(loop.call_later(self._settings.deadline, self._late))
+
+    def receive(self, number: int, update: Update) -> None:
+        """An update of one request."""
+        if update.tokens and self.first_token is None:
+            self.first_token = time.monotonic()
+        self._chunks += self.reply.add(number, update)
+        if self.reply.error and self.failure is None:
+            self.failure = ApiError(self.reply.error, status=500)
+            self._cancel()
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Until something has arrived, failed or ended."""
+        await self._event.wait()
+        self._event.clear()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.gone or self.failure is not None or self.reply.finished
+
+    def take(self) -> list[dict[str, Any]]:
+        """The chunks that have arrived since the last call."""
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def close(self) -> None:
+        """End what still runs; no client waits any more."""
+        self._cancel()
+        for timer in self._timers:
+            timer.cancel()
+        if self._listener is not None:
+            self._listener.cancel()
+
+    def _cancel(self) -> None:
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._cancel()
+        self._event.set()
+
+    def _waited(self) -> None:
+        if not any(ticket.started for ticket in self._tickets):
+            seconds = self._settings.queue_seconds
+            self._fail(f"no row was free within {seconds:g} s.", code="queue_seconds")
+
+    def _late(self) -> None:
+        if self.reply.has_tokens:
+            self.reply.end_early("deadline")
+            self._cancel()
+        else:
+            self._fail(f"the deadline of {self._settings.deadline:g} s has passed.")
+
+    def _fail(self, message: str, code: str = "deadline") -> None:
+        self.failure = ApiError(message, status=503, code=code, retry_after=1.0)
+        self._cancel()
+        self._event.set()
+
+
+class EventStream(Response):
+    """The answer to a call as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, exchange: Exchange, on_end: Callable[[Exchange, int], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.exchange, self._on_end = exchange, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """An ASGI application."""
+        exchange = self.exchange
+
+        async def write(events: bytes, *, more: bool = True) -> None:
+            async with asyncio.timeout(STALLED_SECONDS):
+                await send({"type": "http.response.body", "body": events, "more_body": more})
+
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await write(_events(exchange.reply.first_chunks()))
+            while True:
+                ended = exchange.ended
+                if chunks := exchange.take():
+                    await write(_events(chunks))
+                if ended:
+                    break
+                if not exchange.ended:
+                    await exchange.wait()
+            if exchange.failure is not None:
+                await write(_events([exchange.failure.body()]), more=False)
+            else:
+                last = _events(exchange.reply.last_chunks())
+                await write(last + b"data: [DONE]\n\n", more=False)
+        except TimeoutError:
+            exchange.gone = True  # the rest is not sent, and the connection ends
+        finally:
+            exchange.close()
+            self._on_end(exchange, 200)
+
+
+def _events(chunks: Collection[Mapping[str, Any]]) -> bytes:
+    return b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)
+
+
+class App:
+    """The routes of one served model."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        engine: Engine | None,
+        relay: Relay,
+        settings: ServerSettings,
+    ) -> None:
+        """``engine`` is None for a model that does not continue texts."""
+        self.served, self.engine, self.relay, self.settings = served, engine, relay, settings
+        relay.on_end = self._check_engine
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called once after the engine has failed."""
+        middleware = []
+        if settings.origins:
+            middleware.append(
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=settings.origins,
+                    allow_methods=("GET", "POST"),
+                    allow_headers=("authorization", "content-type"),
+                )
+            )
+        middleware.append(Middleware(Guard, settings=settings))
+        self.asgi = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            ],
+            middleware=middleware,
+            exception_handlers={
+                ApiError: self._api_error,
+                HTTPException: self._http_error,
+                Exception: self._failure,
+            },
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.relay.connect(asyncio.get_running_loop())
+        yield
+        if self.engine is not None:
+            await asyncio.to_thread(self.engine.close, 0.0)
+
+    def _check_engine(self) -> None:
+        if self.engine is not None and self.engine.failure is not None:
+            on_failure, self.on_failure = self.on_failure, lambda: None
+            on_failure()
+
+    async def _page(self, _: HttpRequest) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        headers = {
+            "Content-Security-Policy": content_security_policy(nonce),
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        return HTMLResponse(page(nonce, self._facts()), headers=headers)
+
+    def _facts(self) -> dict[str, Any]:
+        served = self.served
+        return {
+            "model": served.name,
+            "context": served.context,
+            "layers": served.config.layers,
+            "heads": served.config.heads,
+            "chat": served.template is not None,
+            "stops": list(served.template_stops),
+            "generates": self.engine is not None,
+            "fingerprint": served.fingerprint,
+            "key": self.settings.key is not None,
+        }
+
+    async def _health(self, _: HttpRequest) -> Response:
+        engine = self.engine
+        if engine is not None and engine.failure is not None:
+            return json_response({"status": "failed", "reason": engine.failure}, 503)
+        if engine is not None and not engine.ready:
+            return json_response({"status": "starting"}, 503)
+        return json_response({"status": "ok"})
+
+    async def _models(self, _: HttpRequest) -> Response:
+        return json_response({"object": "list", "data": [model_card(self.served)]})
+
+    async def _model(self, request: HttpRequest) -> Response:
+        require_model(request.path_params["name"], self.served)
+        return json_response(model_card(self.served))
+
+    async def _completions(self, request: HttpRequest) -> Response:
+        return await self._generate(request, completion_call)
+
+    async def _chat(self, request: HttpRequest) -> Response:
+        return await self._generate(request, chat_call)
+
+    async def _generate(
+        self, request: HttpRequest, parse: Callable[[Mapping[str, Any], ServedModel], Call]
+    ) -> Response:
+        body = await read_body(request)
+        if self.engine is None:
+            raise ApiError(
+                f"{self.served.name} is a model of kind {self.served.config.kind} and continues no "
+                "text; use /v1/embeddings."
+            )
+        call = await asyncio.to_thread(parse, body, self.served)
+        exchange = Exchange(call, self.relay, self.settings)
+        request.state.exchange = exchange
+        exchange.submit(self.engine, request.receive)
+        try:
+            # A stream begins with its first token, so that a failure before it has its own status.
+            while not (exchange.ended or (call.stream and exchange.reply.has_tokens)):
+                await exchange.wait()
+        except BaseException:
+            exchange.close()
+            raise
+        route = request.url.path
+        if exchange.failure is not None:
+            exchange.close()
+            raise exchange.failure
+        if call.stream:
+            return EventStream(exchange, partial(self._log, route))
+        exchange.close()
+        self._log(route, exchange, 200)
+        return json_response(exchange.reply.response())
+
+    def _log(self, route: str, exchange: Exchange, status: int) -> None:
+        call, reply = exchange.call, exchange.reply
+        finishes = sorted({choice.finish or "unfinished" for choice in reply.choices})
+        if exchange.gone and not reply.finished:
+            finishes = ["disconnected"]
+        elif exchange.failure is not None:
+            finishes = ["error"]
+        now, first = time.monotonic(), exchange.first_token
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "id": call.id,
+            "route": route,
+            "status": status,
+            "stream": call.stream,
+            "choices": len(call.requests),
+            **reply.usage(),
+            "first_ms": None if first is None else round(1e3 * (first - exchange.started), 1),
+            "ms": round(1e3 * (now - exchange.started), 1),
+            "finish": ",".join(finishes),
+            "fingerprint": call.served.fingerprint,
+        }
+        if self.settings.log_text:
+            line["prompts"] = [prompt_text(one, call.served) for one in call.requests[:: call.n]]
+            line["texts"] = [choice.text for choice in reply.choices]
+        print(json.dumps(line), file=sys.stderr, flush=True)
+
+    async def _api_error(self, request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        exchange = getattr(request.state, "exchange", None)
+        if exchange is not None:
+            self._log(request.url.path, exchange, error.status)
+        elif request.method == "POST":
+            line = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "route": request.url.path,
+                "status": error.status,
+                "param": error.param,
+                "code": error.code,
+            }
+            print(json.dumps(line), file=sys.stderr, flush=True)
+        return error_response(error)
+
+    async def _http_error(self, request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path[:80]
+        message = f"{request.method} {path} is not answered by this server."
+        if error.status_code == 405:
+            message = f"{path} does not take {request.method}."
+        return json_response(
+            ApiError(message, status=error.status_code).body(), error.status_code, error.headers
+        )
+
+    async def _failure(self, _: HttpRequest, error: Exception) -> Response:
+        message = f"the server failed: {type(error).__name__}."
+        return error_response(ApiError(message, status=500))
+
+
+async def read_body(request: HttpRequest) -> dict[str, Any]:
+    """The object of a request's body."""
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length[:20]) > LARGEST_BODY:
+        raise _too_large()
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > LARGEST_BODY:
+                    raise _too_large()
+    except TimeoutError:
+        raise ApiError(f"the body did not arrive within {BODY_SECONDS:g} s.", status=408) from None
+    if len(data) > 2**16:
+        return await asyncio.to_thread(parse_body, bytes(data))
+    return parse_body(bytes(data))
+
+
+def _too_large() -> ApiError:
+    return ApiError(f"the body has more than {LARGEST_BODY:,} bytes.", status=413)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"a port is a number from 0 to 65535, not {port}.")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(512)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror}.") from None
+    return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine reaches the socket."""
+    return ip_address(listener.getsockname()[0]).is_loopback
+
+
+def address(host: str, listener: socket.socket) -> str:
+    """The address of the server for a browser on this machine."""
+    number, port = listener.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
+    if ip_address(number).is_unspecified:
+        name = "127.0.0.1" if ip_address(number).version == 4 else "[::1]"
+    return f"http://{name}:{port}"
+
+
+class Server:
+    """Runs the application on a socket until it is stopped or the engine fails."""
+
+    def __init__(self, app: App, listener: socket.socket) -> None:
+        self.app, self._listener = app, listener
+        config = uvicorn.Config(
+            app.asgi,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            http="h11",
+            ws="none",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        app.on_failure = self.stop
+
+    def run(self) -> None:
+        """Serve; returns after ``stop`` or a signal, when accepted requests have ended."""
+        self._server.run(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Accept no more requests, finish those that run, and end."""
+        self._server.should_exit = True

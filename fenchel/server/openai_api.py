@@ -1,0 +1,902 @@
+"""Bodies of the OpenAI API to requests of the engine, and its updates to responses.
+
+Pure functions: no HTTP, no threads. A body is an object that may hold anything. Every field is
+obeyed, or refused by its name (``ApiError``, status 400); those of ``UNUSED`` are accepted, since
+no answer depends on them. A field that is null counts as absent.
+
+**Seeds.** A call asks for n choices of each of its prompts. Choice i of prompt j draws by
+
+    seed                                          i = j = 0
+    the first 63 bits of SHA-256("seed j i")      otherwise
+
+so that one choice of one prompt is what ``fenchel generate --seed`` gives with the same settings.
+Without a seed one is drawn.
+
+**Log-probabilities** are those of the raw logits, before temperature, penalties and filters. Every
+token has the same number as a chosen one and among the likeliest. In completions the likeliest are
+a mapping of token texts, which may coincide: the larger number counts. -inf, which JSON lacks, is
+-9999.
+
+**Offsets.** text[offset_k : offset_{k+1}] is the text that token k releases: "" while a character
+or a stop string may be incomplete. A token's own text, under ``tokens``, is that of its id alone.
+
+**Streams.** A chunk per choice and step, where there is something to send; then one with the finish
+reason; then the usage, where it is asked for.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from fenchel.config import did_you_mean
+from fenchel.data import ChatTemplate, begin_ids, decode, encode
+from fenchel.files import no_duplicates, printable
+from fenchel.generation.attention_trace import TraceSettings, trace_settings
+from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling
+from fenchel.generation.text_stream import REPLACEMENT, Detokenizer
+from fenchel.model import ModelConfig
+from fenchel.server.engine import Request, Token, Update
+
+MOST_PROMPTS = 32
+MOST_CHOICES = 8
+MOST_STOPS, LONGEST_STOP = 16, 256
+DEEPEST = 16
+"""Nested objects and lists of a body at most."""
+LOWEST = -9999.0
+"""What -inf is written as."""
+
+UNUSED = (
+    *("user", "metadata", "store", "service_tier", "parallel_tool_calls"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+)
+"""Fields that change nothing of an answer."""
+_NO_TOOLS = "no tools are called"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((1,), "choices are not ranked; use n"),
+    "suffix": (("",), "a text is continued and not filled in"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "audio": ((), "the model reads and writes text"),
+    "modalities": ((["text"],), "the model reads and writes text"),
+    "response_format": (({"type": "text"},), "there is no grammar that an answer must follow"),
+    "prediction": ((), "no prediction is used"),
+    "reasoning_effort": ((), "the chat template has no such setting"),
+    "verbosity": ((), "the chat template has no such setting"),
+    "web_search_options": ((), "nothing is searched"),
+    "moderation": ((), "nothing is moderated"),
+    "prompt_cache_options": ((), "there is no cache of prompts"),
+}
+"""Fields that are refused: the values that mean the same as none, and why."""
+
+_GENERATION = (
+    *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids"),
+    *("ignore_eos", "stream", "stream_options", "logprobs", "return_token_ids", "fenchel"),
+)
+COMPLETION_FIELDS = ("prompt", *_GENERATION, "echo")
+CHAT_FIELDS = ("messages", *_GENERATION, "max_completion_tokens", "top_logprobs")
+
+
+class ApiError(Exception):
+    """An answer that is an error: its status, and the object that clients expect."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's shape."""
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
+        if self.status >= 500:
+            kind = "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What the server knows of its model."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    context: int
+    ends: tuple[int, ...]
+    """Ids that end a text."""
+    aliases: frozenset[str] = frozenset({"default"})
+    """Other names that requests may give; any name at all where it is empty."""
+    defaults: Sampling = field(default_factory=Sampling)
+    """How tokens are drawn where a request does not say."""
+    template: ChatTemplate | None = None
+    template_stops: tuple[int | str, ...] = ()
+    """What ends an answer, by the template."""
+    trust_user_tokens: bool = False
+    """Whether a message may spell control tokens."""
+    fingerprint: str = ""
+    created: int = 0
+    most_choices: int = 64
+    """Choices of all prompts of a call at most."""
+    most_traced: int = 4
+    """Choices whose attention is traced at most."""
+
+    @cached_property
+    def token_texts(self) -> "TokenTexts":
+        """The text of single tokens."""
+        return TokenTexts(self.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A body that was checked: requests of the engine, and how their results are written."""
+
+    served: ServedModel
+    is_chat: bool
+    requests: tuple[Request, ...]
+    """Choice i of prompt j is number j n + i."""
+    n: int
+    stream: bool
+    include_usage: bool
+    echoes: tuple[tuple[str, ...], ...]
+    """With ``echo``, per prompt the text of each of its tokens; else empty."""
+    return_token_ids: bool
+    id: str
+    created: int
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """The object of a body.
+
+    >>> parse_body(b'{"n": 1}')
+    {'n': 1}
+    """
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=_no_constant
+        )
+        too_deep = _deeper_than(value, DEEPEST)
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:  # not UTF-8, not JSON, a number too long
+        raise ApiError(f"the body is not JSON: {printable(error, 200)}.") from None
+    if too_deep:
+        raise ApiError(f"the body is nested more than {DEEPEST} deep.")
+    if not isinstance(value, dict):
+        raise ApiError(f"the body should be a JSON object, got a {type(value).__name__}.")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    level = [value]
+    for _ in range(levels):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return any(isinstance(one, dict | list) for one in level)
+
+
+# --- bodies to calls
+
+
+def completion_call(body: Mapping[str, Any], served: ServedModel) -> Call:
+    """The call of a body of /v1/completions."""
+    fields = _Fields(body, COMPLETION_FIELDS, "/v1/completions")
+    fields.model(served)
+    prompts = _prompts(fields, served)
+    echo = fields.flag("echo")
+    top = fields.integer("logprobs", None, 0, MOST_LOGPROBS)
+    most = fields.integer("max_tokens", 16, 0, served.context)
+    assert most is not None
+    if most == 0 and not echo:
+        raise ApiError(
+            "max_tokens should be at least 1; 0 needs echo, which then returns the prompt alone.",
+            param="max_tokens",
+        )
+    echoes: tuple[tuple[str, ...], ...] = ()
+    if echo:
+        echoes = tuple(_echo(served.tokenizer, ids, text) for ids, text in prompts)
+    template = Request(
+        prompt=(0,),
+        max_new_tokens=most,
+        sampling=_sampling(fields, served),
+        seed=0,
+        stop_ids=_stop_ids(fields, served, served.ends),
+        stop_strings=fields.stops(),
+        logprobs=top,
+        # A prompt that is only echoed takes the way of one whose scores are asked for.
+        prompt_logprobs=(top or 0) if echo and (top is not None or most == 0) else None,
+        trace=_trace(fields, served),
+    )
+    return _call(fields, served, template, [ids for ids, _ in prompts], is_chat=False, echo=echoes)
+
+
+def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
+    """The call of a body of /v1/chat/completions."""
+    fields = _Fields(body, CHAT_FIELDS, "/v1/chat/completions")
+    fields.model(served)
+    if served.template is None:
+        raise ApiError(
+            "this model has no chat template; use /v1/completions, or start the server with "
+            "--template plain.",
+            code="no_chat_template",
+        )
+    messages = _messages(fields.required("messages"))
+    try:
+        ids = served.template.encode(
+            served.tokenizer,
+            messages,
+            add_generation_prompt=True,
+            trust_user_tokens=served.trust_user_tokens,
+        )
+    except ValueError as error:
+        raise ApiError(str(error), param="messages") from None
+    room = served.context - len(ids) + 1
+    if room < 1 or not ids:
+        raise ApiError(
+            f"the messages have {len(ids):,} tokens and the model reads 1 to {served.context:,}.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    most = fields.integer("max_tokens", None, 1, served.context)
+    newer = fields.integer("max_completion_tokens", None, 1, served.context)
+    if most is not None and newer is not None and most != newer:
+        raise ApiError(
+            "max_tokens and max_completion_tokens differ; give one of them.", param="max_tokens"
+        )
+    scored = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", None, 0, MOST_LOGPROBS)
+    if top is not None and not scored:
+        raise ApiError("top_logprobs needs logprobs.", param="top_logprobs")
+    ends = [stop for stop in served.template_stops if isinstance(stop, int)]
+    texts = [stop for stop in served.template_stops if isinstance(stop, str)]
+    template = Request(
+        prompt=(0,),
+        max_new_tokens=min(room, most or newer or room),
+        sampling=_sampling(fields, served),
+        seed=0,
+        stop_ids=_stop_ids(fields, served, (*served.ends, *ends)),
+        stop_strings=(*fields.stops(), *texts),
+        logprobs=(top or 0) if scored else None,
+        trace=_trace(fields, served),
+    )
+    return _call(fields, served, template, [ids], is_chat=True)
+
+
+def _call(
+    fields: "_Fields",
+    served: ServedModel,
+    template: Request,
+    prompts: Sequence[Sequence[int]],
+    *,
+    is_chat: bool,
+    echo: tuple[tuple[str, ...], ...] = (),
+) -> Call:
+    """The call with a request for every choice."""
+    n = fields.integer("n", 1, 1, MOST_CHOICES) or 1
+    if len(prompts) * n > served.most_choices:
+        raise ApiError(
+            f"{len(prompts)} prompts with {n} choices are more than {served.most_choices} choices.",
+            param="n",
+        )
+    observed = template.trace is not None and template.trace.observes
+    if observed and len(prompts) * n > served.most_traced:
+        raise ApiError(
+            f"the attention of {served.most_traced} choices at most is traced at a time.",
+            param="fenchel",
+        )
+    seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
+    seed = secrets.randbits(63) if seed is None else seed
+    stream = fields.flag("stream")
+    options = fields.mapping("stream_options", ("include_usage", "include_obfuscation"))
+    if options and not stream:
+        raise ApiError("stream_options needs stream.", param="stream_options")
+    if options.flag("include_obfuscation"):
+        raise ApiError("chunks are not padded.", param="stream_options.include_obfuscation")
+    return Call(
+        served=served,
+        is_chat=is_chat,
+        requests=tuple(
+            replace(template, prompt=tuple(ids), seed=choice_seed(seed, j, i))
+            for j, ids in enumerate(prompts)
+            for i in range(n)
+        ),
+        n=n,
+        stream=stream,
+        include_usage=options.flag("include_usage"),
+        echoes=echo,
+        return_token_ids=fields.flag("return_token_ids"),
+        id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+        created=int(time.time()),
+    )
+
+
+def choice_seed(seed: int, prompt: int, choice: int) -> int:
+    """The seed of one choice of one prompt.
+
+    >>> choice_seed(7, 0, 0), choice_seed(7, 0, 1) == choice_seed(7, 1, 0)
+    (7, False)
+    """
+    if prompt == choice == 0:
+        return seed
+    return int.from_bytes(sha256(f"{seed} {prompt} {choice}".encode()).digest()[:8]) >> 1
+
+
+class _Fields:
+    """The fields of an object from elsewhere, each refused unless it is of its kind."""
+
+    def __init__(
+        self, body: Mapping[str, Any], known: Collection[str], where: str, prefix: str = ""
+    ) -> None:
+        self.prefix = prefix
+        self.values = {name: value for name, value in body.items() if value is not None}
+        for name, value in self.values.items():
+            if name in known or (not prefix and name in UNUSED):
+                continue
+            shown = f"{prefix}{printable(name, 40)}"
+            if not prefix and name in REFUSED:
+                harmless, reason = REFUSED[name]
+                if value in harmless:
+                    continue
+                raise ApiError(f"{name} is not supported: {reason}.", param=name)
+            hint = did_you_mean(name[:40], sorted(known))
+            raise ApiError(f"{where} has no field {shown!r}; {hint}", param=shown)
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def wrong(self, name: str, expected: str) -> ApiError:
+        value = self.values.get(name)
+        shown = printable(json.dumps(value), 60)
+        return ApiError(
+            f"{self.prefix}{name} should be {expected}, got {shown}.", param=self.prefix + name
+        )
+
+    def required(self, name: str) -> Any:
+        if name not in self.values:
+            raise ApiError(f"{self.prefix}{name} is missing.", param=self.prefix + name)
+        return self.values[name]
+
+    def integer(self, name: str, default: int | None, least: int, most: int) -> int | None:
+        value = self.values.get(name, default)
+        if value is None:
+            return None
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(name, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, name: str, least: float, most: float, expected: str) -> float | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise self.wrong(name, expected)
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name, False)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def mapping(self, name: str, known: Collection[str]) -> "_Fields":
+        value = self.values.get(name, {})
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return _Fields(value, known, name, f"{name}.")
+
+    def model(self, served: ServedModel) -> None:
+        """Refuse the name of another model."""
+        name = self.values.get("model", served.name)
+        if not isinstance(name, str):
+            raise self.wrong("model", "a name")
+        require_model(name, served)
+
+    def stops(self) -> tuple[str, ...]:
+        value = self.values.get("stop", [])
+        stops = [value] if isinstance(value, str) else value
+        if (
+            not isinstance(stops, list)
+            or len(stops) > MOST_STOPS
+            or not all(isinstance(s, str) and 0 < len(s) <= LONGEST_STOP for s in stops)
+        ):
+            expected = f"a text of 1 to {LONGEST_STOP} characters, or up to {MOST_STOPS} of them"
+            raise self.wrong("stop", expected)
+        return tuple(stops)
+
+
+def require_model(name: str, served: ServedModel) -> None:
+    """Refuse the name of another model."""
+    if served.aliases and name != served.name and name not in served.aliases:
+        raise ApiError(
+            f"there is no model {printable(name)!r} here; this server has {served.name!r}.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _prompts(fields: _Fields, served: ServedModel) -> list[tuple[list[int], str | None]]:
+    """Ids of every prompt, and its text where it was given as one."""
+    value = fields.required("prompt")
+    expected = (
+        f"a text, a list of token ids, or a list of 1 to {MOST_PROMPTS} texts or lists of token ids"
+    )
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list) or not 1 <= len(value) <= MOST_PROMPTS:
+        raise fields.wrong("prompt", expected)
+    prompts: list[tuple[list[int], str | None]] = []
+    for one in value:
+        if isinstance(one, str):
+            prompts.append((text_ids(one, served), one))
+        elif isinstance(one, list) and all(type(token) is int for token in one):
+            prompts.append((one, None))
+        else:
+            raise fields.wrong("prompt", expected)
+    for ids, _ in prompts:
+        _require_ids(ids, served, "prompt")
+    return prompts
+
+
+def text_ids(text: str, served: ServedModel) -> list[int]:
+    """The ids of a prompt, which begins as every text of the model does.
+
+    An empty one that would begin without any token begins with the end of the text before it.
+    """
+    try:
+        return [*begin_ids(served.tokenizer), *encode(served.tokenizer, text)] or [*served.ends[:1]]
+    except ValueError as error:
+        raise ApiError(str(error), param="prompt") from None
+
+
+def _require_ids(ids: Sequence[int], served: ServedModel, param: str) -> None:
+    if not 1 <= len(ids) <= served.context:
+        raise ApiError(
+            f"a prompt has {len(ids):,} tokens and the model reads 1 to {served.context:,}.",
+            param=param,
+            code="context_length_exceeded" if ids else None,
+        )
+    least, largest = min(ids), max(ids)
+    if least < 0 or largest >= served.config.vocabulary:
+        wrong = least if least < 0 else largest
+        raise ApiError(
+            f"the token id {printable(wrong, 40)} is outside of 0 to "
+            f"{served.config.vocabulary - 1}.",
+            param=param,
+        )
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+    """Messages with a role and a text each; the roles are checked by the template."""
+    if not isinstance(value, list) or not value:
+        raise ApiError("messages should be a list of at least one message.", param="messages")
+    messages = []
+    for number, message in enumerate(value):
+        where = f"messages[{number}]"
+        if not isinstance(message, dict):
+            raise ApiError(f"{where} should be an object with role and content.", param="messages")
+        fields = _Fields(message, ("role", "content"), where, f"{where}.")
+        role, content = fields.required("role"), fields.required("content")
+        if isinstance(content, list):
+            content = "\n".join(_part(part, f"{where}.content") for part in content)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ApiError(f"{where} should have a role and a text as content.", param="messages")
+        # Newer clients give the instructions of a system message this role.
+        messages.append({"role": "system" if role == "developer" else role, "content": content})
+    return messages
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        if stranger := next((name for name in part if name not in ("type", "text")), None):
+            raise ApiError(
+                f"{where} has a part with the field {printable(stranger, 40)!r}; "
+                "a text part has type and text.",
+                param="messages",
+            )
+        return str(part["text"])
+    raise ApiError(f"{where} has a part that is not a text; the model reads text.", param=where)
+
+
+def _sampling(fields: _Fields, served: ServedModel) -> Sampling:
+    given: dict[str, Any] = {
+        "temperature": fields.number("temperature", 0.0, 1e9, "a number of 0 or above"),
+        "top_p": fields.number("top_p", 1e-9, 1.0, "a number above 0 and at most 1"),
+        "min_p": fields.number("min_p", 0.0, 1.0, "a number from 0 to 1"),
+        "repetition_penalty": fields.number("repetition_penalty", 1e-9, 1e9, "a number above 0"),
+        "presence_penalty": fields.number("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
+        "frequency_penalty": fields.number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
+        "top_k": fields.integer("top_k", None, -1, 2**31),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in ("top_k", "min_p"):  # 0 and -1 restrict nothing
+        if name in given and given[name] <= 0:
+            given[name] = None
+    biases = fields.values.get("logit_bias", {})
+    if not isinstance(biases, dict) or len(biases) > MOST_BIASED:
+        raise fields.wrong("logit_bias", f"an object of up to {MOST_BIASED} token ids")
+    pairs = _Fields(biases, tuple(biases), "logit_bias", "logit_bias.")
+    for name in pairs.values:
+        pairs.number(name, -100.0, 100.0, "a number from -100 to 100")
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise ApiError(
+                f"logit_bias names {printable(name, 40)!r}, which is no token id.",
+                param="logit_bias",
+            )
+        _require_ids([int(name)], served, "logit_bias")
+    given["logit_bias"] = tuple((int(name), float(value)) for name, value in pairs.values.items())
+    try:
+        return replace(served.defaults, **given)
+    except ValueError as error:
+        raise ApiError(str(error)) from None
+
+
+def _stop_ids(fields: _Fields, served: ServedModel, ends: Iterable[int]) -> frozenset[int]:
+    ids = fields.values.get("stop_token_ids", [])
+    if (
+        not isinstance(ids, list)
+        or len(ids) > MOST_STOPS
+        or not all(type(token) is int for token in ids)
+    ):
+        raise fields.wrong("stop_token_ids", f"a list of up to {MOST_STOPS} token ids")
+    if ids:
+        _require_ids(ids, served, "stop_token_ids")
+    return frozenset(ids) if fields.flag("ignore_eos") else frozenset([*ids, *ends])
+
+
+def _trace(fields: _Fields, served: ServedModel) -> TraceSettings | None:
+    if "fenchel" not in fields.values:
+        return None
+    try:
+        return trace_settings(fields.values["fenchel"], served.config)
+    except ValueError as error:
+        raise ApiError(str(error), param="fenchel") from None
+
+
+def _echo(tokenizer: Tokenizer, ids: Sequence[int], text: str | None) -> tuple[str, ...]:
+    """The text of each token of a prompt; joined they are the prompt as it was given."""
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.add(token) for token in ids]
+    pieces[-1] += detokenizer.flush()
+    if text is None or text == "".join(pieces):
+        return tuple(pieces)
+    cut, at = [], 0
+    for piece in pieces:  # a tokenizer that does not return every text as it was
+        cut.append(text[at : at + len(piece)])
+        at += len(piece)
+    cut[-1] += text[at:]
+    return tuple(cut)
+
+
+# --- updates to responses
+
+
+class TokenTexts:
+    """The text and the bytes of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._bytes = {character: byte for byte, character in enumerate(_byte_characters())}
+        # The first token of a text may lose its space, so each is decoded after another one.
+        probe = tokenizer.encode("a", add_special_tokens=False).ids
+        self._before = [*probe, *probe]
+        self._skip = len(self._decode(self._before))
+
+    def text(self, token: int) -> str:
+        """The text of a token within a text, with control tokens by their names."""
+        if token not in self._texts:
+            text = self._decode([*self._before, token])[self._skip :]
+            if not text and (name := self._tokenizer.id_to_token(token)) is not None:
+                text = name if self._is_control(token) else text
+            self._texts[token] = text
+        return self._texts[token]
+
+    def bytes(self, token: int) -> list[int] | None:
+        """The bytes of a token's text; None where they are not known."""
+        text = self.text(token)
+        if REPLACEMENT not in text:
+            return list(text.encode())
+        name = self._tokenizer.id_to_token(token) or ""
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):  # byte fallback
+            return [int(name[3:5], 16)]
+        found = [self._bytes.get(character) for character in name]
+        return None if None in found else [byte for byte in found if byte is not None]
+
+    def label(self, token: int) -> str:
+        """The text of a token, in which bytes that are no whole character can be told apart.
+
+        In the manner of OpenAI: ``bytes:\\xe6\\x9d``.
+        """
+        text = self.text(token)
+        if REPLACEMENT not in text or (found := self.bytes(token)) is None:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _is_control(self, token: int) -> bool:
+        return token in self._tokenizer.get_added_tokens_decoder()
+
+
+def _byte_characters() -> list[str]:
+    """The character by which byte-level tokenizers write each byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    characters = [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+    assert set(characters) == set(ByteLevel.alphabet())
+    return characters
+
+
+@dataclass
+class _Choice:
+    """What has arrived of one choice."""
+
+    request: Request
+    echo: tuple[str, ...]
+    begun: bool = False
+    tokens: list[Token] = field(default_factory=list)
+    """The new ones."""
+    text: str = ""
+    """All of it, with an echo."""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: str | None = None
+
+
+class Reply:
+    """The answer to a call, built from the updates of its requests."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.error = call, ""
+        n = call.n
+        self.choices = [
+            _Choice(request, call.echoes[number // n] if call.echoes else ())
+            for number, request in enumerate(call.requests)
+        ]
+        self._cancel_reason = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended, or one has failed."""
+        return bool(self.error) or all(choice.finish for choice in self.choices)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any token has arrived."""
+        return any(choice.tokens for choice in self.choices)
+
+    def end_early(self, reason: str) -> None:
+        """Requests that are cancelled from here on end with what they have, for this reason."""
+        self._cancel_reason = reason
+
+    def add(self, number: int, update: Update) -> list[dict[str, Any]]:
+        """Take an update of a choice; returns the chunks that a stream sends for it."""
+        choice, call = self.choices[number], self.call
+        if update.finish == "error" or (update.finish == "cancelled" and not self._cancel_reason):
+            self.error = update.error or "the server stops before the answer is complete."
+            return []
+        tokens = list(update.tokens)
+        shown = tokens
+        if not choice.begun:
+            choice.begun = True
+            shown = [*self._echoed(choice, update), *tokens]
+        offset = len(choice.text)
+        text = "".join(token.text for token in shown) + update.flush
+        logprobs = self._logprobs(choice, shown, offset)
+        choice.tokens += tokens
+        choice.text += text
+        if logprobs is not None:
+            choice.logprobs.append(logprobs)
+        if update.finish is not None:
+            stopped = update.finish == "stop"
+            choice.finish = "stop" if stopped else "length"
+            if update.finish == "cancelled":
+                choice.stop_reason = self._cancel_reason
+        if not call.stream:
+            return []
+        more = self._extras(choice, tokens)
+        chunks = []
+        if text or logprobs is not None or more:
+            chunks.append(self._chunk(number, text, logprobs, None, more))
+        if choice.finish is not None:
+            reason = {} if choice.stop_reason is None else {"stop_reason": choice.stop_reason}
+            chunks.append(self._chunk(number, "", None, choice.finish, reason))
+        return chunks
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """What a stream begins with: the role of each choice of a chat, the ids of the prompt."""
+        call, chunks = self.call, []
+        for number, choice in enumerate(self.choices):
+            ids = list(choice.request.prompt)
+            if call.is_chat:
+                chunk = self._chunk(number, "", None, None, {}, role=True)
+                if call.return_token_ids:
+                    chunk["prompt_token_ids"] = ids
+                chunks.append(chunk)
+            elif call.return_token_ids:
+                chunks.append(self._chunk(number, "", None, None, {"prompt_token_ids": ids}))
+        return chunks
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """What a stream ends with: the usage, where it was asked for."""
+        return [self._body([]) | {"usage": self.usage()}] if self.call.include_usage else []
+
+    def response(self) -> dict[str, Any]:
+        """The whole answer."""
+        call, choices = self.call, []
+        for number, choice in enumerate(self.choices):
+            value: dict[str, Any] = {"index": number}
+            if call.is_chat:
+                value["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            else:
+                value["text"] = choice.text
+            value["logprobs"] = _joined(choice.logprobs)
+            value["finish_reason"] = choice.finish
+            if choice.stop_reason is not None:
+                value["stop_reason"] = choice.stop_reason
+            if call.return_token_ids and not call.is_chat:
+                value["prompt_token_ids"] = list(choice.request.prompt)
+            choices.append(value | self._extras(choice, choice.tokens))
+        body = self._body(choices) | {"usage": self.usage()}
+        if call.return_token_ids and call.is_chat:
+            body["prompt_token_ids"] = list(call.requests[0].prompt)
+        return body
+
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompts, each counted once, and of all choices."""
+        prompt = sum(len(request.prompt) for request in self.call.requests[:: self.call.n])
+        new = sum(len(choice.tokens) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+        }
+
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        call = self.call
+        kind = "text_completion"
+        if call.is_chat:
+            kind = "chat.completion.chunk" if call.stream else "chat.completion"
+        return {
+            "id": call.id,
+            "object": kind,
+            "created": call.created,
+            "model": call.served.name,
+            "system_fingerprint": call.served.fingerprint,
+            "choices": choices,
+        }
+
+    def _chunk(
+        self,
+        number: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        finish: str | None,
+        more: Mapping[str, Any],
+        *,
+        role: bool = False,
+    ) -> dict[str, Any]:
+        value: dict[str, Any] = {"index": number}
+        if not self.call.is_chat:
+            value["text"] = text
+        elif role:
+            value["delta"] = {"role": "assistant", "content": ""}
+        else:
+            value["delta"] = {} if finish is not None else {"content": text}
+        body = self._body([value | {"logprobs": logprobs, "finish_reason": finish, **more}])
+        return body | {"usage": None} if self.call.include_usage else body
+
+    def _extras(self, choice: _Choice, tokens: Sequence[Token]) -> dict[str, Any]:
+        """The fields beyond OpenAI's that were asked for, of these tokens."""
+        more: dict[str, Any] = {}
+        if not tokens:
+            return more
+        if self.call.return_token_ids:
+            more["token_ids"] = [token.id for token in tokens]
+        if choice.request.trace is not None:
+            more["fenchel"] = [t.trace.as_json() for t in tokens if t.trace is not None]
+        return more
+
+    def _echoed(self, choice: _Choice, update: Update) -> list[Token]:
+        if not choice.echo:
+            return []
+        scored = update.prompt or tuple(Token(id, "") for id in choice.request.prompt)
+        return [token._replace(text=text) for token, text in zip(scored, choice.echo, strict=True)]
+
+    def _logprobs(
+        self, choice: _Choice, tokens: Sequence[Token], offset: int
+    ) -> dict[str, Any] | None:
+        if choice.request.logprobs is None or not tokens:
+            return None
+        texts = self.call.served.token_texts
+        if self.call.is_chat:
+            return {"content": [_scored(token, texts) for token in tokens], "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.text)
+        return {
+            "tokens": [texts.label(token.id) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [_top(token, texts.label) for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The log-probabilities of several updates as one object."""
+    if not parts:
+        return None
+    return {
+        name: None if value is None else [one for part in parts for one in part[name]]
+        for name, value in parts[0].items()
+    }
+
+
+def _top(token: Token, label: Callable[[int], str]) -> dict[str, float] | None:
+    """The likeliest tokens and the chosen one, by their texts; of equal texts the likelier."""
+    if token.logprob is None:
+        return None
+    top: dict[str, float] = {}
+    for id, logprob in (*token.top, (token.id, token.logprob)):
+        top[label(id)] = max(logprob, top.get(label(id), LOWEST))
+    return top
+
+
+def _scored(token: Token, texts: TokenTexts) -> dict[str, Any]:
+    def entry(id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": texts.text(id), "logprob": _finite(logprob), "bytes": texts.bytes(id)}
+
+    return entry(token.id, token.logprob) | {"top_logprobs": [entry(*one) for one in token.top]}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return logprob if logprob is None else max(logprob, LOWEST)
+
+
+def model_card(served: ServedModel) -> dict[str, Any]:
+    """The model in /v1/models."""
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "fenchel",
+        "max_model_len": served.context,
+    }
+
+
+def prompt_text(request: Request, served: ServedModel) -> str:
+    """The text of a prompt, for a log."""
+    return decode(served.tokenizer, request.prompt)

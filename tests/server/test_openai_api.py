@@ -1,0 +1,154 @@
+"""fenchel/server/openai_api.py: every field is obeyed or refused by its name."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fenchel.data import train_tokenizer
+from fenchel.model import ModelConfig
+from fenchel.server.openai_api import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    REFUSED,
+    UNUSED,
+    ApiError,
+    ServedModel,
+    TokenTexts,
+    chat_call,
+    completion_call,
+    parse_body,
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> ServedModel:
+    tokenizer = train_tokenizer(["the sea shells 東京\n" * 9], 300)
+    return ServedModel(
+        name="shells",
+        config=ModelConfig(vocabulary=tokenizer.get_vocab_size(), context=32, width=32),
+        tokenizer=tokenizer,
+        context=32,
+        ends=(0,),
+    )
+
+
+def refusal(body: dict[str, Any], served: ServedModel) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        completion_call({"prompt": "the", **body}, served)
+    return raised.value
+
+
+@pytest.mark.parametrize("field", [*REFUSED, "promt", "__class__", "max_completion_tokens"])
+def test_a_field_that_is_not_obeyed_is_refused_by_its_name(field: str, served: ServedModel) -> None:
+    error = refusal({field: {"a": 1}}, served)
+    assert error.status == 400
+    assert error.param == field
+    assert field in error.message
+
+
+def test_null_is_absent_and_unused_fields_change_nothing(served: ServedModel) -> None:
+    plain = completion_call({"prompt": "the", "seed": 1}, served)
+    body = {"prompt": "the", "seed": 1, **dict.fromkeys(UNUSED, "x")}
+    body |= {field: None for field in (*REFUSED, *COMPLETION_FIELDS) if field not in body}
+    assert completion_call(body, served).requests == plain.requests
+
+
+WRONG: list[tuple[str, list[Any]]] = [
+    ("prompt", [3, {}, [], [[]], ["a", 1], [True], [[1, "a"]], ["a"] * 33, [1] * 33, [300], [-1]]),
+    ("max_tokens", [0, -1, 33, 1.5, "3", True, 10**400]),
+    ("temperature", [-1, "1", True, 1e999, 10**400, []]),
+    ("top_p", [0, 1.1, -1]),
+    ("top_k", [-2, 1.5]),
+    ("min_p", [-0.1, 1.1]),
+    ("repetition_penalty", [0, -1]),
+    ("presence_penalty", [2.1, -2.1]),
+    ("frequency_penalty", [3]),
+    ("logit_bias", [[], {"a": 1}, {"1": 101}, {"300": 1}, {str(i): 0 for i in range(301)}]),
+    ("seed", [2**63, 1.0, "1"]),
+    ("n", [0, 9, "2"]),
+    ("stop", ["", [""], ["a"] * 17, "a" * 257, 3]),
+    ("stop_token_ids", [3, [300], [True], list(range(17))]),
+    ("stream", [1, "yes"]),
+    ("logprobs", [True, 21, -1]),
+    ("echo", [1]),
+    ("return_token_ids", [0]),
+    ("ignore_eos", ["no"]),
+    ("fenchel", [3, {"entropy": 1}, {"attention": {"top": 65}}, {"other": True}]),
+    ("stream_options", [3, {"include_usage": True}]),
+    ("model", [3]),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in WRONG for value in values]
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(
+    field: str, value: Any, served: ServedModel
+) -> None:
+    error = refusal({field: value}, served)
+    assert error.status == 400
+    assert str(error.param).startswith(field)
+    assert len(error.message) < 400
+    json.dumps(error.body())
+
+
+def test_all_fields_have_a_wrong_value_here() -> None:
+    assert {field for field, _ in WRONG} == set(COMPLETION_FIELDS)
+    assert set(CHAT_FIELDS) - {field for field, _ in WRONG} == {
+        *("messages", "max_completion_tokens", "top_logprobs")
+    }
+
+
+def test_another_model_is_not_found_unless_any_is_served(served: ServedModel) -> None:
+    error = refusal({"model": "gpt-5"}, served)
+    assert (error.status, error.code) == (404, "model_not_found")
+    body = {"prompt": "a", "model": "gpt-5"}
+    assert completion_call(body, replace(served, aliases=frozenset()))
+
+
+def test_without_a_template_a_chat_is_refused(served: ServedModel) -> None:
+    with pytest.raises(ApiError, match="no chat template; use /v1/completions"):
+        chat_call({"messages": [{"role": "user", "content": "a"}]}, served)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b'{"a": NaN}',
+        b'{"a": 1, "a": 2}',
+        b'{"a": ' + b"[" * 16 + b"]" * 16 + b"}",
+        b"[" * 100_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_a_body_that_is_no_plain_object_is_refused(data: bytes) -> None:
+    with pytest.raises(ApiError, match=r"^the body"):
+        parse_body(data)
+
+
+def test_a_body_may_nest_as_deep_as_it_says() -> None:
+    assert parse_body(b'{"a": ' + b"[" * 15 + b"]" * 15 + b"}")
+
+
+def test_seeds_of_choices_differ_and_the_first_is_the_seed(served: ServedModel) -> None:
+    call = completion_call({"prompt": ["the", "sea"], "n": 3, "seed": 5}, served)
+    seeds = [request.seed for request in call.requests]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 6
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def test_the_text_of_a_token_is_its_text_within_a_text(served: ServedModel) -> None:
+    texts = TokenTexts(served.tokenizer)
+    ids = served.tokenizer.encode("the sea", add_special_tokens=False).ids
+    assert "".join(map(texts.text, ids)) == "the sea"
+    assert texts.text(0) == "<|end|>"
+    whole = [texts.bytes(id) for id in served.tokenizer.encode("東").ids]
+    assert bytes(byte for part in whole for byte in part or []) == "東".encode()
+    part = served.tokenizer.token_to_id("æ")
+    assert texts.label(part) == "bytes:\\xe6"
