@@ -40,7 +40,12 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., M) -> (..., M)."""
-        return _rms_norm(x, self.weight, self.eps)
+        return _rms_norm(x, self.gain, self.eps)
+
+    @property
+    def gain(self) -> Tensor:
+        """The factor on each entry, (M,)."""
+        return self.weight
 
 
 class RMSNormPlusOne(RMSNorm):
@@ -50,9 +55,10 @@ class RMSNormPlusOne(RMSNorm):
         """Zeros: a gain of 1."""
         nn.init.zeros_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., M) -> (..., M)."""
-        return _rms_norm(x, 1.0 + self.weight, self.eps)
+    @property
+    def gain(self) -> Tensor:
+        """1 + weight, (M,)."""
+        return 1.0 + self.weight
 
 
 def _rms_norm(x: Tensor, w: Tensor, epsilon: float) -> Tensor:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.linalg import vector_norm
 
 from fenchel.attention import Angles, rotate
 from fenchel.optim.score.pairs import QueryKeyPair
@@ -206,6 +207,11 @@ class ScoreLine:
         if all(norm is None for norm in norms):
             return x
         x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.gains is None and (stacked := _stacked_rms_norms(norms)) is not None:
+            w, epsilon = stacked
+            size: Tensor = vector_norm(x, dim=-1, keepdim=True)
+            r = (size.square() / x.shape[-1] + (epsilon or torch.finfo(x.dtype).eps)).rsqrt()
+            return (x * r).mul_(w[:, None, None, None])
         rows = []
         for layer, (row, norm) in enumerate(zip(x, norms, strict=True)):
             if norm is None:
@@ -313,6 +319,18 @@ def second_moment(x: Tensor, weight: Tensor | None = None) -> Tensor:
     heavy = (x * weight.unsqueeze(-1)).transpose(1, 2).flatten(2, 3)
     sums = heavy.mT @ heads / weight.sum(dim=(1, 3)).clamp(min=1)[..., None, None]
     return mean_over_processes(sums)
+
+
+def _stacked_rms_norms(norms: Sequence[nn.Module | None]) -> tuple[Tensor, float | None] | None:
+    """The gains (L, D) and the epsilon of the norms of all layers, where all are alike."""
+    kinds = {(type(norm), getattr(norm, "eps", None)) for norm in norms}
+    if len(kinds) > 1 or not all(isinstance(norm, nn.RMSNorm) for norm in norms):
+        return None
+    # a subclass may have a gain that is not its weight
+    gains = [getattr(norm, "gain", getattr(norm, "weight", None)) for norm in norms]
+    if any(gain is None for gain in gains):
+        return None
+    return torch.stack(gains), next(iter(kinds))[1]  # type: ignore[arg-type]
 
 
 def _project(x: Tensor, W: Tensor) -> Tensor:

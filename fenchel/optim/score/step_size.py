@@ -479,8 +479,12 @@ def take_step(
     ball = score_ball(line.start_rms, before, limits.gamma, limits.radius, soft=limits.exact)
     shrink = None if ball.shrink is None else scaling(ball.shrink, groups)
     t, _ = _step_lengths(line, W, U, ball.budget, shrink, limits)
-    measured = line.move(t, shrink) if line.parts is None else None
-    after = rms_by_parts(line.parts, t, shrink) if measured is None else measured[1]
+    measured = None
+    if line.parts is None:
+        measured = line.move(t, shrink)
+        after = measured[1]
+    else:
+        after = rms_by_parts(line.parts, t, shrink)
     c = projection(after, ball.bound)
     back = scaling(c, groups)
     record = StepRecord(line, t, shrink, back, c, measured, not limits.exact)

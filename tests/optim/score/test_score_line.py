@@ -1,12 +1,14 @@
 """optim/score/score_line.py and step_size.py: which pairs count, and the length of a step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fenchel.model.norm import RMSNorm, RMSNormPlusOne
 from fenchel.optim import HeadProjection, QueryKeyPair, ScoreDescent, attention_pairs
 from fenchel.optim.score.probe import LayerInput, stack_inputs
 from fenchel.optim.score.score_line import HeadWeights, ScoreLine
@@ -184,3 +186,29 @@ def test_a_step_through_the_kernels_is_that_of_the_operations(
         ends.append([p.detach().clone() for p in model.parameters()])
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [partial(RMSNorm, eps=0.1), partial(RMSNormPlusOne, eps=0.1), nn.RMSNorm, nn.LayerNorm],
+)
+@torch.no_grad()
+def test_norms_of_all_layers_at_once_are_those_of_each(kind: Callable[[int], Any]) -> None:
+    draw = torch.Generator().manual_seed(1)
+    layers = []
+    for _ in range(3):
+        norms = kind(2), kind(2)
+        for norm in norms:
+            norm.weight.normal_(generator=draw)
+        layers.append(pair(q_norm=norms[0], k_norm=norms[1]))
+    x = torch.randn(3, 1, 9, 6, generator=draw)
+    W = HeadWeights(*(torch.randn(3, 2, 2, 6, generator=draw) for _ in "QK"))
+    at = stack_inputs(layers, [LayerInput(row, None, None) for row in x])
+    line = ScoreLine(layers, at, W)
+    for layer, q, k, start_q, start_k in zip(
+        layers, line.q, line.k, line.start_q, line.start_k, strict=True
+    ):
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        torch.testing.assert_close(start_q, layer.q_norm(q))
+        torch.testing.assert_close(start_k, layer.k_norm(k))
