@@ -24,6 +24,7 @@ from fenchel.files import Notice, StorageFailed, describe, printable
 COMMANDS = {
     "train": "Train a model on a text; write a run directory with a report.",
     "generate": "Continue a prompt with a model.",
+    "chat": "Hold a conversation with a model in the terminal.",
     "serve": "Serve a model over HTTP, in the manner of the OpenAI API.",
     "eval": "Loss, perplexity, bits per byte and calibration of a model on a text.",
     "inspect": "Sensitivity of a checkpoint's attention on a text, from rows to the whole network.",
@@ -42,6 +43,7 @@ COMMANDS = {
 LESS_MEMORY = {
     "train": "set a smaller train.batch, model.context or model.width",
     "generate": "give fewer --max-new-tokens, --cache int8 or --dtype bfloat16",
+    "chat": "give a shorter --context, --cache int8 or --dtype bfloat16",
     "serve": "give fewer --rows, a shorter --context, --cache int8 or --dtype bfloat16",
     "eval": "give a shorter --context or --dtype bfloat16",
     "inspect": "give fewer --max-tokens",

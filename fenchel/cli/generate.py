@@ -3,6 +3,7 @@
 import json as json_format
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -45,20 +46,43 @@ DRAFT_ROUNDS = (
 )
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """The flags of ``Sampling``; None where one is left out."""
+
+    temperature: float | None = None
+    """0 takes the likeliest token each time; higher is more varied. 0.8 by default."""
+    top_k: Whole | None = None
+    """Draw among this many of the likeliest tokens."""
+    top_p: float | None = None
+    """Draw among the fewest tokens whose probabilities reach this sum. 0.95 by default."""
+    min_p: float | None = None
+    """Draw among tokens at least this likely, relative to the likeliest."""
+    repetition_penalty: float | None = None
+    """Above 1 makes tokens that the text already has less likely."""
+    presence_penalty: float | None = None
+    """Subtracted from the logits of tokens that were generated; -2 to 2."""
+    frequency_penalty: float | None = None
+    """Subtracted once per time that a token was generated; -2 to 2."""
+    logit_bias: Annotated[list[str] | None, Parameter(negative="")] = None
+    """ID=VALUE adds a value of -100 to 100 to the logit of a token; may be given several times."""
+
+    def given(self) -> dict[str, Any]:
+        """The flags that were given, as arguments of ``Sampling``."""
+        flags = {name: value for name, value in vars(self).items() if value is not None}
+        if self.logit_bias is not None:
+            flags["logit_bias"] = read_logit_bias(self.logit_bias)
+        return flags
+
+
 def run(
     directory: Path,
     /,
     *words: str,
     prompt: Words = "",
     max_new_tokens: Whole = 200,
-    temperature: float | None = None,
-    top_k: Whole | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
-    logit_bias: Annotated[list[str] | None, Parameter(negative="")] = None,
+    sampling: SamplingFlags = SamplingFlags(),  # noqa: B008
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
@@ -86,22 +110,6 @@ def run(
         document. In a model with an encoder it is the input of the encoder.
     max_new_tokens
         Tokens to add at most; the end of the document ends the text earlier.
-    temperature
-        0 takes the likeliest token each time; higher is more varied. 0.8 by default.
-    top_k
-        Draw among this many of the likeliest tokens.
-    top_p
-        Draw among the fewest tokens whose probabilities reach this sum. 0.95 by default.
-    min_p
-        Draw among tokens at least this likely, relative to the likeliest.
-    repetition_penalty
-        Above 1 makes tokens that the text already has less likely.
-    presence_penalty
-        Subtracted from the logits of tokens that were generated; -2 to 2.
-    frequency_penalty
-        Subtracted once per time that a token was generated; -2 to 2.
-    logit_bias
-        ID=VALUE adds a value of -100 to 100 to the logit of a token; may be given several times.
     stop
         Text to stop before; may be given several times.
     cache
@@ -134,29 +142,18 @@ def run(
         from fenchel.data import end_id, has_end
         from fenchel.generation import GenerationSettings, stream_text
 
-    flags = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": None if logit_bias is None else read_logit_bias(logit_bias),
-    }
-    flags = {name: value for name, value in flags.items() if value is not None}
-    sampling = sampling_settings(directory, flags)
+    chosen = sampling_settings(directory, sampling.given())
     on, as_dtype = device_and_dtype(device, dtype)
     model, tokenizer, config = load_checkpoint(directory, on, as_dtype)
     model = model if context is None else model.with_context(context)
     ends = end_ids(directory, tokenizer)
-    ids, source = prompt_ids(prompt, tokenizer, config, sampling.decoder_start, ends)
-    from_checkpoint = dict(sampling.from_checkpoint)
+    ids, source = prompt_ids(prompt, tokenizer, config, chosen.decoder_start, ends)
+    from_checkpoint = dict(chosen.from_checkpoint)
     if not (has_end(tokenizer) and ends == (end_id(tokenizer),)):
         from_checkpoint["ends"] = list(ends)
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
-        sampling=sampling.sampling,
+        sampling=chosen.sampling,
         stop=[*ends, *(stop or ())],
         cache=cache,
         draft=draft,
@@ -182,7 +179,7 @@ def run(
         if draft and model.lm_head_weight.dtype.itemsize < 4:
             print(DRAFT_ROUNDS, file=sys.stderr)
         if from_checkpoint:
-            print(sentence(sampling.source, from_checkpoint), file=sys.stderr)
+            print(sentence(chosen.source, from_checkpoint), file=sys.stderr)
     show, text = stream and not json, ""
     wrap = WordWrap(width_of(sys.stdout))
     if show:
@@ -195,7 +192,7 @@ def run(
         begin = describe_beginning(tokenizer)
         result: dict[str, Any] = {"prompt": prompt, "text": text, "seed": seed, "begin": begin}
         if from_checkpoint:
-            result |= {"settings": from_checkpoint, "settings_from": str(sampling.source)}
+            result |= {"settings": from_checkpoint, "settings_from": str(chosen.source)}
         print(json_format.dumps(result))
     elif show:
         print(wrap("\n"), end="")

@@ -165,9 +165,11 @@ def stream(
     *,
     tokenizer: Tokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
+    prefix_cache: PrefixCache | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """The new tokens as they are drawn, (B,) each; arguments as in ``generate``.
+    """The new tokens as they are drawn, (B,) each; arguments as in ``generate`` and
+    ``stream_text``.
 
     >>> from fenchel.model import ModelConfig
     >>> model = Transformer(ModelConfig(vocabulary=10, width=8, layers=1, heads=2))
@@ -175,7 +177,15 @@ def stream(
     >>> len(list(tokens))
     3
     """
-    run = _start(model, ids, settings, tokenizer=tokenizer, source=source, generator=generator)
+    run = _start(
+        model,
+        ids,
+        settings,
+        tokenizer=tokenizer,
+        source=source,
+        prefix_cache=prefix_cache,
+        generator=generator,
+    )
     return run.tokens
 
 
