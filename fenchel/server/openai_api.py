@@ -15,7 +15,8 @@ Without a seed one is drawn.
 **Log-probabilities** are those of the raw logits, before temperature, penalties and filters. Every
 token has the same number as a chosen one and among the likeliest. In completions the likeliest are
 a mapping of token texts, which may coincide: the larger number counts. -inf, which JSON lacks, is
--9999.
+-9999. With ``return_token_ids`` the entries of a chat carry their ids, and a completion has the
+same entries under ``content``.
 
 **Offsets.** text[offset_k : offset_{k+1}] is the text that token k releases: "" while a character
 or a stop string may be incomplete. A token's own text, under ``tokens``, is that of its id alone.
@@ -840,19 +841,21 @@ class Reply:
     ) -> dict[str, Any] | None:
         if choice.request.logprobs is None or not tokens:
             return None
-        texts = self.call.served.token_texts
+        texts, with_ids = self.call.served.token_texts, self.call.return_token_ids
+        content = [_scored(token, texts, with_ids=with_ids) for token in tokens]
         if self.call.is_chat:
-            return {"content": [_scored(token, texts) for token in tokens], "refusal": None}
+            return {"content": content, "refusal": None}
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token.text)
-        return {
+        columns = {
             "tokens": [texts.label(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [_top(token, texts.label) for token in tokens],
             "text_offset": offsets,
         }
+        return {**columns, "content": content} if with_ids else columns
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -875,9 +878,10 @@ def _top(token: Token, label: Callable[[int], str]) -> dict[str, float] | None:
     return top
 
 
-def _scored(token: Token, texts: TokenTexts) -> dict[str, Any]:
+def _scored(token: Token, texts: TokenTexts, *, with_ids: bool) -> dict[str, Any]:
     def entry(id: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": texts.text(id), "logprob": _finite(logprob), "bytes": texts.bytes(id)}
+        text = {"token": texts.text(id), "logprob": _finite(logprob), "bytes": texts.bytes(id)}
+        return {"id": id, **text} if with_ids else text
 
     return entry(token.id, token.logprob) | {"top_logprobs": [entry(*one) for one in token.top]}
 

@@ -8,12 +8,14 @@ import pytest
 
 from fenchel.data import train_tokenizer
 from fenchel.model import ModelConfig
+from fenchel.server.engine import Token, Update
 from fenchel.server.openai_api import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     REFUSED,
     UNUSED,
     ApiError,
+    Reply,
     ServedModel,
     TokenTexts,
     chat_call,
@@ -152,3 +154,22 @@ def test_the_text_of_a_token_is_its_text_within_a_text(served: ServedModel) -> N
     assert bytes(byte for part in whole for byte in part or []) == "東".encode()
     part = served.tokenizer.token_to_id("æ")
     assert texts.label(part) == "bytes:\\xe6"
+
+
+def test_scores_carry_ids_where_ids_are_asked_for(served: ServedModel) -> None:
+    body = {"prompt": [3, 4], "echo": True, "logprobs": 2}
+    scored = (Token(3, "", None), Token(4, "", -0.5, ((4, -0.5), (6, -1.0))))
+    new = Token(5, "x", -1.5, ((7, -0.25), (5, -1.5)))
+    for asked in (True, False):
+        reply = Reply(completion_call({**body, "return_token_ids": asked}, served))
+        reply.add(0, Update((new,), scored, "length"))
+        (choice,) = reply.response()["choices"]
+        scores = choice["logprobs"]
+        assert len(scores["tokens"]) == len(scores["text_offset"]) == 3
+        if not asked:
+            assert "content" not in scores
+            continue
+        assert [one["id"] for one in scores["content"]] == [3, 4, 5]
+        assert [one["logprob"] for one in scores["content"]] == [None, -0.5, -1.5]
+        likeliest = [[other["id"] for other in one["top_logprobs"]] for one in scores["content"]]
+        assert likeliest == [[], [4, 6], [7, 5]]
