@@ -26,22 +26,14 @@ from benchmarks.harness import record, time_interleaved
 from benchmarks.train_cpu import draw, llama
 from fenchel.generation import KVCache, generate
 from fenchel.model import ModelConfig, Transformer
+from fenchel.pipeline import settings
 
 THREADS = 2
 PROMPT, NEW = 32, 256
 DATASHEET, COPY = 4.8e12, 4.3e12
 """Bytes per second of an H200's memory: by its datasheet, and measured for a large copy."""
 SMALL = ModelConfig(vocabulary=8192, context=512, width=384, layers=6, heads=6)
-LARGE = ModelConfig(
-    vocabulary=32000,
-    context=2048,
-    width=2048,
-    layers=22,
-    heads=32,
-    kv_heads=4,
-    hidden=5632,
-    tied=False,
-)
+LARGE = settings({"preset": "tinyllama"}).model
 Decode = Callable[[int], Tensor]
 """The number of new tokens to the ids of prompt and continuation."""
 

@@ -36,21 +36,12 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.harness import record, time_interleaved
 from benchmarks.train_cpu import gpt2
 from fenchel.model import ModelConfig, Transformer
+from fenchel.pipeline import settings
 from fenchel.train.loss import lm_head_loss
 
 PEAK = 989e12
 """bfloat16 FLOP/s of an H200 without sparsity, from its datasheet."""
-GPT2 = ModelConfig(
-    vocabulary=50257,
-    context=1024,
-    width=768,
-    layers=12,
-    heads=12,
-    norm="layer",
-    positions="learned",
-    mlp="gelu_tanh",
-    bias=True,
-)
+GPT2 = settings({"preset": "gpt2"}).model
 BATCHES = (32, 64)
 """Sequences per step."""
 KINDS = {

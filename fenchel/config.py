@@ -147,6 +147,27 @@ def require_read(settings: Any) -> None:
                 raise ValueError(f"{name}={value!r} would do nothing; it needs {needs}.")
 
 
+def without_unread(
+    cls: Any, given: Mapping[str, Any], preset: Mapping[str, Any], *, where: str = ""
+) -> dict[str, Any]:
+    """``given`` and, where it gives none, the values of ``preset`` that would be read beside it.
+
+    >>> from fenchel.optim import OptimConfig
+    >>> rates = {"learning_rate": 3e-3, "matrix_learning_rate": 3e-3}
+    >>> without_unread(OptimConfig, {"optimiser": "adamw"}, rates)
+    {'learning_rate': 0.003, 'optimiser': 'adamw'}
+    """
+    values, types = {**preset, **given}, get_type_hints(cls)
+    settings = object.__new__(cls)  # without the checks, which refuse what is dropped here
+    for field in fields(cls):
+        value = values.get(field.name, _default(field))
+        if field.name in values:
+            value = _convert(types[field.name], value, f"{where}{field.name}")
+        object.__setattr__(settings, field.name, value)
+    unread = {name for names, _, read in cls.USES if not read(settings) for name in names}
+    return {name: value for name, value in values.items() if name in given or name not in unread}
+
+
 class Setting(NamedTuple):
     """One row of the reference of settings."""
 

@@ -355,6 +355,18 @@ def _folder_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of ``folder``; nothing is written."""
+    try:
+        with open_regular(folder / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):  # there is no lock, or none that a run would take
+        return False
+    return False
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder``, which ends with the process; raise Busy if another holds it."""

@@ -32,6 +32,7 @@ COMMANDS = {
     "convert": "Write a run or a checkpoint as a Hugging Face directory.",
     "attach": "Replace the attention of a transformers checkpoint, and prove the replacement.",
     "compare": "Compare runs: results, the settings that differ, and curves in one page.",
+    "list": "List what is here: built-in texts, presets, families of checkpoints, runs.",
     "plan": "Memory, bytes and time of a run on many GPUs, by formula.",
     "settings": "Print what every setting of a run means, of which type it is, when it is read.",
     "report": "Write the page of a run directory again.",

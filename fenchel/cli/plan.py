@@ -41,7 +41,8 @@ def run(
     Parameters
     ----------
     config
-        A TOML file of settings as for fenchel train, or a size: demo, small, base, large.
+        A TOML file of settings as for fenchel train, or a preset, such as gpt2 or
+        llama-7b; fenchel list presets shows all.
     gpus
         How many GPUs.
     memory
@@ -70,11 +71,10 @@ def run(
         console.progress("loading torch", 0, 0)
 
         from fenchel.distributed import plan as planning
-        from fenchel.model.config import SIZES
-        from fenchel.pipeline import settings
+        from fenchel.pipeline import PRESETS, settings
 
-        named = config is not None and str(config) in SIZES and not config.exists()
-        short = {"model.size": str(config) if named else None}
+        named = config is not None and str(config) in PRESETS and not config.exists()
+        short = {"preset": str(config) if named else None}
         chosen = settings(settings_from(None if named else config, set, short))
         try:
             cluster = planning.Cluster(

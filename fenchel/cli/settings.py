@@ -34,8 +34,9 @@ def run(prefix: str = "", /, *, markdown: Switch = False, json: Switch = False) 
 
         from fenchel.config import reference
         from fenchel.pipeline import RunConfig
+        from fenchel.pipeline.presets import SETTING
 
-        rows = list(reference(RunConfig))
+        rows = [SETTING, *reference(RunConfig)]
     chosen = [row for row in rows if row.name.startswith(prefix)]
     if not chosen:
         sections = dict.fromkeys(row.name.partition(".")[0] for row in rows)

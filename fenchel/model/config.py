@@ -13,16 +13,6 @@ from fenchel.choice import by_name
 from fenchel.choice.by_name import maps_with
 from fenchel.config import Use, read_with, require_read
 
-SIZES: dict[str, dict[str, int]] = {
-    "demo": {"width": 128, "heads": 2, "layers": 4, "context": 128, "tied": False},
-    "small": {"width": 512, "heads": 8, "layers": 6, "context": 512},
-    "base": {"width": 768, "heads": 12, "layers": 12, "context": 1024},
-    "large": {"width": 1024, "heads": 16, "layers": 24, "context": 1024},
-}
-"""Named sizes: heads of width 64 throughout, for which kernels of attention are fastest, and the
-depth of the original Transformer (6), of GPT-2 and BERT base (12) and of GPT-2 medium and BERT
-large (24). Blocks have 12 L M^2 parameters: 19, 85 and 302 million. "demo" is the default of a run;
-its LM head is not tied, which costs no time and lets it start at bigram counts (bigram.py)."""
 LARGEST = 2**24
 """The largest size accepted: a product of two stays far below the limit of a tensor."""
 GATED = ("swiglu", "geglu", "geglu_tanh")
@@ -98,7 +88,7 @@ class ModelConfig:
     beta: float = 1.0
     """Inverse temperature of the choice among keys."""
     tied: bool = True
-    """Use the embedding as the matrix of the LM head; a run of the size "demo" does not."""
+    """Use the embedding as the matrix of the LM head; a run of the preset "demo" does not."""
     bias: bool = False
     """Whether linear maps inside a block have a bias."""
     dropout: float = 0.0

@@ -9,9 +9,11 @@ first serves to time a few steps (preparation.py).
 
 from fenchel.pipeline.config import RunCallback, RunConfig, new_run_path, settings
 from fenchel.pipeline.preparation import open_corpus, speed
+from fenchel.pipeline.presets import PRESETS
 from fenchel.pipeline.run import baselines, begin, resume
 
 __all__ = [
+    "PRESETS",
     "RunCallback",
     "RunConfig",
     "baselines",

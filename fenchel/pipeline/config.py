@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Protocol
 from fenchel.config import Use, from_mapping, reference, require_read
 from fenchel.data import TextConfig
 from fenchel.model import ModelConfig
-from fenchel.model.config import SIZES
 from fenchel.optim import OptimConfig
 from fenchel.optim.config import peak_score_rate
+from fenchel.pipeline.presets import DEFAULT, expand
 from fenchel.train import Callback, TrainConfig
 
 NO_EFFECT_ON_WEIGHTS = {
@@ -71,28 +71,27 @@ def settings(mapping: Mapping[str, Any]) -> RunConfig:
     """Nested plain values to settings.
 
     Two defaults of the model follow from other sections: the vocabulary is that of the text, and
-    "score" trains with a norm of queries and keys, where dot products are the scores.
-    ``model.size`` names a row of ``fenchel.model.config.SIZES``, which other settings override.
+    "score" trains with a norm of queries and keys, where dot products are the scores. ``preset``
+    names a row of ``fenchel.pipeline.presets.PRESETS``, which all other settings override.
 
     >>> settings({"model": {"width": 64}}).model.vocabulary
     4096
-    >>> settings({"model": {"size": "small", "layers": 8}}).model.width
+    >>> settings({"preset": "small", "model": {"layers": 8}}).model.width
     512
     >>> settings({"optim": {"optimiser": "score"}}).model.qk_norm
     True
     """
-    sections = {name: mapping.get(name, {}) for name in ("text", "model", "optim")}
+    rest = dict(mapping)
+    preset = rest.pop("preset", DEFAULT)
+    sections = {name: rest.get(name, {}) for name in ("text", "model", "optim", "train")}
     for name, section in sections.items():
         if not isinstance(section, Mapping):
             raise ValueError(f"{name}={section!r} should be a section, with settings in it.")
-    text, model, optim = map(dict, sections.values())
-    if (size := model.pop("size", "demo")) not in SIZES:
-        raise ValueError(f"model.size={size!r} should be one of {tuple(SIZES)}.")
-    model = {**SIZES[size], **model}
-    model.setdefault("vocabulary", text.get("vocabulary", TextConfig().vocabulary))
+    sections = expand(preset, sections)
+    model, optim = sections["model"], sections["optim"]
     if optim.get("optimiser") == "score" and model.get("scores") != "l2":
         model.setdefault("qk_norm", True)
-    return from_mapping(RunConfig, {**mapping, "model": model})
+    return from_mapping(RunConfig, {**rest, **sections})
 
 
 def comments() -> dict[str, str]:
@@ -122,7 +121,7 @@ def change_settings(
                 raise ValueError(f"there is no setting {name!r}.")
             if place.get(key or section) == value:
                 continue
-            if section in ("model", "text") or name in UNCHANGEABLE:
+            if section in ("model", "text", "preset") or name in UNCHANGEABLE:
                 instead = UNCHANGEABLE.get(name, "start a new run instead")
                 raise ValueError(f"{name} cannot change in a run that has begun; {instead}.")
             place[key or section] = value

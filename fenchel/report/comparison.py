@@ -121,13 +121,14 @@ def compare_runs(paths: Sequence[Path]) -> Comparison:
     return Comparison(
         names=names,
         runs=runs,
-        results=tuple(_result(run) for run in runs),
+        results=tuple(run_result(run) for run in runs),
         settings=_differences(runs),
         notes=tuple(_notes(names, runs)),
     )
 
 
-def _result(run: RunData) -> dict[str, float]:
+def run_result(run: RunData) -> dict[str, float]:
+    """The numbers of ``COLUMNS`` that a run has."""
     stated = {key: number(run.summary.get(key)) for key in ("parameters", "tokens", "seconds")}
     stated["steps"] = number(run.summary.get("step"))
     measures, _ = validation(run)

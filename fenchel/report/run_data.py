@@ -71,6 +71,8 @@ class RunData:
     """Generated text and attention maps."""
     troubles: Mapping[str, tuple[str, ...]]
     """File name to sentences about what could not be read."""
+    damage: tuple[str, ...] = ()
+    """Those of the sentences that no run explains, whether it was finished, stopped or killed."""
 
     @property
     def last_step(self) -> int | None:
@@ -91,7 +93,7 @@ def read_run(path: Path, *, strict: bool = False) -> RunData:
             f"{path} holds none of {', '.join(CONSEQUENCES)}; "
             "give the folder that a training run wrote."
         )
-    troubles: dict[str, tuple[str, ...]] = {}
+    troubles = _Troubles()
     config_text, config = _settings(path / "config.toml", troubles, strict)
     return RunData(
         name=path.resolve().name,
@@ -102,7 +104,22 @@ def read_run(path: Path, *, strict: bool = False) -> RunData:
         summary=_object(path / "summary.json", troubles, strict),
         sample=_object(path / "sample.json", troubles, strict),
         troubles=troubles,
+        damage=tuple(troubles.damage),
     )
+
+
+class _Troubles(dict[str, tuple[str, ...]]):
+    """The ``troubles`` of a run and its ``damage``, while files are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damage: list[str] = []
+
+    def note(self, path: Path, sentence: str, *, damage: bool = False) -> None:
+        """Adds a sentence about a file."""
+        self[path.name] = (*self.get(path.name, ()), sentence)
+        if damage:
+            self.damage.append(sentence)
 
 
 def number(value: Any) -> float | None:
@@ -121,7 +138,7 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _object(path: Path, troubles: dict[str, tuple[str, ...]], strict: bool) -> Mapping[str, Any]:
+def _object(path: Path, troubles: _Troubles, strict: bool) -> Mapping[str, Any]:
     if _absent(path, troubles):
         return {}
     try:
@@ -129,13 +146,12 @@ def _object(path: Path, troubles: dict[str, tuple[str, ...]], strict: bool) -> M
     except (ValueError, OSError) as error:
         if strict and isinstance(error, OSError):
             raise
-        _note(troubles, path, f"{_without_folder(error, path)} So {CONSEQUENCES[path.name]}.")
+        sentence = f"{_without_folder(error, path)} So {CONSEQUENCES[path.name]}."
+        troubles.note(path, sentence, damage=True)
         return {}
 
 
-def _settings(
-    path: Path, troubles: dict[str, tuple[str, ...]], strict: bool
-) -> tuple[str, Mapping[str, Any]]:
+def _settings(path: Path, troubles: _Troubles, strict: bool) -> tuple[str, Mapping[str, Any]]:
     if _absent(path, troubles):
         return "", {}
     text = ""
@@ -144,19 +160,18 @@ def _settings(
             data = file.read(_SETTINGS_LIMIT)
         text = data.decode("utf-8", errors="replace")
         if is_sealed(data) is False:
-            _note(troubles, path, f"{path.name} has changed since it was written.")
+            troubles.note(path, f"{path.name} has changed since it was written.", damage=True)
         return text, parse_toml(data)
     except (ValueError, OSError) as error:
         if strict and isinstance(error, OSError):
             raise
         sentence = f"{path.name} is not readable as TOML ({_without_folder(error, path)})."
-        _note(troubles, path, f"{sentence} Its text is shown below." if text else sentence)
+        shown = f"{sentence} Its text is shown below." if text else sentence
+        troubles.note(path, shown, damage=True)
         return text, {}
 
 
-def _metrics(
-    path: Path, troubles: dict[str, tuple[str, ...]], strict: bool
-) -> tuple[MetricsRow, ...]:
+def _metrics(path: Path, troubles: _Troubles, strict: bool) -> tuple[MetricsRow, ...]:
     if _absent(path, troubles):
         return ()
     rows: dict[int, dict[str, float | tuple[float, ...]]] = {}
@@ -177,20 +192,21 @@ def _metrics(
     except OSError as error:
         if strict:
             raise
-        _note(troubles, path, f"{path.name} could not be read to its end ({error.strerror}).")
+        sentence = f"{path.name} could not be read to its end ({error.strerror})."
+        troubles.note(path, sentence, damage=True)
         stride = 1
     if stride > 1:
-        _note(troubles, path, f"{path.name} is large: one training line in {stride} was read.")
+        troubles.note(path, f"{path.name} is large: one training line in {stride} was read.")
     if truncated:
-        _note(troubles, path, f"The last line of {path.name} was cut short and is left out.")
+        troubles.note(path, f"The last line of {path.name} was cut short and is left out.")
     if bad:
         count = pluralise(len(bad), "line")
         first = f"the first is line {bad[0]:,}"
-        _note(troubles, path, f"{count} of {path.name} could not be read, {first}.")
+        sentence = f"{count} of {path.name} could not be read, {first}."
+        troubles.note(path, sentence, damage=True)
     if not rows:
-        _note(
-            troubles, path, f"{path.name} contains no measurement yet: {CONSEQUENCES[path.name]}."
-        )
+        consequence = CONSEQUENCES[path.name]
+        troubles.note(path, f"{path.name} contains no measurement yet: {consequence}.")
     return tuple(rows.values())
 
 
@@ -243,18 +259,16 @@ def _merge(
     rows.setdefault(step, {}).update(row)
 
 
-def _absent(path: Path, troubles: dict[str, tuple[str, ...]]) -> bool:
+def _absent(path: Path, troubles: _Troubles) -> bool:
     if path.is_file() and not path.is_symlink() and path.stat().st_size:
         return False
     state = "empty" if path.is_file() else "not a plain file" if path.exists() else "missing"
     if path.is_symlink():
         state = "a link and not followed"
-    _note(troubles, path, f"{path.name} is {state}: {CONSEQUENCES[path.name]}.")
+    # A run that was killed may lack any file but its settings, which it writes first.
+    damage = path.name == "config.toml" or state not in ("missing", "empty")
+    troubles.note(path, f"{path.name} is {state}: {CONSEQUENCES[path.name]}.", damage=damage)
     return True
-
-
-def _note(troubles: dict[str, tuple[str, ...]], path: Path, sentence: str) -> None:
-    troubles[path.name] = (*troubles.get(path.name, ()), sentence)
 
 
 def _without_folder(error: Exception, path: Path) -> str:

@@ -65,7 +65,7 @@ def test_where_nothing_fits_a_change_that_would_is_named(
     assert "no change that was tried would make it fit" in words(capsys)
 
 
-def test_a_size_is_a_config_and_layouts_that_cannot_be_are_named(
+def test_a_preset_is_a_config_and_layouts_that_cannot_be_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["plan", "small", "--gpus", "64"]) == 0

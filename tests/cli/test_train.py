@@ -10,8 +10,7 @@ import pytest
 from fenchel.checkpoints import Progress
 from fenchel.cli import main
 from fenchel.cli.train import launch
-from fenchel.model.config import SIZES
-from fenchel.pipeline import RunConfig, settings
+from fenchel.pipeline import RunConfig
 from fenchel.train import Outcome
 
 FILES = "config.toml environment.json metrics.jsonl report.html sample.json summary.json".split()
@@ -89,26 +88,24 @@ def test_a_budget_replaces_the_steps_of_a_config_file(
     assert [(one.train.steps, one.train.budget) for one in seen] == [(None, "90s"), (20, "2m")]
 
 
-def test_a_size_is_a_row_of_settings_that_others_override(
+def test_settings_override_a_preset_which_the_run_does_not_name(
     text_file: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, sizes in SIZES.items():
-        model = settings({"model": {"size": name}}).model
-        assert {key: getattr(model, key) for key in sizes} == sizes
-        assert model.head_width == 64
-        blocks = 12 * model.layers * model.width**2  # of attention and a feed-forward of 4 M
-        stated = {"demo": 0.8e6, "small": 19e6, "base": 85e6, "large": 302e6}[name]
-        assert blocks == pytest.approx(stated, rel=0.02)
-    assert settings({"model": {"size": "demo"}}).model == settings({}).model
     out = tmp_path / "run"
-    words = ["train", "--size", "large", "--text", str(text_file), "--out", str(out), *flags]
-    small = ["--set", "model.width=16", "--set", "model.heads=2", "--set", "model.layers=1"]
-    assert main([*words, "--steps", "1", *small, "--set", "model.context=16"]) == 0
-    kept = tomllib.loads((out / "config.toml").read_text())["model"]
-    assert (kept["width"], kept["layers"], kept["context"]) == (16, 1, 16)
-    assert "size" not in kept
-    words = ["train", str(out / "config.toml"), "--size", "base"]
+    words = ["train", "--preset", "llama-1b", "--text", str(text_file), "--out", str(out), *flags]
+    small = "model.heads=2 model.kv_heads=1 model.hidden=24 train.accumulate=2".split()
+    sets = [word for setting in small for word in ("--set", setting)]
+    assert main([*words, "--steps", "1", *sets]) == 0
+    kept = tomllib.loads((out / "config.toml").read_text())
+    assert "preset" not in kept
+    model = kept["model"]
+    assert (model["width"], model["layers"], model["context"], model["hidden"]) == (16, 1, 16, 24)
+    assert (model["rotary_base"], kept["optim"]["learning_rate"]) == (5e5, 5e-4)
+    assert (kept["train"]["batch"], kept["train"]["accumulate"]) == (4, 2)
+    words = ["train", str(out / "config.toml"), "--preset", "base"]
     assert "both give model.width; leave out one" in error_of(words, capsys)
+    words = ["train", "--resume", str(out), "--preset", "base"]
+    assert "preset cannot change in a run that has begun" in error_of(words, capsys)
 
 
 def test_a_program_gets_the_summary_as_json(
@@ -164,7 +161,8 @@ def test_a_sparse_loss_trains_and_says_what_it_measures(
         (["--set", "modle.width=8"], "did you mean model"),
         (["--set", "model.width=30", "--set", "model.heads=4"], "does not split"),
         (["--set", "model.kind=encoder"], 'trains model.kind="decoder"'),
-        (["--size", "huge"], "model.size='huge' should be one of ('demo', 'small'"),
+        (["--preset", "gpt-2"], "there is no preset 'gpt-2'; did you mean 'gpt2'?"),
+        (["--set", "preset=huge"], "there is no preset 'huge'; known: demo, small, base, large"),
         (["--set", "model.width=wide"], "should be int"),
         (["--set", "model.width"], "name=value"),
         (["--set", "model.alpha=1.3"], "alpha=1.3 would do nothing; it needs choice"),

@@ -1,0 +1,303 @@
+"""fenchel list: built-in texts, presets, families of checkpoints, and runs with their results."""
+
+import json as json_format
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fenchel.cli.console import Console, printable
+from fenchel.config import did_you_mean
+
+if TYPE_CHECKING:
+    from fenchel.report.run_list import RunRow
+
+RUNS = Path("runs")
+"""Where fenchel train puts runs."""
+_NOTES = 5  # sentences about runs below a table
+SECTIONS = ("texts", "presets", "families", "runs")
+Rows = list[dict[str, Any]]
+Shown = tuple[Table | None, list[str]]
+"""A table, and sentences below it."""
+Listed = tuple[dict[str, Rows], list[Shown]]
+"""Plain values for JSON by section, and what a person sees."""
+
+
+def run(
+    what: str | None = None,
+    directory: Path | None = None,
+    /,
+    *,
+    sort: str | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """List what is here: built-in texts, presets, families of checkpoints, and runs.
+
+    Parameters
+    ----------
+    what
+        texts, presets, families or runs; by default all of them.
+    directory
+        With runs: where to look for runs and checkpoints, at any depth; ./runs by default.
+    sort
+        With runs: time (the default, newest first), name, state, optimiser, parameters, steps,
+        bits_per_byte (lowest first), loss or tokens_per_second.
+    json
+        Print one JSON object instead of tables.
+    """
+    if what is not None and what not in SECTIONS:
+        hint = did_you_mean(what, SECTIONS)
+        more = f" The runs below a folder: fenchel list runs {what}" if Path(what).is_dir() else ""
+        raise ValueError(f"there is no list {what!r}; {hint}{more}")
+    if what != "runs" and (directory is not None or sort is not None):
+        given = "--sort" if directory is None else "a directory"
+        raise ValueError(f"{given} belongs to runs: fenchel list runs {directory or RUNS}.")
+    from fenchel.report.run_list import ORDERS
+
+    if sort is not None and sort not in ORDERS:
+        raise ValueError(f"runs are not sorted by {sort!r}; {did_you_mean(sort, ORDERS)}")
+    values: dict[str, Any] = {}
+    shown: list[Shown] = []
+    with Console(quiet=json, aside=True) as stages:
+        for section in SECTIONS if what is None else (what,):
+            if section == "runs":
+                found, parts = runs(directory or RUNS, sort or "time", stages)
+            else:
+                stages.progress("loading torch", 0, 0)
+                found, parts = LISTS[section]()
+            values |= found
+            shown += parts
+    if json:
+        print(json_format.dumps(values, indent=1))
+        return 0
+    console = Console()
+    for table, notes in shown:
+        if table is not None:
+            console.terminal.print(table, markup=False, highlight=False)
+        for note in notes:
+            console.message(note)
+    return 0
+
+
+def texts() -> Listed:
+    """The texts that come with the package."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from fenchel.data.text import BUILT_IN
+
+    rows: Rows = []
+    for name, text in BUILT_IN.items():
+        row: dict[str, Any] = {"name": name, "about": text.about, "package": text.package}
+        try:
+            size = text.open().tally()
+            row |= {"bytes": size.bytes, "documents": size.documents, "missing": None}
+            row["package"] = f"{text.package} {version(text.package)}"
+        except (ValueError, OSError, PackageNotFoundError) as error:
+            row |= {"bytes": None, "documents": None, "missing": str(error)}
+        rows.append(row)
+    table = _table("text", ">bytes", ">documents", "what", "package")
+    for row in rows:
+        sizes = [_whole(row["bytes"]), _whole(row["documents"])]
+        table.add_row(row["name"], *sizes, row["about"], row["package"])
+    missing = [row["missing"] for row in rows if row["missing"]]
+    return {"texts": rows}, [
+        (table, [*missing, "fenchel train --text NAME, or a file or folder of yours."])
+    ]
+
+
+def presets() -> Listed:
+    """The presets, with the memory that a step of theirs takes on one GPU."""
+    from fenchel.distributed.plan import Cluster, plan
+    from fenchel.pipeline import PRESETS, settings
+
+    rows: Rows = []
+    table = _table("preset", ">params", ">blocks", ">heads", ">context", ">vocab.", ">GB", "like")
+    for name, preset in PRESETS.items():
+        chosen = settings({"preset": name})
+        model = chosen.model
+        planned = plan(model, chosen.train, chosen.optim, Cluster(ranks=1))
+        heads = str(model.heads) if model.groups == model.heads else f"{model.heads}/{model.groups}"
+        peak = planned.forecasts[0].peak
+        blocks = f"{model.layers} x {model.width}"
+        shape = (blocks, heads, str(model.context), str(model.vocabulary))
+        table.add_row(name, _amount(planned.parameters), *shape, f"{peak / 1e9:.1f}", preset.about)
+        rows.append(
+            {
+                "name": name,
+                "about": preset.about,
+                "parameters": planned.parameters,
+                "layers": model.layers,
+                "width": model.width,
+                "heads": model.heads,
+                "kv_heads": model.groups,
+                "context": model.context,
+                "vocabulary": model.vocabulary,
+                "batch": chosen.train.batch,
+                "accumulate": chosen.train.accumulate,
+                "learning_rate": chosen.optim.learning_rate,
+                "train_bytes": int(peak),
+                "weight_bytes": 4 * planned.parameters,
+            }
+        )
+    about = "GB: memory of training on one GPU in bfloat16, by the formulas of fenchel plan NAME."
+    return {"presets": rows}, [
+        (table, [about, "fenchel train --preset NAME; any --set overrides it."])
+    ]
+
+
+def families() -> Listed:
+    """The families of Hugging Face checkpoints, and the presets that are of each."""
+    from fenchel.model.families.registry import FAMILIES, family_for
+    from fenchel.model.transformer import meta_model
+    from fenchel.pipeline import PRESETS, settings
+
+    of: dict[str, list[str]] = {}
+    for name in PRESETS:
+        config = settings({"preset": name}).model
+        tensors = [key for key, _ in meta_model(config).named_parameters()]
+        of.setdefault(family_for(config, tensors).architecture, []).append(name)
+    rows: Rows = [
+        {
+            "model_type": family.name,
+            "architecture": family.architecture,
+            "presets": of.get(family.architecture, []),
+        }
+        for family in FAMILIES
+    ]
+    table = _table("model_type", "class of transformers", "presets of this family")
+    for row in rows:
+        table.add_row(row["model_type"], row["architecture"], ", ".join(row["presets"]))
+    about = (
+        "All are read, by every command that takes DIR, and written, by fenchel convert DIR OUT."
+    )
+    return {"families": rows}, [(table, [about])]
+
+
+def runs(root: Path, sort: str, stages: Console) -> Listed:
+    """The runs below a directory with their results, and the checkpoints."""
+    from fenchel.report.run_list import find, in_order, run_row
+
+    if root == RUNS and not root.exists():
+        return {"runs": [], "checkpoints": []}, [(None, [f"There is no folder {RUNS} here yet."])]
+    found = find(root)
+    rows = []
+    for n, path in enumerate(found.runs):
+        stages.progress("reading runs", n, len(found.runs))
+        rows.append(run_row(path, root))
+    rows = in_order(rows, sort)
+    shown: list[Shown] = [(_run_table(rows), _run_notes(rows))]
+    if not rows:
+        shown = [(None, [f"There is no run below {root}."])]
+    checkpoints = [_checkpoint(path, root) for path in found.checkpoints]
+    if checkpoints:
+        notes = [row["note"] for row in checkpoints if row["note"]]
+        shown.append((_checkpoint_table(checkpoints), notes[:_NOTES]))
+    if not found.complete:
+        shown.append((None, [f"{root} has too many folders; some were not looked into."]))
+    return {"runs": [row.plain() for row in rows], "checkpoints": checkpoints}, shown
+
+
+def _run_table(rows: "Iterable[RunRow]") -> Table:
+    table = _table(
+        "run", "begun", "state", ">params", ">steps", "optim", ">bits/\nbyte", ">tokens\n/s"
+    )
+    for row in rows:
+        steps = _whole(row.step)
+        if row.state != "finished" and row.steps is not None:
+            steps = f"{steps or 0}/{_whole(row.steps)}"
+        table.add_row(
+            printable(row.path),
+            printable((row.time or "")[5:16]),  # without year and seconds
+            row.state,
+            _amount(row.parameters),
+            steps,
+            printable(row.optimiser or ""),
+            "" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
+            _amount(row.tokens_per_second),
+        )
+    return table
+
+
+def _run_notes(rows: "Sequence[RunRow]") -> list[str]:
+    noted = [row for row in rows if row.note and row.state in ("damaged", "diverged", "stopped")]
+    notes = [f"{row.path}: {row.note}" for row in noted[:_NOTES]]
+    if len(noted) > _NOTES:
+        notes.append(f"{len(noted) - _NOTES} more are not as they should be; --json names all.")
+    if any(row.state == "damaged" for row in rows):
+        notes.append("fenchel doctor RUN checks every byte of a run.")
+    texts = {row.text for row in rows if row.bits_per_byte is not None}
+    if len(texts) > 1:
+        names = ", ".join(sorted(map(str, texts))[:4])
+        notes.append(f"Bits per byte of different texts ({names}) are not comparable.")
+    return [*notes, "fenchel compare RUN RUN shows where runs differ."] if len(rows) > 1 else notes
+
+
+def _checkpoint(path: Path, root: Path) -> dict[str, Any]:
+    """A Hugging Face directory: settings and headers, no weight is read."""
+    from math import prod
+
+    from fenchel.checkpoints.directory import open_directory
+    from fenchel.model.families.registry import family_of
+
+    name = str(path.relative_to(root)) if path != root else str(path)
+    row: dict[str, Any] = {"path": name, "family": None, "parameters": None, "dtype": None}
+    try:
+        checked = open_directory(path)
+        row["family"] = checked.model_type
+        row["parameters"] = sum(prod(one.entry.shape) for one in checked.tensors.values())
+        row["dtype"] = str(checked.dtype).removeprefix("torch.")
+        family_of(checked.model_type, checked.tensors, path)
+    except (ValueError, OSError) as error:
+        return row | {"note": str(error)}
+    return row | {"note": ""}
+
+
+def _checkpoint_table(rows: Rows) -> Table:
+    table = _table("checkpoint", "family", ">params", "dtype", "state")
+    for row in rows:
+        cells = (printable(row["path"]), printable(row["family"] or ""), _amount(row["parameters"]))
+        table.add_row(*cells, row["dtype"] or "", "not read" if row["note"] else "readable")
+    return table
+
+
+def _table(*headings: str) -> Table:
+    """Columns that are aligned to the right where their heading begins with >."""
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    for heading in headings:
+        right = heading.startswith(">")
+        table.add_column(
+            heading.lstrip(">"),
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=right or heading in ("begun", "state"),
+        )
+    return table
+
+
+def _whole(value: float | None) -> str:
+    """
+    >>> _whole(7044902), _whole(None)
+    ('7,044,902', '')
+    """
+    return "" if value is None else f"{int(value):,}"
+
+
+def _amount(value: float | None) -> str:
+    """Three digits and a unit.
+
+    >>> _amount(124_439_808), _amount(279_104), _amount(1.1e9), _amount(950.4), _amount(None)
+    ('124M', '279k', '1.10B', '950', '')
+    """
+    if value is None:
+        return ""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            x = value / size
+            return f"{x:.{2 if x < 10 else 1 if x < 100 else 0}f}{unit}"
+    return f"{value:.0f}"
+
+
+LISTS = {"texts": texts, "presets": presets, "families": families}
