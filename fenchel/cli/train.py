@@ -127,7 +127,13 @@ def _train(
     The first process that fails raises and so prints its sentence; the others end in silence.
     """
     from fenchel import pipeline
-    from fenchel.distributed.processes import ALONE, FailedElsewhere, lost_process, start
+    from fenchel.distributed.processes import (
+        ALONE,
+        FailedElsewhere,
+        ProcessMissing,
+        lost_process,
+        start,
+    )
     from fenchel.train import RunDir, TrainConfig, retain_freed_memory
 
     retain_freed_memory()
@@ -139,6 +145,11 @@ def _train(
         given = {**saved, **mapping.get("train", {})}
         device, wait = given.get("device", "auto"), given.get("timeout", TrainConfig.timeout)
         world = start(str(device), seconds=float(wait))
+        begun = None if resume else world.on_first(world.recorded_run)
+        if begun is not None:  # by an attempt before this one, which torchrun has started again
+            path = out = Path(begun)
+            if world.on_first((path / "config.toml").exists):
+                chosen, mapping = None, {}
         if chosen is None:
             outcome = pipeline.resume(
                 path, console, changes=mapping, accept_new_text=accept_new_text, world=world
@@ -151,7 +162,7 @@ def _train(
         return path, None
     except Exception as error:
         alone = world is ALONE
-        if alone and os.environ.get("RANK", "0") == "0":
+        if alone and (os.environ.get("RANK", "0") == "0" or isinstance(error, ProcessMissing)):
             raise
         if alone or not world.fails_first():
             return path, None

@@ -40,7 +40,8 @@ A loss or norm that is not finite is the same number on all ranks, so all of the
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ from fenchel.distributed.processes import World
 from fenchel.optim import OptimConfig, Schedule
 from fenchel.train import Stepper, StepResult, TrainConfig, count_targets
 from fenchel.train.machine import memory_of
-from fenchel.train.step import deterministic, first_place
+from fenchel.train.step import compiled_blocks, deterministic, first_place
 
 
 class CellSum:
@@ -218,8 +219,6 @@ def require_supported(
     used = {
         "train.qk_clip": config.qk_clip is not None,
         "train.entropy_floor": config.entropy_floor > 0.0,
-        "train.compile": config.compile,
-        'train.precision="float16"': config.precision == "float16",
         "optim.output_change": optim.output_change is not None,
     }
     for name, on in used.items():
@@ -310,7 +309,7 @@ class CellStepper(Stepper):
         self._set_rates(step)
         self.model.train()
         with deterministic(self.device, exact=self.config.exact):
-            loss, gradients = self._gradients(batch, step)
+            loss, gradients = self._unscaled_gradients(batch, step)
         norm, broken, owners = self._clip(gradients), None, self.owners
         if math.isfinite(loss) and math.isfinite(norm):
             if owners.samples is not None:
@@ -321,7 +320,29 @@ class CellStepper(Stepper):
             broken = self._source(batch, step, loss, gradients)
         owners.clear_gradients()
         rate = self.optimiser.param_groups[-1]["lr"]
-        return StepResult(batch, loss, norm, rate, broken)
+        return StepResult(batch, loss, norm, rate, broken, self._metrics())
+
+    def _compiled(self, model: nn.Module) -> Callable[..., Tensor]:
+        return compiled_blocks(model)  # the same graphs for weights whole or divided
+
+    def _unscaled_gradients(self, batch: Batch, step: int) -> tuple[float, dict[str, Tensor]]:
+        """``_gradients`` where the loss is scaled or not; all ranks adapt the scale alike."""
+        if self.scaling is None:
+            return self._gradients(batch, step)
+        gradients: dict[str, Tensor] = {}
+
+        def accumulate() -> float:
+            nonlocal gradients
+            loss, gradients = self._gradients(batch, step)
+            return loss
+
+        def unscale(factor: float) -> bool:
+            finite = True
+            for g in gradients.values():
+                finite = finite and bool(g.div_(factor).isfinite().all())
+            return not self.world.largest(int(not finite))
+
+        return self.scaling.gradient(accumulate, unscale), gradients
 
     def _passes(self) -> Iterator[tuple[int, bool]]:
         """The cells of this rank, by the number of its part, and whether they count.
@@ -370,10 +391,9 @@ class CellStepper(Stepper):
 
     def _backward(self, batch: Batch, step: int, number: int, counts: bool, count: int) -> float:
         """Forward and backward pass of one cell, or its part; returns the sum of its losses."""
-        cell = self._cell(batch, number)
-        if self.owners.samples is not None:
-            self.owners.samples.cell = number if counts else None
-        hidden, targets = self._hidden_of_part(cell, step, number), cell.targets
+        cell, samples = self._cell(batch, number), self.owners.samples
+        with nullcontext() if samples is None else samples.of_cell(number if counts else None):
+            hidden, targets = self._hidden_of_part(cell, step, number), cell.targets
         if self.context is not None:
             targets = targets[:, self.context.positions(targets.shape[1], self.device)]
         with self.autocast():
@@ -382,7 +402,10 @@ class CellStepper(Stepper):
         if (balance := self.model.balance()) is not None:
             own = count_targets(targets)
             whole = whole + self.config.balance_weight * balance * (own / count)
-        whole.backward()  # type: ignore[no-untyped-call]
+        if self.scaling is not None:
+            self.scaling.backward(whole)
+        else:
+            whole.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
     def _cell(self, batch: Batch, number: int) -> Batch:

@@ -354,8 +354,8 @@ class Samples:
 
     def __init__(self, owners: Owners, optimiser: CombinedOptimiser) -> None:
         self.owners, self.world = owners, owners.world
-        self.cell: int | None = None
-        """The cell of the pass to come; None for a pass that does not count."""
+        self.sampled = False
+        """Whether the pass under way is sampled."""
         self.shape: SampleShape | None = None
         self.probes: dict[str, _CellProbe] = {}
         modules = dict(owners.model.named_modules())
@@ -375,6 +375,17 @@ class Samples:
         self.cells = range(0, cells, self.shape.stride)
         for probe in self.probes.values():
             probe.taken.clear()
+            probe.allocate(self.shape)
+
+    @contextmanager
+    def of_cell(self, cell: int | None) -> Iterator[None]:
+        """Around the forward pass of a cell; None for a pass that does not count."""
+        self.sampled = cell is not None and cell in self.cells
+        yield
+        if cell is not None and self.sampled:
+            for probe in self.probes.values():
+                probe.taken[cell] = probe.buffer.clone()
+        self.sampled = False
 
     def send(self) -> None:
         """After the last pass of a step: every owner gets the samples of its layers."""
@@ -397,29 +408,38 @@ class Samples:
 
 
 class _CellProbe(LayerReader):
-    """The samples of one layer: of its passes here, and, for its owner, of the whole step."""
+    """The samples of one layer: of its passes here, and, for its owner, of the whole step.
+
+    As in optim/score/probe.py the hook, which may be part of a compiled graph, does no more than
+    copy into memory that is there.
+    """
 
     def __init__(
         self, samples: Samples, pair: QueryKeyPair, module: nn.Module, tokens: int, owner: int
     ) -> None:
         super().__init__(pair, tokens)
         self.samples, self.owner = samples, owner
-        self.dtype = probe_dtype(next(module.parameters()))
+        weight = next(module.parameters())
+        self.dtype = probe_dtype(weight)
+        self.buffer = torch.empty(0, 0, self.width, dtype=self.dtype, device=weight.device)
         self.taken: dict[int, Tensor] = {}
         """The samples of the cells that this rank reads."""
         self.sample: Tensor | None = None
         self.positions: Any = None
         self.handles = [module.register_forward_pre_hook(self, with_kwargs=True)]
 
+    def allocate(self, shape: SampleShape) -> None:
+        """Memory for the sample of one cell."""
+        _, n, T = shape
+        if self.buffer.shape[:2] != (n, T):
+            self.buffer = self.buffer.new_empty(n, T, self.width)
+
     def _store(self, x: Tensor, angles: Any, mask: Any) -> None:
         del mask  # batches of training are not padded
-        cell, shape = self.samples.cell, self.samples.shape
-        if cell is None or shape is None or cell % shape.stride:
-            return
-        self.taken[cell] = (
-            x[: shape.sequences, : shape.positions].detach().to(self.dtype, copy=True)
-        )
-        self.positions = angles
+        if self.samples.sampled:
+            n, T, _ = self.buffer.shape
+            self.buffer.copy_(x[:n, :T].detach())
+            self.positions = angles
 
     def take(self) -> LayerInput | None:
         """The sample of the step, once."""

@@ -8,18 +8,27 @@ Plain values travel as JSON: no process unpickles what another has sent. Tensors
 ``exchange``, a list for every rank, in one all-to-all per dtype. NCCL and gloo only move bytes
 there: sums are made afterwards, in an order that this package fixes (cells.py).
 
-**Failure.** A process that raises writes its sentence into the store that torchrun keeps. The first
-one to do so prints it, all others end in silence, so a terminal shows one sentence. ``on_first``
-runs a function on rank 0 alone, such as tokenising a text; the others wait outside of any
-collective, whose timeout would end a wait of some minutes, and learn of a failure by the store. A
-rank 0 that is killed writes nothing there: then it is torchrun that ends the others.
+**Failure.** A process that raises writes its rank into the store that torchrun keeps. The first one
+to do so prints its sentence, all others end in silence, so a terminal shows one sentence.
+``on_first`` runs a function on rank 0 alone, such as tokenising a text; the others wait outside of
+any collective, whose timeout would end a wait of some minutes, and learn of a failure by the store.
+A rank 0 that is stopped or lost writes nothing there: while it works it counts up a number in the
+store, and the others give up when the number has not changed for the timeout.
+
+**Restart.** torchrun ``--max-restarts`` starts all processes again where one has failed, and the
+store may be that of the attempt before, with its keys: the addresses of processes that have ended
+among them. Each attempt therefore has keys of its own, under a number that rank 0 draws and hands
+to every process that has come (``_attempt``). torchrun counts attempts as well, per machine: where
+several machines notice a failure differently, their counts differ. Under no number is the path of
+the run that an attempt has begun (``record_run``), which the next one continues.
 """
 
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -43,6 +52,10 @@ class FailedElsewhere(Exception):
     """Another process has failed first and has printed why."""
 
 
+class ProcessMissing(ValueError):
+    """A process has not come; raised by one of those that have."""
+
+
 class Shape(NamedTuple):
     """Sizes and dtype of a tensor that is to be received."""
 
@@ -60,9 +73,13 @@ class World:
     """The rank on this machine, which numbers its GPUs."""
     local_size: int = 1
     store: Any = None
-    """The store of torchrun, where values wait under keys."""
+    """The store of torchrun, where values wait under keys, those of this attempt alone."""
     device: str = "cpu"
     """Where tensors are exchanged."""
+    seconds: float = 600.0
+    """How long a process waits for another."""
+    all_attempts: Any = None
+    """The store with the keys of all attempts."""
     _numbers: Any = field(default_factory=count, compare=False)
 
     @property
@@ -129,18 +146,57 @@ class World:
             return function()
         key = f"first-{next(self._numbers)}"
         if self.first:
-            value = function()
+            with self._counting(f"{key}-count"):
+                value = function()
             self.store.set(key, json.dumps(value))
             return value
+        seen, since = -1, time.monotonic()
         try:
             while not self.store.check([key]):
                 if self.store.check(["failed"]):
                     raise FailedElsewhere
+                if (number := self.store.add(f"{key}-count", 0)) != seen:
+                    seen, since = number, time.monotonic()
+                if time.monotonic() - since > self.seconds:
+                    break
                 time.sleep(_POLL)
-            shared: T = json.loads(self.store.get(key))
+            else:
+                shared: T = json.loads(self.store.get(key))
+                return shared
         except RuntimeError:  # the store has ended, and with it the run
             raise FailedElsewhere from None
-        return shared
+        raise RuntimeError(f"timed out: rank 0 has not answered for {self.seconds:g} s")
+
+    @contextmanager
+    def _counting(self, key: str) -> Iterator[None]:
+        """Within, a thread counts up a number in the store: this process is alive."""
+        done = threading.Event()
+
+        def count_up() -> None:
+            with suppress(RuntimeError):  # the store has ended
+                while not done.wait(min(1.0, self.seconds / 4)):
+                    self.store.add(key, 1)
+
+        thread = threading.Thread(target=count_up, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def record_run(self, path: str) -> None:
+        """Leave the path of the run that begins to the attempt that torchrun may start next."""
+        if self.first and self.all_attempts is not None:
+            self.all_attempts.set("run", path)
+
+    def recorded_run(self) -> str | None:
+        """The path of the run that an attempt before this one has begun."""
+        store = self.all_attempts
+        if store is None or not store.check(["run"]):
+            return None
+        path: str = store.get("run").decode()
+        return path
 
     def fails_first(self) -> bool:
         """Whether this process, which has failed, is the first one, and so is to print why."""
@@ -177,7 +233,8 @@ def start(device: str, *, seconds: float) -> World:
         return ALONE
     wait = timedelta(seconds=seconds)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, rank, size = next(rendezvous("env://", rank, size, timeout=wait))
+    everything, rank, size = next(rendezvous("env://", rank, size, timeout=wait))
+    store = PrefixStore(f"attempt-{_attempt(everything, rank, size, seconds)}", everything)
     gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo",
@@ -189,8 +246,46 @@ def start(device: str, *, seconds: float) -> World:
     local = int(os.environ.get("LOCAL_RANK", rank))
     if gpu:
         torch.cuda.set_device(local)
-    where = "cuda" if gpu else "cpu"
-    return World(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)), store, where)
+    where, local_size = "cuda" if gpu else "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return World(rank, size, local, local_size, store, where, seconds, everything)
+
+
+def _attempt(store: Any, rank: int, size: int, seconds: float) -> int:
+    """The number of this attempt, the same for its processes and for those of no other one.
+
+    Rank r leaves a word of its own under its rank and waits for the number under that word. Rank 0
+    draws the number and answers every word that it finds until all ranks have received it: a word
+    of an earlier attempt is answered as well, in vain, and replaced by that of the rank to come.
+    """
+    until = time.monotonic() + seconds
+    if rank > 0:
+        word = os.urandom(8).hex()
+        store.set(f"rank-{rank}", word)
+        while not store.check([word]):
+            if time.monotonic() > until:
+                if store.compare_set("rank-0-missing", "", word).decode() != word:
+                    raise FailedElsewhere
+                raise ProcessMissing(
+                    f"rank 0 of this run did not come within {seconds:g} s (train.timeout)."
+                )
+            time.sleep(_POLL)
+        number = int(store.get(word))
+        store.set(f"received-{number}-{rank}", "")
+        return number
+    number, missing = int(store.add("attempts", 1)), set(range(1, size))
+    while missing:
+        for r in sorted(missing):
+            if store.check([f"received-{number}-{r}"]):
+                missing.remove(r)
+            elif store.check([f"rank-{r}"]):
+                store.set(store.get(f"rank-{r}").decode(), str(number))
+        if time.monotonic() > until:
+            raise ProcessMissing(
+                f"{len(missing)} of the {size} processes of this run did not come within "
+                f"{seconds:g} s (train.timeout)."
+            )
+        time.sleep(_POLL / 5)
+    return number
 
 
 def lost_process(error: BaseException) -> bool:

@@ -121,6 +121,7 @@ def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = A
             if world.first:
                 require_room(model, run)
                 record_corpus(run, corpus)
+                world.record_run(str(path))
                 run.write_settings(to_mapping(config), comments())
         except BaseException:
             if new:

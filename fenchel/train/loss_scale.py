@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+_GROWTH_INTERVAL = 2000
+
 
 class LossScale(NamedTuple):
     """The state of the scaler, all that the next step depends on."""
@@ -27,6 +29,17 @@ class LossScale(NamedTuple):
     """The factor on the loss."""
     age: int
     """Steps since the factor changed."""
+
+    def after(self, *, finite: bool) -> "LossScale":
+        """The state after a gradient that was finite or not, as torch.amp.GradScaler has it.
+
+        >>> LossScale(8.0, 1999).after(finite=True), LossScale(8.0, 7).after(finite=False)
+        (LossScale(factor=16.0, age=0), LossScale(factor=4.0, age=0))
+        """
+        if not finite:
+            return LossScale(self.factor / 2.0, 0)
+        grows = self.age + 1 == _GROWTH_INTERVAL
+        return LossScale(2.0 * self.factor, 0) if grows else LossScale(self.factor, self.age + 1)
 
 
 class LossScaler:
@@ -38,14 +51,23 @@ class LossScaler:
         # hold a parameter twice, and its gradient would be divided twice.
         self._all_parameters = torch.optim.SGD(parameters, lr=0.0)
 
-    def gradient(self, accumulate: Callable[[], float]) -> float:
-        """Call ``accumulate``, which calls ``backward``, until no gradient overflows; its loss."""
+    def gradient(
+        self, accumulate: Callable[[], float], unscale: Callable[[float], bool] | None = None
+    ) -> float:
+        """Call ``accumulate``, which calls ``backward``, until no gradient overflows; its loss.
+
+        ``unscale`` divides the gradients by a factor and returns whether they are finite, where
+        they are not those of the parameters: several processes send them to owners.
+        """
         before = self.scale
         while True:
             scale = self.scaler.get_scale()
             loss = accumulate()
-            self.scaler.unscale_(self._all_parameters)
-            self.scaler.update()  # halves it if a gradient was not finite
+            if unscale is None:
+                self.scaler.unscale_(self._all_parameters)
+                self.scaler.update()  # halves it if a gradient was not finite
+            else:
+                self.scale = self.scale.after(finite=unscale(scale))
             halved = self.scaler.get_scale()
             if halved >= scale:
                 return loss

@@ -142,7 +142,7 @@ class Stepper:
         self.scaling = LossScaler(self.device, model.parameters()) if half else None
         observed = config.qk_clip is not None or config.entropy_floor > 0.0
         self.stability = Stability(model, config) if observed else None
-        self.forward: Callable[..., Tensor] = compiled(model) if config.compile else model
+        self.forward: Callable[..., Tensor] = self._compiled(model) if config.compile else model
         self._arguments: dict[str, Any] = {}
         """Further arguments of the forward pass."""
         if self.stability is not None:
@@ -167,6 +167,9 @@ class Stepper:
         self.optimiser.zero_grad()
         rate = self.optimiser.param_groups[-1]["lr"]
         return StepResult(batch, loss, norm, rate, broken, self._metrics())
+
+    def _compiled(self, model: nn.Module) -> Callable[..., Tensor]:
+        return compiled(model)
 
     def _set_rates(self, step: int) -> None:
         factor = self.schedule(step)
@@ -322,16 +325,49 @@ def compiled(model: nn.Module) -> Callable[..., Tensor]:
     forward = torch.compile(model)
 
     def call(*args: Any, **keywords: Any) -> Tensor:
-        try:
+        with _compile_errors():
             hidden: Tensor = forward(*args, **keywords)
-        except compile_error() as error:
-            reason = str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
-            raise ValueError(
-                f"the forward pass cannot be compiled here ({reason}); set train.compile=false."
-            ) from error
         return hidden
 
     return call
+
+
+def compiled_blocks(model: nn.Module) -> Callable[..., Tensor]:
+    """The forward pass with every block by torch.compile; blocks of one kind share a graph.
+
+    What lies between the blocks runs as it is: FSDP2 gathers weights there. Only these passes are
+    compiled, not those that evaluate the model or observe its attention.
+    """
+    blocks = list(model.get_submodule("blocks").children())
+    forwards = [torch.compile(block.forward) for block in blocks]
+    # Blocks with settings or hooks of their own have graphs of their own; beyond 8 of them torch
+    # would go on without a word and without compiling.
+    graphs = {"recompile_limit": 8 + 4 * len(blocks), "accumulated_recompile_limit": 2**16}
+
+    def call(*args: Any, **keywords: Any) -> Tensor:
+        for block, forward in zip(blocks, forwards, strict=True):
+            block.forward = forward
+        try:
+            with _compile_errors(), torch.compiler.config.patch(graphs):  # type: ignore[attr-defined]
+                hidden: Tensor = model(*args, **keywords)
+        finally:
+            for block in blocks:
+                del block.forward
+        return hidden
+
+    return call
+
+
+@contextmanager
+def _compile_errors() -> Iterator[None]:
+    """Turn an error of torch.compile into one sentence."""
+    try:
+        yield
+    except compile_error() as error:
+        reason = str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
+        raise ValueError(
+            f"the forward pass cannot be compiled here ({reason}); set train.compile=false."
+        ) from error
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -63,8 +63,12 @@ class Launcher:
         *words: object,
         before: Callable[[int], object] = lambda _: None,
         per_node: int | None = None,
+        restarts: int = 0,
     ) -> Ended:
-        """``fenchel WORDS`` in every process; ``before`` is called with the rank in each."""
+        """``fenchel WORDS`` in every process; ``before`` is called with the rank in each.
+
+        Where one fails all are started again so often, with the same store.
+        """
 
         def child(rank: int, file: Path) -> int:
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -79,30 +83,37 @@ class Launcher:
                 traceback.print_exc()
                 return 99
 
-        codes, texts = self._fork(processes, child, per_node)
+        codes, texts = self._fork(processes, child, per_node, restarts)
         assert 99 not in codes, "\n".join(texts)
         return Ended(codes, [" ".join(text.split()) for text in texts])
 
     def _fork(
-        self, processes: int, child: Callable[[int, Path], int], per_node: int | None
+        self,
+        processes: int,
+        child: Callable[[int, Path], int],
+        per_node: int | None,
+        restarts: int = 0,
     ) -> tuple[list[int], list[str]]:
         """The exit codes of ``child(rank, file)`` in forked processes, and what the files hold."""
         sys.stdout.flush()
         sys.stderr.flush()
         agent, port = keep_store()
         files = [self.folder / f"rank-{rank}-of-{processes}" for rank in range(processes)]
-        children = []
-        for rank, file in enumerate(files):
-            file.unlink(missing_ok=True)
-            if not (process := os.fork()):
-                if processes > 1:
-                    environment(rank, processes, port, per_node or processes)
-                try:
-                    os._exit(child(rank, file))
-                finally:
-                    os._exit(98)
-            children.append(process)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in children]
+        for attempt in range(restarts + 1):
+            children = []
+            for rank, file in enumerate(files):
+                file.unlink(missing_ok=True)
+                if not (process := os.fork()):
+                    if processes > 1:
+                        environment(rank, processes, port, per_node or processes, attempt)
+                    try:
+                        os._exit(child(rank, file))
+                    finally:
+                        os._exit(98)
+                children.append(process)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in children]
+            if not any(codes):
+                break
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
         return codes, [file.read_text() if file.exists() else "no answer" for file in files]
@@ -137,7 +148,7 @@ def keep_store() -> tuple[int, int]:
     return agent, port
 
 
-def environment(rank: int, processes: int, port: int, per_node: int) -> None:
+def environment(rank: int, processes: int, port: int, per_node: int, attempt: int) -> None:
     """What torchrun sets."""
     os.environ.update(
         RANK=str(rank),
@@ -147,7 +158,7 @@ def environment(rank: int, processes: int, port: int, per_node: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_RESTART_COUNT=str(attempt),
     )
 
 

@@ -28,6 +28,7 @@ from fenchel.model import ModelConfig, Transformer
 from fenchel.model.transformer import meta_model
 from fenchel.optim import OptimConfig, build_optimiser, constant
 from fenchel.train import Stepper, TrainConfig
+from fenchel.train.loss_scale import LossScale
 
 STEPS, BATCH, CELLS, VOCABULARY = 10, 8, 4, 67
 
@@ -43,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def model_of(settings: dict[str, Any]) -> tuple[Transformer, ModelConfig]:
     shape = {"vocabulary": VOCABULARY, "width": 16, "layers": 2, "heads": 2, "context": 8}
-    config = ModelConfig(**shape, **settings)
+    config = ModelConfig(**{**shape, **settings})
     return Transformer(config, generator=torch.Generator().manual_seed(0)), config
 
 
@@ -218,6 +219,60 @@ def test_gathers_in_bfloat16_stay_close_and_move_float32_weights(launch) -> None
         assert set(dtypes) == {"torch.float32"}
 
 
+def test_compiled_blocks_take_the_same_steps(launch, monkeypatch) -> None:
+    """The hook of "score" in a graph, weights whole or divided: the same bits.
+
+    "aot_eager" has the graphs and hooks of the compiler without a minute of C++; what cannot be one
+    graph raises.
+    """
+    compiler, compiled = torch.compile, []
+    settings = {"dropout": 0.1, "layers": 1}
+
+    def whole_graph(function: Any) -> Any:
+        fast = compiler(function, backend="aot_eager", fullgraph=True)
+        return lambda *given: compiled.append(function) or fast(*given)
+
+    def work(world: World) -> list[Any]:
+        monkeypatch.setattr(torch, "compile", whole_graph)
+        shard = "full" if world.size > 1 else "none"
+        stepper = stepper_of(world, "score", settings, shard=shard, compile=True)
+        losses = [stepper(step).loss for step in range(2)]
+        calls = len(compiled)
+        stepper.model(torch.zeros(1, 8, dtype=torch.int64))  # as an evaluation does
+        return [losses, digest(stepper), calls, len(compiled) - calls]
+
+    eager = stepper_of(ALONE, "score", settings)
+    expected = [eager(step).loss for step in range(2)]
+    rows = [*launch(1, work), *launch(2, work)]
+    for losses, found, calls, others in rows:
+        assert losses == pytest.approx(expected, abs=1e-4)
+        assert found == rows[0][1]
+        assert calls > 0
+        assert others == 0
+
+
+def test_float16_scales_the_loss_alike_on_all_ranks(launch) -> None:
+    """Gradients overflow at first: the scale of all is halved until none does, no step is lost."""
+
+    def run(world: World, shard: str) -> list[Any]:
+        stepper = stepper_of(world, "adamw", {}, shard=shard, precision="float16")
+        assert stepper.scaling is not None
+        stepper.scaling.scale = LossScale(2.0**40, 7)
+        results = [stepper(step) for step in range(2)]
+        scale = stepper.scaling.scale
+        assert [r.metrics["loss_scale"] for r in results] == [scale.factor] * 2
+        return [digest(stepper), *scale, [[r.loss, r.gradient_norm, r.broken] for r in results]]
+
+    expected, alone = stepper_of(ALONE, "adamw", {})(0), run(ALONE, "none")
+    assert launch(2, lambda world: [run(world, "none"), run(world, "full")]) == [[alone] * 2] * 2
+    _, factor, age, [[loss, norm, broken], _] = alone
+    assert 1.0 < factor < 2.0**30
+    assert age == 2
+    assert broken is None
+    assert loss == pytest.approx(expected.loss, rel=2e-3)
+    assert norm == pytest.approx(expected.gradient_norm, rel=2e-2)
+
+
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_a_gradient_that_is_not_finite_is_skipped_by_all(launch, shard: str) -> None:
     """Rank 1 alone meets the nan, in the middle of its pass; no weight moves anywhere."""
@@ -296,7 +351,7 @@ def test_cells_have_room_for_every_process() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"qk_clip": 5.0}, {"entropy_floor": 0.1}, {"compile": True}, {"precision": "float16"}],
+    [{"qk_clip": 5.0}, {"entropy_floor": 0.1}],
 )
 def test_what_cells_do_not_have_is_refused(setting: dict[str, Any]) -> None:
     name = next(iter(setting))

@@ -192,15 +192,62 @@ def test_what_is_refused_is_refused_once(launch, words, text) -> None:
     assert "".join(ended.output).count("fenchel: ") == 1
 
 
-def test_an_error_of_rank_1_is_printed_once_and_ends_all(launch, text, tmp_path) -> None:
+ALLOCATION = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 123456789 bytes."
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ValueError("rank 1 has had enough."), "rank 1 has had enough."),
+        (RuntimeError(ALLOCATION), "memory ran out (123,456,789 bytes were needed)"),
+    ],
+)
+def test_an_error_of_rank_1_is_printed_once_and_ends_all(
+    launch, text, tmp_path, error: Exception, sentence: str
+) -> None:
     def fail() -> None:
-        raise ValueError("rank 1 has had enough.")
+        raise error
 
     run = tmp_path / "run"
     ended = launch.command(2, *beginning(run, text), before=at_step(3, 1, fail))
-    assert 0 not in ended.codes
+    assert ended.codes == [2, 2]
     assert "".join(ended.output).count("fenchel: ") == 1
-    assert "fenchel: rank 1 has had enough." in ended.output[1]
+    assert f"fenchel: {sentence}" in ended.output[1]
+
+
+def test_a_process_that_never_comes_is_one_sentence(launch, text, tmp_path) -> None:
+    def end(rank: int) -> None:
+        if rank == 0:
+            os._exit(7)
+
+    words = beginning(tmp_path / "run", text, train__timeout=1)
+    ended = launch.command(3, *words, before=end)
+    assert ended.codes == [7, 2, 2]
+    assert "".join(ended.output).count("fenchel: ") == 1
+    assert "rank 0 of this run did not come within 1 s" in "".join(ended.output)
+
+
+def test_a_restart_by_torchrun_goes_on_with_the_run(launch, text, whole, tmp_path) -> None:
+    """The same command, in the same store, after rank 1 was killed: to the bits of no fault."""
+
+    def die() -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run = tmp_path / "run"
+    ended = launch.command(2, *beginning(run, text), before=at_step(6, 1, die), restarts=1)
+    assert ended.codes == [0, 0], ended.output
+    assert "Resuming from step-000004" in ended.output[0]
+    assert story(run) == whole
+
+
+def test_a_restart_takes_over_no_run_of_others(launch, text, tmp_path) -> None:
+    """A directory that was refused is refused again."""
+    run = tmp_path / "run"
+    assert launch.command(1, *beginning(run, text, train__steps=1)).codes == [0]
+    ended = launch.command(2, *beginning(run, text), restarts=1)
+    assert ended.codes == [2, 2]
+    assert "holds a run already" in ended.output[0]
 
 
 def killed_while_saving(rank: int) -> Callable[[int], None]:

@@ -2,11 +2,21 @@
 
 import os
 import signal
+import time
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
-from fenchel.distributed.processes import ALONE, FailedElsewhere, Shape, World, start
+from fenchel.distributed.processes import (
+    ALONE,
+    FailedElsewhere,
+    Shape,
+    World,
+    lost_process,
+    start,
+)
 
 
 def test_one_process_exchanges_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +90,6 @@ def test_exactly_one_process_is_the_first_to_fail(launch) -> None:
 
 
 def test_a_killed_process_is_noticed_in_the_next_exchange(launch) -> None:
-    from fenchel.distributed.processes import lost_process
-
     def work(world: World) -> bool:
         world.gather(None)
         if world.rank == 1:
@@ -95,3 +103,44 @@ def test_a_killed_process_is_noticed_in_the_next_exchange(launch) -> None:
     with pytest.raises(AssertionError, match="no answer") as raised:
         launch(2, work, seconds=20)
     assert str(raised.value).startswith("true\n")
+
+
+def test_a_rank_0_that_works_is_waited_for_and_one_that_has_stopped_is_not(launch) -> None:
+    """Longer than the timeout, of 1 s: with the count that shows it is alive, and without."""
+
+    def work(world: World) -> list[Any]:
+        def take_long() -> str:
+            time.sleep(1.5)
+            return "text"
+
+        first = world.on_first(take_long)
+        if world.first:
+            World._counting = lambda *_: nullcontext()  # type: ignore[method-assign]
+        try:
+            return [first, world.on_first(take_long)]
+        except RuntimeError as error:
+            return [first, lost_process(error)]
+
+    assert launch(2, work, seconds=1) == [["text", "text"], ["text", True]]
+
+
+def test_an_attempt_sees_no_key_of_the_one_before_but_the_run(launch) -> None:
+    """As after a restart by torchrun, whose store has the addresses of processes that ended."""
+
+    def work(world: World) -> list[Any]:
+        results = []
+        for attempt in range(3):
+            if attempt:
+                world.close()
+                world = start("cpu", seconds=20)
+            found, number = world.recorded_run(), world.on_first(lambda n=attempt: n)
+            results.append([found, number, world.gather(world.rank), world.fails_first()])
+            world.gather(None)  # all have read the path before it is written again
+            world.record_run(f"run-{attempt}")
+        return results
+
+    first, second = launch(2, work)
+    for attempt, rows in enumerate(zip(first, second, strict=True)):
+        assert sorted(row.pop() for row in rows) == [False, True]
+        before = f"run-{attempt - 1}" if attempt else None
+        assert list(rows) == [[before, attempt, [0, 1]]] * 2
