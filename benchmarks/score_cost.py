@@ -11,8 +11,9 @@ included, since it contains the probe.
     memory_GB       peak memory of training above that before
 """
 
+import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,8 +71,12 @@ def _moment() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def main() -> None:
-    """Time all of them, print the table, write results/score_cost.json."""
+def main(options: Sequence[str] = ()) -> None:
+    """Time all of them, or Muon and those that are named; write results/score_cost.json."""
+    parser = argparse.ArgumentParser(prog="fenchel bench score_cost")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="an optimiser beside Muon")
+    named = parser.parse_args(options).kind
+    kinds = [kind for kind in KINDS if not named or kind in ("muon", *named)]
     if not torch.cuda.is_available():
         print("there is no GPU here; score_cost measures on one.")
         return
@@ -80,7 +85,7 @@ def main() -> None:
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     steps: dict[str, Step] = {}
     memory = {}
-    for kind in KINDS:
+    for kind in kinds:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         steps[kind] = step(kind, inputs, targets)
@@ -89,11 +94,11 @@ def main() -> None:
         memory[kind] = (torch.cuda.max_memory_allocated() - before) / 1e9
     for take in [*steps.values()] * WARMUP:  # a new probe triggers a recompilation
         take()
-    times_of: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    times_of: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for n in range(ROUNDS):
-        for kind in KINDS if n % 2 else reversed(list(KINDS)):
+        for kind in kinds if n % 2 else reversed(kinds):
             times_of[kind].append(steps[kind]())
-    lines = [line(kind, times_of[kind], times_of["muon"], memory[kind]) for kind in KINDS]
+    lines = [line(kind, times_of[kind], times_of["muon"], memory[kind]) for kind in kinds]
     print(record("score_cost", lines))
 
 
