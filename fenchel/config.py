@@ -193,8 +193,8 @@ def reference(cls: Any, where: str = "", uses: Collection[Use] = ()) -> Iterator
     uses = (*uses, *(u._replace(names=[where + n for n in u.names]) for u in cls.USES))
     for field in fields(cls):
         kind, name = types[field.name], f"{where}{field.name}"
-        if is_dataclass(kind):
-            sections.append((kind, f"{name}."))
+        if (section := next(filter(is_dataclass, (kind, *get_args(kind))), None)) is not None:
+            sections.append((section, f"{name}."))
             continue
         default = _default(field)
         shown = "" if default in (None, MISSING) else _toml(default)

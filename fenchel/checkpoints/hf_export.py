@@ -67,12 +67,12 @@ def save(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     shard: int = SHARD,
-) -> None:
+) -> Family:
     """Write a Hugging Face directory, with the weights as they are or in another ``dtype``.
 
     A model that ``load`` read from a Hugging Face directory keeps what this directory has besides
     the weights: ids of special tokens, generation settings, the settings of the tokenizer, the chat
-    template. Other models get ids and settings from the tokenizer.
+    template. Other models get ids and settings from the tokenizer. Returns the family.
     """
     config, weights = export_state(model)
     source = _Source.of(model, tokenizer)
@@ -89,6 +89,7 @@ def save(
     elif GENERATION in source.files:
         files[GENERATION] = source.files[GENERATION]
     write_directory(Path(path), files, theirs, overwrite=overwrite, shard=shard)
+    return family
 
 
 class _Source(NamedTuple):
@@ -258,11 +259,11 @@ def convert(
     if source.is_dir() and not is_run(source):
         return _recast(source, target, dtype, overwrite=overwrite)
     model, tokenizer, _ = load(source, which=which)
-    save(model, tokenizer, target, dtype=dtype, overwrite=overwrite)
-    config, weights = export_state(model)
+    family = save(model, tokenizer, target, dtype=dtype, overwrite=overwrite)
+    _, weights = export_state(model)
     kind = dtype or next(iter(weights.values())).dtype
     count = sum(weight.numel() for weight in weights.values())
-    return Converted(family_for(config, weights).name, count, kind)
+    return Converted(family.name, count, kind)
 
 
 def _recast(source: Path, target: Path, dtype: torch.dtype | None, *, overwrite: bool) -> Converted:

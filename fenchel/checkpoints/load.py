@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
-from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, read_checkpoint
+from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, model_files, read_checkpoint
 from fenchel.checkpoints.tokenizer import JSON_FILES, TEXT_FILES, read_files, read_tokenizer
 from fenchel.checkpoints.weights import (
     meta_state_dict,
@@ -68,6 +68,8 @@ def load_model(
     if is_run(path):
         config, weights = read_checkpoint(path, which, lambda found: _read_run(found, dtype))
         _warn_of_loss(path / "config.toml")
+        if (base := model_files(path)) != path:
+            files = read_files(base, (CONFIG, *JSON_FILES, *TEXT_FILES))
     elif has_file(path, CONFIG):
         config, weights = _read_family(open_directory(path), dtype)
         files = read_files(path, (CONFIG, *JSON_FILES, *TEXT_FILES))

@@ -68,6 +68,8 @@ from fenchel.model.families.config_reader import CONFIG
 FORMAT = 2
 """The format of a run directory and of its checkpoints."""
 CHECKPOINTS = "checkpoints"
+BASE = "base"
+"""Folder of a run that tunes a checkpoint: the files of that checkpoint beside its weights."""
 OPTIMISER, STATE, TEXT = "optimiser.safetensors", "state.json", "text.json"
 _FILE = re.compile(
     "|".join(map(re.escape, (WEIGHTS, INDEX, OPTIMISER, OPTIMISER_INDEX, CONFIG, STATE, MANIFEST)))
@@ -233,6 +235,18 @@ def _read_state(folder: Path) -> tuple[Progress, dict[str, Any]]:
 def is_run(path: Path) -> bool:
     """Whether a directory is that of a run; if not, it may be a Hugging Face directory."""
     return (path / CHECKPOINTS).is_dir()
+
+
+def model_files(path: Path) -> Path:
+    """The folder of the files beside the weights of a model: tokenizer, templates, generation.
+
+    The directory itself, but the folder ``BASE`` of a run that tunes a checkpoint, once its
+    manifest is verified.
+    """
+    if not is_run(path) or not os.path.lexists(path / BASE):
+        return path
+    verify(path / BASE)
+    return path / BASE
 
 
 def read_checkpoint(run: Path, which: str, read: Callable[[CheckpointDirectory], T]) -> T:

@@ -4,7 +4,8 @@ A model is trained on texts that begin in one way, and without that beginning ev
 nonsense. ``read_tokenizer`` decides the beginning once, for every command, and stores it in the
 template of the tokenizer (``fenchel.data.begin_ids``), where ``save`` and transformers find it too:
 
-    a run of ours                       the end token, as in training
+    a run of ours                       the end token, as in training, or as the checkpoint
+                                        begins a text that the run tunes
     a template in tokenizer.json        what the template puts before a text
     "add_bos_token" in
       tokenizer_config.json             the token bos_token_id if true, no token if false
@@ -36,7 +37,7 @@ from fenchel.checkpoints.directory import (
     regular_file,
 )
 from fenchel.checkpoints.generation_config import GENERATION, read_generation_config
-from fenchel.checkpoints.run_checkpoint import check_tokenizer, is_run
+from fenchel.checkpoints.run_checkpoint import check_tokenizer, is_run, model_files
 from fenchel.data import (
     END,
     PLAIN,
@@ -60,6 +61,7 @@ def read_tokenizer(
 
     ``config`` is its config.json, which is read unless it is given.
     """
+    path = model_files(path)
     if not has_file(path, TOKENIZER):
         raise ValueError(
             f"{path} holds no {TOKENIZER}; save the model's fast tokenizer there "
@@ -82,10 +84,20 @@ def read_tokenizer(
 
 def end_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids at which a text of the directory ends: its eos_token_id, else the end token."""
-    path = Path(path)
+    path = model_files(Path(path))
     if not is_run(path) and has_file(path, CONFIG) and (eos := read_generation_config(path).eos):
         return eos
     return (end_id(tokenizer),) if has_end(tokenizer) else ()
+
+
+def document_end(path: str | Path, tokenizer: Tokenizer) -> int | None:
+    """The id of the token after a document; of several that end a text, the one for documents.
+
+    A model for chats has more: <|end_of_text|> ends a document, <|eot_id|> a turn.
+    """
+    ends = end_ids(path, tokenizer)
+    usual = end_id(tokenizer) if has_end(tokenizer) else None
+    return usual if usual in ends else next(iter(ends), None)
 
 
 def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | None:
@@ -93,10 +105,11 @@ def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | 
 
     ``source`` replaces it: "plain" for ``fenchel.data.PLAIN``, or the name of a file.
     """
+    path = model_files(path)
     settings = read_bounded_json(path, TOKENIZER_CONFIG) if has_file(path, TOKENIZER_CONFIG) else {}
     tokens = {name: settings.get(name) for name in _TEMPLATE_TOKENS}
     spelled = {name: text for name, token in tokens.items() if (text := _spelling(token))}
-    if is_run(path):
+    if not has_file(path, CONFIG):  # a run of ours, or the files of one that was tuned
         spelled = {"bos_token": END, "eos_token": END} | spelled
     if source == "plain":
         return ChatTemplate(PLAIN, spelled, "the plain template")

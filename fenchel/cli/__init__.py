@@ -23,6 +23,7 @@ from fenchel.files import Notice, StorageFailed, describe, printable
 
 COMMANDS = {
     "train": "Train a model on a text; write a run directory with a report.",
+    "tune": "Continue a checkpoint on a text or on conversations; write a run directory.",
     "generate": "Continue a prompt with a model.",
     "chat": "Hold a conversation with a model in the terminal.",
     "serve": "Serve a model over HTTP, in the manner of the OpenAI API.",
@@ -43,6 +44,7 @@ COMMANDS = {
 
 LESS_MEMORY = {
     "train": "set a smaller train.batch, model.context or model.width",
+    "tune": "set a smaller train.batch or tune.context, or more train.accumulate",
     "generate": "give fewer --max-new-tokens, --cache int8 or --dtype bfloat16",
     "chat": "give a shorter --context, --cache int8 or --dtype bfloat16",
     "serve": "give fewer --rows, a shorter --context, --cache int8 or --dtype bfloat16",

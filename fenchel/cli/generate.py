@@ -264,11 +264,11 @@ def sampling_settings(directory: Path, flags: dict[str, Any]) -> SamplingSetting
     from fenchel.checkpoints import GenerationConfig, read_generation_config
     from fenchel.checkpoints.directory import has_file
     from fenchel.checkpoints.generation_config import GENERATION
-    from fenchel.checkpoints.run_checkpoint import is_run
+    from fenchel.checkpoints.run_checkpoint import is_run, model_files
     from fenchel.generation import Sampling
     from fenchel.model.families.config_reader import CONFIG
 
-    config = GenerationConfig()
+    directory, config = model_files(directory), GenerationConfig()
     if has_file(directory, CONFIG) and not is_run(directory):
         config = read_generation_config(directory)
     names = DEFAULTS if config.temperature else PENALTIES

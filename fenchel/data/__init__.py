@@ -1,12 +1,13 @@
 """Text to tokens to batches, without a model."""
 
-from fenchel.data.batches import Batch, Batches, EvalBatch, windows
+from fenchel.data.batches import Batch, Batches, BatchSource, EvalBatch, windows
 from fenchel.data.chat import PLAIN, ChatTemplate
 from fenchel.data.config import TextConfig
 from fenchel.data.corpus import Corpus, CorpusFacts, ProgressCallback, prepare
+from fenchel.data.document_tokens import DocumentEncoder
 from fenchel.data.packing import DocumentIds, PackedBatches
 from fenchel.data.split import Split
-from fenchel.data.text import Document, Text, open_text
+from fenchel.data.text import Document, Text, holds_conversations, open_text
 from fenchel.data.tokens import (
     END,
     PAD,
@@ -29,11 +30,13 @@ __all__ = [
     "PAD",
     "PLAIN",
     "Batch",
+    "BatchSource",
     "Batches",
     "ChatTemplate",
     "Corpus",
     "CorpusFacts",
     "Document",
+    "DocumentEncoder",
     "DocumentIds",
     "EvalBatch",
     "Ids",
@@ -50,6 +53,7 @@ __all__ = [
     "encode_whole",
     "end_id",
     "has_end",
+    "holds_conversations",
     "load_tokenizer",
     "open_text",
     "pad_id",

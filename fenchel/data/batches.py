@@ -14,7 +14,7 @@ A batch has B rows of T = context positions.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -50,6 +50,16 @@ class EvalBatch(NamedTuple):
     targets: Tensor
     scored: Tensor
     """True where the target counts; elsewhere it is context and counted in an earlier window."""
+
+
+class BatchSource(Protocol):
+    """What training reads: the batch of a step is a function of the step alone."""
+
+    batch: int
+    """Rows per step."""
+
+    def at(self, step: int) -> Batch:
+        """The batch of a step."""
 
 
 class Batches:

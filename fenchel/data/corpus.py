@@ -6,6 +6,7 @@
     manifest.json               the recipe of the files, sizes and SHA-256 (fenchel/files.py)
 
 Each stream starts with END, so that every byte of the text is predicted from a token before it.
+For tuning, streams are divided into documents (fenchel/data/document_tokens.py).
 The recipe is the hash of the text, the split and the tokenizer. A folder with the same recipe and
 correct checksums is used again, whatever the age of its files and the present place of the text.
 The text is read three times (to measure, to train the tokenizer, to encode), in blocks.
@@ -29,6 +30,13 @@ from tokenizers import Tokenizer
 from fenchel.config import from_mapping
 from fenchel.data import tokens
 from fenchel.data.config import TextConfig
+from fenchel.data.document_tokens import (
+    DocumentEncoder,
+    DocumentWriter,
+    map_documents,
+    with_predecessor,
+)
+from fenchel.data.packing import DocumentIds
 from fenchel.data.split import Part, Split
 from fenchel.data.text import Document, Tally, Text, open_text
 from fenchel.data.tokens import Ids
@@ -51,9 +59,12 @@ unknown length."""
 
 _KIND, _VERSION = "tokens", 1
 _TOKENIZER, _FACTS = "tokenizer.json", "facts.json"
-_STREAMS = ("train.bin", "validation.bin")  # indexed by whether a part is for validation
-_OURS = {*_STREAMS, _TOKENIZER, _FACTS, MANIFEST}
+_NAMES = ("train", "validation")  # of streams, indexed by whether a part is for validation
+_STREAMS = tuple(f"{name}.bin" for name in _NAMES)
+_BESIDE = {f"{name}_{what}.bin" for name in _NAMES for what in ("starts", "scored")}
+_OURS = {*_STREAMS, *_BESIDE, _TOKENIZER, _FACTS, MANIFEST}
 _BLOCK = 2**22  # characters encoded at once
+_CONVERSATIONS = 2**16  # of conversations, which take longer: for the progress bar
 _BETWEEN = b"\f"  # between documents where a baseline reads them as bytes
 
 
@@ -73,6 +84,23 @@ class CorpusFacts:
     validation_bytes: int
     train_tokens: int
     validation_tokens: int
+    train_documents: int | None = None
+    """Documents of the stream in a text for tuning; None where streams are not divided."""
+    validation_documents: int | None = None
+    train_answer_bytes: int | None = None
+    """Bytes of the assistant's answers in conversations; None where a text is no conversation."""
+    validation_answer_bytes: int | None = None
+
+    @property
+    def conversations(self) -> bool:
+        """Whether the documents are conversations, of which the answers are predicted."""
+        return self.validation_answer_bytes is not None
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes of the validation text whose tokens are predicted."""
+        answers = self.validation_answer_bytes
+        return self.validation_bytes if answers is None else answers
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +117,8 @@ class Corpus:
     source: str
     """The source of the text, which the baselines read again."""
     recipe: Mapping[str, Any]
+    documents_of: tuple[DocumentIds, DocumentIds] | None = None
+    """Both streams as documents, those for training first; only in a text for tuning."""
 
     @classmethod
     def open(cls, folder: Path) -> "Corpus":
@@ -105,10 +135,11 @@ class Corpus:
         facts = _read_facts(folder / _FACTS)
         if facts.documents > facts.train_tokens + facts.validation_tokens:
             raise Damaged(f"{folder / _FACTS} counts more documents than tokens.")
-        tokenizer = tokens.load_tokenizer(folder / _TOKENIZER)
+        counts = (facts.train_documents, facts.validation_documents)
+        tokenizer = tokens.load_tokenizer(folder / _TOKENIZER, needs_end=None in counts)
         if tokenizer.get_vocab_size() != facts.vocabulary:
             raise Damaged(f"{folder / _TOKENIZER} has not as many tokens as {_FACTS} says.")
-        return cls(
+        corpus = cls(
             folder=folder,
             tokenizer=tokenizer,
             train=_map(folder / _STREAMS[False], facts.train_tokens, facts.vocabulary),
@@ -117,6 +148,15 @@ class Corpus:
             source=source,
             recipe=recipe,
         )
+        if None in counts:
+            return corpus
+        train, validation = (
+            map_documents(folder, name, ids, count or 0, facts.conversations)
+            for name, ids, count in zip(
+                _NAMES, (corpus.train, corpus.validation), counts, strict=True
+            )
+        )
+        return replace(corpus, documents_of=(train, validation))
 
     def documents(self, *, validation: bool) -> Iterator[Document]:
         """The documents of one stream, decoded: they need no source, and no tokenizer of a model.
@@ -124,6 +164,11 @@ class Corpus:
         A given tokenizer that does not decode to the same text changes them.
         """
         ids = self.validation if validation else self.train
+        if self.documents_of is not None:
+            starts = self.documents_of[validation].starts.tolist()
+            for n, (start, stop) in enumerate(pairwise(starts)):
+                yield Document(str(n), tokens.decode(self.tokenizer, ids[start:stop].tolist()))
+            return
         ends = np.flatnonzero(ids == tokens.end_id(self.tokenizer))
         for n, (start, stop) in enumerate(pairwise(ends.tolist())):
             yield Document(str(n), tokens.decode(self.tokenizer, ids[start + 1 : stop].tolist()))
@@ -141,13 +186,15 @@ class Corpus:
 
         A run of other people may name any folder.
         """
-        return open_text(self.source, most=most_files(self.facts.documents))
+        most = most_files(self.facts.documents)
+        return open_text(self.source, most=most, messages=self.facts.conversations)
 
     def _text(self, limit: int | None, *, validation: bool) -> bytes:
         tally = Tally()
         facts = self.facts
         bytes_read = facts.train_bytes + facts.validation_bytes
-        split = Split(self.recipe["validation"], facts.documents, bytes_read)
+        every, whole = self.recipe["validation"], facts.conversations
+        split = Split(every, facts.documents, bytes_read, whole)
         documents, size = [], 0
         for part in split.parts(tally.watch(self.reopen_text().documents())):
             if tally.bytes > bytes_read:
@@ -172,8 +219,11 @@ def prepare(
     *,
     owned: bool = False,
     progress: ProgressCallback | None = None,
+    encoder: DocumentEncoder | None = None,
 ) -> Corpus:
     """Makes the token files of a text in ``folder``, or opens those that are there.
+
+    With an ``encoder`` they are those of a text for tuning, by its tokenizer.
 
     Damaged files that an intact manifest names are made again. A folder that holds another text or
     other files is refused and not changed, unless it is ``owned`` by the caller and holds nothing
@@ -181,21 +231,28 @@ def prepare(
     """
     progress = progress or _no_progress
     sweep_beside(folder, _OURS)
-    text = open_text(config.source)
+    conversations = encoder is not None and encoder.template is not None
+    text = open_text(config.source, messages=conversations)
     tally = _measure(text, progress)
     given = None if config.tokenizer is None else _read_tokenizer(Path(config.tokenizer))
+    given = given if encoder is None else encoder.tokenizer_json
     recipe = {
         "text": tally.sha256(),
         "validation": config.validation,
         "tokenizer": _recipe(config) if given is None else _sha256(given),
     }
+    if encoder is not None:
+        recipe["documents"] = encoder.recipe
     if (corpus := _reusable(folder, recipe, owned)) is None:
-        split = Split(config.validation, tally.documents, tally.bytes)
+        split = Split(config.validation, tally.documents, tally.bytes, conversations)
         with _new_folder(folder, text, tally, recipe) as fresh:
             if given is None:
                 given = _train(text, split, config, progress)
             (fresh / _TOKENIZER).write_bytes(given)
-            facts = _encode(fresh, text, split, tally.sha256(), progress)
+            if encoder is None:
+                facts = _encode(fresh, text, split, tally.sha256(), progress)
+            else:
+                facts = _encode_documents(fresh, text, split, tally.sha256(), progress, encoder)
             (fresh / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
         corpus = Corpus.open(folder)
         _require_recipe(corpus, recipe)
@@ -351,15 +408,62 @@ def _encode(
                 tokens_of[part.validation] += len(row) + 1
             progress("encoding the text", min(sum(bytes_of), split.bytes), split.bytes)
     _require_same(sha256, tally.sha256(), text.source)
+    return _facts(folder, text, split, tally, bytes_of, tokens_of)
+
+
+def _encode_documents(
+    folder: Path,
+    text: Text,
+    split: Split,
+    sha256: str,
+    progress: ProgressCallback,
+    encoder: DocumentEncoder,
+) -> CorpusFacts:
+    """``_encode`` of a text for tuning, divided into documents."""
+    tally = Tally()
+    bytes_of = [0, 0]
+    before: Part | None = None
+    dtype = _dtype(encoder.tokenizer.get_vocab_size())
+    with (
+        DocumentWriter(folder, _NAMES[False], encoder, dtype) as train,
+        DocumentWriter(folder, _NAMES[True], encoder, dtype) as validation,
+    ):
+        writers = (train, validation)
+        most = _CONVERSATIONS if split.whole else _BLOCK
+        for block in _blocks(split.parts(tally.watch(text.documents())), most):
+            rows = encoder.encode([part.document.text for part in block])
+            pairs = zip(with_predecessor(block, before), rows, strict=True)
+            for (part, continues), row in pairs:
+                writers[part.validation].write(row, continues=continues)
+                bytes_of[part.validation] += len(part.document.text.encode())
+            before = block[-1]
+            progress("encoding the text", min(sum(bytes_of), split.bytes), split.bytes)
+    _require_same(sha256, tally.sha256(), text.source)
+    facts = _facts(folder, text, split, tally, bytes_of, [w.length for w in writers])
+    answers = [w.bytes if split.whole else None for w in writers]
+    return replace(
+        facts,
+        train_documents=train.documents,
+        validation_documents=validation.documents,
+        train_answer_bytes=answers[False],
+        validation_answer_bytes=answers[True],
+    )
+
+
+def _facts(
+    folder: Path, text: Text, split: Split, tally: Tally, bytes_of: list[int], tokens_of: list[int]
+) -> CorpusFacts:
+    """The facts of a text that was encoded; ValueError if a stream is empty."""
     for size, use in zip(bytes_of, ("train on", "validate on"), strict=True):
         if not size:
             raise ValueError(
                 f"{text.source} has {tally.bytes} bytes, which leaves nothing to {use} "
                 f"({split}); use more text."
             )
+    tokenizer = tokens.load_tokenizer(folder / _TOKENIZER, needs_end=False)
     return CorpusFacts(
         text_name=text.name,
-        text_sha256=sha256,
+        text_sha256=tally.sha256(),
         tokenizer_sha256=file_sha256(folder / _TOKENIZER),
         split=str(split),
         documents=tally.documents,
@@ -371,13 +475,13 @@ def _encode(
     )
 
 
-def _blocks(parts: Iterator[Part]) -> Iterator[list[Part]]:
+def _blocks(parts: Iterator[Part], most: int = _BLOCK) -> Iterator[list[Part]]:
     block: list[Part] = []
     size = 0
     for part in parts:
         block.append(part)
         size += len(part.document.text)
-        if size >= _BLOCK:
+        if size >= most:
             yield block
             block, size = [], 0
     if block:

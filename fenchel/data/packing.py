@@ -97,6 +97,8 @@ class PackedBatches:
         parts = self._parts(divide)
         if not parts:
             raise ValueError("no document of the text has a token to predict; use more text.")
+        self.targets = sum(map(self._targets, parts))
+        """Tokens that are predicted in an epoch."""
         self.rows = _Rows(self, pack([self._size(part) for part in parts], context), parts)
         self._orders: dict[int, Ids] = {}
 
@@ -129,13 +131,13 @@ class PackedBatches:
             elif positions > T:
                 beyond = slice(start + T + 1, stop)
                 self.cut_off += positions - T if scored is None else int(scored[beyond].sum())
-            parts += [part for part in whole if self._has_target(part)]
+            parts += [part for part in whole if self._targets(part)]
         return parts
 
-    def _has_target(self, part: _Part) -> bool:
+    def _targets(self, part: _Part) -> int:
         scored = self.documents.scored
         first, last = part.start + 1, part.start + part.length + 1
-        return part.length > 0 and (scored is None or bool(scored[first:last].any()))
+        return part.length if scored is None else int(scored[first:last].sum())
 
     def _size(self, part: _Part) -> int:
         return part.length + len(self.begin) * part.continues

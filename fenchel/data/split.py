@@ -2,7 +2,8 @@
 
 With ``every`` = k, documents k, 2k, 3k, ... are for validation, so that both streams sample the
 whole text. A text of fewer than 2k documents is divided by length instead: its last k-th is for
-validation, cut at a line end where there is one nearby.
+validation, cut at a line end where there is one nearby. Conversations are not cut: of n < k the
+last is for validation.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,35 +31,42 @@ class Split:
     every: int
     documents: int
     bytes: int
+    whole: bool = False
+    """Whether documents may not be cut."""
 
     @property
     def by_document(self) -> bool:
-        """Whether there are enough documents to take every k-th."""
-        return self.documents >= 2 * self.every
+        """Whether every k-th document is taken."""
+        return self.whole or self.documents >= 2 * self.every
+
+    @property
+    def step(self) -> int:
+        """k, or the number of documents if there are fewer."""
+        return min(self.every, self.documents)
 
     def __str__(self) -> str:
         if self.by_document:
-            return f"every {_ordinal(self.every)} of {self.documents} documents is for validation"
+            return f"every {_ordinal(self.step)} of {self.documents} documents is for validation"
         return f"the last {_ordinal(self.every)} of the text is for validation"
 
     def parts(self, documents: Iterable[Document]) -> Iterator[Part]:
         """Every document with its stream, in order; the document at the cut becomes two."""
         if self.by_document:
             for number, document in enumerate(documents, start=1):
-                yield Part(number % self.every == 0, document)
+                yield Part(number % self.step == 0, document)
         else:
             yield from self._parts_by_length(documents)
 
     def _parts_by_length(self, documents: Iterable[Document]) -> Iterator[Part]:
         left = self.bytes - self.bytes // self.every  # bytes still to train on
-        for name, text, _ in documents:
+        for name, text, continues in documents:
             size = len(text.encode())
             head = text if size <= left else text[: _cut(text, left)]
             left = max(0, left - size)
             if head:
-                yield Part(False, Document(name, head))
+                yield Part(False, Document(name, head, continues))
             if tail := text[len(head) :]:
-                yield Part(True, Document(name, tail))
+                yield Part(True, Document(name, tail, continues and not head))
 
 
 def _cut(text: str, at: int) -> int:

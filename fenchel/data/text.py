@@ -5,6 +5,8 @@
     open_text("notes.txt")     a text file; "./sotu" is a file even if a built-in has its name
     open_text("papers/")       every text file below a folder in order of its path, hidden ones not
     open_text("web.jsonl")     one document per line, the field "text" of the object on it
+    open_text("chats.jsonl", messages=True)
+                               one conversation per line, the field "messages" as JSON
 
 Documents are read lazily, so a text may be larger than memory: a file of more than ``PIECE`` bytes
 comes as several documents, cut at line ends. Characters are composed (NFC) and lines end in "\\n".
@@ -31,6 +33,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from fenchel.data.chat import check_messages
 from fenchel.files import Notice, printable
 
 PIECE = 2**18
@@ -136,16 +139,18 @@ class Text:
         return self.tally().bytes
 
 
-def open_text(source: str, *, most: int | None = None) -> Text:
+def open_text(source: str, *, most: int | None = None, messages: bool = False) -> Text:
     """The text that ``source`` names: a built-in one, or a path.
 
-    A folder with more than ``most`` files and folders below it is refused before any is read.
+    A folder with more than ``most`` files and folders below it is refused before any is read. With
+    ``messages`` every document is a conversation, as a JSON list of messages.
     """
     if source in BUILT_IN:
         return BUILT_IN[source].open()
     path = Path(source).expanduser().absolute()
+    read = _read_conversations if messages else _read_file
     if path.is_dir():
-        return Text(path.name, str(path), _files_below(path, most), _read_file)
+        return Text(path.name, str(path), _files_below(path, most), read)
     if not path.exists():
         raise ValueError(
             f"there is no text {source!r}: name a file, a folder or a built-in text "
@@ -155,7 +160,26 @@ def open_text(source: str, *, most: int | None = None) -> Text:
         raise ValueError(f"{source} is neither a file nor a folder, so no text is read from it.")
     if path.stat().st_size == 0:
         raise ValueError(f"{source} is empty; name a file with text in it.")
-    return Text(path.name, str(path), ((path.name, path),), _read_file)
+    return Text(path.name, str(path), ((path.name, path),), read)
+
+
+def holds_conversations(source: str) -> bool:
+    """Whether the first line of the first JSON-lines file of a text has "messages".
+
+    >>> holds_conversations("sotu")
+    False
+    """
+    for _, path in open_text(source).files:
+        if _is_json_lines(path):
+            with _open(path) as file:
+                lines = iter(lambda: file.readline(LINE + 1), b"")
+                first = next((line for line in lines if line.strip()), b"")
+            try:
+                value = json.loads(first[:LINE].decode("utf-8-sig"))
+            except (ValueError, RecursionError):
+                return False
+            return isinstance(value, dict) and "messages" in value
+    return False
 
 
 def _files_below(folder: Path, most: int | None) -> tuple[tuple[str, Path], ...]:
@@ -195,10 +219,14 @@ def _begins_as_text(path: Path) -> bool:
 
 def _read_file(name: str, path: Path) -> Iterator[Document]:
     with _open(path) as file:
-        if ".jsonl" in [suffix.lower() for suffix in path.suffixes[-2:]]:
+        if _is_json_lines(path):
             yield from _read_lines(name, path, file)
         else:
             yield from _read_pieces(file, name, str(path))
+
+
+def _is_json_lines(path: Path) -> bool:
+    return ".jsonl" in [suffix.lower() for suffix in path.suffixes[-2:]]
 
 
 @contextmanager
@@ -292,9 +320,51 @@ def _read_lines(name: str, path: Path, file: BinaryIO) -> Iterator[Document]:
             yield from _read_pieces(io.BytesIO(text), f"{name}:{number}", where)
 
 
-def _text_of_line(line: bytes, where: str) -> bytes:
+def _read_conversations(name: str, path: Path) -> Iterator[Document]:
+    if not _is_json_lines(path):
+        raise ValueError(
+            f"{path} is no .jsonl file, and other files of the text hold conversations; tune on "
+            "texts and on conversations one after the other."
+        )
+    with _open(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b""), start=1):
+            if line.strip():
+                messages = _messages_of_line(line, f"{path} line {number}")
+                text = json.dumps(messages, ensure_ascii=False)
+                yield Document(f"{name}:{number}", text)
+
+
+def _messages_of_line(line: bytes, where: str) -> list[dict[str, str]]:
+    """The messages of a line, refused if the assistant says nothing in them."""
+    _require_length(line, where)
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}).") from None
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list):
+        raise ValueError(
+            f'{where} should be an object with a list "messages", as the lines before it are.'
+        )
+    try:
+        checked = check_messages(messages)
+        json.dumps(checked, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where} contains a lone surrogate, which UTF-8 cannot hold.") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not any(message["role"] == "assistant" and message["content"] for message in checked):
+        raise ValueError(f"{where} has no answer of the assistant to learn.")
+    return checked
+
+
+def _require_length(line: bytes, where: str) -> None:
     if len(line) > LINE:
         raise ValueError(f"{where} is longer than {LINE} bytes; divide the document.")
+
+
+def _text_of_line(line: bytes, where: str) -> bytes:
+    _require_length(line, where)
     try:
         value = json.loads(line.decode("utf-8-sig"))
         if isinstance(value, dict) and isinstance(value.get("text"), str):

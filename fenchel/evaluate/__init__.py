@@ -23,7 +23,15 @@ from fenchel.evaluate.compare import Comparison, Evaluation, compare, fingerprin
 from fenchel.evaluate.harness import HarnessAdapter, harness_model
 from fenchel.evaluate.neighbours import Neighbour, Neighbours, nearest_rows, neighbours
 from fenchel.evaluate.pitfalls import PITFALLS, Finding, Pitfall, pitfalls
-from fenchel.evaluate.score import ChoiceScore, Score, score, score_choice, text_ids, truncate_ids
+from fenchel.evaluate.score import (
+    ChoiceScore,
+    Score,
+    score,
+    score_choice,
+    score_documents,
+    text_ids,
+    truncate_ids,
+)
 
 __all__ = [
     "PITFALLS",
@@ -62,6 +70,7 @@ __all__ = [
     "sample",
     "score",
     "score_choice",
+    "score_documents",
     "smoothed_targets",
     "summarise",
     "text_ids",

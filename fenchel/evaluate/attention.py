@@ -7,6 +7,7 @@ recorded calls (choice map, prior, scale, soft cap and sink included).
 Shapes: ids (B, T); maps (layers, H, T, T), where row t holds the weights of query t.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,27 +78,31 @@ def sample(
     seed: int,
     tokens: int = 160,
     temperature: float = 0.8,
+    prompt: int = PROMPT,
+    stop: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """A generated continuation of the first ``ids`` and the attention maps on them, for a report.
 
-    The values are plain (JSON); the maps are packed by ``pack_weights``.
+    ``prompt`` of the ids are continued until one of ``stop``, by default the end token. The values
+    are plain (JSON); the maps are packed by ``pack_weights``.
     """
     device = model.lm_head_weight.device
     shown = torch.from_numpy(ids[: min(SENTENCE, model.config.context)].astype("int64")).to(device)
-    prompt, words = shown[:PROMPT], shown.tolist()
+    given = torch.from_numpy(ids[:prompt].astype("int64")).to(device)
+    words = shown.tolist()
     drawn = generate(
         model,
-        prompt[None],
+        given[None],
         max_new_tokens=tokens,
         temperature=temperature,
         top_p=0.95,
-        stop=[end_id(tokenizer)],
+        stop=[end_id(tokenizer)] if stop is None else stop,
         generator=torch.Generator(device).manual_seed(seed),
     )[0]
     maps_LHTT = attention_maps(model, shown[None])
     return {
-        "prompt": decode(tokenizer, prompt.tolist()),
-        "text": decode(tokenizer, drawn[len(prompt) :].tolist()),
+        "prompt": decode(tokenizer, given.tolist()),
+        "text": decode(tokenizer, drawn[len(given) :].tolist()),
         "sentence": decode(tokenizer, words),
         "tokens": [decode(tokenizer, [i]) for i in words],
         "attention": {

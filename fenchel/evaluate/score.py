@@ -38,6 +38,7 @@ from fenchel.choice import Choice
 from fenchel.data import (
     Document,
     Ids,
+    PackedBatches,
     ProgressCallback,
     begin_ids,
     encode,
@@ -46,6 +47,7 @@ from fenchel.data import (
     open_text,
     windows,
 )
+from fenchel.data.packing import IGNORED
 from fenchel.generation.kv_cache import KVCache
 from fenchel.model import ModelConfig, Transformer, evaluating
 
@@ -114,6 +116,54 @@ def score(
     loss = _number(total / count)
     share = bytes * count / (len(ids) - 1)
     return Score(loss, _exp(loss), total / (share * math.log(2.0)), count)
+
+
+@torch.no_grad()
+def score_documents(
+    model: Transformer, documents: PackedBatches, *, bytes: int, limit: int | None = None
+) -> Score:
+    """``score`` of documents, each read as if it stood alone, at the tokens that are scored.
+
+    ``bytes`` are those of the text that these tokens spell. With a ``limit`` rows are read until
+    they have that many targets.
+
+    >>> from fenchel.data import DocumentIds
+    >>> model = Transformer(ModelConfig(vocabulary=9, context=8, width=8, heads=1, layers=1))
+    >>> documents = DocumentIds(np.arange(7), np.array([0, 4, 7]))
+    >>> rows = PackedBatches(documents, batch=1, context=8, seed=0)
+    >>> score_documents(model, rows, bytes=5).tokens
+    5
+    """
+    total, count = 0.0, 0
+    for logits_NV, targets_N in document_predictions(model, documents, limit=limit):
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
+        total += float(losses_N.sum(dtype=torch.float64))
+        count += len(losses_N)
+    loss = _number(total / count)
+    share = bytes * count / (documents.targets + documents.cut_off)
+    return Score(loss, _exp(loss), total / (share * math.log(2.0)), count)
+
+
+@torch.no_grad()
+def document_predictions(
+    model: Transformer, documents: PackedBatches, *, limit: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of logits (N, V) and targets (N,), row by row; every scored token once."""
+    require_decoder(model)
+    device, count = model.lm_head_weight.device, 0
+    rows = max(1, LOGITS // model.config.vocabulary)
+    with evaluating(model):
+        for batch in documents.in_order():
+            inputs, targets, segments = batch.to(device)
+            scored = targets != IGNORED
+            x_NM = model(inputs, segments_BT=segments, return_hidden=True)[scored]
+            y_N = targets[scored]
+            for x, y in zip(torch.split(x_NM, rows), torch.split(y_N, rows), strict=True):
+                yield model.logits(x), y
+            count += len(y_N)
+            if limit is not None and count >= limit:
+                return
 
 
 class ChoiceScore(NamedTuple):

@@ -2,15 +2,16 @@
 
     text -> tokens -> batches -> model -> loss -> optimiser -> run directory -> report
 
-Each stage is a package; this one passes the result of each to the next. ``begin`` starts a run and
-``resume`` continues one (run.py); both end in ``train_and_report``. A run builds one model, which
-first serves to time a few steps (preparation.py).
+Each stage is a package; this one passes the result of each to the next. ``begin`` starts a run,
+``tune`` one from a checkpoint, and ``resume`` continues either (run.py); all end in
+``train_and_report``. A run builds one model, which first serves to time a few steps
+(preparation.py).
 """
 
 from fenchel.pipeline.config import RunCallback, RunConfig, new_run_path, settings
 from fenchel.pipeline.preparation import open_corpus, speed
 from fenchel.pipeline.presets import PRESETS
-from fenchel.pipeline.run import baselines, begin, resume
+from fenchel.pipeline.run import baselines, begin, resume, tune
 
 __all__ = [
     "PRESETS",
@@ -23,4 +24,5 @@ __all__ = [
     "resume",
     "settings",
     "speed",
+    "tune",
 ]

@@ -1,5 +1,6 @@
 """The settings of a whole run, which of them a resume may change, and its callback."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,26 @@ UNCHANGEABLE = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Settings of a run that tunes a checkpoint; the section is there in no other."""
+
+    checkpoint: str
+    """The run directory or Hugging Face directory whose model is tuned."""
+    context: int | None = None
+    """Positions per row of documents; None is the context of the model, 1024 at most."""
+    epochs: float = 3.0
+    """Passes over the documents, read when neither train.steps nor train.budget is given."""
+
+    USES: ClassVar = ()
+
+    def __post_init__(self) -> None:
+        if self.context is not None and self.context < 2:
+            raise ValueError(f"tune.context={self.context} should be at least 2.")
+        if not 0.0 < self.epochs < math.inf:
+            raise ValueError(f"tune.epochs={self.epochs} should be above 0 and finite.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Every setting of a run, by stage."""
 
@@ -41,6 +62,7 @@ class RunConfig:
     model: ModelConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    tune: TuneConfig | None = None
 
     USES: ClassVar = (
         Use(
@@ -49,6 +71,11 @@ class RunConfig:
             lambda c: c.text.tokenizer is None,
         ),
         Use(("train.balance_weight",), "model.experts", lambda c: c.model.experts > 0),
+        Use(
+            ("text.vocabulary", "text.tokenizer_model", "text.tokenizer", "train.start"),
+            "a new model",
+            lambda c: c.tune is None,
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -57,6 +84,17 @@ class RunConfig:
                 f"model.kind={self.model.kind!r} sees the tokens it would have to predict; a run "
                 'trains model.kind="decoder".'
             )
+        if self.tune is not None:
+            if (self.tune.context or 0) > self.model.context:
+                raise ValueError(
+                    f"tune.context={self.tune.context} is more than the {self.model.context} "
+                    "positions of the model."
+                )
+            if self.train.cells is not None or self.train.context_group > 1:
+                raise ValueError(
+                    "a checkpoint is tuned by one process; leave out train.cells and "
+                    "train.context_group."
+                )
         require_read(self)
 
 
@@ -121,7 +159,7 @@ def change_settings(
                 raise ValueError(f"there is no setting {name!r}.")
             if place.get(key or section) == value:
                 continue
-            if section in ("model", "text", "preset") or name in UNCHANGEABLE:
+            if section in ("model", "text", "tune", "preset") or name in UNCHANGEABLE:
                 instead = UNCHANGEABLE.get(name, "start a new run instead")
                 raise ValueError(f"{name} cannot change in a run that has begun; {instead}.")
             place[key or section] = value
@@ -150,6 +188,11 @@ def _new_score_rate(before: RunConfig, after: RunConfig) -> list[str]:
 
 def new_run_path(parent: Path, config: RunConfig) -> Path:
     """The folder of a run that begins now: runs/2026-11-15_143205_sotu."""
-    name = f"{time.strftime('%Y-%m-%d_%H%M%S')}_{Path(config.text.source).stem or 'text'}"
+    return path_of_now(parent, config.text.source)
+
+
+def path_of_now(parent: Path, source: str) -> Path:
+    """``new_run_path`` of a text by its name."""
+    name = f"{time.strftime('%Y-%m-%d_%H%M%S')}_{Path(source).stem or 'text'}"
     names = (name if n == 1 else f"{name}_{n}" for n in count(1))
     return next(parent / name for name in names if not (parent / name).exists())

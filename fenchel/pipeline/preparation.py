@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fenchel.checkpoints import run_checkpoint
-from fenchel.data import Batches, Corpus, Ids, Text, open_text, prepare
+from fenchel.data import Batches, BatchSource, Corpus, Ids, Text, open_text, prepare
 from fenchel.data.corpus import most_files
 from fenchel.data.text import Tally
 from fenchel.distributed.cells import (
@@ -40,6 +40,7 @@ from fenchel.model.bigram import applies_to, start_from_bigrams
 from fenchel.model.transformer import meta_model
 from fenchel.optim import Schedule, build_beta2, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
+from fenchel.pipeline.tuning import document_batches, read_encoder, row_length
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
 from fenchel.train.machine import cores, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
@@ -98,11 +99,14 @@ def reopen_corpus(config: RunConfig, run: RunDir, callback: RunCallback) -> Corp
     except Damaged as error:
         _require_text(record["source"], _hash_as_recorded(path), record["text_sha256"])
         callback.message(f"{error} The token files are made again.")
-        same_ids = replace(config.text, source=record["source"], tokenizer=str(own))
+        encoder = None if config.tune is None else read_encoder(path)
+        tokenizer = str(own) if encoder is None else None
+        same_ids = replace(config.text, source=record["source"], tokenizer=tokenizer)
         folder = _tokens(path, record)
         if folder.parent != path:  # shared with other runs, which may be reading them
             folder = path / TOKENS
-        corpus = prepare(same_ids, folder, owned=True, progress=callback.progress)
+        progress = callback.progress
+        corpus = prepare(same_ids, folder, owned=True, progress=progress, encoder=encoder)
         record_corpus(run, corpus)
         return open_corpus(path)
 
@@ -111,7 +115,8 @@ def new_text(corpus: Corpus, callback: RunCallback, accept: bool) -> str | None:
     """The hash of a text that is not the one the run began with, else None, or refused."""
     try:
         if accept:
-            now: str | None = open_text(corpus.source).sha256()
+            messages = corpus.facts.conversations
+            now: str | None = open_text(corpus.source, messages=messages).sha256()
         else:
             facts = corpus.facts
             now = _hash(corpus.reopen_text(), facts.train_bytes + facts.validation_bytes)
@@ -131,7 +136,9 @@ def _hash_as_recorded(path: Path) -> str | None:
     record = read_sealed_json(path / "text.json")
     sizes = [record.get(name) for name in ("documents", "train_bytes", "validation_bytes")]
     documents, *parts = (size if type(size) is int else 0 for size in sizes)
-    return _hash(open_text(record["source"], most=most_files(documents)), sum(parts))
+    messages = type(record.get("validation_answer_bytes")) is int
+    text = open_text(record["source"], most=most_files(documents), messages=messages)
+    return _hash(text, sum(parts))
 
 
 def _hash(text: Text, known: int) -> str | None:
@@ -156,6 +163,13 @@ def _require_text(source: str, now: str | None, then: str) -> None:
 def build_batches(config: RunConfig, ids: Ids) -> Batches:
     """The batches of a run; their order depends on the seed alone."""
     return Batches(ids, batch=config.train.batch, context=config.model.context, seed=config.seed)
+
+
+def run_batches(config: RunConfig, corpus: Corpus) -> BatchSource:
+    """The batches of a run: windows of a text, or rows of documents for tuning."""
+    if config.tune is not None:
+        return document_batches(config, corpus, validation=False)
+    return build_batches(config, corpus.train)
 
 
 def build_model(config: RunConfig) -> Transformer:
@@ -203,7 +217,8 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     parameters = one + (c.block_count - least) * (two - one)
     parts = train.accumulate if world.size == 1 else 1
     groups = max(1, world.size // train.context_group)
-    tokens = train.batch // max(parts, train.cells or 1, groups) * c.context // train.context_group
+    T = row_length(config)
+    tokens = train.batch // max(parts, train.cells or 1, groups) * T // train.context_group
     parameters //= {"none": 1, "node": world.local_size}.get(train.shard, world.size)
     per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
     needs = 12 * parameters + 2 * tokens * c.layers * per_layer
@@ -233,13 +248,14 @@ def require_room(model: nn.Module, run: RunDir) -> None:
 def resolve_steps(
     config: RunConfig,
     model: nn.Module,
-    batches: Batches,
+    batches: BatchSource,
     callback: RunCallback,
     world: World = ALONE,
 ) -> RunConfig:
     """``config`` with its threads and, from a time budget, its steps: measured once per run."""
     callback.progress("timing steps", 0, 0)
     if in_cells(config, world):
+        assert isinstance(batches, Batches)
         time = _time_cells(config, batches, world)
     else:
         time = _time_steps(config, model, batches)
@@ -248,7 +264,8 @@ def resolve_steps(
         budget = seconds(config.train.budget or "")
         steps = max(1, int(budget * (1.0 - EVALUATION_SHARE) / time.seconds))
     parameters = sum(p.numel() for p in model.parameters())
-    operations = training_flops(config.model, batch=config.train.batch)
+    row = replace(config.model, context=row_length(config))
+    operations = training_flops(row, batch=config.train.batch)
     callback.message(
         f"{parameters:,} parameters, {1e-9 * operations:.3g} GFLOP per step; "
         f"{1e3 * time.seconds:.0f} ms per step with "
@@ -259,7 +276,7 @@ def resolve_steps(
     return replace(config, train=replace(config.train, threads=time.threads, steps=steps))
 
 
-def _time_steps(config: RunConfig, model: nn.Module, batches: Batches) -> StepTime:
+def _time_steps(config: RunConfig, model: nn.Module, batches: BatchSource) -> StepTime:
     """The time of a step of this run; afterwards ``model`` is as it was, bit for bit."""
     initial = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     # before the steps of a time budget are known, any number serves: a step of another size takes
@@ -281,6 +298,11 @@ def in_cells(config: RunConfig, world: World) -> bool:
 
 def require_cells(config: RunConfig, world: World) -> None:
     """Refuse settings that these processes cannot train with, before any work is done."""
+    if config.tune is not None and world.size > 1:
+        raise ValueError(
+            f"a checkpoint is tuned by one process, and {world.size} were started; leave out "
+            "--processes or torchrun."
+        )
     if in_cells(config, world):
         require_supported(config.train, config.optim, world, context=config.model.context)
         cell_count(config.train, world.size)

@@ -1,4 +1,6 @@
-"""``begin`` starts a run, ``resume`` continues one, and both end in ``train_and_report``.
+"""``begin`` starts a run, ``tune`` one from a checkpoint, ``resume`` continues either.
+
+All end in ``train_and_report``.
 
 A directory becomes a run when its settings are written, after everything that can be refused has
 been checked: a run that cannot begin leaves nothing behind, and one that is killed before leaves a
@@ -17,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fenchel.checkpoints import Progress, load_model, run_checkpoint
 from fenchel.checkpoints.run_checkpoint import Weights
+from fenchel.checkpoints.tokenizer import end_ids
 from fenchel.config import to_mapping
-from fenchel.data import Batch, Batches, Corpus, prepare
+from fenchel.data import Batch, Batches, BatchSource, Corpus, holds_conversations, prepare
 from fenchel.distributed.cells import reshard
 from fenchel.distributed.checkpoint import DistributedLoop, ReadOnlyRunDir
 from fenchel.distributed.processes import ALONE, World
@@ -33,7 +36,9 @@ from fenchel.evaluate import (
     sample,
     score,
     score_choice,
+    score_documents,
 )
+from fenchel.evaluate.attention import PROMPT
 from fenchel.files import (
     Busy,
     Damaged,
@@ -66,7 +71,17 @@ from fenchel.pipeline.preparation import (
     require_memory,
     require_room,
     resolve_steps,
+    run_batches,
     start_weights,
+)
+from fenchel.pipeline.tuning import (
+    count_steps,
+    document_batches,
+    first_model,
+    read_encoder,
+    trainable,
+    tune_settings,
+    write_base,
 )
 from fenchel.report import page
 from fenchel.train import (
@@ -112,6 +127,8 @@ def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = A
                 _warn_of_short_text(corpus, callback)
                 return corpus
 
+            if config.tune is not None:
+                raise ValueError("the section tune belongs to fenchel tune DIR.")
             corpus = _corpus_of_first(begin_text, world)
             config = _fit_vocabulary(config, corpus)
             batches = build_batches(config, corpus.train)
@@ -128,6 +145,56 @@ def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = A
                 run.abandon()
             raise
         return train_and_report(config, model, run, corpus, batches, callback, world)
+
+
+def tune(
+    checkpoint: Path,
+    mapping: Mapping[str, Any],
+    path: Path,
+    callback: RunCallback,
+    *,
+    template: str | None = None,
+) -> Outcome:
+    """Start a run in ``path`` that continues ``checkpoint`` on the text of the settings.
+
+    ``mapping`` are settings that differ from the defaults of tuning; ``template`` replaces the chat
+    template of the checkpoint ("plain", or the name of a file).
+    """
+    run = RunDir(path)
+    with _storage_errors(run):
+        new = run.create()
+    with _storage_errors(run), locked(path):
+        try:
+            run.require_free()  # again, under the lock: another process may have been faster
+            sweep(path, is_run_name)
+            callback.progress("reading the checkpoint", 0, 0)
+            loaded = load_model(checkpoint)
+            config = tune_settings(mapping, checkpoint, loaded.config)
+            device = select_device(config.train.device)
+            require_loggers(config.train.log)
+            conversations = holds_conversations(config.text.source)
+            encoder = write_base(
+                run, checkpoint, loaded, conversations=conversations, template=template
+            )
+            shared = config.text.prepared
+            folder = path / TOKENS if shared is None else Path(shared).expanduser()
+            owned, progress = shared is None, callback.progress
+            corpus = prepare(config.text, folder, owned=owned, progress=progress, encoder=encoder)
+            config = count_steps(config, mapping, corpus, callback)
+            require_memory(config)
+            batches = run_batches(config, corpus)
+            with explain_out_of_memory("nothing was begun"):
+                model = trainable(loaded, config.model).to(device)
+                del loaded
+                config = resolve_steps(config, model, batches, callback)
+            require_room(model, run)
+            record_corpus(run, corpus)
+            run.write_settings(to_mapping(config), comments())
+        except BaseException:
+            if new:
+                run.abandon()
+            raise
+        return train_and_report(config, model, run, corpus, batches, callback)
 
 
 def resume(
@@ -156,19 +223,21 @@ def resume(
             require_room(meta_model(config.model), run)
             corpus = reopen_corpus(config, run, callback)
             if digest := new_text(corpus, callback, accept_new_text):
-                same_ids = replace(
-                    config.text, source=corpus.source, tokenizer=str(path / "tokenizer.json")
-                )
-                folder = path / f"{TOKENS}-{digest[:12]}"
-                corpus = prepare(same_ids, folder, owned=True, progress=callback.progress)
+                encoder = None if config.tune is None else read_encoder(path)
+                tokenizer = str(path / "tokenizer.json") if encoder is None else None
+                same_ids = replace(config.text, source=corpus.source, tokenizer=tokenizer)
+                folder, progress = path / f"{TOKENS}-{digest[:12]}", callback.progress
+                corpus = prepare(same_ids, folder, owned=True, progress=progress, encoder=encoder)
                 record_corpus(run, corpus)
             if config != settings(before):
                 run.write_settings(to_mapping(config), comments())
             return corpus
 
         corpus = _corpus_of_first(reopen_text, world)
-        model, batches = build_model(config).to(device), build_batches(config, corpus.train)
-        return train_and_report(config, model, run, corpus, batches, callback, world)
+        batches = run_batches(config, corpus)
+        begun = world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
+        model = build_model(config) if config.tune is None or begun else first_model(config, path)
+        return train_and_report(config, model.to(device), run, corpus, batches, callback, world)
 
 
 def _run_dir(path: Path, world: World) -> RunDir:
@@ -197,7 +266,7 @@ def train_and_report(
     model: Transformer,
     run: RunDir,
     corpus: Corpus,
-    batches: Batches,
+    batches: BatchSource,
     callback: RunCallback,
     world: World = ALONE,
 ) -> Outcome:
@@ -206,11 +275,13 @@ def train_and_report(
     if steps is None:
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
-    if not world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints))):
+    fresh = not world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
+    if fresh and config.tune is None:
         start_weights(config, model, corpus.train)
     schedule, stepper = build_schedule(config.optim, steps), None
     weights: Weights = model
     if in_cells(config, world):
+        assert isinstance(batches, Batches)
         stepper = build_cells(config, model, batches, schedule, world, steps=steps)
         optimiser, weights = stepper.optimiser, stepper.owners
     else:
@@ -230,7 +301,7 @@ def train_and_report(
         return metrics
 
     def probe(batch: Batch) -> dict[str, list[float]]:
-        health = attention_health(model, batch.inputs[:2])
+        health = attention_health(model, _probed(batch))
         reshard(model)
         return health
 
@@ -277,16 +348,43 @@ def train_and_report(
             # Sampling draws from the softmax of the logits, which another loss does not fit; their
             # largest is the most probable token under every map.
             temperature = 0.8 if config.train.loss == "cross_entropy" else 0.0
-            ids, whole = corpus.validation, model
+            whole = model
             if stepper is not None and stepper.owners.sharded:  # no rank has all of the weights
                 whole = load_model(run.path, which="newest").to(device)
-            run.write_json(
-                "sample.json",
-                sample(whole, corpus.tokenizer, ids, seed=config.seed, temperature=temperature),
-            )
+            run.write_json("sample.json", _sample(config, whole, run, corpus, temperature))
         page(run.path, plain_json(summary))
         run.write_json("summary.json", summary)
     return outcome
+
+
+def _probed(batch: Batch) -> Tensor:
+    """Ids of a batch for the health of attention: two texts, or the first document of a row."""
+    if batch.segments is None:
+        return batch.inputs[:2]
+    return batch.inputs[:1, batch.segments[0] == batch.segments[0, 0]]
+
+
+def _sample(
+    config: RunConfig, model: Transformer, run: RunDir, corpus: Corpus, temperature: float
+) -> dict[str, Any]:
+    """A continuation of the validation text, or an answer in its first conversation."""
+    tokenizer, ids, prompt = corpus.tokenizer, corpus.validation, PROMPT
+    stop = end_ids(run.path, tokenizer)
+    if (documents := corpus.documents_of) is not None:
+        first = documents[True]
+        ids = ids[: int(first.starts[1])]
+        if first.scored is not None:
+            prompt = int(first.scored[: len(ids)].argmax())
+            prompt = max(1, min(prompt, config.model.context - 1))
+    return sample(
+        model,
+        tokenizer,
+        ids,
+        seed=config.seed,
+        temperature=temperature,
+        prompt=prompt,
+        stop=stop,
+    )
 
 
 def _evaluate(
@@ -297,6 +395,10 @@ def _evaluate(
     With another loss than cross-entropy, perplexity and bits per byte are those of its own choice
     map, and are left out where a target has probability 0.
     """
+    if config.tune is not None:
+        assert isinstance(model, Transformer)
+        rows, size = document_batches(config, corpus, validation=True), corpus.facts.predicted_bytes
+        return score_documents(model, rows, bytes=size, limit=limit)._asdict()
     choice = named_loss(config.train.loss, alpha=config.train.loss_alpha)
     ids, size = corpus.validation, corpus.facts.validation_bytes
     context = config.model.context
@@ -452,6 +554,8 @@ def baselines(corpus: Corpus) -> dict[str, float]:
 
 def _baselines(corpus: Corpus, callback: RunCallback) -> dict[str, Any]:
     """The baselines, or why there are none: the text is too long, was removed or has changed."""
+    if corpus.facts.conversations:
+        return {"baselines": {}}  # they know no difference between questions and answers
     try:
         return {"baselines": baselines(corpus)}
     except (ValueError, OSError) as error:

@@ -5,6 +5,7 @@
     text.json          which text it reads, with its hash; the token files are in tokens/
     tokenizer.json     text to ids and back
     metrics.jsonl      one line per log: {"step": 12, "train/loss": 3.41, ..., "crc": 305419896}
+    base/              of a run that tunes a checkpoint: its files beside the weights
     checkpoints/       see fenchel/checkpoints/run_checkpoint.py
     tensorboard/       the same metrics as events, with train.log
     sample.json        a generated sample and attention maps, when training has ended
@@ -36,6 +37,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fenchel.checkpoints.run_checkpoint import (
+    BASE,
     CHECKPOINTS,
     FORMAT,
     check_tokenizer,
@@ -65,7 +67,7 @@ _NAME = re.compile(
     r"(config\.toml|(text|tokenizer|environment|summary|sample)\.json|metrics\.jsonl|report\.html)"
     rf"|{re.escape(LOCK)}"
 )
-_FOLDER = re.compile(rf"{CHECKPOINTS}|tensorboard|{TOKENS}(-[0-9a-f]+)?")
+_FOLDER = re.compile(rf"{BASE}|{CHECKPOINTS}|tensorboard|{TOKENS}(-[0-9a-f]+)?")
 _TEMPORARY = re.compile(r"\.tmp-\d+\Z")
 _SETTINGS_BYTES = 2**20
 _LINE_BYTES = 2**24  # of metrics; a line has some hundred

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from fenchel.data import Batch, Batches
+from fenchel.data import Batch, BatchSource
 from fenchel.optim import CombinedOptimiser, Schedule, clip_
 from fenchel.torch_internals import compile_error
 from fenchel.train.config import TrainConfig
@@ -116,7 +116,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        batches: Batches,
+        batches: BatchSource,
         optimiser: CombinedOptimiser,
         schedule: Schedule,
         *,

@@ -1,0 +1,173 @@
+"""Documents to the ids that a checkpoint reads, for tuning: how each begins, ends and is scored.
+
+    a text            begin, its tokens, end                     every token but the first is scored
+    a conversation    what the chat template makes of it         its answers are scored
+
+``begin`` and ``end`` are the control tokens that the template of the tokenizer puts around a text,
+and the token that ends a document of this model, unless the template has put it there. Pieces of a
+document that was too long to be read at once are one document again.
+
+Token files (fenchel/data/corpus.py) have, beside the ids of all documents of a stream, where each
+begins, and for conversations which tokens are scored:
+
+    train_starts.bin    (documents + 1,), as uint64, the last is the number of ids
+    train_scored.bin    (N,), 1 at tokens that are to be predicted
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fenchel.data import tokens
+from fenchel.data.chat import ChatTemplate
+from fenchel.data.packing import DocumentIds
+from fenchel.data.split import Part
+from fenchel.data.tokens import Ids
+from fenchel.files import Damaged
+
+STARTS, SCORED = np.dtype("<u8"), np.dtype("u1")
+
+
+class EncodedDocument(NamedTuple):
+    """The ids of a document or of a piece of one."""
+
+    ids: list[int]
+    scored: list[bool] | None
+    bytes: int
+    """Of the text that is predicted: all, or the answers of a conversation."""
+
+
+class DocumentEncoder:
+    """Documents to ids by the tokenizer of a checkpoint, or conversations by its chat template.
+
+    >>> tokenizer = tokens.begin_with(tokens.train_tokenizer(["aa"], 300), 0)
+    >>> encoder = DocumentEncoder(tokenizer, end=1)
+    >>> encoder.begin, encoder.encode(["aa"])[0].ids, encoder.end
+    ([0], [258], [1])
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, end: int | None, template: ChatTemplate | None = None
+    ) -> None:
+        """``end`` is the token that ends a document; None if the model knows none."""
+        self.tokenizer, self.template = tokenizer, template
+        self.begin = tokens.begin_ids(tokenizer)
+        letter = tokens.encode(tokenizer, "a")
+        after = tokens.encode_whole(tokenizer, "a")[len(self.begin) + len(letter) :]
+        self.end = after if end is None or end in after else [*after, end]
+
+    @property
+    def tokenizer_json(self) -> bytes:
+        """The tokenizer as the token files hold it."""
+        return str(self.tokenizer.to_str(pretty=True)).encode()
+
+    @property
+    def recipe(self) -> str:
+        """What the ids depend on beside the text and the tokenizer."""
+        if self.template is None:
+            return f"begin {self.begin}, end {self.end}"
+        return f"template {hashlib.sha256(self.template.source.encode()).hexdigest()}"
+
+    def encode(self, texts: Sequence[str]) -> list[EncodedDocument]:
+        """The ids of texts without those that begin and end them, or of whole conversations."""
+        if self.template is not None:
+            return [self._conversation(text) for text in texts]
+        rows = tokens.encode_batch(self.tokenizer, texts)
+        pairs = zip(rows, texts, strict=True)
+        return [EncodedDocument(row, None, len(text.encode())) for row, text in pairs]
+
+    def _conversation(self, text: str) -> EncodedDocument:
+        assert self.template is not None
+        messages: list[dict[str, str]] = json.loads(text)
+        ids, scored = self.template.encode_answers(self.tokenizer, messages)
+        answers = (m["content"] for m in messages if m["role"] == "assistant")
+        return EncodedDocument(ids, scored, sum(len(answer.encode()) for answer in answers))
+
+
+class DocumentWriter:
+    """Writes the documents of one stream to its files, one after another."""
+
+    def __init__(self, folder: Path, name: str, encoder: DocumentEncoder, dtype: Any) -> None:
+        """``name`` is that of the stream, such as "train"."""
+        self.encoder, self.dtype = encoder, dtype
+        self.documents = self.length = self.bytes = 0
+        self._stack = ExitStack()
+        open_file = self._stack.enter_context
+        self._ids = open_file((folder / f"{name}.bin").open("wb"))
+        self._starts = open_file((folder / f"{name}_starts.bin").open("wb"))
+        self._scored = None
+        if encoder.template is not None:
+            self._scored = open_file((folder / f"{name}_scored.bin").open("wb"))
+
+    def write(self, document: EncodedDocument, *, continues: bool) -> None:
+        """Append a document, or a further piece of the one before it."""
+        self.bytes += document.bytes
+        if self._scored is not None:
+            self._begin()
+            self._scored.write(np.array(document.scored, SCORED).tobytes())
+        elif not continues or not self.documents:
+            self._end()
+            self._begin()
+            self._append(self.encoder.begin)
+        self._append(document.ids)
+
+    def _begin(self) -> None:
+        self._starts.write(np.array([self.length], STARTS).tobytes())
+        self.documents += 1
+
+    def _end(self) -> None:
+        if self.documents and self._scored is None:
+            self._append(self.encoder.end)
+
+    def _append(self, ids: list[int]) -> None:
+        self._ids.write(np.array(ids, self.dtype).tobytes())
+        self.length += len(ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends the last document."""
+        if kind is None:
+            self._end()
+            self._starts.write(np.array([self.length], STARTS).tobytes())
+        self._stack.close()
+
+
+def with_predecessor(parts: Sequence[Part], before: Part | None) -> Iterator[tuple[Part, bool]]:
+    """Parts, and whether each continues the part before it in the same stream."""
+    for part in parts:
+        same = before is not None and before.validation == part.validation
+        yield part, part.document.continues and same
+        before = part
+
+
+def map_documents(folder: Path, name: str, ids: Ids, documents: int, scored: bool) -> DocumentIds:
+    """The documents of a stream, memory-mapped, after checking the files beside its ids."""
+    starts = _map(folder / f"{name}_starts.bin", STARTS, documents + 1)
+    ordered = bool((starts[1:] >= starts[:-1]).all())
+    if starts[0] != 0 or starts[-1] != len(ids) or not ordered:
+        raise Damaged(f"{folder / f'{name}_starts.bin'} does not divide {len(ids)} tokens.")
+    mask = _map(folder / f"{name}_scored.bin", SCORED, len(ids)).view(bool) if scored else None
+    if mask is not None and mask.view(SCORED).max() > 1:
+        raise Damaged(f"{folder / f'{name}_scored.bin'} holds other numbers than 0 and 1.")
+    return DocumentIds(ids, starts, mask)
+
+
+def _map(path: Path, dtype: np.dtype[Any], count: int) -> Ids:
+    size = path.stat().st_size if path.is_file() else 0
+    if size != count * dtype.itemsize:
+        raise Damaged(f"{path} has {size} bytes, {count} of {dtype.itemsize} were expected.")
+    return np.memmap(path, dtype, mode="r")

@@ -1,0 +1,302 @@
+"""fenchel/pipeline/tuning.py and ``tune``: a checkpoint continued, its documents, its files."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+from fenchel import pipeline
+from fenchel.checkpoints import convert, load, run_checkpoint
+from fenchel.checkpoints.tokenizer import read_chat_template
+from fenchel.data import Corpus
+from fenchel.evaluate import score_documents
+from fenchel.generation import generate
+from fenchel.pipeline.config import settings
+from fenchel.pipeline.tuning import document_batches
+from fenchel.train import RunDir
+
+from .conftest import TEMPLATE, Remembering, write_checkpoint
+
+Checkpoint = Callable[[str], Path]
+QUICK: dict[str, Any] = {"threads": 1, "precision": "float32", "log_every": 1}
+
+
+def tune(
+    path: Path, out: Path, text: Path, callback: Remembering | None = None, **sections: Any
+) -> Remembering:
+    """A run on a text, with further settings by section."""
+    callback = callback or Remembering()
+    mapping = {**sections, "text": {"source": str(text)}}
+    mapping["train"] = {**QUICK, **sections.get("train", {})}
+    pipeline.tune(path, mapping, out, callback)
+    return callback
+
+
+def bits(run: Path) -> bytes:
+    """The weights of the newest checkpoint."""
+    folder, wrong = run_checkpoint.newest(run / "checkpoints")
+    assert folder is not None
+    assert not wrong
+    return (folder / "model.safetensors").read_bytes()
+
+
+def corpus_and_config(run: Path) -> tuple[Corpus, pipeline.RunConfig]:
+    return pipeline.open_corpus(run), settings(RunDir(run).read_settings())
+
+
+@pytest.fixture(scope="module")
+def chat_run(checkpoint: Checkpoint, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama tuned on the conversations until it answers in their manner."""
+    out = tmp_path_factory.mktemp("runs") / "chat"
+    optim = {"optimiser": "adamw", "learning_rate": 0.02}
+    tune(checkpoint("llama"), out, chats, train={"steps": 80, "batch": 4}, optim=optim)
+    return out
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_documents_begin_and_end_as_the_checkpoint_reads_them(
+    kind: str, checkpoint: Checkpoint, documents: Path, tmp_path: Path
+) -> None:
+    tune(checkpoint(kind), tmp_path / "run", documents, train={"steps": 1})
+    corpus, _ = corpus_and_config(tmp_path / "run")
+    fast = transformers.AutoTokenizer.from_pretrained(checkpoint(kind))
+    texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
+    assert corpus.documents_of is not None
+    train, validation = corpus.documents_of
+    rows = [train.ids[a:b].tolist() for a, b in zip(train.starts, train.starts[1:], strict=False)]
+    kept = [text for n, text in enumerate(texts, 1) if n % 10]
+    assert rows == [[*fast(text).input_ids, fast.eos_token_id] for text in kept]
+    assert len(validation.starts) - 1 == 4
+    assert next(iter(corpus.documents(validation=True))).text == texts[9]
+
+
+def test_of_conversations_the_answers_alone_are_targets(
+    checkpoint: Checkpoint, chats: Path, chat_run: Path
+) -> None:
+    """Against the masks of transformers, through the batches that training reads."""
+    corpus, config = corpus_and_config(chat_run)
+    fast = transformers.AutoTokenizer.from_pretrained(checkpoint("llama"))
+    expected = []
+    for line in chats.read_text().splitlines():
+        whole = fast.apply_chat_template(
+            json.loads(line)["messages"], return_assistant_tokens_mask=True, return_dict=True
+        )
+        pairs = zip(whole["input_ids"], whole["assistant_masks"], strict=True)
+        expected.append([token for token, answer in pairs if answer])
+    found = []
+    for batch in document_batches(config, corpus, validation=False).in_order():
+        for targets, segments in zip(batch.targets, batch.segments, strict=True):  # type: ignore[arg-type]
+            for number in segments.unique():
+                inside = targets[(segments == number) & (targets >= 0)].tolist()
+                found += [inside] if inside else []
+    assert sorted(found) == sorted(row for n, row in enumerate(expected, 1) if n % 10)
+
+
+def test_the_gradient_does_not_depend_on_what_users_write_next(
+    checkpoint: Checkpoint, chats: Path, chat_run: Path
+) -> None:
+    """The first loss is that of transformers on labels of the answers alone, document by document:
+    neither a question as a target nor a neighbour in the row would leave it as it is.
+    """
+    corpus, config = corpus_and_config(chat_run)
+    ours = load(checkpoint("llama")).model.double()
+    rows = document_batches(config, corpus, validation=True)
+    found = score_documents(ours, rows, bytes=corpus.facts.predicted_bytes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama")).double()
+    fast = transformers.AutoTokenizer.from_pretrained(checkpoint("llama"))
+    total, count, size = 0.0, 0, 0
+    for line in chats.read_text().splitlines()[9:10]:
+        messages = json.loads(line)["messages"]
+        whole = fast.apply_chat_template(
+            messages, return_assistant_tokens_mask=True, return_dict=True, return_tensors="pt"
+        )
+        ids, mask = whole["input_ids"], torch.as_tensor(whole["assistant_masks"]).bool().view(1, -1)
+        losses = cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+        total += losses[mask[0, 1:]].sum().item()
+        count += int(mask[0, 1:].sum())
+        size += sum(len(m["content"]) for m in messages if m["role"] == "assistant")
+    assert found.tokens == count
+    assert found.loss == pytest.approx(total / count, rel=1e-6)
+    assert found.bits_per_byte == pytest.approx(total / size / 0.6931471805599453, rel=1e-6)
+
+
+def test_packed_documents_have_the_losses_of_documents_alone(
+    checkpoint: Checkpoint, documents: Path, tmp_path: Path
+) -> None:
+    tune(checkpoint("gpt2"), tmp_path / "run", documents, train={"steps": 1}, tune={"context": 64})
+    corpus, config = corpus_and_config(tmp_path / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("gpt2")).double()
+    rows = document_batches(config, corpus, validation=True)
+    assert max(int(row.segments.max()) for row in rows.rows) > 0  # type: ignore[union-attr]
+    assert corpus.documents_of is not None
+    ids, starts, _ = corpus.documents_of[True]
+    total, count = 0.0, 0
+    for a, b in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        for first in range(a, b - 1, 64):  # a longer document is divided, and begins with nothing
+            part = torch.tensor(ids[first : min(b, first + 65)].astype("int64"))
+            losses = cross_entropy(model(part[None]).logits[0, :-1], part[1:], reduction="none")
+            total, count = total + losses.sum().item(), count + len(losses)
+    ours = score_documents(load(checkpoint("gpt2")).model.double(), rows, bytes=1)
+    assert (ours.tokens, ours.loss) == (count, pytest.approx(total / count, rel=1e-6))
+
+
+def test_a_tuned_model_answers_in_the_manner_it_was_taught_in_transformers_too(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    convert(chat_run, tmp_path / "out")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    fast: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert fast.chat_template == TEMPLATE
+    messages = [{"role": "user", "content": "Cid?"}]
+    ids = fast.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    ids = ids["input_ids"] if not isinstance(ids, torch.Tensor) else ids
+    theirs = model.generate(ids, max_new_tokens=12, do_sample=False)
+    ours, tokenizer, _ = load(chat_run)
+    template = read_chat_template(chat_run)
+    assert template is not None
+    prompt = template.encode(tokenizer, messages, add_generation_prompt=True)
+    assert prompt == ids[0].tolist()
+    drawn = generate(ours, ids, max_new_tokens=12, temperature=0.0, stop=[2])
+    assert drawn[0].tolist() == theirs[0].tolist()
+    answer = tokenizer.decode(drawn[0, len(prompt) :].tolist(), skip_special_tokens=False)
+    assert answer.startswith("Yea, Cid.<|im_end|>")
+
+
+def test_a_stopped_run_ends_with_the_same_bits(
+    checkpoint: Checkpoint, documents: Path, tmp_path: Path
+) -> None:
+    """Stopped after a checkpoint, and before the first, from the checkpoint that it tunes."""
+    train = {"steps": 4, "batch": 2, "save_every": 2, "evaluate_every": 4}
+    model = {"dropout": 0.1}
+    tune(checkpoint("llama"), tmp_path / "whole", documents, train=train, model=model)
+    for stop in (1, 3):
+        run = tmp_path / f"stopped_{stop}"
+        with pytest.raises(RuntimeError, match="killed"):
+            tune(
+                checkpoint("llama"),
+                run,
+                documents,
+                Remembering(stop),
+                train=train,
+                model=model,
+            )
+        pipeline.resume(run, Remembering(), changes={})
+        assert bits(run) == bits(tmp_path / "whole"), stop
+    started = load(checkpoint("llama")).model.state_dict()
+    assert not all(
+        torch.equal(w, started[name])
+        for name, w in load(tmp_path / "whole").model.state_dict().items()
+    )
+
+
+def test_a_resume_refuses_another_checkpoint_and_another_template(
+    chats: Path, tmp_path: Path
+) -> None:
+    base = write_checkpoint(tmp_path / "base", "llama")
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="killed"):
+        tune(
+            base,
+            run,
+            chats,
+            Remembering(1),
+            train={"steps": 4, "evaluate_every": 4, "save_every": 4},
+        )
+    shutil.rmtree(base)
+    model = write_checkpoint(base, "llama")
+    weights = transformers.AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        weights.model.norm.weight[0] = 2.0
+    weights.save_pretrained(model)
+    with pytest.raises(ValueError, match="other weights than when the run began"):
+        pipeline.resume(run, Remembering(), changes={})
+    write_checkpoint(base, "llama")
+    (run / "base" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ValueError, match="chat_template"):
+        pipeline.resume(run, Remembering(), changes={})
+
+
+def test_a_run_of_our_own_is_tuned_and_keeps_its_beginning(
+    documents: Path, chats: Path, tmp_path: Path
+) -> None:
+    small = {"context": 48, "width": 16, "heads": 2, "layers": 1}
+    mapping = {"text": {"source": str(documents), "vocabulary": 280}, "model": small}
+    train = {**QUICK, "steps": 2, "batch": 2}
+    pipeline.begin(settings({**mapping, "train": train}), tmp_path / "first", Remembering())
+    tune(tmp_path / "first", tmp_path / "second", documents, train={"steps": 2})
+    with pytest.raises(ValueError, match="no chat template"):
+        tune(tmp_path / "second", tmp_path / "third", chats, train={"steps": 2})
+    assert not (tmp_path / "third").exists()
+    mapping = {"text": {"source": str(chats)}, "train": {**QUICK, "steps": 2}}
+    out = tmp_path / "third"
+    pipeline.tune(tmp_path / "second", mapping, out, Remembering(), template="plain")
+    tokenizers = [load(tmp_path / name).tokenizer for name in ("first", "second", "third")]
+    assert {tuple(one.encode("a").ids) for one in tokenizers} == {
+        tuple(tokenizers[0].encode("a").ids)
+    }
+    assert tokenizers[0].encode("a").ids[0] == 0  # <|end|>
+    template = read_chat_template(out)
+    assert template is not None
+    shown = template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    assert shown == "<|end|>user: Hi\nassistant:"
+    convert(out, tmp_path / "exported")
+    fast: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert fast.chat_template == template.source
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("", "is empty"),
+        ('{"text": "a"}\n{"text": \n', "line 2 should be an object"),
+        ('{"text": "a"}\n{"messages": []}\n', "line 2 should be an object with a string"),
+        ('{"body": "some words"}\n', "it has body; jq"),
+        ('{"messages": []}\n', "line 1: a conversation has 1 to"),
+        ('{"messages": [{"role": "bot", "content": "x"}]}\n', "line 1: the role 'bot' is none of"),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n', "line 1 has no answer"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}\n{"text": "a"}\n',
+            'line 2 should be an object with a list "messages"',
+        ),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}\n{\n', "line 2 is not JSON"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "leaves nothing to train on"),
+        (
+            '{"messages": [{"role": "assistant", "content": "\\ud800"}]}\n',
+            "line 1 contains a lone surrogate",
+        ),
+    ],
+)
+def test_a_wrong_text_is_refused_in_one_sentence_and_leaves_nothing(
+    lines: str, sentence: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text(lines)
+    with pytest.raises(ValueError, match=sentence) as error:
+        tune(checkpoint("llama"), tmp_path / "run", text, train={"steps": 1})
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"model": {"width": 8}}, "model.width is the checkpoint's"),
+        ({"tune": {"context": 97}}, "more than the 96 positions"),
+        ({"tune": {"contxt": 8}}, "did you mean tune.context"),
+        ({"train": {"loss": "entmax"}}, "cross-entropy"),
+        ({"train": {"cells": 2}}, "by one process"),
+        ({"train": {"start": "random"}}, "it needs a new model"),
+    ],
+)
+def test_settings_that_tuning_has_not_are_refused(
+    sections: dict[str, Any], sentence: str, checkpoint: Checkpoint, documents: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        tune(checkpoint("llama"), tmp_path / "run", documents, **sections)
+    assert not (tmp_path / "run").exists()
