@@ -105,11 +105,11 @@ def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | 
 
     ``source`` replaces it: "plain" for ``fenchel.data.PLAIN``, or the name of a file.
     """
-    path = model_files(path)
+    run, path = is_run(path), model_files(path)
     settings = read_bounded_json(path, TOKENIZER_CONFIG) if has_file(path, TOKENIZER_CONFIG) else {}
     tokens = {name: settings.get(name) for name in _TEMPLATE_TOKENS}
     spelled = {name: text for name, token in tokens.items() if (text := _spelling(token))}
-    if not has_file(path, CONFIG):  # a run of ours, or the files of one that was tuned
+    if run and not has_file(path, CONFIG):  # or the run tunes a Hugging Face directory
         spelled = {"bos_token": END, "eos_token": END} | spelled
     if source == "plain":
         return ChatTemplate(PLAIN, spelled, "the plain template")

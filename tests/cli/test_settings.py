@@ -4,7 +4,7 @@ import json
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -21,6 +21,7 @@ def names(cls: Any, where: str = "") -> list[str]:
     found = []
     for field in fields(cls):
         kind = get_type_hints(cls)[field.name]
+        kind = next(filter(is_dataclass, get_args(kind)), kind)  # a section may be absent
         inner = f"{where}{field.name}"
         found += names(kind, f"{inner}.") if is_dataclass(kind) else [inner]
     return found
