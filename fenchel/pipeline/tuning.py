@@ -66,6 +66,8 @@ def tune_settings(mapping: Mapping[str, Any], checkpoint: Path, model: ModelConf
             raise ValueError(
                 f"model.{name} is the checkpoint's; tuning may change model.{', '.join(DROPOUT)}."
             )
+    if "preset" in mapping:
+        raise ValueError("a preset is the shape of a new model; leave out preset.")
     if "checkpoint" in sections["tune"]:
         raise ValueError("tune.checkpoint is DIR of fenchel tune DIR; leave it out of --set.")
     if model.kind != "decoder":
