@@ -194,15 +194,7 @@ def attend_entmax(
     shared = _shared(q, k, v, alpha, factor, band, tiles)
     grid = (B * H * rows,)
     _thresholds[grid](
-        q,
-        k,
-        tau,
-        top,
-        kept,
-        counts,
-        hits,
-        band.ranges,
-        band.slopes,
+        *(q, k, tau, top, kept, counts, hits, band.ranges, band.slopes),
         *gaussian_start(alpha),
         **shared,
         STEPS=STEPS,
@@ -210,17 +202,7 @@ def attend_entmax(
         **tiles.thresholds.options(),
     )
     _outputs[grid](
-        q,
-        k,
-        v,
-        out,
-        C,
-        tau,
-        top,
-        kept,
-        counts,
-        band.ranges,
-        band.slopes,
+        *(q, k, v, out, C, tau, top, kept, counts, band.ranges, band.slopes),
         **shared,
         **_values(v),
         **tiles.outputs.options(),
@@ -264,38 +246,16 @@ def attend_entmax_backward(
     shared = _shared(q, k, v, alpha, factor, band, tiles)
     delta = torch.empty_like(saved.tau)
     _query_gradients[(B * H * rows,)](
-        q,
-        k,
-        v,
-        g,
-        saved.C,
-        saved.tau,
-        delta,
-        gq,
-        saved.tiles,
-        saved.counts,
-        band.ranges,
-        band.slopes,
-        *g.stride()[:3],
+        *(q, k, v, g, saved.C, saved.tau, delta, gq, saved.tiles, saved.counts),
+        *(band.ranges, band.slopes, *g.stride()[:3]),
         **shared,
         **_values(v),
         **tiles.queries.options(),
     )
     blocks = torch.empty(B * G * columns, rows, dtype=torch.int16, device=q.device)
     _key_gradients[(B * G * columns,)](
-        q,
-        k,
-        v,
-        g,
-        saved.tau,
-        delta,
-        gk,
-        gv,
-        saved.hits,
-        blocks,
-        band.ranges,
-        band.slopes,
-        *g.stride()[:3],
+        *(q, k, v, g, saved.tau, delta, gk, gv, saved.hits, blocks),
+        *(band.ranges, band.slopes, *g.stride()[:3]),
         **shared,
         **_values(v),
         CHUNK=max(16, min(128, triton.next_power_of_2(rows))),
@@ -339,20 +299,8 @@ def attend_entmax_jvp(
     tiles = _tiling(q, v)
     if parts:
         _tangents[(B * H * saved.hits.shape[2],)](
-            q,
-            k,
-            v,
-            dq,
-            dk,
-            dv,
-            choosing,
-            values,
-            saved.C,
-            saved.tau,
-            saved.tiles,
-            saved.counts,
-            band.ranges,
-            band.slopes,
+            *(q, k, v, dq, dk, dv, choosing, values),
+            *(saved.C, saved.tau, saved.tiles, saved.counts, band.ranges, band.slopes),
             **_shared(q, k, v, alpha, factor, band, tiles),
             **_values(v),
             **tiles.tangents.options(),
@@ -414,6 +362,10 @@ def _either(a, b):  # type: ignore[no-untyped-def]
     return a | b
 
 
+# Tuples that travel together: a matrix is (pointer, stride of its rows, rows, columns), a band
+# (start, end, left, right), a start (centre, half, the coefficients of ``gaussian_start``).
+
+
 @triton.jit
 def _key_range(ranges_ptr, b, S):  # type: ignore[no-untyped-def]
     start = 0
@@ -425,8 +377,9 @@ def _key_range(ranges_ptr, b, S):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _uncut(block, start, end, T, S, left, right, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _uncut(block, band, T, S, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
     """(low, high) of the tiles that no mask cuts; ``block`` may be a vector."""
+    start, end, left, right = band
     first = block * BM + S - T
     last = tl.minimum(block * BM + BM, T) - 1 + S - T
     low = (tl.maximum(start, last - left) + BN - 1) // BN
@@ -435,8 +388,9 @@ def _uncut(block, start, end, T, S, left, right, BM: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
-def _open(i, j, start, end, left, right):  # type: ignore[no-untyped-def]
+def _open(i, j, band):  # type: ignore[no-untyped-def]
     """Whether positions i see keys j; both broadcast."""
+    start, end, left, right = band
     return (j >= start) & (j < end) & (j >= i - left) & (j <= i + right)
 
 
@@ -448,54 +402,52 @@ def _operand(x, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_rows(  # type: ignore[no-untyped-def]
-    x_ptr,
-    first,
-    stride,
-    count,
-    D,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
-    CUT: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Rows ``first`` to first + BM of a head; 0 beyond ``count`` rows and D columns."""
-    i, d = first + tl.arange(0, BM), tl.arange(0, BD)
+def _load(  # type: ignore[no-untyped-def]
+    matrix, first, N: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, CUT: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rows ``first`` to first + N of a matrix, (N, W) or transposed; 0 outside.
+
+    Only where a tile is CUT some rows may lie outside, and columns unless W is EVEN.
+    """
+    x_ptr, stride, rows, columns = matrix
+    n, w = tl.arange(0, N), tl.arange(0, W)
     x_ptr += first.to(tl.int64) * stride
-    at = tl.arange(0, BM)[:, None] * stride + d[None, :]
-    if CUT or not EVEN:
-        x = tl.load(x_ptr + at, mask=(i[:, None] < count) & (d[None, :] < D), other=0.0)
+    if TRANSPOSED:
+        at = n[None, :] * stride + w[:, None]
+        mask = (n[None, :] < rows - first) & (w[:, None] < columns)
     else:
-        x = tl.load(x_ptr + at)
+        at = n[:, None] * stride + w[None, :]
+        mask = (n[:, None] < rows - first) & (w[None, :] < columns)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0) if CUT or not EVEN else tl.load(x_ptr + at)
     return _operand(x, UPCAST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_keys(  # type: ignore[no-untyped-def]
-    x_ptr,
-    tile,
-    stride,
-    S,
-    D,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    CUT: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Tile ``tile`` of the keys or values of a head, (BN, BD) or transposed."""
-    j, d = tl.arange(0, BN), tl.arange(0, BD)
-    x_ptr += tile.to(tl.int64) * BN * stride
-    if TRANSPOSED:
-        at = j[None, :] * stride + d[:, None]
-        mask = (j[None, :] < S - tile * BN) & (d[:, None] < D)
-    else:
-        at = j[:, None] * stride + d[None, :]
-        mask = (j[:, None] < S - tile * BN) & (d[None, :] < D)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0) if CUT or not EVEN else tl.load(x_ptr + at)
-    return _operand(x, UPCAST)
+def _store(ptr, x, row, rows, columns, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write x to the rows ``row`` of a contiguous matrix."""
+    w = tl.arange(0, W)
+    mask = (row[:, None] < rows) & (w[None, :] < columns)
+    tl.store(ptr + row[:, None] * columns + w[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _slope(slopes_ptr, h, rate):  # type: ignore[no-untyped-def]
+    slope = 0.0
+    if slopes_ptr is not None:
+        slope = rate * tl.load(slopes_ptr + h)
+    return slope
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _excess(z, c, t, slope, i, j, band, BIASED: tl.constexpr, CUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """u = (c z - slope |i - j| - t)_+ for products z = q k^T, 0 where a mask closes j to i."""
+    u = z * c - t
+    if BIASED:
+        u -= slope * tl.abs((i - j).to(tl.float32))
+    if CUT:
+        u = tl.where(_open(i, j, band), u, 0.0)
+    return tl.maximum(u, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -532,50 +484,27 @@ def _keep(tiles_ptr, tiles, there, count):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scan(  # type: ignore[no-untyped-def]
-    q,
-    k_ptr,
-    tiles_ptr,
-    kept,
-    top,
-    total,
-    squares,
-    amount,
-    split,
-    lower,
-    upper,
-    i,
-    start,
-    end,
-    left,
-    right,
-    slope,
-    k_s,
-    S,
-    D,
-    c,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BIASED: tl.constexpr,
-    CUT: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    q, keys, tiles_ptr, kept, sums, amount, split, lower, upper, i, band, slope, c,
+    BN: tl.constexpr, BD: tl.constexpr, BIASED: tl.constexpr, CUT: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Pass A over ``amount`` tiles: upward from ``upper`` and, from the split on, from ``lower``;
     downward from ``upper`` where no mask cuts them.
     """
+    top, total, squares = sums
     lane = tl.arange(0, WORD)
     for word in range(0, amount, WORD):
         flags = tl.zeros_like(top).to(tl.int32)
         stop = tl.minimum(word + WORD, amount)
         for e in range(word, stop):
             tile = tl.where(e < split, upper + e, lower + e - split) if CUT else upper - 1 - e
-            k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
+            k = _load(keys, tile * BN, BN, BD, True, CUT, EVEN, UPCAST)
             y = tl.dot(q, k, input_precision="ieee")
             j = tile * BN + tl.arange(0, BN)
             if BIASED:
                 y = y * c - slope * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
             if CUT:
-                seen = _open(i[:, None], j[None, :], start, end, left, right)
+                seen = _open(i[:, None], j[None, :], band)
                 largest = tl.max(tl.where(seen, y, -float("inf")), 1)
                 y = tl.where(seen, y, 0.0)
             else:
@@ -595,55 +524,26 @@ def _scan(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _evaluate(  # type: ignore[no-untyped-def]
-    q,
-    k_ptr,
-    tiles_ptr,
-    kept,
-    f,
-    g,
-    m,
-    t,
-    first,
-    last,
-    certain,
-    i,
-    start,
-    end,
-    left,
-    right,
-    slope,
-    k_s,
-    S,
-    D,
-    c,
-    power,
-    KIND: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BIASED: tl.constexpr,
-    CUT: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    THIRD: tl.constexpr,
-):
+    q, keys, tiles_ptr, kept, sums, t, first, last, certain, i, band, slope, c, power,
+    KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BIASED: tl.constexpr,
+    CUT: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr, THIRD: tl.constexpr,
+):  # fmt: skip
     """Pass B over entries ``first`` to ``last`` of the list, which it shortens if t is certain.
 
     m is the THIRD of the sums of 1, u and u^2 over u > 0, of which f and g are two.
     """
+    f, g, m = sums
     lane = tl.arange(0, WORD)
     for word in range(first, last, WORD):
         flags = tl.zeros_like(t).to(tl.int32)
         stop = tl.minimum(word + WORD, last)
         for e in range(word, stop):
             tile = tl.load(tiles_ptr + e).to(tl.int32)
-            k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
-            u = tl.dot(q, k, input_precision="ieee") * c - t[:, None]
+            k = _load(keys, tile * BN, BN, BD, True, CUT, EVEN, UPCAST)
+            z = tl.dot(q, k, input_precision="ieee")
             j = tile * BN + tl.arange(0, BN)
-            if BIASED:
-                u -= slope * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
-            if CUT:
-                u = tl.where(_open(i[:, None], j[None, :], start, end, left, right), u, 0.0)
-            p, s = _weights(tl.maximum(u, 0.0), power, KIND)
+            u = _excess(z, c, t[:, None], slope, i[:, None], j[None, :], band, BIASED, CUT)
+            p, s = _weights(u, power, KIND)
             part = tl.sum(s, 1)
             f += tl.sum(p, 1)
             g += part
@@ -661,100 +561,22 @@ def _evaluate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _evaluate_all(  # type: ignore[no-untyped-def]
-    q,
-    k_ptr,
-    tiles_ptr,
-    cut,
-    kept,
-    t,
-    certain,
-    i,
-    start,
-    end,
-    left,
-    right,
-    slope,
-    k_s,
-    S,
-    D,
-    c,
-    power,
-    KIND: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BIASED: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    THIRD: tl.constexpr,
-):
+    q, keys, tiles_ptr, cut, kept, t, certain, i, band, slope, c, power,
+    KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BIASED: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr, THIRD: tl.constexpr,
+):  # fmt: skip
     """Pass B over the list, and its new lengths: first the tiles that a mask cuts."""
     tl.debug_barrier()  # the list was written by other threads
     nothing = tl.full((), 0, tl.int32)  # not a constant, which a loop could not change
     f, g, m = tl.zeros_like(t), tl.zeros_like(t), tl.zeros_like(t)
     still, f, g, m = _evaluate(
-        q,
-        k_ptr,
-        tiles_ptr,
-        nothing,
-        f,
-        g,
-        m,
-        t,
-        0,
-        cut,
-        certain,
-        i,
-        start,
-        end,
-        left,
-        right,
-        slope,
-        k_s,
-        S,
-        D,
-        c,
-        power,
-        KIND,
-        BN,
-        BD,
-        BIASED,
-        True,
-        EVEN,
-        UPCAST,
-        THIRD,
-    )
+        q, keys, tiles_ptr, nothing, (f, g, m), t, 0, cut, certain, i, band, slope, c, power,
+        KIND, BN, BD, BIASED, True, EVEN, UPCAST, THIRD,
+    )  # fmt: skip
     all_still, f, g, m = _evaluate(
-        q,
-        k_ptr,
-        tiles_ptr,
-        still,
-        f,
-        g,
-        m,
-        t,
-        cut,
-        kept,
-        certain,
-        i,
-        start,
-        end,
-        left,
-        right,
-        slope,
-        k_s,
-        S,
-        D,
-        c,
-        power,
-        KIND,
-        BN,
-        BD,
-        BIASED,
-        False,
-        EVEN,
-        UPCAST,
-        THIRD,
-    )
+        q, keys, tiles_ptr, still, (f, g, m), t, cut, kept, certain, i, band, slope, c, power,
+        KIND, BN, BD, BIASED, False, EVEN, UPCAST, THIRD,
+    )  # fmt: skip
     return still, all_still, f, g, m
 
 
@@ -772,10 +594,9 @@ def _far(t, after, top, TOLERANCE: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _normal_start(  # type: ignore[no-untyped-def]
-    n, mean, square, rate, centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10
-):
+def _normal_start(n, mean, square, rate, start):  # type: ignore[no-untyped-def]
     """tau of n normal numbers with that mean and mean square, see ``gaussian_start``."""
+    centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10 = start
     sigma = tl.sqrt(tl.maximum(square - mean * mean, 1e-12))
     x = (-tl.log(n) - tl.log(sigma) / rate - centre) / half
     x = tl.minimum(tl.maximum(x, -1.0), 1.0)
@@ -786,76 +607,35 @@ def _normal_start(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _thresholds(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    tau_ptr,
-    top_ptr,
-    tiles_ptr,
-    counts_ptr,
-    hits_ptr,
-    ranges_ptr,
-    slopes_ptr,
-    centre,
-    half,
-    z0,
-    z1,
-    z2,
-    z3,
-    z4,
-    z5,
-    z6,
-    z7,
-    z8,
-    z9,
-    z10,
-    H,
-    group,
-    T,
-    S,
-    D,
-    left,
-    right,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_s,
-    factor,
-    rate,
-    KIND: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    STEPS: tl.constexpr,
-    TOLERANCE: tl.constexpr,
-):
+    q_ptr, k_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, hits_ptr, ranges_ptr, slopes_ptr,
+    centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10,
+    H, group, T, S, D, left, right, q_b, q_h, q_t, k_b, k_h, k_s, factor, rate,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr, STEPS: tl.constexpr, TOLERANCE: tl.constexpr,
+):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
     head = (tl.program_id(0) // rows).to(tl.int64)
     block = rows - 1 - tl.program_id(0) % rows  # under a causal mask the longest first
     b, h = head // H, head % H
-    q_ptr += b * q_b + h * q_h
-    k_ptr += b * k_b + (h // group) * k_h
+    keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
     tiles_ptr += (head * rows + block) * columns
     start, end = _key_range(ranges_ptr, b, S)
+    band = (start, end, left, right)
     c = factor * rate
     power = 1.0 / rate - 1.0
-    slope = 0.0
     BIASED: tl.constexpr = slopes_ptr is not None
-    if BIASED:
-        slope = rate * tl.load(slopes_ptr + h)
+    slope = _slope(slopes_ptr, h, rate)
     row = block * BM + tl.arange(0, BM)
     i = row + S - T
-    q = _load_rows(q_ptr, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+    queries = (q_ptr + b * q_b + h * q_h, q_t, T, D)
+    q = _load(queries, block * BM, BM, BD, False, True, EVEN, UPCAST)
 
     # Tiles [first, low) and [high, last) are cut by a mask, those in [low, high) are not.
     first = tl.maximum(start, block * BM + S - T - left) // BN
     last = tl.minimum(end, tl.minimum(block * BM + BM, T) + S - T + right)
     last = tl.maximum((tl.maximum(last, 0) + BN - 1) // BN, first)
-    low, high = _uncut(block, start, end, T, S, left, right, BM, BN)
+    low, high = _uncut(block, band, T, S, BM, BN)
     low = tl.minimum(tl.maximum(low, first), last)
     high = tl.minimum(tl.maximum(high, low), last)
 
@@ -864,64 +644,14 @@ def _thresholds(  # type: ignore[no-untyped-def]
     squares = tl.zeros((BM,), tl.float32)
     cut = 0
     cut, top, total, squares = _scan(
-        q,
-        k_ptr,
-        tiles_ptr,
-        cut,
-        top,
-        total,
-        squares,
-        last - high + low - first,
-        last - high,
-        first,
-        high,
-        i,
-        start,
-        end,
-        left,
-        right,
-        slope,
-        k_s,
-        S,
-        D,
-        c,
-        BN,
-        BD,
-        BIASED,
-        True,
-        EVEN,
-        UPCAST,
-    )
+        q, keys, tiles_ptr, cut, (top, total, squares), last - high + low - first, last - high,
+        first, high, i, band, slope, c, BN, BD, BIASED, True, EVEN, UPCAST,
+    )  # fmt: skip
     kept = cut
     kept, top, total, squares = _scan(
-        q,
-        k_ptr,
-        tiles_ptr,
-        kept,
-        top,
-        total,
-        squares,
-        high - low,
-        0,
-        low,
-        high,
-        i,
-        start,
-        end,
-        left,
-        right,
-        slope,
-        k_s,
-        S,
-        D,
-        c,
-        BN,
-        BD,
-        BIASED,
-        False,
-        EVEN,
-        UPCAST,
-    )
+        q, keys, tiles_ptr, kept, (top, total, squares), high - low, 0, low, high,
+        i, band, slope, c, BN, BD, BIASED, False, EVEN, UPCAST,
+    )  # fmt: skip
 
     reached = (top > 0.5 * FLOOR) & (top < -0.5 * FLOOR)
     broken = (row < T) & ((top >= -0.5 * FLOOR) | (total != total))
@@ -931,40 +661,16 @@ def _thresholds(  # type: ignore[no-untyped-def]
         total *= c
         squares *= c * c
     # tau lies in [top - 1, top - n^(1 - alpha)]; a start beyond says that the row is not normal.
-    t = _normal_start(
-        n, total / n, squares / n, rate, centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10
-    )
+    polynomial = (centre, half, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10)
+    t = _normal_start(n, total / n, squares / n, rate, polynomial)
     normal = reached & (t < top - tl.exp2(-rate * tl.log2(n)))
     t = tl.where(normal, tl.maximum(t, top - 1.0), top - 1.0)
     t = tl.where(reached, t, float("inf"))
     certain = tl.max(normal.to(tl.int32), 0) == 0
     cut, kept, f, g, m = _evaluate_all(
-        q,
-        k_ptr,
-        tiles_ptr,
-        cut,
-        kept,
-        t,
-        certain,
-        i,
-        start,
-        end,
-        left,
-        right,
-        slope,
-        k_s,
-        S,
-        D,
-        c,
-        power,
-        KIND,
-        BN,
-        BD,
-        BIASED,
-        EVEN,
-        UPCAST,
-        KIND < 2,
-    )
+        q, keys, tiles_ptr, cut, kept, t, certain, i, band, slope, c, power,
+        KIND, BN, BD, BIASED, EVEN, UPCAST, KIND < 2,
+    )  # fmt: skip
     after = _newton(t, f, g, top, rate, KIND)
     moving = reached & _far(t, after, top, TOLERANCE)
     if KIND < 2:
@@ -973,25 +679,7 @@ def _thresholds(  # type: ignore[no-untyped-def]
         mean = (g if KIND == 0 else f) / count
         square = (f if KIND == 0 else m) / count
         guess = top - 1.0
-        guess += _normal_start(
-            count,
-            mean,
-            square,
-            rate,
-            centre,
-            half,
-            z0,
-            z1,
-            z2,
-            z3,
-            z4,
-            z5,
-            z6,
-            z7,
-            z8,
-            z9,
-            z10,
-        )
+        guess += _normal_start(count, mean, square, rate, polynomial)
         guess = tl.where(guess < top - tl.exp2(-rate * tl.log2(count)), guess, after)
         guessed = reached & (normal == 0) & (guess > after)
         after = tl.where(guessed, guess, after)
@@ -1005,32 +693,9 @@ def _thresholds(  # type: ignore[no-untyped-def]
     some = tl.max(moving.to(tl.int32), 0)
     while (step < STEPS) & (some > 0):
         cut, kept, f, g, m = _evaluate_all(
-            q,
-            k_ptr,
-            tiles_ptr,
-            cut,
-            kept,
-            t,
-            certain | (step > 1),
-            i,
-            start,
-            end,
-            left,
-            right,
-            slope,
-            k_s,
-            S,
-            D,
-            c,
-            power,
-            KIND,
-            BN,
-            BD,
-            BIASED,
-            EVEN,
-            UPCAST,
-            False,
-        )
+            q, keys, tiles_ptr, cut, kept, t, certain | (step > 1), i, band, slope, c, power,
+            KIND, BN, BD, BIASED, EVEN, UPCAST, False,
+        )  # fmt: skip
         after = _newton(t, f, g, top, rate, KIND)
         some = tl.max((reached & _far(t, after, top, TOLERANCE)).to(tl.int32), 0)
         t = tl.where(reached, after, t)
@@ -1052,53 +717,22 @@ def _thresholds(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _mix(  # type: ignore[no-untyped-def]
-    q,
-    k_ptr,
-    v_ptr,
-    tiles_ptr,
-    first,
-    last,
-    pv,
-    sv,
-    f,
-    g,
-    a,
-    t,
-    slope,
-    i,
-    start,
-    end,
-    left,
-    right,
-    k_s,
-    v_s,
-    S,
-    D,
-    E,
-    power,
-    KIND: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BIASED: tl.constexpr,
-    CUT: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Pass C over entries ``first`` to ``last`` of the list: u = a q k^T - slope |i - j| - t."""
+    sums, q, keys, values, tiles_ptr, first, last, a, t, slope, i, band, power,
+    KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BIASED: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Pass C over entries ``first`` to ``last`` of the list; a, t and slope are numbers per row."""
+    pv, sv, f, g = sums
     for e in range(first, last):
         tile = tl.load(tiles_ptr + e).to(tl.int32)
-        k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
-        u = tl.dot(q, k, input_precision="ieee") * a[:, None] - t[:, None]
-        j = tile * BN + tl.arange(0, BN)
-        if BIASED:
-            u -= slope[:, None] * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
-        if CUT:
-            u = tl.where(_open(i[:, None], j[None, :], start, end, left, right), u, 0.0)
-        p, s = _weights(tl.maximum(u, 0.0), power, KIND)
+        k = _load(keys, tile * BN, BN, BD, True, CUT, EVEN, UPCAST)
+        z = tl.dot(q, k, input_precision="ieee")
+        i_, j_ = i[:, None], (tile * BN + tl.arange(0, BN))[None, :]
+        u = _excess(z, a[:, None], t[:, None], slope[:, None], i_, j_, band, BIASED, CUT)
+        p, s = _weights(u, power, KIND)
         f += tl.sum(p, 1)
         g += tl.sum(s, 1)
-        v = _load_keys(v_ptr, tile, v_s, S, E, BN, BE, False, CUT, EVEN, False)
+        v = _load(values, tile * BN, BN, BE, False, CUT, EVEN, False)
         p, s = _operand(p.to(v.dtype), UPCAST), _operand(s.to(v.dtype), UPCAST)
         v = _operand(v, UPCAST)
         pv = tl.dot(p, v, pv, input_precision="ieee")
@@ -1108,57 +742,26 @@ def _mix(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _outputs(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    C_ptr,
-    tau_ptr,
-    top_ptr,
-    tiles_ptr,
-    counts_ptr,
-    ranges_ptr,
-    slopes_ptr,
-    H,
-    group,
-    T,
-    S,
-    D,
-    E,
-    left,
-    right,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
-    factor,
-    rate,
-    KIND: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, out_ptr, C_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, ranges_ptr,
+    slopes_ptr, H, group, T, S, D, E, left, right, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
+    factor, rate, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
     head = (tl.program_id(0) // rows).to(tl.int64)
     block = rows - 1 - tl.program_id(0) % rows
     b, h = head // H, head % H
-    k_ptr += b * k_b + (h // group) * k_h
-    v_ptr += b * v_b + (h // group) * v_h
+    keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
+    values = (v_ptr + b * v_b + (h // group) * v_h, v_s, S, E)
     tiles_ptr += (head * rows + block) * columns
     start, end = _key_range(ranges_ptr, b, S)
+    band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
     row = block * BM + tl.arange(0, BM)
     i = row + S - T
-    q = _load_rows(q_ptr + b * q_b + h * q_h, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+    queries = (q_ptr + b * q_b + h * q_h, q_t, T, D)
+    q = _load(queries, block * BM, BM, BD, False, True, EVEN, UPCAST)
     tau = tl.load(tau_ptr + head * T + row, mask=row < T, other=float("inf"))
     top = tl.load(top_ptr + head * T + row, mask=row < T, other=0.0)
     # Scaled so that the largest u of a row is 1; a row without keys has u = -1 everywhere.
@@ -1166,86 +769,23 @@ def _outputs(  # type: ignore[no-untyped-def]
     inverse = tl.where(finite, 1.0 / (top - tau), 0.0)
     t = tl.where(finite, tau * inverse, 1.0)
     a = factor * rate * inverse
-    slope = inverse
-    if BIASED:
-        slope = rate * tl.load(slopes_ptr + h) * inverse
+    slope = _slope(slopes_ptr, h, rate) * inverse
 
     power = 1.0 / rate - 1.0
-    pv = tl.zeros((BM, BE), tl.float32)
-    sv = tl.zeros((BM, BE), tl.float32)
-    f = tl.zeros((BM,), tl.float32)
-    g = tl.zeros((BM,), tl.float32)
+    zero_E, zero = tl.zeros((BM, BE), tl.float32), tl.zeros((BM,), tl.float32)
+    sums = (zero_E, zero_E, zero, zero)
     counts_ptr += (head * rows + block) * 2
     cut = tl.load(counts_ptr)
     kept = tl.load(counts_ptr + 1)
-    pv, sv, f, g = _mix(
-        q,
-        k_ptr,
-        v_ptr,
-        tiles_ptr,
-        0,
-        cut,
-        pv,
-        sv,
-        f,
-        g,
-        a,
-        t,
-        slope,
-        i,
-        start,
-        end,
-        left,
-        right,
-        k_s,
-        v_s,
-        S,
-        D,
-        E,
-        power,
-        KIND,
-        BN,
-        BD,
-        BE,
-        BIASED,
-        True,
-        EVEN,
-        UPCAST,
-    )
-    pv, sv, f, g = _mix(
-        q,
-        k_ptr,
-        v_ptr,
-        tiles_ptr,
-        cut,
-        kept,
-        pv,
-        sv,
-        f,
-        g,
-        a,
-        t,
-        slope,
-        i,
-        start,
-        end,
-        left,
-        right,
-        k_s,
-        v_s,
-        S,
-        D,
-        E,
-        power,
-        KIND,
-        BN,
-        BD,
-        BE,
-        BIASED,
-        False,
-        EVEN,
-        UPCAST,
-    )
+    sums = _mix(
+        sums, q, keys, values, tiles_ptr, 0, cut, a, t, slope, i, band, power,
+        KIND, BN, BD, BE, BIASED, True, EVEN, UPCAST,
+    )  # fmt: skip
+    sums = _mix(
+        sums, q, keys, values, tiles_ptr, cut, kept, a, t, slope, i, band, power,
+        KIND, BN, BD, BE, BIASED, False, EVEN, UPCAST,
+    )  # fmt: skip
+    pv, sv, f, g = sums
 
     # One step more, in units of top - tau: sum (u - d)^r = inverse^r. At most half of f is moved,
     # which binds only where Newton's method was stopped early.
@@ -1261,78 +801,44 @@ def _outputs(  # type: ignore[no-untyped-def]
     out = tl.where(broken[:, None], float("nan"), out)
     C = tl.where(broken[:, None], float("nan"), C)
     tau = tl.where(finite, tau + d * (top - tau), tau)
-    column = tl.arange(0, BE)
-    at = (head * T + block * BM) * E + tl.arange(0, BM)[:, None] * E + column[None, :]
-    mask = (row[:, None] < T) & (column[None, :] < E)
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(C_ptr + at, C.to(C_ptr.dtype.element_ty), mask=mask)
+    _store(out_ptr + head * T * E, out, row, T, E, BE)
+    _store(C_ptr + head * T * E, C, row, T, E, BE)
     tl.store(tau_ptr + head * T + row, tau, mask=row < T)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
-    q,
-    dq,
-    k_ptr,
-    v_ptr,
-    dk_ptr,
-    dv_ptr,
-    tiles_ptr,
-    first,
-    last,
-    chosen,
-    moved,
-    h,
-    tau,
-    slope,
-    i,
-    start,
-    end,
-    left,
-    right,
-    k_s,
-    v_s,
-    S,
-    D,
-    E,
-    factor,
-    rate,
-    KIND: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BIASED: tl.constexpr,
-    CUT: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    sums, q, dq, keys, values, dk_ptr, dv_ptr, tiles_ptr, first, last, tau, slope, i, band,
+    factor, rate, KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BIASED: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
     DQ: tl.constexpr,
-):
-    """chosen += sum s dx v, h += sum s dx, moved += sum p dv over entries of the list."""
+):  # fmt: skip
+    """chosen += sum s dx v, moved += sum p dv, h += sum s dx over entries of the list."""
+    chosen, moved, h = sums
+    _, k_s, S, D = keys
+    _, v_s, _, E = values
     power = 1.0 / rate - 1.0
     for e in range(first, last):
         tile = tl.load(tiles_ptr + e).to(tl.int32)
-        k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
-        u = tl.dot(q, k, input_precision="ieee") * (factor * rate) - tau[:, None]
-        j = tile * BN + tl.arange(0, BN)
-        if BIASED:
-            u -= slope * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
-        if CUT:
-            u = tl.where(_open(i[:, None], j[None, :], start, end, left, right), u, 0.0)
-        p, s = _weights(tl.maximum(u, 0.0), power, KIND)
+        k = _load(keys, tile * BN, BN, BD, True, CUT, EVEN, UPCAST)
+        z = tl.dot(q, k, input_precision="ieee")
+        i_, j_ = i[:, None], (tile * BN + tl.arange(0, BN))[None, :]
+        u = _excess(z, factor * rate, tau[:, None], slope, i_, j_, band, BIASED, CUT)
+        p, s = _weights(u, power, KIND)
         if DQ or dk_ptr is not None:
             dx = tl.zeros_like(u)
             if DQ:
                 dx = tl.dot(dq, k, dx, input_precision="ieee")
             if dk_ptr is not None:
-                dk = _load_keys(dk_ptr, tile, k_s, S, D, BN, BD, True, CUT, EVEN, UPCAST)
+                dk = _load((dk_ptr, k_s, S, D), tile * BN, BN, BD, True, CUT, EVEN, UPCAST)
                 dx = tl.dot(q, dk, dx, input_precision="ieee")
             dx *= s * factor
             h += tl.sum(dx, 1)
-            v = _load_keys(v_ptr, tile, v_s, S, E, BN, BE, False, CUT, EVEN, False)
+            v = _load(values, tile * BN, BN, BE, False, CUT, EVEN, False)
             dx = _operand(dx.to(v.dtype), UPCAST)
             chosen = tl.dot(dx, _operand(v, UPCAST), chosen, input_precision="ieee")
         if dv_ptr is not None:
-            dv = _load_keys(dv_ptr, tile, v_s, S, E, BN, BE, False, CUT, EVEN, False)
+            dv = _load((dv_ptr, v_s, S, E), tile * BN, BN, BE, False, CUT, EVEN, False)
             p = _operand(p.to(dv.dtype), UPCAST)
             moved = tl.dot(p, _operand(dv, UPCAST), moved, input_precision="ieee")
     return chosen, moved, h
@@ -1340,214 +846,77 @@ def _move(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _tangents(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    choosing_ptr,
-    values_ptr,
-    C_ptr,
-    tau_ptr,
-    tiles_ptr,
-    counts_ptr,
-    ranges_ptr,
-    slopes_ptr,
-    H,
-    group,
-    T,
-    S,
-    D,
-    E,
-    left,
-    right,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
-    factor,
-    rate,
-    KIND: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, choosing_ptr, values_ptr, C_ptr, tau_ptr,
+    tiles_ptr, counts_ptr, ranges_ptr, slopes_ptr, H, group, T, S, D, E, left, right,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
     head = (tl.program_id(0) // rows).to(tl.int64)
     block = rows - 1 - tl.program_id(0) % rows
     b, h = head // H, head % H
-    k_at, v_at = b * k_b + (h // group) * k_h, b * v_b + (h // group) * v_h
-    k_ptr += k_at
-    v_ptr += v_at
+    q_at, k_at, v_at = b * q_b + h * q_h, b * k_b + (h // group) * k_h, b * v_b + (h // group) * v_h
+    keys, values = (k_ptr + k_at, k_s, S, D), (v_ptr + v_at, v_s, S, E)
     if dk_ptr is not None:
         dk_ptr += k_at
     if dv_ptr is not None:
         dv_ptr += v_at
     tiles_ptr += (head * rows + block) * columns
     start, end = _key_range(ranges_ptr, b, S)
-    slope = 0.0
+    band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
-    if BIASED:
-        slope = rate * tl.load(slopes_ptr + h)
+    slope = _slope(slopes_ptr, h, rate)
     row = block * BM + tl.arange(0, BM)
     i = row + S - T
-    q_at = b * q_b + h * q_h
-    q = _load_rows(q_ptr + q_at, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+    q = _load((q_ptr + q_at, q_t, T, D), block * BM, BM, BD, False, True, EVEN, UPCAST)
     DQ: tl.constexpr = dq_ptr is not None
     dq = q
     if DQ:
-        dq = _load_rows(dq_ptr + q_at, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
+        dq = _load((dq_ptr + q_at, q_t, T, D), block * BM, BM, BD, False, True, EVEN, UPCAST)
     tau = tl.load(tau_ptr + head * T + row, mask=row < T, other=float("inf"))
-    chosen = tl.zeros((BM, BE), tl.float32)
-    moved = tl.zeros((BM, BE), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
+    zero_E = tl.zeros((BM, BE), tl.float32)
+    sums = (zero_E, zero_E, tl.zeros((BM,), tl.float32))
     counts_ptr += (head * rows + block) * 2
     cut = tl.load(counts_ptr)
     kept = tl.load(counts_ptr + 1)
-    chosen, moved, total = _move(
-        q,
-        dq,
-        k_ptr,
-        v_ptr,
-        dk_ptr,
-        dv_ptr,
-        tiles_ptr,
-        0,
-        cut,
-        chosen,
-        moved,
-        total,
-        tau,
-        slope,
-        i,
-        start,
-        end,
-        left,
-        right,
-        k_s,
-        v_s,
-        S,
-        D,
-        E,
-        factor,
-        rate,
-        KIND,
-        BN,
-        BD,
-        BE,
-        BIASED,
-        True,
-        EVEN,
-        UPCAST,
-        DQ,
-    )
-    chosen, moved, total = _move(
-        q,
-        dq,
-        k_ptr,
-        v_ptr,
-        dk_ptr,
-        dv_ptr,
-        tiles_ptr,
-        cut,
-        kept,
-        chosen,
-        moved,
-        total,
-        tau,
-        slope,
-        i,
-        start,
-        end,
-        left,
-        right,
-        k_s,
-        v_s,
-        S,
-        D,
-        E,
-        factor,
-        rate,
-        KIND,
-        BN,
-        BD,
-        BE,
-        BIASED,
-        False,
-        EVEN,
-        UPCAST,
-        DQ,
-    )
-    d = tl.arange(0, BE)
-    at = (head * T + block * BM) * E + tl.arange(0, BM)[:, None] * E + d[None, :]
-    mask = (row[:, None] < T) & (d[None, :] < E)
+    sums = _move(
+        sums, q, dq, keys, values, dk_ptr, dv_ptr, tiles_ptr, 0, cut, tau, slope, i, band,
+        factor, rate, KIND, BN, BD, BE, BIASED, True, EVEN, UPCAST, DQ,
+    )  # fmt: skip
+    sums = _move(
+        sums, q, dq, keys, values, dk_ptr, dv_ptr, tiles_ptr, cut, kept, tau, slope, i, band,
+        factor, rate, KIND, BN, BD, BE, BIASED, False, EVEN, UPCAST, DQ,
+    )  # fmt: skip
+    chosen, moved, total = sums
     broken = (tau != tau)[:, None]
     if choosing_ptr is not None:
-        C = tl.load(C_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        means = (C_ptr + head * T * E, E, T, E)
+        C = _load(means, block * BM, BM, BE, False, True, EVEN, False).to(tl.float32)
         out = tl.where(broken, float("nan"), chosen - total[:, None] * C)
-        tl.store(choosing_ptr + at, out.to(choosing_ptr.dtype.element_ty), mask=mask)
+        _store(choosing_ptr + head * T * E, out, row, T, E, BE)
     if values_ptr is not None:
         out = tl.where(broken, float("nan"), moved)
-        tl.store(values_ptr + at, out.to(values_ptr.dtype.element_ty), mask=mask)
+        _store(values_ptr + head * T * E, out, row, T, E, BE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_query_gradients(  # type: ignore[no-untyped-def]
-    gq,
-    q,
-    grad,
-    k_ptr,
-    v_ptr,
-    tiles_ptr,
-    first,
-    last,
-    tau,
-    delta,
-    slope,
-    i,
-    start,
-    end,
-    left,
-    right,
-    k_s,
-    v_s,
-    S,
-    D,
-    E,
-    c,
-    power,
-    KIND: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BIASED: tl.constexpr,
-    CUT: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    gq, q, grad, keys, values, tiles_ptr, first, last, tau, delta, slope, i, band, c, power,
+    KIND: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BIASED: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     for e in range(first, last):
         tile = tl.load(tiles_ptr + e).to(tl.int32)
-        k = _load_keys(k_ptr, tile, k_s, S, D, BN, BD, False, CUT, EVEN, False)
+        k = _load(keys, tile * BN, BN, BD, False, CUT, EVEN, False)
         dtype = k.dtype
         k = _operand(k, UPCAST)
-        v = _load_keys(v_ptr, tile, v_s, S, E, BN, BE, True, CUT, EVEN, UPCAST)
-        u = tl.dot(q, tl.trans(k), input_precision="ieee") * c - tau[:, None]
-        j = tile * BN + tl.arange(0, BN)
-        if BIASED:
-            u -= slope * tl.abs((i[:, None] - j[None, :]).to(tl.float32))
-        if CUT:
-            u = tl.where(_open(i[:, None], j[None, :], start, end, left, right), u, 0.0)
-        _, s = _weights(tl.maximum(u, 0.0), power, KIND)
+        v = _load(values, tile * BN, BN, BE, True, CUT, EVEN, UPCAST)
+        z = tl.dot(q, tl.trans(k), input_precision="ieee")
+        i_, j_ = i[:, None], (tile * BN + tl.arange(0, BN))[None, :]
+        u = _excess(z, c, tau[:, None], slope, i_, j_, band, BIASED, CUT)
+        _, s = _weights(u, power, KIND)
         gx = s * (tl.dot(grad, v, input_precision="ieee") - delta[:, None])
         gq = tl.dot(_operand(gx.to(dtype), UPCAST), k, gq, input_precision="ieee")
     return gq
@@ -1555,189 +924,67 @@ def _add_query_gradients(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _query_gradients(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    g_ptr,
-    C_ptr,
-    tau_ptr,
-    delta_ptr,
-    gq_ptr,
-    tiles_ptr,
-    counts_ptr,
-    ranges_ptr,
-    slopes_ptr,
-    g_b,
-    g_h,
-    g_t,
-    H,
-    group,
-    T,
-    S,
-    D,
-    E,
-    left,
-    right,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
-    factor,
-    rate,
-    KIND: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, g_ptr, C_ptr, tau_ptr, delta_ptr, gq_ptr, tiles_ptr, counts_ptr,
+    ranges_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
     head = (tl.program_id(0) // rows).to(tl.int64)
     block = rows - 1 - tl.program_id(0) % rows
     b, h = head // H, head % H
-    k_ptr += b * k_b + (h // group) * k_h
-    v_ptr += b * v_b + (h // group) * v_h
+    keys = (k_ptr + b * k_b + (h // group) * k_h, k_s, S, D)
+    values = (v_ptr + b * v_b + (h // group) * v_h, v_s, S, E)
     tiles_ptr += (head * rows + block) * columns
     start, end = _key_range(ranges_ptr, b, S)
-    slope = 0.0
+    band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
-    if BIASED:
-        slope = rate * tl.load(slopes_ptr + h)
+    slope = _slope(slopes_ptr, h, rate)
     row = block * BM + tl.arange(0, BM)
     i = row + S - T
-    q = _load_rows(q_ptr + b * q_b + h * q_h, block * BM, q_t, T, D, BM, BD, True, EVEN, UPCAST)
-    grad = _load_rows(g_ptr + b * g_b + h * g_h, block * BM, g_t, T, E, BM, BE, True, EVEN, UPCAST)
-    C = _load_rows(C_ptr + head * T * E, block * BM, E, T, E, BM, BE, True, EVEN, UPCAST)
+    queries = (q_ptr + b * q_b + h * q_h, q_t, T, D)
+    grads = (g_ptr + b * g_b + h * g_h, g_t, T, E)
+    means = (C_ptr + head * T * E, E, T, E)
+    q = _load(queries, block * BM, BM, BD, False, True, EVEN, UPCAST)
+    grad = _load(grads, block * BM, BM, BE, False, True, EVEN, UPCAST)
+    C = _load(means, block * BM, BM, BE, False, True, EVEN, UPCAST)
     tau = tl.load(tau_ptr + head * T + row, mask=row < T, other=float("inf"))
     delta = tl.sum(grad.to(tl.float32) * C.to(tl.float32), 1)
     tl.store(delta_ptr + head * T + row, delta, mask=row < T)
 
     gq = tl.zeros((BM, BD), tl.float32)
-    power = 1.0 / rate - 1.0
+    c, power = factor * rate, 1.0 / rate - 1.0
     counts_ptr += (head * rows + block) * 2
     cut = tl.load(counts_ptr)
     kept = tl.load(counts_ptr + 1)
     gq = _add_query_gradients(
-        gq,
-        q,
-        grad,
-        k_ptr,
-        v_ptr,
-        tiles_ptr,
-        0,
-        cut,
-        tau,
-        delta,
-        slope,
-        i,
-        start,
-        end,
-        left,
-        right,
-        k_s,
-        v_s,
-        S,
-        D,
-        E,
-        factor * rate,
-        power,
-        KIND,
-        BN,
-        BD,
-        BE,
-        BIASED,
-        True,
-        EVEN,
-        UPCAST,
-    )
+        gq, q, grad, keys, values, tiles_ptr, 0, cut, tau, delta, slope, i, band, c, power,
+        KIND, BN, BD, BE, BIASED, True, EVEN, UPCAST,
+    )  # fmt: skip
     gq = _add_query_gradients(
-        gq,
-        q,
-        grad,
-        k_ptr,
-        v_ptr,
-        tiles_ptr,
-        cut,
-        kept,
-        tau,
-        delta,
-        slope,
-        i,
-        start,
-        end,
-        left,
-        right,
-        k_s,
-        v_s,
-        S,
-        D,
-        E,
-        factor * rate,
-        power,
-        KIND,
-        BN,
-        BD,
-        BE,
-        BIASED,
-        False,
-        EVEN,
-        UPCAST,
-    )
-    d = tl.arange(0, BD)
-    at = (head * T + block * BM) * D + tl.arange(0, BM)[:, None] * D + d[None, :]
-    gq = (gq * factor).to(gq_ptr.dtype.element_ty)
-    tl.store(gq_ptr + at, gq, mask=(row[:, None] < T) & (d[None, :] < D))
+        gq, q, grad, keys, values, tiles_ptr, cut, kept, tau, delta, slope, i, band, c, power,
+        KIND, BN, BD, BE, BIASED, False, EVEN, UPCAST,
+    )  # fmt: skip
+    _store(gq_ptr + head * T * D, gq * factor, row, T, D, BD)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_key_gradients(  # type: ignore[no-untyped-def]
-    gk,
-    gv,
-    k,
-    v,
-    q_ptr,
-    g_ptr,
-    tau_ptr,
-    delta_ptr,
-    blocks_ptr,
-    first,
-    last,
-    slope,
-    j,
-    start,
-    end,
-    left,
-    right,
-    q_t,
-    g_t,
-    T,
-    S,
-    D,
-    E,
-    c,
-    power,
-    KIND: tl.constexpr,
-    BM: tl.constexpr,
-    SUB: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BIASED: tl.constexpr,
-    CUT: tl.constexpr,
-    EVEN: tl.constexpr,
+    sums, k, v, queries, grads, tau_ptr, delta_ptr, blocks_ptr, first, last, slope, j, band, S,
+    c, power, KIND: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BIASED: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr,
     UPCAST: tl.constexpr,
-):
+):  # fmt: skip
+    """Transposed tiles (keys, queries), SUB queries at a time."""
+    gk, gv = sums
+    _, _, T, _ = queries
     for e in range(first * (BM // SUB), last * (BM // SUB)):
         begin = tl.load(blocks_ptr + e // (BM // SUB)).to(tl.int32) * BM + e % (BM // SUB) * SUB
         row = begin + tl.arange(0, SUB)
-        q = _load_rows(q_ptr, begin, q_t, T, D, SUB, BD, CUT, EVEN, False)
-        grad = _load_rows(g_ptr, begin, g_t, T, E, SUB, BE, CUT, EVEN, False)
+        q = _load(queries, begin, SUB, BD, False, CUT, EVEN, False)
+        grad = _load(grads, begin, SUB, BE, False, CUT, EVEN, False)
         dtype = q.dtype
         q, grad = _operand(q, UPCAST), _operand(grad, UPCAST)
         if CUT:
@@ -1746,13 +993,10 @@ def _add_key_gradients(  # type: ignore[no-untyped-def]
         else:
             tau = tl.load(tau_ptr + row)
             delta = tl.load(delta_ptr + row)
-        u = tl.dot(k, tl.trans(q), input_precision="ieee") * c - tau[None, :]
-        i = row + S - T
-        if BIASED:
-            u -= slope * tl.abs((i[None, :] - j[:, None]).to(tl.float32))
-        if CUT:
-            u = tl.where(_open(i[None, :], j[:, None], start, end, left, right), u, 0.0)
-        p, s = _weights(tl.maximum(u, 0.0), power, KIND)
+        z = tl.dot(k, tl.trans(q), input_precision="ieee")
+        i_, j_ = (row + S - T)[None, :], j[:, None]
+        u = _excess(z, c, tau[None, :], slope, i_, j_, band, BIASED, CUT)
+        p, s = _weights(u, power, KIND)
         gp = tl.dot(v, tl.trans(grad), input_precision="ieee")
         gv = tl.dot(_operand(p.to(dtype), UPCAST), grad, gv, input_precision="ieee")
         gx = (s * (gp - delta[None, :])).to(dtype)
@@ -1762,50 +1006,12 @@ def _add_key_gradients(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _key_gradients(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    g_ptr,
-    tau_ptr,
-    delta_ptr,
-    gk_ptr,
-    gv_ptr,
-    hits_ptr,
-    blocks_ptr,
-    ranges_ptr,
-    slopes_ptr,
-    g_b,
-    g_h,
-    g_t,
-    H,
-    group,
-    T,
-    S,
-    D,
-    E,
-    left,
-    right,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_s,
-    v_b,
-    v_h,
-    v_s,
-    factor,
-    rate,
-    KIND: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SUB: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, g_ptr, tau_ptr, delta_ptr, gk_ptr, gv_ptr, hits_ptr, blocks_ptr,
+    ranges_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
+    KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
     pair = (tl.program_id(0) // columns).to(tl.int64)  # (sequence, head of keys)
@@ -1814,21 +1020,20 @@ def _key_gradients(  # type: ignore[no-untyped-def]
     b, shared = pair // G, pair % G
     blocks_ptr += tl.program_id(0).to(tl.int64) * rows
     start, end = _key_range(ranges_ptr, b, S)
+    band = (start, end, left, right)
     BIASED: tl.constexpr = slopes_ptr is not None
-    k_ptr += b * k_b + shared * k_h
-    v_ptr += b * v_b + shared * v_h
-    k = _load_rows(k_ptr, tile * BN, k_s, S, D, BN, BD, True, EVEN, UPCAST)
-    v = _load_rows(v_ptr, tile * BN, v_s, S, E, BN, BE, True, EVEN, UPCAST)
+    keys = (k_ptr + b * k_b + shared * k_h, k_s, S, D)
+    values = (v_ptr + b * v_b + shared * v_h, v_s, S, E)
+    k = _load(keys, tile * BN, BN, BD, False, True, EVEN, UPCAST)
+    v = _load(values, tile * BN, BN, BE, False, True, EVEN, UPCAST)
     j = tile * BN + tl.arange(0, BN)
     gk = tl.zeros((BN, BD), tl.float32)
     gv = tl.zeros((BN, BE), tl.float32)
-    power = 1.0 / rate - 1.0
+    c, power = factor * rate, 1.0 / rate - 1.0
     for member in range(group):
         h = shared * group + member
         head = b * H + h
-        slope = 0.0
-        if BIASED:
-            slope = rate * tl.load(slopes_ptr + h)
+        slope = _slope(slopes_ptr, h, rate)
         # The blocks of queries that keep this tile: those that a mask cuts from the front of the
         # list on, the others from its end on.
         cut = 0
@@ -1838,7 +1043,7 @@ def _key_gradients(  # type: ignore[no-untyped-def]
             block = chunk + tl.arange(0, CHUNK)
             at = (head * rows + block) * columns + tile
             hit = tl.load(hits_ptr + at, mask=block < rows, other=0) != 0
-            low, high = _uncut(block, start, end, T, S, left, right, BM, BN)
+            low, high = _uncut(block, band, T, S, BM, BN)
             clear = (tile >= low) & (tile < high) & (block * BM + BM <= T)
             here = (hit & (clear == 0)).to(tl.int32)
             place = cut + tl.cumsum(here, 0) - here
@@ -1849,82 +1054,16 @@ def _key_gradients(  # type: ignore[no-untyped-def]
             tl.store(blocks_ptr + place, block.to(tl.int16), mask=here != 0)
             whole += tl.sum(here, 0)
         tl.debug_barrier()
+        queries = (q_ptr + b * q_b + h * q_h, q_t, T, D)
+        grads = (g_ptr + b * g_b + h * g_h, g_t, T, E)
         gk, gv = _add_key_gradients(
-            gk,
-            gv,
-            k,
-            v,
-            q_ptr + b * q_b + h * q_h,
-            g_ptr + b * g_b + h * g_h,
-            tau_ptr + head * T,
-            delta_ptr + head * T,
-            blocks_ptr,
-            0,
-            cut,
-            slope,
-            j,
-            start,
-            end,
-            left,
-            right,
-            q_t,
-            g_t,
-            T,
-            S,
-            D,
-            E,
-            factor * rate,
-            power,
-            KIND,
-            BM,
-            SUB,
-            BD,
-            BE,
-            BIASED,
-            True,
-            EVEN,
-            UPCAST,
-        )
+            (gk, gv), k, v, queries, grads, tau_ptr + head * T, delta_ptr + head * T, blocks_ptr,
+            0, cut, slope, j, band, S, c, power, KIND, BM, SUB, BD, BE, BIASED, True, EVEN, UPCAST,
+        )  # fmt: skip
         gk, gv = _add_key_gradients(
-            gk,
-            gv,
-            k,
-            v,
-            q_ptr + b * q_b + h * q_h,
-            g_ptr + b * g_b + h * g_h,
-            tau_ptr + head * T,
-            delta_ptr + head * T,
-            blocks_ptr,
-            rows - whole,
-            rows,
-            slope,
-            j,
-            start,
-            end,
-            left,
-            right,
-            q_t,
-            g_t,
-            T,
-            S,
-            D,
-            E,
-            factor * rate,
-            power,
-            KIND,
-            BM,
-            SUB,
-            BD,
-            BE,
-            BIASED,
-            False,
-            EVEN,
-            UPCAST,
-        )
-    d = tl.arange(0, BD)
-    at = (pair * S + tile * BN) * D + tl.arange(0, BN)[:, None] * D + d[None, :]
-    gk = (gk * factor).to(gk_ptr.dtype.element_ty)
-    tl.store(gk_ptr + at, gk, mask=(j[:, None] < S) & (d[None, :] < D))
-    d = tl.arange(0, BE)
-    at = (pair * S + tile * BN) * E + tl.arange(0, BN)[:, None] * E + d[None, :]
-    tl.store(gv_ptr + at, gv.to(gv_ptr.dtype.element_ty), mask=(j[:, None] < S) & (d[None, :] < E))
+            (gk, gv), k, v, queries, grads, tau_ptr + head * T, delta_ptr + head * T, blocks_ptr,
+            rows - whole, rows, slope, j, band, S, c, power, KIND, BM, SUB, BD, BE, BIASED, False,
+            EVEN, UPCAST,
+        )  # fmt: skip
+    _store(gk_ptr + pair * S * D, gk * factor, j, S, D, BD)
+    _store(gv_ptr + pair * S * E, gv, j, S, E, BE)

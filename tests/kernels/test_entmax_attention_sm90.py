@@ -27,7 +27,5 @@ def test_tensor_cores_are_used_and_registers_suffice(
     for report in reports:
         assert report["wgmma"] > 0, report
         assert report["cp_async"] > 0, report
-        # Three stages of _outputs at width 128 spill 32 bytes and are 15 % faster than two.
-        spilled = 32 if (width, report["kernel"]) == (128, "_outputs") else 0
-        assert report["spilled"] <= spilled, report
+        assert report["spilled"] == 0, report
         assert report["shared"] <= SHARED_MEMORY, report
