@@ -49,6 +49,8 @@ ELSEWHERE = {
     "sensitivity/bounds/covariance": "sensitivity/test_bounds_attention.py",
     "sensitivity/bounds/feedforward": "sensitivity/test_bounds_layers.py",
     "sensitivity/weight_blocks": "sensitivity/test_attention_jacobian.py",
+    "server/embeddings": "server/test_app.py",
+    "server/metrics": "server/test_app.py",
 }
 """A module, or a package of modules that one contract tests, to its test."""
 

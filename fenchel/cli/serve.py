@@ -49,7 +49,7 @@ def run(
 ) -> int:
     """Serve a model of a run directory or a Hugging Face directory over HTTP.
 
-    The API is OpenAI's: /v1/completions, /v1/chat/completions, /v1/models; "/" is a page for a
+    The API is OpenAI's: /v1/completions, /v1/chat/completions, /v1/embeddings; "/" is a page for a
     browser. A line on standard output gives the address once the model is ready; every request is
     a line of JSON on standard error. SIGTERM and Ctrl-C end it after the requests that run.
 
@@ -130,6 +130,7 @@ def run(
             is_loopback,
             listen,
         )
+        from fenchel.server.embeddings import Embedder
         from fenchel.server.engine import Engine
         from fenchel.server.openai_api import ServedModel
         from fenchel.train.machine import cores
@@ -185,6 +186,7 @@ def run(
         origins=tuple(one.rstrip("/") for one in origin or ()),
         queue_seconds=queue_seconds,
         deadline=deadline,
+        embedding_queue=queue,
         log_text=log_text,
     )
     if engine is not None:
@@ -193,7 +195,7 @@ def run(
             time.sleep(0.01)
         if engine.failure is not None:
             raise ValueError(engine.failure)
-    server = Server(App(served, engine, relay, settings), listener)
+    server = Server(App(served, engine, Embedder(model), relay, settings), listener)
     print(f"Serving {served_name} at {address(host, listener)}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them again after it has ended.

@@ -55,8 +55,8 @@ class RotaryTable:
                 cos_sin = angles(
                     positions, self.width, base=self.base, scaling=self.scaling, dtype=dtype
                 )
-                self._table = torch.stack(cos_sin)
-        return self._table
+                self._table = table = torch.stack(cos_sin)
+        return table  # another thread may have replaced it by a shorter one
 
 
 def scaling(config: ModelConfig) -> RotaryScaling | None:

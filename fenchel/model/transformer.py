@@ -96,6 +96,7 @@ class Transformer(nn.Module):
         part: SequencePart | None = None,
         last: bool = False,
         return_hidden: bool = False,
+        return_stream: bool = False,
     ) -> Tensor:
         """(B, T) -> (B, T, V), or (B, 1, V) with ``last``: the logits of the last position alone.
 
@@ -108,7 +109,8 @@ class Transformer(nn.Module):
         ``attention_override`` may replace its attention output (fenchel/model/forward_context.py).
         With ``return_hidden`` the input of the LM head is returned instead of the logits, (B, T,
         M), for a loss that computes them in parts; a model without an LM head has nothing else to
-        return.
+        return. ``return_stream`` returns the output of the last block after the last norm, (B, T,
+        M), which an LM head with layers of its own changes further.
         """
         if cache is not None and self.config.kind == "encoder":
             raise ValueError("an encoder reads a sequence at once; call it without a cache.")
@@ -150,7 +152,10 @@ class Transformer(nn.Module):
         x_BTM = run_blocks(self.blocks, self.config, x_BTM, context)
         if cache is not None:
             cache.advance(T)
-        x_BTM = self.lm_head_input(x_BTM[:, -1:] if last else x_BTM)
+        x_BTM = x_BTM[:, -1:] if last else x_BTM
+        if return_stream:
+            return x_BTM if self.norm is None else self.norm(x_BTM)
+        x_BTM = self.lm_head_input(x_BTM)
         return x_BTM if return_hidden else self.logits(x_BTM)
 
     def with_context(self, context: int, *, rotary_scaling: str | None = None) -> "Transformer":

@@ -47,11 +47,11 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fenchel.server.embeddings import Embedder
 from fenchel.server.engine import (
     Engine,
-    EngineObserver,
     QueueFull,
     Request,
     RequestFacts,
@@ -59,6 +59,7 @@ from fenchel.server.engine import (
     Ticket,
     Update,
 )
+from fenchel.server.metrics import CONTENT_TYPE, Metrics
 from fenchel.server.openai_api import (
     ApiError,
     Call,
@@ -66,18 +67,28 @@ from fenchel.server.openai_api import (
     ServedModel,
     chat_call,
     completion_call,
+    detokenize,
+    embedding_call,
     model_card,
     parse_body,
     prompt_text,
     require_model,
+    tokenize,
+    tokenizer_info,
 )
 from fenchel.server.page import content_security_policy, page
 
-LARGEST_BODY = 2**20
+LARGEST_BODY, DISCARDED = 2**20, 2**23
 BODY_SECONDS = 10.0
 STALLED_SECONDS = 30.0
 GRACE_SECONDS = 30
 """How long accepted requests may go on after the server is told to stop."""
+CLIENT_LEFT = 499
+"""The status of an answer that nobody receives."""
+ROUTES = (
+    *("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/embeddings", "/tokenize", "/detokenize", "/tokenizer_info"),
+)
 OPEN_PATHS = ("/", "/health")
 """Answered without a key."""
 
@@ -94,6 +105,8 @@ class ServerSettings:
     """A request that has waited longer for a row gets 503."""
     deadline: float | None = None
     """Seconds after which a request ends with what it has."""
+    embedding_queue: int = 64
+    """Requests for embeddings at a time."""
     log_text: bool = False
 
 
@@ -175,11 +188,39 @@ class Guard:
         return True
 
 
-class Relay:
-    """Carries updates of the engine's thread to the event loop, once per step for all requests."""
+class AnswerCount:
+    """Counts answers by route and status."""
 
-    def __init__(self, observers: Collection[EngineObserver] = ()) -> None:
-        self._observers = tuple(observers)
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = CLIENT_LEFT
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        finally:
+            self.metrics.on_answer(scope["path"], status)
+
+
+class Relay:
+    """Carries updates of the engine's thread to the event loop, once per step for all requests.
+
+    The observer of the engine, whose numbers it passes on to the metrics.
+    """
+
+    def __init__(self) -> None:
+        self.metrics = Metrics(ROUTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._updates: deque[tuple[Exchange, int, Update]] = deque()
         self.on_end: Callable[[], None] = lambda: None
@@ -195,20 +236,19 @@ class Relay:
 
     def on_step(self, facts: StepFacts) -> None:
         """The end of a step, on the engine's thread."""
-        for observer in self._observers:
-            observer.on_step(facts)
+        self.metrics.on_step(facts)
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has closed
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def on_finish(self, request: Request, facts: RequestFacts) -> None:
         """The end of a request, on the engine's thread."""
-        for observer in self._observers:
-            observer.on_finish(request, facts)
+        self.metrics.on_finish(request, facts)
 
     def _deliver(self) -> None:
         while self._updates:
             exchange, number, update = self._updates.popleft()
+            self.metrics.on_tokens(update.tokens)
             exchange.receive(number, update)
         self.on_end()
 
@@ -367,15 +407,18 @@ class App:
         self,
         served: ServedModel,
         engine: Engine | None,
+        embedder: Embedder,
         relay: Relay,
         settings: ServerSettings,
     ) -> None:
         """``engine`` is None for a model that does not continue texts."""
-        self.served, self.engine, self.relay, self.settings = served, engine, relay, settings
+        self.served, self.engine, self.embedder = served, engine, embedder
+        self.relay, self.settings = relay, settings
+        self._embedding = 0
         relay.on_end = self._check_engine
         self.on_failure: Callable[[], None] = lambda: None
         """Called once after the engine has failed."""
-        middleware = []
+        middleware = [Middleware(AnswerCount, metrics=relay.metrics)]
         if settings.origins:
             middleware.append(
                 Middleware(
@@ -394,6 +437,11 @@ class App:
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
+                Route("/tokenizer_info", self._tokenizer_info),
+                Route("/metrics", self._metrics),
             ],
             middleware=middleware,
             exception_handlers={
@@ -410,6 +458,7 @@ class App:
         yield
         if self.engine is not None:
             await asyncio.to_thread(self.engine.close, 0.0)
+        await asyncio.to_thread(self.embedder.close)
 
     def _check_engine(self) -> None:
         if self.engine is not None and self.engine.failure is not None:
@@ -485,11 +534,50 @@ class App:
         if exchange.failure is not None:
             exchange.close()
             raise exchange.failure
-        if call.stream:
+        if call.stream and not exchange.gone:
             return EventStream(exchange, partial(self._log, route))
         exchange.close()
-        self._log(route, exchange, 200)
+        self._log(route, exchange, CLIENT_LEFT if exchange.gone else 200)
+        if exchange.gone:
+            return Response(status_code=CLIENT_LEFT)
         return json_response(exchange.reply.response())
+
+    async def _embeddings(self, request: HttpRequest) -> Response:
+        body = await read_body(request)
+        call = await asyncio.to_thread(embedding_call, body, self.served)
+        if self._embedding >= self.settings.embedding_queue:
+            raise ApiError(
+                f"{self._embedding} requests for embeddings wait already.",
+                status=429,
+                code="queue_full",
+                retry_after=1.0,
+            )
+        loop, vectors = asyncio.get_running_loop(), []
+        self._embedding += 1
+        try:
+            for ids in call.inputs:
+                if await request.is_disconnected():
+                    return Response(status_code=CLIENT_LEFT)
+                vectors.append(
+                    await loop.run_in_executor(self.embedder.thread, self.embedder.embed, ids)
+                )
+        finally:
+            self._embedding -= 1
+        return json_response(call.response(vectors))
+
+    async def _tokenize(self, request: HttpRequest) -> Response:
+        body = await read_body(request)
+        return json_response(await asyncio.to_thread(tokenize, body, self.served))
+
+    async def _detokenize(self, request: HttpRequest) -> Response:
+        body = await read_body(request)
+        return json_response(await asyncio.to_thread(detokenize, body, self.served))
+
+    async def _tokenizer_info(self, _: HttpRequest) -> Response:
+        return json_response(tokenizer_info(self.served))
+
+    async def _metrics(self, _: HttpRequest) -> Response:
+        return Response(self.relay.metrics.text(), media_type=CONTENT_TYPE)
 
     def _log(self, route: str, exchange: Exchange, status: int) -> None:
         call, reply = exchange.call, exchange.reply
@@ -549,20 +637,28 @@ class App:
 
 
 async def read_body(request: HttpRequest) -> dict[str, Any]:
-    """The object of a request's body."""
+    """The object of a request's body.
+
+    Of one that is too large, ``DISCARDED`` bytes are read and dropped: a client that still sends
+    when its connection is closed may not see the answer.
+    """
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length[:20]) > LARGEST_BODY:
+    if length.isdigit() and int(length[:20]) > DISCARDED:
         raise _too_large()
-    data = bytearray()
+    data, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
-                data += part
-                if len(data) > LARGEST_BODY:
-                    raise _too_large()
+                size += len(part)
+                if size > DISCARDED:
+                    break
+                if size <= LARGEST_BODY:
+                    data += part
     except TimeoutError:
         raise ApiError(f"the body did not arrive within {BODY_SECONDS:g} s.", status=408) from None
-    if len(data) > 2**16:
+    if size > LARGEST_BODY:
+        raise _too_large()
+    if size > 2**16:
         return await asyncio.to_thread(parse_body, bytes(data))
     return parse_body(bytes(data))
 

@@ -27,7 +27,9 @@ reason; then the usage, where it is asked for.
 
 import json
 import secrets
+import struct
 import time
+from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,7 +40,8 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from fenchel.config import did_you_mean
-from fenchel.data import ChatTemplate, begin_ids, decode, encode
+from fenchel.data import ChatTemplate, begin_ids, decode, encode, encode_whole
+from fenchel.data.tokens import control_tokens
 from fenchel.files import no_duplicates, printable
 from fenchel.generation.attention_trace import TraceSettings, trace_settings
 from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling
@@ -85,6 +88,12 @@ _GENERATION = (
     *("ignore_eos", "stream", "stream_options", "logprobs", "return_token_ids", "fenchel"),
 )
 COMPLETION_FIELDS = ("prompt", *_GENERATION, "echo")
+EMBEDDING_FIELDS = ("model", "input", "encoding_format", "dimensions")
+TOKENIZE_FIELDS = (
+    *("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt"),
+    "return_token_strs",
+)
+DETOKENIZE_FIELDS = ("model", "tokens")
 CHAT_FIELDS = ("messages", *_GENERATION, "max_completion_tokens", "top_logprobs")
 
 
@@ -245,22 +254,7 @@ def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
     """The call of a body of /v1/chat/completions."""
     fields = _Fields(body, CHAT_FIELDS, "/v1/chat/completions")
     fields.model(served)
-    if served.template is None:
-        raise ApiError(
-            "this model has no chat template; use /v1/completions, or start the server with "
-            "--template plain.",
-            code="no_chat_template",
-        )
-    messages = _messages(fields.required("messages"))
-    try:
-        ids = served.template.encode(
-            served.tokenizer,
-            messages,
-            add_generation_prompt=True,
-            trust_user_tokens=served.trust_user_tokens,
-        )
-    except ValueError as error:
-        raise ApiError(str(error), param="messages") from None
+    ids = _conversation_ids(fields.required("messages"), served)
     room = served.context - len(ids) + 1
     if room < 1 or not ids:
         raise ApiError(
@@ -403,8 +397,8 @@ class _Fields:
             raise self.wrong(name, expected)
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return value
@@ -446,26 +440,31 @@ def require_model(name: str, served: ServedModel) -> None:
         )
 
 
-def _prompts(fields: _Fields, served: ServedModel) -> list[tuple[list[int], str | None]]:
+def _prompts(
+    fields: _Fields,
+    served: ServedModel,
+    name: str = "prompt",
+    ids_of: Callable[[str, ServedModel], list[int]] | None = None,
+) -> list[tuple[list[int], str | None]]:
     """Ids of every prompt, and its text where it was given as one."""
-    value = fields.required("prompt")
+    value = fields.required(name)
     expected = (
         f"a text, a list of token ids, or a list of 1 to {MOST_PROMPTS} texts or lists of token ids"
     )
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MOST_PROMPTS:
-        raise fields.wrong("prompt", expected)
+        raise fields.wrong(name, expected)
     prompts: list[tuple[list[int], str | None]] = []
     for one in value:
         if isinstance(one, str):
-            prompts.append((text_ids(one, served), one))
+            prompts.append(((ids_of or text_ids)(one, served), one))
         elif isinstance(one, list) and all(type(token) is int for token in one):
             prompts.append((one, None))
         else:
-            raise fields.wrong("prompt", expected)
+            raise fields.wrong(name, expected)
     for ids, _ in prompts:
-        _require_ids(ids, served, "prompt")
+        _require_ids(ids, served, name)
     return prompts
 
 
@@ -487,6 +486,10 @@ def _require_ids(ids: Sequence[int], served: ServedModel, param: str) -> None:
             param=param,
             code="context_length_exceeded" if ids else None,
         )
+    _require_vocabulary(ids, served, param)
+
+
+def _require_vocabulary(ids: Sequence[int], served: ServedModel, param: str) -> None:
     least, largest = min(ids), max(ids)
     if least < 0 or largest >= served.config.vocabulary:
         wrong = least if least < 0 else largest
@@ -495,6 +498,26 @@ def _require_ids(ids: Sequence[int], served: ServedModel, param: str) -> None:
             f"{served.config.vocabulary - 1}.",
             param=param,
         )
+
+
+def _conversation_ids(
+    value: Any, served: ServedModel, *, add_generation_prompt: bool = True
+) -> list[int]:
+    if served.template is None:
+        raise ApiError(
+            "this model has no chat template; use /v1/completions, or start the server with "
+            "--template plain.",
+            code="no_chat_template",
+        )
+    try:
+        return served.template.encode(
+            served.tokenizer,
+            _messages(value),
+            add_generation_prompt=add_generation_prompt,
+            trust_user_tokens=served.trust_user_tokens,
+        )
+    except ValueError as error:
+        raise ApiError(str(error), param="messages") from None
 
 
 def _messages(value: Any) -> list[dict[str, str]]:
@@ -554,7 +577,7 @@ def _sampling(fields: _Fields, served: ServedModel) -> Sampling:
                 f"logit_bias names {printable(name, 40)!r}, which is no token id.",
                 param="logit_bias",
             )
-        _require_ids([int(name)], served, "logit_bias")
+        _require_vocabulary([int(name)], served, "logit_bias")
     given["logit_bias"] = tuple((int(name), float(value)) for name, value in pairs.values.items())
     try:
         return replace(served.defaults, **given)
@@ -571,7 +594,7 @@ def _stop_ids(fields: _Fields, served: ServedModel, ends: Iterable[int]) -> froz
     ):
         raise fields.wrong("stop_token_ids", f"a list of up to {MOST_STOPS} token ids")
     if ids:
-        _require_ids(ids, served, "stop_token_ids")
+        _require_vocabulary(ids, served, "stop_token_ids")
     return frozenset(ids) if fields.flag("ignore_eos") else frozenset([*ids, *ends])
 
 
@@ -842,7 +865,9 @@ class Reply:
         if choice.request.logprobs is None or not tokens:
             return None
         texts, with_ids = self.call.served.token_texts, self.call.return_token_ids
-        content = [_scored(token, texts, with_ids=with_ids) for token in tokens]
+        content = []
+        if self.call.is_chat or with_ids:
+            content = [_scored(token, texts, with_ids=with_ids) for token in tokens]
         if self.call.is_chat:
             return {"content": content, "refusal": None}
         offsets = []
@@ -898,6 +923,125 @@ def model_card(served: ServedModel) -> dict[str, Any]:
         "created": served.created,
         "owned_by": "fenchel",
         "max_model_len": served.context,
+    }
+
+
+# --- embeddings and tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingCall:
+    """A body of /v1/embeddings that was checked."""
+
+    served: ServedModel
+    inputs: tuple[tuple[int, ...], ...]
+    base64: bool
+
+    def response(self, vectors: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """The answer, with a vector per input; base64 is that of little-endian float32."""
+        tokens = sum(map(len, self.inputs))
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": number,
+                    "embedding": _base64(vector) if self.base64 else list(vector),
+                }
+                for number, vector in enumerate(vectors)
+            ],
+            "model": self.served.name,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+
+def embedding_call(body: Mapping[str, Any], served: ServedModel) -> EmbeddingCall:
+    """The call of a body of /v1/embeddings."""
+    fields = _Fields(body, EMBEDDING_FIELDS, "/v1/embeddings")
+    fields.model(served)
+    width = served.config.width
+    fields.integer("dimensions", width, width, width)
+    form = fields.values.get("encoding_format", "float")
+    if form not in ("float", "base64"):
+        raise fields.wrong("encoding_format", '"float" or "base64"')
+    inputs = _prompts(fields, served, "input", _whole_ids)
+    return EmbeddingCall(
+        served=served, inputs=tuple(tuple(ids) for ids, _ in inputs), base64=form == "base64"
+    )
+
+
+def _whole_ids(text: str, served: ServedModel) -> list[int]:
+    try:
+        return encode_whole(served.tokenizer, text)
+    except ValueError as error:
+        raise ApiError(str(error), param="input") from None
+
+
+def _base64(vector: Sequence[float]) -> str:
+    return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def tokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
+    """The answer to a body of /tokenize: the ids of a prompt, or of the messages of a chat.
+
+    A prompt that is the name of a control token and nothing else has its id. In any other text such
+    a name is text, as in prompts.
+    """
+    fields = _Fields(body, TOKENIZE_FIELDS, "/tokenize")
+    fields.model(served)
+    whole = fields.flag("add_special_tokens", default=True)
+    prompted = fields.flag("add_generation_prompt", default=True)
+    if ("prompt" in fields.values) == ("messages" in fields.values):
+        raise ApiError("/tokenize takes a prompt or messages.", param="prompt")
+    if "messages" in fields.values:
+        messages = fields.values["messages"]
+        ids = _conversation_ids(messages, served, add_generation_prompt=prompted)
+    else:
+        text = fields.values["prompt"]
+        if not isinstance(text, str):
+            raise fields.wrong("prompt", "a text")
+        control = control_tokens(served.tokenizer).get(text)
+        if control is not None:
+            ids = [control]
+        else:
+            ids = text_ids(text, served) if whole else _plain_ids(text, served)
+    value = {"count": len(ids), "max_model_len": served.context, "tokens": ids}
+    if fields.flag("return_token_strs"):
+        value["token_strs"] = [served.token_texts.label(token) for token in ids]
+    return value
+
+
+def _plain_ids(text: str, served: ServedModel) -> list[int]:
+    try:
+        return encode(served.tokenizer, text)
+    except ValueError as error:
+        raise ApiError(str(error), param="prompt") from None
+
+
+def detokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
+    """The answer to a body of /detokenize: the text of ids, with control tokens by their names."""
+    fields = _Fields(body, DETOKENIZE_FIELDS, "/detokenize")
+    fields.model(served)
+    ids = fields.required("tokens")
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise fields.wrong("tokens", "a list of token ids")
+    if ids:
+        _require_vocabulary(ids, served, "tokens")
+    return {"prompt": str(served.tokenizer.decode(ids, skip_special_tokens=False))}
+
+
+def tokenizer_info(served: ServedModel) -> dict[str, Any]:
+    """The answer of /tokenizer_info: what a client needs to format a prompt by itself."""
+    tokenizer = served.tokenizer
+    begin = begin_ids(tokenizer)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "model_max_length": served.context,
+        "add_bos_token": bool(begin),
+        "bos_token": tokenizer.id_to_token(begin[0]) if begin else None,
+        "eos_token": tokenizer.id_to_token(served.ends[0]) if served.ends else None,
+        "chat_template": None if served.template is None else served.template.source,
     }
 
 

@@ -18,6 +18,7 @@ from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
 from fenchel.data import train_tokenizer
 from fenchel.model import ModelConfig, Transformer
 from fenchel.server.app import App, Relay, Server, ServerSettings, address, listen
+from fenchel.server.embeddings import Embedder
 from fenchel.server.engine import Engine
 from fenchel.server.openai_api import ServedModel
 
@@ -106,6 +107,12 @@ class RunningServer(NamedTuple):
     served: ServedModel
     server: Server
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """For a socket."""
+        host, _, port = self.address.removeprefix("http://").partition(":")
+        return host, int(port)
+
 
 @contextmanager
 def serving(
@@ -132,7 +139,9 @@ def serving(
         most_traced=2,
     )
     listener = listen("127.0.0.1", 0)
-    server = Server(App(served, engine, relay, ServerSettings(**changes)), listener)
+    server = Server(
+        App(served, engine, Embedder(model), relay, ServerSettings(**changes)), listener
+    )
     engine.start()
     while not engine.ready:
         time.sleep(0.01)
