@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from fenchel import generation
 from fenchel.checkpoints import load, save
 from fenchel.checkpoints.tokenizer import read_chat_template
 from fenchel.cli import main
-from fenchel.cli.chat import Conversation
+from fenchel.cli.chat import Conversation, change_setting
 from fenchel.data import ChatTemplate, train_tokenizer
 from fenchel.generation import GenerationSettings, Sampling, stream
 from fenchel.model import ModelConfig, Transformer
@@ -32,11 +33,10 @@ TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-NAMES = ("Ada", "Emmy", "Sofia")
+NAMES = ("Ada", "Emmy")
 TOKENS = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
 SHORT = "Answer in short."
 SIZES = {"width": 64, "layers": 2, "heads": 4, "context": 128}
-STEPS = 100
 
 
 def conversations() -> Iterator[list[dict[str, str]]]:
@@ -77,13 +77,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     model = Transformer(ModelConfig(vocabulary=tokenizer.get_vocab_size(), **SIZES))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(STEPS):
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
+    loss = torch.tensor(torch.inf)
+    while loss > 0.01:  # some 90 steps; a model that does not see the name stays above 0.06
         loss = cross_entropy(model(ids[:, :-1])[mask[:, 1:]], ids[:, 1:][mask[:, 1:]])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    assert loss < 0.1
     path = tmp_path_factory.mktemp("chat") / "names"
     save(model, tokenizer, path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -215,15 +215,13 @@ def test_a_saved_conversation_is_a_line_for_tuning_and_is_not_written_over(
     talk: Talker, tmp_path: Path, checkpoint: Path
 ) -> None:
     file = tmp_path / "my chat.jsonl"
-    shown = talk(
-        "My name is Sofia.", f"/save {file}", "What is my name?", flags=["--system", SHORT]
-    )
+    shown = talk("My name is Emmy.", f"/save {file}", "What is my name?", flags=["--system", SHORT])
     assert shown.code == 0
     assert shown.err == f"Saved 1 turn in '{file}'.\n"
     text = file.read_text()
     [line] = text.splitlines()
     messages = json.loads(line)["messages"]
-    assert messages == conversation([("My name is Sofia.", shown.out.splitlines()[0])], SHORT)
+    assert messages == conversation([("My name is Emmy.", shown.out.splitlines()[0])], SHORT)
     template = read_chat_template(checkpoint)
     assert template is not None
     assert any(template.encode_answers(load(checkpoint).tokenizer, messages)[1])
@@ -313,8 +311,9 @@ def test_the_oldest_turns_are_left_out_of_a_full_context_with_a_sentence(
     assert max(map(len, prompts)) + 30 <= 128
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
     assert all(text.startswith(f"<s><|im_start|>system\n{SHORT}") for text in texts)
-    assert ["Ada" in text for text in texts] == sorted("Ada" in text for text in texts)[::-1]
-    assert "Ada" not in texts[-1]
+    seen = [messages[0] in text for text in texts]
+    assert seen == sorted(seen, reverse=True)
+    assert (seen[0], seen[-1]) == (True, False)
     saved = json.loads(file.read_text())["messages"]
     assert [one["content"] for one in saved if one["role"] == "user"] == messages
 
@@ -343,14 +342,16 @@ def test_an_interrupt_keeps_what_was_written(checkpoint: Path) -> None:
     )
 
     def interrupt(piece: str) -> None:
-        if "three" in piece or "Hello" in piece:
+        if word in piece:
             raise KeyboardInterrupt(*signals)
 
     signals: list[signal.Signals] = []
+    word = "three"
     chat = Conversation(model, tokenizer, template, settings)
     answer = chat.ask("Count to five.", interrupt)
     assert (answer.content, answer.end) == ("one\ntwo", "interrupt")
     assert chat.messages() == conversation([("Count to five.", "one\ntwo")])
+    word = ""  # the first piece
     answer = chat.ask("My name is Ada.", interrupt)
     assert (answer.content, answer.end) == ("", "interrupt")
     signals.append(signal.SIGHUP)
@@ -393,12 +394,7 @@ def test_lines_of_a_message(talk: Talker, tmp_path: Path) -> None:
         ("/save", "needs the name of a file"),
         ('"""open', 'ends within """'),
         ("caf\udce9", "not UTF-8"),
-        ("/settings top_k=x", "takes a whole number"),
-        ("/settings top_k", "takes a whole number"),
-        ("/settings temperature=-1", "should be 0 (greedy) or above"),
-        ("/settings temperature=none", "takes a number"),
         ("/settings heat=1", "no setting that can be changed"),
-        ("/settings max_new_tokens=-1", "should not be negative"),
     ],
 )
 def test_a_wrong_line_of_a_pipe_ends_the_command_with_a_sentence(
@@ -408,6 +404,25 @@ def test_a_wrong_line_of_a_pipe_ends_the_command_with_a_sentence(
     assert (shown.code, shown.out) == (2, "")
     assert shown.err.startswith("fenchel: ")
     assert sentence in shown.err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("top_k=x", "takes a whole number"),
+        ("top_k=1.5", "takes a whole number"),
+        ("top_k", "takes a whole number"),
+        ("temperature=-1", "should be 0"),
+        ("temperature=nan", "should be 0"),
+        ("temperature=true", "takes a number"),
+        ("temperature=none", "takes a number"),
+        ("max_new_tokens=-1", "should not be negative"),
+        ("logit_bias=1", "no setting that can be changed"),
+    ],
+)
+def test_a_wrong_setting_is_refused(change: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        change_setting(GenerationSettings(max_new_tokens=9), change)
 
 
 def test_settings_are_shown_and_changed(talk: Talker) -> None:
@@ -453,12 +468,20 @@ class Pseudoterminal:
     def read_until(self, text: str) -> str:
         """What is shown since the last ``write``, up to ``text``."""
         while text not in self.shown:
+            if not select.select([self.ours], [], [], 60)[0]:
+                pytest.fail(f"no {text!r} after {self.shown!r}")
             self.shown += os.read(self.ours, 4096).decode(errors="replace")
         return self.shown
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
 
-def test_a_terminal(checkpoint: Path) -> None:
-    """Ctrl-C stops an answer that would not end, and Ctrl-D the command."""
+
+@pytest.fixture
+def terminal(checkpoint: Path) -> Iterator[Pseudoterminal]:
+    """A conversation in which no answer ends by itself."""
     tokenizer = load(checkpoint).tokenizer
     ends = [
         word
@@ -467,9 +490,14 @@ def test_a_terminal(checkpoint: Path) -> None:
     ]
     sizes = ["--context", "30000", "--max-new-tokens", "30000"]
     terminal = Pseudoterminal(["chat", str(checkpoint), "--temperature", "0", *sizes, *ends])
+    yield terminal
+    terminal.close()
+
+
+def test_ctrl_c_stops_the_answer_and_ctrl_d_the_command(terminal: Pseudoterminal) -> None:
     assert "/help lists commands" in terminal.read_until("> ")
     terminal.write("My name is Ada.\n")
-    terminal.read_until("Hello Ada, how")
+    terminal.read_until("Hello Ada")
     terminal.write("\x03")
     terminal.read_until("> ")
     terminal.write("/sav x\n")
@@ -485,5 +513,4 @@ def test_a_terminal(checkpoint: Path) -> None:
     terminal.write("\x1b[A\x1b[A\x1b[A\n")  # the line before those of the long message
     assert "/settings max_new_tokens=4" in terminal.read_until("=4\r\n")
     terminal.write("\x04")
-    assert terminal.process.wait(20) == 0
-    os.close(terminal.ours)
+    assert terminal.process.wait(60) == 0
