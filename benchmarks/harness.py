@@ -59,7 +59,8 @@ def time_interleaved(
     gc.disable()  # a collection would count for the contender that happens to run
     try:
         for r in range(warmup + rounds):
-            for name in order if r % 2 else reversed(order):  # none is always first
+            first = r % len(order)  # the first of a round starts with cold caches: each in its turn
+            for name in order[first:] + order[:first]:
                 started = _clock()
                 contenders[name]()
                 if r >= warmup:
