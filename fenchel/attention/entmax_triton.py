@@ -28,6 +28,8 @@ LONGEST = 1 << 20
 """Queries or keys: numbers of tiles are stored in 16 bits."""
 _FAR = 1 << 30
 """Keys on an open side of a window."""
+_TRITON = find_spec("triton") is not None
+"""Looked up once: torch.compile traces ``can_run``, and need not trace the import system."""
 
 
 def cannot_take(prior: Prior | None) -> str | None:
@@ -41,7 +43,7 @@ def cannot_take(prior: Prior | None) -> str | None:
 def can_run(device: str) -> bool:
     """Whether kernels run there: on a GPU, or in Triton's interpreter, which tests use."""
     if device == "cuda":
-        return torch.version.hip is None and find_spec("triton") is not None
+        return torch.version.hip is None and _TRITON
     return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
