@@ -38,6 +38,7 @@ vocabulary.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,14 @@ from fenchel.attention import Dense, attend
 from fenchel.attention.spec import AttentionCall
 from fenchel.choice import Softmax
 from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
+from fenchel.generation.cuda_graph import (
+    AUTO_TOKENS,
+    PendingTokens,
+    Record,
+    RecordedRows,
+    StaticCache,
+    use_recorded_step,
+)
 from fenchel.generation.kv_cache import (
     CacheKind,
     KVCache,
@@ -55,6 +64,7 @@ from fenchel.generation.kv_cache import (
     lookback,
     slack,
 )
+from fenchel.generation.sampling import RowSampling, Sampling
 from fenchel.generation.session import NO_PLANS, pad_prompts
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.forward_context import Observer
@@ -62,8 +72,10 @@ from fenchel.model.forward_context import Observer
 INVARIANT_MULTIPLE = 8
 """Divides the rows of an invariant step. Of 1 to 64 rows in either layout, MKL 2024.2 on an EPYC
 gives different bits to equal rows only for 5, 6 and 7 rows whose results are transposed."""
-PREFILL_CHUNK = 128
-"""Tokens of a prompt that are read between two decoding steps."""
+PREFILL_CHUNK, GPU_PREFILL_CHUNK = 128, 2048
+"""Tokens of a prompt that are read between two decoding steps. On a GPU a pass over 2048 tokens of
+a model of a thousand million parameters takes about as long as one over 128."""
+GREEDY = Sampling(temperature=0.0)
 
 
 def row_buckets(rows: int) -> tuple[int, ...]:
@@ -82,6 +94,21 @@ class Row:
     index: int
     length: int
     token: int
+    """-1 for the one that the last step has drawn on the device."""
+    end: int
+    """How many tokens it reads at most."""
+    sampling: Sampling
+    seed: int
+
+
+class LaunchedStep(NamedTuple):
+    """A step whose tokens are drawn on the device, perhaps not yet."""
+
+    rows: tuple[tuple[Row, int], ...]
+    """The sequences that it reads, and the row of each at that time."""
+    logits: Tensor
+    """(B, V); the next step overwrites them."""
+    tokens: PendingTokens
 
 
 @dataclass
@@ -276,6 +303,7 @@ class ContinuousBatch:
         rows: int,
         invariant: bool = False,
         cache: CacheKind = "model",
+        record: Record | None = "auto",
     ) -> None:
         if model.config.kind != "decoder":
             raise ValueError(f"a model of kind={model.config.kind!r} does not decode by itself.")
@@ -294,15 +322,37 @@ class ContinuousBatch:
         self.buckets = row_buckets(rows)
         if invariant:
             self.buckets = (-(-rows // INVARIANT_MULTIPLE) * INVARIANT_MULTIPLE,)
-        self.cache = RowCache(
-            model.config,
-            rows=self.buckets[-1],
-            dtype=table.dtype,
-            device=table.device,
-            kind=cache,
-            every_column=invariant and not self._uses_cpu_step,
-        )
+        self.prefill_chunk = GPU_PREFILL_CHUNK if table.is_cuda else PREFILL_CHUNK
+        self.recorded: RecordedRows | None = None
+        """The recorded steps, which draw tokens on the device."""
+        self.cache: RowCache | StaticCache
+        if self._records(record):
+            self.recorded = RecordedRows(model, self.buckets)
+            self.cache = self.recorded.cache
+        else:
+            self.cache = RowCache(
+                model.config,
+                rows=self.buckets[-1],
+                dtype=table.dtype,
+                device=table.device,
+                kind=cache,
+                every_column=invariant and not self._uses_cpu_step,
+            )
         self.rows: list[Row | None] = [None] * rows
+        self._changed = self._arrived = False
+        """Whether the lengths of rows, or their settings, are not yet those on the device."""
+
+    def _records(self, record: Record | None) -> bool:
+        """Whether steps are recorded; raises where "graph" cannot be."""
+        if record == "graph" and (self.invariant or self.kind != "model"):
+            raise ValueError("recorded steps need a cache of the model's dtype, and no invariant.")
+        return (
+            not self.invariant
+            and self.kind == "model"
+            and use_recorded_step(
+                self.model, record, cache=self.kind, padded=False, draft=0, tokens=AUTO_TOKENS
+            )
+        )
 
     @property
     def active(self) -> list[Row]:
@@ -314,8 +364,18 @@ class ContinuousBatch:
         """How many more sequences can join."""
         return self.rows.count(None)
 
+    @property
+    def columns(self) -> int:
+        """Columns before its own that the next step reads: the length of the longest sequence."""
+        return max((row.length for row in self.active), default=0)
+
     def warm_up(self) -> None:
         """Make a step in every bucket, so that no request pays for what a first step allocates."""
+        if self.recorded is not None:
+            self.recorded.record()
+            for B in self.buckets:
+                self.recorded.step(B)
+            return
         for B in self.buckets:
             logits_BV = self._forward([0] * B, [1] * B)
         if self.invariant and not bool((logits_BV == logits_BV[:1]).all()):
@@ -324,12 +384,29 @@ class ContinuousBatch:
                 "serve without invariant, or with another number of rows."
             )
 
-    def join(self, prefill: Prefill, number: int, token: int) -> Row:
-        """Add prompt ``number`` of a finished prefill; ``token`` is the first that follows it."""
+    def join(
+        self,
+        prefill: Prefill,
+        number: int,
+        token: int,
+        *,
+        end: int | None = None,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+    ) -> Row:
+        """Add prompt ``number`` of a finished prefill; ``token`` is the first that follows it.
+
+        The sequence reads ``end`` tokens at most. A recorded step draws its tokens by ``sampling``,
+        without penalties and bias, and ``seed``.
+        """
+        if self.recorded is not None:
+            self.recorded.record()
         length = len(prefill.prompts[number])
-        row = Row(self.rows.index(None), length, token)
+        end = self.context if end is None else min(end, self.context)
+        row = Row(self.rows.index(None), length, token, end, sampling, seed)
         self.cache.copy_row(row.index, prefill.cache, number, length)
         self.rows[row.index] = row
+        self._arrived = True
         self._update_length()
         return row
 
@@ -348,7 +425,11 @@ class ContinuousBatch:
             if row.index < B:
                 break
             to = self.rows.index(None)
-            self.cache.move_row(row.index, to, row.length)
+            if self.recorded is None:
+                self.cache.move_row(row.index, to, row.length)
+            else:
+                self.recorded.move_row(row.index, to)
+                self._changed = self._arrived = True
             self.rows[row.index], self.rows[to] = None, row
             row.index = to
         return B
@@ -360,6 +441,8 @@ class ContinuousBatch:
         """
         if any(row.length >= self.context for row in self.active):
             raise ValueError(f"a sequence has all {self.context} tokens of the context; it leaves.")
+        if self.recorded is not None:
+            return self.launch(observe).logits
         B = self.fit()
         tokens, lengths = [0] * B, [0] * B
         for row in self.active:
@@ -370,10 +453,40 @@ class ContinuousBatch:
         self._update_length()
         return logits_BV
 
+    def launch(self, observe: Observer | None = None) -> LaunchedStep:
+        """A recorded step of all sequences that are not at their end; the next draws are requested.
+
+        A sequence reads ``Row.token``, or -1 for the token that was drawn for it last; afterwards
+        that is -1.
+        """
+        assert self.recorded is not None
+        B = self.fit()
+        rows = [row for row in self.active if row.length < row.end]
+        # A sequence that reaches its end is free for the device from the next step on.
+        if self._changed or len(rows) < len(self.active) or any(row.token >= 0 for row in rows):
+            numbers: list[int | None] = [None] * self.buckets[-1]
+            tokens = [-1] * len(numbers)
+            for row in rows:
+                numbers[row.index], tokens[row.index] = row.length, row.token
+                row.token = -1
+            self.recorded.set_rows(numbers, tokens)
+            self._changed = False
+        if self._arrived:
+            free = (GREEDY, 0)
+            settings = [free if row is None else (row.sampling, row.seed) for row in self.rows]
+            self.recorded.set_sampling(RowSampling.of(settings))
+            self._arrived = False
+        logits_BV = self.recorded.step(B, observe)
+        for row in rows:
+            row.length += 1
+        drawn = PendingTokens.of(self.recorded.drawn_B[:B].clone())
+        return LaunchedStep(tuple((row, row.index) for row in rows), logits_BV, drawn)
+
     def _forward(
         self, tokens: Sequence[int], lengths: Sequence[int], observe: Observer | None = None
     ) -> Tensor:
         """Logits of B tokens; rows have ``lengths`` tokens with the new one, free rows none."""
+        assert isinstance(self.cache, RowCache)
         B, token_B = len(tokens), torch.tensor(tokens, device=self.device)
         if self._uses_cpu_step:
             if B not in self._cpu_steps:
@@ -401,4 +514,6 @@ class ContinuousBatch:
         return torch.arange(S, device=self.device) >= first_B.unsqueeze(-1)
 
     def _update_length(self) -> None:
-        self.cache.set_length(max((row.length for row in self.active), default=0))
+        self._changed = True
+        if isinstance(self.cache, RowCache):
+            self.cache.set_length(self.columns)

@@ -38,6 +38,14 @@ and sparsemax on the device. An int8 cache stays in bytes and is widened inside 
 **Rows.** A fused step is recorded for ``row_bucket`` sequences, so that a few recordings serve all
 batches. The rows beyond the batch have no token: their padding is longer than the cache.
 
+**Continuous batching.** In ``RecordedRows`` every row has a token number n of its own, and with it
+its own slots: sequences of any lengths decode together without padding, in layers with windows too,
+and one joins by a copy into the slots of its row. A free row has a padding longer than any
+sequence. There is a recording per bucket of rows; all of them read and write the first rows of the
+same cache. Every row has its own settings of sampling on the device (``draw_rows``), so that the
+draw is part of the recording and the host may launch a step before it has read the tokens of the
+step before.
+
 **Choice of the token.** The greedy token is chosen inside the recording. Others are drawn by
 ordinary kernels after each replay (``TokenChoice``), which the host launches without waiting for
 any, so that the device computes one token while the host requests the next.
@@ -51,7 +59,9 @@ B sequences, S slots, M width of the stream, H heads, G heads of keys, D width p
 the MLP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
@@ -69,8 +79,10 @@ from fenchel.generation.plain_decoder import (
     plain_norm,
     why_not_plain,
 )
+from fenchel.generation.sampling import RowSampling, draw_rows
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.attention import Attention
+from fenchel.model.forward_context import Observer
 from fenchel.model.rotary_table import RotaryTable
 from fenchel.torch_internals import has_forward_hooks
 
@@ -85,7 +97,7 @@ class StaticCache:
     the values are (B, G, D, R'), as kernels/decode_attention.py reads them.
     """
 
-    def __init__(self, cache: KVCache, *, batch: int) -> None:
+    def __init__(self, cache: KVCache, *, batch: int, per_row: bool = False) -> None:
         self.positions = S = cache.positions
         store = cache.layers[0].keys
         self.int8 = isinstance(store, Int8Store)
@@ -101,8 +113,10 @@ class StaticCache:
         scale = torch.zeros((), dtype=torch.float32, device=key.device)
         self.key_scales = [scale.new_zeros(batch, G, size) for size in sizes]
         self.value_scales = [scale.new_zeros(batch, G, size) for size in sizes]
-        self.token = torch.zeros(1, dtype=torch.long, device=key.device)
-        """The number n of the next token."""
+        self.per_row = per_row
+        count = batch if per_row else 1
+        self.token = torch.zeros(count, dtype=torch.long, device=key.device)
+        """The number n of the next token, one for all rows or one per row."""
         self.slots = {size: self.token + size - 1 for size in [*self.sizes, S]}
         self.token_mask_BS = torch.zeros(batch, S, dtype=torch.bool, device=key.device)
         self.padding_B = torch.zeros(batch, dtype=torch.long, device=key.device)
@@ -121,9 +135,52 @@ class StaticCache:
         """Store (B, G, 1, D) in the slot of the token; returns all slots."""
         slot = self.slots[self.sizes[layer]]
         keys, values = self.keys[layer], self.values[layer]
+        if self.per_row:
+            B = torch.arange(len(slot), device=slot.device)
+            keys[B, :, slot], values[B, :, slot] = k[:, :, 0], v[:, :, 0]
+            return keys, values
         keys.index_copy_(2, slot, k)
         values.index_copy_(2, slot, v)
         return keys, values
+
+    def first_rows(self, batch: int) -> "StaticCache":
+        """The same memory as a cache of the first ``batch`` rows, each with its own number."""
+        assert self.per_row
+        cache = copy(self)
+        for name in ("keys", "values", "key_scales", "value_scales"):
+            setattr(cache, name, [x[:batch] for x in getattr(self, name)])
+        cache.slots = {size: slot[:batch] for size, slot in self.slots.items()}
+        cache.token, cache.padding_B = self.token[:batch], self.padding_B[:batch]
+        cache.token_mask_BS = self.token_mask_BS[:batch]
+        return cache
+
+    def copy_row(self, row: int, source: KVCache, source_row: int, tokens: int) -> None:
+        """Copy the last ``tokens`` positions of a sequence of another cache into a row."""
+        numbers = torch.arange(tokens, device=self.token.device)
+        slots = {size: size - 1 - numbers[-size:] % size for size in set(self.sizes)}
+        for layer, (size, there) in enumerate(zip(self.sizes, source.layers, strict=True)):
+            n, end = min(size, tokens), source.length - there.first_slot
+            n = min(n, end)
+            for mine, theirs in ((self.keys, there.keys), (self.values, there.values)):
+                (x,) = theirs.buffers()
+                mine[layer][row].index_copy_(
+                    1, slots[size][-n:], x[source_row].narrow(1, end - n, n)
+                )
+
+    def move_row(self, row: int, to: int, _: int) -> None:
+        """Copy the slots of a row into those of another."""
+        for x in (*self.keys, *self.values):
+            x[to].copy_(x[row])
+
+    def clear_row(self, row: int) -> None:
+        """Overwrite a row with zeros."""
+        for x in (*self.keys, *self.values):
+            x[row].zero_()
+
+    @property
+    def bytes(self) -> int:
+        """All memory of the cache."""
+        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
 
     def advance(self, positions: int) -> None:
         """Count tokens, and compute the slots of the next one."""
@@ -198,7 +255,7 @@ def why_not_fused(model: Transformer) -> str | None:
 
 
 class FusedStep:
-    """One step of a plain decoder: reads ``token_B``, and writes the next greedy token there."""
+    """One step of a plain decoder, which reads ``token_B``."""
 
     def __init__(self, model: Transformer, cache: StaticCache, token_B: Tensor) -> None:
         c, table, S = model.config, model.lm_head_weight, cache.positions
@@ -222,13 +279,8 @@ class FusedStep:
         self.wide, self.logits = new(P, c.mlp_width), new(P, c.vocabulary)
         self.y, self.gate, self.up = new(P, c.width), new(P, c.mlp_width), new(P, c.mlp_width)
 
-    def step(self, tokens_BP: Tensor) -> Tensor:
-        """Logits after the token, (B, V); their argmax is the next token, also in ``tokens_BP``.
-
-        The next step overwrites the logits.
-        """
-        from fenchel.kernels.argmax_token import argmax_token
-
+    def step(self) -> Tensor:
+        """Logits after the token, (B, V); the next step overwrites them."""
         cache, x, logits_BV = self.cache, self.x[: self.rows], self.logits[: self.rows]
         torch.index_select(self.embed, 0, self.token_B, out=x)
         if self.pos_embed is not None:
@@ -243,7 +295,6 @@ class FusedStep:
             self._matmul_add(layer.down, self.wide)
         cache.token.add_(1)
         self._matmul(self.lm_head, self.logits, self.norm)
-        argmax_token(logits_BV, cache.token, self.token_B, tokens_BP)
         return logits_BV
 
     def _attend(self, number: int) -> None:
@@ -481,7 +532,11 @@ class RecordedStep:
     def _forward(self) -> Tensor:
         cache = self.cache
         if self._fused is not None:
-            return self._fused.step(self.tokens_BP)
+            from fenchel.kernels.argmax_token import argmax_token
+
+            logits_BV = self._fused.step()
+            argmax_token(logits_BV, cache.token, self.token_B, self.tokens_BP)
+            return logits_BV
         assert self.model is not None
         cache.token_mask_BS.index_fill_(1, cache.slots[cache.positions], True)
         logits_B1V: Tensor = self.model(
@@ -512,6 +567,126 @@ def capture_graph(step: Step, device: torch.device) -> Step:
 
 
 RECORDERS: dict[str, StepRecorder] = {"graph": capture_graph}
+
+
+FREE = 1 << 30
+"""The padding of a row without a sequence, longer than any."""
+
+
+class RecordedRows:
+    """Recorded steps of a continuous batch: one per bucket of rows, with one cache of all rows.
+
+    Each row has its number, its token and its settings of sampling in device memory. A step reads
+    the token of every row and draws the next, which the step after it reads: ``set_rows`` is needed
+    only when a row joins, leaves or reads another token than the drawn one.
+    """
+
+    def __init__(self, model: Transformer, buckets: Sequence[int]) -> None:
+        table, B = model.lm_head_weight, buckets[-1]
+        self.model, self.device = model, table.device
+        self._fused = why_not_fused(model) is None
+        self._kernel = table.is_cuda and find_spec("triton") is not None
+        S = model.config.context
+        shapes = KVCache(model.config, batch=1, positions=S, dtype=table.dtype, device=self.device)
+        self.cache = StaticCache(shapes, batch=B, per_row=True)
+        self.cache.padding_B.fill_(FREE)
+        self.token_B, self.drawn_B = (torch.zeros_like(self.cache.token) for _ in range(2))
+        """What the next step reads, and what the last one drew: -1 where it could not."""
+        ones, numbers = torch.ones(B, device=self.device), torch.ones_like(self.token_B)
+        self.settings = RowSampling(ones, ones.clone(), ones.clone(), numbers, seed=numbers.clone())
+        self._caches = {rows: self.cache.first_rows(rows) for rows in buckets}
+        self._steps: dict[int, Step] = {}
+
+    def record(self) -> None:
+        """Record all buckets, once. Recording runs the steps, so no row may hold a sequence yet."""
+        for rows, cache in self._caches.items():
+            if rows not in self._steps:
+                fused = FusedStep(self.model, cache, self.token_B[:rows]) if self._fused else None
+                step = partial(self._forward, rows, fused)
+                self._steps[rows] = RECORDERS["graph"](step, self.device)
+
+    def set_rows(self, numbers: Sequence[int | None], tokens: Sequence[int]) -> None:
+        """The number of tokens that each row has read, None for a free row, and the next token.
+
+        A token of -1 is the one that the last step has drawn.
+        """
+        ints = [[n or 0 for n in numbers], [FREE if n is None else 0 for n in numbers], [*tokens]]
+        number_B, padding_B, token_B = self._upload(torch.tensor(ints))
+        self.cache.token.copy_(number_B)
+        self.cache.padding_B.copy_(padding_B)
+        self.cache.advance(0)
+        self.token_B.copy_(torch.where(token_B >= 0, token_B, self.token_B))
+
+    def set_sampling(self, settings: RowSampling) -> None:
+        """How the first rows draw their tokens."""
+        for mine, new in zip(self.settings, settings, strict=True):
+            mine[: len(new)] = self._upload(new)
+
+    def _upload(self, x: Tensor) -> Tensor:
+        """On the device, without a wait for what it computes."""
+        if self.device.type != "cuda":
+            return x
+        return x.pin_memory().to(self.device, non_blocking=True)
+
+    def move_row(self, row: int, to: int) -> None:
+        """Copy the token of a row and what it has read into another."""
+        self.cache.move_row(row, to, 0)
+        self.token_B[to] = self.token_B[row]
+
+    def step(self, rows: int, observe: Observer | None = None) -> Tensor:
+        """Logits of the first ``rows``, (B, V); ``drawn_B`` is then drawn from them.
+
+        ``observe`` as in the forward pass of the model, which is then called itself; keys and
+        values come with the newest at the end, as many as the longest row has. The next step
+        overwrites the logits.
+        """
+        if observe is None:
+            return self._steps[rows]()
+        self._caches[rows].advance(0)  # a fused step leaves the slots to its kernel
+        return self._forward(rows, None, _in_order(observe, self._caches[rows]))
+
+    def _forward(
+        self, rows: int, fused: FusedStep | None, observe: Observer | None = None
+    ) -> Tensor:
+        cache = self._caches[rows]
+        if fused is not None:
+            logits_BV = fused.step()
+        else:
+            S, n_B1 = cache.positions, cache.token.unsqueeze(-1)
+            tokens_S = S - 1 - torch.arange(S, device=self.device)
+            logits_B1V: Tensor = self.model(
+                self.token_B[:rows].unsqueeze(-1),
+                cache=cache,
+                token_mask_BS=tokens_S <= n_B1,
+                observe=observe,
+                last=True,
+            )
+            logits_BV = logits_B1V[:, -1]
+        settings = RowSampling(*(x[:rows] for x in self.settings))
+        if self._kernel:
+            from fenchel.kernels.draw_token import draw_token
+
+            draw_token(logits_BV, settings, cache.token, self.token_B[:rows], self.drawn_B[:rows])
+        else:
+            self.drawn_B[:rows] = draw_rows(logits_BV, settings, cache.token)
+            self.token_B[:rows] = self.drawn_B[:rows].clamp(min=0)
+        return logits_BV
+
+
+def _in_order(observe: Observer, cache: StaticCache) -> Observer:
+    """An observer of keys and values in the order of their tokens, each row's newest at the end."""
+    n_B1 = cache.token.clone().unsqueeze(-1)
+    longest = int(n_B1.max()) + 1
+
+    def observe_in_order(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        R = cache.sizes[layer]
+        S = min(R, longest)
+        number_BS = n_B1 - (S - 1) + torch.arange(S, device=n_B1.device)
+        slot_BS = R - 1 - number_BS.clamp(min=0) % R
+        index = slot_BS[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
+        observe(layer, q, k.gather(2, index), v.gather(2, index))
+
+    return observe_in_order
 
 
 class RecordingKey(NamedTuple):

@@ -23,6 +23,11 @@ stay if its v stays. If not, all that stay are before v, and the search goes on 
 share that is left shrinks as in quickselect: about 1 + log(1 / top_p) rounds, hardly ever more than
 two. Sorting (``filter_probabilities``) costs the same as some twenty rounds.
 
+**Rows with settings of their own.** ``draw_rows`` draws on a device without the host: settings are
+tensors, and u_v = (philox(seed; v, n) + 1/2) 2^-32 is a function of the row's seed, the number n of
+the token and of v (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3). On a GPU it is
+one kernel (kernels/draw_token.py).
+
 Shapes: logits (B, V) -> ids (B,).
 """
 
@@ -276,6 +281,91 @@ def filter_probabilities(p_BV: Tensor, sampling: Sampling) -> Tensor:
         keep &= ordered >= sampling.min_p * ordered[:, :1]
     cut = torch.zeros_like(p_BV).scatter(-1, order, ordered * keep)
     return cut / cut.sum(-1, keepdim=True)
+
+
+class RowSampling(NamedTuple):
+    """The settings of B rows as tensors (B,), without penalties and bias."""
+
+    temperature: Tensor
+    top_p: Tensor
+    """1 keeps all."""
+    min_p: Tensor
+    """0 keeps all."""
+    top_k: Tensor
+    """The vocabulary or more keeps all."""
+    seed: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Sampling, int]]) -> "RowSampling":
+        """From settings and seeds, on the CPU: float32 and int64."""
+        everything = torch.iinfo(torch.int32).max
+        return cls(
+            torch.tensor([s.temperature and max(s.temperature, _MIN_TEMPERATURE) for s, _ in rows]),
+            torch.tensor([s.top_p or 1.0 for s, _ in rows]),
+            torch.tensor([s.min_p or 0.0 for s, _ in rows]),
+            torch.tensor([min(s.top_k or everything, everything) for s, _ in rows]),
+            torch.tensor([seed for _, seed in rows], dtype=torch.int64),
+        )
+
+
+def draw_rows(logits_BV: Tensor, settings: RowSampling, n_B: Tensor) -> Tensor:
+    """Token n of every row, -1 where its largest logit is not finite: (B, V) -> (B,).
+
+    >>> settings = RowSampling.of([(Sampling(temperature=0.0), 0), (Sampling(top_k=1), 7)])
+    >>> draw_rows(torch.tensor([[0.0, 3.0], [2.0, 1.0]]), settings, torch.tensor([5, 9])).tolist()
+    [1, 0]
+    """
+    z_BV, V = logits_BV.float(), logits_BV.shape[-1]
+    top_B, greedy_B = z_BV.max(-1)
+    T_B1, top_p_B1, min_p_B1, k_B1, _ = (x.unsqueeze(-1) for x in settings)
+    score_BV = (z_BV - top_B.unsqueeze(-1)) / torch.where(T_B1 > 0, T_B1, 1.0)
+    ordered_BV, order_BV = score_BV.exp().sort(dim=-1, descending=True, stable=True)
+    keep_BV = (torch.arange(V, device=z_BV.device) < k_B1) & (ordered_BV >= min_p_B1)
+    reached_BV = (ordered_BV * (torch.arange(V, device=z_BV.device) < k_B1)).cumsum(
+        -1, dtype=torch.float64
+    )
+    keep_BV[:, 1:] &= (reached_BV[:, :-1] < top_p_B1 * reached_BV[:, -1:]) | (top_p_B1 >= 1.0)
+    stays_BV = torch.zeros_like(keep_BV).scatter_(-1, order_BV, keep_BV)
+    key_BV = score_BV - _exponentials_of(settings.seed, n_B, V).log()
+    drawn_B = key_BV.where(stays_BV, -torch.inf).argmax(-1)
+    token_B = torch.where(settings.temperature > 0, drawn_B, greedy_B)
+    return torch.where(top_B.isfinite(), token_B, -1)
+
+
+def _exponentials_of(seed_B: Tensor, n_B: Tensor, V: int) -> Tensor:
+    """e of every token of token number n: (B, V), in float32."""
+    low_B1 = (seed_B & _WORD).unsqueeze(-1)
+    high_B1 = ((seed_B >> 32) & _WORD).unsqueeze(-1)
+    counter_V = torch.arange(V, device=seed_B.device)
+    x_BV = philox(counter_V, (n_B & _WORD).unsqueeze(-1), low_B1, high_B1)
+    u_BV = ((x_BV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-u_BV)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(c0: Tensor, c1: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    """The first of the four words of Philox-4x32-10 at counter (c0, c1, 0, 0) and key (k0, k1).
+
+    Words of 32 bits in int64; the arguments broadcast.
+    """
+    A, B = 0xD2511F53, 0xCD9E8D57
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        c0, c1, c2, c3 = (
+            _high_word(B, c2) ^ c1 ^ k0,
+            (B * c2) & _WORD,
+            _high_word(A, c0) ^ c3 ^ k1,
+            (A * c0) & _WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0
+
+
+def _high_word(a: int, b: Tensor) -> Tensor:
+    """The upper 32 bits of a product of two words, without overflow."""
+    return ((a >> 16) * b + (((a & 0xFFFF) * b) >> 16)) >> 16
 
 
 class LogProbabilities(NamedTuple):

@@ -3,14 +3,16 @@
     submit -> queue -> prefill -> row of the batch -> tokens, one per step -> finish
 
 A worker thread takes requests in the order of their arrival. Between two decoding steps of the
-batch (generation/continuous_batch.py) it reads at most ``PREFILL_CHUNK`` tokens of prompts, so that
+batch (generation/continuous_batch.py) it reads at most a chunk of tokens of prompts, so that
 no sequence waits for more than one chunk; while less than half of the rows are taken it reads up to
 ``IDLE_CHUNKS`` times as many, since steps of a few rows take nearly as long as those of many. Short
 prompts that fit into a chunk are read together. A request that needs no token after its prompt
 (scores of a text) never takes a row.
 
 **Draws.** Each request has a generator of its own, seeded by ``Request.seed``: what it draws does
-not depend on the other requests. It is the generator of ``fenchel generate --seed``.
+not depend on the other requests. It is the generator of ``fenchel generate --seed``. Recorded steps
+on a GPU draw on the device by the seed and the number of the token instead
+(generation/sampling.py), except for requests with penalties or bias.
 
 **Failure.** A logit that is not finite ends its own request with an error. Any other exception in
 the worker ends all requests with an error and the engine with it: ``alive`` is False and
@@ -39,7 +41,8 @@ from fenchel.generation.attention_trace import (
     TracedRow,
     TraceSettings,
 )
-from fenchel.generation.continuous_batch import PREFILL_CHUNK, ContinuousBatch, Prefill, Row
+from fenchel.generation.continuous_batch import ContinuousBatch, LaunchedStep, Prefill, Row
+from fenchel.generation.cuda_graph import Record
 from fenchel.generation.kv_cache import CacheKind
 from fenchel.generation.sampling import (
     MOST_LOGPROBS,
@@ -197,8 +200,9 @@ class Engine:
     """Serves requests to a model, up to ``rows`` at a time, from a thread of its own.
 
     ``context`` bounds prompt and continuation together. With ``invariant`` a request gives the same
-    bits whatever else is served. ``queue`` requests may wait. ``tracing`` requests at a time may
-    have their attention traced, with ``calibration`` for their confidence.
+    bits whatever else is served. ``record`` as in ``generate``. ``queue`` requests may wait.
+    ``tracing`` requests at a time may have their attention traced, with ``calibration`` for their
+    confidence.
     """
 
     def __init__(
@@ -210,6 +214,7 @@ class Engine:
         context: int | None = None,
         invariant: bool = False,
         cache: CacheKind = "model",
+        record: Record | None = "auto",
         queue: int = 64,
         tracing: int = 4,
         calibration: TokenCalibration | None = None,
@@ -217,7 +222,9 @@ class Engine:
     ) -> None:
         self.model = model if context is None else model.with_context(context)
         self.tokenizer, self.queue_limit, self.tracing = tokenizer, queue, tracing
-        self.batch = ContinuousBatch(self.model, rows=rows, invariant=invariant, cache=cache)
+        self.batch = ContinuousBatch(
+            self.model, rows=rows, invariant=invariant, cache=cache, record=record
+        )
         self.context, self.vocabulary = self.batch.context, self.model.config.vocabulary
         self.device = self.batch.device
         self.ready = False
@@ -228,6 +235,7 @@ class Engine:
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[Row, _Job] = {}
         self._prefill: _Reading | None = None
+        self._launched: LaunchedStep | None = None
         self._condition = threading.Condition()
         self._closing: float | None = None
         self._step_seconds = 0.05
@@ -362,8 +370,10 @@ class Engine:
         started = time.monotonic()
         prompt_tokens = self._read_prompts()
         between = time.monotonic()
-        active, columns = len(self._jobs), self.batch.cache.length
+        active, columns = len(self._jobs), self.batch.columns
         bucket = self._step() if self._jobs else 0
+        if not self._jobs:
+            self._launched = None  # the tokens of requests that have ended
         ended = time.monotonic()
         if bucket:
             self._step_seconds += 0.1 * (ended - started - self._step_seconds)
@@ -394,7 +404,7 @@ class Engine:
             tokens += self._read_chunk()
             few = 2 * len(self._jobs) < len(self.batch.rows)
             more = self._prefill is not None or (self._waiting and self.batch.free)
-            idle = bool(few and more and tokens < IDLE_CHUNKS * PREFILL_CHUNK)
+            idle = bool(few and more and tokens < IDLE_CHUNKS * self.batch.prefill_chunk)
         return tokens
 
     def _read_chunk(self) -> int:
@@ -427,14 +437,16 @@ class Engine:
                 alone = self.batch.invariant or request.prompt_logprobs is not None
                 if request.prompt not in prompts:
                     tokens = (len(prompts) + 1) * max(map(len, [*prompts, request.prompt]))
-                    if prompts and (alone or tokens > PREFILL_CHUNK):
+                    if prompts and (alone or tokens > self.batch.prefill_chunk):
                         break
                     prompts.append(request.prompt)
                 jobs.append(self._waiting.popleft())
                 jobs[-1].started = time.monotonic()
         if not jobs:
             return None
-        prefill = Prefill(self.model, prompts, cache=self.batch.kind)
+        prefill = Prefill(
+            self.model, prompts, cache=self.batch.kind, chunk=self.batch.prefill_chunk
+        )
         return _Reading(prefill, jobs, [prompts.index(job.request.prompt) for job in jobs])
 
     def _score(self, job: _Job, hidden_TM: Tensor, start: int) -> None:
@@ -470,11 +482,21 @@ class Engine:
             drawing, self._next_tokens(drawing, logits_BV, trace), strict=True
         ):
             if token is not None:
-                job.row = self.batch.join(reading.prefill, number, token)
+                request = job.request
+                job.row = self.batch.join(
+                    reading.prefill,
+                    number,
+                    token,
+                    end=len(request.prompt) + request.max_new_tokens - 1,
+                    sampling=request.sampling,
+                    seed=request.seed,
+                )
                 self._jobs[job.row] = job
 
     def _step(self) -> int:
         """A step of the batch; returns how many rows it computed."""
+        if self.batch.recorded is not None:
+            return self._recorded_step()
         self.batch.fit()
         jobs = [(job, row.index) for row, job in self._jobs.items()]
         trace = self._pass_trace(
@@ -489,6 +511,36 @@ class Engine:
                 row.token = token
         return len(logits_BV)
 
+    def _recorded_step(self) -> int:
+        """The tokens of a step that were drawn on the device; returns how many rows it computed.
+
+        Where nothing else is needed of the step, the next one is launched before its tokens are
+        read: the device computes while the host reports. A request that ends by its last token has
+        then one token too many, which is dropped.
+        """
+        launched, self._launched, trace = self._launched, None, None
+        if launched is None:
+            self.batch.fit()
+            active = [(row, job) for row, job in self._jobs.items() if row.length < row.end]
+            trace = self._pass_trace(
+                [job for _, job in active],
+                [row.index for row, _ in active],
+                [row.length + 1 for row, _ in active],
+            )
+            launched = self.batch.launch(None if trace is None else trace.observe)
+        ahead = all(_needs_tokens_only(job) for job in self._jobs.values())
+        if ahead and any(row.length < row.end for row in self._jobs):
+            self._launched = self.batch.launch()
+        drawn = launched.tokens.wait().tolist()
+        jobs = [(self._jobs[row], i) for row, i in launched.rows if row in self._jobs]
+        logits_BV = None if ahead else launched.logits
+        tokens = self._next_tokens(jobs, logits_BV, trace, [drawn[i] for _, i in jobs])
+        for (job, _), token in zip(jobs, tokens, strict=True):
+            if token is not None and job.penalties is not None:
+                assert job.row is not None
+                job.row.token = token
+        return len(drawn)
+
     def _pass_trace(
         self, jobs: Sequence[_Job], rows: Sequence[int], lengths: Sequence[int]
     ) -> PassTrace | None:
@@ -501,14 +553,22 @@ class Engine:
         return PassTrace(self.model, traced, self._calibration) if traced else None
 
     def _next_tokens(
-        self, jobs: Sequence[tuple[_Job, int]], logits_BV: Tensor, trace: PassTrace | None
+        self,
+        jobs: Sequence[tuple[_Job, int]],
+        logits_BV: Tensor | None,
+        trace: PassTrace | None,
+        drawn: Sequence[int] | None = None,
     ) -> list[int | None]:
         """Draw a token for every request by its row of the logits, and report it.
 
-        None where that ends the request.
+        None where that ends the request. ``drawn`` are tokens that the device has drawn without
+        penalties; where they are all that is needed, there are no logits.
         """
+        if logits_BV is None:
+            assert drawn is not None
+            return [self._take(jobs[i][0], drawn[i], (None, ()), None) for i in range(len(jobs))]
         logits_JV = logits_BV[torch.tensor([row for _, row in jobs], device=self.device)]
-        tokens = self._draw([job for job, _ in jobs], logits_JV)
+        tokens = self._draw([job for job, _ in jobs], logits_JV, drawn)
         scored = [i for i, (job, _) in enumerate(jobs) if job.request.logprobs is not None]
         scores: dict[int, _Score] = {}
         if scored:
@@ -525,14 +585,19 @@ class Engine:
             for i, (job, _) in enumerate(jobs)
         ]
 
-    def _draw(self, jobs: Sequence[_Job], logits_JV: Tensor) -> list[int]:
+    def _draw(
+        self, jobs: Sequence[_Job], logits_JV: Tensor, drawn: Sequence[int] | None
+    ) -> list[int]:
         """A token per request, -1 where its logits are not finite.
 
-        Requests with the same settings draw together, each by its own generator.
+        Requests with the same settings draw together, each by its own generator. Without penalties
+        a token that the device has drawn stands.
         """
-        tokens = [0] * len(jobs)
+        tokens = [0] * len(jobs) if drawn is None else [*drawn]
         together: dict[object, list[int]] = {}
         for i, job in enumerate(jobs):
+            if drawn is not None and job.penalties is None:
+                continue
             together.setdefault(job.penalties or job.request.sampling, []).append(i)
         for rows in together.values():
             first = jobs[rows[0]]
@@ -623,6 +688,12 @@ def _prompt(job: _Job) -> tuple[Token, ...] | None:
     if job.request.prompt_logprobs is None or job.new_tokens > 1 or not job.prompt:
         return None
     return tuple(job.prompt)
+
+
+def _needs_tokens_only(job: _Job) -> bool:
+    """Whether the tokens that the device draws are all that a request needs of a step."""
+    request = job.request
+    return job.penalties is None and request.logprobs is None and request.trace is None
 
 
 def _observed(job: _Job) -> bool:

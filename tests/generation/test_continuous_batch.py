@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fenchel.generation import KVCache
+from fenchel.generation import KVCache, cuda_graph
 from fenchel.generation.continuous_batch import ContinuousBatch, Prefill, Row
 from fenchel.model import Transformer
 
@@ -90,6 +90,31 @@ def test_the_logits_of_a_sequence_are_those_of_the_model_on_it_alone(
         for ids, logits in play(batch, events):
             wanted = model(torch.tensor([ids]))[0, -1]
             torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fused"),
+    [(shape, False) for shape in ("grouped", "windows", "learned", "sinks")]
+    + [(shape, True) for shape in ("windows", "learned")],
+)
+@settings(max_examples=6, deadline=None)
+@given(events=EVENTS)
+def test_recorded_steps_have_a_number_per_row(
+    shape: str, fused: bool, events: list[Event], lively: Build
+) -> None:
+    """The step itself where there is no GPU to record on; the fused one in few examples."""
+    model = lively(**SHAPES[shape], context=CONTEXT)
+    model = model if fused else model.double()
+    close = 1e-4 if fused else 1e-9
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cuda_graph.RECORDERS, "graph", lambda step, _: step)
+        if fused:
+            patch.setattr(cuda_graph, "why_not_fused", lambda _: None)
+        batch = ContinuousBatch(model, rows=3, record="graph")
+        assert batch.recorded is not None
+        for ids, logits in play(batch, events[: 5 if fused else None]):
+            wanted = model(torch.tensor([ids]))[0, -1]
+            torch.testing.assert_close(logits, wanted, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8"])

@@ -21,8 +21,10 @@ from fenchel.generation import Penalties, Sampling, log_probabilities, sample
 from fenchel.generation.sampling import (
     MOST_BIASED,
     MOST_LOGPROBS,
+    RowSampling,
     apply_repetition_penalty,
     draw,
+    draw_rows,
     exponentials,
     filter_probabilities,
     sample_or_mark,
@@ -272,3 +274,30 @@ def test_a_row_that_is_not_finite_is_marked(temperature: float) -> None:
     assert sample_or_mark(logits, chosen).tolist() == [1, -1, -1]
     with pytest.raises(ValueError, match="not finite"):
         sample(logits, chosen)
+
+
+def test_rows_draw_from_their_restricted_distributions() -> None:
+    """4,000 draws of each setting have the frequencies of ``filter_probabilities``."""
+    z = torch.tensor([2.0, 0.5, 1.0, 0.5, -1.0, 1.7])
+    N = 4000
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=0.6, top_p=0.8),
+        Sampling(top_k=3),
+        Sampling(top_k=4, top_p=0.7, temperature=2.0),
+        Sampling(min_p=0.3),
+    ):
+        rows = RowSampling.of([(sampling, seed) for seed in range(N)])
+        token_N = draw_rows(z.expand(N, -1), rows, torch.full((N,), 9))
+        p = filter_probabilities((z / sampling.temperature).softmax(-1)[None], sampling)[0]
+        frequency = token_N.bincount(minlength=len(z)) / N
+        assert bool((frequency[p == 0] == 0).all())
+        torch.testing.assert_close(frequency, p, atol=4 * (0.25 / N) ** 0.5, rtol=0)
+
+
+def test_a_row_draws_by_its_seed_and_number() -> None:
+    z = torch.zeros(4, 1000)
+    rows = RowSampling.of([(Sampling(), seed) for seed in (5, 5, 6, 5)])
+    a, b, c, d = draw_rows(z, rows, torch.tensor([1, 1, 1, 2])).tolist()
+    assert a == b
+    assert len({a, c, d}) == 3

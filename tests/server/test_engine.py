@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.data import train_tokenizer
-from fenchel.generation import Sampling, generate
+from fenchel.generation import Sampling, cuda_graph, generate
 from fenchel.generation.attention_trace import AttentionSettings, TraceSettings, trace_text
-from fenchel.generation.continuous_batch import Prefill
+from fenchel.generation.continuous_batch import ContinuousBatch, Prefill
+from fenchel.generation.cuda_graph import PendingTokens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.server.engine import (
     Engine,
@@ -180,6 +181,57 @@ def test_with_invariant_load_changes_no_bit(serve: Serve) -> None:
         assert one.prompt == other.prompt
 
 
+@pytest.fixture
+def recorded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Engines with recorded steps, which are the steps themselves where there is no GPU."""
+    monkeypatch.setitem(cuda_graph.RECORDERS, "graph", lambda step, _: step)
+    return lambda **settings: serve(**{"record": "graph", **settings})
+
+
+def test_recorded_steps_serve_what_generate_gives(recorded: Serve, model: Transformer) -> None:
+    """Greedy and with penalties, with and without stops, in any company."""
+    engine = recorded()
+    asked = [
+        replace(one, sampling=replace(one.sampling, temperature=0.0, top_p=None))
+        for one in draw(24, seed=2)
+    ]
+    asked[5] = replace(asked[5], stop_ids=frozenset(alone(model, asked[5])[2:3]))
+    results = [ask(engine, one)[1] for one in asked]
+    for one, result in zip(asked, results, strict=True):
+        assert result.wait().ids == alone(model, one)
+    assert results[5].finish == "stop"
+
+
+def test_recorded_draws_depend_on_the_request_alone(recorded: Serve) -> None:
+    """By settings of its own, whatever others need: numbers, penalties or nothing but tokens."""
+    engine, settings = recorded(), [{}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.5}]
+    asked = [
+        replace(one, sampling=Sampling(**settings[i % 4]), max_new_tokens=12)
+        for i, one in enumerate(draw(8, seed=6))
+    ]
+    singly = [ask(engine, one)[1].wait() for one in asked]
+    others = [replace(one, logprobs=2) for one in draw(8, seed=3)]
+    pairs = zip(asked, others, strict=True)
+    together = [[ask(engine, one)[1] for one in pair] for pair in pairs]
+    assert [one.ids for one in singly] == [one.wait().ids for one, _ in together]
+    assert all(token.logprob is not None for _, other in together for token in other.wait().tokens)
+    assert len({tuple(one.ids) for one in singly}) == len(asked)
+
+
+def test_a_recorded_step_launches_the_next_before_its_tokens_are_read(
+    recorded: Serve, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    launch, wait = ContinuousBatch.launch, PendingTokens.wait
+    monkeypatch.setattr(
+        ContinuousBatch, "launch", lambda *a: (events.append("launch"), launch(*a))[1]
+    )
+    monkeypatch.setattr(PendingTokens, "wait", lambda *a: (events.append("wait"), wait(*a))[1])
+    asked = request(5, 6, max_new_tokens=5)
+    assert ask(recorded(), asked)[1].wait().ids == alone(model, asked)
+    assert events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
+
+
 def test_text_comes_as_it_is_certain_and_ends_before_a_stop(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
@@ -232,11 +284,12 @@ def test_log_probabilities_are_those_before_any_setting(serve: Serve, model: Tra
     assert all(dict(t.top).get(t.id, t.logprob) == t.logprob for t in result.tokens)
 
 
+@pytest.mark.parametrize("record", [None, "graph"])
 def test_the_attention_of_a_request_is_traced_while_others_run(
-    serve: Serve, model: Transformer
+    record: Any, recorded: Serve, model: Transformer
 ) -> None:
     settings = TraceSettings(entropy=True, attention=AttentionSettings(top=3))
-    engine = serve()
+    engine = recorded(record=record)
     asked = request(5, 6, 7, trace=settings)
     results = [ask(engine, one)[1] for one in (*draw(3, seed=8), asked, *draw(3, seed=9))]
     result = results[3].wait()

@@ -1,0 +1,203 @@
+"""The engine of ``fenchel serve`` without HTTP, and transformers' compiled static cache, on a GPU.
+
+    python -m benchmarks engine [--rows 1,32,128] [--new 256] [--static 32,128] [--profile]
+
+A Llama of 1.1 thousand million random weights in bfloat16. Ours: as many requests as rows, each
+with a prompt of its own, submitted at once to an engine with 128 rows; every token is detokenized
+and reported, as it is for HTTP. Theirs: ``generate`` with a static cache on prompts of one length,
+which neither detokenizes nor lets a sequence join. Prompts count on both sides.
+
+    check               largest distance of the logits of recorded steps and of the model, relative,
+                        while rows join and leave; and how many of 128 draws are those of torch
+    tokens_per_second   new tokens of all requests over seconds, the median of ``ROUNDS``
+    of_copy             weights read per step times steps per second, over the bytes per second of
+                        a copy; for one request
+"""
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+
+from benchmarks.decode import COPY, LARGE, bytes_read
+from benchmarks.harness import record
+from benchmarks.train_cpu import draw, llama
+from fenchel.generation import Sampling
+from fenchel.generation.continuous_batch import ContinuousBatch, Prefill
+from fenchel.generation.sampling import RowSampling, draw_rows
+from fenchel.model import Transformer
+from fenchel.server.engine import Engine, Request, Update
+
+PROMPT, ROWS, ROUNDS = 32, 128, 3
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "temperature 1": Sampling(),
+    "top_p 0.9": Sampling(top_p=0.9),
+}
+
+
+def main(options: list[str] | None = None) -> None:
+    """Check, time, and write results/engine_cuda.json after every line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks engine")
+    parser.add_argument("--rows", default="1,32,128", help="numbers of requests, by commas")
+    parser.add_argument("--new", type=int, default=256, help="new tokens per request")
+    parser.add_argument("--static", default="32,128", help="batches of transformers; or empty")
+    parser.add_argument("--profile", action="store_true", help="print where the host's time goes")
+    given = parser.parse_args(options or [])
+    if not torch.cuda.is_available():
+        raise SystemExit("engine needs a GPU; serve measures the whole server on a CPU.")
+    torch.manual_seed(0)
+    lines: list[dict[str, Any]] = []
+
+    def add(**line: Any) -> None:
+        print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
+        lines.append(line)
+        record("engine_cuda", lines, ("transformers",))
+
+    model = Transformer(LARGE).to("cuda", torch.bfloat16).eval()
+    add(**_check(model))
+    started = time.perf_counter()
+    engine = Engine(model, _tokenizer(), rows=ROWS, queue=ROWS)
+    profile = _profiled(engine) if given.profile else None
+    engine.start()
+    while not engine.ready:
+        if engine.failure is not None:
+            raise SystemExit(engine.failure)
+        time.sleep(0.01)
+    add(way="fenchel", start_seconds=round(time.perf_counter() - started, 2))
+    for rows in map(int, given.rows.split(",")):
+        for name, sampling in SAMPLINGS.items():
+            seconds = [_serve(engine, rows, given.new, sampling) for _ in range(ROUNDS + 1)][1:]
+            line: dict[str, Any] = {"way": "fenchel", "rows": rows, "draw": name}
+            line["tokens_per_second"] = round(rows * given.new / statistics.median(seconds))
+            if rows == 1:
+                steps = given.new / statistics.median(seconds)
+                line["of_copy"] = round(steps * bytes_read(model) / COPY, 3)
+            add(**line)
+    engine.close()
+    if profile is not None:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+    del engine, model
+    torch.cuda.empty_cache()
+    if given.static:
+        theirs = llama(LARGE).to("cuda", torch.bfloat16).eval()
+        for rows in map(int, given.static.split(",")):
+            add(way="transformers static", rows=rows, **_static(theirs, rows, given.new))
+
+
+def _tokenizer() -> Tokenizer:
+    """A word per id, so that every token is text."""
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(LARGE.vocabulary)}, unk_token="w0")
+    )
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _serve(engine: Engine, rows: int, new: int, sampling: Sampling) -> float:
+    """Seconds of ``rows`` requests that arrive at once."""
+    done, failed = threading.Semaphore(0), []
+
+    def on_update(update: Update) -> None:
+        if update.finish is not None:
+            if update.finish != "length":
+                failed.append(update)
+            done.release()
+
+    prompts = torch.randint(LARGE.vocabulary, (rows, PROMPT)).tolist()
+    started = time.perf_counter()
+    for seed, prompt in enumerate(prompts):
+        request = Request(prompt=tuple(prompt), max_new_tokens=new, sampling=sampling, seed=seed)
+        engine.submit(request, on_update)
+    for _ in range(rows):
+        done.acquire()
+    if failed:
+        raise SystemExit(f"a request ended with {failed[0]}")
+    return time.perf_counter() - started
+
+
+def _static(model: Any, rows: int, new: int) -> dict[str, Any]:
+    """transformers with a static cache, compiled by its first call."""
+    ids = draw(LARGE.vocabulary, rows, PROMPT).to("cuda")
+
+    def call() -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="static",
+        )
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    first = call()
+    seconds = [call() for _ in range(ROUNDS + 1)][1:]
+    return {
+        "tokens_per_second": round(rows * new / statistics.median(seconds)),
+        "first_call": round(first, 1),
+    }
+
+
+@torch.inference_mode()
+def _check(model: Transformer) -> dict[str, Any]:
+    """Recorded steps beside the model itself, and the kernel of the draw beside torch."""
+    batches = [ContinuousBatch(model, rows=6, record=record) for record in ("graph", None)]
+    assert batches[0].recorded is not None
+    assert batches[1].recorded is None
+    worst = 0.0
+    joined: list[list[Any]] = [[], []]
+    prompts = [torch.randint(LARGE.vocabulary, (n,)).tolist() for n in (7, 300, 33, 2, 90, 150)]
+    for turn in range(12):
+        if turn % 2 == 0:
+            for batch, rows in zip(batches, joined, strict=True):
+                prefill = Prefill(model, [prompts[turn // 2]], chunk=2048)
+                prefill.read()
+                rows.append(batch.join(prefill, 0, 5 + turn))
+        if turn == 7:
+            for batch, rows in zip(batches, joined, strict=True):
+                batch.leave(rows.pop(0))
+        ours, theirs = (batch.step().float() for batch in batches)
+        for mine, his in zip(*joined, strict=True):
+            x, y = ours[mine.index], theirs[his.index]
+            worst = max(worst, float((x - y).norm() / y.norm()))
+            mine.token = his.token = int(y.argmax())
+    return {"check": round(worst, 5), "equal_draws": _equal_draws()}
+
+
+def _equal_draws() -> int:
+    """How many of 128 rows of 32,000 logits draw the same by the kernel and by torch."""
+    from fenchel.kernels.draw_token import draw_token
+
+    z = 3 * torch.randn(128, LARGE.vocabulary, device="cuda").bfloat16()
+    kinds = [*SAMPLINGS.values(), Sampling(top_k=50, top_p=0.9), Sampling(min_p=0.1, top_k=40)]
+    settings = RowSampling.of([(kinds[i % len(kinds)], 17 * i) for i in range(128)])
+    there = RowSampling(*(x.cuda() for x in settings))
+    n, token, marked = (torch.arange(128, device="cuda") for _ in range(3))
+    draw_token(z, there, n.clone(), token, marked)
+    return int((marked == draw_rows(z, there, n)).sum())
+
+
+def _profiled(engine: Engine) -> cProfile.Profile:
+    """Have the thread of an engine profiled."""
+    profile, run = cProfile.Profile(), engine._run
+
+    def profiled() -> None:
+        profile.runcall(run)
+
+    engine._thread = threading.Thread(target=profiled, daemon=True)
+    return profile
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,282 @@
+"""``fenchel serve`` against ``transformers serve``, with and without its continuous batching.
+
+    python -m benchmarks serve [--clients 1,8,32] [--rounds 3] [--new 32] [--only fenchel]
+
+Each server is a process of its own with one thread for its products, and all read the same
+directory: a Llama of 29.5M random weights in float32, and a tokenizer trained on a built-in text.
+In every round each server in turn is asked by as many clients at once, each with prompts of 24
+words that no other request has; answers are streamed, at temperature 1, and none ends before its
+last token. The first round of each number of clients warms the servers up and does not count.
+
+    tokens_per_cpu_second   new tokens over the processor time of the server, prompts included: the
+                            same on a busy machine, which seconds are not
+    tokens_per_second       new tokens over seconds
+    p50, p95, first         seconds of a request, and until its first event (median)
+    memory                  the largest resident memory of the server so far, in bytes
+    ratio                   of tokens per processor second to the better of transformers' two
+
+The openai package asks both servers in the same way, but takes more time than either spends on
+HTTP, so the client here is http.client.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.harness import record
+from fenchel.checkpoints import save
+from fenchel.data import open_text, train_tokenizer
+from fenchel.model import ModelConfig, Transformer
+
+MODEL = ModelConfig(vocabulary=8192, context=1024, width=512, layers=8, heads=8)
+WORDS, ROWS = 24, 32
+OURS, THEIRS, BATCHED = "fenchel", "transformers", "transformers continuous"
+START = 180.0
+"""Seconds that a server may take to answer for the first time."""
+
+
+def main(options: list[str] | None = None) -> None:
+    """Print and record a line per server and number of clients."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks serve")
+    parser.add_argument("--clients", default="1,8,32", help="numbers of clients, by commas")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
+    parser.add_argument("--new", type=int, default=32, help="new tokens per request")
+    parser.add_argument("--only", help="one server, to look at it; nothing is recorded")
+    given = parser.parse_args(options or [])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        prompts = _write_model(path)
+        servers, missing = _start(path, given.only)
+        try:
+            lines: list[dict[str, Any]] = []
+            for clients in map(int, given.clients.split(",")):
+                lines += _measure(servers, clients, given.rounds, given.new, prompts)
+        finally:
+            for server in servers.values():
+                server.stop()
+    lines += [{"server": name, "missing": reason} for name, reason in missing.items()]
+    if given.only is None:
+        record("serve_cpu", lines, ("transformers", "starlette", "uvicorn"))
+
+
+def _write_model(path: Path) -> Iterator[str]:
+    """Write the directory; returns prompts of the text that its tokenizer was trained on."""
+    texts = [document.text for document in open_text("sotu").documents()]
+    tokenizer = train_tokenizer(texts, MODEL.vocabulary)
+    save(Transformer(MODEL), tokenizer, path)
+    words = " ".join(texts).split()
+    return (" ".join(words[WORDS * i : WORDS * (i + 1)]) for i in count())
+
+
+@dataclass
+class _Server:
+    """A process that answers at a port of the loopback address."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    model: str
+    log: Path
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the process and of those that it started."""
+        return sum(map(_cpu_seconds, _with_children(self.process.pid)))
+
+    def peak_memory(self) -> int:
+        """The largest resident memory so far, in bytes."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+    def stop(self) -> None:
+        """End the process."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _with_children(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from _with_children(int(child))
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process, its threads included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _start(path: Path, only: str | None) -> tuple[dict[str, _Server], dict[str, str]]:
+    """The servers that answer, and why the others do not."""
+    theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(path)]
+    theirs += "--device cpu --dtype float32 --log-level error --port".split()
+    commands: Mapping[str, Callable[[int], list[str]]] = {
+        OURS: lambda port: [
+            *(sys.executable, "-m", "fenchel", "serve", str(path)),
+            *("--device", "cpu", "--threads", "1", "--rows", str(ROWS), "--port", str(port)),
+        ],
+        THEIRS: lambda port: [*theirs, str(port)],
+        BATCHED: lambda port: [*theirs, str(port), "--continuous-batching"],
+    }
+    if only is not None and only not in commands:
+        raise SystemExit(f"--only {only!r} should be one of {', '.join(commands)}.")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    servers: dict[str, _Server] = {}
+    missing: dict[str, str] = {}
+    for name in commands if only is None else [only]:
+        if name != OURS and find_spec("fastapi") is None:
+            missing[name] = "transformers serve needs fastapi, which is not installed"
+            print(f"{name}: {missing[name]}.", file=sys.stderr)
+            continue
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        log = path.parent / f"{name}.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                commands[name](port), stdout=file, stderr=subprocess.STDOUT, env=environment
+            )
+        servers[name] = _Server(process, port, path.name if name == OURS else str(path), log)
+    for name, server in list(servers.items()):
+        try:
+            _wait(server)
+        except RuntimeError as error:
+            servers.pop(name).stop()
+            missing[name] = str(error)
+            print(f"{name}: {error}", file=sys.stderr)
+    return servers, missing
+
+
+def _wait(server: _Server) -> None:
+    """Wait until a server is ready; raises with the last line of its log where it is not."""
+    end = time.monotonic() + START
+    while time.monotonic() < end and server.process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.2)
+    last = server.log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+    raise RuntimeError(f"it does not answer: {last[0][:200]}")
+
+
+class _Answer(NamedTuple):
+    """New tokens of a request, and seconds until its first event and its end."""
+
+    tokens: int
+    first: float
+    seconds: float
+
+
+def _ask(server: _Server, prompt: str, new: int) -> _Answer:
+    """One streamed request; the number of tokens is the server's own count."""
+    body = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": new,
+        "temperature": 1.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started = time.perf_counter()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"HTTP {response.status}: {response.read(500)!r}")
+    first, usage = 0.0, None
+    for line in response:
+        if line.startswith(b"data: {"):
+            first = first or time.perf_counter() - started
+            event = json.loads(line[len(b"data: ") :])
+            if "error" in event:
+                raise RuntimeError(f"the stream ended with {event['error']}")
+            usage = event.get("usage") or usage
+    connection.close()
+    if usage is None:
+        raise RuntimeError("the stream ended without usage")
+    return _Answer(usage["completion_tokens"], first, time.perf_counter() - started)
+
+
+def _measure(
+    servers: Mapping[str, _Server], clients: int, rounds: int, new: int, prompts: Iterator[str]
+) -> list[dict[str, Any]]:
+    """All servers in turn, ``rounds`` times after a first one that does not count."""
+    requests = 4 if clients == 1 else 1  # per client
+    answers: dict[str, list[_Answer]] = {name: [] for name in servers}
+    cpu: dict[str, list[float]] = {name: [] for name in servers}
+    wall: dict[str, list[float]] = {name: [] for name in servers}
+    for r in range(rounds + 1):
+        asked = [[next(prompts) for _ in range(requests)] for _ in range(clients)]
+        for name in list(servers) if r % 2 else reversed(list(servers)):
+            server = servers[name]
+            before, started = server.cpu_seconds(), time.perf_counter()
+            with ThreadPoolExecutor(clients) as pool:
+                own = pool.map(partial(_ask_all, server, new), asked)
+                got = [answer for one in own for answer in one]
+            if r:
+                wall[name].append(time.perf_counter() - started)
+                cpu[name].append(server.cpu_seconds() - before)
+                answers[name] += got
+    lines = [
+        {
+            "server": name,
+            "clients": clients,
+            **_summary(answers[name], cpu[name], wall[name]),
+            "memory": servers[name].peak_memory(),
+        }
+        for name in servers
+    ]
+    theirs = [line["tokens_per_cpu_second"] for line in lines if line["server"] != OURS]
+    for line in lines:
+        if theirs:
+            line["ratio"] = round(line["tokens_per_cpu_second"] / max(theirs), 3)
+        print("  ".join(f"{key} {value}" for key, value in line.items()))
+    return lines
+
+
+def _ask_all(server: _Server, new: int, prompts: Sequence[str]) -> list[_Answer]:
+    """The requests of one client, one after another."""
+    return [_ask(server, prompt, new) for prompt in prompts]
+
+
+def _summary(
+    answers: Sequence[_Answer], cpu: Sequence[float], wall: Sequence[float]
+) -> dict[str, Any]:
+    """The numbers of a server over all rounds."""
+    tokens, seconds = sum(a.tokens for a in answers), [a.seconds for a in answers]
+    return {
+        "tokens": tokens,
+        "tokens_per_cpu_second": round(tokens / sum(cpu), 1),
+        "tokens_per_second": round(tokens / sum(wall), 1),
+        "p50": round(statistics.median(seconds), 3),
+        "p95": round(statistics.quantiles(seconds, n=20, method="inclusive")[-1], 3),
+        "first": round(statistics.median(a.first for a in answers), 3),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,197 @@
+"""One token per row of logits, drawn on the device by settings that every row has for itself.
+
+    w_v  = exp((z_v - max z) / temperature)
+    e_v  = -log(1 - u_v),    u_v = (philox(seed; v, n) + 1/2) 2^-32
+    v    = argmax of log w_v - log e_v over the tokens that stay
+
+Which tokens stay, and why the search below ends soon, is said in generation/sampling.py: in the
+order of falling z, of equals by rising id, v stays if and only if the tokens before it are fewer
+than ``top_k`` with a share below ``top_p`` of the sum over the ``top_k`` largest, and
+w_v >= ``min_p``. If the argmax over all does not stay, all that stay are before it, and the next
+round looks among those. Temperature 0 takes the first largest z.
+
+u depends on the seed of the row, the number n of the token and on v alone: not on other rows, and
+not on what was drawn before. ``draw_rows`` of generation/sampling.py defines the same in torch.
+
+One program per row, since a row is short (64 kB for 32,000 in bfloat16): one pass for the largest
+z, one for the sum and the argmax, and for a row with a restriction one for the share and one for
+the next argmax per round. A row with ``top_k`` and ``top_p`` needs the sum over the ``top_k``
+largest: the k-th largest z is found by bisection of its bits in 32 passes.
+
+Shapes: z (B, V), all settings, n, token and marked (B,); -1 in ``marked`` where the largest logit
+is not finite.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fenchel.kernels.thin_matmul import overlap
+
+BLOCK = 4096
+"""Entries of a row per iteration: one load of 16 bytes in flight per thread."""
+WARPS = 16
+ROUNDS = tl.constexpr(64)
+"""Rounds at most; more are hardly possible, since each leaves a random share of the rest."""
+
+
+def draw_token(
+    z_BV: Tensor,
+    settings: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    n_B: Tensor,
+    token_B: Tensor,
+    marked_B: Tensor,
+) -> None:
+    """Draw token n of every row into ``token_B`` and, or -1, into ``marked_B``.
+
+    ``settings`` are temperature, top_p and min_p (float32), top_k and seed (int64).
+    """
+    B, V = z_BV.shape
+    block = min(BLOCK, max(16, triton.next_power_of_2(V)))
+    _draw_token[(B,)](
+        z_BV,
+        *settings,
+        n_B,
+        token_B,
+        marked_B,
+        V,
+        z_BV.stride(0),
+        BLOCK=block,
+        num_warps=WARPS if block == BLOCK else 4,
+        **overlap(z_BV),
+    )
+
+
+@triton.jit
+def _key(z, top, temperature, seed, n, v):  # type: ignore[no-untyped-def]
+    """log w - log e of the tokens v."""
+    x, _1, _2, _3 = tl.philox(seed, v, v * 0 + n, v * 0, v * 0)
+    u = tl.minimum((x.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # 1 - u has no small u left, and those decide which unlikely token is drawn.
+    small = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
+    e = tl.where(u < 0.01, small, -tl.log(1.0 - u))
+    return (z - top) / temperature - tl.log(e)
+
+
+@triton.jit
+def _ordered(z):  # type: ignore[no-untyped-def]
+    """int32 in the order of the floats."""
+    bits = z.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw_token(  # type: ignore[no-untyped-def]
+    z_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    top_k_ptr,
+    seed_ptr,
+    n_ptr,
+    token_ptr,
+    marked_ptr,
+    V,
+    stride,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    z_ptr += b * stride
+    lane = tl.arange(0, BLOCK)
+    low = -float("inf")
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    temperature = tl.load(temperature_ptr + b)
+    top_p = tl.load(top_p_ptr + b)
+    min_p = tl.load(min_p_ptr + b)
+    k = tl.load(top_k_ptr + b).to(tl.int32)
+    seed = tl.load(seed_ptr + b).to(tl.uint64, bitcast=True)
+    n = tl.load(n_ptr + b).to(tl.int32)
+
+    best = tl.full((BLOCK,), low, tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    sound = tl.full((BLOCK,), 1, tl.int32)
+    for start in range(0, V, BLOCK):
+        v = start + lane
+        z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+        sound = tl.where(z == z, sound, 0)
+        better = z > best
+        best = tl.where(better, z, best)
+        where = tl.where(better, v, where)
+    top = tl.max(best, 0)
+    chosen = tl.min(tl.where(best == top, where, V - 1), 0)
+    fine = (tl.min(sound, 0) == 1) & (tl.abs(top) < float("inf"))
+
+    if fine & (temperature > 0.0):
+        limited = (k < V) | (top_p < 1.0)
+        highest = tl.full((BLOCK,), low, tl.float32)
+        at = tl.zeros((BLOCK,), tl.int32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            v = start + lane
+            z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+            w = tl.exp((z - top) / temperature)
+            total += w
+            key = tl.where((v < V) & (w >= min_p), _key(z, top, temperature, seed, n, v), low)
+            better = key > highest
+            highest = tl.where(better, key, highest)
+            at = tl.where(better, v, at)
+        peak = tl.max(highest, 0)
+        chosen = tl.min(tl.where(highest == peak, at, V - 1), 0)
+        limit = top_p * tl.sum(total, 0)
+        if (k < V) & (top_p < 1.0):
+            # The largest t with at least k entries that are not below it.
+            below = _ordered(tl.zeros((1,), tl.float32) + low).to(tl.int64)
+            above = _ordered(tl.zeros((1,), tl.float32) + top).to(tl.int64) + 1
+            for _ in range(33):
+                middle = (below + above) >> 1
+                count = tl.zeros((BLOCK,), tl.int32)
+                for start in range(0, V, BLOCK):
+                    v = start + lane
+                    z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+                    count += ((v < V) & (_ordered(z).to(tl.int64) >= middle)).to(tl.int32)
+                enough = tl.sum(count, 0) >= k
+                below = tl.where(enough, middle, below)
+                above = tl.where(enough, above, middle)
+            share = tl.zeros((BLOCK,), tl.float32)
+            equal = tl.zeros((BLOCK,), tl.float32)
+            count = tl.zeros((BLOCK,), tl.int32)
+            for start in range(0, V, BLOCK):
+                v = start + lane
+                z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+                w = tl.exp((z - top) / temperature)
+                larger = (v < V) & (_ordered(z).to(tl.int64) > below)
+                share += tl.where(larger, w, 0.0)
+                count += larger.to(tl.int32)
+                equal = tl.maximum(equal, tl.where(_ordered(z).to(tl.int64) == below, w, 0.0))
+            rest = (k - tl.sum(count, 0)).to(tl.float32)
+            limit = top_p * (tl.sum(share, 0) + rest * tl.max(equal, 0))
+        limit = tl.where(top_p < 1.0, limit, float("inf"))
+        rounds = tl.where(limited, 0, ROUNDS)
+        while rounds < ROUNDS:
+            z_chosen = tl.load(z_ptr + chosen).to(tl.float32)
+            share = tl.zeros((BLOCK,), tl.float32)
+            count = tl.zeros((BLOCK,), tl.int32)
+            highest = tl.full((BLOCK,), low, tl.float32)
+            at = tl.zeros((BLOCK,), tl.int32)
+            for start in range(0, V, BLOCK):
+                v = start + lane
+                z = tl.load(z_ptr + v, mask=v < V, other=low).to(tl.float32)
+                before = (v < V) & ((z > z_chosen) | ((z == z_chosen) & (v < chosen)))
+                w = tl.exp((z - top) / temperature)
+                share += tl.where(before, w, 0.0)
+                count += before.to(tl.int32)
+                key = tl.where(before & (w >= min_p), _key(z, top, temperature, seed, n, v), low)
+                better = key > highest
+                highest = tl.where(better, key, highest)
+                at = tl.where(better, v, at)
+            peak = tl.max(highest, 0)
+            following = tl.min(tl.where(highest == peak, at, V - 1), 0)
+            full = (tl.sum(share, 0) >= limit) | (tl.sum(count, 0) >= k)
+            full = full & (tl.sum(count, 0) > 0)
+            chosen = tl.where(full, following, chosen)
+            rounds = tl.where(full, rounds + 1, ROUNDS)
+    tl.store(token_ptr + b, chosen.to(tl.int64))
+    tl.store(marked_ptr + b, tl.where(fine, chosen, -1).to(tl.int64))
