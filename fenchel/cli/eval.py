@@ -38,6 +38,7 @@ def run(
     split: Literal["validation", "train"] | None = None,
     tokens: Whole | None = None,
     context: Whole | None = None,
+    stride: Whole | None = None,
     against: Path | None = None,
     calibration: Switch = False,
     save: Switch = False,
@@ -60,9 +61,11 @@ def run(
     tokens
         Number of tokens to predict, from the start of the text; all by default.
     context
-        Tokens that the model reads at once; as many as in training by default. Positions that are
-        not learned can be read further. A window begins half of them after the one before it, and
-        the last ends with the text.
+        Tokens that the model reads at once, a window; as many as in training by default. Positions
+        that are not learned can be read further.
+    stride
+        Tokens between the beginnings of two windows; half of a window by default, so that a token
+        is predicted from at least half of one. The last window ends with the text.
     against
         A second model to evaluate on the same text: compared by bits per byte, and by perplexity
         where both have the same tokenizer.
@@ -95,7 +98,6 @@ def run(
         from fenchel.cli.reliability import page as reliability_page
         from fenchel.evaluate import confidence
         from fenchel.evaluate.calibration import write_calibration
-        from fenchel.evaluate.score import stride
         from fenchel.files import write_atomic
 
         if calibration and _choice_of(directory) is not None:
@@ -109,7 +111,7 @@ def run(
         if against is not None:
             both = _source_of_both(source, directory, against, tokens)
             tokens, source = (tokens if both is source else None), both
-        measured = _evaluate(directory, source, tokens, context, place, console)
+        measured = _evaluate(directory, source, tokens, (context, stride), place, console)
         model, evaluation = measured.model, measured.evaluation
         output: dict[str, Any] = {
             "text": evaluation.text,
@@ -118,13 +120,17 @@ def run(
             "dtype": str(model.lm_head_weight.dtype).removeprefix("torch."),
             "begin": measured.begin,
             "context": measured.context,
-            "stride": stride(measured.context),
+            "stride": measured.stride,
             **_finite(evaluation.score),
         }
         lines = _lines(measured, truncated=tokens is not None)
         if calibration:
             result = confidence(
-                model, measured.ids, context=measured.context, progress=console.progress
+                model,
+                measured.ids,
+                context=measured.context,
+                stride=measured.stride,
+                progress=console.progress,
             )
             output["calibration"] = _as_json(result)
             lines += _calibration_lines(result)
@@ -135,8 +141,8 @@ def run(
                 write_atomic(page, reliability_page(directory.name, evaluation.text, result))
                 lines.append(f"reliability diagram  {page}")
         if against is not None:
-            second = _evaluate(against, source, tokens, context, place, console).evaluation
-            output["against"], comparison_lines = _compare(evaluation, second)
+            second = _evaluate(against, source, tokens, (context, stride), place, console)
+            output["against"], comparison_lines = _compare(evaluation, second.evaluation)
             lines += comparison_lines
     shown = break_lines("\n".join(lines), width_of(sys.stdout))
     print(json_format.dumps(output) if json else shown)
@@ -151,6 +157,8 @@ class _Measured(NamedTuple):
     bytes: int
     context: int
     """Tokens per window."""
+    stride: int
+    """Tokens between the beginnings of two windows."""
     begin: str
     """How the text begins, in words."""
     evaluation: "Evaluation"
@@ -221,15 +229,16 @@ def _evaluate(
     directory: Path,
     source: _Source,
     tokens: int | None,
-    context: int | None,
+    windows: tuple[int | None, int | None],
     place: "tuple[torch.device, torch.dtype | None]",
     console: Console,
 ) -> _Measured:
     from fenchel.checkpoints.tokenizer import describe_beginning
     from fenchel.evaluate import Evaluation, fingerprint, score, score_choice, truncate_ids
-    from fenchel.evaluate.score import document_ids, require_decoder
+    from fenchel.evaluate.score import default_stride, document_ids, require_decoder
 
     device, dtype = place
+    context, stride = windows
     model, tokenizer, config = load_checkpoint(directory, device, dtype)
     require_decoder(model)
     if context is not None and context > config.context:
@@ -237,6 +246,9 @@ def _evaluate(
     elif context is not None and context < 1:
         raise ValueError(f"--context {context} should be 1 or more.")
     context = context or config.context
+    stride = default_stride(context) if stride is None else stride
+    if not 1 <= stride <= context:
+        raise ValueError(f"--stride {stride} should be 1 to {context}, the tokens of a window.")
     if source.ids is not None and source.fingerprint == fingerprint(tokenizer):
         ids, size = truncate_ids(source.ids, source.bytes, tokens)
     else:
@@ -244,13 +256,15 @@ def _evaluate(
             tokenizer, source.documents(), source.bytes, limit=tokens, progress=console.progress
         )
     result: Score | ChoiceScore
+    options: dict[str, Any] = {"bytes": size, "context": context, "stride": stride}
     if (choice := _choice_of(directory)) is None:
-        result = score(model, ids, bytes=size, context=context, progress=console.progress)
+        result = score(model, ids, progress=console.progress, **options)
     else:
         console.progress("reading", 0, 0)
-        result = score_choice(model, ids, choice=choice, bytes=size, context=context)
+        result = score_choice(model, ids, choice=choice, **options)
     evaluation = Evaluation(str(directory), result, fingerprint(tokenizer), source.name)
-    return _Measured(model, ids, size, context, describe_beginning(tokenizer), evaluation)
+    begin = describe_beginning(tokenizer)
+    return _Measured(model, ids, size, context, stride, begin, evaluation)
 
 
 def _choice_of(directory: Path) -> "Choice | None":
@@ -268,13 +282,11 @@ def _choice_of(directory: Path) -> "Choice | None":
 
 
 def _lines(measured: _Measured, *, truncated: bool) -> list[str]:
-    from fenchel.evaluate.score import stride
-
     score, context = measured.evaluation.score, measured.context
     amount = f"{measured.bytes:,} bytes, {score.tokens:,} tokens"
     lines = [
         f"{measured.evaluation.text}: {'the first, about ' if truncated else ''}{amount}",
-        f"{measured.begin} Windows have {context:,} tokens and begin {stride(context):,} apart.",
+        f"{measured.begin} Windows have {context:,} tokens and begin {measured.stride:,} apart.",
         f"bits per byte  {score.bits_per_byte:.4f}",
     ]
     numbers = score._asdict()

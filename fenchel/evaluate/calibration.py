@@ -311,6 +311,7 @@ def confidence(
     ids: Ids,
     *,
     context: int,
+    stride: int | None = None,
     bins: int = BINS,
     batch: int = 8,
     progress: ProgressCallback | None = None,
@@ -324,7 +325,7 @@ def confidence(
         raise ValueError(f"the text has {len(ids)} tokens; calibration needs at least 4.")
     middle = len(ids) // 2
     first, second = _halves(progress, middle, len(ids) - 1)
-    options: dict[str, Any] = {"context": context, "batch": batch}
+    options: dict[str, Any] = {"context": context, "stride": stride, "batch": batch}
     logits_NV, targets_N = _subsample(model, ids[: middle + 1], progress=first, **options)
     T = fit_temperature(logits_NV, targets_N).temperature
     temperatures = (1.0, T) if 0.0 < T < float("inf") else (1.0,)

@@ -10,8 +10,9 @@ bits per byte are then infinite; the loss, the accuracy and the share of targets
 remain.
 
 Every token but the first is a target exactly once. The windows have ``context`` tokens and begin
-half a context apart (``stride``): a target has at least half a context before it, except near the
-start of the text. The last window ends with the text, so its targets have more.
+``stride`` tokens apart, by default half a context: a target then has at least half a context before
+it, except near the start of the text. The last window ends with the text, so its targets have more.
+Windows that are a whole context apart are those of lm-evaluation-harness (harness.py).
 
 Of W processes each reads every W-th batch of windows (``Sharing``). The sums of all batches are
 gathered and added in the order of the text, so that the result has the bits of one process.
@@ -83,6 +84,7 @@ def score(
     *,
     bytes: int,
     context: int,
+    stride: int | None = None,
     limit: int | None = None,
     batch: int = 32,
     progress: ProgressCallback | None = None,
@@ -104,7 +106,7 @@ def score(
     part = ids if limit is None else ids[: limit + 1]
     sums: list[Block] = []
     for number, logits_NV, targets_N in _numbered_predictions(
-        model, part, context=context, batch=batch, progress=progress, shared=shared
+        model, part, context=context, stride=stride, batch=batch, progress=progress, shared=shared
     ):
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
@@ -191,6 +193,7 @@ def score_choice(
     choice: Choice,
     bytes: int,
     context: int,
+    stride: int | None = None,
     limit: int | None = None,
     batch: int = 32,
     shared: Sharing | None = None,
@@ -199,7 +202,7 @@ def score_choice(
     part = ids if limit is None else ids[: limit + 1]
     blocks: list[Block] = []
     for number, logits_NV, targets_N in _numbered_predictions(
-        model, part, context=context, batch=batch, shared=shared
+        model, part, context=context, stride=stride, batch=batch, shared=shared
     ):
         p_NV = choice.weights(logits_NV.float())
         p_N = p_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
@@ -254,6 +257,7 @@ def predictions(
     ids: Ids,
     *,
     context: int,
+    stride: int | None = None,
     batch: int = 32,
     progress: ProgressCallback | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -264,7 +268,7 @@ def predictions(
     text, and with the vocabulary only where one row has more than ``LOGITS``.
     """
     for _, logits_NV, targets_N in _numbered_predictions(
-        model, ids, context=context, batch=batch, progress=progress
+        model, ids, context=context, stride=stride, batch=batch, progress=progress
     ):
         yield logits_NV, targets_N
 
@@ -274,6 +278,7 @@ def _numbered_predictions(
     ids: Ids,
     *,
     context: int,
+    stride: int | None,
     batch: int,
     progress: ProgressCallback | None = None,
     shared: Sharing | None = None,
@@ -284,6 +289,7 @@ def _numbered_predictions(
     divided among them, a pass needs all.
     """
     rank, size = (0, 1) if shared is None else (shared.rank, shared.size)
+    stride = default_stride(context) if stride is None else stride
     if isinstance(model, Transformer):
         require_decoder(model)
         T = min(context, max(1, len(ids) - 1))
@@ -291,9 +297,7 @@ def _numbered_predictions(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     done, number = 0, -1
     with evaluating(model):
-        for number, window in enumerate(
-            windows(ids, context=context, stride=stride(context), batch=batch)
-        ):
+        for number, window in enumerate(windows(ids, context=context, stride=stride, batch=batch)):
             if number % size == rank:
                 for logits_NV, targets_N in _blocks(model, *(x.to(device) for x in window)):
                     yield number, logits_NV, targets_N
@@ -304,7 +308,7 @@ def _numbered_predictions(
             deque(_blocks(model, *(x.to(device) for x in window)), maxlen=0)
 
 
-def stride(context: int) -> int:
+def default_stride(context: int) -> int:
     """How far the next window begins after a window of ``context`` tokens: half of it."""
     return max(1, context // 2)
 

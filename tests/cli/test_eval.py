@@ -269,3 +269,27 @@ def test_a_model_without_a_text_of_its_own_asks_for_one(
     (copy / "text.json").unlink()
     assert main(["eval", str(copy)]) == 2
     assert "has no text of its own; name one with --text." in capsys.readouterr().err
+
+
+def test_the_distance_of_windows_can_be_set(
+    run_directory: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(run_directory), "--text", str(other_text), "--context", "8", "--json"]
+    model, tokenizer, _ = load(run_directory)
+    ids, size = text_ids(tokenizer, str(other_text))
+    losses = {}
+    for given, stride in (([], 4), (["--stride", "8"], 8), (["--stride", "1"], 1)):
+        found = json.loads(told([*words, *given], capsys))
+        assert found["stride"] == stride
+        losses[stride] = found["loss"]
+        direct = score(model, ids, bytes=size, context=8, stride=stride)
+        assert found["loss"] == pytest.approx(direct.loss)
+    assert len(set(losses.values())) == 3
+    half, whole = (
+        json.loads(told([*words, "--calibration", *given], capsys))["calibration"]["plain"]
+        for given in ([], ["--stride", "8"])
+    )
+    assert half["brier"] != whole["brier"]
+    for wrong in ("0", "9"):
+        assert main([*words, "--stride", wrong]) == 2
+        assert f"--stride {wrong} should be 1 to 8" in capsys.readouterr().err
