@@ -49,6 +49,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fenchel.files import printable
 from fenchel.server.embeddings import Embedder
 from fenchel.server.engine import (
     Engine,
@@ -623,7 +624,7 @@ class App:
 
     async def _http_error(self, request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = request.url.path[:80]
+        path = printable(request.url.path, 80)
         message = f"{request.method} {path} is not answered by this server."
         if error.status_code == 405:
             message = f"{path} does not take {request.method}."

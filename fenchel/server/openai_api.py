@@ -54,6 +54,8 @@ MOST_CHOICES = 8
 MOST_STOPS, LONGEST_STOP = 16, 256
 DEEPEST = 16
 """Nested objects and lists of a body at most."""
+LEAST_CHARACTERS = 32
+"""Characters per token of the context up to which a text is encoded, whatever the vocabulary."""
 LOWEST = -9999.0
 """What -inf is written as."""
 
@@ -155,6 +157,16 @@ class ServedModel:
     def token_texts(self) -> "TokenTexts":
         """The text of single tokens."""
         return TokenTexts(self.tokenizer)
+
+    @cached_property
+    def longest_text(self) -> int:
+        """Characters beyond which a text cannot fit into the context.
+
+        No token has more than the longest of the vocabulary; the least is for tokenizers that
+        remove characters.
+        """
+        longest = max(map(len, self.tokenizer.get_vocab()), default=0)
+        return self.context * max(longest, LEAST_CHARACTERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +383,7 @@ class _Fields:
 
     def wrong(self, name: str, expected: str) -> ApiError:
         value = self.values.get(name)
-        shown = printable(json.dumps(value), 60)
+        shown = printable(json.dumps(value)[:100], 60)
         return ApiError(
             f"{self.prefix}{name} should be {expected}, got {shown}.", param=self.prefix + name
         )
@@ -458,6 +470,7 @@ def _prompts(
     prompts: list[tuple[list[int], str | None]] = []
     for one in value:
         if isinstance(one, str):
+            _require_length(len(one), served, name)
             prompts.append(((ids_of or text_ids)(one, served), one))
         elif isinstance(one, list) and all(type(token) is int for token in one):
             prompts.append((one, None))
@@ -477,6 +490,17 @@ def text_ids(text: str, served: ServedModel) -> list[int]:
         return [*begin_ids(served.tokenizer), *encode(served.tokenizer, text)] or [*served.ends[:1]]
     except ValueError as error:
         raise ApiError(str(error), param="prompt") from None
+
+
+def _require_length(characters: int, served: ServedModel, param: str) -> None:
+    """Refuse a text that is far too long before the time is spent to encode it."""
+    if characters > served.longest_text:
+        raise ApiError(
+            f"{param} has {characters:,} characters; for {served.context:,} tokens of context "
+            f"{served.longest_text:,} are read at most.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _require_ids(ids: Sequence[int], served: ServedModel, param: str) -> None:
@@ -509,15 +533,19 @@ def _conversation_ids(
             "--template plain.",
             code="no_chat_template",
         )
+    messages = _messages(value)
+    _require_length(sum(len(one["content"]) for one in messages), served, "messages")
     try:
         return served.template.encode(
             served.tokenizer,
-            _messages(value),
+            messages,
             add_generation_prompt=add_generation_prompt,
             trust_user_tokens=served.trust_user_tokens,
         )
     except ValueError as error:
-        raise ApiError(str(error), param="messages") from None
+        # The template is called by its path, which is no client's business.
+        message = str(error).replace(served.template.name, "the chat template")
+        raise ApiError(message, param="messages") from None
 
 
 def _messages(value: Any) -> list[dict[str, str]]:

@@ -22,8 +22,9 @@ const CONTROLS = [
 	{ name: "seed", label: "Seed", low: 0, high: 2 ** 31 - 1, step: 1, value: 0, number: true, about: "the same seed draws the same tokens" },
 ];
 
-const state = { tokens: [], start: 0, choice: { layer: null, head: null }, pinned: null, pointed: null, messages: [], answer: null, request: null };
+const state = { tokens: [], start: 0, choice: { layer: null, head: null }, pinned: null, pointed: null, messages: [], answer: null, request: null, frame: null };
 const controls = new Map();
+let { ramp } = colours();
 
 // --- requests
 
@@ -124,7 +125,10 @@ function take(one, ids, known, decode) {
 		});
 	});
 	progress();
-	drawStrip();
+	state.frame ??= requestAnimationFrame(() => {
+		state.frame = null;
+		drawStrip();
+	});
 }
 
 // Tokens may end inside a character: their bytes together give the text.
@@ -300,8 +304,9 @@ function shadeToken(at, weights = null) {
 	element.classList.toggle("read", share > 0);
 	element.classList.toggle("active", at === active());
 	element.classList.toggle("kept", at === state.pinned);
+	element.setAttribute("aria-pressed", at === state.pinned);
 	if (weights === null && logprob !== null) {
-		const [r, g, b] = shade(colours().ramp, Math.min(-logprob / NATS, 1));
+		const [r, g, b] = shade(ramp, Math.min(-logprob / NATS, 1));
 		style.backgroundColor = css([r, g, b]);
 		style.color = 3 * r + 6 * g + b > 1250 ? "#111" : "#fff";
 	} else style.color = style.backgroundColor = "";
@@ -563,6 +568,9 @@ strip.addEventListener("pointerleave", () => point(null));
 strip.addEventListener("click", () => state.pointed !== null && pin(state.pointed));
 addEventListener("resize", drawStrip);
 addEventListener("keydown", (event) => event.key === "Escape" && state.pinned !== null && pin(null));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", light);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+	({ ramp } = colours());
+	light();
+});
 if (recording) replay();
 else listen();

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fenchel.data import train_tokenizer
+from fenchel.data import ChatTemplate, train_tokenizer
 from fenchel.model import ModelConfig
 from fenchel.server.engine import Token, Update
 from fenchel.server.openai_api import (
@@ -173,3 +173,11 @@ def test_scores_carry_ids_where_ids_are_asked_for(served: ServedModel) -> None:
         assert [one["logprob"] for one in scores["content"]] == [None, -0.5, -1.5]
         likeliest = [[other["id"] for other in one["top_logprobs"]] for one in scores["content"]]
         assert likeliest == [[], [4, 6], [7, 5]]
+
+
+def test_a_refusal_of_the_template_does_not_name_its_path(served: ServedModel) -> None:
+    source = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}a"
+    template = ChatTemplate(source, {}, "the chat template of /home/me/model")
+    body = {"messages": [{"role": "user", "content": "b"}]}
+    with pytest.raises(ApiError, match=r"^the chat template refuses this conversation: no b\.$"):
+        chat_call(body, replace(served, template=template))

@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from starlette.routing import Route
 
 from fenchel.server.page import content_security_policy, page
 from tests.browser import DESKTOP, PHONE, Browser, needs_browser
+from tests.server.conftest import ANSWERS, RunningServer
 
 HOSTILE = '</script><img src=x onerror="document.title=1">'
 FACTS = {
@@ -461,3 +463,44 @@ def test_a_saved_page_opens_alone_and_shows_the_same(
     assert weights(browser) == expected(read(7, 50))
     assert "default-src 'none'" in file.read_text(encoding="utf-8")
     assert "connect-src" not in file.read_text(encoding="utf-8").partition("<style>")[0]
+
+
+# --- against fenchel/server/app.py
+
+
+def ask(running: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(running.address + path, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return dict(json.load(response))
+
+
+@needs_browser
+def test_a_chat_on_the_page_is_the_answer_of_the_model_and_of_the_api(
+    browser: Browser, running: RunningServer
+) -> None:
+    browser.open(running.address)
+    browser.find("input[value=chat]").click()
+    browser.run("document.getElementById('sampling-temperature').value = 0")
+    browser.find("#prompt").send_keys("What is the sea?", Keys.ENTER)
+    until(browser, lambda: "ended by the model" in browser.text("#status"))
+    made = browser.run(
+        "return [...document.querySelectorAll('.piece.made')].map((piece) =>"
+        " (piece.previousSibling?.data ?? '') + piece.textContent)"
+    )
+    assert "".join(made) == ANSWERS["the sea"] + "<stop>"
+    messages = [{"role": "user", "content": "What is the sea?"}]
+    ids = ask(running, "/tokenize", {"messages": messages})["tokens"]
+    body = {
+        "prompt": ids,
+        "temperature": 0,
+        "max_tokens": len(made),
+        "fenchel": {"attention": {"heads": "all"}},
+    }
+    (choice,) = ask(running, "/v1/completions", body)["choices"]
+    for step in (0, 5):
+        hover(browser, len(ids) + step)
+        traced = choice["fenchel"][step]["attention"]
+        assert weights(browser) == expected(traced["last_third"])
+    assert browser.console() == []

@@ -1,0 +1,57 @@
+"""fenchel/server/app.py: benchmarks/hostile_requests.py in its small form."""
+
+import random
+from urllib.parse import urlsplit
+
+import pytest
+
+from benchmarks.hostile_requests import SOUND, mutated, post, send, violations
+from tests.server.conftest import RunningServer
+
+
+@pytest.fixture
+def address(running: RunningServer) -> tuple[str, int]:
+    parts = urlsplit(running.address)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
+
+
+@pytest.mark.parametrize(("path", "body"), SOUND)
+def test_the_bodies_that_are_changed_are_sound(
+    address: tuple[str, int], path: str, body: dict[str, object]
+) -> None:
+    answer = post(address, path, body)
+    assert answer.status == 200, answer.body
+
+
+def test_a_hundred_hostile_requests_are_refused_in_a_sentence(
+    address: tuple[str, int], running: RunningServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused = 0
+    for number in range(100):
+        sent = mutated(random.Random(f"7 {number}"))
+        answer = send(address, sent)
+        # How long an answer takes is the benchmark's to say.
+        wrong = list(violations(answer._replace(seconds=0.0), sent.method))
+        assert not wrong, (number, sent.changes, answer.status, answer.body[:300])
+        refused += answer.status != 200
+    assert 50 < refused < 100
+    assert running.engine.alive
+    assert running.engine.active == running.engine.queued == 0
+    assert "Traceback" not in capfd.readouterr().err
+    assert post(address, *SOUND[0]).status == 200
+
+
+@pytest.mark.parametrize("letter", ["a", " ", "\n", "東", "<begin>"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    address: tuple[str, int], letter: str, chat: bool
+) -> None:
+    text = letter * (200_000 // len(letter.encode()))
+    body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    route = "/v1/chat/completions" if chat else "/v1/completions"
+    answer = post(address, route, body)
+    assert answer.status == 400
+    assert b" characters; " in answer.body
+    assert not list(violations(answer._replace(seconds=0.0)))
