@@ -35,7 +35,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -79,9 +79,13 @@ from fenchel.server.openai_api import (
 )
 from fenchel.server.page import content_security_policy, page
 
+T = TypeVar("T")
 LARGEST_BODY, DISCARDED = 2**20, 2**23
 BODY_SECONDS = 10.0
 STALLED_SECONDS = 30.0
+MOST_BODIES = 256
+"""Bodies that are read and checked at a time."""
+MOST_CONNECTIONS = 1000
 GRACE_SECONDS = 30
 """How long accepted requests may go on after the server is told to stop."""
 CLIENT_LEFT = 499
@@ -222,14 +226,14 @@ class Relay:
 
     def __init__(self) -> None:
         self.metrics = Metrics(ROUTES)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._updates: deque[tuple[Exchange, int, Update]] = deque()
         self.on_end: Callable[[], None] = lambda: None
         """Called on the loop after every step."""
 
     def connect(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop that receives the updates."""
-        self._loop = loop
+        self.loop = loop
 
     def put(self, exchange: "Exchange", number: int, update: Update) -> None:
         """An update, on the engine's thread."""
@@ -238,9 +242,9 @@ class Relay:
     def on_step(self, facts: StepFacts) -> None:
         """The end of a step, on the engine's thread."""
         self.metrics.on_step(facts)
-        if self._loop is not None:
+        if self.loop is not None:
             with suppress(RuntimeError):  # the loop has closed
-                self._loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self._deliver)
 
     def on_finish(self, request: Request, facts: RequestFacts) -> None:
         """The end of a request, on the engine's thread."""
@@ -416,7 +420,10 @@ class App:
         self.served, self.engine, self.embedder = served, engine, embedder
         self.relay, self.settings = relay, settings
         self._embedding = 0
+        self._reading = 0
         relay.on_end = self._check_engine
+        if engine is not None:
+            relay.metrics.watch(engine)
         self.on_failure: Callable[[], None] = lambda: None
         """Called once after the engine has failed."""
         middleware = [Middleware(AnswerCount, metrics=relay.metrics)]
@@ -514,13 +521,12 @@ class App:
     async def _generate(
         self, request: HttpRequest, parse: Callable[[Mapping[str, Any], ServedModel], Call]
     ) -> Response:
-        body = await read_body(request)
         if self.engine is None:
             raise ApiError(
                 f"{self.served.name} is a model of kind {self.served.config.kind} and continues no "
                 "text; use /v1/embeddings."
             )
-        call = await asyncio.to_thread(parse, body, self.served)
+        call = await self._parsed(request, parse)
         exchange = Exchange(call, self.relay, self.settings)
         request.state.exchange = exchange
         exchange.submit(self.engine, request.receive)
@@ -543,9 +549,27 @@ class App:
             return Response(status_code=CLIENT_LEFT)
         return json_response(exchange.reply.response())
 
+    async def _parsed(
+        self, request: HttpRequest, parse: Callable[[Mapping[str, Any], ServedModel], T]
+    ) -> T:
+        """What ``parse`` makes of the body, in another thread."""
+        if self._reading >= MOST_BODIES:
+            raise ApiError(
+                f"{self._reading} bodies are read already.",
+                status=429,
+                code="queue_full",
+                retry_after=1.0,
+            )
+        self._reading += 1
+        try:
+            body = await read_body(request)
+            return await asyncio.to_thread(parse, body, self.served)
+        finally:
+            self._reading -= 1
+
     async def _embeddings(self, request: HttpRequest) -> Response:
-        body = await read_body(request)
-        call = await asyncio.to_thread(embedding_call, body, self.served)
+        started = time.monotonic()
+        call = await self._parsed(request, embedding_call)
         if self._embedding >= self.settings.embedding_queue:
             raise ApiError(
                 f"{self._embedding} requests for embeddings wait already.",
@@ -564,15 +588,16 @@ class App:
                 )
         finally:
             self._embedding -= 1
-        return json_response(call.response(vectors))
+        answer = call.response(vectors)
+        milliseconds = round(1e3 * (time.monotonic() - started), 1)
+        _print_line("/v1/embeddings", status=200, **answer["usage"], ms=milliseconds)
+        return json_response(answer)
 
     async def _tokenize(self, request: HttpRequest) -> Response:
-        body = await read_body(request)
-        return json_response(await asyncio.to_thread(tokenize, body, self.served))
+        return json_response(await self._parsed(request, tokenize))
 
     async def _detokenize(self, request: HttpRequest) -> Response:
-        body = await read_body(request)
-        return json_response(await asyncio.to_thread(detokenize, body, self.served))
+        return json_response(await self._parsed(request, detokenize))
 
     async def _tokenizer_info(self, _: HttpRequest) -> Response:
         return json_response(tokenizer_info(self.served))
@@ -589,9 +614,7 @@ class App:
             finishes = ["error"]
         now, first = time.monotonic(), exchange.first_token
         line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "id": call.id,
-            "route": route,
             "status": status,
             "stream": call.stream,
             "choices": len(call.requests),
@@ -604,7 +627,7 @@ class App:
         if self.settings.log_text:
             line["prompts"] = [prompt_text(one, call.served) for one in call.requests[:: call.n]]
             line["texts"] = [choice.text for choice in reply.choices]
-        print(json.dumps(line), file=sys.stderr, flush=True)
+        _print_line(route, **line)
 
     async def _api_error(self, request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -612,14 +635,8 @@ class App:
         if exchange is not None:
             self._log(request.url.path, exchange, error.status)
         elif request.method == "POST":
-            line = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "route": request.url.path,
-                "status": error.status,
-                "param": error.param,
-                "code": error.code,
-            }
-            print(json.dumps(line), file=sys.stderr, flush=True)
+            about = {"status": error.status, "param": error.param, "code": error.code}
+            _print_line(request.url.path, **about)
         return error_response(error)
 
     async def _http_error(self, request: HttpRequest, error: Exception) -> Response:
@@ -635,6 +652,11 @@ class App:
     async def _failure(self, _: HttpRequest, error: Exception) -> Response:
         message = f"the server failed: {type(error).__name__}."
         return error_response(ApiError(message, status=500))
+
+
+def _print_line(route: str, **more: Any) -> None:
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    print(json.dumps({"time": now, "route": route, **more}), file=sys.stderr, flush=True)
 
 
 async def read_body(request: HttpRequest) -> dict[str, Any]:
@@ -713,6 +735,7 @@ class Server:
             server_header=False,
             http="h11",
             ws="none",
+            limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
         self._server = uvicorn.Server(config)

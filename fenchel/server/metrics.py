@@ -23,7 +23,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from fenchel.server.engine import Request, RequestFacts, StepFacts, Token
+from fenchel.server.engine import Engine, Request, RequestFacts, StepFacts, Token
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 _STEPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -53,7 +53,9 @@ class Metrics:
         self._queue = Gauge("fenchel_queue_length", "Choices that wait.", registry=registry)
         self._rows = Gauge("fenchel_active_rows", "Rows of the batch in use.", registry=registry)
         self._columns = Gauge(
-            "fenchel_cache_columns", "Columns of the cache that a step reads.", registry=registry
+            "fenchel_cache_columns",
+            "Columns of the cache that the last step read.",
+            registry=registry,
         )
         self._queued = Histogram(
             "fenchel_queue_seconds",
@@ -99,10 +101,13 @@ class Metrics:
             registry=registry,
         )
 
+    def watch(self, engine: Engine) -> None:
+        """Take the queue and the rows from the engine whenever the numbers are read."""
+        self._queue.set_function(lambda: engine.queued)
+        self._rows.set_function(lambda: engine.active)
+
     def on_step(self, facts: StepFacts) -> None:
         """A turn of the engine."""
-        self._queue.set(facts.queued)
-        self._rows.set(facts.active)
         self._columns.set(facts.columns)
         if facts.prompt_tokens:
             self._tokens.labels("prompt").inc(facts.prompt_tokens)

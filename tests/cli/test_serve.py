@@ -1,11 +1,26 @@
-"""fenchel serve: what is refused before a port is open."""
+"""fenchel serve: which directories it serves, and what is refused before a port is open."""
 
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import BertConfig, BertForMaskedLM
 
+from fenchel.checkpoints import load
 from fenchel.cli import main
-from fenchel.cli.serve import read_key
+from fenchel.cli.serve import fingerprint, read_key
+from fenchel.data import train_tokenizer
+from fenchel.server.app import Server
+
+Ask = Callable[[str, Any], tuple[int, dict[str, Any]]]
 
 
 @pytest.mark.parametrize(
@@ -51,3 +66,108 @@ def test_a_key_is_one_word_of_a_file_or_of_the_environment(
         file.write_text(wrong)
         with pytest.raises(ValueError, match="one word"):
             read_key(file)
+
+
+@pytest.fixture
+def served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., int]:
+    """``served(words, use)``: the command with a function that uses the server while it runs."""
+    run = Server.run
+
+    def start(words: list[str], use: Callable[[Ask], None]) -> int:
+        def run_aside(server: Server) -> None:
+            found = re.search(r"Serving (\S+) at (\S+)", capsys.readouterr().out)
+            assert found is not None
+            thread = threading.Thread(target=run, args=(server,))
+            thread.start()
+
+            def ask(path: str, body: Any) -> tuple[int, dict[str, Any]]:
+                request = urllib.request.Request(found[2] + path, json.dumps(body).encode())
+                try:
+                    with urllib.request.urlopen(request, timeout=30) as answer:
+                        return answer.status, json.load(answer)
+                except urllib.error.HTTPError as error:
+                    return error.code, json.load(error)
+
+            try:
+                use(ask)
+            finally:
+                server.stop()
+                thread.join(60)
+
+        monkeypatch.setattr(Server, "run", run_aside)
+        return main(["serve", *words, "--port", "0", "--threads", "1"])
+
+    return start
+
+
+def test_a_run_of_ours_is_served_and_chats_by_the_plain_template(
+    run_directory: Path, served: Callable[..., int]
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "peace"}], "max_tokens": 3}
+
+    def without_template(ask: Ask) -> None:
+        status, answer = ask("/v1/completions", {"prompt": "the people", "max_tokens": 3})
+        assert status == 200
+        assert answer["model"] == run_directory.name
+        assert re.fullmatch("[0-9a-f]{12}", answer["system_fingerprint"])
+        status, answer = ask("/v1/chat/completions", chat)
+        assert (status, answer["error"]["code"]) == (400, "no_chat_template")
+
+    def with_template(ask: Ask) -> None:
+        assert ask("/v1/chat/completions", {**chat, "model": "any"})[0] == 200
+
+    assert served([str(run_directory)], without_template) == 0
+    words = [str(run_directory), "--template", "plain", "--any-model", "--name", "x"]
+    assert served(words, with_template) == 0
+
+
+def test_an_encoder_gives_embeddings_and_continues_nothing(
+    tmp_path: Path, served: Callable[..., int]
+) -> None:
+    tokenizer = train_tokenizer(["the people of these States"], 270)
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    special = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=32,
+    )
+    reference = BertForMaskedLM(config).eval()
+    reference.save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    def use(ask: Ask) -> None:
+        ids = tokenizer.encode("the people").ids
+        status, answer = ask("/v1/embeddings", {"input": "the people"})
+        assert status == 200
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        with torch.no_grad():
+            mean = reference.bert(torch.tensor([ids])).last_hidden_state[0].mean(0)
+        found = torch.tensor(answer["data"][0]["embedding"])
+        torch.testing.assert_close(found, mean / mean.norm(), atol=1e-5, rtol=0)
+        status, answer = ask("/v1/completions", {"prompt": "the"})
+        assert status == 400
+        assert "use /v1/embeddings" in answer["error"]["message"]
+
+    assert served([str(tmp_path)], use) == 0
+
+
+def test_the_fingerprint_changes_with_one_bit_of_the_weights(run_directory: Path) -> None:
+    model, tokenizer, _ = load(run_directory)
+
+    def digits(rows: int = 4) -> str:
+        return fingerprint(model, tokenizer.to_str(), rows, False, "model")
+
+    before = digits()
+    assert before == digits()
+    assert before != digits(rows=8)
+    bits = model.lm_head_weight.detach().view(torch.int32)
+    bits[3, 3] ^= 1
+    assert before != digits()

@@ -1,5 +1,6 @@
 """fenchel/server/app.py: the API as its clients use it, who may use it, and how it ends."""
 
+import asyncio
 import base64
 import json
 import os
@@ -29,6 +30,8 @@ from fenchel.cli import main
 from fenchel.data import encode
 from fenchel.generation.continuous_batch import ContinuousBatch
 from fenchel.server import app as app_module
+from fenchel.server.app import EventStream, Exchange
+from fenchel.server.openai_api import completion_call
 from tests.server.conftest import ANSWERS, BEGIN, STOP, RunningServer, serving
 
 QUESTION = [{"role": "user", "content": "What is the bird?"}]
@@ -358,6 +361,8 @@ def test_metrics_count_what_was_served(running: RunningServer, client: openai.Op
     )
     changes = [value(name) - old for name, old in zip(names, before, strict=True)]
     assert changes == [6, 3, 1, 1, 6]
+    until(lambda: running.engine.active == 0)
+    assert value("fenchel_active_rows") == 0
     ask(running, "/no/such/route/7")
     assert value('fenchel_requests_total{route="other",status="404"}') >= 1
 
@@ -447,7 +452,6 @@ def open_request(running: RunningServer, body: Any) -> socket.socket:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
     connection = socket.socket()
     connection.settimeout(WAIT)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(running.place)
     connection.sendall(f"{head}\r\n\r\n".encode() + data)
     return connection
@@ -512,13 +516,30 @@ def test_a_deadline_ends_an_answer_with_what_it_has(chat_directory: Path) -> Non
 def test_a_stalled_reader_is_dropped_and_others_go_on(
     running: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "STALLED_SECONDS", 0.2)
-    traced = {"attention": {"top": 64, "heads": "all"}, "entropy": True}
-    body = ENDLESS | {"stream": True, "n": 2, "logprobs": 20, "fenchel": traced}
-    with open_request(running, body):
-        until(lambda: running.engine.active == 2)
-        assert ask(running, "/v1/completions", {"prompt": "What"})[0] == 200
+    monkeypatch.setattr(app_module, "STALLED_SECONDS", 0.3)
+    app = running.server.app
+    call = completion_call(ENDLESS | {"stream": True}, running.served)
+    ends: list[bool] = []
+
+    async def never(_: Any = None) -> Any:
+        await asyncio.Event().wait()
+
+    async def stall() -> None:
+        exchange = Exchange(call, app.relay, app.settings)
+        exchange.submit(running.engine, never)
+        send = iter([asyncio.sleep(0), never()])  # the start is sent, and nothing after it
+        stream = EventStream(exchange, lambda ended, _: ends.append(ended.gone))
+        await stream({}, never, lambda _: next(send))
+
+    loop = app.relay.loop
+    assert loop is not None
+    with slow_steps(0.1):  # nine seconds for the whole answer
+        stalled = asyncio.run_coroutine_threadsafe(stall(), loop)
+        until(lambda: running.engine.active == 1)
+        assert ask(running, "/v1/completions", {"prompt": "What", "max_tokens": 1})[0] == 200
+        stalled.result(5)
         until(lambda: running.engine.active == 0)
+    assert ends == [True]
 
 
 # --- the end
