@@ -36,10 +36,12 @@ from fenchel.checkpoints.directory import (
     open_tensors,
 )
 from fenchel.checkpoints.generation_config import GENERATION, TOKEN_IDS
-from fenchel.checkpoints.load import load
+from fenchel.checkpoints.load import load, load_adapted
+from fenchel.checkpoints.peft_adapter import ADAPTER_WEIGHTS, adapter_files
 from fenchel.checkpoints.run_checkpoint import is_run
 from fenchel.checkpoints.safetensors_header import system_errors
 from fenchel.checkpoints.tokenizer import COPIED, read_files
+from fenchel.checkpoints.tuned_run import read_base
 from fenchel.checkpoints.weights import read_weights, write_weights
 from fenchel.choice.by_name import FIELD, choice_from_record
 from fenchel.data import begin_ids, end_id, pad_id
@@ -149,8 +151,12 @@ def write_directory(
     *,
     overwrite: bool,
     shard: int = SHARD,
+    weights: str = WEIGHTS,
 ) -> None:
-    """Write files and tensors to a directory; a crash leaves it complete or as it was before."""
+    """Write files and tensors to a directory; a crash leaves it complete or as it was before.
+
+    ``weights`` is the name of their file where one has room for all.
+    """
     require_free(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -160,7 +166,7 @@ def write_directory(
         for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
             (folder / name).write_bytes(data)
-        _write_tensors(folder, tensors, shard)
+        _write_tensors(folder, tensors, shard, weights)
     if whole != path:
         discard(path)
         whole.rename(path)
@@ -209,7 +215,9 @@ def _tokenizer_config(
     }
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard: int) -> None:
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, torch.Tensor], shard: int, single: str
+) -> None:
     shards: list[dict[str, torch.Tensor]] = [{}]
     room = shard
     for name, tensor in tensors.items():
@@ -219,8 +227,8 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard: int
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        with system_errors(folder / WEIGHTS):
-            save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
+        with system_errors(folder / single):
+            save_file(shards[0], folder / single, metadata={"format": "pt"})
         return
     where: dict[str, str] = {}
     for number, part in enumerate(shards, 1):
@@ -246,24 +254,40 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     which: str = "best",
+    adapter: str | Path | None = None,
     overwrite: bool = False,
 ) -> Converted:
     """Write a run or a Hugging Face directory as the Hugging Face directory ``target``.
 
-    ``which`` selects the ``best`` or the ``newest`` checkpoint of a run.
+    ``which`` selects the ``best`` or the ``newest`` checkpoint of a run; ``adapter`` is a directory
+    of PEFT that is merged into the weights.
     """
     source, target = Path(source), Path(target)
     if target.resolve() == source.resolve():
         raise ValueError(f"{target} is also the source; choose another.")
     require_free(target, overwrite=overwrite)  # before the work, and again when it is done
-    if source.is_dir() and not is_run(source):
+    if source.is_dir() and not is_run(source) and adapter is None:
         return _recast(source, target, dtype, overwrite=overwrite)
-    model, tokenizer, _ = load(source, which=which)
+    model, tokenizer, _ = load(source, which=which, adapter=adapter)
     family = save(model, tokenizer, target, dtype=dtype, overwrite=overwrite)
     _, weights = export_state(model)
     kind = dtype or next(iter(weights.values())).dtype
     count = sum(weight.numel() for weight in weights.values())
     return Converted(family.name, count, kind)
+
+
+def convert_to_peft(
+    source: str | Path, target: str | Path, *, which: str = "best", overwrite: bool = False
+) -> int:
+    """Write the adapters of a run as the PEFT directory ``target``; returns how many numbers."""
+    source, target = Path(source), Path(target)
+    require_free(target, overwrite=overwrite)
+    model = load_adapted(source, which=which)
+    base = read_base(source)
+    assert base is not None
+    files, tensors = adapter_files(model, base=str(base.path))
+    write_directory(target, files, tensors, overwrite=overwrite, weights=ADAPTER_WEIGHTS)
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def _recast(source: Path, target: Path, dtype: torch.dtype | None, *, overwrite: bool) -> Converted:

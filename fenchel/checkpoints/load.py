@@ -5,12 +5,14 @@ Two kinds of directory are read, both by the guarded reader (``directory``):
     a run directory             its checkpoints/step-NNNNNN, see ``run_checkpoint``
     a Hugging Face directory    settings and weights of a family (``fenchel.model.families``)
 
+A run that trains adapters (``tuned_run``) is its checkpoint with these merged.
 Beside either stands tokenizer.json. Weights must match the settings exactly: names and shapes are
 compared with what the settings imply before a byte of weights is read, and what is read stays on
 the file's own pages.
 """
 
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +20,10 @@ import torch
 from tokenizers import Tokenizer
 
 from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
+from fenchel.checkpoints.peft_adapter import merge_adapter
 from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, model_files, read_checkpoint
 from fenchel.checkpoints.tokenizer import JSON_FILES, TEXT_FILES, read_files, read_tokenizer
+from fenchel.checkpoints.tuned_run import TunedCheckpoint, read_base
 from fenchel.checkpoints.weights import (
     meta_state_dict,
     read_state_dict,
@@ -31,9 +35,11 @@ from fenchel.files import Notice, printable, read_regular
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import family_of
 from fenchel.model.families.config_reader import CONFIG
+from fenchel.model.lora import AdapterWeights, adapters, add_lora, merge
 from fenchel.model.transformer import Transformer, meta_model
 
 _TENSORS_PER_LAYER = 6  # the fewest that a block of a Transformer has
+_BESIDE = (CONFIG, *JSON_FILES, *TEXT_FILES)
 
 
 class Loaded(NamedTuple):
@@ -44,35 +50,85 @@ class Loaded(NamedTuple):
     config: ModelConfig
 
 
-def load(path: str | Path, *, which: str = "best", dtype: torch.dtype | None = None) -> Loaded:
+def load(
+    path: str | Path,
+    *,
+    which: str = "best",
+    dtype: torch.dtype | None = None,
+    adapter: str | Path | None = None,
+) -> Loaded:
     """The model and tokenizer of a run directory or a Hugging Face directory.
 
     Of a run, its ``best`` checkpoint or its ``newest``; a Hugging Face directory has only one.
-    Weights keep the dtype they were saved in unless another is given.
+    Weights keep the dtype they were saved in unless another is given. ``adapter`` is a directory of
+    PEFT whose LoRA adapters are merged into the weights.
     """
-    model = load_model(path, which=which, dtype=dtype)
+    model = load_model(path, which=which, dtype=dtype, adapter=adapter)
     tokenizer = read_tokenizer(Path(path), model.config.vocabulary)
     return Loaded(model, tokenizer, model.config)
 
 
 def load_model(
-    path: str | Path, *, which: str = "best", dtype: torch.dtype | None = None
+    path: str | Path,
+    *,
+    which: str = "best",
+    dtype: torch.dtype | None = None,
+    adapter: str | Path | None = None,
 ) -> Transformer:
     """``load`` without the tokenizer."""
-    path = Path(path)
+    model = _load(Path(path), which, dtype, ())
+    if adapter is not None:
+        merge_adapter(model, adapter)
+    return model
+
+
+def load_adapted(run: str | Path, *, which: str = "best") -> Transformer:
+    """The model of a run that trains adapters, with these beside its weights and not merged."""
+    run = Path(run)
+    base = read_base(run) if is_run(run) else None
+    if base is None or base.lora is None:
+        raise ValueError(f"{run} is no run that trains adapters (fenchel tune --lora).")
+    return _load_adapted(run, base, which, ())
+
+
+def _load_adapted(
+    run: Path, base: TunedCheckpoint, which: str, above: tuple[Path, ...]
+) -> Transformer:
+    """``load_adapted`` of a run that the runs ``above`` tune."""
+    assert base.lora is not None
+    if run.resolve() in above:
+        raise ValueError(f"{run} tunes itself, by way of {base.path}.")
+    model = _load(base.path, "best", None, (*above, run.resolve()))
+    base.require_same(model)
+    add_lora(model, **asdict(base.lora))
+    expected = adapters(model)
+    tensors = read_checkpoint(run, which, lambda found: read_state_dict(found, expected))
+    AdapterWeights(model).load_state_dict(tensors)
+    return model.eval()
+
+
+def _load(
+    path: Path, which: str, dtype: torch.dtype | None, above: tuple[Path, ...]
+) -> Transformer:
     if not path.is_dir():
         raise ValueError(f"there is no run directory or checkpoint {path}.")
     if which not in ("best", "newest"):
         raise ValueError(f'which={which!r} should be "best" or "newest".')
     files: dict[str, bytes] = {}
     if is_run(path):
+        base = read_base(path)
+        if base is not None and base.lora is not None:
+            model = _load_adapted(path, base, which, above)
+            merge(model)
+            model.source_files = read_files(model_files(path), _BESIDE)
+            return model.to(dtype=dtype)
         config, weights = read_checkpoint(path, which, lambda found: _read_run(found, dtype))
         _warn_of_loss(path / "config.toml")
-        if (base := model_files(path)) != path:
-            files = read_files(base, (CONFIG, *JSON_FILES, *TEXT_FILES))
+        if base is not None:
+            files = read_files(model_files(path), _BESIDE)
     elif has_file(path, CONFIG):
         config, weights = _read_family(open_directory(path), dtype)
-        files = read_files(path, (CONFIG, *JSON_FILES, *TEXT_FILES))
+        files = read_files(path, _BESIDE)
     else:
         raise ValueError(
             f"{path} holds neither the {CHECKPOINTS} of a run nor the {CONFIG} of a model."

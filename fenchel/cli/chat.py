@@ -261,6 +261,7 @@ def run(
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
     context: Whole | None = None,
+    adapter: Path | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
     seed: Whole = 0,
@@ -296,6 +297,8 @@ def run(
     context
         Positions to read before the oldest turns are left out; as many as in training by default.
         Positions that are not learned can be read further.
+    adapter
+        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
         "cpu", "cuda" or "cuda:1"; the GPU where there is one.
     dtype
@@ -316,7 +319,7 @@ def run(
 
     chosen = sampling_settings(directory, sampling.given())
     on, as_dtype = device_and_dtype(device, dtype)
-    model, tokenizer, config = load_checkpoint(directory, on, as_dtype)
+    model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
     if config.kind != "decoder":
         raise ValueError(
             f"a chat needs a decoder, and the model of {directory} is an {config.kind}."

@@ -89,9 +89,14 @@ def device_and_dtype(
 
 
 def load_checkpoint(
-    directory: Path, device: "torch.device", dtype: "torch.dtype | None"
+    directory: Path,
+    device: "torch.device",
+    dtype: "torch.dtype | None",
+    adapter: Path | None = None,
 ) -> "Loaded":
     """The model of a directory on a device, and its tokenizer.
+
+    ``adapter`` is a directory of PEFT, whose adapters are merged into the weights.
 
     Without ``dtype`` the model has the dtype of its files, unless the machine computes in that one
     slowly (``fenchel.train.machine.select_dtype``); a sentence then names the other.
@@ -99,7 +104,7 @@ def load_checkpoint(
     from fenchel.checkpoints import load
     from fenchel.train.machine import select_dtype
 
-    loaded = load(directory, dtype=dtype)
+    loaded = load(directory, dtype=dtype, adapter=adapter)
     stored = loaded.model.lm_head_weight.dtype
     size = sum(p.nbytes for p in loaded.model.parameters())
     chosen = select_dtype(stored, device, bytes=size) if dtype is None else stored

@@ -16,6 +16,8 @@ def run(
     *,
     dtype: DtypeName | None = None,
     which: Literal["best", "newest"] = "best",
+    adapter: Path | None = None,
+    peft: Annotated[bool, Parameter(negative="")] = False,
     force: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -31,6 +33,11 @@ def run(
         The dtype of the weights; unchanged when left out.
     which
         Which checkpoint of a run.
+    adapter
+        A directory of PEFT with LoRA adapters, which are merged into the weights.
+    peft
+        Write the adapters of a run (fenchel tune --lora) as a directory of PEFT; without it they
+        are merged into the weights.
     force
         Replace the contents of OUT.
     json
@@ -38,10 +45,17 @@ def run(
     """
     import torch
 
-    from fenchel.checkpoints import convert
+    from fenchel.checkpoints import convert, convert_to_peft
 
+    if peft:
+        if dtype is not None or adapter is not None:
+            raise ValueError("--peft writes adapters as they are: no --dtype or --adapter with it.")
+        count = convert_to_peft(directory, out, which=which, overwrite=force)
+        facts = {"out": str(out), "adapters": count}
+        print(json_format.dumps(facts) if json else f"{out}: adapters of {count:,} numbers")
+        return 0
     kind = None if dtype is None else getattr(torch, dtype)
-    result = convert(directory, out, dtype=kind, which=which, overwrite=force)
+    result = convert(directory, out, dtype=kind, which=which, adapter=adapter, overwrite=force)
     name = str(result.dtype).removeprefix("torch.")
     if json:
         record = {"out": str(out), "family": result.family, "parameters": result.parameters}

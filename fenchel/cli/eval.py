@@ -43,6 +43,7 @@ def run(
     calibration: Switch = False,
     save: Switch = False,
     page: Path | None = None,
+    adapter: Path | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
     json: Switch = False,
@@ -77,6 +78,8 @@ def run(
         served tokens; implies --calibration.
     page
         Write the reliability diagram to this file, which must not exist; implies --calibration.
+    adapter
+        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
         "cpu", "cuda" or "cuda:1"; the GPU by default where there is one.
     dtype
@@ -89,6 +92,8 @@ def run(
         raise ValueError("--split names a part of the run's own text: leave out --text.")
     if tokens is not None and tokens < 1:
         raise ValueError(f"--tokens {tokens} leaves nothing to predict; give at least 1.")
+    if adapter is not None and save:
+        raise ValueError("--save stores the temperature of the model without --adapter.")
     calibration = calibration or save or page is not None
     if page is not None and page.exists():
         raise ValueError(f"{page} exists and is left alone; name another file for the page.")
@@ -111,7 +116,7 @@ def run(
         if against is not None:
             both = _source_of_both(source, directory, against, tokens)
             tokens, source = (tokens if both is source else None), both
-        measured = _evaluate(directory, source, tokens, (context, stride), place, console)
+        measured = _evaluate(directory, source, tokens, (context, stride), place, console, adapter)
         model, evaluation = measured.model, measured.evaluation
         output: dict[str, Any] = {
             "text": evaluation.text,
@@ -232,6 +237,7 @@ def _evaluate(
     windows: tuple[int | None, int | None],
     place: "tuple[torch.device, torch.dtype | None]",
     console: Console,
+    adapter: Path | None = None,
 ) -> _Measured:
     from fenchel.checkpoints.tokenizer import describe_beginning
     from fenchel.evaluate import Evaluation, fingerprint, score, score_choice, truncate_ids
@@ -239,7 +245,7 @@ def _evaluate(
 
     device, dtype = place
     context, stride = windows
-    model, tokenizer, config = load_checkpoint(directory, device, dtype)
+    model, tokenizer, config = load_checkpoint(directory, device, dtype, adapter)
     require_decoder(model)
     if context is not None and context > config.context:
         model = model.with_context(context)

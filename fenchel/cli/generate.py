@@ -87,6 +87,7 @@ def run(
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
     context: Whole | None = None,
+    adapter: Path | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
     seed: Whole = 0,
@@ -120,6 +121,8 @@ def run(
     context
         Positions to read before the oldest half is dropped; as many as in training by default.
         Positions that are not learned can be read further.
+    adapter
+        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
         "cpu", "cuda" or "cuda:1"; the GPU where there is one.
     dtype
@@ -144,7 +147,7 @@ def run(
 
     chosen = sampling_settings(directory, sampling.given())
     on, as_dtype = device_and_dtype(device, dtype)
-    model, tokenizer, config = load_checkpoint(directory, on, as_dtype)
+    model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
     model = model if context is None else model.with_context(context)
     ends = end_ids(directory, tokenizer)
     ids, source = prompt_ids(prompt, tokenizer, config, chosen.decoder_start, ends)

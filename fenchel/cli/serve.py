@@ -33,6 +33,7 @@ def run(
     context: Whole | None = None,
     invariant: Annotated[bool, Parameter(negative="")] = False,
     cache: Literal["model", "float16", "int8"] = "model",
+    adapter: Path | None = None,
     device: str | None = None,
     dtype: DtypeName | None = None,
     threads: Whole | None = None,
@@ -73,6 +74,8 @@ def run(
         Make a request's bits independent of all other requests; steps always have all rows.
     cache
         What keys and values are stored in: the model's own dtype, float16 or int8.
+    adapter
+        A directory of PEFT with LoRA adapters for this model, which are merged into its weights.
     device
         "cpu", "cuda" or "cuda:1"; the GPU where there is one.
     dtype
@@ -144,7 +147,7 @@ def run(
     on, as_dtype = device_and_dtype(device, dtype)
     fewer = min(torch.get_num_threads(), max(1, cores() - 1))  # one is for HTTP
     torch.set_num_threads(threads or fewer)
-    model, tokenizer, config = load_checkpoint(directory, on, as_dtype)
+    model, tokenizer, config = load_checkpoint(directory, on, as_dtype, adapter)
     served_name = name or directory.resolve().name
     chat_template = read_chat_template(directory, template)
     relay = Relay()

@@ -18,6 +18,10 @@ def run(
     *,
     text: str | None = None,
     template: str | None = None,
+    lora: Whole | None = None,
+    alpha: float | None = None,
+    targets: str | None = None,
+    merge: Annotated[bool, Parameter(negative="")] = False,
     epochs: float | None = None,
     steps: Whole | None = None,
     budget: Words | None = None,
@@ -47,6 +51,15 @@ def run(
     template
         The chat template for conversations: "plain", or a file with a jinja2 template; that of the
         checkpoint by default.
+    lora
+        Rank of LoRA adapters, which are trained instead of the weights. Short for tune.rank.
+    alpha
+        Factor of the adapters, times 1 / rank; twice the rank by default. Short for tune.alpha.
+    targets
+        The linear maps with adapters, such as q,v or qkv,out,gate,up,down; q,k,v,out by default.
+        Short for tune.targets.
+    merge
+        With --lora and --export: merge the adapters into the weights.
     epochs
         Passes over the text, 3 by default. Short for tune.epochs.
     steps
@@ -69,7 +82,8 @@ def run(
     log
         Loggers beside metrics.jsonl: tensorboard.
     export
-        Write the tuned model as this Hugging Face directory when training has finished.
+        When training has finished, write the model as this Hugging Face directory, or its adapters
+        as a directory of PEFT.
     json
         Print the summary as JSON.
     """
@@ -78,11 +92,17 @@ def run(
         raise ValueError(f"give {given[0]} or {given[1]}, not both.")
     short: dict[str, Any] = {
         "text.source": text,
+        "tune.rank": lora,
+        "tune.alpha": alpha,
         "tune.epochs": epochs,
         "train.budget": budget,
         "train.steps": steps,
         "seed": seed,
     }
+    if targets is not None:
+        short["tune.targets"] = [target.strip() for target in targets.split(",")]
+    if merge and (export is None or (lora is None and resume is None)):
+        raise ValueError("--merge belongs to --lora and --export OUT.")
     if log:
         short["train.log"] = list(log)
     mapping = settings_from(config, set, short)
@@ -102,10 +122,8 @@ def run(
         console.progress("loading torch", 0, 0)  # seconds, in which nothing else could be shown
         path, outcome = _tune(directory, mapping, console, out, resume, accept_new_text, template)
         if export is not None and outcome.status == "finished":
-            from fenchel.checkpoints import convert
-
             console.progress("writing the model", 0, 0)
-            convert(path, export)
+            _export(path, export, merge=merge)
     console.end(path, outcome.status, outcome.reason, json=json)
     if export is not None and not json:
         written = outcome.status == "finished"
@@ -113,6 +131,18 @@ def run(
     if outcome.status == "diverged":
         return DIVERGED
     return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def _export(run: Path, out: Path, *, merge: bool) -> None:
+    """The model of a run as a Hugging Face directory, or its adapters as one of PEFT."""
+    from fenchel.checkpoints import convert, convert_to_peft
+    from fenchel.checkpoints.tuned_run import read_base
+
+    base = read_base(run)
+    if base is None or base.lora is None or merge:
+        convert(run, out)
+    else:
+        convert_to_peft(run, out)
 
 
 def _tune(

@@ -170,7 +170,7 @@ def merge(model: nn.Module) -> list[str]:
 
     All parameters are trainable afterwards.
     """
-    maps = list(_lora_layers(model))
+    maps = list(lora_layers(model))
     for name, module in maps:
         plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
         plain.weight, plain.bias = module.weight, module.bias
@@ -187,7 +187,7 @@ def adapters(model: nn.Module) -> dict[str, Tensor]:
     """
     return {
         f"{name}.{part}": getattr(module, part).detach()
-        for name, module in _lora_layers(model)
+        for name, module in lora_layers(model)
         for part in ("lora_A", "lora_B")
     }
 
@@ -208,7 +208,8 @@ class AdapterWeights:
         self.model.load_state_dict(weights, strict=False)
 
 
-def _lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """The maps with adapters, by name."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             yield name, module

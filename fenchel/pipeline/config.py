@@ -8,9 +8,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from fenchel.config import Use, from_mapping, reference, require_read
+from fenchel.config import Use, did_you_mean, from_mapping, reference, require_read
 from fenchel.data import TextConfig
 from fenchel.model import ModelConfig
+from fenchel.model.lora import TARGETS, LoraConfig
 from fenchel.optim import OptimConfig
 from fenchel.optim.config import peak_score_rate
 from fenchel.pipeline.presets import DEFAULT, expand
@@ -32,6 +33,10 @@ UNCHANGEABLE = {
 """Settings besides the model's and the text's that a resume cannot change, and why."""
 
 
+ADAPTER_RULES = ("adamw", "adam_l2", "sgd", "sgd_average", "nesterov")
+"""Optimisers that can train adapters: the others measure the weights beside them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
     """Settings of a run that tunes a checkpoint; the section is there in no other."""
@@ -42,14 +47,34 @@ class TuneConfig:
     """Positions per row of documents; None is the context of the model, 1024 at most."""
     epochs: float = 3.0
     """Passes over the documents, read when neither train.steps nor train.budget is given."""
+    rank: int | None = None
+    """r of LoRA adapters, which are trained instead of the weights; None trains the weights."""
+    alpha: float | None = None
+    """Factor of the adapters, times 1 / r; None is 2 r."""
+    targets: tuple[str, ...] = ("q", "k", "v", "out")
+    """The linear maps of every block that have adapters: "q", "k", "v" or "qkv", which is one
+    adapter for the three, "out", "gate", "up", "down"."""
 
-    USES: ClassVar = ()
+    USES: ClassVar = (Use(("alpha", "targets"), "rank", lambda c: c.rank is not None),)
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 2:
             raise ValueError(f"tune.context={self.context} should be at least 2.")
         if not 0.0 < self.epochs < math.inf:
             raise ValueError(f"tune.epochs={self.epochs} should be above 0 and finite.")
+        for target in self.targets:
+            if target not in TARGETS:
+                raise ValueError(f"tune.targets has {target!r}; {did_you_mean(target, TARGETS)}")
+        require_read(self)
+        assert self.lora is None or self.lora.rank  # raises where LoRA would
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters; None where all weights are trained."""
+        if self.rank is None:
+            return None
+        alpha = 2.0 * self.rank if self.alpha is None else self.alpha
+        return LoraConfig(rank=self.rank, alpha=alpha, targets=self.targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +114,11 @@ class RunConfig:
                 raise ValueError(
                     f"tune.context={self.tune.context} is more than the {self.model.context} "
                     "positions of the model."
+                )
+            if self.tune.rank is not None and self.optim.optimiser not in ADAPTER_RULES:
+                raise ValueError(
+                    f"adapters are moved by one rule for all ({', '.join(ADAPTER_RULES)}), not by "
+                    f"optim.optimiser={self.optim.optimiser!r}."
                 )
             if self.train.cells is not None or self.train.context_group > 1:
                 raise ValueError(

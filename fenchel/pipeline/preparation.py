@@ -221,13 +221,16 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     tokens = train.batch // max(parts, train.cells or 1, groups) * T // train.context_group
     parameters //= {"none": 1, "node": world.local_size}.get(train.shard, world.size)
     per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
-    needs = 12 * parameters + 2 * tokens * c.layers * per_layer
+    adapted = config.tune is not None and config.tune.rank is not None
+    per_parameter = 4 if adapted else 12
+    needs = per_parameter * parameters + 2 * tokens * c.layers * per_layer
     device = select_device(train.device)
     if needs > (there := memory_of(device)):
         raise ValueError(
-            f"a step needs {_amount(needs)} of memory at least, {_amount(12 * parameters)} for "
-            f"{parameters:,} parameters and the rest for {tokens:,} tokens at once, and {device} "
-            f"has {_amount(there)}; choose a smaller model or batch, or more train.accumulate."
+            f"a step needs {_amount(needs)} of memory at least, "
+            f"{_amount(per_parameter * parameters)} for {parameters:,} parameters and the rest for "
+            f"{tokens:,} tokens at once, and {device} has {_amount(there)}; choose a smaller model "
+            "or batch, or more train.accumulate."
         )
 
 
@@ -241,7 +244,8 @@ def _amount(size: int) -> str:
 
 def require_room(model: nn.Module, run: RunDir) -> None:
     """Refuse to train where not even one checkpoint fits: weights, and two moments of each."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    trained = (p for p in model.parameters() if p.requires_grad)
+    weights = sum(p.numel() * p.element_size() for p in trained)
     require_space(run.path, int(1.2 * 3 * weights) + 2**20)
 
 

@@ -50,6 +50,7 @@ from fenchel.files import (
     sweep,
 )
 from fenchel.model import Transformer
+from fenchel.model.lora import AdapterWeights
 from fenchel.model.transformer import meta_model
 from fenchel.optim import CombinedOptimiser, build_beta2, build_optimiser, build_schedule
 from fenchel.pipeline.config import (
@@ -174,7 +175,7 @@ def tune(
             require_loggers(config.train.log)
             conversations = holds_conversations(config.text.source)
             encoder = write_base(
-                run, checkpoint, loaded, conversations=conversations, template=template
+                run, loaded, config, conversations=conversations, template=template
             )
             shared = config.text.prepared
             folder = path / TOKENS if shared is None else Path(shared).expanduser()
@@ -184,7 +185,7 @@ def tune(
             require_memory(config)
             batches = run_batches(config, corpus)
             with explain_out_of_memory("nothing was begun"):
-                model = trainable(loaded, config.model).to(device)
+                model = trainable(loaded, config).to(device)
                 del loaded
                 config = resolve_steps(config, model, batches, callback)
             require_room(model, run)
@@ -236,7 +237,8 @@ def resume(
         corpus = _corpus_of_first(reopen_text, world)
         batches = run_batches(config, corpus)
         begun = world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
-        model = build_model(config) if config.tune is None or begun else first_model(config, path)
+        tuned = config.tune is not None and (config.tune.rank is not None or not begun)
+        model = first_model(config, path) if tuned else build_model(config)
         return train_and_report(config, model.to(device), run, corpus, batches, callback, world)
 
 
@@ -286,6 +288,8 @@ def train_and_report(
         optimiser, weights = stepper.optimiser, stepper.owners
     else:
         optimiser = build_optimiser(model, config.optim, steps=steps)
+        if config.tune is not None and config.tune.rank is not None:
+            weights = AdapterWeights(model)
     progress = _restore(config, run, weights, optimiser, callback, world)
     if progress.step >= steps:
         callback.message(f"{run.path} is already finished: {progress.step:,} of {steps:,} steps.")
@@ -325,6 +329,7 @@ def train_and_report(
         probe=probe,
         callback=CallbackList(callback, *loggers),
         progress=progress,
+        weights=weights,
     )
     with _explain_failure(run):
         outcome = loop.train()
@@ -333,6 +338,7 @@ def train_and_report(
             "reason": outcome.reason,
             "steps": steps,
             "parameters": sum(p.numel() for p in model.parameters()),
+            **_adapter_facts(config, model),
             "text": asdict(corpus.facts),
             **asdict(outcome.progress),
         }
@@ -355,6 +361,13 @@ def train_and_report(
         page(run.path, plain_json(summary))
         run.write_json("summary.json", summary)
     return outcome
+
+
+def _adapter_facts(config: RunConfig, model: nn.Module) -> dict[str, int]:
+    """How many numbers are trained, where these are adapters."""
+    if config.tune is None or config.tune.rank is None:
+        return {}
+    return {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
 
 
 def _probed(batch: Batch) -> Tensor:

@@ -4,7 +4,8 @@
 
 Everything after the first step is that of a run from the start (run.py). What differs is here:
 
-- **The model** is the checkpoint's, in float32; only dropout may be set anew.
+- **The model** is the checkpoint's, in float32; only dropout may be set anew. With ``tune.rank``
+  it is frozen, adapters are trained beside it (model/lora.py), and checkpoints hold these alone.
 - **The files** beside its weights are copied to the folder base, sealed, so that the run is
   complete without the checkpoint: how a text begins and ends, the chat template, generation
   settings. They are written again when the run is exported.
@@ -12,20 +13,20 @@ Everything after the first step is that of a run from the start (run.py). What d
 - **Steps.** Where neither steps nor a time is given, ``tune.epochs`` passes over the documents; the
   batch has ``ROWS`` rows, or fewer, so that an epoch has ``EPOCH_STEPS`` steps.
 
-Until its first checkpoint is written, a run that is resumed reads the checkpoint again, and refuses
-one whose weights are not those that it began with (SHA-256 in the manifest of base).
+Until its first checkpoint is written, and always with adapters, a run that is resumed reads the
+checkpoint again, and refuses one whose weights are not those that it began with
+(checkpoints/tuned_run.py).
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fenchel.checkpoints import load_model
+from fenchel.checkpoints import load_model, tuned_run
 from fenchel.checkpoints.directory import TOKENIZER
 from fenchel.checkpoints.load import build
 from fenchel.checkpoints.run_checkpoint import BASE, model_files
@@ -37,11 +38,13 @@ from fenchel.checkpoints.tokenizer import (
     read_files,
     read_tokenizer,
 )
+from fenchel.checkpoints.tuned_run import TunedCheckpoint, weights_sha256
 from fenchel.config import to_mapping
 from fenchel.data import Corpus, DocumentEncoder, PackedBatches, begin_ids, has_end, pad_id
-from fenchel.files import Damaged, committed, discard, read_manifest
+from fenchel.files import Damaged
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families.config_reader import CONFIG
+from fenchel.model.lora import add_lora
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
 from fenchel.train import RunDir
 
@@ -77,8 +80,10 @@ def tune_settings(mapping: Mapping[str, Any], checkpoint: Path, model: ModelConf
         )
     if sections["train"].get("loss", "cross_entropy") != "cross_entropy":
         raise ValueError("tuning trains by cross-entropy; leave out train.loss.")
-    rule = sections["optim"].setdefault("optimiser", "trust")
-    sections["optim"] = {**_SCHEDULE, **_RULES.get(rule, {}), **sections["optim"]}
+    adapted = "rank" in sections["tune"]
+    rule = sections["optim"].setdefault("optimiser", "adamw" if adapted else "trust")
+    rates = _ADAPTERS if adapted else _RULES.get(rule, {})
+    sections["optim"] = {**_SCHEDULE, **rates, **sections["optim"]}
     if "steps" not in sections["train"] and "budget" not in sections["train"]:
         sections["train"]["steps"] = 1  # until the rows are counted
     sections["train"].setdefault("batch", ROWS)
@@ -93,6 +98,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "adamw": {"learning_rate": 2e-5},
 }
 """Defaults of the optimiser for fine-tuning, by rule; docs/tune.md says why."""
+_ADAPTERS = {"learning_rate": 2e-4}
 
 
 def _section(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -103,12 +109,19 @@ def _section(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def write_base(
-    run: RunDir, checkpoint: Path, model: Transformer, *, conversations: bool, template: str | None
+    run: RunDir,
+    model: Transformer,
+    config: RunConfig,
+    *,
+    conversations: bool,
+    template: str | None,
 ) -> DocumentEncoder:
     """Copy the files beside the weights into the run; returns how they read documents.
 
     ``template`` replaces the chat template: "plain" or the name of a file.
     """
+    assert config.tune is not None
+    checkpoint = Path(config.tune.checkpoint)
     if template is not None and not conversations:
         raise ValueError("--template writes conversations, and the text has none; leave it out.")
     source = model_files(checkpoint)
@@ -125,64 +138,49 @@ def write_base(
             )
         if template is not None:
             files[CHAT_TEMPLATE] = chat.source.encode()
-    header = {
-        "kind": BASE,
-        "checkpoint": str(checkpoint.resolve()),
-        "weights": weights_sha256(model),
-        "conversations": conversations,
-    }
-    if (run.path / BASE).exists():  # of a start that was killed
-        discard(run.path / BASE)
-    with committed(run.path / BASE, header) as folder:
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+    record = TunedCheckpoint(
+        checkpoint.resolve(), weights_sha256(model), conversations, config.tune.lora
+    )
+    tuned_run.write_base(run.path, record, files)
     return read_encoder(run.path)
 
 
 def read_encoder(run: Path) -> DocumentEncoder:
     """How a run that tunes a checkpoint reads documents, from its folder base."""
-    tokenizer = read_tokenizer(run)
-    template = None
-    if _base_record(run)["conversations"]:
+    tokenizer, template = read_tokenizer(run), None
+    if _base(run).conversations:
         template = read_chat_template(run)
         if template is None:
             raise Damaged(f"{run / BASE} has no chat template.")
     return DocumentEncoder(tokenizer, end=document_end(run, tokenizer), template=template)
 
 
-def _base_record(run: Path) -> dict[str, Any]:
-    record = read_manifest(run / BASE)
-    expected = {"checkpoint": str, "weights": str, "conversations": bool}
-    if not all(isinstance(record.get(name), kind) for name, kind in expected.items()):
-        raise Damaged(f"{run / BASE} does not say which checkpoint the run tunes.")
-    return record
-
-
-def weights_sha256(model: Transformer) -> str:
-    """The SHA-256 of the names, dtypes, shapes and bytes of all weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+def _base(run: Path) -> TunedCheckpoint:
+    if (base := tuned_run.read_base(run)) is None:
+        raise Damaged(f"{run} has lost its folder {BASE}.")
+    return base
 
 
 def first_model(config: RunConfig, run: Path) -> Transformer:
     """The model of a run at its first step, from the checkpoint that the run tunes."""
+    base = _base(run)
+    model = load_model(base.path)
+    base.require_same(model)
+    return trainable(model, config)
+
+
+def trainable(model: Transformer, config: RunConfig) -> Transformer:
+    """A loaded model in float32, off the pages of its file, with the dropout of the settings.
+
+    With adapters it is frozen, and they are drawn from the seed.
+    """
     assert config.tune is not None
-    model = load_model(config.tune.checkpoint)
-    if weights_sha256(model) != _base_record(run)["weights"]:
-        raise ValueError(
-            f"{config.tune.checkpoint} has other weights than when the run began, which has no "
-            "checkpoint of its own yet; put the old ones back, or start a new run."
-        )
-    return trainable(model, config.model)
-
-
-def trainable(model: Transformer, config: ModelConfig) -> Transformer:
-    """A loaded model in float32, off the pages of its file, with the dropout of ``config``."""
-    weights = model.state_dict()
-    return build(config, {name: w.to(torch.float32, copy=True) for name, w in weights.items()})
+    weights = {name: w.to(torch.float32, copy=True) for name, w in model.state_dict().items()}
+    files, model = model.source_files, build(config.model, weights)
+    model.source_files = files
+    if (lora := config.tune.lora) is not None:
+        add_lora(model, **asdict(lora), generator=torch.Generator().manual_seed(config.seed))
+    return model
 
 
 def row_length(config: RunConfig) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fenchel.checkpoints import run_checkpoint
-from fenchel.checkpoints.run_checkpoint import Progress
+from fenchel.checkpoints.run_checkpoint import Progress, Weights
 from fenchel.data import Batch
 from fenchel.files import NoSpace, StorageFailed, describe
 from fenchel.train.loss import count_targets
@@ -115,8 +115,13 @@ class Loop:
         probe: ProbeFunction,
         callback: Callback,
         progress: Progress,
+        weights: Weights | None = None,
     ) -> None:
-        """``settings`` are those of the model, which every checkpoint holds."""
+        """``settings`` are those of the model, which every checkpoint holds beside ``weights``.
+
+        These are the model's, unless it has parameters that are not trained.
+        """
+        self.weights = stepper.model if weights is None else weights
         self.stepper, self.model, self.config = stepper, stepper.model, stepper.config
         self.steps, self.run, self.settings = steps, run, settings
         self.validate, self.probe, self.callback = validate, probe, callback
@@ -258,14 +263,14 @@ class Loop:
 
     def _not_finite(self) -> tuple[str, int] | None:
         """The first weights that are not finite, and how many of them."""
-        return run_checkpoint.not_finite(self.model.state_dict())
+        return run_checkpoint.not_finite(self.weights.state_dict())
 
     def _commit(self) -> None:
         """Write the checkpoint of this step."""
         run_checkpoint.save(
             self.run.checkpoints,
             self.progress,
-            self.model.state_dict(),
+            self.weights.state_dict(),
             self.stepper.optimiser,
             self.settings,
         )

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from fenchel import pipeline
-from fenchel.checkpoints import convert, load, run_checkpoint
+from fenchel.checkpoints import convert, convert_to_peft, load, run_checkpoint
+from fenchel.checkpoints.load import load_adapted
 from fenchel.checkpoints.tokenizer import read_chat_template
 from fenchel.data import Corpus
 from fenchel.evaluate import score_documents
@@ -300,3 +303,73 @@ def test_settings_that_tuning_has_not_are_refused(
     with pytest.raises(ValueError, match=sentence):
         tune(checkpoint("llama"), tmp_path / "run", documents, **sections)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def lora_run(checkpoint: Checkpoint, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 whose adapters are trained until it answers in the manner of the conversations."""
+    out = tmp_path_factory.mktemp("runs") / "lora"
+    tune(
+        checkpoint("gpt2"),
+        out,
+        chats,
+        train={"steps": 60, "batch": 4, "save_every": 60, "evaluate_every": 30},
+        optim={"learning_rate": 0.05},
+        tune={"rank": 4, "targets": ["q", "v", "out", "up", "down"]},
+    )
+    return out
+
+
+def test_adapters_alone_are_trained_saved_and_read_again(
+    checkpoint: Checkpoint, lora_run: Path, tmp_path: Path
+) -> None:
+    folder, _ = run_checkpoint.newest(lora_run / "checkpoints")
+    assert folder is not None
+    names = load_file(folder / "model.safetensors").keys()
+    assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
+    lines = map(json.loads, (lora_run / "metrics.jsonl").read_text().splitlines())
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses[-1] < losses[0] - 0.3
+    # Ours merged, ours beside the weights, and PEFT's on the model of transformers.
+    convert_to_peft(lora_run, tmp_path / "adapter")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("gpt2"))
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    ids = torch.randint(5, 261, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        for model in (
+            load(lora_run).model,
+            load_adapted(lora_run),
+            load(checkpoint("gpt2"), adapter=tmp_path / "adapter").model,
+        ):
+            torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=1e-5)
+    convert(lora_run, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_stopped_run_of_adapters_ends_with_the_same_bits(
+    checkpoint: Checkpoint, documents: Path, tmp_path: Path
+) -> None:
+    train = {"steps": 4, "batch": 2, "save_every": 2, "evaluate_every": 4}
+    lora = {"rank": 2}
+    tune(checkpoint("llama"), tmp_path / "whole", documents, train=train, tune=lora)
+    for stop in (1, 3):
+        run = tmp_path / f"stopped_{stop}"
+        with pytest.raises(RuntimeError, match="killed"):
+            tune(checkpoint("llama"), run, documents, Remembering(stop), train=train, tune=lora)
+        pipeline.resume(run, Remembering(), changes={})
+        assert bits(run) == bits(tmp_path / "whole"), stop
+    with pytest.raises(ValueError, match="by one rule for all"):
+        tune(
+            checkpoint("llama"),
+            tmp_path / "muon",
+            documents,
+            tune=lora,
+            optim={"optimiser": "muon"},
+        )
+    with pytest.raises(ValueError, match=r"tune\.rank cannot change"):
+        pipeline.resume(tmp_path / "whole", Remembering(), changes={"tune": {"rank": 3}})
+    with pytest.raises(ValueError, match="'qq'"):
+        tune(checkpoint("llama"), tmp_path / "qq", documents, tune={**lora, "targets": ["qq"]})

@@ -1,0 +1,307 @@
+"""LoRA adapters as directories of the PEFT library, written and read.
+
+    adapter_config.json          {"peft_type": "LORA", "r": 16, "lora_alpha": 32, ...}
+    adapter_model.safetensors    base_model.model.MODULE.lora_A.weight (r, I), lora_B.weight (O, r)
+
+MODULE is a linear map of the model in transformers, W' = W + (lora_alpha / r) B A. Its name and its
+layout are those of the family's table of tensors, so that adapters travel as weights do:
+
+    three maps there, one here (Llama)      q_proj has the rows of B that make queries, and A
+    one map there, transposed (GPT-2)       the same A and B: PEFT writes them for x W^T always
+    one map there, interleaved (NeoX)       the rows of B in the order of that family
+
+Where ours has adapters on queries, keys or values alone and the family has one map for all, the
+three stand side by side in one of rank P r, B being zero between them; rank_pattern and
+alpha_pattern say so. All of it is exact.
+
+``merge_adapter`` adds the product to the weights of a loaded model. A directory from elsewhere is
+checked first: variants of LoRA that compute something else (DoRA, trained biases or embeddings) are
+refused by name, and so is a tensor that belongs to no linear map of the model.
+
+Hu et al. (2021), LoRA: low-rank adaptation of large language models.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fenchel.checkpoints.directory import (
+    DTYPES,
+    CheckpointDirectory,
+    TensorLocation,
+    has_file,
+    open_tensors,
+    read_bounded_json,
+    regular_file,
+    require_finite,
+)
+from fenchel.checkpoints.safetensors_header import read_header
+from fenchel.files import printable
+from fenchel.model.families import FAMILIES, Family, Match, family_for
+from fenchel.model.families.config_reader import CONFIG
+from fenchel.model.families.tensor_rows import TRANSPOSED
+from fenchel.model.lora import LoraLinear, lora_layers
+from fenchel.model.sigma_linear import SigmaLinear
+from fenchel.model.transformer import Transformer
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_LARGEST_RANK = 2**16
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None, {}),
+    "modules_to_save": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+}
+"""Settings of PEFT that change what an adapter computes, with the values that change nothing."""
+
+
+class Pair(NamedTuple):
+    """An adapter of one linear map of the family."""
+
+    module: str
+    """Its name in transformers."""
+    A: Tensor
+    """(R, I)."""
+    B: Tensor
+    """(O, R)."""
+
+
+def family_of_model(model: Transformer) -> Family:
+    """The family that a model was loaded from, or the first that expresses it."""
+    config = json.loads(model.source_files.get(CONFIG, b"{}"))
+    weights = [name for name in model.state_dict() if not name.endswith((".lora_A", ".lora_B"))]
+    named = (family for family in FAMILIES if family.name == config.get("model_type"))
+    found = (family for family in named if not family.cannot_express(model.config, weights))
+    return next(found, None) or family_for(model.config, weights)
+
+
+def adapter_files(model: Transformer, *, base: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The files and tensors of a PEFT directory for a model with adapters.
+
+    ``base`` is what adapter_config.json calls the model without them.
+    """
+    family, layers = family_of_model(model), list(lora_layers(model))
+    if not layers:
+        raise ValueError("the model has no adapters to write.")
+    rank, scale = layers[0][1].rank, layers[0][1].scale
+    pairs: list[Pair] = []
+    for name, layer in layers:
+        (match,) = family.matches(model.config, [f"{name}.weight"])
+        pairs += _pairs(layer, match, model)
+    tensors = {
+        f"{_PREFIX}{module}.lora_{part}.weight": torch.empty_like(
+            factor, device="cpu", memory_format=torch.contiguous_format, requires_grad=False
+        ).copy_(factor.detach())  # a copy: three modules may share an A, and files do not
+        for module, *factors in pairs
+        for part, factor in zip("AB", factors, strict=True)
+    }
+    wider = {module: len(A) for module, A, _ in pairs if len(A) != rank}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": match.layout is TRANSPOSED,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "target_modules": _targets([module for module, _, _ in pairs], family, model),
+        "rank_pattern": wider,
+        "alpha_pattern": {module: scale * R for module, R in wider.items()},
+    }
+    return {ADAPTER_CONFIG: json.dumps(settings, indent=2, sort_keys=True) + "\n"}, tensors
+
+
+def _pairs(layer: LoraLinear, match: Match, model: Transformer) -> list[Pair]:
+    """The adapters of one of our maps, as those of the maps of the family that hold it."""
+    modules = [name.removesuffix(".weight") for name in match.theirs]
+    A: Tensor = layer.lora_A
+    B: Tensor = layer.lora_B
+    single = layer.parts == ((0, layer.out_features),)
+    if len(modules) == 1:
+        if not single:  # side by side, each on its own rows
+            B = B.new_zeros(layer.out_features, len(A))
+            for n, ((start, stop), (_, B_p)) in enumerate(
+                zip(layer.parts, layer.pairs(), strict=True)
+            ):
+                B[start:stop, n * layer.rank : (n + 1) * layer.rank] = B_p
+        rows = B if match.layout is TRANSPOSED else match.layout.split(B, model.config)[0]
+        return [Pair(modules[0], A, rows)]
+    if single:
+        return [
+            Pair(module, A, rows)
+            for module, rows in zip(modules, match.layout.split(B, model.config), strict=True)
+        ]
+    sizes = [len(rows) for rows in match.layout.split(layer.weight, model.config)]
+    stops = list(accumulate(sizes))
+    ranges = {(stop - n, stop): name for n, stop, name in zip(sizes, stops, modules, strict=True)}
+    return [Pair(ranges[p], *pair) for p, pair in zip(layer.parts, layer.pairs(), strict=True)]
+
+
+def _targets(modules: Sequence[str], family: Family, model: Transformer) -> list[str]:
+    """Names that PEFT finds the modules by: the last part, or two where that has other modules."""
+    others = _linear_maps(family, model).keys() - set(modules)
+    last = {module.rpartition(".")[2] for module in modules}
+    shared = {other.rpartition(".")[2] for other in others}
+    if last & shared:
+        return sorted({".".join(module.split(".")[-2:]) for module in modules})
+    return sorted(last)
+
+
+class _Place(NamedTuple):
+    """Where a linear map of the family is among our weights."""
+
+    name: str
+    """Of our weight."""
+    match: Match
+    number: int
+    """Which of the family's maps that it holds."""
+
+
+def _linear_maps(family: Family, model: Transformer) -> dict[str, _Place]:
+    """The linear maps inside blocks, by their names in transformers."""
+    names = [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+    ]
+    return {
+        theirs.removesuffix(".weight"): _Place(match.ours, match, number)
+        for match in family.matches(model.config, names)
+        for number, theirs in enumerate(match.theirs)
+    }
+
+
+@torch.no_grad()
+def merge_adapter(model: Transformer, path: str | Path) -> list[str]:
+    """Add the adapter of a PEFT directory to the weights of a loaded model.
+
+    Returns the names of the linear maps in transformers. Sums are made in float32 at least.
+    """
+    path = Path(path)
+    if not path.is_dir() or not has_file(path, ADAPTER_CONFIG):
+        raise ValueError(f"{path} is no adapter: it has no {ADAPTER_CONFIG}.")
+    if any(isinstance(module, SigmaLinear | LoraLinear) for module in model.modules()):
+        raise ValueError(f"{path} needs a model of plain linear maps; convert the model first.")
+    directory = _open(path)
+    family = family_of_model(model)
+    places = _linear_maps(family, model)
+    with open_tensors(directory) as tensors:
+        merged = []
+        for module, names in _modules(directory, places, family):
+            name, match, number = places[module]
+            linear = model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(linear, nn.Linear)
+            wide = torch.promote_types(linear.weight.dtype, torch.float32)
+            theirs = [part.to(wide) for part in match.layout.split(linear.weight, model.config)]
+            transposed = match.layout is TRANSPOSED
+            outputs, inputs = theirs[number].shape[:: -1 if transposed else 1]
+            A, B = (directory.tensors[names[part]].entry for part in "AB")
+            R = A.shape[0]
+            if A.shape != (R, inputs) or B.shape != (outputs, R) or not 0 < R <= _LARGEST_RANK:
+                raise ValueError(
+                    f"{path}: the adapter of {module} has shapes {list(A.shape)} and "
+                    f"{list(B.shape)}, and the map has {inputs} inputs and {outputs} outputs."
+                )
+            factors = [tensors[names[part]].to(linear.weight.device, wide) for part in "AB"]
+            for part, factor in zip("AB", factors, strict=True):
+                require_finite(factor, f"{path}: {names[part]}")
+            product = _scale(directory, module, R) * (factors[1] @ factors[0])
+            theirs[number] = theirs[number] + (product.t() if transposed else product)
+            whole = match.layout.join(theirs, model.config).to(linear.weight.dtype)
+            linear.weight = nn.Parameter(whole.contiguous(), linear.weight.requires_grad)
+            merged.append(module)
+    return merged
+
+
+def _open(path: Path) -> CheckpointDirectory:
+    """The checked settings and tensor table of a PEFT directory."""
+    settings = read_bounded_json(path, ADAPTER_CONFIG)
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{path} is a {printable(repr(kind))} adapter; LORA is read.")
+    for name, neutral in _NEUTRAL.items():
+        if name in settings and settings[name] not in neutral:
+            raise ValueError(
+                f"{path}: {name}={printable(repr(settings[name]))} is no part of plain LoRA; merge "
+                "the adapter with peft (merge_and_unload) and give the result."
+            )
+    if not has_file(path, ADAPTER_WEIGHTS):
+        raise ValueError(f"{path} has no {ADAPTER_WEIGHTS}; pickles are not read.")
+    file = regular_file(path, ADAPTER_WEIGHTS)
+    entries = read_header(file)
+    if not entries:
+        raise ValueError(f"{file} holds no tensors.")
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPES or len(entry.shape) != 2:
+            raise ValueError(
+                f"{file}: {printable(name)} is {entry.dtype} of {list(entry.shape)}; the matrices "
+                f"of an adapter are of {', '.join(DTYPES)}."
+            )
+    tensors = {name: TensorLocation(file, name, entry) for name, entry in entries.items()}
+    return CheckpointDirectory(path, settings, tensors)
+
+
+def _modules(
+    directory: CheckpointDirectory, places: Mapping[str, _Place], family: Family
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every module with an adapter, and the names of its two tensors."""
+    modules: dict[str, dict[str, str]] = {}
+    for name in directory.tensors:
+        match = _NAME.fullmatch(name)
+        if match is None or match[1] not in places:
+            raise ValueError(
+                f"{directory.path} holds {printable(name)}, which is an adapter of no linear map "
+                f"in the blocks of this {family.name}."
+            )
+        modules.setdefault(match[1], {})[match[2]] = name
+    for module, names in modules.items():
+        if names.keys() != {"A", "B"}:
+            raise ValueError(f"{directory.path} has one of two matrices for {module}.")
+        yield module, names
+
+
+def _scale(directory: CheckpointDirectory, module: str, R: int) -> float:
+    """lora_alpha / r of a module, or lora_alpha / sqrt(r) with use_rslora."""
+    settings, where = directory.config, directory.path / ADAPTER_CONFIG
+    rank = _by_module(settings, "rank_pattern", module, settings.get("r"), where)
+    alpha = _by_module(settings, "alpha_pattern", module, settings.get("lora_alpha"), where)
+    if rank != R:
+        raise ValueError(f"{where} says rank {rank:g} for {module}, its matrices have {R}.")
+    return alpha / (math.sqrt(R) if settings.get("use_rslora") is True else R)
+
+
+def _by_module(
+    settings: Mapping[str, Any], pattern: str, module: str, default: Any, where: Path
+) -> float:
+    """A number of the settings, or that of the first name in ``pattern`` that ends the module."""
+    named = settings.get(pattern) or {}
+    if not isinstance(named, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in named):
+        raise ValueError(f"{where}: {pattern} should name modules by their names.")
+    names = (key for key in named if module == key or module.endswith(f".{key}"))
+    key = next(names, None)
+    value = default if key is None else named[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        name = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}[pattern]
+        raise ValueError(f"{where}: {name} should be above 0, got {printable(repr(value))}.")
+    return float(value)
