@@ -13,11 +13,12 @@ that a reader opens elsewhere could still send requests to it, so ``Guard`` refu
     an Origin other than this server, unless it is allowed
     a request without the key, where there is one
 
-**Limits.** A body has ``LARGEST_BODY`` bytes at most, counted while they arrive, and
-``BODY_SECONDS`` to do so. A request beyond the queue gets 429 with Retry-After, one that waits too
-long 503, one past the deadline what it has. A client that leaves ends its requests, also where it
-does not stream. A stream that its client does not read waits in memory, bounded by its tokens, and
-ends after ``STALLED_SECONDS``; no other request waits for it.
+**Limits.** The head of a request has ``HEAD_SECONDS`` to arrive, or the connection ends. A body has
+``LARGEST_BODY`` bytes at most, counted while they arrive, and ``BODY_SECONDS`` to do so. A request
+beyond the queue gets 429 with Retry-After, one that waits too long 503, one past the deadline what
+it has. A client that leaves ends its requests, also where it does not stream. A stream that its
+client does not read waits in memory, bounded by its tokens, and ends after ``STALLED_SECONDS``; no
+other request waits for it.
 
 **Logs.** One JSON line per request on standard error; texts only where they are asked for.
 """
@@ -48,6 +49,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fenchel.files import printable
 from fenchel.server.embeddings import Embedder
@@ -82,6 +84,7 @@ from fenchel.server.page import content_security_policy, page
 T = TypeVar("T")
 LARGEST_BODY, DISCARDED = 2**20, 2**23
 BODY_SECONDS = 10.0
+HEAD_SECONDS = 10.0
 STALLED_SECONDS = 30.0
 MOST_BODIES = 256
 """Bodies that are read and checked at a time."""
@@ -459,6 +462,7 @@ class App:
             },
             lifespan=self._lifespan,
         )
+        self.asgi.router.redirect_slashes = False  # a path with a slash at its end is another one
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -699,6 +703,10 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                # Closing a connection waits for its client to read what was sent; this ends it.
+                limit = round(1e3 * STALLED_SECONDS)
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
             listener.bind(address)
             listener.listen(512)
         except OSError:
@@ -723,6 +731,35 @@ def address(host: str, listener: socket.socket) -> str:
     return f"http://{name}:{port}"
 
 
+class BoundedProtocol(H11Protocol):
+    """HTTP in which the line and the headers of a request arrive within ``HEAD_SECONDS``."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A new connection: a request is expected."""
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(HEAD_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """A part of a request."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._cancel_timer()
+        elif self._timer is None:  # the beginning of a further request
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end of the connection."""
+        self._cancel_timer()
+        super().connection_lost(exc)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class Server:
     """Runs the application on a socket until it is stopped or the engine fails."""
 
@@ -733,7 +770,7 @@ class Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            http="h11",
+            http=BoundedProtocol,
             ws="none",
             limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=GRACE_SECONDS,

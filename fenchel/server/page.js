@@ -395,16 +395,15 @@ const meter = (share, ...children) => {
 	bar.firstChild.style.width = `${(100 * clamp(share, 0, 1)).toFixed(1)}%`;
 	return bar;
 };
-const weightRow = (name, weight, most) => node("li", {}, name, meter(weight / most), node("span", { class: "value" }, weight.toFixed(3)));
+const weightRow = (name, weight, most) => node("li", {}, name, most ? meter(weight / most) : node("span"), node("span", { class: "value" }, weight.toFixed(3)));
 
 function reading({ trace }) {
 	const read = readOf({ trace }), list = node("ul", { class: "weights" });
 	if (read) {
-		const most = Math.max(read.top[0]?.[1] ?? 0, read.rest, read.sink ?? 0, 1e-9);
-		for (const [at, weight] of read.top) if (weight >= LEAST) list.append(weightRow(quoted(state.tokens[at]?.text ?? ""), weight, most));
+		for (const [at, weight] of read.top) if (weight >= LEAST) list.append(weightRow(quoted(state.tokens[at]?.text ?? ""), weight, read.top[0][1]));
 		const small = read.top.reduce((sum, [, weight]) => sum + (weight < LEAST ? weight : 0), read.rest);
-		if (read.sink >= LEAST) list.append(weightRow(node("em", {}, "learned sink"), read.sink, most));
-		if (small >= LEAST) list.append(weightRow(node("em", {}, "all others"), small, most));
+		if (read.sink >= LEAST) list.append(weightRow(node("em", {}, "learned sink"), read.sink));
+		if (small >= LEAST) list.append(weightRow(node("em", {}, "all others"), small));
 	}
 	return node("section", {}, node("h3", {}, "What it read"), chooser(trace), list);
 }

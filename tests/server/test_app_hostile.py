@@ -1,11 +1,14 @@
 """fenchel/server/app.py: benchmarks/hostile_requests.py in its small form."""
 
 import random
+import socket
 from urllib.parse import urlsplit
 
 import pytest
 
+import fenchel.server.app as app_module
 from benchmarks.hostile_requests import SOUND, mutated, post, send, violations
+from fenchel.server.app import listen
 from tests.server.conftest import RunningServer
 
 
@@ -55,3 +58,40 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     assert answer.status == 400
     assert b" characters; " in answer.body
     assert not list(violations(answer._replace(seconds=0.0)))
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Waits for what the server does next; True if that is the end of the connection."""
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_head_that_does_not_arrive_ends_its_connection(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "HEAD_SECONDS", 0.3)
+    for part in (b"", b"GET /health HTTP/1.1\r\nHost:"):
+        with socket.create_connection(address, timeout=10) as slow:
+            slow.sendall(part)
+            assert is_ended(slow)
+    whole = f"GET /health HTTP/1.1\r\nHost: {address[0]}\r\n\r\n".encode()
+    with socket.create_connection(address, timeout=10) as again:
+        again.sendall(whole)
+        answer = again.recv(1000)
+        while b"}" not in answer:
+            answer += again.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 200")
+        again.sendall(whole[:20])  # half of a second request on the same connection
+        assert is_ended(again)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
+def test_a_connection_that_is_not_read_ends_at_its_limit() -> None:
+    """The socket of a connection has the options of the one that listens."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert limit == 1000 * app_module.STALLED_SECONDS
