@@ -2,8 +2,8 @@
 
 lm_eval is large and no dependency of the tests: the bodies and the slices below are those of
 ``local-completions`` in lm_eval 0.4.13 (``_create_payload`` and ``parse_logprobs`` of its class,
-``get_rolling_token_windows`` and ``make_disjoint_window``). docs/serve.md has the command of the
-harness itself, which was run with the same result.
+``get_rolling_token_windows`` and ``make_disjoint_window``). docs/calibration.md has the command
+of the harness itself, which was run with the same result.
 """
 
 import json
