@@ -61,7 +61,11 @@ def main(options: list[str] | None = None) -> None:
         lines.append(line)
         record("engine_cuda", lines, ("transformers",))
 
-    model = Transformer(LARGE).to("cuda", torch.bfloat16).eval()
+    with torch.device("cuda"):
+        model = Transformer(LARGE).to(torch.bfloat16).eval()
+    for p in model.parameters():  # a new model has matrices of zeros, which would hide mistakes
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     add(**_check(model))
     started = time.perf_counter()
     engine = Engine(model, _tokenizer(), rows=ROWS, queue=ROWS)
@@ -87,7 +91,8 @@ def main(options: list[str] | None = None) -> None:
     del engine, model
     torch.cuda.empty_cache()
     if given.static:
-        theirs = llama(LARGE).to("cuda", torch.bfloat16).eval()
+        with torch.device("cuda"):
+            theirs = llama(LARGE).to(torch.bfloat16).eval()
         for rows in map(int, given.static.split(",")):
             add(way="transformers static", rows=rows, **_static(theirs, rows, given.new))
 
@@ -170,6 +175,8 @@ def _check(model: Transformer) -> dict[str, Any]:
         ours, theirs = (batch.step().float() for batch in batches)
         for mine, his in zip(*joined, strict=True):
             x, y = ours[mine.index], theirs[his.index]
+            assert bool(y.isfinite().all())
+            assert float(y.std()) > 0.1
             worst = max(worst, float((x - y).norm() / y.norm()))
             mine.token = his.token = int(y.argmax())
     return {"check": round(worst, 5), "equal_draws": _equal_draws()}

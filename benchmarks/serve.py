@@ -15,6 +15,10 @@ last token. The first round of each number of clients warms the servers up and d
     memory                  the largest resident memory of the server so far, in bytes
     ratio                   of tokens per processor second to the better of transformers' two
 
+``transformers serve`` needs fastapi. Where it is not installed, ``_serve_peer`` puts the managers
+of that server (its queue, its streams, its continuous batching) behind two routes of starlette,
+on which fastapi is built; that is less work per request.
+
 The openai package asks both servers in the same way, but takes more time than either spends on
 HTTP, so the client here is http.client.
 """
@@ -29,8 +33,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -46,6 +51,9 @@ from fenchel.model import ModelConfig, Transformer
 MODEL = ModelConfig(vocabulary=8192, context=1024, width=512, layers=8, heads=8)
 WORDS, ROWS = 24, 32
 OURS, THEIRS, BATCHED = "fenchel", "transformers", "transformers continuous"
+PEER_MEMORY = 0.15
+"""Share of the free memory that the cache of transformers' continuous batching may take; by default
+it takes nearly all."""
 START = 180.0
 """Seconds that a server may take to answer for the first time."""
 
@@ -57,7 +65,11 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--new", type=int, default=32, help="new tokens per request")
     parser.add_argument("--only", help="one server, to look at it; nothing is recorded")
+    parser.add_argument("--peer", nargs=3, metavar=("DIR", "PORT", "BATCHED"), help="used inside")
     given = parser.parse_args(options or [])
+    if given.peer is not None:
+        _serve_peer(given.peer[0], int(given.peer[1]), given.peer[2] == BATCHED)
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         prompts = _write_model(path)
@@ -79,6 +91,9 @@ def _write_model(path: Path) -> Iterator[str]:
     texts = [document.text for document in open_text("sotu").documents()]
     tokenizer = train_tokenizer(texts, MODEL.vocabulary)
     save(Transformer(MODEL), tokenizer, path)
+    settings = path / "generation_config.json"
+    (path / "manifest.json").unlink()  # it would refuse the change
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "do_sample": True}))
     words = " ".join(texts).split()
     return (" ".join(words[WORDS * i : WORDS * (i + 1)]) for i in count())
 
@@ -126,32 +141,34 @@ def _cpu_seconds(pid: int) -> float:
 
 def _start(path: Path, only: str | None) -> tuple[dict[str, _Server], dict[str, str]]:
     """The servers that answer, and why the others do not."""
-    theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(path)]
-    theirs += "--device cpu --dtype float32 --log-level error --port".split()
-    commands: Mapping[str, Callable[[int], list[str]]] = {
-        OURS: lambda port: [
+    commands = {
+        OURS: [
             *(sys.executable, "-m", "fenchel", "serve", str(path)),
-            *("--device", "cpu", "--threads", "1", "--rows", str(ROWS), "--port", str(port)),
-        ],
-        THEIRS: lambda port: [*theirs, str(port)],
-        BATCHED: lambda port: [*theirs, str(port), "--continuous-batching"],
+            *f"--device cpu --threads 1 --rows {ROWS} --port PORT".split(),
+        ]
     }
+    for name, flag in ((THEIRS, "--no-continuous-batching"), (BATCHED, "--continuous-batching")):
+        commands[name] = [
+            *(sys.executable, "-m", "transformers.cli.transformers", "serve", str(path)),
+            *f"--device cpu --dtype float32 --log-level error --port PORT {flag} "
+            f"--cb-max-memory-percent {PEER_MEMORY}".split(),
+        ]
+        if find_spec("fastapi") is None:
+            commands[name] = [sys.executable, "-m", "benchmarks.serve", "--peer", str(path)]
+            commands[name] += ["PORT", name]
     if only is not None and only not in commands:
         raise SystemExit(f"--only {only!r} should be one of {', '.join(commands)}.")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     servers: dict[str, _Server] = {}
     missing: dict[str, str] = {}
     for name in commands if only is None else [only]:
-        if name != OURS and find_spec("fastapi") is None:
-            missing[name] = "transformers serve needs fastapi, which is not installed"
-            print(f"{name}: {missing[name]}.", file=sys.stderr)
-            continue
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         log = path.parent / f"{name}.log"
         with log.open("wb") as file:
+            command = [str(port) if word == "PORT" else word for word in commands[name]]
             process = subprocess.Popen(
-                commands[name](port), stdout=file, stderr=subprocess.STDOUT, env=environment
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment
             )
         servers[name] = _Server(process, port, path.name if name == OURS else str(path), log)
     for name, server in list(servers.items()):
@@ -180,6 +197,54 @@ def _wait(server: _Server) -> None:
         time.sleep(0.2)
     last = server.log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
     raise RuntimeError(f"it does not answer: {last[0][:200]}")
+
+
+def _serve_peer(path: str, port: int, batched: bool) -> None:
+    """What ``transformers serve`` does for a streamed completion, without fastapi."""
+    import torch
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.routing import Route
+    from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
+    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    share = ContinuousBatchingConfig(max_memory_percent=PEER_MEMORY)
+    manager = CBGenerateManager(share) if batched else GenerateManager()
+    numbers = count()
+
+    async def complete(request: Request) -> StreamingResponse:
+        body = json.loads(await request.body())
+        config = deepcopy(model.generation_config)
+        config.max_new_tokens, config.temperature = body["max_tokens"], body["temperature"]
+        inputs = tokenizer(body["prompt"], return_tensors=None if batched else "pt")
+        if batched:
+            config.use_cache = False
+            manager.init_cb(model, config)
+        name = f"req_{next(numbers)}"
+        queue, streamer = manager.generate_streaming(model, tokenizer, inputs, config, name)
+
+        async def events() -> AsyncIterator[str]:
+            while (text := await queue.get()) is not None:
+                if not isinstance(text, str):
+                    yield f"data: {json.dumps({'error': text.msg})}\n\n"
+                    return
+                choice = {"index": 0, "text": text, "finish_reason": None}
+                event = {"id": name, "object": "text_completion", "choices": [choice]}
+                yield f"data: {json.dumps(event)}\n\n"
+            usage = {"completion_tokens": streamer.total_tokens}
+            yield f"data: {json.dumps({'id': name, 'choices': [], 'usage': usage})}\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def health(_: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    routes = [Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)]
+    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning")
 
 
 class _Answer(NamedTuple):

@@ -10,6 +10,9 @@ torch._foreach_add_, _foreach_copy_, _foreach_lerp, _foreach_lerp_, _foreach_mul
 torch._softmax_backward_data
     The derivative of softmax from its result, p (g - sum of p g), in one pass; public operations
     take three. Arguments: the gradient, the result, the axis, the dtype of the input.
+torch.ops.mkldnn._reorder_linear_weight, _linear_pointwise
+    Products with a matrix in the layout that oneDNN prefers for a few rows, as compiled models use.
+    ``torch.utils.mkldnn`` converts inputs and results too. Absent without oneDNN.
 torch.autograd.forward_ad._current_level
     Whether dual numbers are in use, so that a back end without forward derivatives is left out.
     The public ``unpack_dual`` answers for one tensor only.
@@ -88,6 +91,24 @@ def softmax_backward(g: Tensor, p: Tensor) -> Tensor:
     tensor([ 0.1875, -0.1875])
     """
     return _softmax_backward(g, p, -1, p.dtype)
+
+
+def packs_linear_weights() -> bool:
+    """Whether ``packed_linear_weight`` works here."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def packed_linear_weight(W_NK: Tensor, rows: int) -> Tensor:
+    """A copy of a float32 matrix in the layout of oneDNN for products of about ``rows`` rows."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(W_NK, rows)
+    return packed
+
+
+def packed_linear(x_BK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+    """x W^T + b by a packed W."""
+    y_BN: Tensor = torch.ops.mkldnn._linear_pointwise(x_BK, packed, bias_N, "none", [], "")
+    return y_BN
 
 
 def carries_tangents() -> bool:

@@ -47,7 +47,7 @@ from torch.nn.attention import sdpa_kernel
 from fenchel.attention import Dense, attend
 from fenchel.attention.spec import AttentionCall
 from fenchel.choice import Softmax
-from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
+from fenchel.generation.cpu_step import CpuStep, PackedWeights, why_not_cpu_step
 from fenchel.generation.cuda_graph import (
     AUTO_TOKENS,
     PendingTokens,
@@ -319,6 +319,9 @@ class ContinuousBatch:
         self.device, self.kind = table.device, cache
         self._uses_cpu_step = why_not_cpu_step(model) is None
         self._cpu_steps: dict[int, CpuStep] = {}
+        self._packed = None
+        if self._uses_cpu_step and rows > 1 and not invariant:
+            self._packed = PackedWeights.of(model)
         self.buckets = row_buckets(rows)
         if invariant:
             self.buckets = (-(-rows // INVARIANT_MULTIPLE) * INVARIANT_MULTIPLE,)
@@ -490,7 +493,7 @@ class ContinuousBatch:
         B, token_B = len(tokens), torch.tensor(tokens, device=self.device)
         if self._uses_cpu_step:
             if B not in self._cpu_steps:
-                self._cpu_steps[B] = CpuStep(self.model, self.cache, batch=B)
+                self._cpu_steps[B] = CpuStep(self.model, self.cache, batch=B, packed=self._packed)
             step = self._cpu_steps[B].step
             if self.invariant:
                 return step(token_B, None, observe, lengths=lengths)

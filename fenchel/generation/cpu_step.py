@@ -13,6 +13,10 @@ unequal prompts is a mask. The R = H / G query heads that share keys are R queri
 no key is repeated. With ``lengths`` every sequence attends by a call of its own to its own keys:
 the rounding of its sums then depends on its own length and on no other's.
 
+**Packed weights.** oneDNN computes products of a few rows faster with matrices in a layout of its
+own, which is a second copy of the weights (``PackedWeights``): a server makes it once, a single
+call does not.
+
 It is the forward pass of fenchel/model for T = 1 and a plain decoder (generation/plain_decoder.py);
 for any other model ``why_not_cpu_step`` names the reason, and the model itself is called.
 
@@ -20,22 +24,38 @@ B sequences, M width of the stream, H heads, G heads of keys, D width per head, 
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
-from fenchel.generation.plain_decoder import PlainNorm, block_weights, plain_norm, why_not_plain
+from fenchel.generation.plain_decoder import (
+    LinearWeights,
+    PlainNorm,
+    block_weights,
+    plain_norm,
+    why_not_plain,
+)
 from fenchel.model import Transformer
 from fenchel.model.forward_context import Cache, Observer
 from fenchel.model.mlp import ACTIVATIONS
 from fenchel.model.rotary_table import RotaryTable
+from fenchel.torch_internals import packed_linear, packed_linear_weight, packs_linear_weights
 
 TRANSPOSED = range(2, 9)
 """Numbers of sequences for which products are faster with transposed results. 8 layers of width 512
 on one core of an EPYC, transposed and not, in ms: 10.9 and 17.3 for two sequences, 13.0 and 16.0
 for four, 18.8 and 19.2 for eight, 31.6 and 22.5 for twelve, 28.2 and 26.1 for 16."""
+
+
+PACKED = range(2, 65)
+"""Numbers of sequences for which packed weights are used. The products of the same model in ms,
+with packed weights and with the better layout of results, on a busy core: 11.6 and 12.8 for two
+sequences, 16.4 and 20.2 for eight, 22.3 and 25.6 for 16, 36.9 and 37.8 for 32."""
+PACKED_BYTES = 1 << 30
+"""Weights above this size are not packed: their copy would take the memory of the cache."""
 
 
 def why_not_cpu_step(model: Transformer) -> str | None:
@@ -46,17 +66,88 @@ def why_not_cpu_step(model: Transformer) -> str | None:
     return why_not_plain(model)
 
 
-class CpuStep:
-    """A decoding step for ``batch`` sequences, one token each, with a KV cache."""
+class PackedLinear(NamedTuple):
+    """``LinearWeights`` with a packed W."""
 
-    def __init__(self, model: Transformer, cache: Cache, *, batch: int) -> None:
+    packed: Tensor
+    bias: Tensor | None
+
+    def into(self, y: Tensor, x: Tensor) -> None:
+        """Write x W^T + b into y."""
+        y.copy_(packed_linear(x, self.packed, self.bias))
+
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        """Add x W^T + b to y."""
+        y.add_(packed_linear(x, self.packed, self.bias))
+
+
+class Products(NamedTuple):
+    """The products of a block."""
+
+    qkv: LinearWeights | PackedLinear
+    out: LinearWeights | PackedLinear
+    gate: LinearWeights | PackedLinear | None
+    up: LinearWeights | PackedLinear
+    down: LinearWeights | PackedLinear
+
+
+class PackedWeights(NamedTuple):
+    """The weights of all products of a model, packed once for steps of any of ``PACKED``."""
+
+    layers: Sequence[Products]
+    lm_head: PackedLinear
+
+    @classmethod
+    def of(cls, model: Transformer) -> "PackedWeights | None":
+        """None where packing is not possible, or takes too much memory."""
+        table = model.lm_head_weight
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        if table.dtype != torch.float32 or size > PACKED_BYTES or not packs_linear_weights():
+            return None
+        layers = []
+        for layer in map(block_weights, model.blocks):
+            gate = None if layer.gate is None else _pack(layer.gate)
+            packed = _pack(layer.qkv), _pack(layer.out), gate, _pack(layer.up), _pack(layer.down)
+            layers.append(Products(*packed))
+        return cls(layers, _pack(LinearWeights(table.t(), None)))
+
+
+def _pack(weights: LinearWeights) -> PackedLinear:
+    rows = 8  # the layout hardly depends on it
+    bias = None if weights.bias is None else weights.bias.detach()
+    return PackedLinear(packed_linear_weight(weights.weight.detach(), rows), bias)
+
+
+class CpuStep:
+    """A decoding step for ``batch`` sequences, one token each, with a KV cache.
+
+    With ``packed`` its products are those of the packed weights, for numbers of sequences for which
+    they are faster.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: Cache,
+        *,
+        batch: int,
+        packed: PackedWeights | None = None,
+    ) -> None:
         config, table = model.config, model.lm_head_weight
         self.config, self.cache, self.embed = config, cache, model.embed.weight
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
-        self.lm_head_weight, self.norm = table, plain_norm(model.norm)
+        self.norm = plain_norm(model.norm)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
         self.rotary_table = RotaryTable(config) if config.positions == "rotary" else None
         self.layers = [block_weights(block) for block in model.blocks]
+        self.lm_head: LinearWeights | PackedLinear = LinearWeights(table.t(), None)
+        self.products: Sequence[Products] = [
+            Products(layer.qkv, layer.out, layer.gate, layer.up, layer.down)
+            for layer in self.layers
+        ]
+        self.packed = packed is not None and batch in PACKED
+        if packed is not None and self.packed:
+            self.products, self.lm_head = packed
         self._allocate(batch)
 
     def step(
@@ -83,9 +174,9 @@ class CpuStep:
             x.add_(self.pos_embed[cache.length if position_B is None else position_B])
         rotary = self._rotary(position_B)
         scale = self.config.score_scale
-        for number, layer in enumerate(self.layers):
+        for number, (layer, product) in enumerate(zip(self.layers, self.products, strict=True)):
             y = self._norm(layer.attention_norm)
-            layer.qkv.into(self.qkv, y)
+            product.qkv.into(self.qkv, y)
             if rotary is not None:
                 cos, first, second = rotary
                 torch.mul(self.qk, cos, out=self.rotated)
@@ -101,18 +192,19 @@ class CpuStep:
                 attended = scaled_dot_product_attention(self.q, keys, values, mask, scale=scale)
             if observe is not None:
                 observe(number, self.q.flatten(1, 2).unsqueeze(2), keys, values)
-            layer.out.add_to(x, attended.reshape(self.attended_shape))
+            product.out.add_to(x, attended.reshape(self.attended_shape))
             y = self._norm(layer.mlp_norm)
-            layer.up.into(self.wide, y)
-            if layer.gate is None:
+            product.up.into(self.wide, y)
+            if product.gate is None:
                 wide = self.activation(self.wide)
             else:
-                layer.gate.into(self.gated, y)
+                product.gate.into(self.gated, y)
                 wide = self.activation(self.gated).mul_(self.wide)
-            layer.down.add_to(x, wide)
+            product.down.add_to(x, wide)
         cache.advance(1)
         y = self._norm(self.norm)
-        return torch.mm(y, self.lm_head_transposed, out=self.logits)
+        self.lm_head.into(self.logits, y)
+        return self.logits
 
     def _attend_one_by_one(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> Tensor:
         """The attention output, (B, G, R, D); what a row without a token has is of no use."""
@@ -156,10 +248,11 @@ class CpuStep:
         def result(width: int) -> Tensor:
             # The layout of a result decides how BLAS computes the product: for a few sequences it
             # is up to twice as fast if their entries are adjacent.
-            return new(width, B).t() if B in TRANSPOSED else new(B, width)
+            transposed = B in TRANSPOSED and not self.packed
+            return new(width, B).t() if transposed else new(B, width)
 
         self.x, self.y, self.wide, self.gated = new(B, M), new(B, M), result(F), result(F)
-        self.logits, self.lm_head_transposed = result(c.vocabulary), self.lm_head_weight.t()
+        self.logits = result(c.vocabulary)
         self.size, self.epsilon = new(B, 1), self.embed.new_full((B, 1), c.epsilon)
         rows = (H + 2 * G) * D  # contiguous for the fused attention, unless rotation copies them
         self.qkv = new(B, rows) if self.rotary_table is None else result(rows)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 REPLACEMENT = "\ufffd"
 """What an incomplete character decodes to."""
-WINDOW = 64
+WINDOW = 8
 """Ids that are decoded again with every new one, before the oldest are dropped."""
 
 
@@ -74,8 +74,8 @@ class StopStrings:
 
     def add(self, piece: str) -> str:
         """The text that this piece releases; empty after a stop string."""
-        if self.stopped:
-            return ""
+        if self.stopped or not self.stops:
+            return "" if self.stopped else piece
         text = self.withheld + piece
         ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self.stops if stop in text]
         if ends:

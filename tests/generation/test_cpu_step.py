@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fenchel.generation import KVCache, generate
-from fenchel.generation.cpu_step import CpuStep, why_not_cpu_step
+from fenchel.generation import KVCache, cpu_step, generate
+from fenchel.generation.cpu_step import CpuStep, PackedWeights, why_not_cpu_step
 from fenchel.model import Transformer
 from fenchel.model.mlp import Mlp
 
@@ -47,6 +47,33 @@ def test_a_step_gives_the_logits_of_the_model(
     for t in range(6, T):
         logits = lean.step(ids[:, t], present[:, : t + 1] if filled else None)
         torch.testing.assert_close(logits, whole[:, t], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=lambda s: " ".join(s))
+@torch.inference_mode()
+def test_packed_weights_give_the_same_products(
+    shape: dict[str, Any], lively: Build, prompts: Draw
+) -> None:
+    model, ids, B, T = lively(**shape, context=9), prompts(3, 9), 3, 9
+    packed = PackedWeights.of(model)
+    if packed is None:
+        pytest.skip("this torch has no oneDNN")
+    cache = KVCache(model.config, batch=B, positions=T)
+    step = CpuStep(model, cache, batch=B, packed=packed)
+    assert step.packed
+    assert not CpuStep(model, cache, batch=1, packed=packed).packed
+    model(ids[:, :4], cache=cache)
+    whole = model(ids)
+    for t in range(4, T):
+        torch.testing.assert_close(step.step(ids[:, t]), whole[:, t], atol=1e-4, rtol=1e-4)
+
+
+def test_large_or_wide_weights_are_not_packed(
+    lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert PackedWeights.of(lively().double()) is None
+    monkeypatch.setattr(cpu_step, "PACKED_BYTES", 1000)
+    assert PackedWeights.of(lively()) is None
 
 
 class Count(TorchDispatchMode):
