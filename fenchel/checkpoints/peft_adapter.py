@@ -203,7 +203,7 @@ def merge_adapter(model: Transformer, path: str | Path) -> list[str]:
         raise ValueError(f"{path} is no adapter: it has no {ADAPTER_CONFIG}.")
     if any(isinstance(module, SigmaLinear | LoraLinear) for module in model.modules()):
         raise ValueError(f"{path} needs a model of plain linear maps; convert the model first.")
-    directory = _open(path)
+    directory = open_adapter(path)
     family = family_of_model(model)
     places = _linear_maps(family, model)
     with open_tensors(directory) as tensors:
@@ -234,7 +234,7 @@ def merge_adapter(model: Transformer, path: str | Path) -> list[str]:
     return merged
 
 
-def _open(path: Path) -> CheckpointDirectory:
+def open_adapter(path: Path) -> CheckpointDirectory:
     """The checked settings and tensor table of a PEFT directory."""
     settings = read_bounded_json(path, ADAPTER_CONFIG)
     kind = settings.get("peft_type")

@@ -41,7 +41,7 @@ def run(
     what
         texts, presets, families or runs; by default all of them.
     directory
-        With runs: where to look for runs and checkpoints, at any depth; ./runs by default.
+        With runs: where to look for runs and checkpoints, five folders deep; ./runs by default.
     sort
         With runs: time (the default, newest first), name, state, optimiser, parameters, steps,
         bits_per_byte (lowest first), loss or tokens_per_second.
@@ -236,20 +236,23 @@ def _run_notes(rows: "Sequence[RunRow]") -> list[str]:
 
 
 def _checkpoint(path: Path, root: Path) -> dict[str, Any]:
-    """A Hugging Face directory: settings and headers, no weight is read."""
+    """A Hugging Face directory, or that of an adapter: settings and headers, no weight is read."""
     from math import prod
 
     from fenchel.checkpoints.directory import open_directory
+    from fenchel.checkpoints.peft_adapter import ADAPTER_CONFIG, open_adapter
     from fenchel.model.families.registry import family_of
 
     name = str(path.relative_to(root)) if path != root else str(path)
     row: dict[str, Any] = {"path": name, "family": None, "parameters": None, "dtype": None}
     try:
-        checked = open_directory(path)
-        row["family"] = checked.model_type
+        adapter = (path / ADAPTER_CONFIG).exists()
+        checked = open_adapter(path) if adapter else open_directory(path)
+        row["family"] = "adapter" if adapter else checked.model_type
         row["parameters"] = sum(prod(one.entry.shape) for one in checked.tensors.values())
         row["dtype"] = str(checked.dtype).removeprefix("torch.")
-        family_of(checked.model_type, checked.tensors, path)
+        if not adapter:
+            family_of(checked.model_type, checked.tensors, path)
     except (ValueError, OSError) as error:
         return row | {"note": str(error)}
     return row | {"note": ""}

@@ -31,6 +31,7 @@ DEPTH = 5
 """Folders below folders that are searched."""
 MOST = 20_000
 """The most folders that are looked into."""
+_CONFIGS = ("config.json", "adapter_config.json")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -39,7 +40,7 @@ class Found(NamedTuple):
 
     runs: list[Path]
     checkpoints: list[Path]
-    """Hugging Face directories."""
+    """Hugging Face directories, and those of adapters."""
     complete: bool
     """Whether every folder was looked into."""
 
@@ -87,7 +88,7 @@ _LARGEST_FIRST = {"time", "parameters", "steps", "tokens_per_second"}
 
 
 def find(root: Path) -> Found:
-    """The runs and the Hugging Face directories in ``root`` and below, in order of their paths."""
+    """The runs and the checkpoints in ``root`` and below, in order of their paths."""
     if not root.is_dir():
         raise ValueError(f"there is no folder {root} to look for runs in.")
     runs: list[Path] = []
@@ -97,7 +98,7 @@ def find(root: Path) -> Found:
             return Found(runs, checkpoints, complete=False)
         if _is_run(folder, names):
             runs.append(folder)
-        elif "config.json" in names and any(name.endswith(_WEIGHTS) for name in names):
+        elif not names.isdisjoint(_CONFIGS) and any(name.endswith(_WEIGHTS) for name in names):
             checkpoints.append(folder)
     return Found(runs, checkpoints, complete=True)
 

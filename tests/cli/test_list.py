@@ -5,9 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+from fenchel.checkpoints.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_files
 from fenchel.cli import main
+from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families.registry import FAMILIES
+from fenchel.model.lora import add_lora
 from fenchel.pipeline import PRESETS
 
 
@@ -61,6 +65,25 @@ def test_a_program_gets_every_number_of_the_runs(
     assert (run["state"], run["step"], run["steps"]) == ("finished", 20, 20)
     assert llama["parameters"] == run["parameters"]
     assert run["tokens_per_second"] > 0
+
+
+def test_an_adapter_is_listed_beside_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Transformer(ModelConfig(vocabulary=64, width=16, heads=2, layers=1))
+    add_lora(model, rank=2)
+    files, tensors = adapter_files(model, base="one")
+    (tmp_path / "adapter").mkdir()
+    for name, content in files.items():
+        (tmp_path / "adapter" / name).write_text(content)
+    save_file(tensors, tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    assert main(["list", "runs", str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (row["path"], row["family"], row["note"]) == ("adapter", "adapter", "")
+    assert row["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+    (tmp_path / "adapter" / ADAPTER_CONFIG).write_text('{"peft_type": "IA3"}')
+    assert main(["list", "runs", str(tmp_path)]) == 0
+    assert "is a 'IA3' adapter; LORA is read" in " ".join(capsys.readouterr().out.split())
 
 
 def test_presets_fit_a_terminal_with_their_parameters_and_memory(

@@ -46,6 +46,7 @@ def test_runs_are_found_at_any_depth_and_not_inside_of_runs(root: Path) -> None:
 
 def test_a_checkpoint_is_settings_beside_weights(root: Path) -> None:
     for name, files in {
+        "adapter": ("adapter_config.json", "adapter_model.safetensors"),
         "llama": ("config.json", "model.safetensors"),
         "sharded": ("config.json", "model.safetensors.index.json"),
         "node": ("config.json", "package.json"),
@@ -53,7 +54,7 @@ def test_a_checkpoint_is_settings_beside_weights(root: Path) -> None:
         (root / name).mkdir()
         for file in files:
             (root / name / file).write_text("{}")
-    assert [path.name for path in find(root).checkpoints] == ["llama", "sharded"]
+    assert [path.name for path in find(root).checkpoints] == ["adapter", "llama", "sharded"]
 
 
 def test_a_search_that_would_not_end_is_cut(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
