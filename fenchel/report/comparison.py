@@ -7,6 +7,7 @@ tokenizers; loss and perplexity only between runs with one tokenizer as well. ``
 says where that fails.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ def run_result(run: RunData) -> dict[str, float]:
     stated |= {key: measures.get(key) for key in ("loss", "bits_per_byte")}
     entropy = _mean_over_layers(run, "attention/entropy").finite
     stated["entropy"] = float(entropy[-1]) if len(entropy) else None
-    present = {c.key: x for c in COLUMNS if (x := stated[c.key]) is not None}
+    present = {c.key: x for c in COLUMNS if (x := stated[c.key]) is not None and math.isfinite(x)}
     return {key: int(x) if x == int(x) else x for key, x in present.items()}
 
 

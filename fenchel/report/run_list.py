@@ -14,6 +14,7 @@ What a row says of damage is about the files that it is made of; ``fenchel docto
 byte of a run. Nothing is written, links are not followed.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,13 +25,14 @@ import numpy as np
 
 from fenchel.files import LOCK, describe, is_locked
 from fenchel.report.comparison import run_result
-from fenchel.report.html import clean
+from fenchel.report.html import clean, shorten
 from fenchel.report.run_data import CONSEQUENCES, RunData, mapping, number, read_run, series
 
 DEPTH = 5
 """Folders below folders that are searched."""
 MOST = 20_000
 """The most folders that are looked into."""
+_SENTENCE = 300  # characters of what a file of a run says
 _CONFIGS = ("config.json", "adapter_config.json")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -132,18 +134,19 @@ def run_row(path: Path, root: Path) -> RunRow:
         return RunRow(path=name, state="damaged", note=describe(error))
     result = run_result(run)
     rates = series(run, "time/tokens_per_second").finite
+    train, optim = (mapping(run.config.get(section)) for section in ("train", "optim"))
     text = _word(mapping(run.summary.get("text")).get("text_name"))
+    steps = number(run.summary.get("steps")) or number(train.get("steps"))
     return RunRow(
         path=name,
         state=_state(run, path),
-        note=" ".join(run.damage) or _word(run.summary.get("reason")) or "",
+        note=shorten(" ".join(run.damage) or _word(run.summary.get("reason")) or "", _SENTENCE),
         time=_word(run.environment.get("time")),
         text=text or _word(mapping(run.config.get("text")).get("source")),
-        optimiser=_word(mapping(run.config.get("optim")).get("optimiser")),
+        optimiser=_word(optim.get("optimiser")),
         parameters=result.get("parameters"),
         step=result.get("steps", run.last_step),
-        steps=number(run.summary.get("steps"))
-        or number(mapping(run.config.get("train")).get("steps")),
+        steps=steps if steps is not None and math.isfinite(steps) else None,
         loss=result.get("loss"),
         bits_per_byte=result.get("bits_per_byte"),
         tokens_per_second=float(np.median(rates)) if len(rates) else None,
@@ -160,7 +163,7 @@ def _state(run: RunData, path: Path) -> str:
 
 
 def _word(value: Any) -> str | None:
-    return clean(value) if isinstance(value, str) and value else None
+    return shorten(clean(value), _SENTENCE) if isinstance(value, str) and value else None
 
 
 def in_order(rows: list[RunRow], by: str) -> list[RunRow]:

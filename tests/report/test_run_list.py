@@ -5,11 +5,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fenchel.files import LOCK, is_locked, locked
-from fenchel.report.run_list import DEPTH, RunRow, find, in_order, run_row
+from fenchel.report.run_list import DEPTH, ORDERS, RunRow, find, in_order, run_row
 
 Make = Callable[..., Path]
 
@@ -131,6 +132,20 @@ def test_a_file_that_is_a_link_or_a_pipe_is_damage_and_is_not_opened(root: Path)
         else:
             os.mkfifo(path / "summary.json")
         assert state(path) == "damaged"
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", 1e308, -3, [], {}, True, "x" * 10_000, "\x1b[2J"])
+def test_any_value_in_a_summary_gives_a_row(root: Path, value: Any) -> None:
+    path = copy(root, "strange")
+    names = "status reason step steps parameters tokens seconds text validation".split()
+    (path / "summary.json").write_text(json.dumps(dict.fromkeys(names, value)))
+    (path / "environment.json").write_text(json.dumps({"time": value}))
+    row = run_row(path, root)
+    json.dumps(row.plain(), allow_nan=False)
+    words = [word for word in (row.note, row.time, row.text, row.optimiser) if word]
+    assert all("\x1b" not in word and len(word) <= 301 for word in words)
+    for order in ORDERS:
+        assert len(in_order([row, run_row(root / "one", root)], order)) == 2
 
 
 def test_names_and_words_of_a_run_control_no_terminal(root: Path) -> None:
