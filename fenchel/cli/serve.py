@@ -102,7 +102,7 @@ def run(
     trust_user_tokens
         Let messages spell control tokens, as other servers do.
     trace_rows
-        Choices at a time whose attention may be traced.
+        Choices at a time whose attention may be traced; 0 allows none.
     log_text
         Write prompts and answers into the log.
     """
@@ -110,9 +110,11 @@ def run(
     if missing:
         raise ValueError(f"serving needs {missing[0]}: pip install 'fenchel[serve]'.")
     key = read_key(key_file)
-    _require_ranges(rows=rows, queue=queue, trace_rows=trace_rows)
+    _require_range("rows", rows)
+    _require_range("queue", queue)
+    _require_range("trace-rows", trace_rows, least=0)
     if threads is not None:
-        _require_ranges(threads=threads)
+        _require_range("threads", threads)
     for flag, seconds in (("queue-seconds", queue_seconds), ("deadline", deadline)):
         if seconds is not None and not 0.0 < seconds < float("inf"):
             raise ValueError(f"--{flag} {seconds} should be a number of seconds above 0.")
@@ -272,7 +274,6 @@ def fingerprint(
     return digest.hexdigest()[:12]
 
 
-def _require_ranges(**flags: int) -> None:
-    for flag, value in flags.items():
-        if not 1 <= value <= 4096:
-            raise ValueError(f"--{flag.replace('_', '-')} {value} should be 1 to 4096.")
+def _require_range(flag: str, value: int, *, least: int = 1) -> None:
+    if not least <= value <= 4096:
+        raise ValueError(f"--{flag} {value} should be {least} to 4096.")

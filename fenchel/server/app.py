@@ -257,7 +257,10 @@ class Relay:
         while self._updates:
             exchange, number, update = self._updates.popleft()
             self.metrics.on_tokens(update.tokens)
-            exchange.receive(number, update)
+            try:
+                exchange.receive(number, update)
+            except BaseException as error:  # also a Rust panic; the requests of others go on
+                exchange.fail(f"the server failed: {type(error).__name__}.", status=500)
         self.on_end()
 
 
@@ -306,9 +309,16 @@ class Exchange:
         if update.tokens and self.first_token is None:
             self.first_token = time.monotonic()
         self._chunks += self.reply.add(number, update)
-        if self.reply.error and self.failure is None:
-            self.failure = ApiError(self.reply.error, status=500)
-            self._cancel()
+        if self.reply.error:
+            self.fail(self.reply.error, status=500)
+        self._event.set()
+
+    def fail(self, message: str, *, status: int = 503, code: str | None = None) -> None:
+        """End the call with an error."""
+        if self.failure is None:
+            later = 1.0 if status == 503 else None
+            self.failure = ApiError(message, status=status, code=code, retry_after=later)
+        self._cancel()
         self._event.set()
 
     async def wait(self) -> None:
@@ -348,19 +358,15 @@ class Exchange:
     def _waited(self) -> None:
         if not any(ticket.started for ticket in self._tickets):
             seconds = self._settings.queue_seconds
-            self._fail(f"no row was free within {seconds:g} s.", code="queue_seconds")
+            self.fail(f"no row was free within {seconds:g} s.", code="queue_seconds")
 
     def _late(self) -> None:
         if self.reply.has_tokens:
             self.reply.end_early("deadline")
             self._cancel()
         else:
-            self._fail(f"the deadline of {self._settings.deadline:g} s has passed.")
-
-    def _fail(self, message: str, code: str = "deadline") -> None:
-        self.failure = ApiError(message, status=503, code=code, retry_after=1.0)
-        self._cancel()
-        self._event.set()
+            seconds = self._settings.deadline or 0.0
+            self.fail(f"the deadline of {seconds:g} s has passed.", code="deadline")
 
 
 class EventStream(Response):
@@ -527,8 +533,8 @@ class App:
     ) -> Response:
         if self.engine is None:
             raise ApiError(
-                f"{self.served.name} is a model of kind {self.served.config.kind} and continues no "
-                "text; use /v1/embeddings."
+                f"this server continues no text with {self.served.name}, a model of kind "
+                f"{self.served.config.kind}; use /v1/embeddings."
             )
         call = await self._parsed(request, parse)
         exchange = Exchange(call, self.relay, self.settings)

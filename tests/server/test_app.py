@@ -31,7 +31,8 @@ from fenchel.data import encode
 from fenchel.generation.continuous_batch import ContinuousBatch
 from fenchel.server import app as app_module
 from fenchel.server.app import EventStream, Exchange
-from fenchel.server.openai_api import completion_call
+from fenchel.server.engine import Update
+from fenchel.server.openai_api import Reply, completion_call
 from tests.server.conftest import ANSWERS, BEGIN, STOP, RunningServer, serving
 
 QUESTION = [{"role": "user", "content": "What is the bird?"}]
@@ -571,6 +572,23 @@ def test_a_dead_worker_fails_its_requests_and_ends_the_server(
         assert "ZeroDivisionError" in last["error"]["message"]
         until(lambda: bool(health))
         assert "ZeroDivisionError" in health[0]
+
+
+def test_a_failure_of_one_answer_leaves_the_others_alone(
+    running: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Reply.add
+
+    def fail_at_seven(reply: Reply, number: int, update: Update) -> list[dict[str, Any]]:
+        assert reply.call.requests[0].seed != 7
+        return add(reply, number, update)
+
+    monkeypatch.setattr(Reply, "add", fail_at_seven)
+    with slow_steps(0.02), ThreadPoolExecutor(2) as pool:
+        other = pool.submit(ask, running, "/v1/completions", ENDLESS | {"seed": 1})
+        status, body, _ = ask(running, "/v1/completions", ENDLESS | {"seed": 7})
+        assert (status, body["error"]["message"]) == (500, "the server failed: AssertionError.")
+        assert other.result()[1]["usage"]["completion_tokens"] == 90
 
 
 def test_health_of_a_dead_worker_is_503(
