@@ -528,9 +528,12 @@ def baseline_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("bits/byte", justify="right")
     rows = {
         f"this model ({summary['parameters']:,} parameters)": validation.get("bits_per_byte"),
-        "5-byte n-gram, Witten-Bell": baselines.get("ngram5"),
-        "bzip2 -9": baselines.get("bzip2"),
     }
+    if "tuning" in summary:
+        rows["the checkpoint before tuning"] = summary["tuning"]["before"]["bits_per_byte"]
+    if summary.get("text", {}).get("validation_answer_bytes") is None:  # answers have no baseline
+        rows["5-byte n-gram, Witten-Bell"] = baselines.get("ngram5")
+        rows["bzip2 -9"] = baselines.get("bzip2")
     for name, value in sorted(rows.items(), key=lambda row: row[1] or 99.0):
         table.add_row(name, "not computed" if value is None else f"{value:.3f}")
     captions = []

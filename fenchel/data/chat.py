@@ -54,6 +54,10 @@ PLAIN = (
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """Lines of role and content, for a model without a template."""
+PLAIN_WITH_END = PLAIN.replace(
+    "| trim }}", "| trim }}{{ eos_token if message.role == 'assistant' else '' }}"
+)
+"""``PLAIN`` with the end token after every answer, which a model that is tuned learns to write."""
 
 Message = Mapping[str, str]
 """A role and a content."""

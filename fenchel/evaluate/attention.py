@@ -19,6 +19,7 @@ from fenchel.attention.spec import AttentionCall
 from fenchel.data import Ids, decode, end_id
 from fenchel.generation import generate
 from fenchel.model import Transformer, evaluating
+from fenchel.sensitivity import attention_jacobian, spectral_norm
 
 
 @torch.no_grad()
@@ -64,6 +65,28 @@ def attention_calls(model: Transformer, ids_BT: Tensor) -> list[AttentionCall]:
     with evaluating(model):
         model(ids_BT, observe=observe, last=True, return_hidden=True)
     return calls
+
+
+def attention_sensitivity(model: Transformer, ids_1T: Tensor) -> list[tuple[float, float]]:
+    """The spectral norm of every layer's attention in its queries, keys and values, bracketed.
+
+    (1, T) -> per layer a lower end that is attained and an upper one that is exceeded with
+    probability 1e-6; that of a layer is the largest of its heads.
+
+    >>> from fenchel.model import ModelConfig
+    >>> model = Transformer(ModelConfig(vocabulary=9, context=8, width=8, heads=1, layers=1))
+    >>> [(lower, upper)] = attention_sensitivity(model, torch.tensor([[1, 2, 3]]))
+    >>> 0 < lower <= upper < 1.1 * lower
+    True
+    """
+    generator = torch.Generator().manual_seed(0)
+    norms = []
+    for call in attention_calls(model, ids_1T):
+        q, k, v = (x.detach().float() for x in (call.q, call.k, call.v))
+        J = attention_jacobian(q, k, v, **call.spec)
+        bracket = spectral_norm(J, tol=0.02, generator=generator)
+        norms.append((float(bracket.lower.max()), float(bracket.upper.max())))
+    return norms
 
 
 SENTENCE, PROMPT = 48, 16

@@ -40,7 +40,7 @@ from fenchel.model.bigram import applies_to, start_from_bigrams
 from fenchel.model.transformer import meta_model
 from fenchel.optim import Schedule, build_beta2, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
-from fenchel.pipeline.tuning import document_batches, read_encoder, row_length
+from fenchel.pipeline.tuning import amount, document_batches, read_encoder, row_length
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
 from fenchel.train.machine import cores, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
@@ -227,19 +227,11 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     device = select_device(train.device)
     if needs > (there := memory_of(device)):
         raise ValueError(
-            f"a step needs {_amount(needs)} of memory at least, "
-            f"{_amount(per_parameter * parameters)} for {parameters:,} parameters and the rest for "
-            f"{tokens:,} tokens at once, and {device} has {_amount(there)}; choose a smaller model "
+            f"a step needs {amount(needs)} of memory at least, "
+            f"{amount(per_parameter * parameters)} for {parameters:,} parameters and the rest for "
+            f"{tokens:,} tokens at once, and {device} has {amount(there)}; choose a smaller model "
             "or batch, or more train.accumulate."
         )
-
-
-def _amount(size: int) -> str:
-    """
-    >>> _amount(3 * 2**30), _amount(5 * 2**20)
-    ('3.0 GiB', '5.0 MiB')
-    """
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def require_room(model: nn.Module, run: RunDir) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fenchel.checkpoints import Progress, load_model, run_checkpoint
 from fenchel.checkpoints.run_checkpoint import Weights
-from fenchel.checkpoints.tokenizer import end_ids
+from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
 from fenchel.config import to_mapping
 from fenchel.data import Batch, Batches, BatchSource, Corpus, holds_conversations, prepare
 from fenchel.distributed.cells import reshard
@@ -79,6 +79,9 @@ from fenchel.pipeline.tuning import (
     count_steps,
     document_batches,
     first_model,
+    measure,
+    memory,
+    memory_sentence,
     read_encoder,
     trainable,
     tune_settings,
@@ -187,6 +190,7 @@ def tune(
             with explain_out_of_memory("nothing was begun"):
                 model = trainable(loaded, config).to(device)
                 del loaded
+                callback.message(memory_sentence(memory(config, model)))
                 config = resolve_steps(config, model, batches, callback)
             require_room(model, run)
             record_corpus(run, corpus)
@@ -298,6 +302,9 @@ def train_and_report(
     if world.first:
         _record_environment(config, run, device, progress, callback, world)
     run.write_status(progress.step, steps)
+    if config.tune is not None and not progress.step:
+        callback.progress("measuring the checkpoint", 0, 0)
+        run.write_json("before.json", measure(config, model, corpus))
 
     def validate(model: nn.Module, limit: int | None) -> dict[str, float]:
         metrics = _evaluate(config, model, corpus, limit, world)
@@ -350,6 +357,7 @@ def train_and_report(
         if outcome.status == "finished":
             callback.progress("computing the baselines", 0, 0)
             summary |= _baselines(corpus, callback)
+            summary |= _before_and_after(config, run, model, corpus, callback)
         if outcome.status != "diverged":
             # Sampling draws from the softmax of the logits, which another loss does not fit; their
             # largest is the most probable token under every map.
@@ -361,6 +369,21 @@ def train_and_report(
         page(run.path, plain_json(summary))
         run.write_json("summary.json", summary)
     return outcome
+
+
+def _before_and_after(
+    config: RunConfig, run: RunDir, model: Transformer, corpus: Corpus, callback: RunCallback
+) -> dict[str, Any]:
+    """The measures of a checkpoint and of what was tuned of it."""
+    if config.tune is None:
+        return {}
+    callback.progress("measuring the tuned model", 0, 0)
+    try:
+        before = read_sealed_json(run.path / "before.json")
+    except Damaged as error:
+        callback.message(f"{error} The report has no comparison with the checkpoint.")
+        return {}
+    return {"tuning": {"before": before, "after": measure(config, model, corpus)}}
 
 
 def _adapter_facts(config: RunConfig, model: nn.Module) -> dict[str, int]:
@@ -382,13 +405,15 @@ def _sample(
 ) -> dict[str, Any]:
     """A continuation of the validation text, or an answer in its first conversation."""
     tokenizer, ids, prompt = corpus.tokenizer, corpus.validation, PROMPT
-    stop = end_ids(run.path, tokenizer)
+    stop = list(end_ids(run.path, tokenizer))
     if (documents := corpus.documents_of) is not None:
         first = documents[True]
         ids = ids[: int(first.starts[1])]
         if first.scored is not None:
             prompt = int(first.scored[: len(ids)].argmax())
             prompt = max(1, min(prompt, config.model.context - 1))
+        if corpus.facts.conversations and (template := read_chat_template(run.path)) is not None:
+            stop += [one for one in template.stops(tokenizer) if isinstance(one, int)]
     return sample(
         model,
         tokenizer,

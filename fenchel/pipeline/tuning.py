@@ -20,6 +20,7 @@ checkpoint again, and refuses one whose weights are not those that it began with
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,19 @@ from fenchel.checkpoints.tokenizer import (
 from fenchel.checkpoints.tuned_run import TunedCheckpoint, weights_sha256
 from fenchel.config import to_mapping
 from fenchel.data import Corpus, DocumentEncoder, PackedBatches, begin_ids, has_end, pad_id
+from fenchel.data.chat import PLAIN_WITH_END
+from fenchel.distributed.plan import Cluster, plan
+from fenchel.evaluate import attention_health, outcomes, summarise
+from fenchel.evaluate.attention import attention_sensitivity
+from fenchel.evaluate.calibration import Outcomes
+from fenchel.evaluate.score import document_predictions
 from fenchel.files import Damaged
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.families.config_reader import CONFIG
 from fenchel.model.lora import add_lora
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
 from fenchel.train import RunDir
+from fenchel.train.step import autocast
 
 ROWS, EPOCH_STEPS = 8, 8
 """Rows of a batch, and the fewest steps of an epoch, where train.batch is not given."""
@@ -54,6 +62,8 @@ LONGEST_ROW = 1024
 """Positions per row of a model with a longer context, where tune.context is not given."""
 EVALUATED_ROWS = 8
 """Rows per pass of an evaluation."""
+MEASURED = 256
+"""Tokens on which attention is measured before and after."""
 DROPOUT = ("dropout", "attention_dropout", "mlp_dropout")
 """Settings of the model that tuning may change."""
 
@@ -137,7 +147,8 @@ def write_base(
                 "--template plain, or a file with a template."
             )
         if template is not None:
-            files[CHAT_TEMPLATE] = chat.source.encode()
+            text = PLAIN_WITH_END if template == "plain" else chat.source
+            files[CHAT_TEMPLATE] = text.encode()
     record = TunedCheckpoint(
         checkpoint.resolve(), weights_sha256(model), conversations, config.tune.lora
     )
@@ -206,6 +217,40 @@ def document_batches(config: RunConfig, corpus: Corpus, *, validation: bool) -> 
     )
 
 
+def measure(config: RunConfig, model: Transformer, corpus: Corpus) -> dict[str, Any]:
+    """What the report compares before and after tuning, as plain values.
+
+    Loss, accuracy and calibration on all of the held-out text; per layer the health and the
+    sensitivity of attention on the first ``MEASURED`` tokens of its longest document.
+    """
+    documents = document_batches(config, corpus, validation=True)
+    parts = [
+        Outcomes(*(x.cpu() for x in outcomes(*pair)))
+        for pair in document_predictions(model, documents)
+    ]
+    columns = (torch.cat(column) for column in zip(*parts, strict=True))
+    found = summarise(Outcomes(*columns))
+    bits = found.loss * (documents.targets + documents.cut_off) / math.log(2.0)
+    row = documents.rows[0]  # packing begins with the longest
+    assert row.segments is not None
+    ids = row.inputs[row.segments == 0][:MEASURED].to(model.lm_head_weight.device)[None]
+    health = attention_health(model, ids)
+    return {
+        "loss": found.loss,
+        "perplexity": math.exp(min(found.loss, 700.0)),
+        "bits_per_byte": bits / corpus.facts.predicted_bytes,
+        "accuracy": found.accuracy,
+        "confidence": found.confidence,
+        "ece": found.ece,
+        "brier": found.brier,
+        "tokens": found.predictions,
+        "attention": {
+            name: health[f"attention/{name}"] for name in ("entropy", "effective", "max_logit")
+        },
+        "sensitivity": attention_sensitivity(model, ids),
+    }
+
+
 def count_steps(
     config: RunConfig, mapping: Mapping[str, Any], corpus: Corpus, callback: RunCallback
 ) -> RunConfig:
@@ -232,6 +277,47 @@ def count_steps(
             "positions and are left out; a larger tune.context has room for more."
         )
     return replace(config, train=train)
+
+
+def memory(config: RunConfig, model: Transformer) -> dict[str, int]:
+    """Bytes of a step by category, by the formulas of ``fenchel plan`` for one process.
+
+    With adapters, gradients and the optimiser's state are those of the adapters alone.
+    """
+    device = model.lm_head_weight.device
+    narrow = autocast(config.train.precision, device) is not nullcontext
+    train = replace(config.train, precision="bfloat16" if narrow else "float32")
+    row = replace(config.model, context=row_length(config))
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    forecast = plan(row, train, config.optim, Cluster(ranks=1, device=kind)).forecasts[0]
+    found = {name: int(size) for name, size in forecast.memory.items()}
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = sum(p.nbytes for p in model.parameters())
+    adapted = config.tune is not None and config.tune.rank is not None
+    return {
+        "weights": weights,
+        "gradients": 4 * trained,
+        "optimiser": 8 * trained if adapted else found["state"],
+        "activations": found["activations"] + found["casts"],
+        "logits": found["loss"] - (4 * model.lm_head_weight.numel() if adapted else 0),
+    }
+
+
+def memory_sentence(sizes: Mapping[str, int]) -> str:
+    """
+    >>> memory_sentence({"weights": 3 * 2**30, "gradients": 5 * 2**20})
+    'A step needs about 3.0 GiB of memory: weights 3.0 GiB, gradients 5.0 MiB.'
+    """
+    parts = ", ".join(f"{name} {amount(size)}" for name, size in sizes.items())
+    return f"A step needs about {amount(sum(sizes.values()))} of memory: {parts}."
+
+
+def amount(size: int) -> str:
+    """
+    >>> amount(3 * 2**30), amount(5 * 2**20)
+    ('3.0 GiB', '5.0 MiB')
+    """
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def _count(number: int, noun: str) -> str:

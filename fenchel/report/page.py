@@ -23,9 +23,11 @@ from fenchel.report.summary import (
     sample,
     settings,
 )
+from fenchel.report.tuning import before_and_after
 
 SECTIONS = (
     headline,
+    before_and_after,
     sample,
     next_commands,
     curves,
@@ -35,7 +37,7 @@ SECTIONS = (
     settings,
     environment,
 )
-"""The sections in the order of the page."""
+"""The sections in the order of the page; one that has nothing to show is None."""
 
 
 def page(run: Path, summary: Mapping[str, Any] | None = None) -> Path:
@@ -59,5 +61,5 @@ def render(run: RunData) -> str:
     return document(
         title=f"{shorten(run.name, 200)} · fenchel",
         header=header(run),
-        sections=[section(run) for section in SECTIONS],
+        sections=[made for section in SECTIONS if (made := section(run)) is not None],
     )

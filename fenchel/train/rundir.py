@@ -6,6 +6,7 @@
     tokenizer.json     text to ids and back
     metrics.jsonl      one line per log: {"step": 12, "train/loss": 3.41, ..., "crc": 305419896}
     base/              of a run that tunes a checkpoint: its files beside the weights
+    before.json        of such a run: measures of the checkpoint before the first step
     checkpoints/       see fenchel/checkpoints/run_checkpoint.py
     tensorboard/       the same metrics as events, with train.log
     sample.json        a generated sample and attention maps, when training has ended
@@ -64,7 +65,7 @@ from fenchel.files import (
 TOKENS = "tokens"
 """Folder of a run's token files, unless they are shared."""
 _NAME = re.compile(
-    r"(config\.toml|(text|tokenizer|environment|summary|sample)\.json|metrics\.jsonl|report\.html)"
+    r"(config\.toml|(text|tokenizer|environment|summary|sample|before)\.json|metrics\.jsonl|report\.html)"
     rf"|{re.escape(LOCK)}"
 )
 _FOLDER = re.compile(rf"{BASE}|{CHECKPOINTS}|tensorboard|{TOKENS}(-[0-9a-f]+)?")
@@ -255,8 +256,9 @@ class RunDir:
 
     def check_files(self) -> dict[str, str]:
         """Each file of the run outside its folders, with "intact" or what is wrong with it."""
-        names = "config.toml environment.json text.json tokenizer.json metrics.jsonl sample.json "
-        names += "report.html summary.json"  # of an interrupted run, some are not written yet
+        # Of an interrupted run, some are not written yet.
+        names = "config.toml environment.json text.json tokenizer.json before.json metrics.jsonl "
+        names += "sample.json report.html summary.json"
         return {
             name: self.check_file(name)
             for name in names.split()

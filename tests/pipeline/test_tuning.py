@@ -19,6 +19,7 @@ from fenchel.checkpoints.load import load_adapted
 from fenchel.checkpoints.tokenizer import read_chat_template
 from fenchel.data import Corpus
 from fenchel.evaluate import score_documents
+from fenchel.files import read_sealed_json
 from fenchel.generation import generate
 from fenchel.pipeline.config import settings
 from fenchel.pipeline.tuning import document_batches
@@ -246,8 +247,10 @@ def test_a_run_of_our_own_is_tuned_and_keeps_its_beginning(
     assert tokenizers[0].encode("a").ids[0] == 0  # <|end|>
     template = read_chat_template(out)
     assert template is not None
-    shown = template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    assert shown == "<|end|>user: Hi\nassistant:"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yea."}]
+    shown = template.render(turns, add_generation_prompt=True)
+    assert shown == "<|end|>user: Hi\nassistant: Yea.<|end|>\nassistant:"
+    assert template.encode_answers(tokenizers[0], turns)[1][-2:] == [True, False]  # the end, "\n"
     convert(out, tmp_path / "exported")
     fast: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert fast.chat_template == template.source
@@ -373,3 +376,72 @@ def test_a_stopped_run_of_adapters_ends_with_the_same_bits(
         pipeline.resume(tmp_path / "whole", Remembering(), changes={"tune": {"rank": 3}})
     with pytest.raises(ValueError, match="'qq'"):
         tune(checkpoint("llama"), tmp_path / "qq", documents, tune={**lora, "targets": ["qq"]})
+
+
+def test_the_report_has_the_checkpoint_beside_what_became_of_it(
+    checkpoint: Checkpoint, chat_run: Path
+) -> None:
+    """The measures before are those of the checkpoint, whatever training did since."""
+    summary = read_sealed_json(chat_run / "summary.json")
+    before, after = (summary["tuning"][when] for when in ("before", "after"))
+    corpus, config = corpus_and_config(chat_run)
+    started = load(checkpoint("llama")).model
+    rows = document_batches(config, corpus, validation=True)
+    expected = score_documents(started, rows, bytes=corpus.facts.predicted_bytes)
+    for name in ("loss", "perplexity", "bits_per_byte", "tokens"):
+        assert before[name] == pytest.approx(getattr(expected, name), rel=1e-5), name
+        assert after[name] == pytest.approx(summary["validation"][name], rel=1e-5), name
+    assert after["loss"] < before["loss"]
+    assert after["accuracy"] > before["accuracy"]
+    ids = rows.rows[0].inputs[rows.rows[0].segments == 0][None]  # type: ignore[index]
+    q, k, v = _layer_inputs(started, ids)
+    exact = torch.linalg.matrix_norm(_dense_jacobian(q, k, v), 2).item()
+    lower, upper = before["sensitivity"][0]
+    assert lower <= 1.001 * exact
+    assert exact <= 1.001 * upper < 1.1 * exact
+    assert "Before and after" in (chat_run / "report.html").read_text()
+
+
+def _layer_inputs(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values of the first layer, keys and values of a group once."""
+    found: list[torch.Tensor] = []
+
+    def observe(layer: int, *qkv: torch.Tensor) -> None:
+        if layer == 0:
+            found.extend(x.detach().double() for x in qkv)
+
+    model(ids, observe=observe)
+    return found
+
+
+def _dense_jacobian(*qkv: torch.Tensor) -> torch.Tensor:
+    """The Jacobian of causal attention by autograd, every entry."""
+    shapes = [x.shape for x in qkv]
+    sizes = [x.numel() for x in qkv]
+
+    def attention(flat: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(flat, sizes)
+        q, k, v = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        open_ = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        return (scores.masked_fill(~open_, -torch.inf).softmax(-1) @ v).flatten()
+
+    flat = torch.cat([x.flatten() for x in qkv])
+    return torch.autograd.functional.jacobian(attention, flat, vectorize=True)
+
+
+def test_the_memory_of_adapters_leaves_out_what_is_frozen(
+    checkpoint: Checkpoint, documents: Path, tmp_path: Path
+) -> None:
+    said = [
+        tune(checkpoint("llama"), tmp_path / name, documents, train={"steps": 1}, tune=lora)
+        for name, lora in (("whole", {}), ("lora", {"rank": 1}))
+    ]
+    whole, lora = (
+        next(line for line in callback.messages if line.startswith("A step needs about"))
+        for callback in said
+    )
+    assert "gradients 0.1 MiB" in whole
+    assert "gradients 0.0 MiB" in lora
