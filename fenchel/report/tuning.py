@@ -46,11 +46,7 @@ def before_and_after(run: RunData) -> Section | None:
     )
     body = [
         element("p", about, class_="about"),
-        element(
-            "div",
-            table(("", "before", "after", "change"), rows, caption="Before and after"),
-            class_="scroll",
-        ),
+        table(("", "before", "after", "change"), rows, caption="Held-out text and attention"),
         details("Layer by layer", _layers(before, after)),
     ]
     return Section(anchor="tuning", title="Before and after", body=join(body, "\n"))
