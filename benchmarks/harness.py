@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,13 +141,21 @@ def record(
         "device": _device(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {package: version(package) for package in ("torch", *packages)},
+        "versions": {package: _version(package) for package in ("torch", *packages)},
         "rows": list(rows),
     }
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.json"
     write_atomic(path, json.dumps(page, indent=1) + "\n")
     return path
+
+
+def _version(package: str) -> str:
+    """Its version; "not installed" for one that is imported from a folder."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _clock() -> float:

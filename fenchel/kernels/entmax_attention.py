@@ -52,6 +52,10 @@ float32. In C a row is scaled to max u = 1, so that weights of long near-uniform
 subnormal numbers of float16. A row with no open key has tau = inf, o = 0 and no gradient. A row
 with a score that is not finite has tau = nan and o = nan.
 
+**Layout.** Inputs may have any strides. Outputs and gradients lie in memory as q does: positions
+within heads, (B, H, T, E), or heads within positions, (B, T, H, E), as a projection of the stream
+leaves them and as the next one reads them.
+
 Memory beside the outputs: tau, max y and <g, C> per query; C, as large as o; 3 bytes per tile.
 
 Shapes: q (B, H, T, D), k (B, G, S, D), v (B, G, S, E), o and C (B, H, T, E), tau (B, H, T).
@@ -184,9 +188,9 @@ def attend_entmax(
 ) -> tuple[Tensor, Saved]:
     """The outputs, and what the backward pass needs; ``factor`` is scale times beta, 0 or more."""
     B, H = q.shape[:2]
-    q, k, v = map(_unit_stride, (q, k, v))
     out, *rest = allocate(q, v)
-    saved = Saved(*rest)
+    inside, saved = heads_inside(q), Saved(*rest)
+    q, k, v = map(_unit_stride, (q, k, v))
     C, tau, kept, counts, hits = saved
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), saved
@@ -205,6 +209,7 @@ def attend_entmax(
         *(q, k, v, out, C, tau, top, kept, counts, band.ranges, band.slopes),
         **shared,
         **_values(v),
+        INSIDE=inside,
         **tiles.outputs.options(),
     )
     return out, saved
@@ -216,13 +221,31 @@ def allocate(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     tiles = _tiling(q, v)
     rows, columns = triton.cdiv(T, tiles.BM), triton.cdiv(S, tiles.BN)
     return (
-        q.new_empty(B, H, T, E),
+        _empty(q, v.shape[3], heads_inside(q)),
         q.new_empty(B, H, T, E),
         q.new_empty(B, H, T, dtype=torch.float32),
         q.new_empty(B, H, rows, columns, dtype=torch.int16),
         q.new_empty(B, H, rows, 2, dtype=torch.int32),
         q.new_zeros(B, H, rows, columns, dtype=torch.int8),
     )
+
+
+def allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of q, k and v."""
+    inside = heads_inside(q)
+    gq, gk, gv = (_empty(x, x.shape[3], inside) for x in (q, k, v))
+    return gq, gk, gv
+
+
+def heads_inside(q: Tensor) -> bool:
+    """Whether the heads of a position are adjacent in memory, not the positions of a head."""
+    return q.stride(1) < q.stride(2)
+
+
+def _empty(x: Tensor, width: int, inside: bool) -> Tensor:
+    """Memory for (B, H, T, width) with the sizes of x."""
+    B, H, T, _ = x.shape
+    return x.new_empty(B, T, H, width).transpose(1, 2) if inside else x.new_empty(B, H, T, width)
 
 
 def attend_entmax_backward(
@@ -237,7 +260,8 @@ def attend_entmax_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of <g, o> in q, k and v."""
     (B, H, T, _), (_, G, S, _) = q.shape, k.shape
-    gq, gk, gv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    gq, gk, gv = allocate_gradients(q, k, v)
+    inside = heads_inside(q)
     if T == 0 or S == 0 or B * H == 0:
         return gq.zero_(), gk.zero_(), gv.zero_()
     g, q, k, v = map(_unit_stride, (g, q, k, v))
@@ -250,6 +274,7 @@ def attend_entmax_backward(
         *(band.ranges, band.slopes, *g.stride()[:3]),
         **shared,
         **_values(v),
+        INSIDE=inside,
         **tiles.queries.options(),
     )
     blocks = torch.empty(B * G * columns, rows, dtype=torch.int16, device=q.device)
@@ -258,6 +283,7 @@ def attend_entmax_backward(
         *(band.ranges, band.slopes, *g.stride()[:3]),
         **shared,
         **_values(v),
+        INSIDE=inside,
         CHUNK=max(16, min(128, triton.next_power_of_2(rows))),
         SUB=tiles.rows,
         **tiles.keys.options(),
@@ -424,11 +450,22 @@ def _load(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(ptr, x, row, rows, columns, W: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write x to the rows ``row`` of a contiguous matrix."""
-    w = tl.arange(0, W)
-    mask = (row[:, None] < rows) & (w[None, :] < columns)
-    tl.store(ptr + row[:, None] * columns + w[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+def _store(matrix, x, first, N: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write x (N, W) to the rows of a matrix from ``first`` on."""
+    x_ptr, stride, rows, columns = matrix
+    n, w = tl.arange(0, N), tl.arange(0, W)
+    x_ptr += first.to(tl.int64) * stride
+    mask = (n[:, None] < rows - first) & (w[None, :] < columns)
+    at = n[:, None] * stride + w[None, :]
+    tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dense(x_ptr, b, h, H, T, W, INSIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The matrix of head h of (B, H, T, W), or of (B, T, H, W) where heads are INSIDE."""
+    step = W if INSIDE else T * W
+    stride = H * W if INSIDE else W
+    return x_ptr + b * H * T * W + h * step, stride, T, W
 
 
 @triton.jit
@@ -745,7 +782,7 @@ def _outputs(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, C_ptr, tau_ptr, top_ptr, tiles_ptr, counts_ptr, ranges_ptr,
     slopes_ptr, H, group, T, S, D, E, left, right, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
     factor, rate, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+    BE: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
@@ -801,8 +838,8 @@ def _outputs(  # type: ignore[no-untyped-def]
     out = tl.where(broken[:, None], float("nan"), out)
     C = tl.where(broken[:, None], float("nan"), C)
     tau = tl.where(finite, tau + d * (top - tau), tau)
-    _store(out_ptr + head * T * E, out, row, T, E, BE)
-    _store(C_ptr + head * T * E, C, row, T, E, BE)
+    _store(_dense(out_ptr, b, h, H, T, E, INSIDE), out, block * BM, BM, BE)
+    _store(_dense(C_ptr, b, h, H, T, E, False), C, block * BM, BM, BE)
     tl.store(tau_ptr + head * T + row, tau, mask=row < T)
 
 
@@ -892,13 +929,13 @@ def _tangents(  # type: ignore[no-untyped-def]
     chosen, moved, total = sums
     broken = (tau != tau)[:, None]
     if choosing_ptr is not None:
-        means = (C_ptr + head * T * E, E, T, E)
+        means = _dense(C_ptr, b, h, H, T, E, False)
         C = _load(means, block * BM, BM, BE, False, True, EVEN, False).to(tl.float32)
         out = tl.where(broken, float("nan"), chosen - total[:, None] * C)
-        _store(choosing_ptr + head * T * E, out, row, T, E, BE)
+        _store(_dense(choosing_ptr, b, h, H, T, E, False), out, block * BM, BM, BE)
     if values_ptr is not None:
         out = tl.where(broken, float("nan"), moved)
-        _store(values_ptr + head * T * E, out, row, T, E, BE)
+        _store(_dense(values_ptr, b, h, H, T, E, False), out, block * BM, BM, BE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -928,7 +965,7 @@ def _query_gradients(  # type: ignore[no-untyped-def]
     ranges_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    EVEN: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
@@ -946,7 +983,7 @@ def _query_gradients(  # type: ignore[no-untyped-def]
     i = row + S - T
     queries = (q_ptr + b * q_b + h * q_h, q_t, T, D)
     grads = (g_ptr + b * g_b + h * g_h, g_t, T, E)
-    means = (C_ptr + head * T * E, E, T, E)
+    means = _dense(C_ptr, b, h, H, T, E, False)
     q = _load(queries, block * BM, BM, BD, False, True, EVEN, UPCAST)
     grad = _load(grads, block * BM, BM, BE, False, True, EVEN, UPCAST)
     C = _load(means, block * BM, BM, BE, False, True, EVEN, UPCAST)
@@ -967,7 +1004,7 @@ def _query_gradients(  # type: ignore[no-untyped-def]
         gq, q, grad, keys, values, tiles_ptr, cut, kept, tau, delta, slope, i, band, c, power,
         KIND, BN, BD, BE, BIASED, False, EVEN, UPCAST,
     )  # fmt: skip
-    _store(gq_ptr + head * T * D, gq * factor, row, T, D, BD)
+    _store(_dense(gq_ptr, b, h, H, T, D, INSIDE), gq * factor, block * BM, BM, BD)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -1010,7 +1047,8 @@ def _key_gradients(  # type: ignore[no-untyped-def]
     ranges_ptr, slopes_ptr, g_b, g_h, g_t, H, group, T, S, D, E, left, right,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, factor, rate,
     KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    EVEN: tl.constexpr, UPCAST: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
+    EVEN: tl.constexpr, UPCAST: tl.constexpr, INSIDE: tl.constexpr, CHUNK: tl.constexpr,
+    SUB: tl.constexpr,
 ):  # fmt: skip
     rows = tl.cdiv(T, BM)
     columns = tl.cdiv(S, BN)
@@ -1065,5 +1103,5 @@ def _key_gradients(  # type: ignore[no-untyped-def]
             rows - whole, rows, slope, j, band, S, c, power, KIND, BM, SUB, BD, BE, BIASED, False,
             EVEN, UPCAST,
         )  # fmt: skip
-    _store(gk_ptr + pair * S * D, gk * factor, j, S, D, BD)
-    _store(gv_ptr + pair * S * E, gv, j, S, E, BE)
+    _store(_dense(gk_ptr, b, shared, G, S, D, INSIDE), gk * factor, tile * BN, BN, BD)
+    _store(_dense(gv_ptr, b, shared, G, S, E, INSIDE), gv, tile * BN, BN, BE)

@@ -231,9 +231,28 @@ def test_tangents_and_second_derivatives_are_refused_and_never_zero(device: str)
         torch.autograd.grad(g.sum(), q)
 
 
+def test_outputs_and_gradients_lie_in_memory_as_the_queries_do(device: str) -> None:
+    """Heads within positions, as a projection leaves them, or positions within heads."""
+    draw = torch.Generator().manual_seed(9)
+    B, H, G, T, D = 2, 4, 2, 40, 16
+    qkv, g = (torch.randn(B, T, n * D, generator=draw).to(device) for n in (H + 2 * G, H))
+    heads = torch.split(qkv.unflatten(2, (-1, D)).transpose(1, 2), [H, G, G], dim=1)
+    by_layout = []
+    for contiguous in (False, True):
+        at = [(x.contiguous() if contiguous else x).detach().requires_grad_() for x in heads]
+        out = attend(*at, choice=Entmax(1.5), prior=Causal(), backend="triton")
+        slopes = torch.autograd.grad(out, at, g.unflatten(2, (H, D)).transpose(1, 2))
+        by_layout.append([out.detach(), *slopes])
+        for x in by_layout[-1]:
+            assert (x if contiguous else x.transpose(1, 2)).is_contiguous()
+    for one, other in zip(*by_layout, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_it_is_one_operation_of_a_compiled_graph(device: str) -> None:
     draw = torch.Generator().manual_seed(6)
-    q, k, v = (torch.randn(1, 1, 20, 16, generator=draw).to(device) for _ in range(3))
+    q, k, v = (torch.randn(1, 20, 2, 16, generator=draw).to(device) for _ in range(3))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads within positions
     q.requires_grad_()
 
     def loss(q: Tensor) -> Tensor:
