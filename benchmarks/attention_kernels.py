@@ -218,7 +218,7 @@ def main(options: Sequence[str] = ()) -> None:
     began, rows = time.perf_counter(), []
     for n, D, kind in product(lengths, widths, kinds):
         rows += measure(Case(D, n, kind), names, passes)
-        path = record("attention_kernels", rows, packages)
+        path = record("attention_kernels" + "_quick" * quick, rows, packages)
         torch.cuda.empty_cache()
     print(f"{time.perf_counter() - began:.0f} s, {path}")
 

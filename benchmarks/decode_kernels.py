@@ -187,7 +187,7 @@ def main(options: Sequence[str] = ()) -> None:
     lines: list[dict[str, Any]] = [{"read_bandwidth": round(bandwidth)}]
     for D, n in product((128,) if quick else WIDTHS, LENGTHS[:2] if quick else LENGTHS):
         lines += rows(n, D, bandwidth)
-        path = record("decode_kernels_cuda", lines)
+        path = record("decode_kernels_cuda" + "_quick" * quick, lines)
     print(path)
 
 

@@ -4,7 +4,8 @@ A shared machine is noisy and drifts, so contenders run in turn within one proce
 times each of them once, and the result is the median over rounds of the ratio within a round. A
 slow minute then slows all contenders alike, and one interrupted round does not move the median.
 
-Long benchmarks call ``record`` after every case: a run that is stopped keeps the cases it has.
+Long benchmarks call ``record`` after every case: a run that is stopped keeps the cases it has. The
+results of a short form, --quick, are in a file of their own, NAME_quick.json.
 """
 
 import gc

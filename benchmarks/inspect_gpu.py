@@ -80,9 +80,10 @@ def main(options: Sequence[str] = ()) -> None:
     if not torch.cuda.is_available():
         print("inspect_gpu needs a GPU.")
         return
+    quick = "--quick" in options
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in list(CHECKPOINTS)[: 1 if "--quick" in options else None]:
+        for name in list(CHECKPOINTS)[: 1 if quick else None]:
             checkpoint, path = CHECKPOINTS[name], Path(folder) / name
             write(checkpoint, path)
             for run in ("first", "second"):
@@ -95,5 +96,5 @@ def main(options: Sequence[str] = ()) -> None:
                     ),
                     flush=True,
                 )
-                written = record("inspect_cuda", rows)
+                written = record("inspect_cuda" + "_quick" * quick, rows)
     print(written)

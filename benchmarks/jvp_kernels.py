@@ -198,10 +198,10 @@ def main(options: Sequence[str] = ()) -> None:
                 ),
                 flush=True,
             )
-        record("jvp_kernels", rows)
+        record("jvp_kernels" + "_quick" * quick, rows)
         torch.cuda.empty_cache()
     for n in (32768,) if quick else (32768, 131072):
         rows.append({"contender": "spectral_norm", **measure("cuda", n)})
         print(rows[-1], flush=True)
-        path = record("jvp_kernels", rows)
+        path = record("jvp_kernels" + "_quick" * quick, rows)
     print(f"\n{path}")

@@ -173,5 +173,5 @@ def main(options: Sequence[str] = ()) -> None:
     found: list[dict[str, Any]] = []
     for batch in BATCHES[:1] if quick else BATCHES:
         found += rows(GPT2, batch, names)
-        path = record("models_gpu", found, packages=("transformers",))
+        path = record("models_gpu" + "_quick" * quick, found, packages=("transformers",))
     print(path)

@@ -219,7 +219,7 @@ def allocate(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Memory for the outputs and for ``Saved``; no tile is kept yet."""
     (B, H, T, _), (S, E) = q.shape, v.shape[2:]
     tiles = _tiling(q, v)
-    rows, columns = triton.cdiv(T, tiles.BM), triton.cdiv(S, tiles.BN)
+    rows, columns = -(-T // tiles.BM), -(-S // tiles.BN)
     return (
         _empty(q, v.shape[3], heads_inside(q)),
         q.new_empty(B, H, T, E),
@@ -374,8 +374,7 @@ def _tiling(q: Tensor, v: Tensor) -> Tiling:
 
 
 def _width(D: int) -> int:
-    width: int = triton.next_power_of_2(D)
-    return max(16, width)
+    return max(16, 1 << (D - 1).bit_length())
 
 
 def _unit_stride(x: Tensor) -> Tensor:
