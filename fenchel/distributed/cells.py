@@ -40,7 +40,7 @@ A loss or norm that is not finite is the same number on all ranks, so all of the
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -234,7 +234,7 @@ def _is_power_of_2(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def parts_of(model: nn.Module, config: TrainConfig, world: World) -> int:
+def parts_of(meta: nn.Module, config: TrainConfig, world: World) -> int:
     """D: how many ranks divide one copy of the weights, which rank 0 decides for all."""
     W, S = world.size, world.local_size
     if config.shard in ("none", "full") or W == 1:
@@ -243,8 +243,8 @@ def parts_of(model: nn.Module, config: TrainConfig, world: World) -> int:
         if set(world.gather(S)) != {S}:
             raise ValueError('train.shard="node" needs as many processes on every machine.')
         return S
-    device = next(model.parameters()).device
-    needs = 2 * 16 * sum(p.numel() for p in model.parameters())  # weights, gradients, two moments
+    device = torch.device(world.device)
+    needs = 2 * 16 * sum(p.numel() for p in meta.parameters())  # weights, gradients, two moments
     there = memory_of(device) // (S if device.type == "cpu" else 1)
     inside = S < W and set(world.gather(S)) == {S} and (config.cells is None or _is_power_of_2(S))
     return world.share(1 if needs <= there else S if inside and needs <= there * S else W)
@@ -262,13 +262,21 @@ def build_stepper(
     seed: int,
     world: World,
     beta2: Schedule | None = None,
+    drawn: Mapping[str, Tensor] | None = None,
 ) -> "CellStepper":
-    """The steps of this process; ``model`` is whole here, and ``meta`` the same without values."""
+    """The steps of this process; ``meta`` is the model without values.
+
+    ``model`` has its first weights or, where they are divided, is without values too: then
+    ``drawn`` are the first weights, on rank 0, and nothing on the others; None leaves them to a
+    checkpoint.
+    """
     exact, position, shard = train.cells is not None, Pass(), None
-    if (parts := parts_of(model, train, world)) > 1:
+    if (parts := parts_of(meta, train, world)) > 1:
         at = position if exact else None
         shard = Sharding(world, gather=train.gather, position=at, parts=parts)
     owners = Owners(model, meta, optim, world, steps=steps, exact=exact, shard=shard)
+    if drawn is not None:
+        owners.receive(drawn)
     owners.spread()  # the first weights, which machines of several kinds may round differently
     return CellStepper(
         owners, batches, schedule, config=train, seed=seed, position=position, beta2=beta2

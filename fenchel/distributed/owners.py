@@ -122,8 +122,9 @@ class Owners:
     ) -> None:
         """``meta`` is the model on the meta device, of which the owned parameters are filled.
 
-        ``shard`` cuts the parameters of ``model``, which is whole on every rank when it comes here,
-        into rows per rank; None leaves them whole.
+        ``shard`` cuts the parameters of ``model`` into rows per rank; None leaves them whole. Then
+        ``model`` may come on the meta device as well: its rows are allocated, and ``receive`` or
+        ``load_state_dict`` gives them values. No rank but the one that draws has all of them.
         """
         by_scores = optim.optimiser in BY_SCORES
         self.model, self.meta, self.world = model, meta, world
@@ -142,9 +143,14 @@ class Owners:
         for name, p in self.parameters.items():
             if self.owner[name] == world.rank:
                 memory = p.detach().clone() if shard else p.detach()
+                if memory.is_meta:
+                    memory = torch.empty_like(memory, device=world.device)
                 self.owned[name] = _set_parameter(meta, name, nn.Parameter(memory, p.requires_grad))
         if shard is not None:
+            empty = any(p.is_meta for p in model.parameters())
             shard(model)
+            if empty:
+                model.to_empty(device=world.device)
             self.parameters = dict(model.named_parameters())
         inner = build_optimiser(meta, optim, steps=steps)
         own = [u for u, r in zip(self.units, ranks, strict=True) if r == world.rank]
@@ -175,6 +181,20 @@ class Owners:
                     for first in range(0, senders, D)
                 ]
         return received
+
+    @torch.no_grad()
+    def receive(self, drawn: Mapping[str, Tensor]) -> None:
+        """Send the first weights from rank 0, which has drawn them all, to their owners."""
+        W, rank = self.world.size, self.world.rank
+        for names in self._buckets():
+            by_owner = self._by_owner(names)
+            to: list[list[Tensor]] = [[] for _ in range(W)]
+            if self.world.first:
+                to = [[drawn[n].to(self.world.device) for n in row] for row in by_owner]
+            expected = [[self.shapes[n] for n in by_owner[rank]], *([] for _ in range(1, W))]
+            received, *_ = self.world.exchange(to, expected)
+            for n, x in zip(by_owner[rank], received, strict=True):
+                self.owned[n].copy_(x)
 
     @torch.no_grad()
     def spread(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fenchel.checkpoints import run_checkpoint
 from fenchel.data import Batches, BatchSource, Corpus, Ids, Text, open_text, prepare
@@ -25,6 +25,7 @@ from fenchel.distributed.cells import (
     CellStepper,
     build_stepper,
     cell_count,
+    parts_of,
     require_supported,
 )
 from fenchel.distributed.processes import ALONE, World
@@ -178,6 +179,19 @@ def build_model(config: RunConfig) -> Transformer:
         return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
 
 
+def model_to_train(config: RunConfig, world: World) -> Transformer:
+    """The model with its first weights, on its device, or without values where they are divided.
+
+    Then rank 0 draws them (``first_weights``) and sends every tensor to its owner: as many copies
+    of a large model as processes would not fit into the memory of a machine.
+    """
+    if world.size > 1:
+        meta = meta_model(config.model)
+        if parts_of(meta, config.train, world) > 1:
+            return meta
+    return build_model(config).to(select_device(config.train.device))
+
+
 def start_weights(config: RunConfig, model: Transformer, ids: Ids) -> None:
     """Give a fresh model the embedding and LM head of ``train.start``; ids of the training text.
 
@@ -187,6 +201,19 @@ def start_weights(config: RunConfig, model: Transformer, ids: Ids) -> None:
     if train.start == "bigram" and train.loss == "cross_entropy" and applies_to(model):
         with _one_thread():
             start_from_bigrams(model, ids, torch.Generator().manual_seed(config.seed))
+
+
+def first_weights(config: RunConfig, ids: Ids, world: World) -> Mapping[str, Tensor]:
+    """The first weights of a model that is divided: all of them on rank 0, none on the others."""
+    drawn: dict[str, Tensor] = {}
+
+    def draw() -> None:
+        model = build_model(config)
+        start_weights(config, model, ids)
+        drawn.update(model.state_dict())
+
+    world.on_first(draw)
+    return drawn
 
 
 @contextmanager
@@ -312,8 +339,12 @@ def build_cells(
     world: World,
     *,
     steps: int,
+    drawn: Mapping[str, Tensor] | None = None,
 ) -> CellStepper:
-    """The steps of this process together with the others."""
+    """The steps of this process together with the others.
+
+    ``drawn`` are the ``first_weights`` of a ``model`` without values; None leaves it so.
+    """
     return build_stepper(
         model,
         meta_model(config.model),
@@ -325,15 +356,22 @@ def build_cells(
         seed=config.seed,
         world=world,
         beta2=build_beta2(config.optim),
+        drawn=drawn,
     )
 
 
 def _time_cells(config: RunConfig, batches: Batches, world: World) -> StepTime:
     """The time of a step of all processes, on a model of its own, as rank 0 measures it."""
     threads = config.train.threads or max(1, cores() // world.local_size)
-    model = build_model(config).to(select_device(config.train.device))
+    model = model_to_train(config, world)
+    without_values = model.embed.weight.is_meta
     steps = config.train.steps or 1000
     stepper = build_cells(config, model, batches, constant(), world, steps=steps)
+    if without_values:  # any that are finite take as long
+        with torch.no_grad():
+            for p in stepper.owners.owned.values():
+                p.normal_(0.0, 0.02, generator=torch.Generator(p.device).manual_seed(0))
+        stepper.owners.spread()
     time = time_steps(lambda: stepper(0), threads=threads)
     stepper.optimiser.close()
     return StepTime(threads, world.share(time.seconds))

@@ -63,8 +63,9 @@ from fenchel.pipeline.config import (
 from fenchel.pipeline.preparation import (
     build_batches,
     build_cells,
-    build_model,
+    first_weights,
     in_cells,
+    model_to_train,
     new_text,
     record_corpus,
     reopen_corpus,
@@ -137,7 +138,7 @@ def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = A
             config = _fit_vocabulary(config, corpus)
             batches = build_batches(config, corpus.train)
             with explain_out_of_memory("nothing was begun"):
-                model = build_model(config).to(select_device(config.train.device))
+                model = model_to_train(config, world)
                 config = resolve_steps(config, model, batches, callback, world)
             if world.first:
                 require_room(model, run)
@@ -241,9 +242,11 @@ def resume(
         corpus = _corpus_of_first(reopen_text, world)
         batches = run_batches(config, corpus)
         begun = world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
-        tuned = config.tune is not None and (config.tune.rank is not None or not begun)
-        model = first_model(config, path) if tuned else build_model(config)
-        return train_and_report(config, model.to(device), run, corpus, batches, callback, world)
+        if config.tune is not None and (config.tune.rank is not None or not begun):
+            model = first_model(config, path).to(device)
+        else:
+            model = model_to_train(config, world)
+        return train_and_report(config, model, run, corpus, batches, callback, world)
 
 
 def _run_dir(path: Path, world: World) -> RunDir:
@@ -277,18 +280,22 @@ def train_and_report(
     world: World = ALONE,
 ) -> Outcome:
     """Take the remaining steps of the run, evaluate the model, write the report."""
-    steps, device = config.train.steps, model.lm_head_weight.device
+    steps, device = config.train.steps, select_device(config.train.device)
     if steps is None:
         raise ValueError(f"{run.path / 'config.toml'} does not say train.steps; give --steps.")
     torch.set_num_threads(config.train.threads or torch.get_num_threads())
     fresh = not world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
-    if fresh and config.tune is None:
+    drawn = None
+    if fresh and model.embed.weight.is_meta:
+        drawn = first_weights(config, corpus.train, world)
+    elif fresh and config.tune is None:
         start_weights(config, model, corpus.train)
     schedule, stepper = build_schedule(config.optim, steps), None
     weights: Weights = model
     if in_cells(config, world):
         assert isinstance(batches, Batches)
-        stepper = build_cells(config, model, batches, schedule, world, steps=steps)
+        stepper = build_cells(config, model, batches, schedule, world, steps=steps, drawn=drawn)
+        del drawn
         optimiser, weights = stepper.optimiser, stepper.owners
     else:
         optimiser = build_optimiser(model, config.optim, steps=steps)

@@ -19,6 +19,7 @@ import torch
 from fenchel.checkpoints import load_model, run_checkpoint
 from fenchel.distributed.cells import CellStepper
 from fenchel.files import locked, verify
+from fenchel.pipeline import preparation
 
 STEPS = 12
 SETTINGS = {
@@ -112,7 +113,7 @@ def whole(launch, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def test_stopped_and_resumed_by_other_numbers_of_processes(launch, text, whole, tmp_path) -> None:
-    """2, then 1, then 3 that divide the weights, then 4 as two machines that do: the same bits."""
+    """2, 1, 3 that divide the weights, 4 as two machines that do, 2 again: the same bits."""
     run = tmp_path / "run"
     ended = launch.command(2, *beginning(run, text), before=stop(4, rank=1))
     assert ended.codes == [128 + signal.SIGTERM] * 2, ended.output
@@ -131,8 +132,11 @@ def test_stopped_and_resumed_by_other_numbers_of_processes(launch, text, whole, 
     assert ended.codes == [128 + signal.SIGTERM] * 3, ended.output
     assert "train.shard is now full: the run goes on." in ended.output[0]
     assert ended.output[1:] == ["", ""]
-    ended = launch.command(4, "train", "--resume", run, "--set", "train.shard=node", per_node=2)
-    assert ended.codes == [0] * 4, ended.output
+    words = ("--resume", run, "--set", "train.shard=node")
+    ended = launch.command(4, "train", *words, per_node=2, before=stop(10, rank=3))
+    assert ended.codes == [128 + signal.SIGTERM] * 4, ended.output
+    ended = launch.command(2, "train", "--resume", run)
+    assert ended.codes == [0] * 2, ended.output
     assert story(run) == whole
 
 
@@ -228,14 +232,23 @@ def test_a_process_that_never_comes_is_one_sentence(launch, text, tmp_path) -> N
 
 
 def test_a_restart_by_torchrun_goes_on_with_the_run(launch, text, whole, tmp_path) -> None:
-    """The same command, in the same store, after rank 1 was killed: to the bits of no fault."""
+    """The same command, in the same store, after rank 1 was killed: to the bits of no fault.
+
+    The weights are divided, and rank 1 draws none of them.
+    """
 
     def die() -> None:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def before(rank: int) -> None:
+        at_step(6, 1, die)(rank)
+        if rank == 1:
+            preparation.build_model = None  # type: ignore[assignment]
+
     run = tmp_path / "run"
-    ended = launch.command(2, *beginning(run, text), before=at_step(6, 1, die), restarts=1)
+    words = beginning(run, text, train__shard="full")
+    ended = launch.command(2, *words, before=before, restarts=1)
     assert ended.codes == [0, 0], ended.output
     assert "Resuming from step-000004" in ended.output[0]
     assert story(run) == whole
