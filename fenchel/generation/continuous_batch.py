@@ -31,6 +31,12 @@ of a sequence are then the same bits whatever the other rows do, and in whatever
 library of products may treat the last rows differently, so the bucket is a multiple of
 ``INVARIANT_MULTIPLE``, and ``warm_up`` compares all rows.
 
+**Recorded steps.** On a GPU a step is a CUDA graph per bucket (``RecordedRows`` of
+generation/cuda_graph.py) where the model can be recorded, the cache has the model's dtype and the
+batch is not invariant. Then a row has slots and a token number of its own instead of the common
+column c, and its tokens are drawn on the device: ``launch`` returns before they are there, and may
+be called again before they are read.
+
 B rows of a step, T tokens of a prompt, S columns that a step reads, M width of the stream, V
 vocabulary.
 """

@@ -117,25 +117,32 @@ def test_recorded_steps_have_a_number_per_row(
             torch.testing.assert_close(logits, wanted, atol=close, rtol=close)
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("float16", "grouped"), ("int8", "grouped"), ("int8", "windows"), ("int8", "alibi")],
+)
 @settings(max_examples=10, deadline=None)
 @given(events=EVENTS)
 def test_a_smaller_cache_holds_what_its_own_cache_holds(
-    kind: Any, events: list[Event], lively: Build
+    kind: Any, shape: str, events: list[Event], lively: Build
 ) -> None:
     """Keys are rounded once: the logits are those of the model with a cache of that kind."""
-    model = lively(kv_heads=2, context=CONTEXT).double()
+    model = lively(**SHAPES[shape], context=CONTEXT).double()
     with torch.inference_mode():
         batch = ContinuousBatch(model, rows=3, cache=kind)
         for ids, logits in play(batch, events):
             cache = KVCache(
                 model.config, batch=1, positions=CONTEXT, dtype=torch.float64, kind=kind
             )
-            wanted = model(torch.tensor([ids]), cache=cache)[0, -1]
+            # More new keys than a window stores would be read before they are rounded.
+            for part in torch.tensor([ids]).split(5, dim=1):
+                wanted = model(part, cache=cache)[0, -1]
             torch.testing.assert_close(logits, wanted, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "kind"), [*((shape, "model") for shape in SHAPES), ("windows", "int8")]
+)
 @settings(max_examples=6, deadline=None)
 @given(
     others=st.lists(st.tuples(st.booleans(), st.integers(1, CONTEXT - 1)), max_size=8),
@@ -143,13 +150,18 @@ def test_a_smaller_cache_holds_what_its_own_cache_holds(
     early=st.booleans(),
 )
 def test_with_invariant_the_other_rows_change_no_bit(
-    shape: str, others: list[tuple[bool, int]], length: int, early: bool, lively: Build
+    shape: str,
+    kind: Any,
+    others: list[tuple[bool, int]],
+    length: int,
+    early: bool,
+    lively: Build,
 ) -> None:
     model = lively(**SHAPES[shape], context=CONTEXT)
     ids = ids_of(7, CONTEXT, model.config.vocabulary)
 
     def run(around: list[tuple[bool, int]]) -> Tensor:
-        batch = ContinuousBatch(model, rows=5, invariant=True)
+        batch = ContinuousBatch(model, rows=5, invariant=True, cache=kind)
         beside: list[Row] = []
         if early and around:  # the row of the sequence and its first column are others then
             beside += join(batch, [*ids_of(9, around[0][1], 9), 1])
