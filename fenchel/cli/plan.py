@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from fenchel.cli.console import Console, Whole, printable, settings_from
+from fenchel.config import did_you_mean
 
 if TYPE_CHECKING:
     from fenchel.distributed.plan import Cluster, Forecast, Plan
@@ -74,6 +75,9 @@ def run(
         from fenchel.pipeline import PRESETS, settings
 
         named = config is not None and str(config) in PRESETS and not config.exists()
+        if config is not None and not named and not config.suffix and not config.exists():
+            hint = did_you_mean(str(config), PRESETS)
+            raise ValueError(f"{config} is neither a file of settings nor a preset; {hint}")
         short = {"preset": str(config) if named else None}
         chosen = settings(settings_from(None if named else config, set, short))
         try:

@@ -96,6 +96,10 @@ def test_the_formulas_are_compared_with_torch(capsys: pytest.CaptureFixture[str]
         (["--gpus", "8", "--attention-rate", "-3"], "--attention-rate=-3.0 should be above 0"),
         (["--gpus", "64", "--set", "train.batch=3"], "train.batch=3 does not split into 64 cells"),
         (["--gpus", "8", "--set", "model.width=x"], "width"),
+        (
+            ["lama-7b", "--gpus", "8"],
+            "neither a file of settings nor a preset; did you mean 'llama-",
+        ),
         (["missing.toml", "--gpus", "8"], "there is no settings file missing.toml."),
         ([], "--gpus"),
     ],
