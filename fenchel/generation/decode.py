@@ -36,7 +36,7 @@ from fenchel.generation.sampling import (
     sample_or_mark,
 )
 from fenchel.generation.session import PrefixCache, Prompts, Session, pad_prompts, previous_tokens
-from fenchel.generation.text_stream import StopCriteria, TextStream
+from fenchel.generation.text_stream import WINDOW, StopCriteria, TextStream
 from fenchel.model import Transformer, evaluating
 
 CHUNK, CHUNK_WITHOUT_STOPS = 16, 64
@@ -201,11 +201,13 @@ def stream_text(
 ) -> Iterator[str]:
     """The continuation of one prompt (T,) as pieces of text, up to a stop string.
 
-    A piece never contains part of a stop string or of a character; joined, the pieces are the text
-    of all new tokens, cut where the stop string begins. With a ``prefix_cache`` the beginning that
-    a prompt shares with the text of the call before it is not read again.
+    A piece never contains part of a stop string or of a character; joined, the pieces are what the
+    new tokens add to the text of the prompt, cut where the stop string begins. With a
+    ``prefix_cache`` the beginning that a prompt shares with the text of the call before it is not
+    read again.
     """
-    text = TextStream(tokenizer, [stop for stop in settings.stop if isinstance(stop, str)])
+    strings = [stop for stop in settings.stop if isinstance(stop, str)]
+    text = TextStream(tokenizer, strings, ids[-WINDOW:].tolist())
     run = _start(
         model,
         ids.unsqueeze(0),

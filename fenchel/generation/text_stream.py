@@ -1,8 +1,10 @@
 """Token ids to text while they arrive, up to a stop.
 
 **Detokenizing.** A character of several bytes may be split between tokens, and the text of a token
-may depend on the one before it, so a token cannot be decoded alone. Text is withheld while it ends
-in an incomplete character; all pieces joined are the text of all ids at once.
+may depend on the one before it: tokenizers of SentencePiece remove the space before the first word
+of a text. So a token cannot be decoded alone, and the first new one not without the prompt. Text is
+withheld while it ends in an incomplete character; all pieces joined are what the ids add to the
+text of those before them.
 ``tokenizers.decoders.DecodeStream`` does the same for valid text. It has no way to flush an
 incomplete character at the end, and it raises where the ids of a tokenizer with byte fallback are
 not valid UTF-8 ("Invalid prefix encountered", tokenizers 0.23), which a model may well produce.
@@ -23,16 +25,21 @@ from torch import Tensor
 REPLACEMENT = "\ufffd"
 """What an incomplete character decodes to."""
 WINDOW = 8
-"""Ids that are decoded again with every new one, before the oldest are dropped."""
+"""Ids that are decoded again with every new one, those of the prompt included, before the oldest
+are dropped."""
 
 
 class Detokenizer:
-    """Ids to text, one by one, without incomplete characters."""
+    """Ids to text, one by one, without incomplete characters.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    ``before`` are the ids that they follow, whose text is not returned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.released = 0
+        self.ids: list[int] = list(before[-WINDOW:])
+        # The next ids may complete a character.
+        self.released = len(self._decode(self.ids).rstrip(REPLACEMENT))
         """How many characters of the text of ``ids`` were returned."""
 
     def add(self, token: int) -> str:
@@ -101,10 +108,12 @@ class StopStrings:
 
 
 class TextStream:
-    """Ids to text, one by one, up to a stop string."""
+    """Ids to text, one by one, up to a stop string; ``before`` as in ``Detokenizer``."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, before)
         self._strings = StopStrings(stops)
 
     @property
@@ -136,7 +145,8 @@ class StopCriteria:
         if strings:
             if tokenizer is None:
                 raise ValueError(f"to stop at {strings[0]!r} give the tokenizer.")
-            self._texts = [TextStream(tokenizer, strings) for _ in ids_BT]
+            before = ids_BT[:, -WINDOW:].tolist()
+            self._texts = [TextStream(tokenizer, strings, ids) for ids in before]
         self._ids = torch.tensor(numbers, dtype=ids_BT.dtype)
         self.active = bool(stop)
         """Whether there is any stop."""

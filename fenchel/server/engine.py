@@ -75,6 +75,8 @@ class Request:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    continues: bool = True
+    """Whether the text goes on from that of the prompt; an answer in a chat begins anew."""
     logprobs: int | None = None
     """How many of the largest log-probabilities come with a new token; None is none at all."""
     prompt_logprobs: int | None = None
@@ -279,7 +281,9 @@ class Engine:
             request,
             on_update,
             torch.Generator(self.device).manual_seed(request.seed),
-            TextStream(self.tokenizer, request.stop_strings),
+            TextStream(
+                self.tokenizer, request.stop_strings, request.prompt if request.continues else ()
+            ),
         )
         with self._condition:
             if self.failure is not None or self._closing is not None or not self.alive:

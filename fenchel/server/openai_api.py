@@ -293,6 +293,7 @@ def chat_call(body: Mapping[str, Any], served: ServedModel) -> Call:
         seed=0,
         stop_ids=_stop_ids(fields, served, (*served.ends, *ends)),
         stop_strings=(*fields.stops(), *texts),
+        continues=False,
         logprobs=(top or 0) if scored else None,
         trace=_trace(fields, served),
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -48,6 +48,31 @@ def test_bytes_that_are_no_text_are_replaced_and_the_text_goes_on() -> None:
     pieces = [detokenizer.add(i) for i in ids]
     assert pieces == ["shells", "", "", "\ufffd\ufffd sea", ""]
     assert detokenizer.flush() == "\ufffd"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=60), st.integers(0, 60))
+def test_new_ids_give_what_they_add_to_the_text_before_them(text: str, cut: int) -> None:
+    assume("\ufffd" not in text)
+    ids = encode(TOKENIZER, text)
+    before, new = ids[:cut], ids[cut:]
+    detokenizer = Detokenizer(TOKENIZER, before)
+    pieces = [detokenizer.add(i) for i in new]
+    complete = decode(TOKENIZER, before).rstrip("\ufffd")
+    assert complete + "".join([*pieces, detokenizer.flush()]) == text
+
+
+def test_the_first_new_word_keeps_its_space() -> None:
+    """Tokenizers of SentencePiece remove the space before the first word of a text."""
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "\u2581the", "\u2581sea"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    assert decode(tokenizer, [1, 2, 3]) == "the sea"
+    assert Detokenizer(tokenizer, [1, 2]).add(3) == " sea"
+    assert Detokenizer(tokenizer, [1]).add(2) == "the"
 
 
 letters = st.text(alphabet="abc", max_size=30)
