@@ -303,11 +303,11 @@ def test_the_oldest_turns_are_left_out_of_a_full_context_with_a_sentence(
     checkpoint: Path, talk: Talker, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     tokenizer, file = load(checkpoint).tokenizer, tmp_path / "chat.jsonl"
-    messages = ["My name is Ada.", *["Count to five."] * 5]
+    messages = ["My name is Ada.", *["Count to five."] * 8]
     shown = talk(*messages, f"/save {file}", flags=["--system", SHORT, "--max-new-tokens", "30"])
     assert shown.code == 0
     assert "the model reads 128: from here on it does not see the first" in shown.err
-    assert shown.err.count("does not see") < 3  # not at each turn
+    assert shown.err.count("does not see") < 4  # not at each turn, which would be 5
     assert max(map(len, prompts)) + 30 <= 128
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
     assert all(text.startswith(f"<s><|im_start|>system\n{SHORT}") for text in texts)

@@ -1,7 +1,7 @@
-"""Every lesson as a script, by marimo's strict check, on a run, and by its exercise.
+"""Every lesson without and with a run, its exercise, a script, and marimo's strict check.
 
-Running a notebook evaluates its claims, and a claim that does not hold raises. The browser is in
-test_server.py.
+Running a notebook evaluates its claims, and a claim that does not hold raises. A lesson is computed
+once: with a run only the cells are repeated that depend on it. The browser is in test_server.py.
 """
 
 import ast
@@ -9,10 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,13 +20,6 @@ from fenchel.lessons.course import COURSE, NOTEBOOKS, Lesson
 from fenchel.lessons.widgets import Exercise, recorded_claims
 
 each_lesson = pytest.mark.parametrize("lesson", COURSE, ids=lambda lesson: lesson.name)
-
-
-def run(lesson: Lesson, **definitions: Any) -> dict[str, Any]:
-    """The names that the cells of a lesson define."""
-    app = import_module(f"fenchel.lessons.notebooks.{lesson.name}").app
-    _, names = app.run(defs=definitions) if definitions else app.run()
-    return dict(names)
 
 
 def calls(lesson: Lesson) -> list[str]:
@@ -55,51 +46,23 @@ def test_it_has_every_part_of_a_lesson(lesson: Lesson) -> None:
     assert used.count("proof") >= 1
 
 
-SCRIPTS = """
-import os, runpy, sys, traceback
-import fenchel.lessons.widgets, torch._dynamo  # four seconds, for all scripts once
-
-for line in sys.stdin:
-    path, folder = line.strip().split("\\t")
-    if not (child := os.fork()):
-        os.chdir(folder)
-        printed = os.open("printed", os.O_CREAT | os.O_WRONLY)
-        os.dup2(printed, 1), os.dup2(printed, 2)
-        status = 1
-        try:
-            runpy.run_path(path, run_name="__main__")
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[subprocess.Popen[str]]:
-    """A process that runs a script per line "PATH FOLDER", in a process forked for it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPTS],
+def test_a_script_evaluates_its_claims(tmp_path: Path) -> None:
+    """All lessons end in the same two lines; one with a false claim shows what they do."""
+    end = '\n\nif __name__ == "__main__":\n    app.run()\n'
+    assert all(lesson.path.read_text().endswith(end) for lesson in COURSE)
+    cell = '\n\n@app.cell\ndef _():\n    claim("SM-07", "Two is one.", 2 == 1)\n    return\n'
+    script = tmp_path / "script.py"
+    script.write_text(COURSE[6].path.read_text().removesuffix(end) + cell + end)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
+        check=False,
     )
-    with process:
-        yield process
-
-
-@each_lesson
-def test_its_claims_hold_as_a_script(
-    lesson: Lesson, scripts: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    # In a folder without runs, so that the reader's part waits for a choice.
-    assert scripts.stdin
-    assert scripts.stdout
-    print(lesson.path, tmp_path, sep="\t", file=scripts.stdin, flush=True)
-    assert scripts.stdout.readline() == "0\n", (tmp_path / "printed").read_text()[-3000:]
+    assert done.returncode != 0
+    assert "SM-07: Two is one." in done.stderr, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -129,21 +92,30 @@ def errata_of(lesson: Lesson) -> list[str]:
 
 
 @each_lesson
-def test_it_reads_the_reader_s_own_run_and_its_exercise_can_be_solved(
-    lesson: Lesson, own_run: Path
+def test_its_claims_hold_its_exercise_can_be_solved_and_it_reads_a_run(
+    lesson: Lesson, own_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a folder without runs, so that the reader's part waits
+    module = import_module(f"fenchel.lessons.notebooks.{lesson.name}")
     with recorded_claims() as spoken:
-        names = run(lesson, run_path=str(own_run))
+        names = dict(module.app.run()[1])
     texts = tuple(without_numbers(text) for _, text in spoken)
-    for printed in errata_of(lesson):
-        assert without_numbers(printed).endswith(texts), "run python docs/reference.py"
-    assert "own" in names, "the cell of the reader's run defines own"
+    assert "own" not in names
     exercise = names["exercise"]
     assert isinstance(exercise, Exercise)
     assert exercise.lesson == lesson.name
     assert exercise.mark(exercise.starter) is not None, "the starter passes"
     assert exercise.mark(exercise.solution) is None
     assert exercise.mark("") is not None
+    # The cells of the run, with what the others have computed. Those of the setup stay.
+    given = {name: value for name, value in names.items() if not hasattr(module, name)}
+    del given["picker"]
+    with recorded_claims() as spoken:
+        names = dict(module.app.run(defs={**given, "run_path": str(own_run)})[1])
+    texts += tuple(without_numbers(text) for _, text in spoken)
+    assert "own" in names, "the cell of the reader's run defines own"
+    for printed in errata_of(lesson):
+        assert without_numbers(printed).endswith(texts), "run python docs/reference.py"
 
 
 def test_the_strict_check_of_marimo_finds_nothing() -> None:

@@ -40,7 +40,7 @@ with app.setup:
         what_breaks,
     )
     from fenchel.model import ForwardContext
-    from fenchel.model.config import SIZES
+    from fenchel.pipeline import PRESETS
     from fenchel.sensitivity import influence
 
 
@@ -1003,7 +1003,7 @@ def _():
             return_weights=True,
         )
     _counts = [layer.qkv.weight.numel(), layer.out.weight.numel()]
-    _sizes = {name: SIZES[name] for name in ("small", "base", "large")}
+    _sizes = {name: PRESETS[name].model for name in ("small", "base", "large")}
     mo.vstack(
         [
             claim(
