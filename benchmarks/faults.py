@@ -1,6 +1,7 @@
 """Faults of the file system, kills, flipped bits and readers beside a writer.
 
     python -m benchmarks faults [--faults 600] [--kills 100] [--flips 200000] [--reads 200]
+                                [--processes 25]
 
 A run of a few thousand parameters is disturbed, continued by ``--resume`` (or by the same command
 again, if it had not begun), and compared with an undisturbed one: every file of the directory must
@@ -21,6 +22,12 @@ The check of ``fenchel doctor`` must find it, or what the file says must be the 
 **Readers.** A process trains and saves after every step, keeping one checkpoint, while others load.
 
 Each process is forked from one that has loaded everything, so that a trial takes a second.
+
+**Processes.** ``fenchel train --processes 2``, as a user starts it, meets one fault: a rank killed,
+all ranks killed, a rank stopped (it hangs), the command terminated; while it starts, or while it
+trains and saves. It must end with the exit code of docs/distributed.md, one sentence at most and no
+traceback, within the timeout and the grace of torchrun; continued by one process or two, weights
+and optimiser state must have the bits of a run of one process that nothing befell.
 """
 
 import argparse
@@ -39,6 +46,7 @@ import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -533,6 +541,130 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+MANY_STEPS, TIMEOUT, GRACE = 80, 10, 4
+"""Steps of a run of processes; seconds of train.timeout; seconds from SIGTERM to SIGKILL."""
+PROCESS_FAULTS = {
+    "a rank killed": {128 + signal.SIGKILL},
+    "all ranks killed": {128 + signal.SIGKILL},
+    "a rank hangs": {2},
+    "terminated": {128 + signal.SIGTERM},
+}
+"""What happens, and the exit codes of the command; 0 where the run was faster."""
+
+
+class ProcessTrials:
+    """Runs of real commands that are disturbed, continued and compared."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.draw = folder, random.Random(seed)
+        self.text = folder / "text.txt"
+        words = "the people of these States have peace and trade with every nation".split()
+        lines = (" ".join(self.draw.choices(words, k=9)) for _ in range(60))
+        self.text.write_text("\n".join(lines))
+        whole = self.command(folder / "whole", 1).wait()
+        assert whole == 0, (folder / "log").read_text()
+        self.whole = self.tensors(folder / "whole")
+
+    def command(self, run: Path, processes: int) -> subprocess.Popen[bytes]:
+        """Begin the run, or continue it where it has begun."""
+        words = ["--resume", str(run)]
+        if not (run / "config.toml").exists():
+            words = ["--text", str(self.text), "--out", str(run)]
+            own = (f"train.steps={MANY_STEPS}", "train.cells=2", f"train.timeout={TIMEOUT}")
+            for setting in (*SETTINGS, *own):
+                words += ["--set", setting]
+        if processes > 1:
+            words += ["--processes", str(processes)]
+        environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)}
+        log = (self.folder / "log").open("wb")
+        return subprocess.Popen(
+            [sys.executable, "-m", "fenchel", "train", *words],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+    def attempt(self, fault: str, started: bool, processes: int) -> tuple[int, list[str]]:
+        """The exit code of the command, and what is not as it should be."""
+        run, problems = self.folder / "run", list[str]()
+        shutil.rmtree(run, ignore_errors=True)
+        command = self.command(run, 2)
+        ranks = self._ranks(command)
+        while started and command.poll() is None and not list(run.glob("checkpoints/step-??????")):
+            time.sleep(0.01)
+        time.sleep(self.draw.uniform(0.0, 1.5 if started else 6.0))
+        for process in self._victims(fault, ranks):
+            with suppress(ProcessLookupError):  # the run was faster
+                os.kill(process, signal.SIGSTOP if fault == "a rank hangs" else signal.SIGKILL)
+        if fault == "terminated":
+            command.terminate()
+        try:
+            code = command.wait(6 * TIMEOUT + GRACE)
+        except subprocess.TimeoutExpired:
+            problems.append("it did not end")
+            command.kill()
+            code = command.wait()
+        output = (self.folder / "log").read_text(errors="replace")
+        if code not in PROCESS_FAULTS[fault] | {0}:
+            problems.append(f"exit code {code}")
+        if output.count("fenchel: ") > 1 or "Traceback" in output:
+            problems.append(f"no single sentence: {output[-300:]}")
+        for process in ranks:  # torchrun ends those that it knows of; none may be left
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if self.command(run, processes).wait():
+            problems.append("it does not continue: " + (self.folder / "log").read_text()[-300:])
+        elif self.tensors(run) != self.whole:
+            problems.append("other bits")
+        return code, problems
+
+    def _ranks(self, command: subprocess.Popen[bytes]) -> list[int]:
+        """The processes that the command has started."""
+        children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+        while command.poll() is None:
+            if len(ranks := [int(word) for word in children.read_text().split()]) == 2:
+                return ranks
+            time.sleep(0.01)
+        return []
+
+    def _victims(self, fault: str, ranks: list[int]) -> list[int]:
+        if fault == "terminated":
+            return []
+        return ranks if fault == "all ranks killed" else self.draw.sample(ranks, min(1, len(ranks)))
+
+    @staticmethod
+    def tensors(run: Path) -> dict[str, bytes]:
+        """Weights and optimiser state of the last checkpoint, as bytes."""
+        from fenchel.checkpoints import load_model, run_checkpoint
+
+        folder, wrong = run_checkpoint.newest(run / "checkpoints")
+        assert folder is not None
+        assert not wrong
+        weights = load_model(run, which="newest").state_dict()
+        state = run_checkpoint._load_optimiser(folder)
+        return {name: x.numpy().tobytes() for name, x in (*weights.items(), *state.items())}
+
+
+def disturb_processes(count: int, seed: int) -> dict[str, Any]:
+    """The row of ``count`` runs of two processes that meet a fault."""
+    codes: dict[str, Counter[str]] = {fault: Counter() for fault in PROCESS_FAULTS}
+    failures = []
+    with tempfile.TemporaryDirectory() as folder:
+        trials = ProcessTrials(Path(folder).resolve(), seed)
+        for n in range(count):
+            fault, started = list(PROCESS_FAULTS)[n % len(PROCESS_FAULTS)], n % 3 > 0
+            processes = 1 + n % 2
+            code, problems = trials.attempt(fault, started, processes)
+            codes[fault][str(code)] += 1
+            print(f"{fault}, continued by {processes}: exit code {code} {problems}", flush=True)
+            failures += [{"fault": fault, "started": started, "problems": problems}] * bool(
+                problems
+            )
+    exits = {fault: dict(codes[fault]) for fault in codes}
+    row = {"what": "processes", "attempts": count, "failures": len(failures), "exit_codes": exits}
+    return row | {"seed": seed, "first_failures": failures[:20]}
+
+
 def compile_library(folder: Path) -> Path:
     """The library that counts calls; needs a C compiler."""
     source, library = folder / "faults.c", folder / "faults.so"
@@ -548,6 +680,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("benchmarks faults")
     for name, value in (("faults", 600), ("kills", 100), ("flips", 200_000), ("reads", 200)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--processes", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the rows there instead of results/")
     options = parser.parse_args(words)
@@ -564,7 +697,10 @@ def main(words: list[str] | None = None) -> None:
             again = [sys.executable, "-m", "benchmarks.faults", *(words or [])]
             subprocess.run(again, env=environment, check=True)
         return
-    rows = run(options)
+    rows = run(options) if options.faults or options.kills or options.flips else []
+    if options.processes:
+        os.environ.pop("LD_PRELOAD")  # the library is for the parts above
+        rows.append(disturb_processes(options.processes, options.seed))
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1))
         return

@@ -12,8 +12,10 @@ with gradients that FSDP2 has reduced, in turn by
                         DTensors as they are
     dtensor, float32    the same without its cast to bfloat16
 
-A round lasts as long as its slower process. Newton-Schulz is computed once among owners and W times
-by the others, so owners should be W times as fast as ``repeated`` where products take the time.
+A round lasts as long as its slower process; the CPU time is that of the process that has more of
+it, and does not depend on what else a machine does. Newton-Schulz is computed once among owners and
+W times by the others, so owners should be W times as fast as ``repeated`` where products take the
+time.
 torch's Muon iterates in bfloat16 on every device. A CPU without instructions for it ("bfloat16" in
 the row) is ten times slower there than in float32, which owners have no part in: float32 is the
 comparison that counts, and widths above 256 leave bfloat16 out.
@@ -29,6 +31,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -138,22 +141,29 @@ def muon_worker(rank: int, port: int, name: str, rounds: int, answers: Any) -> N
         owners.spread()
 
     contenders = {"owners": by_owners, **peers(divided(SHAPES[name], world), SHAPES[name])}
-    together = {}
+    together, work = {}, {key: list[float]() for key in contenders}
     for key, step in contenders.items():
 
-        def aligned(step: Callable[[], None] = step) -> None:
+        def aligned(key: str = key, step: Callable[[], None] = step) -> None:
             dist.barrier()
+            before = time.process_time()
             step()
+            work[key].append(time.process_time() - before)
             dist.barrier()
 
         together[key] = aligned
     times = time_interleaved(together, rounds=rounds, warmup=1)
+    medians = [statistics.median(seconds[1:]) for seconds in work.values()]
+    slower = map(max, zip(*world.gather(medians), strict=True))
+    cpu = dict(zip(contenders, slower, strict=True))
     if rank == 0:
         count = sum(p.numel() for p in owners.parameters.values())
         row: dict[str, Any] = {"part": "muon", "shape": name, "parameters": count}
-        row |= {f"{key} ms": 1e3 * times.median(key) for key in contenders}
+        row |= {f"{key}, ms": 1e3 * times.median(key) for key in contenders}
+        row |= {f"{key}, CPU ms": 1e3 * cpu[key] for key in contenders}
         for key in list(contenders)[1:]:
             row[f"{key} / owners"] = times.ratio("owners", key)
+            row[f"{key} / owners, CPU"] = cpu[key] / cpu["owners"]
         row |= {"bfloat16": native_bfloat16(), "rounds": rounds}
         answers.put(row)
     dist.barrier()
