@@ -71,6 +71,10 @@ class BoundedProcess:
         """The answer of the child: {"value": ...} or {"error": reason}; raises ChildEnded."""
         with self._lock:
             try:
+                if (
+                    self._pipe is not None and self._pipe.poll()
+                ):  # it has ended since its last answer
+                    self._end()
                 if self._pipe is None:
                     self._start()
                     answer = self._exchange(self._setup, _START_SECONDS)

@@ -532,3 +532,13 @@ def test_the_child_imports_nothing_of_fenchel() -> None:
     }
     foreign = {name.split(".")[0] for name in names if name} - sys.stdlib_module_names
     assert foreign == {"jinja2", "tokenizers"}
+
+
+def test_a_rendering_process_that_was_killed_is_replaced_at_the_next_request() -> None:
+    template = ChatTemplate(PLAIN, {"bos_token": "<s>"})
+    conversation = [{"role": "user", "content": "Hello."}]
+    text = template.render(conversation, add_generation_prompt=True)
+    child = template._process._child._finalizer.peek()[2][0]
+    child.kill()
+    child.wait()
+    assert template.render(conversation, add_generation_prompt=True) == text
