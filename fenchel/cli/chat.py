@@ -219,8 +219,7 @@ class Conversation:
 
     def _fit(self, message: str, turns: list[tuple[str, str]]) -> tuple[list[int], int]:
         """The ids that an answer is drawn from, and how many turns are left out of them."""
-        context, left_out = self.model.config.context, self.left_out
-        left_out = min(left_out, len(turns))
+        context, left_out = self.model.config.context, min(self.left_out, len(turns))
         ids = self._encode(self.system, turns[left_out:], message)
         whole, before = len(ids), left_out
         if whole + min(self.settings.max_new_tokens, context // 4) > context:

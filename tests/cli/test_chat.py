@@ -332,8 +332,8 @@ def test_an_answer_that_is_cut_off_says_so(talk: Talker) -> None:
     assert shown.err == "The answer is cut off at 3 tokens (--max-new-tokens).\n"
 
 
-def test_an_interrupt_keeps_what_was_written(checkpoint: Path) -> None:
-    """The conversation goes on as one that had that answer, and nothing of the cache is stale."""
+def test_an_interrupt_keeps_what_was_written(checkpoint: Path, read_ids: list[list[int]]) -> None:
+    """The conversation goes on as one that had that answer, and is read from its beginning."""
     model, tokenizer, _ = load(checkpoint)
     template = read_chat_template(checkpoint)
     assert template is not None
@@ -361,7 +361,9 @@ def test_an_interrupt_keeps_what_was_written(checkpoint: Path) -> None:
     other = Conversation(model, tokenizer, template, settings)
     other.turns = list(chat.turns)
     shown: list[str] = []
+    read_ids.clear()
     answer = chat.ask("My name is Ada.", shown.append)
+    assert read_ids[0] == answer.ids[: answer.start]
     assert answer.content == "".join(shown) != ""
     assert answer == other.ask("My name is Ada.", shown.append)
 
