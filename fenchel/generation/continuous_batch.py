@@ -79,8 +79,9 @@ INVARIANT_MULTIPLE = 8
 """Divides the rows of an invariant step. Of 1 to 64 rows in either layout, MKL 2024.2 on an EPYC
 gives different bits to equal rows only for 5, 6 and 7 rows whose results are transposed."""
 PREFILL_CHUNK, GPU_PREFILL_CHUNK = 128, 2048
-"""Tokens of a prompt that are read between two decoding steps. On a GPU a pass over 2048 tokens of
-a model of a thousand million parameters takes about as long as one over 128."""
+"""Tokens of a prompt that are read between two decoding steps. On a GPU the launches of a pass take
+some ten milliseconds, in which it could compute about so many tokens of a thousand million
+parameters (an estimate from 450 TFLOP/s, not timed)."""
 GREEDY = Sampling(temperature=0.0)
 
 

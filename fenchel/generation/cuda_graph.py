@@ -159,13 +159,11 @@ class StaticCache:
         numbers = torch.arange(tokens, device=self.token.device)
         slots = {size: size - 1 - numbers[-size:] % size for size in set(self.sizes)}
         for layer, (size, there) in enumerate(zip(self.sizes, source.layers, strict=True)):
-            n, end = min(size, tokens), source.length - there.first_slot
-            n = min(n, end)
+            end = source.length - there.first_slot
+            n = min(size, tokens, end)
             for mine, theirs in ((self.keys, there.keys), (self.values, there.values)):
-                (x,) = theirs.buffers()
-                mine[layer][row].index_copy_(
-                    1, slots[size][-n:], x[source_row].narrow(1, end - n, n)
-                )
+                last = theirs.read(end - n, end)[source_row]
+                mine[layer][row].index_copy_(1, slots[size][-n:], last)
 
     def move_row(self, row: int, to: int, _: int) -> None:
         """Copy the slots of a row into those of another."""
