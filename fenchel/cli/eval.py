@@ -193,6 +193,11 @@ def _source(directory: Path, text: str | None, split: str | None) -> _Source:
     if not (directory / "text.json").is_file():
         raise ValueError(f"{directory} has no text of its own; name one with --text.")
     corpus, held_out = open_corpus(directory), split != "train"
+    if corpus.facts.conversations:
+        raise ValueError(
+            f"{directory} was tuned on conversations, of which its report measures the answers; "
+            "name a text with --text."
+        )
     return _Source(
         f"{split or 'validation'} text of {directory}",
         corpus.facts.validation_bytes if held_out else corpus.facts.train_bytes,

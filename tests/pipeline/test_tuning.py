@@ -17,6 +17,7 @@ from fenchel import pipeline
 from fenchel.checkpoints import convert, convert_to_peft, load, run_checkpoint
 from fenchel.checkpoints.load import load_adapted
 from fenchel.checkpoints.tokenizer import read_chat_template
+from fenchel.cli import main
 from fenchel.data import Corpus
 from fenchel.evaluate import score_documents
 from fenchel.files import read_sealed_json
@@ -445,3 +446,10 @@ def test_the_memory_of_adapters_leaves_out_what_is_frozen(
     )
     assert "gradients 0.1 MiB" in whole
     assert "gradients 0.0 MiB" in lora
+
+
+def test_eval_refuses_to_score_the_questions_of_a_run(
+    chat_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(chat_run)]) == 2
+    assert "was tuned on conversations" in " ".join(capsys.readouterr().err.split())
