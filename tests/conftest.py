@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from fenchel.checkpoints import Progress, run_checkpoint
@@ -19,6 +20,12 @@ from fenchel.train import Loop, RunDir, Stepper, TrainConfig
 
 if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, if told at its import
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The same examples in every run, however slowly a busy machine draws them.
+settings.register_profile(
+    "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

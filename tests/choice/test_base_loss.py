@@ -160,7 +160,7 @@ wild = st.one_of(
 
 
 @pytest.mark.parametrize("choice", EVERY, ids=repr)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 5).flatmap(lambda K: st.lists(wild, min_size=3 * K, max_size=3 * K)),
     target=st.integers(0, 4),

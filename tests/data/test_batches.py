@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fenchel.data.batches import Batch, Batches, windows
 
-quickly = settings(deadline=None, max_examples=150)
+quickly = settings(max_examples=150)
 sizes = st.integers(1, 9)
 
 
@@ -137,7 +137,7 @@ def test_a_batch_that_does_not_split_is_refused() -> None:
 # evaluation
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.integers(2, 60), st.integers(1, 12), st.data(), st.integers(1, 5))
 def test_every_token_but_the_first_counts_exactly_once(
     count: int, context: int, data: st.DataObject, batch: int

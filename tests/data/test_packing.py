@@ -26,7 +26,7 @@ def documents(lengths: list[int], begin: int = 1) -> DocumentIds:
     st.integers(2, 12),
     st.integers(0, 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_token_is_a_target_once_and_follows_its_own_document(
     lengths: list[int], context: int, begin: int
 ) -> None:
@@ -53,7 +53,7 @@ def test_every_token_is_a_target_once_and_follows_its_own_document(
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rows_hold_every_part_once_and_less_than_half_is_wasted(sizes: list[int]) -> None:
     rows = pack(sizes, 20)
     assert sorted(number for row in rows for number in row) == list(range(len(sizes)))

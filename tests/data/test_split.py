@@ -1,6 +1,6 @@
 """fenchel/data/split.py: nothing is lost, and both sides get their share."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fenchel.data.split import Split
@@ -17,7 +17,6 @@ def divide(documents: list[str], every: int) -> tuple[list[str], list[str]]:
     return train, [part.document.text for part in parts if part.validation]
 
 
-@settings(deadline=None)
 @given(texts, st.integers(2, 12))
 def test_the_two_streams_hold_every_character_once(documents: list[str], every: int) -> None:
     train, validation = divide(documents, every)
@@ -28,7 +27,6 @@ def test_the_two_streams_hold_every_character_once(documents: list[str], every: 
         assert "".join(train + validation) == "".join(documents)
 
 
-@settings(deadline=None)
 @given(st.lists(st.text("ab\n ", min_size=30, max_size=60), min_size=1, max_size=6))
 def test_a_text_of_few_documents_gives_about_its_last_tenth(documents: list[str]) -> None:
     _, validation = divide(documents, 10)

@@ -89,7 +89,7 @@ REPEATS = st.sampled_from(["", "?", "+", "*", "{2,}", "{1,3}"])
 BRANCHES = st.lists(st.tuples(ITEMS, REPEATS).map("".join), max_size=5).map("".join)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(BRANCHES, min_size=1, max_size=4).map("|".join), st.sampled_from("ab é"))
 def test_whatever_is_called_plain_is_linear(pattern: str, letter: str) -> None:
     """A run of one character is where a pattern that is not linear takes longest."""

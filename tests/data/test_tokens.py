@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -51,13 +51,11 @@ def load(tmp_path: Path) -> Callable[[Any], Tokenizer]:
 # round trips
 
 
-@settings(deadline=None)
 @given(st.one_of(anything, spellings))
 def test_decoding_gives_back_what_was_encoded(tokenizer: Tokenizer, text: str) -> None:
     assert decode(tokenizer, encode(tokenizer, text)) == text
 
 
-@settings(deadline=None)
 @given(st.one_of(anything, spellings))
 def test_no_text_becomes_a_control_token(tokenizer: Tokenizer, text: str) -> None:
     assert {end_id(tokenizer), pad_id(tokenizer)}.isdisjoint(encode(tokenizer, text))
@@ -276,7 +274,6 @@ def other(request: pytest.FixtureRequest, verses: list[str]) -> Tokenizer:
     return train_tokenizer(verses, 400, request.param)
 
 
-@settings(deadline=None)
 @given(st.one_of(anything, spellings))
 def test_every_model_gives_back_what_was_encoded_and_no_control_token(
     other: Tokenizer, text: str

@@ -39,13 +39,12 @@ class Slow:
 few = st.lists(st.sampled_from([0, 97, 98, 99, 255]), max_size=60).map(bytes)
 
 
-@settings(deadline=None)
 @given(few, few.filter(len), st.integers(0, 7))
 def test_it_equals_the_definition(train: bytes, test: bytes, order: int) -> None:
     assert ngram_bits(train, test, order) == pytest.approx(Slow(train, order).bits(test), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(few, few, st.integers(0, 5))
 def test_the_next_bytes_share_a_probability_of_one(train: bytes, h: bytes, order: int) -> None:
     slow = Slow(train, order)

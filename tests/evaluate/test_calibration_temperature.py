@@ -58,7 +58,7 @@ def test_it_is_exact_to_eight_digits_where_the_answer_is_known() -> None:
     assert found.temperature == pytest.approx(3.0 / math.log(3.0), rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.floats(1e-4, 1e4), st.floats(0.1, 10.0))
 def test_scaling_the_logits_scales_the_temperature(seed: int, spread: float, by: float) -> None:
     logits, targets = predictions(seed, spread, n=25, V=4)

@@ -79,7 +79,7 @@ def play(batch: ContinuousBatch, events: list[Event]) -> Iterator[tuple[list[int
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(events=EVENTS, invariant=st.booleans())
 def test_the_logits_of_a_sequence_are_those_of_the_model_on_it_alone(
     shape: str, events: list[Event], invariant: bool, lively: Build
@@ -108,7 +108,7 @@ def require_recorded_steps(
 
 
 @pytest.mark.parametrize("shape", ["grouped", "windows", "learned", "sinks"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(events=EVENTS)
 def test_recorded_steps_have_a_number_per_row(
     shape: str, events: list[Event], lively: Build
@@ -127,7 +127,7 @@ def test_fused_steps_have_a_number_per_row(shape: str, lively: Build) -> None:
     ("kind", "shape"),
     [("float16", "grouped"), ("int8", "grouped"), ("int8", "windows"), ("int8", "alibi")],
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(events=EVENTS)
 def test_a_smaller_cache_holds_what_its_own_cache_holds(
     kind: Any, shape: str, events: list[Event], lively: Build
@@ -149,7 +149,7 @@ def test_a_smaller_cache_holds_what_its_own_cache_holds(
 @pytest.mark.parametrize(
     ("shape", "kind"), [*((shape, "model") for shape in SHAPES), ("windows", "int8")]
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     others=st.lists(st.tuples(st.booleans(), st.integers(1, CONTEXT - 1)), max_size=8),
     length=st.integers(2, 12),

@@ -35,7 +35,7 @@ def slowly(ids: list[int], most: int) -> list[int]:
     return []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=st.lists(st.integers(0, 3), min_size=1, max_size=20), most=st.integers(0, 5))
 def test_the_guess_follows_the_longest_then_the_latest_match(ids: list[int], most: int) -> None:
     lookup = PromptLookup(ids[:3])

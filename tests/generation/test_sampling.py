@@ -53,7 +53,7 @@ def slowly(p: list[float], sampling: Sampling) -> set[int]:
     return set(order)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     weights=st.lists(st.integers(1, 10_000), min_size=1, max_size=12, unique=True),
     top_k=st.none() | st.integers(1, 14),
@@ -202,7 +202,7 @@ def test_the_draw_is_that_of_the_sorted_distribution(rows: str, restricted: dict
         assert torch.equal(draw(p, sampling, seeded(seed)), expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     levels=st.lists(st.integers(-3, 3), min_size=1, max_size=30),
     top_k=st.none() | st.integers(1, 32),

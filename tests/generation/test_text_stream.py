@@ -13,7 +13,7 @@ from fenchel.generation.text_stream import StopCriteria
 TOKENIZER = train_tokenizer(["the sea shells, the shore; größer 東京 🐚\n" * 9], 300)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=120))
 def test_the_pieces_join_to_the_whole(text: str) -> None:
     ids = encode(TOKENIZER, text)
@@ -50,7 +50,7 @@ def test_bytes_that_are_no_text_are_replaced_and_the_text_goes_on() -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=60), st.integers(0, 60))
 def test_new_ids_give_what_they_add_to_the_text_before_them(text: str, cut: int) -> None:
     assume("\ufffd" not in text)
@@ -87,7 +87,7 @@ def one_by_one(text: str, stops: list[str]) -> str:
     return text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     pieces=st.lists(letters, max_size=6),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),

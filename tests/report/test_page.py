@@ -84,7 +84,7 @@ def harmless(make_run: MakeRun, outline: MakeOutline) -> Any:
     return outline(written(small(make_run, "word")))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.sampled_from(HOSTILE) | st.text(max_size=30))
 def test_a_hostile_name_makes_no_element_and_no_attribute(
     make_run: MakeRun, outline: MakeOutline, harmless: Any, text: str
@@ -215,7 +215,7 @@ def test_a_file_cut_anywhere_still_gives_a_page(
         assert not outline(written(folder)).strays
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(name=st.sampled_from(list(CONSEQUENCES)), content=st.binary(max_size=200))
 @example(name="metrics.jsonl", content=b'{"step": 1, "train/loss": NaN}\n')
 @example(

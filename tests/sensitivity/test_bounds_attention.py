@@ -99,7 +99,7 @@ def test_no_bound_is_exceeded_under_other_choices(choice: Choice) -> None:
                 assert (bound >= truth * (1 - DUST)).all(), (name, n, d)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(2, 8),
     d=st.integers(1, 4),

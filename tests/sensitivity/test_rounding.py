@@ -27,7 +27,7 @@ def double(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(finite, min_size=1, max_size=5))
 def test_a_size_is_a_power_of_two_near_the_largest_entry(values: list[float]) -> None:
     x = double(values)
@@ -39,7 +39,7 @@ def test_a_size_is_a_power_of_two_near_the_largest_entry(values: list[float]) ->
     assert torch.equal((y * size)[large], x[large])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(finite, min_size=1, max_size=5))
 def test_a_length_is_right_at_every_scale(values: list[float]) -> None:
     exact = sum((Fraction(v) ** 2 for v in values), Fraction(0))
@@ -52,7 +52,7 @@ def test_a_length_is_right_at_every_scale(values: list[float]) -> None:
     assert math.isinf(outer) or Fraction(outer) ** 2 >= exact or outer < 1e-300
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(positive, min_size=1, max_size=5))
 def test_a_product_overflows_only_where_its_value_does(factors: list[float]) -> None:
     exact = math.prod((Fraction(f) for f in factors), start=Fraction(1))
@@ -63,7 +63,7 @@ def test_a_product_overflows_only_where_its_value_does(factors: list[float]) -> 
         assert abs(Fraction(found) - exact) <= exact / 10**14 + Fraction(1, 10**323)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(positive)
 def test_rounding_up_never_falls_short(value: float) -> None:
     x = double([value])
