@@ -841,7 +841,9 @@ def largest_eigenvalues(s: Array) -> Array:
 @attack(
     "sensitivity.bounds.attention.row",
     "choice.base.Choice.sensitivity",
+    "choice.base.Choice.sensitivity_bounds",
     "choice.secular.largest_eigenvalue",
+    "choice.secular.eigenvalue_bounds",
 )
 def rows(draw: Draw) -> Outcome:
     """The sensitivity of a row of weights: its closed bound, and the value from both sides."""
@@ -854,12 +856,14 @@ def rows(draw: Draw) -> Outcome:
         s = np.sqrt(s)
     s = s * Wide(choice.beta)
     truth = largest_eigenvalues(s)
-    exact = choice.sensitivity(p)
+    exact, (low, high) = choice.sensitivity(p), choice.sensitivity_bounds(p)
     near = 64 * draw.eps
     return {
         "sensitivity.bounds.attention.row": upper(bounds.row(choice, p), truth, 4 * draw.eps),
         "choice.base.Choice.sensitivity, above": upper(exact, truth, near),
         "choice.base.Choice.sensitivity, below": lower(exact, truth, near),
+        "choice.base.Choice.sensitivity_bounds, above": upper(high, truth),
+        "choice.base.Choice.sensitivity_bounds, below": lower(low, truth),
     }
 
 

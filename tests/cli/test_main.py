@@ -13,6 +13,7 @@ import pytest
 from fenchel.cli import COMMANDS, LESS_MEMORY, main
 from fenchel.files import Notice
 from fenchel.model import ModelConfig
+from fenchel.pipeline.config import TuneConfig
 from fenchel.train.config import TrainConfig
 
 
@@ -90,13 +91,13 @@ def test_the_advice_on_memory_names_flags_and_settings_that_exist(
 ) -> None:
     assert main([command, "--help"]) == 0
     flags = capsys.readouterr().out
+    sections: dict[str, Any] = {"model": ModelConfig, "train": TrainConfig, "tune": TuneConfig}
     for word in LESS_MEMORY[command].replace(",", " ").split():
         if word.startswith("--"):
             assert word in flags
         elif "." in word:
             section, name = word.split(".")
-            classes: dict[str, Any] = {"model": ModelConfig, "train": TrainConfig}
-            assert name in {field.name for field in fields(classes[section])}
+            assert name in {field.name for field in fields(sections[section])}
 
     def exhausted(*_: object, **__: object) -> int:
         raise MemoryError

@@ -17,7 +17,7 @@ def test_after_any_fault_or_kill_a_run_ends_with_the_bytes_of_one_never_disturbe
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "rows.json"
-    counts = ["--faults", "15", "--kills", "6", "--flips", "0", "--reads", "10", "--seed", "11"]
+    counts = "--faults 15 --kills 6 --flips 0 --reads 10 --processes 0 --seed 11".split()
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.faults", *counts, "--out", str(out)],
         cwd=Path(fenchel.__file__).parents[1],

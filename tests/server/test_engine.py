@@ -434,6 +434,14 @@ def test_choices_of_one_prompt_read_it_once(serve: Serve, monkeypatch: pytest.Mo
     assert results[0].ids != results[1].ids
 
 
+def storage_bytes(x: Tensor) -> int:
+    """0 for a tensor without memory of its own: packed weights, wrappers of torch.func."""
+    try:
+        return x.untyped_storage().nbytes()
+    except NotImplementedError:
+        return 0
+
+
 def test_thousands_of_requests_leave_memory_as_it_was(serve: Serve) -> None:
     engine = serve(queue=2000)
 
@@ -444,8 +452,7 @@ def test_thousands_of_requests_leave_memory_as_it_was(serve: Serve) -> None:
 
     def tensors() -> tuple[int, int]:
         gc.collect()
-        found = [x for x in gc.get_objects() if type(x) is Tensor and not x.is_mkldnn]
-        sizes = [x.untyped_storage().nbytes() for x in found]
+        sizes = [storage_bytes(x) for x in gc.get_objects() if type(x) is Tensor]
         return len(sizes), sum(sizes)
 
     run(50)
