@@ -14,8 +14,13 @@ The exercises run code that the reader types, so nobody else may use the server:
 in a cookie), name this server as its host, which a page that rebinds a domain name cannot, and come
 from a page of this server, where it names an origin. marimo itself checks none of these.
 
-Two attributes of marimo's that are not documented are used, in ``_build`` and ``_end_sessions``:
-the setting of the colour scheme, and the sessions that would keep the process alive.
+Lessons compute in threads of this process, one per open page, and torch counts the levels of
+forward-mode derivatives per process: of two that are taken at once, the one that ends first deletes
+the level of the other. So the cells of all pages run one at a time (``_serialise_cells``).
+
+Three parts of marimo that are not documented are used, in ``_build``, ``_end_sessions`` and
+``_serialise_cells``: the setting of the colour scheme, the sessions that would keep the process
+alive, and the function that runs a cell.
 """
 
 import asyncio
@@ -27,9 +32,9 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from http.cookies import SimpleCookie
 from importlib import import_module
@@ -57,6 +62,8 @@ from fenchel.report.html import Html, Section, document, element, join, pluralis
 HOST = "127.0.0.1"
 _GRACE = 1
 """Seconds that open pages get to close."""
+_TURN = 30.0
+"""Seconds that a cell waits for those of other pages."""
 _END = 2.0
 """Seconds after which the process ends, whatever a lesson still computes."""
 
@@ -322,7 +329,38 @@ def _asset_folder() -> Path:
 def _builder() -> Any:
     import marimo
 
+    _serialise_cells()
     return marimo.create_asgi_app(quiet=True, include_code=True, session_ttl=30, asset_url=_ASSETS)
+
+
+@cache
+def _serialise_cells() -> None:
+    """Have marimo run the cells of all pages one at a time."""
+    from marimo._runtime.executor import evaluator
+    from marimo._runtime.executor.executor import DefaultExecutor
+
+    turn = threading.Lock()
+
+    @contextmanager
+    def wait() -> Iterator[None]:
+        # An exercise may loop for ever: the other pages go on then.
+        mine = turn.acquire(timeout=_TURN)
+        try:
+            yield
+        finally:
+            if mine:
+                turn.release()
+
+    class OneAtATime(DefaultExecutor):
+        def execute_cell(self, cell: Any, glbls: Any) -> Any:
+            with wait():
+                return super().execute_cell(cell, glbls)
+
+        async def execute_cell_async(self, cell: Any, glbls: Any) -> Any:
+            with wait():
+                return await super().execute_cell_async(cell, glbls)
+
+    evaluator._EXECUTOR_REGISTRY.register("fenchel", OneAtATime)
 
 
 def _build(each: Lesson) -> Any:

@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE, Lesson
-from fenchel.lessons.server import Assets, Guard, LessonServer, index_page
+from fenchel.lessons.server import Assets, Guard, LessonServer, _serialise_cells, index_page
 from tests.browser import PHONE, Browser, needs_browser
 
 PORT, TOKEN = 8765, "a-token"
@@ -144,6 +146,49 @@ def test_a_lesson_that_cannot_be_built_is_an_error(monkeypatch: pytest.MonkeyPat
         asyncio.run(asyncio.wait_for(server._lesson(scope, None, None), 20))  # type: ignore[arg-type]
 
 
+def test_the_cells_of_two_pages_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels of forward-mode derivatives are counted per process, not per thread."""
+    from marimo._runtime.executor.evaluator import resolve_executor
+
+    _serialise_cells()
+    in_cell, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        in_cell.set()
+        may_end.wait(20)
+
+    first, second = cell("wait(), order.append(1)"), cell("order.append(2)")
+    names: dict[str, Any] = {"wait": wait, "order": []}
+    other = threading.Thread(target=resolve_executor().execute_cell, args=(first, names))
+    other.start()
+    assert in_cell.wait(20)
+    later = threading.Thread(target=resolve_executor().execute_cell, args=(second, names))
+    later.start()
+    later.join(0.2)
+    assert names["order"] == []
+    may_end.set()
+    other.join(20)
+    later.join(20)
+    assert names["order"] == [1, 2]
+
+    monkeypatch.setattr("fenchel.lessons.server._TURN", 0.1)
+    in_cell.clear()
+    may_end.clear()
+    endless = threading.Thread(target=resolve_executor().execute_cell, args=(first, names))
+    endless.start()
+    assert in_cell.wait(20)
+    resolve_executor().execute_cell(second, names)
+    assert names["order"] == [1, 2, 2]
+    may_end.set()
+    endless.join(20)
+
+
+def cell(expression: str) -> Any:
+    """What marimo makes of a cell that is one expression."""
+    body, last = compile("", "cell", "exec"), compile(expression, "cell", "eval")
+    return SimpleNamespace(body=body, last_expr=last)
+
+
 ENDLESS = """
 import asyncio, threading
 from types import SimpleNamespace
@@ -250,7 +295,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     process = Process(tmp_path_factory.mktemp("learn"))
     yield process
     assert process.end() == 0, "Ctrl-C ends it, with the pages of the tests open"
-    assert "Traceback" not in process.errors.read_text()
+    errors = process.errors.read_text()
+    assert "Traceback" not in errors, errors
 
 
 def test_without_the_token_there_is_no_page(server: Process) -> None:
