@@ -317,11 +317,10 @@ def _blocks(
     model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor, scored_BT: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and targets of the scored positions of a batch, in bounded memory."""
-    (B, T), V = inputs_BT.shape, model.config.vocabulary if isinstance(model, Transformer) else 0
-    if not isinstance(model, Transformer) or B * T * V <= LOGITS:
+    if not isinstance(model, Transformer):
         yield model(inputs_BT)[scored_BT], targets_BT[scored_BT]
         return
-    rows = max(1, LOGITS // V)
+    rows = max(1, LOGITS // model.config.vocabulary)
     for part, x_BtM in _hidden(model, inputs_BT):
         scored_Bt = scored_BT[:, part]
         x_NM, targets_N = x_BtM[scored_Bt], targets_BT[:, part][scored_Bt]

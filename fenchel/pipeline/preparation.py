@@ -46,7 +46,7 @@ from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, tim
 from fenchel.train.machine import cores, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
 
-EVALUATION_SHARE = 0.06
+EVALUATION_SHARE = 0.04
 """Part of a time budget that is left to evaluations and checkpoints."""
 
 

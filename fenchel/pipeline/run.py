@@ -104,6 +104,7 @@ from fenchel.train import (
 )
 from fenchel.train.loop import newest_checkpoint
 from fenchel.train.rundir import TOKENS, is_run_name, plain_json
+from fenchel.train.step import autocast
 
 SHORT_VALIDATION = 1000
 """Bytes of held-out text below which its loss is mostly chance."""
@@ -313,8 +314,11 @@ def train_and_report(
         callback.progress("measuring the checkpoint", 0, 0)
         run.write_json("before.json", measure(config, model, corpus))
 
+    precision = autocast(config.train.precision, device)
+
     def validate(model: nn.Module, limit: int | None) -> dict[str, float]:
-        metrics = _evaluate(config, model, corpus, limit, world)
+        with nullcontext() if limit is None else precision():
+            metrics = _evaluate(config, model, corpus, limit, world)
         reshard(model)
         return metrics
 

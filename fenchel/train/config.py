@@ -79,7 +79,8 @@ class TrainConfig:
     evaluate_every: int | None = None
     """Steps between evaluations; None is a tenth of the run."""
     evaluate_tokens: int = 8192
-    """Validation tokens per evaluation while training; after training all are read."""
+    """Validation tokens per evaluation while training, in the precision of training; after training
+    all are read, in float32."""
     save_every: int | None = None
     """Steps between checkpoints; None is a tenth of the run."""
     keep: int = 3
