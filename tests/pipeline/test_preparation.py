@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fenchel import pipeline
+from fenchel import evaluate, pipeline
 from fenchel.checkpoints import run_checkpoint
 from fenchel.model import Transformer
 from fenchel.pipeline import preparation
@@ -72,6 +73,21 @@ def test_timing_steps_leaves_the_model_as_it_was(optimiser: str, model: dict[str
         assert torch.equal(tensor, fresh[name]), name
     assert all(p.grad is None for p in ours.parameters())
     assert not any(map(has_forward_hooks, ours.modules()))
+
+
+def test_evaluations_are_in_the_precision_of_training_until_the_last(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int | None, bool]] = []
+
+    def score(*given: Any, limit: int | None, **settings: Any) -> Any:
+        seen.append((limit, torch.is_autocast_enabled("cpu")))
+        return evaluate.score(*given, limit=limit, **settings)
+
+    monkeypatch.setattr(import_module("fenchel.pipeline.run"), "score", score)
+    config = config_of(text, train={"precision": "bfloat16", "evaluate_tokens": 8})
+    pipeline.begin(config, tmp_path / "run", Silent())
+    assert seen == [(8, True)] * 3 + [(None, False)]
 
 
 def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
