@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fenchel.optim import Muon
-from fenchel.optim.muon import orthogonal
+from fenchel.optim.muon import QUINTIC, orthogonal
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -23,6 +23,24 @@ def test_singular_values_end_near_1_and_vectors_stay(shape: tuple[int, ...]) -> 
     share = S / S.square().sum(-1, keepdim=True).sqrt()
     assert (sizes[share > 0.02] > 0.6).all()
     assert (sizes < 1.25).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 31), (3, 16, 32), (2, 90, 20), (2, 5, 64)])
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_long_matrices_have_the_values_of_the_plain_iteration(
+    shape: tuple[int, ...], iterations: int
+) -> None:
+    """Singular values between 1 and 1e-4, by the quintic applied to each of them."""
+    a, b, c = QUINTIC
+    generator = torch.Generator().manual_seed(2)
+    U, S, Vt = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    S = torch.logspace(0, -4, S.shape[-1]).expand_as(S)
+    s = S.double() / S.double().norm(dim=-1, keepdim=True)
+    for _ in range(iterations):
+        s = a * s + b * s**3 + c * s**5
+    wanted = U.double() @ torch.diag_embed(s) @ Vt.double()
+    found = orthogonal(U @ torch.diag_embed(S) @ Vt, iterations)
+    assert (found - wanted).norm() <= 1e-3 * wanted.norm()
 
 
 def test_stacked_is_one_at_a_time() -> None:
