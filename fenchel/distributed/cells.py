@@ -25,7 +25,10 @@ part: as many bytes as in a reduce-scatter per pass. Then
     HSDP          the same inside each node of S ranks, and the owner adds the sums of the nodes;
                   the cells of a node are neighbours: a subtree where S is a power of two
     the norm      squares are summed in float64 by the owner, per parameter, and added by fsum
-    the loss      a vector of P sums, each written by one rank, added in order
+    the loss      a vector of P sums, each written by one rank, added in order; so is the entropy
+                  penalty
+    QK-clip       by the largest scores of all cells, a maximum, which knows no order; the owner
+                  scales
     the update    by owners (owners.py), whose work does not depend on what else they own
 
 and every weight and every tensor of the optimiser's state has the same bits for W = 1, 2, ..., P,
@@ -55,6 +58,7 @@ from fenchel.distributed.processes import World
 from fenchel.optim import OptimConfig, Schedule
 from fenchel.train import Stepper, StepResult, TrainConfig, count_targets
 from fenchel.train.machine import memory_of
+from fenchel.train.stability import Stability
 from fenchel.train.step import compiled_blocks, deterministic, first_place
 
 
@@ -216,14 +220,10 @@ def require_supported(
             f'train.shard="node" adds the cells of {S} processes per machine first, which has the '
             "bits of train.cells where that is 1, 2, 4, 8, ...; leave one of them out."
         )
-    used = {
-        "train.qk_clip": config.qk_clip is not None,
-        "train.entropy_floor": config.entropy_floor > 0.0,
-        "optim.output_change": optim.output_change is not None,
-    }
-    for name, on in used.items():
-        if on:
-            raise ValueError(f"{name} works in one process without train.cells; leave it out.")
+    if optim.output_change is not None:
+        raise ValueError(
+            "optim.output_change works in one process without train.cells; leave it out."
+        )
 
 
 def _is_power_of_2(number: int) -> bool:
@@ -283,8 +283,58 @@ def build_stepper(
     )
 
 
+class CellStability(Stability):
+    """Measures the attention of the cells of this rank, and acts by that of all."""
+
+    def __init__(
+        self, owners: Owners, config: TrainConfig, parts: int, context: ContextPart | None
+    ) -> None:
+        """``parts`` are all of a step."""
+        self.world, self.parts, self.context = owners.world, parts, context
+        super().__init__(owners.model, config)
+        owned: Any = owners.meta
+        self.owned = owned.attention_layers()
+
+    def reset(self) -> None:
+        """Discard the measurements of the step before."""
+        super().reset()
+        self.penalties = torch.zeros(self.parts, dtype=torch.float64)
+
+    def penalty_of(self, number: int, share: float, *, counts: bool) -> Tensor | float:
+        """The entropy penalty of the cell just observed, ``share`` of the step.
+
+        The ranks of a context group have the same one, and each its own term of the gradient.
+        """
+        penalty = self.penalty(share)
+        if counts and number % (1 if self.context is None else self.context.size) == 0:
+            self.penalties[number] = torch.as_tensor(penalty).detach()
+        return penalty
+
+    def _head_entropies(self) -> Tensor:
+        mean = super()._head_entropies()
+        return mean if self.context is None else self.context.mean(mean)
+
+    def exchange(self) -> None:
+        """After the last pass of a step: take over what the other ranks have measured."""
+        if self.floor:
+            total = sum(self.world.sum(self.penalties).tolist())
+            self._metrics["entropy_penalty"] = torch.tensor(total, dtype=torch.float64)
+        if self.limit is not None:
+            # No score that is not finite leads to a clip, and a maximum of nan would be one of
+            # several numbers.
+            own = torch.stack(list(self._largest.values())).nan_to_num(nan=math.inf)
+            whole = self.world.maximum(own.cpu()).to(own.device)
+            self._largest = dict(zip(self._largest, whole.unbind(), strict=True))
+
+    def clip_scores(self) -> None:
+        """Apply QK-clip to the weights that this rank owns, after the optimiser has moved them."""
+        self._clip(self.owned)
+
+
 class CellStepper(Stepper):
     """Takes steps together with the other processes."""
+
+    stability: CellStability | None
 
     def __init__(
         self,
@@ -307,6 +357,10 @@ class CellStepper(Stepper):
         self.context: ContextPart | None = None
         if config.context_group > 1:
             self.context = self._arguments["part"] = ContextPart(self.world, config.context_group)
+        self.parts = self.cells * config.context_group
+        if self.stability is not None:
+            self.stability = CellStability(owners, config, self.parts, self.context)
+            self._arguments["observe"] = self.stability.observe
         self.one_copy = owners.sharded and owners.parts == owners.world.size
         """Whether FSDP2's reduce-scatter adds over all ranks; else owners add replicas."""
         self.senders = 0
@@ -323,6 +377,8 @@ class CellStepper(Stepper):
             if owners.samples is not None:
                 owners.samples.send()
             owners.optimiser.move({owners.owned[n]: g for n, g in gradients.items()})
+            if self.stability is not None:
+                self.stability.clip_scores()
             owners.spread()
         else:
             broken = self._source(batch, step, loss, gradients)
@@ -358,8 +414,7 @@ class CellStepper(Stepper):
         Where a last pass has fewer cells than ranks, the others do nothing, or with FSDP2, whose
         passes gather weights from all ranks, repeat a cell that does not count.
         """
-        W, rank, D = self.world.size, self.world.rank, self.owners.parts
-        parts = self.cells * self.config.context_group
+        W, rank, D, parts = self.world.size, self.world.rank, self.owners.parts, self.parts
         for first in range(0, parts, W):
             self.senders, last = min(W, parts - first), first + W >= parts
             self.at.senders = min(D, max(0, self.senders - rank // D * D))
@@ -370,10 +425,12 @@ class CellStepper(Stepper):
         """The mean loss, and the whole gradients of the parameters that this rank owns."""
         owners, count = self.owners, max(1, count_targets(batch.targets))
         rows, T = len(batch.inputs) // self.cells, batch.inputs.shape[1]
-        losses = torch.zeros(self.cells * self.config.context_group, dtype=torch.float64)
+        losses = torch.zeros(self.parts, dtype=torch.float64)
         sums: dict[str, CellSum] = {name: CellSum() for name in owners.owned}
         if owners.samples is not None:
             owners.samples.begin(self.cells, rows, T)
+        if self.stability is not None:
+            self.stability.reset()
         for number, counts in self._passes():
             if counts or owners.sharded:
                 total = self._backward(batch, step, number, counts, count)
@@ -386,6 +443,8 @@ class CellStepper(Stepper):
         if self.one_copy or not self.exact:
             self._add(sums, self.world.size)
         gradients = {name: total.result() for name, total in sums.items()}
+        if self.stability is not None:
+            self.stability.exchange()
         return sum(self.world.sum(losses).tolist()) / count, gradients
 
     def _add(self, sums: dict[str, CellSum], senders: int) -> None:
@@ -402,6 +461,7 @@ class CellStepper(Stepper):
         cell, samples = self._cell(batch, number), self.owners.samples
         with nullcontext() if samples is None else samples.of_cell(number if counts else None):
             hidden, targets = self._hidden_of_part(cell, step, number), cell.targets
+        share = count_targets(targets) / count
         if self.context is not None:
             targets = targets[:, self.context.positions(targets.shape[1], self.device)]
         with self.autocast():
@@ -410,6 +470,8 @@ class CellStepper(Stepper):
         if (balance := self.model.balance()) is not None:
             own = count_targets(targets)
             whole = whole + self.config.balance_weight * balance * (own / count)
+        if self.stability is not None:
+            whole = whole + self.stability.penalty_of(number, share, counts=counts)
         if self.scaling is not None:
             self.scaling.backward(whole)
         else:

@@ -69,6 +69,17 @@ class ContextPart:
         keys, values = torch.split(whole, [k.shape[-1], v.shape[-1]], dim=-1)
         return keys, values
 
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the group, in the order of the ranks; its gradient is that of ``x`` here.
+
+        Where a loss is a function of the mean, each rank has its own term of the gradient.
+        """
+        gathered = x.new_empty(self.size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.detach().contiguous(), group=self.group)
+        terms = list(gathered.chunk(self.size))
+        terms[self.rank] = x
+        return torch.stack(terms).mean(0)
+
 
 class _Gather(torch.autograd.Function):
     """The tensor of every rank of a group, one after another on a new first axis."""

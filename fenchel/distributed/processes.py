@@ -115,13 +115,15 @@ class World:
             dist.all_reduce(x)
         return x
 
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest over processes of every entry of a CPU tensor without nan."""
+        if self.size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x
+
     def largest(self, number: int) -> int:
         """The largest of the numbers of all processes."""
-        if self.size == 1:
-            return number
-        x = torch.tensor([number])
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-        return int(x)
+        return int(self.maximum(torch.tensor([number])))
 
     def exchange(
         self, to: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Shape]]

@@ -25,6 +25,9 @@ whole factor, W_Q,h <- gamma_h W_Q,h. QK-clip acts on weights alone: it adds not
 leaves the model at inference and the optimiser state as they are, and does not touch, to the bit, a
 head below the limit.
 
+With several processes the largest scores are those of all of them, and the owner of a weight scales
+it (fenchel/distributed/cells.py).
+
 Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy collapse.
 Kimi Team (2025), Kimi K2: open agentic intelligence.
 """
@@ -145,12 +148,15 @@ def largest_scores(
 
 @torch.no_grad()
 def qk_clip_(attention: AttentionModule, largest_H: Tensor, tau: float) -> Tensor:
-    """Scale down the heads whose largest score is above ``tau``; returns which, (H,) of bool."""
+    """Scale down the heads whose largest score is above ``tau``; returns which, (H,) of bool.
+
+    A parameter on the meta device is left to the process that has its values.
+    """
     H, G, D = attention.heads, attention.groups, attention.head_width
     over_H = (largest_H > tau) & largest_H.isfinite()
     gamma_H = torch.where(over_H, tau / largest_H, 1.0)
     for x in (attention.qkv.weight, attention.qkv.bias):
-        if x is None:
+        if x is None or x.is_meta:
             continue
         rows_QD = x[: (H + G) * D].view(H + G, D, -1)
         if G == H:
@@ -172,6 +178,9 @@ class Stability:
                 f"{type(model).__name__} lacks; leave them out."
             )
         self.layers = model.attention_layers()
+        first: dict[int, int] = {}
+        self.modules = [first.setdefault(id(layer), n) for n, layer in enumerate(self.layers)]
+        """Per layer the number of the first one that its module serves, which may be several."""
         if self.limit is not None and (reason := why_not_clip(model.config)):
             raise ValueError(f"qk_clip scales query and key weights, and {reason}; choose one.")
         if self.floor and (reason := why_not_entropy(model.config)):
@@ -180,40 +189,48 @@ class Stability:
 
     def reset(self) -> None:
         """Discard the measurements of the step before."""
-        self._entropies: list[Tensor] = []
-        # By module: one may serve several layers.
-        self._largest: dict[int, tuple[AttentionModule, Tensor]] = {}
+        self._entropies: dict[int, list[Tensor]] = {}
+        self._largest: dict[int, Tensor] = {}
         self._metrics: dict[str, Tensor] = {}
 
     def observe(self, number: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
-        """Measure the queries (B, H, T, D) and keys (B, G, S, D) of one layer."""
+        """Measure the queries (B, H, T, D) and keys (B, G, S, D) of one layer.
+
+        A layer that attends chunk by chunk calls it for each of its chunks, which are equally long.
+        """
         layer = self.layers[number]
         if self.floor:
-            self._entropies.append(head_entropy(q, k, **layer.spec))
+            chunks = self._entropies.setdefault(number, [])
+            chunks.append(head_entropy(q, k, **layer.spec))
         if self.limit is not None:
             scale = layer.spec.scale
             largest_H = largest_scores(q, k, prior=layer.spec.prior, scale=scale)
-            _, before_H = self._largest.get(id(layer), (layer, largest_H))
-            self._largest[id(layer)] = layer, torch.maximum(before_H, largest_H)
+            before_H = self._largest.get(self.modules[number], largest_H)
+            self._largest[self.modules[number]] = torch.maximum(before_H, largest_H)
 
     def penalty(self, share: float) -> Tensor | float:
         """The entropy penalty of the micro-batch just observed, ``share`` of the step."""
         if not self.floor:
             return 0.0
-        penalty = share * self.weight * entropy_penalty(torch.cat(self._entropies), self.floor)
-        self._entropies = []
+        penalty = share * self.weight * entropy_penalty(self._head_entropies(), self.floor)
         before = self._metrics.get("entropy_penalty", 0.0)
         self._metrics["entropy_penalty"] = before + penalty.detach()
         return penalty
 
+    def _head_entropies(self) -> Tensor:
+        """Of all layers and heads in the micro-batch just observed, once."""
+        layers = self._entropies.values()
+        self._entropies = {}
+        return torch.cat([x[0] if len(x) == 1 else torch.stack(x).mean(0) for x in layers])
+
     def clip_scores(self) -> None:
         """Apply QK-clip, after the optimiser has moved the weights."""
+        self._clip(self.layers)
+
+    def _clip(self, layers: Sequence[AttentionModule]) -> None:
         if self.limit is None:
             return
-        over = [
-            qk_clip_(attention, largest_H, self.limit)
-            for attention, largest_H in self._largest.values()
-        ]
+        over = [qk_clip_(layers[n], x_H, self.limit) for n, x_H in self._largest.items()]
         self._metrics["clipped_heads"] = torch.cat(over).sum()
 
     def metrics(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ from fenchel.model import ModelConfig, Transformer
 from fenchel.model.forward_context import SequencePart
 from fenchel.model.transformer import meta_model
 from fenchel.optim import OptimConfig, build_optimiser, constant
-from fenchel.train import Stepper, TrainConfig
+from fenchel.train import Stepper, StepResult, TrainConfig
 
 from .test_cells import digest
 
@@ -105,6 +105,9 @@ def test_two_processes_compute_what_one_does(divided, name: str) -> None:
             assert torch.allclose(torch.tensor(numbers[n]), g, rtol=0.0, atol=2e-6 * scale)
 
 
+SWITCHES = {"qk_clip": 0.5, "entropy_floor": 2.0, "entropy_weight": 1.0}
+
+
 def config_of(**settings: Any) -> ModelConfig:
     shape = {"vocabulary": VOCABULARY, "width": 16, "layers": 2, "heads": 2, "context": 16}
     return ModelConfig(**shape, choice="entmax", **settings)
@@ -118,16 +121,20 @@ def batches_of() -> Batches:
 def stepper_of(world: World, *, dropout: float = 0.0, **settings: Any) -> CellStepper:
     config = config_of(dropout=dropout)
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
-    given = {"batch": BATCH, "precision": "float32", "context_group": 2, **settings}
+    given = {"batch": BATCH, "precision": "float32", "context_group": 2, **SWITCHES, **settings}
     optim = OptimConfig(optimiser="adamw", learning_rate=1e-3)
     kinds = {"train": TrainConfig(**given), "optim": optim, "world": world}
     meta = meta_model(config)
     return build_stepper(model, meta, batches_of(), constant(), steps=STEPS, seed=3, **kinds)
 
 
+def numbers_of(result: StepResult) -> dict[str, float]:
+    return {"loss": result.loss, "norm": result.gradient_norm, **result.metrics}
+
+
 @pytest.fixture(scope="module")
-def trained(launch) -> dict[str, list[Any]]:
-    """Digest after steps in cells with dropout, and losses of steps without, by processes."""
+def trained(launch) -> dict[int, list[Any]]:
+    """Digest after steps in cells with dropout, and numbers of steps without, by processes."""
 
     def work(shard: str) -> Any:
         def run(world: World) -> list[Any]:
@@ -135,14 +142,11 @@ def trained(launch) -> dict[str, list[Any]]:
             for step in range(STEPS):
                 exact(step)
             ordinary = stepper_of(world, shard=shard)
-            return [digest(exact), [ordinary(step).loss for step in range(STEPS)]]
+            return [digest(exact), [numbers_of(ordinary(step)) for step in range(STEPS)]]
 
         return run
 
-    return {
-        "2": launch(2, work("none")),
-        "4, full": launch(4, work("full")),
-    }
+    return {2: launch(2, work("none")), 4: launch(4, work("full"))}
 
 
 def test_same_bits_for_any_number_of_context_groups(trained) -> None:
@@ -150,18 +154,24 @@ def test_same_bits_for_any_number_of_context_groups(trained) -> None:
     assert len(digests) == 1
 
 
-def test_groups_take_the_steps_of_one_process(trained) -> None:
+@pytest.mark.parametrize("processes", [2, 4])
+def test_groups_take_the_steps_of_one_process(trained, processes: int) -> None:
+    """With QK-clip and the entropy penalty, a function of means over all positions of a cell.
+
+    One process has as many micro-batches as there are groups.
+    """
     config = config_of()
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     optimiser = build_optimiser(
         model, OptimConfig(optimiser="adamw", learning_rate=1e-3), steps=STEPS
     )
-    train = TrainConfig(batch=BATCH, precision="float32")
+    train = TrainConfig(batch=BATCH, accumulate=processes // 2, precision="float32", **SWITCHES)
     one = Stepper(model, batches_of(), optimiser, constant(), config=train, seed=3)
-    expected = [one(step).loss for step in range(STEPS)]
-    for rows in trained.values():
-        for _, losses in rows:
-            assert losses == pytest.approx(expected, abs=1e-5)
+    expected = [numbers_of(one(step)) for step in range(STEPS)]
+    assert all(row["clipped_heads"] and row["entropy_penalty"] > 0.01 for row in expected)
+    for _, found in trained[processes]:
+        for numbers, others in zip(found, expected, strict=True):
+            assert numbers == pytest.approx(others, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize(
