@@ -53,7 +53,7 @@ from torch import Tensor, nn
 
 from fenchel.data import Batch, Batches
 from fenchel.distributed.context import ContextPart
-from fenchel.distributed.owners import BY_SCORES, Owners
+from fenchel.distributed.owners import Owners
 from fenchel.distributed.processes import World
 from fenchel.optim import OptimConfig, Schedule
 from fenchel.train import Stepper, StepResult, TrainConfig, count_targets
@@ -197,21 +197,13 @@ def cell_count(config: TrainConfig, ranks: int) -> int:
     return cells
 
 
-def require_supported(
-    config: TrainConfig, optim: OptimConfig, world: World, *, context: int
-) -> None:
-    """Refuse settings that a step in cells does not have yet, or not with these processes."""
-    if (C := config.context_group) > 1:
-        if context % (2 * C):
-            raise ValueError(
-                f"train.context_group={C} cuts a sequence into {2 * C} equal chunks, and "
-                f"model.context={context} is no multiple of {2 * C}."
-            )
-        if optim.optimiser in BY_SCORES:
-            raise ValueError(
-                f"optim.optimiser={optim.optimiser!r} samples whole sequences, which no process "
-                f'has with train.context_group={C}; choose "muon" or "adamw".'
-            )
+def require_supported(config: TrainConfig, world: World, *, context: int) -> None:
+    """Refuse settings that a step in cells does not have with these processes."""
+    if (C := config.context_group) > 1 and context % (2 * C):
+        raise ValueError(
+            f"train.context_group={C} cuts a sequence into {2 * C} equal chunks, and "
+            f"model.context={context} is no multiple of {2 * C}."
+        )
     W, S = world.size, world.local_size
     if config.shard == "node" and W % S:
         raise ValueError('train.shard="node" needs as many processes on every machine.')
@@ -219,10 +211,6 @@ def require_supported(
         raise ValueError(
             f'train.shard="node" adds the cells of {S} processes per machine first, which has the '
             "bits of train.cells where that is 1, 2, 4, 8, ...; leave one of them out."
-        )
-    if optim.output_change is not None:
-        raise ValueError(
-            "optim.output_change works in one process without train.cells; leave it out."
         )
 
 
@@ -278,6 +266,7 @@ def build_stepper(
     if drawn is not None:
         owners.receive(drawn)
     owners.spread()  # the first weights, which machines of several kinds may round differently
+    owners.spread_vectors()
     return CellStepper(
         owners, batches, schedule, config=train, seed=seed, position=position, beta2=beta2
     )
@@ -370,6 +359,7 @@ class CellStepper(Stepper):
         batch = self.batches.at(step).to(self.device)
         self._set_rates(step)
         self.model.train()
+        self.owners.follow_weights()
         with deterministic(self.device, exact=self.config.exact):
             loss, gradients = self._unscaled_gradients(batch, step)
         norm, broken, owners = self._clip(gradients), None, self.owners
@@ -428,7 +418,7 @@ class CellStepper(Stepper):
         losses = torch.zeros(self.parts, dtype=torch.float64)
         sums: dict[str, CellSum] = {name: CellSum() for name in owners.owned}
         if owners.samples is not None:
-            owners.samples.begin(self.cells, rows, T)
+            owners.samples.begin(self.cells, rows, T, self.config.context_group)
         if self.stability is not None:
             self.stability.reset()
         for number, counts in self._passes():
@@ -459,7 +449,7 @@ class CellStepper(Stepper):
     def _backward(self, batch: Batch, step: int, number: int, counts: bool, count: int) -> float:
         """Forward and backward pass of one cell, or its part; returns the sum of its losses."""
         cell, samples = self._cell(batch, number), self.owners.samples
-        with nullcontext() if samples is None else samples.of_cell(number if counts else None):
+        with nullcontext() if samples is None else samples.of_part(number if counts else None):
             hidden, targets = self._hidden_of_part(cell, step, number), cell.targets
         share = count_targets(targets) / count
         if self.context is not None:

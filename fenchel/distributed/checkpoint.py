@@ -55,7 +55,7 @@ def save(
     settings: Mapping[str, Any],
 ) -> None:
     """Commit one checkpoint together; NoSpace or StorageFailed on every rank, with nothing left."""
-    world, weights = owners.world, {name: p.detach() for name, p in owners.owned.items()}
+    world, weights = owners.world, owners.owned_tensors
     if world.size == 1:
         run_checkpoint.save(checkpoints, progress, weights, owners.optimiser, settings)
         return
@@ -175,8 +175,8 @@ class DistributedLoop(Loop):
         return Signals(number) if number else None
 
     def _not_finite(self) -> tuple[str, int] | None:
-        owned = {name: p.detach() for name, p in self.stepper.owners.owned.items()}
-        found = self.stepper.world.gather(run_checkpoint.not_finite(owned))
+        owners = self.stepper.owners
+        found = owners.world.gather(run_checkpoint.not_finite(owners.owned_tensors))
         return next(((name, count) for name, count in filter(None, found)), None)
 
     def _flush(self) -> int:

@@ -35,6 +35,19 @@ from torch import Tensor
 from fenchel.distributed.processes import World
 
 
+def positions_of(rank: int, size: int, length: int, device: torch.device | None = None) -> Tensor:
+    """The positions of a rank of a group of ``size`` in sequences of ``length``, (T / C,).
+
+    >>> positions_of(1, size=2, length=8)
+    tensor([2, 3, 4, 5])
+    """
+    if size == 1:
+        return torch.arange(length, device=device)
+    n = length // (2 * size)
+    chunks = rank, 2 * size - 1 - rank
+    return torch.cat([torch.arange(c * n, (c + 1) * n, device=device) for c in chunks])
+
+
 class ContextPart:
     """The positions of this rank, and how it gathers the keys and values of its group."""
 
@@ -48,9 +61,7 @@ class ContextPart:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """The positions of this rank in sequences of ``length``, (T / C,)."""
-        n = length // (2 * self.size)
-        chunks = self.rank, 2 * self.size - 1 - self.rank
-        return torch.cat([torch.arange(c * n, (c + 1) * n, device=device) for c in chunks])
+        return positions_of(self.rank, self.size, length, device)
 
     def chunks(self, length: int) -> list[tuple[slice, int]]:
         """The queries of each chunk among those of this rank, and the end of its keys."""

@@ -17,17 +17,23 @@ not move, so it moves what is owned. The numbering of its state is that of one p
 checkpoint is the union of the states of all ranks (checkpoint.py).
 
 **Units.** What must move together is a unit: the weights, biases and norm gains of a query-key
-pair for the score optimisers, any other parameter alone. Units are dealt to the least loaded rank,
+pair for the score optimisers, the weight and bias of a layer where the change of its output is
+limited, any other parameter alone. Units are dealt to the least loaded rank,
 largest first: a function of shapes and W. With ``exact`` sums, and for the score optimisers, the
 optimiser is called once per unit, with the gradients of that unit alone: no product is batched over
 units, so the bits of a weight do not depend on which other units its owner has.
 
-**Samples of scores.** ScoreDescent and ScoreTrust measure scores on the inputs of a layer. Every
+**Samples of inputs.** ScoreDescent and ScoreTrust measure scores on the inputs of a layer. Every
 rank samples the cells that it reads; the samples of a layer go to its owner, who puts them in the
 order of the cells. The sample of P cells of R sequences and T positions takes the first n sequences
 of every s-th cell,
 
     s = the least power of two with ceil(P / s) T <= tokens,    n = tokens / (ceil(P / s) T) <= R.
+
+Where C ranks share a sequence (context.py), the owner receives its positions from all of them and
+puts them in order. With ``optim.output_change`` the owner of a layer also gets tokens of its input,
+an equal share of every cell in place of tokens of the last one, 128 in all: one process takes the
+same decision, and so does every number of them.
 
 **Replicas.** D consecutive ranks, ``parts``, hold one copy of the weights together, each its rows:
 D = 1 where every rank has all of them, W where all divide one copy, S where the ranks of a node do
@@ -35,7 +41,11 @@ D = 1 where every rank has all of them, W where all divide one copy, S where the
 a replica, and adds the replicas: no all-reduce between nodes comes before, which would bring the
 sum to S ranks of every node where the owner alone needs it. New weights go to all ranks, to each
 its rows. Without FSDP2 (``sharded=False``) an owner's parameter is the model's own memory; with it,
-a whole copy.
+a whole copy. FSDP2 divides no scalar: the model's has one row then, the owner's has none.
+
+**Buffers.** The singular vectors of ``model.sigma_reparam`` belong to the owner of their weight,
+which takes one power iteration per step, before the first pass, and sends them to every rank. In
+the passes they stay as they are, however many a rank has.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,9 +55,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from fenchel.distributed.context import positions_of
 from fenchel.distributed.processes import Shape, World
+from fenchel.model.sigma_linear import SigmaLinear
 from fenchel.optim import CombinedOptimiser, OptimConfig, ScoreDescent, build_optimiser
 from fenchel.optim.score import QueryKeyPair, ScoreTrust, attention_pairs
+from fenchel.optim.score.output_change import TOKENS, LinearLayer, OutputProbes, TokenSample
 from fenchel.optim.score.pair_stack import PairProbes
 from fenchel.optim.score.probe import (
     LayerInput,
@@ -85,12 +98,19 @@ def rows_of(rows: int, rank: int, ranks: int) -> slice:
     return slice(min(rows, rank * most), min(rows, (rank + 1) * most))
 
 
-def units_of(model: nn.Module, pairs: Iterable[QueryKeyPair]) -> list[tuple[str, ...]]:
+def units_of(model: nn.Module, optim: OptimConfig) -> list[tuple[str, ...]]:
     """The names of the parameters that move together, in the order of the model."""
     names = {id(p): name for name, p in model.named_parameters()}
     unit: dict[str, tuple[str, ...]] = {name: (name,) for name in names.values()}
-    for pair in pairs:
-        together = tuple(names[id(p)] for p in (*pair.parameters, *pair.gains.values()))
+    groups: list[Iterable[Tensor]] = []
+    if optim.optimiser in BY_SCORES:
+        groups += [(*pair.parameters, *pair.gains.values()) for pair in attention_pairs(model)]
+    if optim.output_change is not None:
+        for module in model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            groups.append([own[key] for key in ("weight", "bias") if key in own])
+    for group in groups:
+        together = tuple(dict.fromkeys(n for p in group for n in unit[names[id(p)]]))
         unit |= dict.fromkeys(together, together)
     return list(dict.fromkeys(unit.values()))
 
@@ -128,36 +148,51 @@ class Owners:
         """
         by_scores = optim.optimiser in BY_SCORES
         self.model, self.meta, self.world = model, meta, world
-        self.units = units_of(meta, attention_pairs(meta) if by_scores else [])
+        self.units = units_of(meta, optim)
         self.parameters = dict(model.named_parameters())
-        if other := meta.state_dict().keys() ^ self.parameters.keys():
+        sigma = [name for name, m in model.named_modules() if isinstance(m, SigmaLinear)]
+        self.vectors = {f"{name}.{side}": name for name in sigma for side in ("left", "right")}
+        """Name of every buffer to that of its layer."""
+        if other := meta.state_dict().keys() ^ (self.parameters.keys() | self.vectors.keys()):
             raise ValueError(
-                f"several processes train parameters alone, and the model also has {min(other)}."
+                "several processes have a rule for parameters and singular vectors, and the model "
+                f"also has {min(other)}."
             )
         sizes = [sum(self.parameters[name].numel() for name in unit) for unit in self.units]
         ranks = deal(sizes, world.size)
         self.owner = {n: r for unit, r in zip(self.units, ranks, strict=True) for n in unit}
-        self.shapes = {n: Shape(tuple(p.shape), p.dtype) for n, p in self.parameters.items()}
+        self.owner |= {n: self.owner[f"{layer}.weight"] for n, layer in self.vectors.items()}
         self.sharded, self.parts = shard is not None, 1 if shard is None else shard.parts
         self.owned: dict[str, nn.Parameter] = {}
+        self.owned_vectors: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
             if self.owner[name] == world.rank:
-                memory = p.detach().clone() if shard else p.detach()
-                if memory.is_meta:
-                    memory = torch.empty_like(memory, device=world.device)
+                memory = self._memory(p)
                 self.owned[name] = _set_parameter(meta, name, nn.Parameter(memory, p.requires_grad))
+            if shard is not None and not p.ndim:
+                _set_parameter(model, name, nn.Parameter(p.detach().reshape(1), p.requires_grad))
+        for name in self.vectors:
+            if self.owner[name] == world.rank:
+                memory = self.owned_vectors[name] = self._memory(model.get_buffer(name))
+                layer, _, side = name.rpartition(".")
+                setattr(meta.get_submodule(layer), side, memory)
+        whole = {**dict(model.named_parameters()), **{n: model.get_buffer(n) for n in self.vectors}}
+        self.shapes = {n: Shape(tuple(x.shape), x.dtype) for n, x in whole.items()}
+        for name in sigma:
+            model.get_submodule(name).iterations = 0  # type: ignore[assignment]
         if shard is not None:
             empty = any(p.is_meta for p in model.parameters())
             shard(model)
             if empty:
                 model.to_empty(device=world.device)
             self.parameters = dict(model.named_parameters())
+        self.buffers = {name: model.get_buffer(name) for name in self.vectors}
         inner = build_optimiser(meta, optim, steps=steps)
         own = [u for u, r in zip(self.units, ranks, strict=True) if r == world.rank]
         one_by_one = [[self.owned[n] for n in unit] for unit in own] if exact or by_scores else None
         self.optimiser = OwnedOptimiser(*inner.members, units=one_by_one)
         self.samples = Samples(self, inner) if by_scores else None
-        """The inputs of attention layers, for the score optimisers."""
+        """The inputs of layers, for the score optimisers."""
 
     def to_owners(self, tensors: Mapping[str, Tensor], replicas: int) -> dict[str, list[Tensor]]:
         """What each of the first ``replicas`` has under the names that this rank owns, whole.
@@ -177,16 +212,29 @@ class Owners:
             for at, name in enumerate(own):
                 rows = [back[r][at] for r in range(senders)]
                 received[name] = [
-                    torch.cat(rows[first : first + D]) if D > 1 else rows[first]
+                    (torch.cat(rows[first : first + D]) if D > 1 else rows[first]).view(
+                        self.owned[name].shape
+                    )
                     for first in range(0, senders, D)
                 ]
         return received
 
+    @property
+    def owned_tensors(self) -> dict[str, Tensor]:
+        """The parameters and singular vectors that this rank owns, whole."""
+        return {**{n: p.detach() for n, p in self.owned.items()}, **self.owned_vectors}
+
+    def _memory(self, x: Tensor) -> Tensor:
+        """Of a parameter or buffer that this rank owns: the model's, or its own where divided."""
+        if x.is_meta:
+            return torch.empty_like(x, device=self.world.device, requires_grad=False)
+        return x.detach().clone() if self.sharded else x.detach()
+
     @torch.no_grad()
     def receive(self, drawn: Mapping[str, Tensor]) -> None:
         """Send the first weights from rank 0, which has drawn them all, to their owners."""
-        W, rank = self.world.size, self.world.rank
-        for names in self._buckets():
+        W, rank, own = self.world.size, self.world.rank, self.owned_tensors
+        for names in (*self._buckets(), list(self.vectors)):
             by_owner = self._by_owner(names)
             to: list[list[Tensor]] = [[] for _ in range(W)]
             if self.world.first:
@@ -194,7 +242,7 @@ class Owners:
             expected = [[self.shapes[n] for n in by_owner[rank]], *([] for _ in range(1, W))]
             received, *_ = self.world.exchange(to, expected)
             for n, x in zip(by_owner[rank], received, strict=True):
-                self.owned[n].copy_(x)
+                own[n].copy_(x.view_as(own[n]))
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -202,7 +250,7 @@ class Owners:
         W, rank, D = self.world.size, self.world.rank, self.parts
         for names in self._buckets():
             by_owner = self._by_owner(names)
-            own = [self.owned[n].detach() for n in by_owner[rank]]
+            own = [self.owned[n].detach().view(self.shapes[n].sizes) for n in by_owner[rank]]
             if self.sharded:
                 to = [[x[rows_of(len(x), r % D, D)] for x in own] for r in range(W)]
                 expected = [[self._shape_on(n, rank) for n in row] for row in by_owner]
@@ -216,20 +264,45 @@ class Owners:
                 for n, x in zip(row, tensors, strict=False):
                     self._local(n).copy_(x)
 
+    @torch.no_grad()
+    def spread_vectors(self) -> None:
+        """Give every rank the singular vectors of the owners."""
+        if not self.vectors:
+            return
+        by_owner = self._by_owner(list(self.vectors))
+        own = [self.owned_vectors[n] for n in by_owner[self.world.rank]]
+        expected = [[self.shapes[n] for n in row] for row in by_owner]
+        received = self.world.exchange([own] * self.world.size, expected)
+        for row, tensors in zip(by_owner, received, strict=True):
+            for n, x in zip(row, tensors, strict=True):
+                self.buffers[n].copy_(x)
+
+    def follow_weights(self) -> None:
+        """Before the passes of a step: one power iteration of the singular vectors, for all."""
+        for name in dict.fromkeys(self.vectors[n] for n in self.owned_vectors):
+            layer = self.meta.get_submodule(name)
+            assert isinstance(layer, SigmaLinear)
+            layer.power_iterate(1)
+        self.spread_vectors()
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Names and shapes of all parameters; only those that are owned have values."""
-        return {name: p.detach() for name, p in self.meta.named_parameters()}
+        """Names and shapes of all tensors; only those that are owned have values."""
+        return dict(self.meta.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, weights: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Set all parameters from whole tensors, which every rank has been given."""
-        if strict and weights.keys() != self.parameters.keys():
+        """Set all parameters and buffers from whole tensors, which every rank has been given."""
+        if strict and weights.keys() != self.shapes.keys():
             raise ValueError(f"the weights are not those of {type(self.model).__name__}.")
+        own, D = self.owned_tensors, self.parts
         for name, x in weights.items():
-            D = self.parts
+            if self.sharded and name in own:
+                own[name].copy_(x)
+            if name in self.buffers:
+                self.buffers[name].copy_(x)
+                continue
+            x = x.reshape(self.shapes[name].sizes)
             self._local(name).copy_(x[rows_of(len(x), self.world.rank % D, D)] if D > 1 else x)
-            if self.sharded and name in self.owned:
-                self.owned[name].copy_(x)
 
     def local_gradients(self) -> dict[str, Tensor]:
         """The gradients of this rank, whole or its rows; 0 where the loss did not reach."""
@@ -370,103 +443,203 @@ class SampleShape(NamedTuple):
 
 
 class Samples:
-    """Samples of the inputs of attention layers, taken on every rank and sent to the owners."""
+    """Samples of the inputs of layers, taken on every rank and sent to the owners."""
 
     def __init__(self, owners: Owners, optimiser: CombinedOptimiser) -> None:
         self.owners, self.world = owners, owners.world
-        self.sampled = False
-        """Whether the pass under way is sampled."""
-        self.shape: SampleShape | None = None
-        self.probes: dict[str, _CellProbe] = {}
+        self.readers: list[_CellProbe | _CellTokens] = []
         modules = dict(owners.model.named_modules())
         names = {id(p): name for name, p in owners.meta.named_parameters()}
         for group in _probed(optimiser):
             for pair, probe in group.probes.items():
                 probe.remove()
                 rank = owners.owner[names[id(pair.query.weight)]]
-                mine = _CellProbe(self, pair, modules[pair.name], probe.tokens, rank)
+                mine = _CellProbe(pair, modules[pair.name], probe.tokens, self.world, rank)
                 group.probes[pair] = mine
-                self.probes[pair.name] = mine
+                self.readers.append(mine)
+        of_meta = {module: name for name, module in owners.meta.named_modules()}
+        for outputs in _limited_outputs(optimiser):
+            for layer, sample in outputs.samples.items():
+                sample.handle.remove()
+                rank = owners.owner[names[id(layer.parts["weight"].whole)]]
+                tokens = _CellTokens(layer, modules[of_meta[layer.module]], self.world, rank)
+                outputs.samples[layer] = tokens
+                self.readers.append(tokens)
 
-    def begin(self, cells: int, rows: int, positions: int) -> None:
-        """Before the first pass of a step."""
-        tokens = min(probe.tokens for probe in self.probes.values())
-        self.shape = SampleShape.of(cells, rows, positions, tokens)
-        self.cells = range(0, cells, self.shape.stride)
-        for probe in self.probes.values():
-            probe.taken.clear()
-            probe.allocate(self.shape)
+    def begin(self, cells: int, rows: int, positions: int, group: int) -> None:
+        """Before the first pass of a step; ``group`` ranks share every sequence."""
+        for reader in self.readers:
+            reader.begin(cells, rows, positions, group)
 
     @contextmanager
-    def of_cell(self, cell: int | None) -> Iterator[None]:
-        """Around the forward pass of a cell; None for a pass that does not count."""
-        self.sampled = cell is not None and cell in self.cells
+    def of_part(self, part: int | None) -> Iterator[None]:
+        """Around the forward pass of a part of a cell; None for a pass that does not count."""
+        for reader in self.readers:
+            reader.sampled = part is not None and part in reader.parts
         yield
-        if cell is not None and self.sampled:
-            for probe in self.probes.values():
-                probe.taken[cell] = probe.buffer.clone()
-        self.sampled = False
+        for reader in self.readers:
+            if part is not None and reader.sampled:
+                reader.keep(part)
+            reader.sampled = False
 
     def send(self) -> None:
         """After the last pass of a step: every owner gets the samples of its layers."""
-        assert self.shape is not None
         W, rank = self.world.size, self.world.rank
-        by_owner = [[p for p in self.probes.values() if p.owner == r] for r in range(W)]
-        to = [[p.taken[c] for p in row for c in self.cells if c % W == rank] for row in by_owner]
-        _, n, T = self.shape
+        by_owner = [[x for x in self.readers if x.owner == r] for r in range(W)]
+        to = [
+            [x for reader in row for part in reader.parts_of(rank, W) for x in reader.taken[part]]
+            for row in by_owner
+        ]
         own = by_owner[rank]
         expected = [
-            [Shape((n, T, p.width), p.dtype) for p in own for c in self.cells if c % W == r]
+            [s for reader in own for part in reader.parts_of(r, W) for s in reader.shapes(part)]
             for r in range(W)
         ]
         received = [iter(row) for row in self.world.exchange(to, expected)]
-        for probe in own:
-            by_cell = {c: next(received[r]) for r in range(W) for c in self.cells if c % W == r}
-            probe.sample = torch.cat([by_cell[c] for c in self.cells])
-        for probe in self.probes.values():
-            probe.taken.clear()
+        for reader in own:
+            whole: dict[int, list[Tensor]] = {}
+            for r in range(W):
+                for part in reader.parts_of(r, W):
+                    whole[part] = [next(received[r]) for _ in reader.shapes(part)]
+            reader.join([whole[part] for part in sorted(whole)])
+        for reader in self.readers:
+            reader.taken.clear()
 
 
 class _CellProbe(LayerReader):
-    """The samples of one layer: of its passes here, and, for its owner, of the whole step.
+    """The samples of one attention layer: of its passes here, and, for its owner, of a whole step.
+
+    Where C ranks share a sequence, rank k samples those of its positions that are below T, and the
+    owner puts them in order. The first sampled cell also brings their rotary angles.
 
     As in optim/score/probe.py the hook, which may be part of a compiled graph, does no more than
     copy into memory that is there.
     """
 
     def __init__(
-        self, samples: Samples, pair: QueryKeyPair, module: nn.Module, tokens: int, owner: int
+        self, pair: QueryKeyPair, module: nn.Module, tokens: int, world: World, owner: int
     ) -> None:
         super().__init__(pair, tokens)
-        self.samples, self.owner = samples, owner
+        self.owner, self.rank = owner, world.rank
+        self.parts: Sequence[int] = ()
+        """Those that are sampled, of all ranks."""
+        self.sampled = False
+        """Whether the pass under way is one of them."""
         weight = next(module.parameters())
         self.dtype = probe_dtype(weight)
         self.buffer = torch.empty(0, 0, self.width, dtype=self.dtype, device=weight.device)
-        self.taken: dict[int, Tensor] = {}
-        """The samples of the cells that this rank reads."""
-        self.sample: Tensor | None = None
-        self.positions: Any = None
+        self.taken: dict[int, list[Tensor]] = {}
+        """The samples of the parts that this rank reads."""
+        self.sample: LayerInput | None = None
+        self.angles: Any = None
         self.handles = [module.register_forward_pre_hook(self, with_kwargs=True)]
 
-    def allocate(self, shape: SampleShape) -> None:
-        """Memory for the sample of one cell."""
-        _, n, T = shape
-        if self.buffer.shape[:2] != (n, T):
-            self.buffer = self.buffer.new_empty(n, T, self.width)
+    def begin(self, cells: int, rows: int, positions: int, group: int) -> None:
+        """Before the first pass of a step: what is sampled, and memory for one part."""
+        self.shape, self.group = SampleShape.of(cells, rows, positions, self.tokens), group
+        stride, _, T = self.shape
+        self.parts = [p for p in range(cells * group) if p // group % stride == 0]
+        places = (positions_of(k, group, positions) for k in range(group))
+        self.places = [at[at < T] for at in places]
+        size = self.shape.sequences, len(self.places[self.rank % group])
+        if self.buffer.shape[:2] != size:
+            self.buffer = self.buffer.new_empty(*size, self.width)
+        self.taken.clear()
+
+    def parts_of(self, rank: int, ranks: int) -> list[int]:
+        """The sampled parts that a rank reads."""
+        return [part for part in self.parts if part % ranks == rank]
 
     def _store(self, x: Tensor, angles: Any, mask: Any) -> None:
         del mask  # batches of training are not padded
-        if self.samples.sampled:
+        self.angles = angles
+        if self.sampled:
             n, T, _ = self.buffer.shape
             self.buffer.copy_(x[:n, :T].detach())
-            self.positions = angles
+
+    def keep(self, part: int) -> None:
+        """After the pass of a part: what its owner gets of it."""
+        self.taken[part] = [self.buffer.clone()]
+        if self._brings_angles(part):
+            T = self.buffer.shape[1]
+            self.taken[part] += [x[0, 0, :T].clone() for x in self.angles]
+
+    def _brings_angles(self, part: int) -> bool:
+        return self.angles is not None and part < self.group and self.group > 1
+
+    def shapes(self, part: int) -> list[Shape]:
+        """Of the tensors of a part."""
+        n, T = self.shape.sequences, len(self.places[part % self.group])
+        shapes = [Shape((n, T, self.width), self.dtype)]
+        if self._brings_angles(part):
+            shapes += [Shape((T, x.shape[-1]), x.dtype) for x in self.angles]
+        return shapes
+
+    def join(self, parts: list[list[Tensor]]) -> None:
+        """The sample of a step from those of its parts, in order."""
+        C, T = self.group, self.shape.positions
+        if C == 1:
+            x = torch.cat([x for (x,) in parts])
+            self.sample = LayerInput(x, crop_angles(self.angles, len(x), T), None)
+            return
+        order = torch.cat(self.places).argsort().to(self.buffer.device)
+        cells = [parts[first : first + C] for first in range(0, len(parts), C)]
+        x = torch.cat([torch.cat([part[0] for part in cell], dim=1)[:, order] for cell in cells])
+        angles = None
+        if self.angles is not None:
+            cos, sin = (torch.cat([part[n] for part in cells[0]])[order] for n in (1, 2))
+            angles = self.angles._replace(cos=cos, sin=sin)
+        self.sample = LayerInput(x, angles, None)
 
     def take(self) -> LayerInput | None:
         """The sample of the step, once."""
-        x, self.sample = self.sample, None
-        if x is None:
-            return None
-        return LayerInput(x, crop_angles(self.positions, len(x), x.shape[1]), None)
+        sample, self.sample = self.sample, None
+        return sample
+
+
+class _CellTokens(TokenSample):
+    """Tokens of the input of one layer, an equal share of every part of a step.
+
+    A module that no pass calls has none on any rank.
+    """
+
+    def __init__(self, layer: LinearLayer, module: nn.Module, world: World, owner: int) -> None:
+        super().__init__(layer, module)
+        self.buffer = torch.empty_like(self.buffer, device=world.device)
+        self.owner, self.sampled = owner, False
+        self.parts: Sequence[int] = ()
+        """Those that are sampled, of all ranks."""
+        self.taken: dict[int, list[Tensor]] = {}
+        self.sample: Tensor | None = None
+
+    def begin(self, cells: int, rows: int, positions: int, group: int) -> None:
+        """Before the first pass of a step."""
+        tokens, count = rows * positions // group, cells * group
+        stride, self.tokens, _ = SampleShape.of(count, tokens, 1, TOKENS)
+        self.parts, self.rows = range(0, count, stride), 0
+        self.taken.clear()
+
+    def parts_of(self, rank: int, ranks: int) -> list[int]:
+        """The sampled parts that a rank reads."""
+        return [part for part in self.parts if part % ranks == rank] if self.rows else []
+
+    def keep(self, part: int) -> None:
+        """After the pass of a part: what its owner gets of it."""
+        self.taken[part] = [self.buffer[: self.rows].clone()]
+
+    def shapes(self, part: int) -> list[Shape]:
+        """Of the tensors of a part, which all have as many tokens."""
+        del part
+        return [Shape((self.rows, *self.buffer.shape[1:]), self.buffer.dtype)]
+
+    def join(self, parts: list[list[Tensor]]) -> None:
+        """The sample of a step from those of its parts, in order."""
+        self.sample = torch.cat([x for (x,) in parts]) if parts else None
+
+    def take(self) -> Tensor | None:
+        """(n, M), or ids (n,), once."""
+        sample, self.sample = self.sample, None
+        return sample
 
 
 def _probed(optimiser: CombinedOptimiser) -> Iterator[PairProbes]:
@@ -476,6 +649,13 @@ def _probed(optimiser: CombinedOptimiser) -> Iterator[PairProbes]:
             yield from member.pair_probes
         elif isinstance(member, ScoreTrust):
             yield member.pair_probes
+
+
+def _limited_outputs(optimiser: CombinedOptimiser) -> Iterator[OutputProbes]:
+    """The limits on outputs of layers among the members."""
+    for member in optimiser.members:
+        if isinstance(member, ScoreTrust) and member.outputs is not None:
+            yield member.outputs
 
 
 def _set_parameter(model: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:

@@ -100,7 +100,7 @@ from fenchel.distributed.processes import World
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.flops import forward_flops
 from fenchel.model.transformer import meta_model
-from fenchel.optim import OptimConfig, attention_pairs
+from fenchel.optim import OptimConfig
 from fenchel.optim.config import split_matrices
 from fenchel.torch_internals import recorded_collectives, simulated_ranks, tensors_without_values
 from fenchel.train import TrainConfig
@@ -218,8 +218,7 @@ class Sizes:
         matrices = {id(p) for p in split_matrices(model)[0]}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.matrices = {n for n, p in model.named_parameters() if id(p) in matrices}
-        pairs = attention_pairs(model) if optim.optimiser in BY_SCORES else []
-        self.units = units_of(model, pairs)
+        self.units = units_of(model, optim)
         self.rules = _STATE.get(optim.optimiser, (4, 4))
         self.by_muon = optim.optimiser in _BY_MUON
 

@@ -5,9 +5,11 @@
 The size of W then has no effect on the map, and its norm is one number g that learns slowly: the
 entropy of attention cannot collapse in a few steps.
 
-a and b are buffers that follow W by one power iteration per step, so sigma costs two products with
-a vector. For fixed a, b the derivative of sigma is a b^T, which is exact where they are the top
-singular vectors. Shapes: W (O, I), a (O,), b (I,).
+a and b are buffers that follow W by one power iteration per training pass, so sigma costs two
+products with a vector. A step of several passes may do it once for all of them instead: it sets
+``iterations`` to 0 and calls ``power_iterate`` (fenchel/distributed/owners.py). For fixed a, b the
+derivative of sigma is a b^T, which is exact where they are the top singular vectors. Shapes:
+W (O, I), a (O,), b (I,).
 
 Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy collapse.
 """
@@ -24,6 +26,8 @@ class SigmaLinear(nn.Linear):
 
     left: Tensor
     right: Tensor
+    iterations = 1
+    """Power iterations of a training pass."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias)
@@ -34,19 +38,23 @@ class SigmaLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""
         if self.training and torch.is_grad_enabled():
-            self.power_iterate(1)
+            self.power_iterate(self.iterations)
         return linear(x, self.matrix, self.bias)
 
     @property
     def matrix(self) -> Tensor:
         """g W / sigma(W), (O, I)."""
-        # Copies: the next power iteration must not change what this step's gradient needs.
-        sigma = self.left.clone() @ self.weight @ self.right.clone()
-        return self.weight * (self.gain / sigma)
+        # Copies: the next power iteration must not change what this step's gradient needs. FSDP2
+        # gathers the weight in another dtype and gives the gain an axis.
+        W = self.weight
+        sigma = self.left.to(W.dtype, copy=True) @ W @ self.right.to(W.dtype, copy=True)
+        return W * (self.gain.reshape(()) / sigma)
 
     @torch.no_grad()
     def power_iterate(self, iterations: int) -> None:
         """Move ``left`` and ``right`` towards the top singular vectors of the weight."""
+        if self.weight.is_meta:  # there is nothing to compute, and torch takes its time for it
+            return
         for _ in range(iterations):
             self.left.copy_(normalize(self.weight @ self.right, dim=0))
             self.right.copy_(normalize(self.weight.T @ self.left, dim=0))

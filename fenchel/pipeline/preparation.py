@@ -327,7 +327,7 @@ def require_cells(config: RunConfig, world: World) -> None:
             "--processes or torchrun."
         )
     if in_cells(config, world):
-        require_supported(config.train, config.optim, world, context=config.model.context)
+        require_supported(config.train, world, context=config.model.context)
         cell_count(config.train, world.size)
 
 
@@ -369,8 +369,8 @@ def _time_cells(config: RunConfig, batches: Batches, world: World) -> StepTime:
     stepper = build_cells(config, model, batches, constant(), world, steps=steps)
     if without_values:  # any that are finite take as long
         with torch.no_grad():
-            for p in stepper.owners.owned.values():
-                p.normal_(0.0, 0.02, generator=torch.Generator(p.device).manual_seed(0))
+            for x in stepper.owners.owned_tensors.values():
+                x.normal_(0.0, 0.02, generator=torch.Generator(x.device).manual_seed(0))
         stepper.owners.spread()
     time = time_steps(lambda: stepper(0), threads=threads)
     stepper.optimiser.close()

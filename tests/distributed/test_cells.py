@@ -40,6 +40,7 @@ class Case(NamedTuple):
     optimiser: str
     model: dict[str, Any]
     train: Mapping[str, Any] = {}
+    optim: Mapping[str, Any] = {}
 
 
 CASES = {
@@ -51,6 +52,10 @@ CASES = {
     "muon, QK-clip": Case("muon", {"bias": True, "dropout": 0.1}, {"qk_clip": 0.5}),
     "adamw, entropy floor": Case(
         "adamw", {"choice": "entmax"}, {"entropy_floor": 1.5, "entropy_weight": 1.0}
+    ),
+    "muon, sigma": Case("muon", {"sigma_reparam": True, "dropout": 0.1}),
+    "trust, output change": Case(
+        "trust", {"bias": True, "norm": "layer"}, optim={"output_change": 0.05}
     ),
 }
 
@@ -74,6 +79,7 @@ def stepper_of(
     shard: str = "none",
     gather: str = "float32",
     rate: float = 1e-2,
+    optim: Mapping[str, Any] = {},
     **train: Any,
 ) -> CellStepper:
     model, config = model_of(settings)
@@ -83,8 +89,8 @@ def stepper_of(
     if shard != "none":
         parts = world.size if shard == "full" else world.local_size
         cut = Sharding(world, gather=gather, position=at, parts=parts)
-    optim = OptimConfig(optimiser=optimiser, learning_rate=rate)
-    owners = Owners(model, meta_model(config), optim, world, steps=STEPS, exact=exact, shard=cut)
+    kind = OptimConfig(optimiser=optimiser, learning_rate=rate, **optim)
+    owners = Owners(model, meta_model(config), kind, world, steps=STEPS, exact=exact, shard=cut)
     settings_of_loop = TrainConfig(batch=BATCH, steps=STEPS, **train)
     return CellStepper(
         owners, batches_of(), constant(), config=settings_of_loop, seed=3, position=position
@@ -95,7 +101,7 @@ def digest(stepper: CellStepper) -> str:
     """SHA-256 of all weights and all tensors of the optimiser's state, by name."""
     owners = stepper.owners
     tensors, rest = flatten(owners.optimiser.state_dict())
-    own = {**{f"weights {n}": p.detach() for n, p in owners.owned.items()}, **tensors}
+    own = {**{f"weights {n}": x for n, x in owners.owned_tensors.items()}, **tensors}
     hashes = {n: hashlib.sha256(x.numpy().tobytes()).hexdigest() for n, x in own.items()}
     gathered = owners.world.gather({**hashes, **rest})
     together = {n: value for row in gathered for n, value in row.items()}
@@ -105,10 +111,10 @@ def digest(stepper: CellStepper) -> str:
 
 def run_cases(world: World, *, shard: str, only: str = "") -> dict[str, tuple[Any, ...]]:
     results = {}
-    for name, (optimiser, settings, train) in CASES.items():
+    for name, (optimiser, settings, train, optim) in CASES.items():
         if only not in name:
             continue
-        stepper = stepper_of(world, optimiser, settings, shard=shard, **train)
+        stepper = stepper_of(world, optimiser, settings, shard=shard, optim=optim, **train)
         taken = [stepper(step) for step in range(STEPS)]
         results[name] = digest(stepper), taken[-1].loss, [dict(one.metrics) for one in taken]
     return results
@@ -145,7 +151,10 @@ def test_same_bits_for_any_number_of_processes(launch, alone, processes, shard, 
         }
 
 
-ACTS = {"muon, QK-clip": "clipped_heads", "adamw, entropy floor": "entropy_penalty"}
+ACTS = {
+    "muon, QK-clip": "clipped_heads",
+    "adamw, entropy floor": "entropy_penalty",
+}
 """Case with a switch to the metric that says what it did."""
 
 
@@ -155,7 +164,7 @@ def test_a_switch_acts_in_cells_as_in_the_ordinary_step(alone, name: str) -> Non
 
     The bits of several processes are those of ``alone``. Without the switch they are others.
     """
-    optimiser, settings, train = CASES[name]
+    optimiser, settings, train, _ = CASES[name]
     model, _ = model_of(settings)
     ordinary = Stepper(
         model,
@@ -178,6 +187,99 @@ def test_a_switch_acts_in_cells_as_in_the_ordinary_step(alone, name: str) -> Non
     for step in range(STEPS):
         without(step)
     assert digest(without) != alone[name][0]
+
+
+def test_singular_vectors_take_one_power_iteration_per_step() -> None:
+    """However many passes a step has: the reference is train/step.py with a single one."""
+    model, _ = model_of({"sigma_reparam": True})
+    ordinary = Stepper(
+        model,
+        batches_of(),
+        build_optimiser(model, OptimConfig(optimiser="sgd", learning_rate=0.5), steps=STEPS),
+        constant(),
+        config=TrainConfig(batch=BATCH, precision="float32"),
+        seed=3,
+    )
+    cells = stepper_of(ALONE, "sgd", {"sigma_reparam": True}, rate=0.5)
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    for step in range(3):
+        ordinary(step)
+        cells(step)
+    found = cells.owners.owned_tensors
+    assert found.keys() == model.state_dict().keys()
+    for name, x in model.state_dict().items():
+        assert torch.allclose(found[name], x, rtol=0.0, atol=2e-5), name
+    assert max(float((x - before[name]).abs().max()) for name, x in model.named_buffers()) > 1e-3
+
+
+def test_same_bits_where_some_ranks_have_no_sampled_cell(launch) -> None:
+    """Of 4 cells the probes read the first and the third; all ranks own layers."""
+    settings = {"layers": 5, "initial": "normal", "initial_std": 0.1}
+
+    def work(world: World) -> list[str]:
+        stepper = stepper_of(world, "score", settings)
+        assert stepper.owners.samples is not None
+        for reader in stepper.owners.samples.readers:
+            reader.tokens = 16
+        stepper(0)
+        return [digest(stepper)]
+
+    assert launch(4, work) == [work(ALONE)] * 4
+
+
+def test_no_output_moves_by_more_than_its_limit(launch) -> None:
+    """Outputs of all tokens of all cells, computed here from the weights before and after a step.
+
+    The rates are far too high, so that every layer is limited.
+    """
+    tau, settings = 0.05, {"bias": True, "norm": "layer", "initial": "normal", "initial_std": 0.2}
+    high = {"optim": {"output_change": tau, "matrix_learning_rate": 0.5}, "rate": 0.1}
+
+    def work(world: World) -> list[dict[str, Any]]:
+        found = []
+        for shard in ("none", "full"):
+            stepper = stepper_of(world, "trust", settings, shard=shard, **high)
+            stepper(0)
+            found.append({n: p.tolist() for n, p in stepper.owners.owned.items()})
+        return found
+
+    model, _ = model_of(settings)
+    inputs: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, x, name=name: inputs.update({name: x[0]}))
+    ids = batches_of().at(0).inputs
+    with torch.no_grad():
+        hidden = model(ids, return_hidden=True)
+    before = {name: p.detach() for name, p in model.named_parameters()}
+
+    def shares(after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def share(change: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+            return change.norm() / output.norm()
+
+        moved = {name: after[name] - W for name, W in before.items()}
+        found = {}
+        for name, x in inputs.items():
+            rows = slice(2 * 16 if name.endswith("qkv") else 0, None)  # the values alone
+            found[name] = share(
+                *(
+                    x @ W[f"{name}.weight"][rows].T + W[f"{name}.bias"][rows]
+                    for W in (moved, before)
+                )
+            )
+        for name in {n.rpartition(".")[0] for n in before if "norm" in n}:
+            both = (torch.cat((W[f"{name}.weight"], W[f"{name}.bias"])) for W in (moved, before))
+            found[name] = share(*both)
+        table = moved["embed.weight"], before["embed.weight"]
+        found["embed"] = max(share(*(W[ids] for W in table)), share(*(hidden @ W.T for W in table)))
+        return found
+
+    for ranks in zip(*launch(2, work), strict=True):
+        after = {name: torch.tensor(x) for rank in ranks for name, x in rank.items()}
+        found = shares(after)
+        assert len(found) == len(inputs) + 5 + 1
+        for name, one in found.items():
+            assert float(one) == pytest.approx(tau, rel=1e-3), name
 
 
 def test_same_bits_where_a_machine_has_no_cell_in_the_last_pass(launch) -> None:
@@ -254,12 +356,15 @@ def test_ordinary_sums_agree_with_one_process(launch, shard: str) -> None:
 
 
 def test_gathers_in_bfloat16_stay_close_and_move_float32_weights(launch) -> None:
+    """Scalars among the weights, and buffers, which stay in float32."""
+    sigma = {"sigma_reparam": True}
+
     def work(world: World) -> list[Any]:
-        stepper = stepper_of(world, "adamw", {}, shard="full", gather="bfloat16")
+        stepper = stepper_of(world, "adamw", sigma, shard="full", gather="bfloat16")
         losses = [stepper(step).loss for step in range(5)]
         return [losses, [str(p.dtype) for p in stepper.owners.owned.values()]]
 
-    exact = stepper_of(ALONE, "adamw", {})
+    exact = stepper_of(ALONE, "adamw", sigma)
     expected = [exact(step).loss for step in range(5)]
     for losses, dtypes in launch(2, work):
         assert losses == pytest.approx(expected, abs=0.02)
@@ -268,13 +373,13 @@ def test_gathers_in_bfloat16_stay_close_and_move_float32_weights(launch) -> None
 
 
 def test_compiled_blocks_take_the_same_steps(launch, monkeypatch) -> None:
-    """The hook of "score" in a graph, weights whole or divided: the same bits.
+    """The hooks of "trust" in a graph, weights whole or divided: the same bits.
 
     "aot_eager" has the graphs and hooks of the compiler without a minute of C++; what cannot be one
     graph raises.
     """
     compiler, compiled = torch.compile, []
-    settings = {"dropout": 0.1, "layers": 1}
+    settings, optim = {"dropout": 0.1, "layers": 1}, {"output_change": 0.1}
 
     def whole_graph(function: Any) -> Any:
         fast = compiler(function, backend="aot_eager", fullgraph=True)
@@ -283,13 +388,13 @@ def test_compiled_blocks_take_the_same_steps(launch, monkeypatch) -> None:
     def work(world: World) -> list[Any]:
         monkeypatch.setattr(torch, "compile", whole_graph)
         shard = "full" if world.size > 1 else "none"
-        stepper = stepper_of(world, "score", settings, shard=shard, compile=True)
+        stepper = stepper_of(world, "trust", settings, shard=shard, optim=optim, compile=True)
         losses = [stepper(step).loss for step in range(2)]
         calls = len(compiled)
         stepper.model(torch.zeros(1, 8, dtype=torch.int64))  # as an evaluation does
         return [losses, digest(stepper), calls, len(compiled) - calls]
 
-    eager = stepper_of(ALONE, "score", settings)
+    eager = stepper_of(ALONE, "trust", settings, optim=optim)
     expected = [eager(step).loss for step in range(2)]
     rows = [*launch(1, work), *launch(2, work)]
     for losses, found, calls, others in rows:
@@ -300,20 +405,29 @@ def test_compiled_blocks_take_the_same_steps(launch, monkeypatch) -> None:
 
 
 def test_float16_scales_the_loss_alike_on_all_ranks(launch) -> None:
-    """Gradients overflow at first: the scale of all is halved until none does, no step is lost."""
+    """Gradients overflow at first: the scale of all is halved until none does, no step is lost.
+
+    Passes that are repeated are measured once.
+    """
+    switches = {"qk_clip": 0.5, "entropy_floor": 1.5}
 
     def run(world: World, shard: str) -> list[Any]:
-        stepper = stepper_of(world, "adamw", {}, shard=shard, precision="float16")
+        given = {**switches, "precision": "float16"}
+        stepper = stepper_of(world, "adamw", {}, shard=shard, **given)
         assert stepper.scaling is not None
         stepper.scaling.scale = LossScale(2.0**40, 7)
         results = [stepper(step) for step in range(2)]
         scale = stepper.scaling.scale
         assert [r.metrics["loss_scale"] for r in results] == [scale.factor] * 2
-        return [digest(stepper), *scale, [[r.loss, r.gradient_norm, r.broken] for r in results]]
+        penalties = [r.metrics["entropy_penalty"] for r in results]
+        assert 0.01 < penalties[0] < 0.1 * 1.5**2
+        numbers = [[r.loss, r.gradient_norm, r.broken] for r in results]
+        return [digest(stepper), *scale, numbers, penalties]
 
-    expected, alone = stepper_of(ALONE, "adamw", {})(0), run(ALONE, "none")
+    expected, alone = stepper_of(ALONE, "adamw", {}, **switches)(0), run(ALONE, "none")
     assert launch(2, lambda world: [run(world, "none"), run(world, "full")]) == [[alone] * 2] * 2
-    _, factor, age, [[loss, norm, broken], _] = alone
+    _, factor, age, [[loss, norm, broken], _], penalties = alone
+    assert penalties[0] == pytest.approx(expected.metrics["entropy_penalty"], rel=1e-2)
     assert 1.0 < factor < 2.0**30
     assert age == 2
     assert broken is None
@@ -397,21 +511,14 @@ def test_cells_have_room_for_every_process() -> None:
         cell_count(TrainConfig(batch=8), ranks=3)
 
 
-def test_a_limit_on_outputs_is_refused() -> None:
-    """Its samples are those of one process."""
-    optim = OptimConfig(optimiser="trust", output_change=0.1)
-    with pytest.raises(ValueError, match=r"optim\.output_change works in one process"):
-        require_supported(TrainConfig(), optim, ALONE, context=8)
-
-
 def test_nodes_whose_sums_are_no_subtrees_are_refused() -> None:
     config = TrainConfig(shard="node", cells=8, batch=8)
-    require_supported(config, OptimConfig(), World(size=8, local_size=4), context=8)
-    require_supported(config, OptimConfig(), World(size=3, local_size=3), context=8)
+    require_supported(config, World(size=8, local_size=4), context=8)
+    require_supported(config, World(size=3, local_size=3), context=8)
     with pytest.raises(ValueError, match="adds the cells of 3 processes per machine first"):
-        require_supported(config, OptimConfig(), World(size=6, local_size=3), context=8)
+        require_supported(config, World(size=6, local_size=3), context=8)
     with pytest.raises(ValueError, match="as many processes on every machine"):
-        require_supported(config, OptimConfig(), World(size=6, local_size=4), context=8)
+        require_supported(config, World(size=6, local_size=4), context=8)
 
 
 def test_auto_divides_inside_a_machine_where_that_is_enough(monkeypatch) -> None:

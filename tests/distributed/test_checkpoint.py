@@ -140,6 +140,39 @@ def test_stopped_and_resumed_by_other_numbers_of_processes(launch, text, whole, 
     assert story(run) == whole
 
 
+SWITCHES = {
+    "limits": {
+        "optim__optimiser": "trust",
+        "optim__output_change": 0.1,
+        "model__norm": "layer",
+        "model__bias": "true",
+        "train__qk_clip": 0.5,
+        "train__entropy_floor": 2.0,
+    },
+    "sigma": {"optim__optimiser": "muon", "model__sigma_reparam": "true"},
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_are_resumed_by_another_number_of_processes(
+    launch, text, tmp_path, name: str
+) -> None:
+    """Begun by 2 that divide the weights, which rank 0 alone draws; resumed by 1."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = {**SWITCHES[name], "train__steps": 4, "train__evaluate_every": 4}
+    ended = launch.command(1, *beginning(one, text, **settings))
+    assert ended.codes == [0], ended.output
+    words = beginning(two, text, **settings, train__shard="full")
+    ended = launch.command(2, *words, before=stop(3, rank=1))
+    assert ended.codes == [128 + signal.SIGTERM] * 2, ended.output
+    ended = launch.command(1, "train", "--resume", two)
+    assert ended.codes == [0], ended.output
+    assert story(two) == story(one)
+    metrics = [line for line in story(one)["metrics"] if "train/loss" in line]
+    acts = {"train/clipped_heads", "train/entropy_penalty"} if name == "limits" else set()
+    assert all(acts <= line.keys() for line in metrics)
+
+
 def test_a_checkpoint_of_two_writers_is_sealed_and_indexed(launch, text, tmp_path) -> None:
     run = tmp_path / "run"
     assert launch.command(2, *beginning(run, text, train__steps=2)).codes == [0, 0]

@@ -11,7 +11,7 @@ from fenchel.distributed.owners import Owners, SampleShape, deal, rows_of, units
 from fenchel.distributed.processes import ALONE, World
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.transformer import meta_model
-from fenchel.optim import OptimConfig, attention_pairs, build_optimiser
+from fenchel.optim import OptimConfig, build_optimiser
 
 SIZES = st.lists(st.integers(0, 1000), max_size=40)
 RANKS = st.integers(1, 9)
@@ -53,7 +53,7 @@ def tiny(**settings: object) -> ModelConfig:
 def test_a_pair_moves_with_its_biases_and_gains() -> None:
     config = tiny(qk_norm=True, bias=True)
     model = meta_model(config)
-    units = units_of(model, attention_pairs(model))
+    units = units_of(model, OptimConfig(optimiser="trust"))
     assert sorted(name for unit in units for name in unit) == sorted(
         name for name, _ in model.named_parameters()
     )
@@ -61,7 +61,23 @@ def test_a_pair_moves_with_its_biases_and_gains() -> None:
     assert [{name.rpartition("attention.")[2] for name in unit} for unit in joint] == [
         {"qkv.weight", "qkv.bias", "q_norm.weight", "k_norm.weight"}
     ] * 2
-    assert all(len(unit) == 1 for unit in units_of(model, []))
+    assert all(len(unit) == 1 for unit in units_of(model, OptimConfig()))
+
+
+def test_a_layer_whose_output_is_limited_moves_with_its_bias() -> None:
+    """Tied weights are one parameter; the values of a fused weight move with its pair."""
+    model = meta_model(tiny(bias=True, norm="layer", qk_norm=True))
+    optim = OptimConfig(optimiser="trust", output_change=0.1)
+    of = {name: set(unit) for unit in units_of(model, optim) for name in unit}
+    attention, mlp = "blocks.0.attention", "blocks.1.mlp"
+    assert of["norm.weight"] == {"norm.weight", "norm.bias"}
+    assert of[f"{mlp}.down.weight"] == {f"{mlp}.down.weight", f"{mlp}.down.bias"}
+    assert of["embed.weight"] == {"embed.weight"}
+    norms = {f"{attention}.{k}_norm.{part}" for k in "qk" for part in ("weight", "bias")}
+    assert (
+        of[f"{attention}.qkv.bias"]
+        == {f"{attention}.qkv.{part}" for part in ("weight", "bias")} | norms
+    )
 
 
 def test_one_process_owns_the_memory_of_its_model() -> None:
@@ -71,10 +87,12 @@ def test_one_process_owns_the_memory_of_its_model() -> None:
         assert owners.owned[name].data_ptr() == p.data_ptr()
 
 
-def test_buffers_are_refused() -> None:
-    config = tiny(sigma_reparam=True)
-    with pytest.raises(ValueError, match="parameters alone, and the model also has"):
-        Owners(Transformer(config), meta_model(config), OptimConfig(), ALONE, exact=True)
+def test_buffers_without_a_rule_are_refused() -> None:
+    model, meta = Transformer(tiny()), meta_model(tiny())
+    for one in (model, meta):
+        one.norm.register_buffer("count", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"a rule for .*, and the model also has norm\.count"):
+        Owners(model, meta, OptimConfig(), ALONE, exact=True)
 
 
 @pytest.mark.parametrize(("processes", "parts"), [(2, None), (3, None), (2, 2), (3, 3), (4, 2)])

@@ -39,7 +39,8 @@ tenth of its input, and an embedding or a norm is not limited while its output i
 A hook copies every k-th token of the input, TOKENS in all, k odd so that positions differ between
 sequences; the sample is that of the last forward pass that builds a gradient, with micro-batches of
 the last one. It is dropped after the step, and there is no other state: a resumed run measures the
-same numbers. With several processes the squares are averaged before a decision is based on them.
+same numbers. With several processes the squares are averaged before a decision is based on them;
+in fenchel/distributed the owner of a layer has tokens of all cells instead.
 
 Shapes: L equal layers as one stack, n tokens, M inputs, O outputs.
 """
@@ -51,6 +52,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fenchel.optim.score.pairs import QueryKeyPair, rows_outside
 from fenchel.optim.score.probe import mean_over_processes, probe_dtype
@@ -92,6 +94,11 @@ class LinearLayer:
     plus: float = 0.0
     """What a norm adds to its weight to get its gain."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether an optimiser may move a parameter of the layer."""
+        return any(part.whole.grad is not None for part in self.parts.values())
+
 
 class OutputChange(NamedTuple):
     """The effect of the last step on the output of a layer."""
@@ -108,16 +115,19 @@ class OutputProbes:
     def __init__(self, model: nn.Module, pairs: Iterable[QueryKeyPair] = ()) -> None:
         self.layers = list(_layers_of(model, list(pairs)))
         sampled = (layer for layer in self.layers if layer.kind not in ("norm", "white"))
-        self.samples = {layer: _Sample(layer) for layer in sampled}
+        self.samples = {layer: TokenSample(layer) for layer in sampled}
         self.shared = _layers_that_share(self.layers)
         self.masks: dict[tuple[LinearLayer, ...], list[Tensor]] = {}
         self.last: tuple[list[LinearLayer], Tensor, Tensor] | None = None
         guard_on_hooks()
 
-    def before(self) -> "list[LayerStack]":
-        """The parameters before a step, equal layers side by side; each sample comes once."""
+    def before(self, layers: Iterable[LinearLayer] | None = None) -> "list[LayerStack]":
+        """The parameters before a step, equal layers side by side; each sample comes once.
+
+        Of the given layers, or of all.
+        """
         by_shape: dict[Any, list[tuple[LinearLayer, Tensor | None]]] = defaultdict(list)
-        for layer in self.layers:
+        for layer in self.layers if layers is None else layers:
             x = self.samples[layer].take() if layer in self.samples else None
             by_shape[_stack_key(layer, x)].append((layer, x))
         return [_stack(members) for members in by_shape.values()]
@@ -148,13 +158,13 @@ class OutputProbes:
         return self.masks[layers]
 
     def stats(self) -> dict[str, OutputChange]:
-        """The relative change of each layer's output and the share taken, by name."""
+        """The relative change of each layer's output that moved, and the share taken, by name."""
         if self.last is None:
             return {}
         layers, relative, share = self.last
         found = zip(layers, relative.unbind(), share.unbind(), strict=True)
         by_name = {layer.name: OutputChange(r, t) for layer, r, t in found}
-        return {layer.name: by_name[layer.name] for layer in self.layers}
+        return {layer.name: by_name[layer.name] for layer in self.layers if layer.name in by_name}
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -162,19 +172,19 @@ class OutputProbes:
             sample.handle.remove()
 
 
-class _Sample:
+class TokenSample:
     """The hook of one layer; ``take`` returns its tokens once."""
 
-    def __init__(self, layer: LinearLayer) -> None:
-        weight = next(iter(layer.parts.values())).whole
-        self.width = layer.inputs
+    def __init__(self, layer: LinearLayer, module: nn.Module | None = None) -> None:
+        """``module`` where the passes are those of another one than the layer's."""
+        weight, module = next(iter(layer.parts.values())).whole, module or layer.module
+        self.width, self.tokens, self.rows = layer.inputs, TOKENS, 0
         shape, dtype = ((TOKENS,), torch.long) if not self.width else ((TOKENS, self.width), None)
         self.buffer = torch.empty(shape, dtype=dtype or probe_dtype(weight), device=weight.device)
-        self.rows = 0
         if layer.of_output:
-            self.handle = layer.module.register_forward_hook(self._after, with_kwargs=True)
+            self.handle = module.register_forward_hook(self._after, with_kwargs=True)
         else:
-            self.handle = layer.module.register_forward_pre_hook(self._before, with_kwargs=True)
+            self.handle = module.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         for value in (*args, *kwargs.values()):
@@ -190,7 +200,7 @@ class _Sample:
         if not torch.is_grad_enabled() or (self.width and x.shape[-1] != self.width):
             return
         rows = x.detach().reshape(-1, self.width) if self.width else x.detach().reshape(-1)
-        n = min(len(rows), TOKENS)
+        n = min(len(rows), self.tokens)
         if not n:
             return
         if self.buffer.device != x.device:
@@ -360,23 +370,25 @@ def _norm_offset(module: nn.Module, own: Mapping[str, Tensor]) -> float | None:
     """What a norm adds to its weight to get its gain, 0 or 1; None for other modules.
 
     Entries of alternating sign and size 1 are their own norm: the output is the gain and the bias.
+    The module is called with parameters made for it, since its own may have no values yet.
     """
-    weight, bias = own.get("weight"), own.get("bias")
-    if weight is None or weight.ndim != 1 or list(module.children()) or weight.is_meta:
+    weight = own.get("weight")
+    if weight is None or weight.ndim != 1 or list(module.children()):
         return None
-    signs = torch.ones_like(weight, requires_grad=False)
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    gain = torch.linspace(0.5, 1.5, len(weight), dtype=weight.dtype, device=device)
+    given, signs = {"weight": gain}, torch.ones_like(gain)
+    if "bias" in own:
+        given["bias"] = torch.zeros_like(own["bias"], device=device, requires_grad=False)
     signs[1::2] = -1.0
     try:
         with torch.no_grad():
-            y = module(signs[None])[0]
+            found = functional_call(module, given, (signs[None],))[0] * signs
+        for plus in (0.0, 1.0):
+            if torch.allclose(found.float(), gain.float() + plus, rtol=1e-2, atol=1e-2):
+                return plus
     except Exception:  # a module with other arguments; what it raises is its own affair
-        return None
-    if not isinstance(y, Tensor) or y.shape != weight.shape:
-        return None
-    gain = (y if bias is None else y - bias.detach()) * signs
-    for plus in (0.0, 1.0):
-        if torch.allclose(gain.float(), weight.detach().float() + plus, rtol=1e-2, atol=1e-2):
-            return plus
+        pass
     return None
 
 

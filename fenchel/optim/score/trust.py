@@ -130,7 +130,9 @@ class ScoreTrust(torch.optim.Optimizer):
             (stack, stack_parameters(stack.pairs), copy_gains(stack.pairs))
             for stack in self.pair_probes.stacks(moves)
         ]
-        layers = [] if self.outputs is None else self.outputs.before()
+        layers = []
+        if self.outputs is not None:
+            layers = self.outputs.before(layer for layer in self.outputs.layers if layer.moves)
         for member in self.members:
             member.step()
         if self.outputs is not None and layers:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fenchel.model import ModelConfig, Transformer
+from fenchel.model.transformer import meta_model
 from fenchel.optim import CombinedOptimiser, ScoreTrust, adamw, attention_pairs
 from fenchel.optim.score.output_change import LEAST_GAIN, TOKENS, OutputProbes
 
@@ -184,12 +185,20 @@ def test_gains_of_norms_move_by_their_share(limited: Limited, tokens: Any) -> No
             assert share == pytest.approx(0.03, rel=1e-4), name
 
 
-def test_a_gain_of_one_and_the_weight_is_known(small: Any) -> None:
-    model = small(norm_plus_one=True)
+@pytest.mark.parametrize("values", ["drawn", "nan", "none"])
+@pytest.mark.parametrize("plus", [0.0, 1.0])
+def test_a_gain_of_one_and_the_weight_is_known(small: Any, plus: float, values: str) -> None:
+    """Whatever the parameters hold: those of several processes are received later."""
+    model = small(norm_plus_one=bool(plus))
+    if values == "nan":
+        for p in model.parameters():
+            p.data.fill_(torch.nan)
+    if values == "none":
+        model = meta_model(model.config)
     probes = OutputProbes(model)
     norms = [layer for layer in probes.layers if layer.kind == "norm"]
     assert len(norms) == 5
-    assert {layer.plus for layer in norms} == {1.0}
+    assert {layer.plus for layer in norms} == {plus}
 
 
 def test_a_zero_output_leaves_zero_and_stays_small(tokens: Any) -> None:
