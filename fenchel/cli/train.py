@@ -3,9 +3,9 @@
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
@@ -95,14 +95,9 @@ def run(
             raise ValueError("give --budget or --steps, not both.")
         mapping["train"].pop("steps", None)  # those of CONFIG, which the budget replaces
     if processes is not None and "RANK" not in os.environ:
-        if processes < 1:
-            raise ValueError(f"--processes {processes} should be at least 1.")
         return launch(processes, without_processes(sys.argv[1:]))
     outlive_output()
-    first = os.environ.get("RANK", "0") == "0"
-    if not first:
-        warnings.simplefilter("ignore")  # rank 0 prints what all of them notice
-    console = Console(quiet=json) if first else _Silent()
+    first, console = console_of_process(quiet=json)
     with console:
         console.progress("loading torch", 0, 0)  # seconds, in which nothing else could be shown
         path, outcome = _train(mapping, console, out, resume, accept_new_text)
@@ -117,14 +112,45 @@ def run(
 
 def _train(
     mapping: dict[str, Any],
-    console: "Console | _Silent",
+    console: "Console | Silent",
     out: Path | None,
     resume: Path | None,
     accept_new_text: bool,
 ) -> "tuple[Path, Outcome | None]":
-    """The run directory and how the run ended; None where another process has said why it failed.
+    """The run directory and how the run ended; None where another process says why it failed."""
+    from fenchel import pipeline
 
-    The first process that fails raises and so prints its sentence; the others end in silence.
+    def prepare() -> "Start":
+        chosen = pipeline.settings(mapping)
+        return Start(
+            lambda: pipeline.new_run_path(Path("runs"), chosen),
+            lambda path, world: pipeline.begin(chosen, path, console, world),
+        )
+
+    return run_together(mapping, console, out, resume, accept_new_text, prepare)
+
+
+class Start(NamedTuple):
+    """How a run begins."""
+
+    path: Callable[[], Path]
+    """Its directory, where none is given."""
+    begin: "Callable[[Path, World], Outcome]"
+
+
+def run_together(
+    mapping: dict[str, Any],
+    console: "Console | Silent",
+    out: Path | None,
+    resume: Path | None,
+    accept_new_text: bool,
+    prepare: Callable[[], Start],
+) -> "tuple[Path, Outcome | None]":
+    """Begin or resume a run with the processes that torchrun has started.
+
+    ``prepare`` refuses settings before anything else. Returns the run directory and how the run
+    ended; None where another process has said why it failed: the first process that fails raises
+    and so prints its sentence, and the others end in silence.
     """
     from fenchel import pipeline
     from fenchel.distributed.processes import (
@@ -140,7 +166,7 @@ def _train(
     world: World = ALONE
     path = resume or out or Path()
     try:
-        chosen = None if resume else pipeline.settings(mapping)
+        start_of = None if resume else prepare()
         saved = {} if resume is None else RunDir(resume).read_settings().get("train", {})
         given = {**saved, **mapping.get("train", {})}
         device, wait = given.get("device", "auto"), given.get("timeout", TrainConfig.timeout)
@@ -149,15 +175,15 @@ def _train(
         if begun is not None:  # by an attempt before this one, which torchrun has started again
             path = out = Path(begun)
             if world.on_first((path / "config.toml").exists):
-                chosen, mapping = None, {}
-        if chosen is None:
+                start_of, mapping = None, {}
+        if start_of is None:
             outcome = pipeline.resume(
                 path, console, changes=mapping, accept_new_text=accept_new_text, world=world
             )
         else:
-            runs = Path("runs")
-            path = Path(world.on_first(lambda: str(out or pipeline.new_run_path(runs, chosen))))
-            outcome = pipeline.begin(chosen, path, console, world)
+            new_path = start_of.path
+            path = Path(world.on_first(lambda: str(out or new_path())))
+            outcome = start_of.begin(path, world)
     except FailedElsewhere:
         return path, None
     except Exception as error:
@@ -177,10 +203,10 @@ def _train(
     return path, outcome
 
 
-class _Silent:
+class Silent:
     """The console of every process but the first."""
 
-    def __enter__(self) -> "_Silent":
+    def __enter__(self) -> "Silent":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,6 +238,14 @@ def without_processes(words: list[str]) -> list[str]:
     return words[:at] + words[at + (1 if "=" in words[at] else 2) :]
 
 
+def console_of_process(*, quiet: bool) -> "tuple[bool, Console | Silent]":
+    """Whether this process is the first of its run, and what it prints to."""
+    if os.environ.get("RANK", "0") == "0":
+        return True, Console(quiet=quiet)
+    warnings.simplefilter("ignore")  # rank 0 prints what all of them notice
+    return False, Silent()
+
+
 def launch(processes: int, words: list[str]) -> int:
     """Start ``fenchel WORDS`` so many times by the engine of torchrun; returns the exit code.
 
@@ -219,6 +253,9 @@ def launch(processes: int, words: list[str]) -> int:
     forty lines to the sentence of a process that fails, and ends with 1 whatever its exit code.
     """
     import logging
+
+    if processes < 1:
+        raise ValueError(f"--processes {processes} should be at least 1.")
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,12 +1,23 @@
 """fenchel tune: continue a checkpoint on a text, on documents or on conversations."""
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from fenchel.cli.console import Console, Whole, Words, outlive_output, settings_from
-from fenchel.cli.train import DIVERGED
+from fenchel.cli.train import (
+    DIVERGED,
+    FAILED,
+    Silent,
+    Start,
+    console_of_process,
+    launch,
+    run_together,
+    without_processes,
+)
 
 if TYPE_CHECKING:
     from fenchel.train import Outcome
@@ -31,6 +42,7 @@ def run(
     out: Path | None = None,
     resume: Path | None = None,
     accept_new_text: Annotated[bool, Parameter(negative="")] = False,
+    processes: Whole | None = None,
     log: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     export: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -79,6 +91,8 @@ def run(
         Continue the run in this directory, bit for bit as if it had not stopped.
     accept_new_text
         With --resume: continue although the text has changed.
+    processes
+        Start so many processes on this machine by torchrun, which train together.
     log
         Loggers beside metrics.jsonl: tensorboard.
     export
@@ -116,12 +130,16 @@ def run(
         raise ValueError("name the text to tune on: --text FILE.")
     if export is not None and export.exists():
         raise ValueError(f"{export} exists and is left alone; name another directory to export to.")
+    if processes is not None and "RANK" not in os.environ:
+        return launch(processes, without_processes(sys.argv[1:]))
     outlive_output()
-    console = Console(quiet=json)
+    first, console = console_of_process(quiet=json)
     with console:
         console.progress("loading torch", 0, 0)  # seconds, in which nothing else could be shown
         path, outcome = _tune(directory, mapping, console, out, resume, accept_new_text, template)
-        if export is not None and outcome.status == "finished":
+        if outcome is None:
+            return FAILED
+        if export is not None and outcome.status == "finished" and first:
             console.progress("writing the model", 0, 0)
             _export(path, export, merge=merge)
     console.end(path, outcome.status, outcome.reason, json=json)
@@ -148,22 +166,24 @@ def _export(run: Path, out: Path, *, merge: bool) -> None:
 def _tune(
     directory: Path | None,
     mapping: dict[str, Any],
-    console: Console,
+    console: Console | Silent,
     out: Path | None,
     resume: Path | None,
     accept_new_text: bool,
     template: str | None,
-) -> "tuple[Path, Outcome]":
-    """The run directory and how the run ended."""
+) -> "tuple[Path, Outcome | None]":
+    """The run directory and how the run ended; None where another process says why it failed."""
     from fenchel import pipeline
     from fenchel.pipeline.config import path_of_now
-    from fenchel.train import retain_freed_memory
 
-    retain_freed_memory()
-    if resume is not None:
-        return resume, pipeline.resume(
-            resume, console, changes=mapping, accept_new_text=accept_new_text
+    def prepare() -> Start:
+        checkpoint, source = directory, str(mapping["text"]["source"])
+        assert checkpoint is not None
+        return Start(
+            lambda: path_of_now(Path("runs"), source),
+            lambda path, world: pipeline.tune(
+                checkpoint, mapping, path, console, world, template=template
+            ),
         )
-    assert directory is not None
-    path = out or path_of_now(Path("runs"), str(mapping["text"]["source"]))
-    return path, pipeline.tune(directory, mapping, path, console, template=template)
+
+    return run_together(mapping, console, out, resume, accept_new_text, prepare)

@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fenchel.data import Batch, Batches
+from fenchel.data import Batch, BatchSource
 from fenchel.distributed.context import ContextPart
 from fenchel.distributed.owners import Owners
 from fenchel.distributed.processes import World
@@ -225,6 +225,8 @@ def _is_power_of_2(number: int) -> bool:
 def parts_of(meta: nn.Module, config: TrainConfig, world: World) -> int:
     """D: how many ranks divide one copy of the weights, which rank 0 decides for all."""
     W, S = world.size, world.local_size
+    if not all(p.requires_grad for p in meta.parameters()):  # adapters beside whole weights
+        return 1
     if config.shard in ("none", "full") or W == 1:
         return W if config.shard == "full" else 1
     if config.shard == "node":
@@ -241,7 +243,7 @@ def parts_of(meta: nn.Module, config: TrainConfig, world: World) -> int:
 def build_stepper(
     model: nn.Module,
     meta: nn.Module,
-    batches: Batches,
+    batches: BatchSource,
     schedule: Schedule,
     *,
     train: TrainConfig,
@@ -328,7 +330,7 @@ class CellStepper(Stepper):
     def __init__(
         self,
         owners: Owners,
-        batches: Batches,
+        batches: BatchSource,
         schedule: Schedule,
         *,
         config: TrainConfig,

@@ -18,10 +18,10 @@ checkpoint is the union of the states of all ranks (checkpoint.py).
 
 **Units.** What must move together is a unit: the weights, biases and norm gains of a query-key
 pair for the score optimisers, the weight and bias of a layer where the change of its output is
-limited, any other parameter alone. Units are dealt to the least loaded rank,
-largest first: a function of shapes and W. With ``exact`` sums, and for the score optimisers, the
-optimiser is called once per unit, with the gradients of that unit alone: no product is batched over
-units, so the bits of a weight do not depend on which other units its owner has.
+limited, any other parameter alone. Units are dealt to the least loaded rank, largest first: a
+function of shapes and W. With ``exact`` sums, and for the score optimisers, the optimiser is called
+once per unit, with the gradients of that unit alone: no product is batched over units, so the bits
+of a weight do not depend on which other units its owner has.
 
 **Samples of inputs.** ScoreDescent and ScoreTrust measure scores on the inputs of a layer. Every
 rank samples the cells that it reads; the samples of a layer go to its owner, who puts them in the
@@ -62,6 +62,7 @@ from fenchel.optim import CombinedOptimiser, OptimConfig, ScoreDescent, build_op
 from fenchel.optim.score import QueryKeyPair, ScoreTrust, attention_pairs
 from fenchel.optim.score.output_change import TOKENS, LinearLayer, OutputProbes, TokenSample
 from fenchel.optim.score.pair_stack import PairProbes
+from fenchel.optim.score.pairs import LayerArguments
 from fenchel.optim.score.probe import (
     LayerInput,
     LayerReader,
@@ -99,8 +100,8 @@ def rows_of(rows: int, rank: int, ranks: int) -> slice:
 
 
 def units_of(model: nn.Module, optim: OptimConfig) -> list[tuple[str, ...]]:
-    """The names of the parameters that move together, in the order of the model."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    """The names of the trained parameters that move together, in the order of the model."""
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     unit: dict[str, tuple[str, ...]] = {name: (name,) for name in names.values()}
     groups: list[Iterable[Tensor]] = []
     if optim.optimiser in BY_SCORES:
@@ -110,7 +111,8 @@ def units_of(model: nn.Module, optim: OptimConfig) -> list[tuple[str, ...]]:
             own = dict(module.named_parameters(recurse=False))
             groups.append([own[key] for key in ("weight", "bias") if key in own])
     for group in groups:
-        together = tuple(dict.fromkeys(n for p in group for n in unit[names[id(p)]]))
+        trained = (names[id(p)] for p in group if id(p) in names)
+        together = tuple(dict.fromkeys(n for name in trained for n in unit[name]))
         unit |= dict.fromkeys(together, together)
     return list(dict.fromkeys(unit.values()))
 
@@ -149,11 +151,13 @@ class Owners:
         by_scores = optim.optimiser in BY_SCORES
         self.model, self.meta, self.world = model, meta, world
         self.units = units_of(meta, optim)
-        self.parameters = dict(model.named_parameters())
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        self.parameters = _trained(model)
         sigma = [name for name, m in model.named_modules() if isinstance(m, SigmaLinear)]
         self.vectors = {f"{name}.{side}": name for name in sigma for side in ("left", "right")}
         """Name of every buffer to that of its layer."""
-        if other := meta.state_dict().keys() ^ (self.parameters.keys() | self.vectors.keys()):
+        known = self.parameters.keys() | self.vectors.keys() | frozen
+        if other := meta.state_dict().keys() ^ known:
             raise ValueError(
                 "several processes have a rule for parameters and singular vectors, and the model "
                 f"also has {min(other)}."
@@ -176,7 +180,7 @@ class Owners:
                 memory = self.owned_vectors[name] = self._memory(model.get_buffer(name))
                 layer, _, side = name.rpartition(".")
                 setattr(meta.get_submodule(layer), side, memory)
-        whole = {**dict(model.named_parameters()), **{n: model.get_buffer(n) for n in self.vectors}}
+        whole = {**_trained(model), **{n: model.get_buffer(n) for n in self.vectors}}
         self.shapes = {n: Shape(tuple(x.shape), x.dtype) for n, x in whole.items()}
         for name in sigma:
             model.get_submodule(name).iterations = 0  # type: ignore[assignment]
@@ -185,7 +189,7 @@ class Owners:
             shard(model)
             if empty:
                 model.to_empty(device=world.device)
-            self.parameters = dict(model.named_parameters())
+            self.parameters = _trained(model)
         self.buffers = {name: model.get_buffer(name) for name in self.vectors}
         inner = build_optimiser(meta, optim, steps=steps)
         own = [u for u, r in zip(self.units, ranks, strict=True) if r == world.rank]
@@ -286,8 +290,8 @@ class Owners:
         self.spread_vectors()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Names and shapes of all tensors; only those that are owned have values."""
-        return dict(self.meta.state_dict())
+        """Names and shapes of all tensors of a checkpoint; only those owned here have values."""
+        return {n: x for n, x in self.meta.state_dict().items() if n in self.shapes}
 
     @torch.no_grad()
     def load_state_dict(self, weights: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -458,11 +462,12 @@ class Samples:
                 group.probes[pair] = mine
                 self.readers.append(mine)
         of_meta = {module: name for name, module in owners.meta.named_modules()}
+        like = next(owners.model.parameters())
         for outputs in _limited_outputs(optimiser):
             for layer, sample in outputs.samples.items():
                 sample.handle.remove()
                 rank = owners.owner[names[id(layer.parts["weight"].whole)]]
-                tokens = _CellTokens(layer, modules[of_meta[layer.module]], self.world, rank)
+                tokens = _CellTokens(layer, modules[of_meta[layer.module]], like, rank)
                 outputs.samples[layer] = tokens
                 self.readers.append(tokens)
 
@@ -510,7 +515,8 @@ class _CellProbe(LayerReader):
     """The samples of one attention layer: of its passes here, and, for its owner, of a whole step.
 
     Where C ranks share a sequence, rank k samples those of its positions that are below T, and the
-    owner puts them in order. The first sampled cell also brings their rotary angles.
+    owner puts them in order. Rotary angles that differ between sequences or ranks come with them,
+    and so do the numbers of documents that share a row.
 
     As in optim/score/probe.py the hook, which may be part of a compiled graph, does no more than
     copy into memory that is there.
@@ -532,6 +538,7 @@ class _CellProbe(LayerReader):
         """The samples of the parts that this rank reads."""
         self.sample: LayerInput | None = None
         self.angles: Any = None
+        self.segments: Tensor | None = None
         self.handles = [module.register_forward_pre_hook(self, with_kwargs=True)]
 
     def begin(self, cells: int, rows: int, positions: int, group: int) -> None:
@@ -550,8 +557,13 @@ class _CellProbe(LayerReader):
         """The sampled parts that a rank reads."""
         return [part for part in self.parts if part % ranks == rank]
 
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerArguments | None:
+        contexts = (getattr(value, "segments", None) for value in (*args, *kwargs.values()))
+        self.segments = next((x for x in contexts if x is not None), None)
+        return super()._read(args, kwargs)
+
     def _store(self, x: Tensor, angles: Any, mask: Any) -> None:
-        del mask  # batches of training are not padded
+        del mask  # of packed rows, which ``join`` makes of their segments
         self.angles = angles
         if self.sampled:
             n, T, _ = self.buffer.shape
@@ -559,37 +571,48 @@ class _CellProbe(LayerReader):
 
     def keep(self, part: int) -> None:
         """After the pass of a part: what its owner gets of it."""
+        n, T = self.buffer.shape[:2]
         self.taken[part] = [self.buffer.clone()]
-        if self._brings_angles(part):
-            T = self.buffer.shape[1]
-            self.taken[part] += [x[0, 0, :T].clone() for x in self.angles]
+        if self._has_own_angles:
+            self.taken[part] += [x[:n, 0, :T].clone() for x in self.angles]
+        if self.segments is not None:
+            at = self.places[part % self.group].to(self.segments.device)
+            self.taken[part].append(self.segments[:n, at])
 
-    def _brings_angles(self, part: int) -> bool:
-        return self.angles is not None and part < self.group and self.group > 1
+    @property
+    def _has_own_angles(self) -> bool:
+        """Whether sequences bring their angles, in place of one table for all."""
+        return self.angles is not None and self.angles.cos.ndim == 4
 
     def shapes(self, part: int) -> list[Shape]:
         """Of the tensors of a part."""
         n, T = self.shape.sequences, len(self.places[part % self.group])
         shapes = [Shape((n, T, self.width), self.dtype)]
-        if self._brings_angles(part):
-            shapes += [Shape((T, x.shape[-1]), x.dtype) for x in self.angles]
+        if self._has_own_angles:
+            shapes += [Shape((n, T, x.shape[-1]), x.dtype) for x in self.angles]
+        if self.segments is not None:
+            shapes.append(Shape((n, T), self.segments.dtype))
         return shapes
 
     def join(self, parts: list[list[Tensor]]) -> None:
         """The sample of a step from those of its parts, in order."""
-        C, T = self.group, self.shape.positions
-        if C == 1:
-            x = torch.cat([x for (x,) in parts])
-            self.sample = LayerInput(x, crop_angles(self.angles, len(x), T), None)
-            return
-        order = torch.cat(self.places).argsort().to(self.buffer.device)
+        C = self.group
         cells = [parts[first : first + C] for first in range(0, len(parts), C)]
-        x = torch.cat([torch.cat([part[0] for part in cell], dim=1)[:, order] for cell in cells])
-        angles = None
-        if self.angles is not None:
-            cos, sin = (torch.cat([part[n] for part in cells[0]])[order] for n in (1, 2))
+        whole = [
+            torch.cat([torch.cat([part[n] for part in cell], dim=1) for cell in cells])
+            for n in range(len(parts[0]))
+        ]
+        if C > 1:
+            order = torch.cat(self.places).argsort().to(self.buffer.device)
+            whole = [values[:, order] for values in whole]
+        x, mask = whole[0], None
+        angles = crop_angles(self.angles, len(x), self.shape.positions)
+        if self._has_own_angles:
+            cos, sin = (values.unsqueeze(1) for values in whole[1:3])
             angles = self.angles._replace(cos=cos, sin=sin)
-        self.sample = LayerInput(x, angles, None)
+        if self.segments is not None:
+            mask = whole[-1].unsqueeze(1) == whole[-1].unsqueeze(2)
+        self.sample = LayerInput(x, angles, mask)
 
     def take(self) -> LayerInput | None:
         """The sample of the step, once."""
@@ -603,9 +626,11 @@ class _CellTokens(TokenSample):
     A module that no pass calls has none on any rank.
     """
 
-    def __init__(self, layer: LinearLayer, module: nn.Module, world: World, owner: int) -> None:
+    def __init__(self, layer: LinearLayer, module: nn.Module, like: Tensor, owner: int) -> None:
+        """``like`` has values on every rank, whereas the weight of ``layer`` may be elsewhere."""
         super().__init__(layer, module)
-        self.buffer = torch.empty_like(self.buffer, device=world.device)
+        dtype = probe_dtype(like) if self.width else torch.long
+        self.buffer = torch.empty(self.buffer.shape, dtype=dtype, device=like.device)
         self.owner, self.sampled = owner, False
         self.parts: Sequence[int] = ()
         """Those that are sampled, of all ranks."""
@@ -656,6 +681,11 @@ def _limited_outputs(optimiser: CombinedOptimiser) -> Iterator[OutputProbes]:
     for member in optimiser.members:
         if isinstance(member, ScoreTrust) and member.outputs is not None:
             yield member.outputs
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name; every rank has the others whole."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _set_parameter(model: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:

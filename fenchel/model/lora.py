@@ -75,8 +75,9 @@ class LoraLinear(nn.Linear):
             base.weight.new_empty(len(self.parts) * rank, base.in_features, dtype=wide)
         )
         self.lora_B = nn.Parameter(base.weight.new_zeros(rows, rank, dtype=wide))
-        with torch.no_grad():
-            self.lora_A.normal_(0.0, base.in_features**-0.5, generator=generator)
+        if not self.lora_A.is_meta:
+            with torch.no_grad():
+                self.lora_A.normal_(0.0, base.in_features**-0.5, generator=generator)
         self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:

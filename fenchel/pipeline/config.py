@@ -120,10 +120,10 @@ class RunConfig:
                     f"adapters are moved by one rule for all ({', '.join(ADAPTER_RULES)}), not by "
                     f"optim.optimiser={self.optim.optimiser!r}."
                 )
-            if self.train.cells is not None or self.train.context_group > 1:
+            if self.tune.rank is not None and self.train.qk_clip is not None:
                 raise ValueError(
-                    "a checkpoint is tuned by one process; leave out train.cells and "
-                    "train.context_group."
+                    "train.qk_clip scales query and key weights, which a run that trains adapters "
+                    "leaves as they are; leave it out."
                 )
         require_read(self)
 

@@ -8,8 +8,9 @@ The number of steps follows from a time budget and the time of a step, which is 
 model of the run; its initial weights are restored afterwards, bit for bit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -38,10 +39,17 @@ from fenchel.files import (
 )
 from fenchel.model import Transformer, training_flops
 from fenchel.model.bigram import applies_to, start_from_bigrams
+from fenchel.model.lora import add_lora
 from fenchel.model.transformer import meta_model
 from fenchel.optim import Schedule, build_beta2, build_optimiser, constant
 from fenchel.pipeline.config import RunCallback, RunConfig, settings
-from fenchel.pipeline.tuning import amount, document_batches, read_encoder, row_length
+from fenchel.pipeline.tuning import (
+    amount,
+    document_batches,
+    first_model,
+    read_encoder,
+    row_length,
+)
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
 from fenchel.train.machine import cores, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
@@ -179,17 +187,29 @@ def build_model(config: RunConfig) -> Transformer:
         return Transformer(config.model, generator=torch.Generator().manual_seed(config.seed))
 
 
-def model_to_train(config: RunConfig, world: World) -> Transformer:
+def model_to_train(
+    config: RunConfig, world: World, build: Callable[[], Transformer] | None = None
+) -> Transformer:
     """The model with its first weights, on its device, or without values where they are divided.
 
     Then rank 0 draws them (``first_weights``) and sends every tensor to its owner: as many copies
-    of a large model as processes would not fit into the memory of a machine.
+    of a large model as processes would not fit into the memory of a machine. ``build`` replaces the
+    draw of fresh weights.
     """
     if world.size > 1:
-        meta = meta_model(config.model)
+        meta = meta_to_train(config)
         if parts_of(meta, config.train, world) > 1:
             return meta
-    return build_model(config).to(select_device(config.train.device))
+    model = build_model(config) if build is None else build()
+    return model.to(select_device(config.train.device))
+
+
+def meta_to_train(config: RunConfig) -> Transformer:
+    """The model of a run without values, with adapters where the run trains some."""
+    model = meta_model(config.model)
+    if config.tune is not None and (lora := config.tune.lora) is not None:
+        add_lora(model, **asdict(lora))
+    return model
 
 
 def start_weights(config: RunConfig, model: Transformer, ids: Ids) -> None:
@@ -203,11 +223,17 @@ def start_weights(config: RunConfig, model: Transformer, ids: Ids) -> None:
             start_from_bigrams(model, ids, torch.Generator().manual_seed(config.seed))
 
 
-def first_weights(config: RunConfig, ids: Ids, world: World) -> Mapping[str, Tensor]:
-    """The first weights of a model that is divided: all of them on rank 0, none on the others."""
+def first_weights(config: RunConfig, run: Path, ids: Ids, world: World) -> Mapping[str, Tensor]:
+    """The first weights of a model that is divided: all of them on rank 0, none on the others.
+
+    They are drawn, or those of the checkpoint that the run tunes.
+    """
     drawn: dict[str, Tensor] = {}
 
     def draw() -> None:
+        if config.tune is not None:
+            drawn.update(first_model(config, run).state_dict())
+            return
         model = build_model(config)
         start_weights(config, model, ids)
         drawn.update(model.state_dict())
@@ -270,7 +296,7 @@ def require_room(model: nn.Module, run: RunDir) -> None:
 
 def resolve_steps(
     config: RunConfig,
-    model: nn.Module,
+    model: Transformer,
     batches: BatchSource,
     callback: RunCallback,
     world: World = ALONE,
@@ -278,8 +304,7 @@ def resolve_steps(
     """``config`` with its threads and, from a time budget, its steps: measured once per run."""
     callback.progress("timing steps", 0, 0)
     if in_cells(config, world):
-        assert isinstance(batches, Batches)
-        time = _time_cells(config, batches, world)
+        time = _time_cells(config, deepcopy(model), batches, world)
     else:
         time = _time_steps(config, model, batches)
     steps = config.train.steps
@@ -321,20 +346,22 @@ def in_cells(config: RunConfig, world: World) -> bool:
 
 def require_cells(config: RunConfig, world: World) -> None:
     """Refuse settings that these processes cannot train with, before any work is done."""
-    if config.tune is not None and world.size > 1:
+    if not in_cells(config, world):
+        return
+    require_supported(config.train, world, context=row_length(config))
+    cell_count(config.train, world.size)
+    adapted = config.tune is not None and config.tune.rank is not None
+    if adapted and config.train.shard in ("full", "node"):
         raise ValueError(
-            f"a checkpoint is tuned by one process, and {world.size} were started; leave out "
-            "--processes or torchrun."
+            f"train.shard={config.train.shard!r} divides weights that are trained, and with "
+            "adapters every process has the checkpoint whole; leave it out."
         )
-    if in_cells(config, world):
-        require_supported(config.train, world, context=config.model.context)
-        cell_count(config.train, world.size)
 
 
 def build_cells(
     config: RunConfig,
     model: Transformer,
-    batches: Batches,
+    batches: BatchSource,
     schedule: Schedule,
     world: World,
     *,
@@ -347,7 +374,7 @@ def build_cells(
     """
     return build_stepper(
         model,
-        meta_model(config.model),
+        meta_to_train(config),
         batches,
         schedule,
         train=config.train,
@@ -360,10 +387,11 @@ def build_cells(
     )
 
 
-def _time_cells(config: RunConfig, batches: Batches, world: World) -> StepTime:
+def _time_cells(
+    config: RunConfig, model: Transformer, batches: BatchSource, world: World
+) -> StepTime:
     """The time of a step of all processes, on a model of its own, as rank 0 measures it."""
     threads = config.train.threads or max(1, cores() // world.local_size)
-    model = model_to_train(config, world)
     without_values = model.embed.weight.is_meta
     steps = config.train.steps or 1000
     stepper = build_cells(config, model, batches, constant(), world, steps=steps)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fenchel.checkpoints import Progress, load_model, run_checkpoint
 from fenchel.checkpoints.run_checkpoint import Weights
 from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
 from fenchel.config import to_mapping
-from fenchel.data import Batch, Batches, BatchSource, Corpus, holds_conversations, prepare
+from fenchel.data import Batch, BatchSource, Corpus, holds_conversations, prepare
 from fenchel.distributed.cells import reshard
 from fenchel.distributed.checkpoint import DistributedLoop, ReadOnlyRunDir
 from fenchel.distributed.processes import ALONE, World
@@ -158,6 +159,7 @@ def tune(
     mapping: Mapping[str, Any],
     path: Path,
     callback: RunCallback,
+    world: World = ALONE,
     *,
     template: str | None = None,
 ) -> Outcome:
@@ -166,42 +168,49 @@ def tune(
     ``mapping`` are settings that differ from the defaults of tuning; ``template`` replaces the chat
     template of the checkpoint ("plain", or the name of a file).
     """
-    run = RunDir(path)
+    run = _run_dir(path, world)
     with _storage_errors(run):
-        new = run.create()
-    with _storage_errors(run), locked(path):
+        new = world.first and run.create()
+    with _storage_errors(run), _lock(path, world):
         try:
-            run.require_free()  # again, under the lock: another process may have been faster
-            sweep(path, is_run_name)
+            if world.first:
+                run.require_free()  # again, under the lock: another process may have been faster
+                sweep(path, is_run_name)
             callback.progress("reading the checkpoint", 0, 0)
             loaded = load_model(checkpoint)
             config = tune_settings(mapping, checkpoint, loaded.config)
-            device = select_device(config.train.device)
-            require_loggers(config.train.log)
-            conversations = holds_conversations(config.text.source)
-            encoder = write_base(
-                run, loaded, config, conversations=conversations, template=template
-            )
-            shared = config.text.prepared
-            folder = path / TOKENS if shared is None else Path(shared).expanduser()
-            owned, progress = shared is None, callback.progress
-            corpus = prepare(config.text, folder, owned=owned, progress=progress, encoder=encoder)
-            config = count_steps(config, mapping, corpus, callback)
-            require_memory(config)
+            select_device(config.train.device)  # refused before anything is written
+
+            def begin_text(model: Transformer) -> Corpus:
+                require_loggers(config.train.log)
+                chats = holds_conversations(config.text.source)
+                encoder = write_base(run, model, config, conversations=chats, template=template)
+                shared = config.text.prepared
+                folder = path / TOKENS if shared is None else Path(shared).expanduser()
+                owned, shown = shared is None, callback.progress
+                return prepare(config.text, folder, owned=owned, progress=shown, encoder=encoder)
+
+            corpus = _corpus_of_first(partial(begin_text, loaded), world)
+            config = count_steps(config, mapping, corpus, callback, world)
+            require_cells(config, world)
+            require_memory(config, world)
             batches = run_batches(config, corpus)
             with explain_out_of_memory("nothing was begun"):
-                model = trainable(loaded, config).to(device)
+                model = model_to_train(config, world, partial(trainable, loaded, config))
                 del loaded
-                callback.message(memory_sentence(memory(config, model)))
-                config = resolve_steps(config, model, batches, callback)
-            require_room(model, run)
-            record_corpus(run, corpus)
-            run.write_settings(to_mapping(config), comments())
+                if world.size == 1:
+                    callback.message(memory_sentence(memory(config, model)))
+                config = resolve_steps(config, model, batches, callback, world)
+            if world.first:
+                require_room(model, run)
+                record_corpus(run, corpus)
+                world.record_run(str(path))
+                run.write_settings(to_mapping(config), comments())
         except BaseException:
             if new:
                 run.abandon()
             raise
-        return train_and_report(config, model, run, corpus, batches, callback)
+        return train_and_report(config, model, run, corpus, batches, callback, world)
 
 
 def resume(
@@ -219,7 +228,7 @@ def resume(
         run.require_plain()
     with _storage_errors(run), _lock(path, world):
         config = change_settings(before, changes, callback)
-        device = select_device(config.train.device)  # refused before anything is written
+        select_device(config.train.device)  # refused before anything is written
 
         def reopen_text() -> Corpus:
             sweep(path, is_run_name)
@@ -243,10 +252,10 @@ def resume(
         corpus = _corpus_of_first(reopen_text, world)
         batches = run_batches(config, corpus)
         begun = world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
+        build = None
         if config.tune is not None and (config.tune.rank is not None or not begun):
-            model = first_model(config, path).to(device)
-        else:
-            model = model_to_train(config, world)
+            build = partial(first_model, config, path)
+        model = model_to_train(config, world, build)
         return train_and_report(config, model, run, corpus, batches, callback, world)
 
 
@@ -288,13 +297,12 @@ def train_and_report(
     fresh = not world.on_first(lambda: bool(run_checkpoint.folders(run.checkpoints)))
     drawn = None
     if fresh and model.embed.weight.is_meta:
-        drawn = first_weights(config, corpus.train, world)
+        drawn = first_weights(config, run.path, corpus.train, world)
     elif fresh and config.tune is None:
         start_weights(config, model, corpus.train)
     schedule, stepper = build_schedule(config.optim, steps), None
     weights: Weights = model
     if in_cells(config, world):
-        assert isinstance(batches, Batches)
         stepper = build_cells(config, model, batches, schedule, world, steps=steps, drawn=drawn)
         del drawn
         optimiser, weights = stepper.optimiser, stepper.owners
@@ -310,9 +318,15 @@ def train_and_report(
     if world.first:
         _record_environment(config, run, device, progress, callback, world)
     run.write_status(progress.step, steps)
+    divided = stepper is not None and stepper.owners.sharded  # no rank has all of the weights
     if config.tune is not None and not progress.step:
         callback.progress("measuring the checkpoint", 0, 0)
-        run.write_json("before.json", measure(config, model, corpus))
+
+        def measure_checkpoint() -> None:
+            whole = first_model(config, run.path).to(device) if divided else model
+            run.write_json("before.json", measure(config, whole, corpus))
+
+        world.on_first(measure_checkpoint)
 
     precision = autocast(config.train.precision, device)
 
@@ -365,17 +379,17 @@ def train_and_report(
             summary["validation"] = validate(model, None)
         if not world.first:
             return outcome
+        whole = model
+        if divided and outcome.status != "diverged":
+            whole = load_model(run.path, which="newest").to(device)
         if outcome.status == "finished":
             callback.progress("computing the baselines", 0, 0)
             summary |= _baselines(corpus, callback)
-            summary |= _before_and_after(config, run, model, corpus, callback)
+            summary |= _before_and_after(config, run, whole, corpus, callback)
         if outcome.status != "diverged":
             # Sampling draws from the softmax of the logits, which another loss does not fit; their
             # largest is the most probable token under every map.
             temperature = 0.8 if config.train.loss == "cross_entropy" else 0.0
-            whole = model
-            if stepper is not None and stepper.owners.sharded:  # no rank has all of the weights
-                whole = load_model(run.path, which="newest").to(device)
             run.write_json("sample.json", _sample(config, whole, run, corpus, temperature))
         page(run.path, plain_json(summary))
         run.write_json("summary.json", summary)

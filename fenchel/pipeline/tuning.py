@@ -44,6 +44,7 @@ from fenchel.config import to_mapping
 from fenchel.data import Corpus, DocumentEncoder, PackedBatches, begin_ids, has_end, pad_id
 from fenchel.data.chat import PLAIN_WITH_END
 from fenchel.distributed.plan import Cluster, plan
+from fenchel.distributed.processes import ALONE, World
 from fenchel.evaluate import attention_health, outcomes, summarise
 from fenchel.evaluate.attention import attention_sensitivity
 from fenchel.evaluate.calibration import Outcomes
@@ -252,7 +253,11 @@ def measure(config: RunConfig, model: Transformer, corpus: Corpus) -> dict[str, 
 
 
 def count_steps(
-    config: RunConfig, mapping: Mapping[str, Any], corpus: Corpus, callback: RunCallback
+    config: RunConfig,
+    mapping: Mapping[str, Any],
+    corpus: Corpus,
+    callback: RunCallback,
+    world: World = ALONE,
 ) -> RunConfig:
     """``config`` with the batch and the steps that follow from the number of rows."""
     assert config.tune is not None
@@ -261,7 +266,8 @@ def count_steps(
     rows = len(batches.rows)
     if "batch" not in given:
         batch = max(1, min(ROWS, rows // EPOCH_STEPS))
-        parts = train.accumulate
+        groups = max(1, world.size // train.context_group)
+        parts = train.cells or math.lcm(train.accumulate, groups)
         train = replace(train, batch=max(parts, batch - batch % parts))
     if "steps" not in given and "budget" not in given:
         train = replace(train, steps=max(1, math.ceil(config.tune.epochs * rows / train.batch)))

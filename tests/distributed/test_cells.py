@@ -53,9 +53,11 @@ CASES = {
     "adamw, entropy floor": Case(
         "adamw", {"choice": "entmax"}, {"entropy_floor": 1.5, "entropy_weight": 1.0}
     ),
-    "muon, sigma": Case("muon", {"sigma_reparam": True, "dropout": 0.1}),
-    "trust, output change": Case(
-        "trust", {"bias": True, "norm": "layer"}, optim={"output_change": 0.05}
+    "muon, entmax, sigma": Case("muon", {"choice": "entmax", "sigma_reparam": True}),
+    "trust, entmax, output change": Case(
+        "trust",
+        {"choice": "entmax", "bias": True, "norm": "layer"},
+        optim={"output_change": 0.05},
     ),
 }
 
@@ -135,7 +137,7 @@ def alone() -> dict[str, tuple[Any, ...]]:
     [
         (2, "none", ""),
         (4, "full", ""),
-        (4, "none", "entmax"),
+        (4, "none", "untied"),
         (3, "none", "score"),
         (3, "full", "muon"),
         (4, "node", "entmax"),

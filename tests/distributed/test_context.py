@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fenchel.data import Batches
+from fenchel.data import Batches, BatchSource, DocumentIds, PackedBatches
 from fenchel.distributed.cells import CellStepper, build_stepper, cell_count, require_supported
 from fenchel.distributed.context import ContextPart
 from fenchel.distributed.processes import World
@@ -124,14 +124,20 @@ def batches_of() -> Batches:
 
 
 def stepper_of(
-    world: World, optim: OptimConfig = ADAMW, *, dropout: float = 0.0, **settings: Any
+    world: World,
+    optim: OptimConfig = ADAMW,
+    batches: BatchSource | None = None,
+    *,
+    dropout: float = 0.0,
+    **settings: Any,
 ) -> CellStepper:
     config = config_of(dropout=dropout)
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     given = {"batch": BATCH, "precision": "float32", "context_group": 2, **SWITCHES, **settings}
     kinds = {"train": TrainConfig(**given), "optim": optim, "world": world}
     meta = meta_model(config)
-    return build_stepper(model, meta, batches_of(), constant(), steps=STEPS, seed=3, **kinds)
+    batches = batches or batches_of()
+    return build_stepper(model, meta, batches, constant(), steps=STEPS, seed=3, **kinds)
 
 
 def numbers_of(result: StepResult) -> dict[str, float]:
@@ -164,15 +170,28 @@ def test_same_bits_for_any_number_of_context_groups(trained) -> None:
     assert len(set(first.values())) == 3
 
 
-@pytest.mark.parametrize(("cells", "tokens"), [(4, 2048), (1, 10)])
-def test_owners_get_the_sequences_that_one_process_samples(launch, cells, tokens) -> None:
+def packed_batches() -> PackedBatches:
+    """Documents of 2 to 7 tokens, several in a row."""
+    ids, starts = np.random.default_rng(0).integers(0, VOCABULARY, size=400), [0]
+    while starts[-1] < 400:
+        starts.append(min(400, starts[-1] + 2 + len(starts) % 6))
+    documents = DocumentIds(ids, np.array(starts))
+    return PackedBatches(documents, batch=BATCH, context=16, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("cells", "tokens", "packed"), [(4, 2048, False), (1, 10, False), (2, 2048, True)]
+)
+def test_owners_get_the_sequences_that_one_process_samples(launch, cells, tokens, packed) -> None:
     """Positions in order, with their angles; of a probe of 10 tokens the first 10 of one sequence.
 
-    The reference is the probe of one process, with as many micro-batches.
+    Where documents share rows, with the pairs of positions of one document. The reference is the
+    probe of one process, with as many micro-batches.
     """
+    batches = packed_batches() if packed else batches_of()
 
     def work(world: World) -> dict[str, Any]:
-        stepper = stepper_of(world, BY_SCORES["score"], cells=cells)
+        stepper = stepper_of(world, BY_SCORES["score"], batches, cells=cells)
         samples = stepper.owners.samples
         assert samples is not None
         for reader in samples.readers:
@@ -180,7 +199,13 @@ def test_owners_get_the_sequences_that_one_process_samples(launch, cells, tokens
         stepper.owners.optimiser.move = lambda _: None  # type: ignore[method-assign]
         stepper(0)
         own = [reader for reader in samples.readers if reader.owner == world.rank]
-        return {x.name: [x.sample.x.tolist(), *(a.tolist() for a in x.sample.angles)] for x in own}
+        return {
+            x.name: [
+                *(y.tolist() for y in (x.sample.x, *x.sample.angles)),
+                x.sample.mask if x.sample.mask is None else x.sample.mask.tolist(),
+            ]
+            for x in own
+        }
 
     found = {name: row for rank in launch(2, work) for name, row in rank.items()}
     model = Transformer(config_of(), generator=torch.Generator().manual_seed(0))
@@ -189,7 +214,7 @@ def test_owners_get_the_sequences_that_one_process_samples(launch, cells, tokens
     for probe in group.probes.values():
         probe.tokens = tokens
     train = TrainConfig(batch=BATCH, accumulate=cells, precision="float32")
-    one = Stepper(model, batches_of(), optimiser, constant(), config=train, seed=3)
+    one = Stepper(model, batches, optimiser, constant(), config=train, seed=3)
     optimiser.step = lambda: None  # type: ignore[method-assign]
     optimiser.zero_grad = lambda: None  # type: ignore[method-assign]
     one(0)
@@ -197,11 +222,15 @@ def test_owners_get_the_sequences_that_one_process_samples(launch, cells, tokens
     for probe in group.probes.values():
         sample = probe.take()
         assert sample is not None
-        x, cos, sin = (torch.tensor(values) for values in found[probe.name])
+        x, cos, sin = (torch.tensor(values) for values in found[probe.name][:3])
         assert x.shape == ((1, 10, 16) if tokens == 10 else (4, 16, 16))
         assert torch.allclose(x, sample.x, rtol=0.0, atol=2e-6)
-        assert torch.equal(cos, sample.angles.cos)
-        assert torch.equal(sin, sample.angles.sin)
+        assert torch.equal(cos, sample.angles.cos.expand_as(cos))
+        assert torch.equal(sin, sample.angles.sin.expand_as(sin))
+        mask = found[probe.name][3]
+        assert (mask is None) == (sample.mask is None) == (not packed)
+        if packed:
+            assert torch.equal(torch.tensor(mask), sample.mask)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
