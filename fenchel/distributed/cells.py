@@ -27,7 +27,7 @@ part: as many bytes as in a reduce-scatter per pass. Then
     the norm      squares are summed in float64 by the owner, per parameter, and added by fsum
     the loss      a vector of P sums, each written by one rank, added in order; so is the entropy
                   penalty
-    QK-clip       by the largest scores of all cells, a maximum, which knows no order; the owner
+    QK-clip       by the largest scores of all cells, a maximum, the same in any order; the owner
                   scales
     the update    by owners (owners.py), whose work does not depend on what else they own
 
@@ -198,11 +198,11 @@ def cell_count(config: TrainConfig, ranks: int) -> int:
 
 
 def require_supported(config: TrainConfig, world: World, *, context: int) -> None:
-    """Refuse settings that a step in cells does not have with these processes."""
+    """Refuse settings that these processes cannot divide; sequences have ``context`` positions."""
     if (C := config.context_group) > 1 and context % (2 * C):
         raise ValueError(
-            f"train.context_group={C} cuts a sequence into {2 * C} equal chunks, and "
-            f"model.context={context} is no multiple of {2 * C}."
+            f"train.context_group={C} cuts a sequence into {2 * C} equal chunks, and its "
+            f"{context} positions are no multiple of {2 * C}."
         )
     W, S = world.size, world.local_size
     if config.shard == "node" and W % S:

@@ -41,6 +41,7 @@ class Case(NamedTuple):
     model: dict[str, Any]
     train: Mapping[str, Any] = {}
     optim: Mapping[str, Any] = {}
+    steps: int = STEPS
 
 
 CASES = {
@@ -49,15 +50,16 @@ CASES = {
     "score, dropout, grouped keys": Case("score", {"dropout": 0.1, "kv_heads": 1}),
     "trust, entmax, qk_norm": Case("trust", {"choice": "entmax", "qk_norm": True}),
     "muon, experts": Case("muon", {"experts": 3, "experts_per_token": 2}),
-    "muon, QK-clip": Case("muon", {"bias": True, "dropout": 0.1}, {"qk_clip": 0.5}),
+    "muon, QK-clip": Case("muon", {"bias": True, "dropout": 0.1}, {"qk_clip": 0.5}, steps=4),
     "adamw, entropy floor": Case(
-        "adamw", {"choice": "entmax"}, {"entropy_floor": 1.5, "entropy_weight": 1.0}
+        "adamw", {"choice": "entmax"}, {"entropy_floor": 1.5, "entropy_weight": 1.0}, steps=4
     ),
-    "muon, entmax, sigma": Case("muon", {"choice": "entmax", "sigma_reparam": True}),
+    "muon, entmax, sigma": Case("muon", {"choice": "entmax", "sigma_reparam": True}, steps=4),
     "trust, entmax, output change": Case(
         "trust",
         {"choice": "entmax", "bias": True, "norm": "layer"},
         optim={"output_change": 0.05},
+        steps=4,
     ),
 }
 
@@ -113,11 +115,11 @@ def digest(stepper: CellStepper) -> str:
 
 def run_cases(world: World, *, shard: str, only: str = "") -> dict[str, tuple[Any, ...]]:
     results = {}
-    for name, (optimiser, settings, train, optim) in CASES.items():
+    for name, (optimiser, settings, train, optim, steps) in CASES.items():
         if only not in name:
             continue
         stepper = stepper_of(world, optimiser, settings, shard=shard, optim=optim, **train)
-        taken = [stepper(step) for step in range(STEPS)]
+        taken = [stepper(step) for step in range(steps)]
         results[name] = digest(stepper), taken[-1].loss, [dict(one.metrics) for one in taken]
     return results
 
@@ -166,7 +168,7 @@ def test_a_switch_acts_in_cells_as_in_the_ordinary_step(alone, name: str) -> Non
 
     The bits of several processes are those of ``alone``. Without the switch they are others.
     """
-    optimiser, settings, train, _ = CASES[name]
+    optimiser, settings, train, _, steps = CASES[name]
     model, _ = model_of(settings)
     ordinary = Stepper(
         model,
@@ -186,7 +188,7 @@ def test_a_switch_acts_in_cells_as_in_the_ordinary_step(alone, name: str) -> Non
     for key, p in model.named_parameters():
         assert torch.allclose(cells.owners.owned[key], p, rtol=0.0, atol=2e-5), key
     without = stepper_of(ALONE, optimiser, settings)
-    for step in range(STEPS):
+    for step in range(steps):
         without(step)
     assert digest(without) != alone[name][0]
 
@@ -417,7 +419,7 @@ def test_float16_scales_the_loss_alike_on_all_ranks(launch) -> None:
         given = {**switches, "precision": "float16"}
         stepper = stepper_of(world, "adamw", {}, shard=shard, **given)
         assert stepper.scaling is not None
-        stepper.scaling.scale = LossScale(2.0**40, 7)
+        stepper.scaling.scale = LossScale(2.0**28, 7)
         results = [stepper(step) for step in range(2)]
         scale = stepper.scaling.scale
         assert [r.metrics["loss_scale"] for r in results] == [scale.factor] * 2
@@ -430,7 +432,7 @@ def test_float16_scales_the_loss_alike_on_all_ranks(launch) -> None:
     assert launch(2, lambda world: [run(world, "none"), run(world, "full")]) == [[alone] * 2] * 2
     _, factor, age, [[loss, norm, broken], _], penalties = alone
     assert penalties[0] == pytest.approx(expected.metrics["entropy_penalty"], rel=1e-2)
-    assert 1.0 < factor < 2.0**30
+    assert 1.0 < factor < 2.0**24
     assert age == 2
     assert broken is None
     assert loss == pytest.approx(expected.loss, rel=2e-3)

@@ -99,7 +99,10 @@ def test_any_number_of_processes_tunes_to_the_same_bits(
     ("settings", "sentence"),
     [
         ({"tune.rank": 2, "train.shard": "full"}, "with adapters every process has the checkpoint"),
-        ({"train.batch": 6, "train.cells": 3, "train.context_group": 2, "tune.context": 30}, "30"),
+        (
+            {"train.batch": 6, "train.cells": 3, "train.context_group": 2, "tune.context": 30},
+            "30 positions",
+        ),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_once(
