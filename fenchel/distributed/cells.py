@@ -361,8 +361,8 @@ class CellStepper(Stepper):
         batch = self.batches.at(step).to(self.device)
         self._set_rates(step)
         self.model.train()
-        self.owners.follow_weights()
         with deterministic(self.device, exact=self.config.exact):
+            self.owners.follow_weights()
             loss, gradients = self._unscaled_gradients(batch, step)
         norm, broken, owners = self._clip(gradients), None, self.owners
         if math.isfinite(loss) and math.isfinite(norm):
