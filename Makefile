@@ -9,11 +9,13 @@ PINS := 'torch==$(or $(TORCH),2.13.*)' $(if $(filter 2.11%,$(TORCH)),'numpy<2.4'
 demo: $(VENV)/.demo
 	$(BIN)/fenchel train
 
-# One process per core and one thread per process: more threads would wait for each other. A process
-# that is done takes tests from another: the lessons are minutes in one piece.
+# One thread per process: more threads would wait for each other. Half again as many processes as cores,
+# since tests of servers, browsers and timeouts wait. A process that is done takes tests from another:
+# the lessons are minutes in one piece.
 # Lint and types are those of the usual torch.
+WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 3 // 2)")
 test: $(VENV)/.dev $(if $(TORCH),,lint)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
