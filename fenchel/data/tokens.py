@@ -62,6 +62,8 @@ _PROBE = "Ab 12\n\té中😀"
 _LETTER = "a"  # between the control tokens of a template
 _BOUNDED: "WeakKeyDictionary[Tokenizer, EncodingProcess]" = WeakKeyDictionary()
 """Tokenizers that encode in a process of their own."""
+_UNKNOWN: "WeakKeyDictionary[Tokenizer, int | None]" = WeakKeyDictionary()
+"""The id of unknown text in tokenizers with a Unigram model."""
 _UNSPELLED: "WeakKeyDictionary[Tokenizer, _Unspelled]" = WeakKeyDictionary()
 """Copies of tokenizers, for ``encode_pieces``."""
 
@@ -408,8 +410,19 @@ def _first_special(tokenizer: Tokenizer, spellings: Sequence[str]) -> int | None
 
 def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
     added = tokenizer.get_added_tokens_decoder()
-    unknown = getattr(tokenizer.model, "unk_token", None)  # marks unknown text, controls nothing
-    return frozenset(id for id, t in added.items() if t.special and t.content != unknown)
+    special = frozenset(id for id, token in added.items() if token.special)
+    return special - {_unknown_id(tokenizer)}
+
+
+def _unknown_id(tokenizer: Tokenizer) -> int | None:
+    """The id that stands for text outside of the vocabulary, and controls nothing."""
+    model = tokenizer.model
+    if not isinstance(model, models.Unigram):
+        name = getattr(model, "unk_token", None)
+        return None if name is None else tokenizer.token_to_id(name)
+    if tokenizer not in _UNKNOWN:  # the state of the model is the one place that has it
+        _UNKNOWN[tokenizer] = json.loads(model.__getstate__()).get("unk_id")
+    return _UNKNOWN[tokenizer]
 
 
 def _check_ids(tokenizer: Tokenizer, path: Path) -> None:

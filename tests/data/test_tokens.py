@@ -21,6 +21,7 @@ from fenchel.data.tokens import (
     decode,
     encode,
     encode_batch,
+    encode_pieces,
     end_id,
     load_tokenizer,
     pad_id,
@@ -162,6 +163,26 @@ def test_a_model_that_would_choose_a_control_token_is_stopped(
     assert encode(loaded, "sea shell") == [1, 2]
     with pytest.raises(ValueError, match=r"spells '<\|endoftext\|>'"):
         encode(loaded, "sea <|endoftext|> sea")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.Unigram([("</s>", 0.0), ("sea", -1.0), ("<unk>", 0.0)], unk_id=2),
+        models.WordLevel({"</s>": 0, "sea": 1, "<unk>": 2}, unk_token="<unk>"),
+        models.WordPiece({"</s>": 0, "sea": 1, "<unk>": 2}, unk_token="<unk>"),
+        models.BPE({"</s>": 0, "sea": 1, "<unk>": 2}, [], unk_token="<unk>", fuse_unk=True),
+    ],
+)
+def test_text_outside_of_the_vocabulary_is_the_unknown_token(
+    model: models.Model, load: Callable[[Any], Tokenizer]
+) -> None:
+    theirs = Tokenizer(model)
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs.add_special_tokens(["</s>", "<unk>"])
+    loaded = load(theirs.to_str())
+    assert encode(loaded, "京") == [2]
+    assert encode_pieces(loaded, [0, "京", 0]).ids == [0, 2, 0]
 
 
 def test_a_pipeline_in_the_file_does_not_cut_pad_or_shuffle(
