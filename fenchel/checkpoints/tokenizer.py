@@ -83,10 +83,15 @@ def read_tokenizer(
 
 
 def end_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids at which a text of the directory ends: its eos_token_id, else the end token."""
+    """The ids at which a text of the directory ends: its eos_token_id, else the end token.
+
+    An id that no token has does not count: configs of small vocabularies have ids of others.
+    """
     path = model_files(Path(path))
-    if not is_run(path) and has_file(path, CONFIG) and (eos := read_generation_config(path).eos):
-        return eos
+    if not is_run(path) and has_file(path, CONFIG):
+        eos = read_generation_config(path).eos
+        if known := tuple(id for id in eos if tokenizer.id_to_token(id) is not None):
+            return known
     return (end_id(tokenizer),) if has_end(tokenizer) else ()
 
 
@@ -107,8 +112,7 @@ def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | 
     """
     run, path = is_run(path), model_files(path)
     settings = read_bounded_json(path, TOKENIZER_CONFIG) if has_file(path, TOKENIZER_CONFIG) else {}
-    tokens = {name: settings.get(name) for name in _TEMPLATE_TOKENS}
-    spelled = {name: text for name, token in tokens.items() if (text := _spelling(token))}
+    spelled = _special_tokens(path, settings)
     if run and not has_file(path, CONFIG):  # or the run tunes a Hugging Face directory
         spelled = {"bos_token": END, "eos_token": END} | spelled
     if source == "plain":
@@ -125,6 +129,26 @@ def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | 
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
     return ChatTemplate(template, spelled, name) if isinstance(template, str) else None
+
+
+def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a template may name, with ``settings`` that are tokenizer_config.json.
+
+    Beside a tokenizer_config.json without a table of added tokens, as it was once written,
+    special_tokens_map.json takes precedence; so it is in transformers. A directory such as that of
+    GPT-2 names no token in either: its tokens are bos_token_id and eos_token_id.
+    """
+    named = {name: settings.get(name) for name in _TEMPLATE_TOKENS}
+    if "added_tokens_decoder" not in settings and has_file(path, _SPECIAL_TOKENS):
+        older = read_bounded_json(path, _SPECIAL_TOKENS)
+        named |= {name: older[name] for name in _TEMPLATE_TOKENS if name in older}
+    spelled = {name: text for name, token in named.items() if (text := _spelling(token))}
+    if not spelled and has_file(path, CONFIG) and has_file(path, TOKENIZER):
+        tokenizer, ids = read_tokenizer(path), read_generation_config(path)
+        found = {"bos_token": ids.bos, "eos_token": next(iter(ids.eos), None)}
+        names = {name: tokenizer.id_to_token(id) for name, id in found.items() if id is not None}
+        spelled = {name: text for name, text in names.items() if text is not None}
+    return spelled
 
 
 def describe_beginning(tokenizer: Tokenizer) -> str:
@@ -173,7 +197,8 @@ def _read_text(file: Path) -> str:
         raise ValueError(f"{file} is not UTF-8 and cannot be a chat template.") from None
 
 
-JSON_FILES = (TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "added_tokens.json")
+_SPECIAL_TOKENS = "special_tokens_map.json"
+JSON_FILES = (TOKENIZER_CONFIG, GENERATION, _SPECIAL_TOKENS, "added_tokens.json")
 CHAT_TEMPLATE, _OLD_CHAT_TEMPLATE = "chat_template.jinja", "chat_template.json"
 TEXT_FILES = (CHAT_TEMPLATE, _OLD_CHAT_TEMPLATE)
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")

@@ -55,7 +55,8 @@ PAD = "<|pad|>"
 TRAINED_ON = 2**26
 """The most bytes that a vocabulary is trained on; more change it little."""
 
-_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# The last ends a turn, and not a document, where a tokenizer from elsewhere has one of the others.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", END)
 _PADS = (PAD, "<pad>", "[PAD]")
 _FILE_LIMIT = 48 * 2**20  # the largest in use, of 256,000 tokens, is 33 MB
 _PROBE = "Ab 12\n\té中😀"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fenchel.checkpoints.tokenizer import (
     describe_beginning,
+    document_end,
     end_ids,
     read_chat_template,
     read_tokenizer,
@@ -135,6 +136,23 @@ def test_a_text_ends_where_the_checkpoint_has_it(write: Write) -> None:
     assert end_ids(path, read_tokenizer(path)) == (0,)  # by its name
 
 
+@pytest.mark.parametrize("eos", [50256, [50256, 65_000, 272]])
+def test_an_end_that_no_token_has_does_not_count(eos: Any, write: Write) -> None:
+    path = write(tokenizer_with(), BOS, None, {"eos_token_id": eos})
+    tokenizer = read_tokenizer(path)
+    assert end_ids(path, tokenizer) == (0,)
+    assert document_end(path, tokenizer) == 0
+    path = write(tokenizer_with(), BOS, None, {"eos_token_id": [50256, 270]})
+    assert end_ids(path, tokenizer) == (270,)
+
+
+def test_a_document_ends_with_the_token_for_documents_and_not_for_turns(write: Write) -> None:
+    tokenizer = tokenizer_with()  # of which <|end|> has the id 0
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    path = write(tokenizer, {}, None, {"eos_token_id": [0, 270, 272]})
+    assert document_end(path, read_tokenizer(path)) == 272
+
+
 def test_an_end_token_of_any_name_is_read(write: Write) -> None:
     tokenizer = tokenizer_with()
     raw = json.loads(tokenizer.to_str())
@@ -209,6 +227,32 @@ def test_where_a_chat_template_comes_from(
     assert (
         None if template is None else template.render(HELLO, add_generation_prompt=True)
     ) == text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_config", "special_tokens_map", "text"),
+    [
+        ({"eos_token": STOP}, None, f"-{STOP}"),
+        ({}, {"bos_token": START, "eos_token": {"content": STOP}}, f"{START}-{STOP}"),
+        ({"eos_token": "old"}, {"eos_token": STOP}, f"-{STOP}"),
+        ({"eos_token": STOP, "added_tokens_decoder": {}}, {"eos_token": "x"}, f"-{STOP}"),
+        ({"bos_token": None, "eos_token": STOP}, None, f"-{STOP}"),
+        ({}, None, f"{START}-{STOP}"),  # by bos_token_id and eos_token_id
+    ],
+)
+def test_a_chat_template_names_the_tokens_of_the_directory(
+    tokenizer_config: dict[str, Any],
+    special_tokens_map: dict[str, Any] | None,
+    text: str,
+    write: Write,
+) -> None:
+    path = write(tokenizer_with(), BOS, tokenizer_config)
+    (path / "chat_template.jinja").write_text("{{ bos_token }}-{{ eos_token }}")
+    if special_tokens_map is not None:
+        (path / "special_tokens_map.json").write_text(json.dumps(special_tokens_map))
+    template = read_chat_template(path)
+    assert template is not None
+    assert template.render(HELLO, add_generation_prompt=True) == text
 
 
 def test_a_chat_template_of_the_command_line_replaces_that_of_the_directory(tmp_path: Path) -> None:
