@@ -226,14 +226,16 @@ def read_key(file: Path | None) -> str | None:
 def default_sampling(directory: Path) -> "Sampling":
     """How tokens are drawn where a request does not say.
 
-    As a Hugging Face directory has it, else by OpenAI's defaults: temperature 1, every token.
+    As a Hugging Face directory has it, or that which a run tunes; else by OpenAI's defaults:
+    temperature 1, every token.
     """
     from fenchel.checkpoints import read_generation_config
     from fenchel.checkpoints.directory import has_file
-    from fenchel.checkpoints.run_checkpoint import is_run
+    from fenchel.checkpoints.run_checkpoint import is_run, model_files
     from fenchel.generation import Sampling
     from fenchel.model.families.config_reader import CONFIG
 
+    directory = model_files(directory)
     if is_run(directory) or not has_file(directory, CONFIG):
         return Sampling()
     config = read_generation_config(directory)

@@ -16,8 +16,9 @@ from transformers import BertConfig, BertForMaskedLM
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
-from fenchel.cli.serve import fingerprint, read_key
+from fenchel.cli.serve import default_sampling, fingerprint, read_key
 from fenchel.data import train_tokenizer
+from fenchel.generation import Sampling
 from fenchel.server.app import Server
 
 Ask = Callable[[str, Any], tuple[int, dict[str, Any]]]
@@ -121,6 +122,21 @@ def test_a_run_of_ours_is_served_and_chats_by_the_plain_template(
     assert served([str(run_directory)], without_template) == 0
     words = [str(run_directory), "--template", "plain", "--any-model", "--name", "x"]
     assert served(words, with_template) == 0
+
+
+def test_a_tuned_model_draws_as_its_checkpoint_does(
+    run_directory: Path, text_file: Path, tmp_path: Path
+) -> None:
+    checkpoint, run = tmp_path / "checkpoint", tmp_path / "run"
+    assert main(["convert", str(run_directory), str(checkpoint)]) == 0
+    (checkpoint / "manifest.json").unlink()  # a file is another than the one that was written
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 7, "repetition_penalty": 1.25}
+    (checkpoint / "generation_config.json").write_text(json.dumps(settings))
+    tune = ["tune", str(checkpoint), "--text", str(text_file), "--steps", "1", "--out", str(run)]
+    assert main([*tune, "--set", "train.threads=1"]) == 0
+    expected = Sampling(temperature=0.5, top_k=7, repetition_penalty=1.25)
+    assert default_sampling(run) == default_sampling(checkpoint) == expected
+    assert default_sampling(run_directory) == Sampling()
 
 
 def test_an_encoder_gives_embeddings_and_continues_nothing(
