@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
-from fenchel.checkpoints.peft_adapter import merge_adapter
+from fenchel.checkpoints.peft_adapter import ADAPTER_CONFIG, merge_adapter
 from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, model_files, read_checkpoint
 from fenchel.checkpoints.tokenizer import JSON_FILES, TEXT_FILES, read_files, read_tokenizer
 from fenchel.checkpoints.tuned_run import TunedCheckpoint, read_base
@@ -129,6 +129,11 @@ def _load(
     elif has_file(path, CONFIG):
         config, weights = _read_family(open_directory(path), dtype)
         files = read_files(path, _BESIDE)
+    elif has_file(path, ADAPTER_CONFIG):
+        raise ValueError(
+            f"{path} is an adapter and no model; give the directory of the model that it was "
+            f"trained for, and --adapter {path}."
+        )
     else:
         raise ValueError(
             f"{path} holds neither the {CHECKPOINTS} of a run nor the {CONFIG} of a model."

@@ -394,7 +394,9 @@ class Console:
                 highlight=False,
             )
         self.message(f"Run directory  {path}\nReport         {path / 'report.html'}")
-        if prompt:
+        if summary.get("text", {}).get("validation_answer_bytes") is not None:
+            self.message(f"Try            fenchel chat {shlex.quote(str(path))}")
+        elif prompt:
             self.message(f"Try            {generate_command(path, prompt)}")
 
     def _bar(self, stage: str, done: int, total: int, begun: bool) -> None:

@@ -431,7 +431,7 @@ def _encode_documents(
         writers = (train, validation)
         most = _CONVERSATIONS if split.whole else _BLOCK
         for block in _blocks(split.parts(tally.watch(text.documents())), most):
-            rows = encoder.encode([part.document.text for part in block])
+            rows = encoder.encode([part.document for part in block])
             pairs = zip(with_predecessor(block, before), rows, strict=True)
             for (part, continues), row in pairs:
                 writers[part.validation].write(row, continues=continues)

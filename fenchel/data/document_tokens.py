@@ -29,8 +29,9 @@ from fenchel.data import tokens
 from fenchel.data.chat import ChatTemplate
 from fenchel.data.packing import DocumentIds
 from fenchel.data.split import Part
+from fenchel.data.text import Document
 from fenchel.data.tokens import Ids
-from fenchel.files import Damaged
+from fenchel.files import Damaged, printable
 
 STARTS, SCORED = np.dtype("<u8"), np.dtype("u1")
 
@@ -49,7 +50,7 @@ class DocumentEncoder:
 
     >>> tokenizer = tokens.begin_with(tokens.train_tokenizer(["aa"], 300), 0)
     >>> encoder = DocumentEncoder(tokenizer, end=1)
-    >>> encoder.begin, encoder.encode(["aa"])[0].ids, encoder.end
+    >>> encoder.begin, encoder.encode([Document("a.txt", "aa")])[0].ids, encoder.end
     ([0], [258], [1])
     """
 
@@ -75,18 +76,22 @@ class DocumentEncoder:
             return f"begin {self.begin}, end {self.end}"
         return f"template {hashlib.sha256(self.template.source.encode()).hexdigest()}"
 
-    def encode(self, texts: Sequence[str]) -> list[EncodedDocument]:
+    def encode(self, documents: Sequence[Document]) -> list[EncodedDocument]:
         """The ids of texts without those that begin and end them, or of whole conversations."""
         if self.template is not None:
-            return [self._conversation(text) for text in texts]
+            return [self._conversation(document) for document in documents]
+        texts = [document.text for document in documents]
         rows = tokens.encode_batch(self.tokenizer, texts)
         pairs = zip(rows, texts, strict=True)
         return [EncodedDocument(row, None, len(text.encode())) for row, text in pairs]
 
-    def _conversation(self, text: str) -> EncodedDocument:
+    def _conversation(self, document: Document) -> EncodedDocument:
         assert self.template is not None
-        messages: list[dict[str, str]] = json.loads(text)
-        ids, scored = self.template.encode_answers(self.tokenizer, messages)
+        messages: list[dict[str, str]] = json.loads(document.text)
+        try:
+            ids, scored = self.template.encode_answers(self.tokenizer, messages)
+        except ValueError as error:  # of which line, a file of many does not show
+            raise ValueError(f"{printable(document.name)}: {error}") from None
         answers = (m["content"] for m in messages if m["role"] == "assistant")
         return EncodedDocument(ids, scored, sum(len(answer.encode()) for answer in answers))
 

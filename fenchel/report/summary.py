@@ -257,6 +257,13 @@ def next_commands(run: RunData) -> Section:
     commands = {
         f"fenchel generate {name} --prompt {shlex.quote(words)}": "continue a prompt",
         f"fenchel eval {name} --calibration": "loss and calibration on the held-out text",
+    }
+    if mapping(run.summary.get("text")).get("validation_answer_bytes") is not None:
+        commands = {
+            f"fenchel chat {name}": "hold a conversation",
+            f"fenchel eval {name} --text FILE --calibration": "loss and calibration on a text",
+        }
+    commands |= {
         f"fenchel inspect {name} --text FILE": "what attention does on a text",
         f"fenchel compare {name} RUN": "beside another run",
         f"fenchel convert {name} OUT": "as a Hugging Face directory",

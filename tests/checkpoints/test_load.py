@@ -190,6 +190,12 @@ def test_a_directory_of_neither_kind_is_told_what_was_looked_for(tmp_path: Path)
         load(tmp_path)
 
 
+def test_an_adapter_in_place_of_a_model_is_named_with_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"is an adapter and no model.*--adapter {tmp_path}\.$"):
+        load(tmp_path)
+
+
 def test_weights_of_a_run_may_be_asked_for_in_another_dtype(run: Path) -> None:
     model, _, _ = load(run, dtype=torch.bfloat16)
     exact = weights_of(1)

@@ -229,6 +229,9 @@ def test_the_last_line_of_a_run_continues_a_prompt_of_its_own_text(
     Console().end(tmp_path, "finished", "", json=False)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith(f"fenchel generate {tmp_path} --prompt 'In Xanadu'\"'\"'s halls'")
+    (tmp_path / "summary.json").write_text('{"text": {"validation_answer_bytes": 9}}')
+    Console().end(tmp_path, "finished", "", json=False)
+    assert capsys.readouterr().out.endswith(f"Try            fenchel chat {tmp_path}\n")
 
 
 LETTERS = "ab \n\N{CJK UNIFIED IDEOGRAPH-4E2D}"

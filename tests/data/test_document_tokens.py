@@ -92,6 +92,18 @@ def test_of_conversations_the_answers_are_scored_and_counted(tmp_path: Path) -> 
     assert encode(tokenizer, "user")[0] == ids[1]
 
 
+def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path: Path) -> None:
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = ChatTemplate(refuse + PLAIN, {"bos_token": END})
+    encoder = DocumentEncoder(train_tokenizer([], 258), end=END_ID, template=template)
+    source = tmp_path / "chats.jsonl"
+    answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines = [answered, answered, [{"role": "system", "content": "s"}, *answered]]
+    source.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"^chats\.jsonl:3: the chat template refuses .*no system"):
+        corpus_of(source, encoder)
+
+
 def test_files_that_do_not_fit_are_damaged(tmp_path: Path) -> None:
     ids = np.arange(5)
     np.array([0, 3, 5], "<u8").tofile(tmp_path / "train_starts.bin")

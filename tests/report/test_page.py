@@ -388,6 +388,15 @@ def test_the_sample_and_the_next_command_come_before_the_curves(make_run: MakeRu
     assert escape("fenchel train --resume 'my run'") in written(folder)
 
 
+def test_a_run_of_conversations_is_continued_by_a_conversation(make_run: MakeRun) -> None:
+    folder = make_run("chats")
+    changed(folder, "summary.json", text={"validation_answer_bytes": 9})
+    html = written(folder)
+    assert "fenchel chat chats" in html
+    assert "fenchel eval chats --text FILE" in html  # without a text it is refused
+    assert "fenchel generate chats" not in html
+
+
 def test_baselines_that_were_not_computed_say_why(make_run: MakeRun) -> None:
     folder = make_run("long")
     changed(folder, "summary.json", baselines={}, no_baselines="the text has <300> MiB.")
