@@ -32,6 +32,7 @@ from fenchel.checkpoints.directory import (
     TOKENIZER_CONFIG,
     WEIGHTS,
     CheckpointDirectory,
+    has_file,
     open_directory,
     open_tensors,
 )
@@ -266,7 +267,7 @@ def convert(
     if target.resolve() == source.resolve():
         raise ValueError(f"{target} is also the source; choose another.")
     require_free(target, overwrite=overwrite)  # before the work, and again when it is done
-    if source.is_dir() and not is_run(source) and adapter is None:
+    if adapter is None and not is_run(source) and has_file(source, CONFIG):
         return _recast(source, target, dtype, overwrite=overwrite)
     model, tokenizer, _ = load(source, which=which, adapter=adapter)
     family = save(model, tokenizer, target, dtype=dtype, overwrite=overwrite)

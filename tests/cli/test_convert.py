@@ -96,3 +96,10 @@ def test_a_missing_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
     assert "no run directory or checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "is an adapter and no model" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
