@@ -52,6 +52,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fenchel.files import printable
+from fenchel.generation import Sampling
 from fenchel.server.embeddings import Embedder
 from fenchel.server.engine import (
     Engine,
@@ -494,7 +495,7 @@ class App:
         return HTMLResponse(page(nonce, self._facts()), headers=headers)
 
     def _facts(self) -> dict[str, Any]:
-        served = self.served
+        served, usual = self.served, vars(Sampling())
         return {
             "model": served.name,
             "context": served.context,
@@ -502,6 +503,10 @@ class App:
             "heads": served.config.heads,
             "chat": served.template is not None,
             "stops": list(served.template_stops),
+            "ends": list(served.ends),
+            "sampling": {
+                name: value for name, value in vars(served.defaults).items() if value != usual[name]
+            },
             "generates": self.engine is not None,
             "fingerprint": served.fingerprint,
             "key": self.settings.key is not None,

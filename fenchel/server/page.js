@@ -13,11 +13,11 @@ const pristine = document.body.cloneNode(true), find = (id) => document.getEleme
 const LEAST = 0.005, NATS = 8, ALTERNATIVES = 10, TOP = 8, WEIGHTS = 1 << 14, EVERY_HEAD = 1 << 8;
 
 const CONTROLS = [
-	{ name: "temperature", label: "Temperature", low: 0, high: 2, step: 0.05, value: 0.8, about: "0 takes the likeliest token" },
-	{ name: "top_p", label: "Top p", low: 0.05, high: 1, step: 0.05, value: 1, about: "the likeliest tokens with this mass" },
+	{ name: "temperature", label: "Temperature", low: 0, high: 2, step: 0.01, value: 0.8, about: "0 takes the likeliest token" },
+	{ name: "top_p", label: "Top p", low: 0.05, high: 1, step: 0.01, value: 1, about: "the likeliest tokens with this mass" },
 	{ name: "top_k", label: "Top k", low: 0, high: 200, step: 1, value: 0, about: "the likeliest k tokens; 0 is all" },
 	{ name: "min_p", label: "Min p", low: 0, high: 1, step: 0.01, value: 0, about: "share of the likeliest token's probability" },
-	{ name: "repetition_penalty", label: "Repetition penalty", low: 1, high: 2, step: 0.05, value: 1, about: "1 is none" },
+	{ name: "repetition_penalty", label: "Repetition penalty", low: 1, high: 2, step: 0.01, value: 1, about: "1 is none" },
 	{ name: "max_tokens", label: "New tokens", low: 1, high: Math.min(facts.context ?? 256, 512), step: 1, value: Math.min(facts.context ?? 256, 96), about: "at most" },
 	{ name: "seed", label: "Seed", low: 0, high: 2 ** 31 - 1, step: 1, value: 0, number: true, about: "the same seed draws the same tokens" },
 ];
@@ -165,7 +165,8 @@ async function submit() {
 // The conversation with the answer that is on the page.
 function history() {
 	if (state.answer === null || state.answer >= state.tokens.length) return [];
-	let text = state.tokens.slice(state.answer).filter((token) => !stops().includes(token.id)).map((token) => token.text).join("");
+	const ends = [...stops(), ...(facts.ends ?? [])];
+	let text = state.tokens.slice(state.answer).filter((token) => !ends.includes(token.id)).map((token) => token.text).join("");
 	for (const one of stops()) if (typeof one === "string") text = text.split(one)[0];
 	return [...state.messages, { role: "assistant", content: text.trim() }];
 }
@@ -214,9 +215,10 @@ function tell(sentence) {
 	shown.hidden = false;
 }
 
-function control({ name, label, low, high, step, value, about, number }) {
+function control({ name, label, low, high, step, value: usual, about, number }) {
+	const value = clamp(facts.sampling?.[name] ?? usual, low, high); // the checkpoint's own where it has one
 	const input = node("input", { type: number ? "number" : "range", min: low, max: high, step, value, id: `sampling-${name}`, "aria-describedby": `about-${name}` });
-	const shown = node("output", {}, number ? "" : String(value));
+	const shown = node("output", {}, number ? "" : input.value);
 	input.addEventListener("input", () => (shown.textContent = number ? "" : input.value));
 	controls.set(name, () => clamp(Number(input.value) || 0, low, high));
 	return box("control", node("label", { for: input.id }, label, " ", shown), input, node("small", { id: `about-${name}` }, about));
@@ -279,6 +281,13 @@ function pin(at) {
 	state.pinned = at;
 	state.pointed = null;
 	light();
+	if (at !== null) uncover(state.tokens[at].element);
+}
+
+// On a narrow screen the numbers lie over the lower half of the text.
+function uncover(element) {
+	const { bottom, right } = element.getBoundingClientRect(), { top, left } = find("inspector").getBoundingClientRect();
+	if (bottom > top && right > left) element.scrollIntoView({ block: "nearest" });
 }
 
 // What a token read, by the chosen layer and head: {top: [[position, weight]], rest, sink}, or null.

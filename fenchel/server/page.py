@@ -32,8 +32,9 @@ def page(nonce: str, facts: Mapping[str, Any]) -> str:
 
     ``facts`` are plain values about the server: model (its name), context, layers, heads,
     fingerprint, chat (whether there is a chat template), stops (ids and strings that end an answer
-    of a chat), generates (False for a model that gives embeddings only) and key (whether requests
-    need one). All but the name may be absent.
+    of a chat), ends (ids that end a text), sampling (how the checkpoint draws), generates (False
+    for a model that gives embeddings only) and key (whether requests need one). All but the name
+    may be absent.
     """
     style = read_asset("page.css") + read_asset("page.css", __package__)
     script = read_asset("viewer.js") + read_asset("page.js", __package__)

@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from fenchel.generation import Sampling
 from fenchel.server.page import content_security_policy, page
 from tests.browser import DESKTOP, PHONE, Browser, needs_browser
 from tests.server.conftest import ANSWERS, RunningServer
@@ -40,6 +42,8 @@ FACTS = {
     "heads": 2,
     "chat": True,
     "stops": [2, "\nuser:"],
+    "ends": [19],
+    "sampling": {"temperature": 0.62, "top_k": 20, "repetition_penalty": 5},
     "fingerprint": "0123456789ab",
 }
 PROMPT = ("To", " the", " Congress")
@@ -320,6 +324,30 @@ def test_a_token_lights_up_what_it_read_by_the_chosen_layer_and_head(
 
 
 @needs_browser
+def test_the_numbers_of_a_token_do_not_cover_it_on_a_phone(
+    browser: Browser, server: Canned
+) -> None:
+    generate(browser, server, width=PHONE)
+    # By its event: the driver would scroll to it before a click.
+    browser.run("document.querySelectorAll('#tokens .piece')[8].click()")
+    token, numbers = (
+        browser.run(f"return document.querySelector('{one}').getBoundingClientRect().toJSON()")
+        for one in (".piece.kept", "#inspector")
+    )
+    assert 0 <= token["top"] < token["bottom"] <= numbers["top"] < 900
+
+
+@needs_browser
+def test_sampling_begins_as_the_checkpoint_has_it(browser: Browser, server: Canned) -> None:
+    generate(browser, server)
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    # A penalty of 5 is outside of the control.
+    assert [server.bodies[1].get(name) for name in names] == [0.62, 1, 20, 2]
+    shown = browser.run("return document.querySelector('.control output').textContent")
+    assert shown == "0.62"
+
+
+@needs_browser
 def test_surprise_is_the_shade_of_a_token(browser: Browser, server: Canned) -> None:
     generate(browser, server)
     ramp = browser.run(
@@ -377,7 +405,7 @@ def test_a_chat_sends_its_messages_and_its_answer(browser: Browser, server: Cann
     assert answer["stop_token_ids"] == [2]
     browser.find("#prompt").send_keys("More.", Keys.ENTER)
     until(browser, lambda: len(server.bodies) == 4)
-    said = f"of{HOSTILE} peace\n🐚 and labor"
+    said = f"of{HOSTILE} peace\n🐚 and"  # without " labor", which ends a text
     assert server.bodies[2]["messages"] == [
         {"role": "user", "content": "Hello."},
         {"role": "assistant", "content": said},
@@ -466,6 +494,18 @@ def test_a_saved_page_opens_alone_and_shows_the_same(
 
 
 # --- against fenchel/server/app.py
+
+
+def test_the_page_knows_what_ends_a_text_and_how_the_checkpoint_draws(
+    running: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, served = running.server.app, running.served
+    facts = app._facts()
+    assert facts["ends"] == [served.tokenizer.token_to_id("<stop>")]
+    assert facts["sampling"] == {}
+    drawn = Sampling(temperature=0.6, top_k=20)
+    monkeypatch.setattr(app, "served", replace(served, defaults=drawn))
+    assert app._facts()["sampling"] == {"temperature": 0.6, "top_k": 20}
 
 
 def ask(running: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
