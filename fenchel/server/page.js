@@ -551,7 +551,7 @@ function listen() {
 	});
 	document.querySelector(".modes").hidden = !facts.chat;
 	find("key-row").hidden = !facts.key;
-	form.hidden = facts.generates === false;
+	form.hidden = find("inspector").hidden = facts.generates === false;
 	find("hint").textContent = form.hidden ? "This model gives embeddings, by /v1/embeddings, and continues no text." : "Tokens appear here. Point at one, or tap it, and the earlier tokens that it read light up.";
 	modeChanged();
 }

@@ -493,6 +493,18 @@ def test_a_saved_page_opens_alone_and_shows_the_same(
     assert "connect-src" not in file.read_text(encoding="utf-8").partition("<style>")[0]
 
 
+@needs_browser
+def test_the_page_of_an_encoder_offers_neither_a_prompt_nor_tokens(
+    browser: Browser, tmp_path: Path
+) -> None:
+    file = tmp_path / "encoder.html"
+    file.write_text(page("n0nce", FACTS | {"generates": False}), encoding="utf-8")
+    browser.open(file)
+    assert "continues no text" in browser.text("#hint")
+    assert not browser.find("#form").is_displayed()
+    assert not browser.find("#inspector").is_displayed()
+
+
 # --- against fenchel/server/app.py
 
 
