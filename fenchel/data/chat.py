@@ -27,8 +27,8 @@ answer,
 
 where the text of the whole conversation begins with with_i, and with_i with before_i. Some
 templates write earlier answers otherwise than the last, without their reasoning for example. There
-the content of the message counts, found by marks around it, and the control token after it. A
-template with {% generation %} says itself what the model writes.
+the content of the message counts, found by marks around it, or what is left of its end, and the
+control token after it. A template with {% generation %} says itself what the model writes.
 
 The text of a template begins as the template says: the tokenizer adds no beginning to it.
 """
@@ -36,7 +36,7 @@ The text of a template begins as the template says: the tokenizer adds no beginn
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -64,6 +64,7 @@ Message = Mapping[str, str]
 
 _JINJA = (3, 1, 6)  # escapes from the sandbox of older versions are known
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_CUTS = 32  # places at which the beginning of a shortened answer is looked for
 _PRIVATE = range(0xF0000, 0xFFFFE)  # characters that Unicode gives no meaning
 
 
@@ -185,12 +186,9 @@ class ChatTemplate:
             return text, [control.with_end(text, span) for span in spans]
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         found = self._by_prefix(text, messages, numbers, control, marks)
-        if None in found:
-            inside = self._by_marks(text, messages, numbers, marks)
-            found = [
-                one or control.with_end(text, at) for one, at in zip(found, inside, strict=True)
-            ]
-        return text, [span for span in found if span is not None]
+        unknown = [n for n, span in zip(numbers, found, strict=True) if span is None]
+        inside = iter(self._by_marks(text, messages, unknown, marks) if unknown else ())
+        return text, [span or control.with_end(text, next(inside)) for span in found]
 
     def _by_prefix(
         self,
@@ -223,19 +221,42 @@ class ChatTemplate:
     def _by_marks(
         self, text: str, messages: Sequence[Message], numbers: list[int], marks: "_Marks"
     ) -> "list[_Span]":
-        """Where the content of each answer is."""
-        marked = [
-            {**message, "content": marks.surround(message["content"])} if n in numbers else message
-            for n, message in enumerate(messages)
-        ]
-        same, spans = marks.answers(self._render(marked, False, marks))
-        if same != text or len(spans) != len(numbers):
+        """Where the content of each of these answers is."""
+        cuts = dict.fromkeys(numbers, 0)
+        spans = self._spans(text, messages, cuts, marks)
+        for at, n in enumerate(numbers):
+            if spans is None or spans[at].start >= 0:
+                continue
+            # The beginning of the content is left out, and the mark with it: its place is before
+            # the first character that is left, or later where the template tests what is there.
+            content, written = messages[n]["content"].strip(), text[: spans[at].end]
+            ends = zip(reversed(content), reversed(written), strict=False)
+            left = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+            for cut in range(len(content) - left, len(content) + 1)[:_CUTS]:
+                tried = self._spans(text, messages, {**cuts, n: cut}, marks)
+                if tried is not None and tried[at].start >= 0:
+                    spans, cuts[n] = tried, cut
+                    break
+        if spans is None or any(span.start < 0 for span in spans):
             raise ValueError(
                 f"{self.name} changes the assistant's answers, so that its tokens cannot be told "
                 "from others; put {% generation %} and {% endgeneration %} around them in the "
                 "template."
             )
         return spans
+
+    def _spans(
+        self, text: str, messages: Sequence[Message], cuts: Mapping[int, int], marks: "_Marks"
+    ) -> "list[_Span] | None":
+        """Where the contents from ``cuts`` on are; None if marks change the text."""
+        marked = [
+            {**message, "content": marks.surround(message["content"], cuts[n])}
+            if n in cuts
+            else message
+            for n, message in enumerate(messages)
+        ]
+        same, spans = marks.answers(self._render(marked, False, marks))
+        return spans if same == text and len(spans) == len(cuts) else None
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -319,24 +340,31 @@ class _Marks:
             self._marks[match[0]] = self.stand_for(match[0])
         return self._marks[match[0]]
 
-    def surround(self, content: str) -> str:
-        """Marks around a content, within the white space around it, which a template may remove."""
+    def surround(self, content: str, cut: int = 0) -> str:
+        """Marks around a content, within the white space around it, which a template may remove.
+
+        The first ``cut`` characters stay before the marks.
+        """
         core = content.strip()
         lead, _, trail = content.partition(core) if core else (content, "", "")
-        return f"{lead}{self.around[0]}{core}{self.around[1]}{trail}"
+        return f"{lead}{core[:cut]}{self.around[0]}{core[cut:]}{self.around[1]}{trail}"
 
     def replace(self, text: str) -> str:
         """The text with what its marks stand for."""
         return text.translate(self._texts)
 
     def answers(self, text: str) -> tuple[str, list[_Span]]:
-        """The text without the marks around answers, and where these are in it."""
-        parts, spans, length, start = [], [], 0, 0
+        """The text without the marks around answers, and where these are in it.
+
+        The start of one whose first mark is lost is -1.
+        """
+        parts, spans, length, start = [], [], 0, -1
         for part in re.split(f"([{self.around}])", text):
             if part == self.around[0]:
                 start = length
             elif part == self.around[1]:
                 spans.append(_Span(start, length))
+                start = -1
             else:
                 parts.append(part)
                 length += len(part)

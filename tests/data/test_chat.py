@@ -296,6 +296,31 @@ def test_answers_are_what_the_assistant_writes_with_the_end_of_its_turn(name: st
     assert runs(tokenizer, ids, mask) == ANSWERS[name]
 
 
+DROPPING = (
+    EACH
+    + "<|im_start|>{{ message.role }}\n"
+    + "{% if loop.last or '</think>' not in message.content %}{{ message.content }}"
+    + "{% else %}{{ message.content.split('</think>')[-1]STRIPPED }}{% endif %}<|im_end|>\n"
+    + PROMPT
+    + "<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("stripped", ["", ".lstrip('\\n')", ".strip()"])
+@pytest.mark.parametrize("answer", ["\n\nyes", "\n\nuser\n\nyes", "\na\nb", "c", ""])
+def test_reasoning_that_a_template_leaves_out_makes_no_question_an_answer(
+    stripped: str, answer: str
+) -> None:
+    tokenizer = byte_tokenizer()
+    source = DROPPING.replace("STRIPPED", stripped)
+    reasoned, last = f"<think>\nhm\n</think>{answer}", "<think>\n</think>."
+    messages = conversation(("Is it?", reasoned, "And?", reasoned)) + conversation(("Why?", last))
+    ids, mask = ChatTemplate(source, TOKENS).encode_answers(tokenizer, messages)
+    assert ids == ids_of_transformers(tokenizer, source, messages, False)
+    written = answer.strip() if stripped else answer
+    assert runs(tokenizer, ids, mask) == [f"{one}<|im_end|>" for one in (written, written, last)]
+
+
 def byte_tokenizer() -> Tokenizer:
     tokenizer = train_tokenizer(["It is so because"], 260)
     tokenizer.add_special_tokens([token for token in CONTROL if token != "<|end|>"])
