@@ -37,7 +37,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -259,6 +259,25 @@ class ChatTemplate:
         return spans if same == text and len(spans) == len(cuts) else None
 
 
+def _content_text(content: Any) -> str:
+    """A content that is a text, or parts of type text, which become its lines.
+
+    >>> _content_text([{"type": "text", "text": "Hello."}, {"type": "text", "text": "Who is there?"}])
+    'Hello.\\nWho is there?'
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) and content else (content,):
+        text = part.get("text") if isinstance(part, dict) and len(part) == 2 else None
+        if not isinstance(text, str) or part.get("type") != "text":
+            raise ValueError(
+                f"the content of a message is a text, or parts of type text, got {printable(part)}."
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
 def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Messages as plain objects; refused unless each has a known role and a text.
 
@@ -278,9 +297,7 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise ValueError(f"the role {printable(role)!r} is none of {', '.join(ROLES)}.")
-        if not isinstance(content, str):
-            raise ValueError(f"the content of a message is a text, got {printable(content)}.")
-        checked.append({"role": role, "content": content})
+        checked.append({"role": role, "content": _content_text(content)})
     if (size := sum(len(message["content"]) for message in checked)) > RENDER_CHARACTERS:
         raise ValueError(
             f"the conversation has {size:,} characters; more than {RENDER_CHARACTERS:,} are not "

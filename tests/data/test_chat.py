@@ -482,6 +482,9 @@ def test_large_templates_and_conversations_are_refused() -> None:
         ({"role": "user"}, "an object with role and content"),
         ({"role": "user", "content": "x", "name": "y"}, "an object with role and content"),
         ({"role": "user", "content": ["x"]}, "is a text"),
+        ({"role": "user", "content": []}, "is a text"),
+        ({"role": "user", "content": [{"type": "image_url", "text": "x"}]}, "parts of type text"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}, "of type text"),
         ({"role": ["user"], "content": "x"}, "is none of"),
         ("x", "an object with role and content"),
     ],
@@ -489,6 +492,12 @@ def test_large_templates_and_conversations_are_refused() -> None:
 def test_messages_of_another_form_are_refused(message: object, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check_messages([message])  # type: ignore[list-item]
+
+
+def test_parts_of_a_content_are_its_lines() -> None:
+    parts = [{"type": "text", "text": "Hello."}, {"type": "text", "text": "Who?"}]
+    (message,) = check_messages([{"role": "user", "content": parts}])  # type: ignore[dict-item]
+    assert message == {"role": "user", "content": "Hello.\nWho?"}
 
 
 def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
