@@ -262,8 +262,8 @@ class ChatTemplate:
 def _content_text(content: Any) -> str:
     """A content that is a text, or parts of type text, which become its lines.
 
-    >>> _content_text([{"type": "text", "text": "Hello."}, {"type": "text", "text": "Who is there?"}])
-    'Hello.\\nWho is there?'
+    >>> _content_text([{"type": "text", "text": "Hello."}, {"type": "text", "text": "Who?"}])
+    'Hello.\\nWho?'
     """
     if isinstance(content, str):
         return content
