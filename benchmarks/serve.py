@@ -1,23 +1,34 @@
 """``fenchel serve`` against ``transformers serve``, with and without its continuous batching.
 
-    python -m benchmarks serve [--clients 1,8,32] [--rounds 3] [--new 32] [--only fenchel]
+    python -m benchmarks serve [--clients 1,8,32] [--words 24] [--new 16] [--dtype float32]
+                               [--rounds 3] [--only fenchel]
 
 Each server is a process of its own with one thread for its products, and all read the same
-directory: a Llama of 29.5M random weights in float32, and a tokenizer trained on a built-in text.
-In every round each server in turn is asked by as many clients at once, each with prompts of 24
-words that no other request has; answers are streamed, at temperature 1, and none ends before its
-last token. The first round of each number of clients warms the servers up and does not count.
+directory: a Llama of 29.5M random weights, and a tokenizer trained on a built-in text. In every
+round each server in turn is asked by as many clients at once, each with prompts of ``--words``
+words that no other request has; answers are streamed, at temperature 1. ``--clients``, ``--words``
+and ``--new`` are lists, and every combination is measured. The first round of each warms the
+servers up and does not count.
 
-    tokens_per_cpu_second   new tokens over the processor time of the server, prompts included: the
-                            same on a busy machine, which seconds are not
+    tokens_per_cpu_second   new tokens over the processor time of the server and of the processes
+                            that it started, from the first request of a round to its last answer,
+                            prompts included: the same on a busy machine, which seconds are not
     tokens_per_second       new tokens over seconds
     p50, p95, first         seconds of a request, and until its first event (median)
     memory                  the largest resident memory of the server so far, in bytes
-    ratio                   of tokens per processor second to the better of transformers' two
+    idle                    processor seconds per second of a server that has nothing to do
+    ratio                   of tokens per processor second to the better of transformers' two: the
+                            median over the rounds, each within a round, and their extremes
+    p95_ratio               p95 over the smaller p95 of transformers' two
 
-``transformers serve`` needs fastapi. Where it is not installed, ``_serve_peer`` puts the managers
-of that server (its queue, its streams, its continuous batching) behind two routes of starlette,
-on which fastapi is built; that is less work per request.
+``--dtype`` is that of the directory and of all servers. The default takes about three minutes. What
+was recorded is
+
+    --words 24,128 --new 16,64 --rounds 5
+
+``transformers serve`` needs fastapi and accelerate. Where fastapi is not installed, ``_serve_peer``
+puts the managers of that server (its queue, its streams, its continuous batching) behind two routes
+of starlette, on which fastapi is built; that is less work per request.
 
 The openai package asks both servers in the same way, but takes more time than either spends on
 HTTP, so the client here is http.client.
@@ -39,9 +50,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.harness import record
 from fenchel.checkpoints import save
@@ -49,7 +62,7 @@ from fenchel.data import open_text, train_tokenizer
 from fenchel.model import ModelConfig, Transformer
 
 MODEL = ModelConfig(vocabulary=8192, context=1024, width=512, layers=8, heads=8)
-WORDS, ROWS = 24, 32
+ROWS = 32
 OURS, THEIRS, BATCHED = "fenchel", "transformers", "transformers continuous"
 PEER_MEMORY = 0.15
 """Share of the free memory that the cache of transformers' continuous batching may take; by default
@@ -62,40 +75,56 @@ def main(options: list[str] | None = None) -> None:
     """Print and record a line per server and number of clients."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks serve")
     parser.add_argument("--clients", default="1,8,32", help="numbers of clients, by commas")
+    parser.add_argument("--words", default="24", help="words of a prompt, by commas")
+    parser.add_argument("--new", default="16", help="new tokens per request, by commas")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
-    parser.add_argument("--new", type=int, default=32, help="new tokens per request")
     parser.add_argument("--only", help="one server, to look at it; nothing is recorded")
-    parser.add_argument("--peer", nargs=3, metavar=("DIR", "PORT", "BATCHED"), help="used inside")
+    parser.add_argument(
+        "--peer", nargs=4, metavar=("DIR", "PORT", "DTYPE", "BATCHED"), help="used inside"
+    )
     given = parser.parse_args(options or [])
     if given.peer is not None:
-        _serve_peer(given.peer[0], int(given.peer[1]), given.peer[2] == BATCHED)
+        path, port, dtype, server = given.peer
+        _serve_peer(path, int(port), dtype, server == BATCHED)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        prompts = _write_model(path)
-        servers, missing = _start(path, given.only)
+        words = _write_model(path, given.dtype)
+        servers, missing = _start(path, given.dtype, given.only)
+        lines: list[dict[str, Any]] = []
         try:
-            lines: list[dict[str, Any]] = []
-            for clients in map(int, given.clients.split(",")):
-                lines += _measure(servers, clients, given.rounds, given.new, prompts)
+            for length, new, clients in product(
+                *(
+                    map(int, numbers.split(","))
+                    for numbers in (given.words, given.new, given.clients)
+                )
+            ):
+                case = {"dtype": given.dtype, "words": length, "new": new, "clients": clients}
+                prompts = (" ".join(islice(words, length)) for _ in count())
+                lines += _measure(servers, case, given.rounds, prompts)
         finally:
             for server in servers.values():
                 server.stop()
     lines += [{"server": name, "missing": reason} for name, reason in missing.items()]
     if given.only is None:
-        record("serve_cpu", lines, ("transformers", "starlette", "uvicorn"))
+        name = "serve_cpu" if given.dtype == "float32" else f"serve_cpu_{given.dtype}"
+        record(name, lines, ("transformers", "starlette", "uvicorn"))
 
 
-def _write_model(path: Path) -> Iterator[str]:
-    """Write the directory; returns prompts of the text that its tokenizer was trained on."""
+def _write_model(path: Path, dtype: str) -> Iterator[str]:
+    """Write the directory; returns the words of the text that its tokenizer was trained on."""
     texts = [document.text for document in open_text("sotu").documents()]
     tokenizer = train_tokenizer(texts, MODEL.vocabulary)
-    save(Transformer(MODEL), tokenizer, path)
+    model = Transformer(MODEL)
+    for p in model.parameters():  # matrices of zeros, as a new model has, may be quicker
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    save(model.to(getattr(torch, dtype)), tokenizer, path)
     settings = path / "generation_config.json"
     (path / "manifest.json").unlink()  # it would refuse the change
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "do_sample": True}))
-    words = " ".join(texts).split()
-    return (" ".join(words[WORDS * i : WORDS * (i + 1)]) for i in count())
+    return cycle(" ".join(texts).split())
 
 
 @dataclass
@@ -134,28 +163,28 @@ def _with_children(pid: int) -> Iterator[int]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process, its threads included."""
+    """User and system time of a process, its threads and the processes that it has outlived."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def _start(path: Path, only: str | None) -> tuple[dict[str, _Server], dict[str, str]]:
+def _start(path: Path, dtype: str, only: str | None) -> tuple[dict[str, _Server], dict[str, str]]:
     """The servers that answer, and why the others do not."""
     commands = {
         OURS: [
             *(sys.executable, "-m", "fenchel", "serve", str(path)),
-            *f"--device cpu --threads 1 --rows {ROWS} --port PORT".split(),
+            *f"--device cpu --dtype {dtype} --threads 1 --rows {ROWS} --port PORT".split(),
         ]
     }
     for name, flag in ((THEIRS, "--no-continuous-batching"), (BATCHED, "--continuous-batching")):
         commands[name] = [
             *(sys.executable, "-m", "transformers.cli.transformers", "serve", str(path)),
-            *f"--device cpu --dtype float32 --log-level error --port PORT {flag} "
+            *f"--device cpu --dtype {dtype} --log-level error --port PORT {flag} "
             f"--cb-max-memory-percent {PEER_MEMORY}".split(),
         ]
         if find_spec("fastapi") is None:
             commands[name] = [sys.executable, "-m", "benchmarks.serve", "--peer", str(path)]
-            commands[name] += ["PORT", name]
+            commands[name] += ["PORT", dtype, name]
     if only is not None and only not in commands:
         raise SystemExit(f"--only {only!r} should be one of {', '.join(commands)}.")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -199,9 +228,8 @@ def _wait(server: _Server) -> None:
     raise RuntimeError(f"it does not answer: {last[0][:200]}")
 
 
-def _serve_peer(path: str, port: int, batched: bool) -> None:
+def _serve_peer(path: str, port: int, dtype: str, batched: bool) -> None:
     """What ``transformers serve`` does for a streamed completion, without fastapi."""
-    import torch
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -211,7 +239,7 @@ def _serve_peer(path: str, port: int, batched: bool) -> None:
     from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     share = ContinuousBatchingConfig(max_memory_percent=PEER_MEMORY)
     manager = CBGenerateManager(share) if batched else GenerateManager()
     numbers = count()
@@ -287,13 +315,15 @@ def _ask(server: _Server, prompt: str, new: int) -> _Answer:
 
 
 def _measure(
-    servers: Mapping[str, _Server], clients: int, rounds: int, new: int, prompts: Iterator[str]
+    servers: Mapping[str, _Server], case: Mapping[str, Any], rounds: int, prompts: Iterator[str]
 ) -> list[dict[str, Any]]:
     """All servers in turn, ``rounds`` times after a first one that does not count."""
+    clients, new = case["clients"], case["new"]
     requests = 4 if clients == 1 else 1  # per client
     answers: dict[str, list[_Answer]] = {name: [] for name in servers}
     cpu: dict[str, list[float]] = {name: [] for name in servers}
     wall: dict[str, list[float]] = {name: [] for name in servers}
+    rates: dict[str, list[float]] = {name: [] for name in servers}
     for r in range(rounds + 1):
         asked = [[next(prompts) for _ in range(requests)] for _ in range(clients)]
         for name in list(servers) if r % 2 else reversed(list(servers)):
@@ -305,22 +335,41 @@ def _measure(
             if r:
                 wall[name].append(time.perf_counter() - started)
                 cpu[name].append(server.cpu_seconds() - before)
+                rates[name].append(sum(answer.tokens for answer in got) / cpu[name][-1])
                 answers[name] += got
+    idle = _idle(servers)
     lines = [
         {
             "server": name,
-            "clients": clients,
+            **case,
             **_summary(answers[name], cpu[name], wall[name]),
             "memory": servers[name].peak_memory(),
+            "idle": idle[name],
         }
         for name in servers
     ]
-    theirs = [line["tokens_per_cpu_second"] for line in lines if line["server"] != OURS]
+    theirs = [name for name in servers if name != OURS]
+    for line in lines if theirs else ():
+        peers = zip(*(rates[name] for name in theirs), strict=True)
+        ratios = [own / max(best) for own, best in zip(rates[line["server"]], peers, strict=True)]
+        line["ratio"] = round(statistics.median(ratios), 3)
+        line["ratio_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        least = min(other["p95"] for other in lines if other["server"] != OURS)
+        line["p95_ratio"] = round(line["p95"] / least, 3)
     for line in lines:
-        if theirs:
-            line["ratio"] = round(line["tokens_per_cpu_second"] / max(theirs), 3)
-        print("  ".join(f"{key} {value}" for key, value in line.items()))
+        print("  ".join(f"{key} {value}" for key, value in line.items()), flush=True)
     return lines
+
+
+def _idle(servers: Mapping[str, _Server]) -> dict[str, float]:
+    """Processor seconds per second of every server while none is asked."""
+    before, started = [server.cpu_seconds() for server in servers.values()], time.perf_counter()
+    time.sleep(1.0)
+    seconds = time.perf_counter() - started
+    return {
+        name: round((server.cpu_seconds() - spent) / seconds, 3)
+        for (name, server), spent in zip(servers.items(), before, strict=True)
+    }
 
 
 def _ask_all(server: _Server, new: int, prompts: Sequence[str]) -> list[_Answer]:

@@ -10,9 +10,10 @@ torch._foreach_add_, _foreach_copy_, _foreach_lerp, _foreach_lerp_, _foreach_mul
 torch._softmax_backward_data
     The derivative of softmax from its result, p (g - sum of p g), in one pass; public operations
     take three. Arguments: the gradient, the result, the axis, the dtype of the input.
-torch.ops.mkldnn._reorder_linear_weight, _linear_pointwise
-    Products with a matrix in the layout that oneDNN prefers for a few rows, as compiled models use.
-    ``torch.utils.mkldnn`` converts inputs and results too. Absent without oneDNN.
+torch.ops.mkldnn._reorder_linear_weight, _linear_pointwise, _is_mkldnn_bf16_supported
+    Products with a matrix in the layout that oneDNN prefers, and what is done with each result
+    while it is in a register, as compiled models use. ``torch.utils.mkldnn`` converts inputs and
+    results too. Absent without oneDNN.
 torch.autograd.forward_ad._current_level
     Whether dual numbers are in use, so that a back end without forward derivatives is left out.
     The public ``unpack_dual`` answers for one tensor only.
@@ -93,21 +94,38 @@ def softmax_backward(g: Tensor, p: Tensor) -> Tensor:
     return _softmax_backward(g, p, -1, p.dtype)
 
 
-def packs_linear_weights() -> bool:
-    """Whether ``packed_linear_weight`` works here."""
+def packs_linear_weights(dtype: torch.dtype) -> bool:
+    """Whether ``packed_linear_weight`` takes matrices of this dtype here."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    if not available or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or bool(bfloat16)
 
 
 def packed_linear_weight(W_NK: Tensor, rows: int) -> Tensor:
-    """A copy of a float32 matrix in the layout of oneDNN for products of about ``rows`` rows."""
+    """A copy of a matrix in the layout of oneDNN for products of about ``rows`` rows."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(W_NK, rows)
     return packed
 
 
-def packed_linear(x_BK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
-    """x W^T + b by a packed W."""
-    y_BN: Tensor = torch.ops.mkldnn._linear_pointwise(x_BK, packed, bias_N, "none", [], "")
+def packed_linear(
+    x_BK: Tensor, packed: Tensor, bias_N: Tensor | None, activation: tuple[str, str] = ("none", "")
+) -> Tensor:
+    """f(x W^T + b) by a packed W; f is named as oneDNN does, with its algorithm."""
+    name, algorithm = activation
+    product = torch.ops.mkldnn._linear_pointwise.default  # named, or each call looks for it
+    y_BN: Tensor = product(x_BK, packed, bias_N, name, [], algorithm)
+    return y_BN
+
+
+def packed_linear_with(
+    x_BK: Tensor, packed: Tensor, bias_N: Tensor | None, other_BN: Tensor, operation: str
+) -> Tensor:
+    """x W^T + b by a packed W, and the "add" or "mul" of another tensor to it."""
+    y_BN: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+        x_BK, other_BN, packed, bias_N, operation
+    )
     return y_BN
 
 

@@ -7,11 +7,11 @@
 
 All sequences read their newest token in one step, which writes column c. A sequence *joins* between
 two steps: its prompt is read into a cache of its own (``Prefill``), whose keys and values are then
-copied into the columns before c of a free row. It *leaves* by being forgotten: nothing is copied.
-A row b of n_b tokens has them in its last n_b columns and the others are masked, as the padding of
-unequal prompts is (generation/session.py); positions count tokens, keys have their rotation
-already, and distances between columns are distances between tokens. So windows, ALiBi and every
-choice map hold as they are.
+copied into the columns before c of a free row; several short prompts are read at once. It *leaves*
+by being forgotten: nothing is copied. A row b of n_b tokens has them in its last n_b columns and
+the others are masked, as the padding of unequal prompts is (generation/session.py); positions count
+tokens, keys have their rotation already, and distances between columns are distances between
+tokens. So windows, ALiBi and every choice map hold as they are.
 
 **Columns.** A step reads the last n + 1 columns, n the length of the longest sequence. A layer
 stores a quarter more than a query may see; when it is full, what is still seen moves to the front,
@@ -21,6 +21,12 @@ all others to the right.
 **Buckets.** A step computes 1, 2, 4, 8, 16, ... rows, the fewest that hold all sequences. A free
 row reads token 0 and its result is not used. When the sequences fit into a smaller bucket, those in
 the last rows move into free rows before them.
+
+**Packed tokens.** For a plain decoder on a CPU, steps and prompts are computed by ``PackedForward``
+(generation/cpu_step.py): the prompts of a pass are one after another without padding, each attends
+to itself, and all products have packed weights. A step of one row in float32 reads a further copy,
+in the order of memory. A model in bfloat16 has its keys and values in float32: torch's attention of
+one query is five times as fast to those.
 
 **Invariance.** Rounding depends on the shapes of the products: the number of rows, of columns, of
 tokens in a prefill. With ``invariant`` all of them are fixed or follow from the sequence alone: the
@@ -44,6 +50,7 @@ vocabulary.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -53,7 +60,12 @@ from torch.nn.attention import sdpa_kernel
 from fenchel.attention import Dense, attend
 from fenchel.attention.spec import AttentionCall
 from fenchel.choice import Softmax
-from fenchel.generation.cpu_step import CpuStep, PackedWeights, why_not_cpu_step
+from fenchel.generation.cpu_step import (
+    CpuStep,
+    PackedForward,
+    StepAttention,
+    why_not_cpu_step,
+)
 from fenchel.generation.cuda_graph import (
     AUTO_TOKENS,
     PendingTokens,
@@ -184,10 +196,16 @@ class RowCache:
         if not self.every_column:
             self.length = longest
 
-    def copy_row(self, row: int, source: KVCache, source_row: int, tokens: int) -> None:
-        """Copy the last ``tokens`` columns of a sequence of another cache into those of ``row``."""
+    def copy_row(
+        self, row: int, source: KVCache, source_row: int, tokens: int, *, stop: int | None = None
+    ) -> None:
+        """Copy ``tokens`` columns of a sequence of another cache into the last ones of ``row``.
+
+        They are those before ``stop``, the last ones by default.
+        """
         for here, there in zip(self.layers, source.layers, strict=True):
-            n, end = min(tokens, here.lookback), source.length - there.first_slot
+            n = min(tokens, here.lookback)
+            end = (source.length if stop is None else stop) - there.first_slot
             if here.end < n:
                 self._move(here, n)
             for mine, theirs in zip(here.stores, (there.keys, there.values), strict=True):
@@ -242,15 +260,19 @@ class Prefill:
         cache: CacheKind = "model",
         chunk: int = PREFILL_CHUNK,
     ) -> None:
-        table = model.lm_head_weight
         self.model, self.prompts, self.chunk = model, prompts, chunk
-        self.ids_BT, self.token_mask_BT = pad_prompts(
-            [torch.tensor(prompt, device=table.device) for prompt in prompts]
+        ids, self.token_mask_BT = pad_prompts(
+            [torch.tensor(prompt, device=model.lm_head_weight.device) for prompt in prompts]
         )
-        B, T = self.ids_BT.shape
+        self._begin(ids, model.config, cache)
+
+    def _begin(self, ids_BT: Tensor, config: ModelConfig, cache: CacheKind) -> None:
+        table, self.ids_BT = self.model.lm_head_weight, ids_BT
+        B, T = ids_BT.shape
         self.cache = KVCache(
-            model.config, batch=B, positions=T, dtype=table.dtype, device=table.device, kind=cache
+            config, batch=B, positions=T, dtype=table.dtype, device=table.device, kind=cache
         )
+        self._hidden_BTM = table.new_empty(B, 0, table.shape[1])
 
     @property
     def done(self) -> bool:
@@ -262,22 +284,102 @@ class Prefill:
         """Whether the next call of ``read`` is the last."""
         return self.cache.length + self.chunk >= self.ids_BT.shape[1]
 
-    def read(self, observe: Observer | None = None) -> Tensor:
-        """Read the next chunk; returns what the LM head takes at its positions, (B, chunk, M).
+    def read(self, observe: Observer | None = None) -> int:
+        """Read the next chunk; returns how many tokens were computed.
 
         ``observe`` as in the forward pass of the model.
         """
         start = self.cache.length
         ids_BT, mask_BT = self.ids_BT[:, start : start + self.chunk], self.token_mask_BT
         with sdpa_kernel(NO_PLANS) if ids_BT.is_cuda else nullcontext():
-            hidden_BTM: Tensor = self.model(
+            self._hidden_BTM = self.model(
                 ids_BT,
                 cache=self.cache,
                 token_mask_BS=None if mask_BT is None else mask_BT[:, : start + ids_BT.shape[1]],
                 observe=observe,
                 return_hidden=True,
             )
-        return hidden_BTM
+        return ids_BT.numel()
+
+    @property
+    def hidden_TM(self) -> Tensor:
+        """What the LM head takes at the tokens of the last chunk of a single prompt."""
+        assert len(self.prompts) == 1
+        return self._hidden_BTM[0]
+
+    @property
+    def last_hidden_PM(self) -> Tensor:
+        """What the LM head takes at the last token of every prompt."""
+        return self._hidden_BTM[:, -1]
+
+    def copy_into(self, cache: RowCache | StaticCache, row: int, number: int) -> None:
+        """Copy the keys and values of a prompt into a row."""
+        cache.copy_row(row, self.cache, number, len(self.prompts[number]))
+
+
+class PackedPrefill(Prefill):
+    """Prompts one after another, without padding, in a cache of one sequence.
+
+    Several are read at once; a single one chunk by chunk.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Sequence[Sequence[int]],
+        *,
+        forward: PackedForward,
+        cache: CacheKind = "model",
+        chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        self.model, self.prompts, self.forward = model, prompts, forward
+        self._stops = [*accumulate(map(len, prompts))]
+        self.chunk = chunk if len(prompts) == 1 else self._stops[-1]
+        ids = torch.tensor([[token for prompt in prompts for token in prompt]])
+        self._begin(ids, forward.unlimited, cache)
+
+    def read(self, observe: Observer | None = None) -> int:
+        """Read the next chunk; returns how many tokens were computed.
+
+        ``observe`` as in the forward pass of the model, of a single prompt.
+        """
+        start = self.cache.length
+        token_N = self.ids_BT[0, start : start + self.chunk]
+        N = len(token_N)
+        spans = [(stop - len(p), stop) for p, stop in zip(self.prompts, self._stops, strict=True)]
+        queries, keys = spans, spans
+        position_N = torch.cat([torch.arange(len(prompt)) for prompt in self.prompts])
+        if len(spans) == 1:
+            queries, keys = [(0, N)], [(0, start + N)]
+            position_N = position_N[start : start + N]
+
+        def attend_prompts(layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_NHD, k_NGD, v_NGD))
+            k, v = self.cache.append(layer, k, v)
+            if observe is not None:
+                observe(layer, q, k, v)
+            settings, parts = self.forward.attention[layer], []
+            for (first, last), (begin, end) in zip(queries, keys, strict=True):
+                seen = k[:, :, begin:end], v[:, :, begin:end]
+                parts.append(attend(q[:, :, first:last], *seen, **settings)[0].transpose(0, 1))
+            return torch.cat(parts).flatten(1)
+
+        self._hidden_BTM = self.forward(token_N, position_N, attend_prompts).unsqueeze(0)
+        self.cache.advance(N)
+        return N
+
+    @property
+    def last_hidden_PM(self) -> Tensor:
+        """What the LM head takes at the last token of every prompt."""
+        if len(self.prompts) == 1:
+            return self._hidden_BTM[:, -1]
+        return self._hidden_BTM[0, [stop - 1 for stop in self._stops]]
+
+    def copy_into(self, cache: RowCache | StaticCache, row: int, number: int) -> None:
+        """Copy the keys and values of a prompt into a row."""
+        assert isinstance(cache, RowCache)  # a GPU pads
+        stop = self._stops[number]
+        cache.copy_row(row, self.cache, 0, len(self.prompts[number]), stop=stop)
 
 
 def attend_row_by_row(_: int, call: AttentionCall) -> Tensor | None:
@@ -326,9 +428,10 @@ class ContinuousBatch:
         self.device, self.kind = table.device, cache
         self._uses_cpu_step = why_not_cpu_step(model) is None
         self._cpu_steps: dict[int, CpuStep] = {}
-        self._packed = None
-        if self._uses_cpu_step and rows > 1 and not invariant:
-            self._packed = PackedWeights.of(model)
+        recorded = self._records(record)
+        self._packed = None if recorded else PackedForward.of(model)
+        self.dtype = table.dtype if self._packed is None else torch.float32
+        """That of keys and values as a step reads them."""
         self.buckets = row_buckets(rows)
         if invariant:
             self.buckets = (-(-rows // INVARIANT_MULTIPLE) * INVARIANT_MULTIPLE,)
@@ -336,17 +439,17 @@ class ContinuousBatch:
         self.recorded: RecordedRows | None = None
         """The recorded steps, which draw tokens on the device."""
         self.cache: RowCache | StaticCache
-        if self._records(record):
+        if recorded:
             self.recorded = RecordedRows(model, self.buckets)
             self.cache = self.recorded.cache
         else:
             self.cache = RowCache(
                 model.config,
                 rows=self.buckets[-1],
-                dtype=table.dtype,
+                dtype=self.dtype,
                 device=table.device,
                 kind=cache,
-                every_column=invariant and not self._uses_cpu_step,
+                every_column=invariant and self._packed is None and not self._uses_cpu_step,
             )
         self.rows: list[Row | None] = [None] * rows
         self._changed = self._arrived = False
@@ -378,6 +481,25 @@ class ContinuousBatch:
     def columns(self) -> int:
         """Columns before its own that the next step reads: the length of the longest sequence."""
         return max((row.length for row in self.active), default=0)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
+        """A pass over prompts that may ``join``; several need ``fits``."""
+        if self._packed is None:
+            return Prefill(self.model, prompts, cache=self.kind, chunk=self.prefill_chunk)
+        return PackedPrefill(
+            self.model, prompts, forward=self._packed, cache=self.kind, chunk=self.prefill_chunk
+        )
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Whether prompts of these lengths are read together: what is computed is one chunk."""
+        padded = len(lengths) * max(lengths)
+        return (padded if self._packed is None else sum(lengths)) <= self.prefill_chunk
+
+    def logits(self, hidden_NM: Tensor) -> Tensor:
+        """The LM head, on what a prefill returns: (N, M) -> (N, V)."""
+        if self._packed is None:
+            return self.model.logits(hidden_NM)
+        return self._packed.logits(hidden_NM)
 
     def warm_up(self) -> None:
         """Make a step in every bucket, so that no request pays for what a first step allocates."""
@@ -414,7 +536,7 @@ class ContinuousBatch:
         length = len(prefill.prompts[number])
         end = self.context if end is None else min(end, self.context)
         row = Row(self.rows.index(None), length, token, end, sampling, seed)
-        self.cache.copy_row(row.index, prefill.cache, number, length)
+        prefill.copy_into(self.cache, row.index, number)
         self.rows[row.index] = row
         self._arrived = True
         self._update_length()
@@ -498,9 +620,20 @@ class ContinuousBatch:
         """Logits of B tokens; rows have ``lengths`` tokens with the new one, free rows none."""
         assert isinstance(self.cache, RowCache)
         B, token_B = len(tokens), torch.tensor(tokens, device=self.device)
+        one = B == 1 and self._uses_cpu_step and not self.invariant
+        if self._packed is not None and not one:
+            scale, mask_BS = self.model.config.score_scale, None
+            if not self.invariant:
+                mask_BS = self._token_mask(lengths)
+            attention = StepAttention.masked(self.cache, scale, mask_BS, observe, self.dtype)
+            if self.invariant:
+                attention = attention._replace(lengths=lengths)
+            position_B = torch.tensor(lengths).sub_(1).clamp_(min=0)
+            return self._packed.step(token_B, position_B, attention)
         if self._uses_cpu_step:
             if B not in self._cpu_steps:
-                self._cpu_steps[B] = CpuStep(self.model, self.cache, batch=B, packed=self._packed)
+                copy = self._packed is not None
+                self._cpu_steps[B] = CpuStep(self.model, self.cache, batch=B, copy=copy)
             step = self._cpu_steps[B].step
             if self.invariant:
                 return step(token_B, None, observe, lengths=lengths)

@@ -13,23 +13,28 @@ unequal prompts is a mask. The R = H / G query heads that share keys are R queri
 no key is repeated. With ``lengths`` every sequence attends by a call of its own to its own keys:
 the rounding of its sums then depends on its own length and on no other's.
 
-**Packed weights.** oneDNN computes products of a few rows faster with matrices in a layout of its
-own, which is a second copy of the weights (``PackedWeights``): a server makes it once, a single
-call does not.
+**Packed tokens.** A server computes many tokens at once: the next ones of B sequences, or several
+prompts. Norms, products and activations take tokens one by one, so ``PackedForward`` takes N tokens
+of any sequences, one after another without padding, and leaves attention to its caller. Its
+products are oneDNN's, by weights in a layout of its own, and add the stream, apply the activation
+or multiply by the gate while results are in registers. That is a second copy of the weights: a
+server makes it once, a single call does not.
 
 It is the forward pass of fenchel/model for T = 1 and a plain decoder (generation/plain_decoder.py);
 for any other model ``why_not_cpu_step`` names the reason, and the model itself is called.
 
-B sequences, M width of the stream, H heads, G heads of keys, D width per head, F width of the MLP.
+B sequences, N tokens, M width of the stream, H heads, G heads of keys, D width per head, F width of
+the MLP.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
-from torch.nn.functional import layer_norm, scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm, relu, scaled_dot_product_attention, silu
 
 from fenchel.generation.plain_decoder import (
     LinearWeights,
@@ -40,22 +45,37 @@ from fenchel.generation.plain_decoder import (
 )
 from fenchel.model import Transformer
 from fenchel.model.forward_context import Cache, Observer
-from fenchel.model.mlp import ACTIVATIONS
+from fenchel.model.mlp import ACTIVATIONS, gelu_tanh
 from fenchel.model.rotary_table import RotaryTable
-from fenchel.torch_internals import packed_linear, packed_linear_weight, packs_linear_weights
+from fenchel.torch_internals import (
+    packed_linear,
+    packed_linear_weight,
+    packed_linear_with,
+    packs_linear_weights,
+)
 
 TRANSPOSED = range(2, 9)
 """Numbers of sequences for which products are faster with transposed results. 8 layers of width 512
 on one core of an EPYC, transposed and not, in ms: 10.9 and 17.3 for two sequences, 13.0 and 16.0
 for four, 18.8 and 19.2 for eight, 31.6 and 22.5 for twelve, 28.2 and 26.1 for 16."""
 
-
-PACKED = range(2, 65)
-"""Numbers of sequences for which packed weights are used. The products of the same model in ms,
-with packed weights and with the better layout of results, on a busy core: 11.6 and 12.8 for two
-sequences, 16.4 and 20.2 for eight, 22.3 and 25.6 for 16, 36.9 and 37.8 for 32."""
 PACKED_BYTES = 1 << 30
 """Weights above this size are not packed: their copy would take the memory of the cache."""
+PACKED_LEAST, PACKED_EXACT, PACKED_MULTIPLE = 5, 64, 8
+"""Numbers of rows of a packed product: 5 at least, any up to 64, then multiples of 8.
+
+oneDNN takes 6.7 ms for the products of five rows of a model of 8 layers of width 512 on a core of
+an EPYC with AVX-512, and 8.6 for one row. It writes the code of a product at the first use of its
+shapes, which takes about a millisecond: so shapes of many rows are few."""
+ONEDNN_ACTIVATIONS = {
+    silu: ("swish", ""),
+    gelu: ("gelu", "none"),
+    gelu_tanh: ("gelu", "tanh"),
+    relu: ("relu", ""),
+}
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""The attention of a layer, by its number and the q (N, H, D), k and v (N, G, D) of all tokens:
+(N, H D)."""
 
 
 def why_not_cpu_step(model: Transformer) -> str | None:
@@ -66,73 +86,208 @@ def why_not_cpu_step(model: Transformer) -> str | None:
     return why_not_plain(model)
 
 
+class StepAttention(NamedTuple):
+    """The attention of one new token of each of B sequences to those in a cache.
+
+    With ``lengths`` every sequence attends by a call of its own to its own keys: ``lengths`` has
+    the number of its tokens with the new one, 0 where a row has none. Else ``mask`` is added to the
+    scores, (B, 1, 1, S) or for the last S.
+    """
+
+    cache: Cache
+    scale: float | None
+    mask: Tensor | None = None
+    lengths: Sequence[int] | None = None
+    observe: Observer | None = None
+
+    @classmethod
+    def masked(
+        cls,
+        cache: Cache,
+        scale: float | None,
+        token_mask_BS: Tensor | None,
+        observe: Observer | None,
+        dtype: torch.dtype,
+    ) -> "StepAttention":
+        """Attention to the slots where ``token_mask_BS`` is True, to keys of this dtype."""
+        mask = None
+        if token_mask_BS is not None:
+            mask = torch.zeros(token_mask_BS.shape, dtype=dtype)
+            mask = mask.masked_fill_(~token_mask_BS, -torch.inf)[:, None, None]
+        return cls(cache, scale, mask, None, observe)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, G, R, D), k and v (B, G, 1, D) -> (B, G, R, D)."""
+        keys, values = self.cache.append(layer, k, v)
+        q = q.to(keys.dtype)
+        if self.observe is not None:
+            self.observe(layer, q.flatten(1, 2).unsqueeze(2), keys, values)
+        if self.lengths is not None:
+            return self._one_by_one(q, keys, values, self.lengths)
+        mask = None if self.mask is None else self.mask[..., -keys.shape[2] :]
+        return scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
+
+    def _one_by_one(
+        self, q: Tensor, keys: Tensor, values: Tensor, lengths: Sequence[int]
+    ) -> Tensor:
+        """What a row without a token has is of no use."""
+        o = torch.zeros_like(q)
+        for b, n in enumerate(lengths):
+            if n:
+                row = slice(b, b + 1)
+                first = max(0, keys.shape[2] - n)
+                k, v = keys[row, :, first:], values[row, :, first:]
+                o[row] = scaled_dot_product_attention(q[row], k, v, scale=self.scale)
+        return o
+
+
 class PackedLinear(NamedTuple):
-    """``LinearWeights`` with a packed W."""
+    """y = x W^T + b with a packed W."""
 
     packed: Tensor
     bias: Tensor | None
 
-    def into(self, y: Tensor, x: Tensor) -> None:
-        """Write x W^T + b into y."""
-        y.copy_(packed_linear(x, self.packed, self.bias))
+    @classmethod
+    def of(cls, weights: LinearWeights) -> "PackedLinear":
+        """A packed copy."""
+        rows = 32  # a layout for fewer rows is slower for many
+        bias = None if weights.bias is None else weights.bias.detach()
+        return cls(packed_linear_weight(weights.weight.detach(), rows), bias)
 
-    def add_to(self, y: Tensor, x: Tensor) -> None:
-        """Add x W^T + b to y."""
-        y.add_(packed_linear(x, self.packed, self.bias))
+    def __call__(self, x: Tensor, activation: tuple[str, str] = ("none", "")) -> Tensor:
+        """f(x W^T + b)."""
+        return packed_linear(x, *self, activation)
+
+    def plus(self, x: Tensor, y: Tensor) -> Tensor:
+        """x W^T + b + y."""
+        return packed_linear_with(x, *self, y, "add")
+
+    def times(self, x: Tensor, y: Tensor) -> Tensor:
+        """(x W^T + b) y, entry by entry."""
+        return packed_linear_with(x, *self, y, "mul")
 
 
-class Products(NamedTuple):
-    """The products of a block."""
+class PackedBlock(NamedTuple):
+    """The packed weights of a block, in the order of their use."""
 
-    qkv: LinearWeights | PackedLinear
-    out: LinearWeights | PackedLinear
-    gate: LinearWeights | PackedLinear | None
-    up: LinearWeights | PackedLinear
-    down: LinearWeights | PackedLinear
+    attention_norm: PlainNorm
+    qkv: PackedLinear
+    out: PackedLinear
+    mlp_norm: PlainNorm
+    gate: PackedLinear | None
+    up: PackedLinear
+    down: PackedLinear
 
 
-class PackedWeights(NamedTuple):
-    """The weights of all products of a model, packed once for steps of any of ``PACKED``."""
+class PackedForward:
+    """The forward pass of a plain decoder over N tokens of any sequences, by packed weights."""
 
-    layers: Sequence[Products]
-    lm_head: PackedLinear
+    def __init__(self, model: Transformer) -> None:
+        self.config, self.embed = model.config, model.embed.weight
+        self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
+        self.norm = plain_norm(model.norm)
+        self.epsilon = self.embed.new_full((1, 1), self.config.epsilon)
+        self.activation = ONEDNN_ACTIVATIONS[ACTIVATIONS[self.config.mlp]]
+        rotary = self.config.positions == "rotary"
+        self.rotary_table = RotaryTable(self.config) if rotary else None
+        self.blocks = [
+            PackedBlock(
+                layer.attention_norm,
+                PackedLinear.of(layer.qkv),
+                PackedLinear.of(layer.out),
+                layer.mlp_norm,
+                None if layer.gate is None else PackedLinear.of(layer.gate),
+                PackedLinear.of(layer.up),
+                PackedLinear.of(layer.down),
+            )
+            for layer in map(block_weights, model.blocks)
+        ]
+        self.lm_head = PackedLinear.of(LinearWeights(model.lm_head_weight.t(), None))
+        specs = (layer.spec for layer in model.attention_layers())
+        self.attention: list[dict[str, Any]] = [dict(spec) for spec in specs]
+        """How the layers attend: the settings of ``attend``."""
+        self.unlimited = replace(model.config, windows=())
+        """The settings of a cache in which no prompt displaces the keys of another."""
 
     @classmethod
-    def of(cls, model: Transformer) -> "PackedWeights | None":
+    def of(cls, model: Transformer) -> "PackedForward | None":
         """None where packing is not possible, or takes too much memory."""
         table = model.lm_head_weight
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        if table.dtype != torch.float32 or size > PACKED_BYTES or not packs_linear_weights():
+        if table.device.type != "cpu" or not packs_linear_weights(table.dtype):
             return None
-        layers = []
-        for layer in map(block_weights, model.blocks):
-            gate = None if layer.gate is None else _pack(layer.gate)
-            packed = _pack(layer.qkv), _pack(layer.out), gate, _pack(layer.up), _pack(layer.down)
-            layers.append(Products(*packed))
-        return cls(layers, _pack(LinearWeights(table.t(), None)))
+        return cls(model) if size <= PACKED_BYTES and why_not_plain(model) is None else None
 
+    def __call__(self, token_N: Tensor, position_N: Tensor, attend: Attend) -> Tensor:
+        """What the LM head takes at every token, (N, M), from ids and positions (N,)."""
+        c, N = self.config, len(token_N)
+        H, G, D = c.heads, c.groups, c.head_width
+        rows = max(N, PACKED_LEAST)
+        if N > PACKED_EXACT:
+            rows = -(-N // PACKED_MULTIPLE) * PACKED_MULTIPLE
+        x = self.embed.new_zeros(rows, c.width)  # rows beyond N are computed and not used
+        torch.index_select(self.embed, 0, token_N, out=x[:N])
+        if self.pos_embed is not None:
+            x[:N] += self.pos_embed[position_N]
+        rotary = self._rotary(position_N)
+        o = x.new_zeros(rows, H * D)
+        o_NC = o[:N]
+        for number, block in enumerate(self.blocks):
+            qkv = block.qkv(self._norm(block.attention_norm, x))
+            heads = qkv.view(rows, H + 2 * G, D)[:N]
+            qk, v = heads[:, : H + G], heads[:, H + G :]
+            if rotary is not None:
+                cos, sin = rotary
+                qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
+            o_NC.copy_(attend(number, qk[:, :H], qk[:, H:], v))
+            x = block.out.plus(o, x)
+            y = self._norm(block.mlp_norm, x)
+            if block.gate is None:
+                wide = block.up(y, self.activation)
+            else:
+                wide = block.up.times(y, block.gate(y, self.activation))
+            x = block.down.plus(wide, x)
+        return self._norm(self.norm, x[:N])
 
-def _pack(weights: LinearWeights) -> PackedLinear:
-    rows = 8  # the layout hardly depends on it
-    bias = None if weights.bias is None else weights.bias.detach()
-    return PackedLinear(packed_linear_weight(weights.weight.detach(), rows), bias)
+    def step(self, token_B: Tensor, position_B: Tensor, attention: StepAttention) -> Tensor:
+        """Logits after one more token of each sequence: (B,) -> (B, V)."""
+        B, G, D = len(token_B), self.config.groups, self.config.head_width
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = q.view(B, G, -1, D)
+            return attention(layer, q, k.unsqueeze(2), v.unsqueeze(2)).reshape(B, -1)
+
+        return self.logits(self(token_B, position_B, attend))
+
+    def logits(self, x_NM: Tensor) -> Tensor:
+        """The LM head: (N, M) -> (N, V)."""
+        return self.lm_head(x_NM)
+
+    def _rotary(self, position_N: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin, (N, 1, D)."""
+        if self.rotary_table is None:
+            return None
+        table, like = self.rotary_table, self.embed
+        cos, sin = table.at(position_N[:, None], int(position_N.max()) + 1, like)
+        return cos.squeeze(1).to(like.dtype), sin.squeeze(1).to(like.dtype)
+
+    def _norm(self, norm: PlainNorm, x: Tensor) -> Tensor:
+        """The norm of the stream, (N, M)."""
+        if isinstance(norm, nn.LayerNorm) or x.dtype != torch.float32:
+            return cast(Tensor, norm(x))
+        r = vector_norm(x, 2, -1, True)
+        r = torch.addcmul(self.epsilon, r, r, value=1.0 / x.shape[-1]).rsqrt_()
+        return x.mul(r).mul_(norm.weight)
 
 
 class CpuStep:
     """A decoding step for ``batch`` sequences, one token each, with a KV cache.
 
-    With ``packed`` its products are those of the packed weights, for numbers of sequences for which
-    they are faster.
+    With ``copy`` it reads copies of the weights, which are faster for one sequence: 7.0 instead of
+    9.5 ms for the products of 8 layers of width 512 on a core of an EPYC.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        cache: Cache,
-        *,
-        batch: int,
-        packed: PackedWeights | None = None,
-    ) -> None:
+    def __init__(self, model: Transformer, cache: Cache, *, batch: int, copy: bool = False) -> None:
         config, table = model.config, model.lm_head_weight
         self.config, self.cache, self.embed = config, cache, model.embed.weight
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
@@ -140,14 +295,10 @@ class CpuStep:
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.mlp]
         self.rotary_table = RotaryTable(config) if config.positions == "rotary" else None
         self.layers = [block_weights(block) for block in model.blocks]
-        self.lm_head: LinearWeights | PackedLinear = LinearWeights(table.t(), None)
-        self.products: Sequence[Products] = [
-            Products(layer.qkv, layer.out, layer.gate, layer.up, layer.down)
-            for layer in self.layers
-        ]
-        self.packed = packed is not None and batch in PACKED
-        if packed is not None and self.packed:
-            self.products, self.lm_head = packed
+        self.lm_head = LinearWeights(table.t(), None)
+        if copy:
+            self.layers = [layer.copy() for layer in self.layers]
+            self.lm_head = self.lm_head.copy()
         self._allocate(batch)
 
     def step(
@@ -174,48 +325,30 @@ class CpuStep:
             x.add_(self.pos_embed[cache.length if position_B is None else position_B])
         rotary = self._rotary(position_B)
         scale = self.config.score_scale
-        for number, (layer, product) in enumerate(zip(self.layers, self.products, strict=True)):
+        attend = StepAttention.masked(cache, scale, token_mask_BS, observe, x.dtype)
+        attend = attend._replace(lengths=lengths)
+        for number, layer in enumerate(self.layers):
             y = self._norm(layer.attention_norm)
-            product.qkv.into(self.qkv, y)
+            layer.qkv.into(self.qkv, y)
             if rotary is not None:
                 cos, first, second = rotary
                 torch.mul(self.qk, cos, out=self.rotated)
                 self.rotated_first.addcmul_(self.second, first)
                 self.rotated_second.addcmul_(self.first, second)
-            keys, values = cache.append(number, self.k, self.v)
-            if lengths is not None:
-                attended = self._attend_one_by_one(keys, values, lengths)
-            else:
-                mask = None
-                if token_mask_BS is not None:
-                    mask = token_mask_BS[:, None, None, -keys.shape[2] :]
-                attended = scaled_dot_product_attention(self.q, keys, values, mask, scale=scale)
-            if observe is not None:
-                observe(number, self.q.flatten(1, 2).unsqueeze(2), keys, values)
-            product.out.add_to(x, attended.reshape(self.attended_shape))
+            attended = attend(number, self.q, self.k, self.v)
+            layer.out.add_to(x, attended.reshape(self.attended_shape))
             y = self._norm(layer.mlp_norm)
-            product.up.into(self.wide, y)
-            if product.gate is None:
+            layer.up.into(self.wide, y)
+            if layer.gate is None:
                 wide = self.activation(self.wide)
             else:
-                product.gate.into(self.gated, y)
+                layer.gate.into(self.gated, y)
                 wide = self.activation(self.gated).mul_(self.wide)
-            product.down.add_to(x, wide)
+            layer.down.add_to(x, wide)
         cache.advance(1)
         y = self._norm(self.norm)
         self.lm_head.into(self.logits, y)
         return self.logits
-
-    def _attend_one_by_one(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The attention output, (B, G, R, D); what a row without a token has is of no use."""
-        o, scale = torch.zeros_like(self.q), self.config.score_scale
-        for b, n in enumerate(lengths):
-            if n:
-                row = slice(b, b + 1)
-                first = max(0, keys.shape[2] - n)
-                k, v = keys[row, :, first:], values[row, :, first:]
-                o[row] = scaled_dot_product_attention(self.q[row], k, v, scale=scale)
-        return o
 
     def _norm(self, norm: PlainNorm) -> Tensor:
         """The norm of the stream, (B, M)."""
@@ -248,8 +381,7 @@ class CpuStep:
         def result(width: int) -> Tensor:
             # The layout of a result decides how BLAS computes the product: for a few sequences it
             # is up to twice as fast if their entries are adjacent.
-            transposed = B in TRANSPOSED and not self.packed
-            return new(width, B).t() if transposed else new(B, width)
+            return new(width, B).t() if B in TRANSPOSED else new(B, width)
 
         self.x, self.y, self.wide, self.gated = new(B, M), new(B, M), result(F), result(F)
         self.logits = result(c.vocabulary)

@@ -94,6 +94,10 @@ class LinearWeights(NamedTuple):
         """W itself, (N, K)."""
         return self.transposed.t()
 
+    def copy(self) -> "LinearWeights":
+        """A copy of W^T with adjacent rows, which a product with one row reads in order."""
+        return LinearWeights(self.transposed.detach().contiguous(), self.bias)
+
     def into(self, y: Tensor, x: Tensor) -> None:
         """Write x W^T + b into y."""
         if self.bias is None:
@@ -122,6 +126,16 @@ class BlockWeights(NamedTuple):
     gate: LinearWeights | None
     up: LinearWeights
     down: LinearWeights
+
+    def copy(self) -> "BlockWeights":
+        """The same with copies of all matrices (``LinearWeights.copy``)."""
+        return self._replace(
+            qkv=self.qkv.copy(),
+            out=self.out.copy(),
+            gate=None if self.gate is None else self.gate.copy(),
+            up=self.up.copy(),
+            down=self.down.copy(),
+        )
 
 
 def block_weights(block: nn.Module) -> BlockWeights:

@@ -254,16 +254,21 @@ def _full(p_RV: Tensor, before_RV: Tensor, limit_R: Tensor, k: int) -> Tensor:
 
 def exponentials(p_BV: Tensor, generator: Generators) -> Tensor:
     """Independent exponential variables of mean 1 in the shape and dtype of p; never 0."""
-    if not isinstance(generator, torch.Generator | None):
-        rows = zip(p_BV.unbind(), generator, strict=True)
-        return torch.stack([exponentials(p_V, own) for p_V, own in rows])
-    if p_BV.is_cuda:
-        e_BV = torch.empty_like(p_BV).exponential_(1.0, generator=generator)
+    # On a CPU torch's exponential_ takes three times as long, and its numbers depend on the CPU.
+    dtype = p_BV.dtype if p_BV.is_cuda else torch.float64
+    x_BV = torch.empty(p_BV.shape, dtype=dtype, device=p_BV.device)
+    if isinstance(generator, torch.Generator | None):
+        parts = [(x_BV, generator)]
     else:
-        # torch's own exponential_ takes three times as long, and its numbers depend on the CPU.
-        u_BV = torch.empty(p_BV.shape, dtype=torch.float64).uniform_(generator=generator)
-        e_BV = u_BV.neg_().log1p_().neg_().to(p_BV.dtype)
-    return e_BV.clamp_(min=torch.finfo(p_BV.dtype).tiny)
+        parts = [*zip(x_BV.unbind(), generator, strict=True)]
+    for x, own in parts:
+        if p_BV.is_cuda:
+            x.exponential_(1.0, generator=own)
+        else:
+            x.uniform_(generator=own)
+    if not p_BV.is_cuda:
+        x_BV = x_BV.neg_().log1p_().neg_().to(p_BV.dtype)
+    return x_BV.clamp_(min=torch.finfo(p_BV.dtype).tiny)
 
 
 def filter_probabilities(p_BV: Tensor, sampling: Sampling) -> Tensor:

@@ -421,37 +421,41 @@ class Engine:
         if prefill.at_last_chunk:
             lengths = [len(job.request.prompt) for job in jobs]
             trace = self._pass_trace(jobs, numbers, lengths)
-        hidden_BTM = prefill.read(None if trace is None else trace.observe)
-        for job, number in zip(jobs, numbers, strict=True):
+        tokens = prefill.read(None if trace is None else trace.observe)
+        for job in jobs:
             if job.request.prompt_logprobs is not None and not job.finished:
-                self._score(job, hidden_BTM[number], start)
+                self._score(job, prefill.hidden_TM, start)
         if prefill.done:
-            self._enter(self._prefill, hidden_BTM[:, -1:], trace)
+            self._enter(self._prefill, trace)
         if prefill.done or all(job.finished for job in jobs):
             self._prefill = None
-        return int(hidden_BTM.shape[0] * hidden_BTM.shape[1])
+        return tokens
 
     def _begin_prefill(self) -> "_Reading | None":
         """Take requests from the queue, as many as one chunk and the free rows hold."""
         jobs: list[_Job] = []
         prompts: list[tuple[int, ...]] = []
+        alone = False
         with self._condition:
             while self._waiting and len(jobs) < self.batch.free:
                 request = self._waiting[0].request
-                alone = self.batch.invariant or request.prompt_logprobs is not None
-                if request.prompt not in prompts:
-                    tokens = (len(prompts) + 1) * max(map(len, [*prompts, request.prompt]))
-                    if prompts and (alone or tokens > self.batch.prefill_chunk):
-                        break
-                    prompts.append(request.prompt)
+                alone = alone or self._reads_alone(request)
+                new = [] if request.prompt in prompts else [request.prompt]
+                lengths = [*map(len, prompts + new)]
+                if len(lengths) > 1 and (alone or not self.batch.fits(lengths)):
+                    break
+                prompts += new
                 jobs.append(self._waiting.popleft())
                 jobs[-1].started = time.monotonic()
         if not jobs:
             return None
-        prefill = Prefill(
-            self.model, prompts, cache=self.batch.kind, chunk=self.batch.prefill_chunk
-        )
+        prefill = self.batch.prefill(prompts)
         return _Reading(prefill, jobs, [prompts.index(job.request.prompt) for job in jobs])
+
+    def _reads_alone(self, request: Request) -> bool:
+        """Whether no other prompt is read with this one."""
+        observed = request.prompt_logprobs is not None or request.trace is not None
+        return self.batch.invariant or observed
 
     def _score(self, job: _Job, hidden_TM: Tensor, start: int) -> None:
         """Log-probabilities of the prompt after each position of a chunk that begins at start."""
@@ -463,10 +467,10 @@ class Engine:
         for part_TM in torch.split(hidden_TM, max(1, SCORE_ENTRIES // self.vocabulary)):
             at = len(job.prompt)
             targets = ids[at : at + len(part_TM)]
-            scores = _scores(self.model.logits(part_TM), targets, [k] * len(targets))
+            scores = _scores(self.batch.logits(part_TM), targets, [k] * len(targets))
             job.prompt += [Token(i, "", *score) for i, score in zip(targets, scores, strict=True)]
 
-    def _enter(self, reading: "_Reading", hidden_B1M: Tensor, trace: PassTrace | None) -> None:
+    def _enter(self, reading: "_Reading", trace: PassTrace | None) -> None:
         """The first token of every prompt that was read; requests that go on join the batch."""
         drawing: list[tuple[_Job, int]] = []
         for job, number in zip(reading.jobs, reading.numbers, strict=True):
@@ -476,14 +480,14 @@ class Engine:
                 drawing.append((job, number))
         if not drawing:
             return
-        logits_BV = self.model.logits(hidden_B1M)[:, 0]
-        for job, number in drawing:
+        logits_PV = self.batch.logits(reading.prefill.last_hidden_PM)
+        for job, _ in drawing:
             if job.request.sampling.penalised:
                 prompt_1V = torch.zeros(1, self.vocabulary, dtype=torch.bool, device=self.device)
-                prompt_1V[0, reading.prefill.ids_BT[number]] = True
+                prompt_1V[0, list(job.request.prompt)] = True
                 job.penalties = Penalties(job.request.sampling, prompt_1V)
         for (job, number), token in zip(
-            drawing, self._next_tokens(drawing, logits_BV, trace), strict=True
+            drawing, self._next_tokens(drawing, logits_PV, trace), strict=True
         ):
             if token is not None:
                 request = job.request

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fenchel.generation import KVCache, cuda_graph
-from fenchel.generation.continuous_batch import ContinuousBatch, Prefill, Row
+from fenchel.generation.continuous_batch import ContinuousBatch, PackedPrefill, Row
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]
@@ -45,7 +45,8 @@ def ids_of(seed: int, count: int, vocabulary: int) -> list[int]:
 def join(batch: ContinuousBatch, *prompts: list[int]) -> list[Row]:
     """Rows whose next token is the last of their prompt."""
     before = [prompt[:-1] for prompt in prompts]
-    prefill = Prefill(batch.model, before, cache=batch.kind, chunk=5)
+    batch.prefill_chunk = 5
+    prefill = batch.prefill(before)
     while not prefill.done:
         prefill.read()
     return [batch.join(prefill, i, prompt[-1]) for i, prompt in enumerate(prompts)]
@@ -90,6 +91,33 @@ def test_the_logits_of_a_sequence_are_those_of_the_model_on_it_alone(
         for ids, logits in play(batch, events):
             wanted = model(torch.tensor([ids]))[0, -1]
             torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("shape", ["grouped", "windows", "learned"])
+@settings(max_examples=12)
+@given(events=EVENTS, invariant=st.booleans())
+def test_packed_weights_and_prompts_give_those_logits_too(
+    shape: str, events: list[Event], invariant: bool, lively: Build
+) -> None:
+    model = lively(**SHAPES[shape], context=CONTEXT)
+    with torch.inference_mode():
+        batch = ContinuousBatch(model, rows=3, invariant=invariant)
+        if not isinstance(batch.prefill([[1]]), PackedPrefill):
+            pytest.skip("this torch has no oneDNN")
+        for ids, logits in play(batch, events):
+            wanted = model(torch.tensor([ids]))[0, -1]
+            torch.testing.assert_close(logits, wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_packed_prompts_compute_their_tokens_and_padded_ones_the_longest(lively: Build) -> None:
+    batch, padded = ContinuousBatch(lively(), rows=2), ContinuousBatch(lively().double(), rows=2)
+    with torch.inference_mode():
+        assert padded.prefill([[1, 2, 3, 4, 5], [6]]).read() == 10
+        if isinstance(batch.prefill([[1]]), PackedPrefill):
+            assert batch.prefill([[1, 2, 3, 4, 5], [6]]).read() == 6
+            batch.prefill_chunk = padded.prefill_chunk = 6
+            assert batch.fits([5, 1])
+    assert not padded.fits([5, 1])
 
 
 def require_recorded_steps(

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fenchel.attention import attend as fenchel_attend
 from fenchel.generation import KVCache, cpu_step, generate
-from fenchel.generation.cpu_step import CpuStep, PackedWeights, why_not_cpu_step
+from fenchel.generation.cpu_step import CpuStep, PackedForward, why_not_cpu_step
 from fenchel.model import Transformer
 from fenchel.model.mlp import Mlp
+from fenchel.torch_internals import packs_linear_weights
 
 Build = Callable[..., Transformer]
 Draw = Callable[..., Tensor]
@@ -49,31 +51,47 @@ def test_a_step_gives_the_logits_of_the_model(
         torch.testing.assert_close(logits, whole[:, t], atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=lambda s: " ".join(s))
+@every_shape
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=["float32", "bfloat16"]
+)
 @torch.inference_mode()
-def test_packed_weights_give_the_same_products(
-    shape: dict[str, Any], lively: Build, prompts: Draw
+def test_packed_tokens_of_several_sequences_give_the_logits_of_the_model(
+    shape: dict[str, Any],
+    dtype: torch.dtype,
+    close: float,
+    lively: Build,
+    prompts: Draw,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, ids, B, T = lively(**shape, context=9), prompts(3, 9), 3, 9
-    packed = PackedWeights.of(model)
-    if packed is None:
-        pytest.skip("this torch has no oneDNN")
-    cache = KVCache(model.config, batch=B, positions=T)
-    step = CpuStep(model, cache, batch=B, packed=packed)
-    assert step.packed
-    assert not CpuStep(model, cache, batch=1, packed=packed).packed
-    model(ids[:, :4], cache=cache)
-    whole = model(ids)
-    for t in range(4, T):
-        torch.testing.assert_close(step.step(ids[:, t]), whole[:, t], atol=1e-4, rtol=1e-4)
+    """Sequences of 9, 2 and 11 tokens, one after another; attention is that of the model."""
+    monkeypatch.setattr(cpu_step, "PACKED_EXACT", 16)  # 24 rows are computed
+    if not packs_linear_weights(dtype):
+        pytest.skip("this torch has no oneDNN for this dtype")
+    model, lengths = lively(**shape), [9, 2, 11]
+    ids = [prompts(n, seed=n) for n in lengths]
+    wanted = torch.cat([model(one[None])[0] for one in ids])
+    model.to(dtype)
+    forward = PackedForward.of(model)
+    assert forward is not None
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
+        outputs = [fenchel_attend(*part, **model.attention(layer).spec) for part in parts]
+        return torch.cat(outputs, 2)[0].transpose(0, 1).flatten(1)
+
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    logits = forward.logits(forward(torch.cat(ids), positions, attend))
+    torch.testing.assert_close(logits.float(), wanted, atol=close, rtol=close)
 
 
 def test_large_or_wide_weights_are_not_packed(
     lively: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert PackedWeights.of(lively().double()) is None
+    assert PackedForward.of(lively().double()) is None
+    assert PackedForward.of(lively(choice="entmax")) is None
     monkeypatch.setattr(cpu_step, "PACKED_BYTES", 1000)
-    assert PackedWeights.of(lively()) is None
+    assert PackedForward.of(lively()) is None
 
 
 class Count(TorchDispatchMode):

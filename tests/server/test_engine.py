@@ -15,7 +15,7 @@ from torch import Tensor
 from fenchel.data import train_tokenizer
 from fenchel.generation import Sampling, cuda_graph, generate
 from fenchel.generation.attention_trace import AttentionSettings, TraceSettings, trace_text
-from fenchel.generation.continuous_batch import ContinuousBatch, Prefill
+from fenchel.generation.continuous_batch import ContinuousBatch
 from fenchel.generation.cuda_graph import PendingTokens
 from fenchel.model import ModelConfig, Transformer
 from fenchel.server.engine import (
@@ -272,6 +272,33 @@ def test_a_prompt_is_scored_in_chunks(n: int, serve: Serve, long_model: Transfor
     assert more.ids == [int(log_p[-1].argmax())]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_prompt_has_its_own_scores_and_penalties_whatever_is_read_with_it(
+    dtype: torch.dtype, serve: Serve, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 packs prompts, and float64 pads them with token 0."""
+    served = deepcopy(model).to(dtype)
+    with torch.no_grad():
+        z = served(torch.tensor([[5, 6, 7]]))[0, -1]
+    enough = float(z.max() - z[0]) + 0.01  # a penalty of token 0 would decide against it
+    penalised = Sampling(temperature=0.0, repetition_penalty=3.0, logit_bias=((0, enough),))
+    scored = request(5, 6, 7, max_new_tokens=0, prompt_logprobs=1)
+    wanted = ask(serve(served), scored)[1].wait().prompt
+    engine = serve(served)
+    gate = Gate(engine, monkeypatch)
+    ask(engine, request(9, max_new_tokens=2))  # holds the worker while the others arrive
+    longer = request(*range(20, 40))
+    first, _, second, _ = [
+        ask(engine, one)[1]
+        for one in (scored, longer, request(5, 6, 7, sampling=penalised), longer)
+    ]
+    gate.open(60)
+    assert [token.id for token in first.wait().prompt] == [5, 6, 7]
+    for token, other in zip(first.prompt[1:], wanted[1:], strict=True):
+        assert token.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert second.wait().ids[0] == 0
+
+
 def test_log_probabilities_are_those_before_any_setting(serve: Serve, model: Transformer) -> None:
     sampling = Sampling(temperature=0.3, top_k=2, frequency_penalty=1.0)
     result = ask(serve(), request(9, 4, logprobs=1, sampling=sampling, seed=2))[1].wait()
@@ -420,9 +447,9 @@ def test_choices_of_one_prompt_read_it_once(serve: Serve, monkeypatch: pytest.Mo
     engine = serve(invariant=True)
     gate = Gate(engine, monkeypatch)
     read = []
-    original = Prefill.read
+    original = engine.batch.prefill
     monkeypatch.setattr(
-        Prefill, "read", lambda self, *rest: read.append(self.prompts) or original(self, *rest)
+        engine.batch, "prefill", lambda prompts: read.append(prompts) or original(prompts)
     )
     ask(engine, request(9, max_new_tokens=2))  # holds the worker while the others arrive
     drawn = [request(7, 8, sampling=Sampling(), seed=i) for i in range(3)]
