@@ -1,7 +1,7 @@
 """``fenchel serve`` against ``transformers serve``, with and without its continuous batching.
 
     python -m benchmarks serve [--clients 1,8,32] [--words 24] [--new 16] [--dtype float32]
-                               [--rounds 3] [--only fenchel]
+                               [--rounds 3] [--only fenchel] [--without transformers]
 
 Each server is a process of its own with one thread for its products, and all read the same
 directory: a Llama of 29.5M random weights, and a tokenizer trained on a built-in text. In every
@@ -80,6 +80,7 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--only", help="one server, to look at it; nothing is recorded")
+    parser.add_argument("--without", help="leave a server out; nothing is recorded")
     parser.add_argument(
         "--peer", nargs=4, metavar=("DIR", "PORT", "DTYPE", "BATCHED"), help="used inside"
     )
@@ -91,7 +92,7 @@ def main(options: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         words = _write_model(path, given.dtype)
-        servers, missing = _start(path, given.dtype, given.only)
+        servers, missing = _start(path, given.dtype, given.only, given.without)
         lines: list[dict[str, Any]] = []
         try:
             for length, new, clients in product(
@@ -107,7 +108,7 @@ def main(options: list[str] | None = None) -> None:
             for server in servers.values():
                 server.stop()
     lines += [{"server": name, "missing": reason} for name, reason in missing.items()]
-    if given.only is None:
+    if given.only is None and given.without is None:
         name = "serve_cpu" if given.dtype == "float32" else f"serve_cpu_{given.dtype}"
         record(name, lines, ("transformers", "starlette", "uvicorn"))
 
@@ -168,7 +169,9 @@ def _cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def _start(path: Path, dtype: str, only: str | None) -> tuple[dict[str, _Server], dict[str, str]]:
+def _start(
+    path: Path, dtype: str, only: str | None = None, without: str | None = None
+) -> tuple[dict[str, _Server], dict[str, str]]:
     """The servers that answer, and why the others do not."""
     commands = {
         OURS: [
@@ -185,12 +188,14 @@ def _start(path: Path, dtype: str, only: str | None) -> tuple[dict[str, _Server]
         if find_spec("fastapi") is None:
             commands[name] = [sys.executable, "-m", "benchmarks.serve", "--peer", str(path)]
             commands[name] += ["PORT", dtype, name]
-    if only is not None and only not in commands:
-        raise SystemExit(f"--only {only!r} should be one of {', '.join(commands)}.")
+    for name in (only, without):
+        if name is not None and name not in commands:
+            raise SystemExit(f"{name!r} should be one of {', '.join(commands)}.")
+    names = [name for name in commands if name != without and only in (None, name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     servers: dict[str, _Server] = {}
     missing: dict[str, str] = {}
-    for name in commands if only is None else [only]:
+    for name in names:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         log = path.parent / f"{name}.log"

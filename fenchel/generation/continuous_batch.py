@@ -320,7 +320,7 @@ class Prefill:
 class PackedPrefill(Prefill):
     """Prompts one after another, without padding, in a cache of one sequence.
 
-    Several are read at once; a single one chunk by chunk.
+    Several are read at once; a single one chunk by chunk. ``scored`` where ``hidden_TM`` is needed.
     """
 
     def __init__(
@@ -331,8 +331,10 @@ class PackedPrefill(Prefill):
         forward: PackedForward,
         cache: CacheKind = "model",
         chunk: int = PREFILL_CHUNK,
+        scored: bool = False,
     ) -> None:
         self.model, self.prompts, self.forward = model, prompts, forward
+        self.scored = scored
         self._stops = [*accumulate(map(len, prompts))]
         self.chunk = chunk if len(prompts) == 1 else self._stops[-1]
         ids = torch.tensor([[token for prompt in prompts for token in prompt]])
@@ -364,16 +366,16 @@ class PackedPrefill(Prefill):
                 parts.append(attend(q[:, :, first:last], *seen, **settings)[0].transpose(0, 1))
             return torch.cat(parts).flatten(1)
 
-        self._hidden_BTM = self.forward(token_N, position_N, attend_prompts).unsqueeze(0)
+        ends = [stop - 1 - start for stop in self._stops if stop <= start + N]
+        wanted = None if self.scored else ends
+        self._hidden_BTM = self.forward(token_N, position_N, attend_prompts, wanted).unsqueeze(0)
         self.cache.advance(N)
         return N
 
     @property
     def last_hidden_PM(self) -> Tensor:
         """What the LM head takes at the last token of every prompt."""
-        if len(self.prompts) == 1:
-            return self._hidden_BTM[:, -1]
-        return self._hidden_BTM[0, [stop - 1 for stop in self._stops]]
+        return self._hidden_BTM[:, -1] if self.scored else self._hidden_BTM[0]
 
     def copy_into(self, cache: RowCache | StaticCache, row: int, number: int) -> None:
         """Copy the keys and values of a prompt into a row."""
@@ -482,12 +484,20 @@ class ContinuousBatch:
         """Columns before its own that the next step reads: the length of the longest sequence."""
         return max((row.length for row in self.active), default=0)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
-        """A pass over prompts that may ``join``; several need ``fits``."""
+    def prefill(self, prompts: Sequence[Sequence[int]], *, scored: bool = False) -> Prefill:
+        """A pass over prompts that may ``join``; several need ``fits``.
+
+        ``scored`` for a single prompt whose ``hidden_TM`` is needed.
+        """
         if self._packed is None:
             return Prefill(self.model, prompts, cache=self.kind, chunk=self.prefill_chunk)
         return PackedPrefill(
-            self.model, prompts, forward=self._packed, cache=self.kind, chunk=self.prefill_chunk
+            self.model,
+            prompts,
+            forward=self._packed,
+            cache=self.kind,
+            chunk=self.prefill_chunk,
+            scored=scored,
         )
 
     def fits(self, lengths: Sequence[int]) -> bool:

@@ -179,6 +179,17 @@ class PackedBlock(NamedTuple):
     down: PackedLinear
 
 
+def _rows(N: int) -> int:
+    """The rows of a product of N tokens.
+
+    >>> _rows(1), _rows(33), _rows(99)
+    (5, 33, 104)
+    """
+    if N > PACKED_EXACT:
+        return -(-N // PACKED_MULTIPLE) * PACKED_MULTIPLE
+    return max(N, PACKED_LEAST)
+
+
 class PackedForward:
     """The forward pass of a plain decoder over N tokens of any sequences, by packed weights."""
 
@@ -218,28 +229,38 @@ class PackedForward:
             return None
         return cls(model) if size <= PACKED_BYTES and why_not_plain(model) is None else None
 
-    def __call__(self, token_N: Tensor, position_N: Tensor, attend: Attend) -> Tensor:
-        """What the LM head takes at every token, (N, M), from ids and positions (N,)."""
+    def __call__(
+        self,
+        token_N: Tensor,
+        position_N: Tensor,
+        attend: Attend,
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
+        """What the LM head takes at the ``wanted`` tokens, all by default: (N,) -> (N, M).
+
+        Of the other tokens the last block computes keys and values alone.
+        """
         c, N = self.config, len(token_N)
         H, G, D = c.heads, c.groups, c.head_width
-        rows = max(N, PACKED_LEAST)
-        if N > PACKED_EXACT:
-            rows = -(-N // PACKED_MULTIPLE) * PACKED_MULTIPLE
-        x = self.embed.new_zeros(rows, c.width)  # rows beyond N are computed and not used
+        x = self.embed.new_zeros(_rows(N), c.width)  # rows beyond N are computed and not used
         torch.index_select(self.embed, 0, token_N, out=x[:N])
         if self.pos_embed is not None:
             x[:N] += self.pos_embed[position_N]
         rotary = self._rotary(position_N)
-        o = x.new_zeros(rows, H * D)
+        o = x.new_zeros(len(x), H * D)
         o_NC = o[:N]
         for number, block in enumerate(self.blocks):
             qkv = block.qkv(self._norm(block.attention_norm, x))
-            heads = qkv.view(rows, H + 2 * G, D)[:N]
+            heads = qkv.view(len(x), H + 2 * G, D)[:N]
             qk, v = heads[:, : H + G], heads[:, H + G :]
             if rotary is not None:
                 cos, sin = rotary
                 qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
             o_NC.copy_(attend(number, qk[:, :H], qk[:, H:], v))
+            if wanted is not None and number == len(self.blocks) - 1:
+                N = len(wanted)
+                rows = [*wanted, *[0] * (_rows(N) - N)]
+                x, o = x[rows], o[rows]
             x = block.out.plus(o, x)
             y = self._norm(block.mlp_norm, x)
             if block.gate is None:

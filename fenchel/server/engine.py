@@ -449,7 +449,8 @@ class Engine:
                 jobs[-1].started = time.monotonic()
         if not jobs:
             return None
-        prefill = self.batch.prefill(prompts)
+        scored = any(job.request.prompt_logprobs is not None for job in jobs)
+        prefill = self.batch.prefill(prompts, scored=scored)
         return _Reading(prefill, jobs, [prompts.index(job.request.prompt) for job in jobs])
 
     def _reads_alone(self, request: Request) -> bool:

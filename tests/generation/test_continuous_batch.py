@@ -175,7 +175,12 @@ def test_a_smaller_cache_holds_what_its_own_cache_holds(
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"), [*((shape, "model") for shape in SHAPES), ("windows", "int8")]
+    ("shape", "kind", "dtype"),
+    [
+        *((shape, "model", torch.float32) for shape in SHAPES),
+        ("windows", "int8", torch.float32),
+        ("windows", "model", torch.bfloat16),
+    ],
 )
 @settings(max_examples=6)
 @given(
@@ -186,12 +191,13 @@ def test_a_smaller_cache_holds_what_its_own_cache_holds(
 def test_with_invariant_the_other_rows_change_no_bit(
     shape: str,
     kind: Any,
+    dtype: torch.dtype,
     others: list[tuple[bool, int]],
     length: int,
     early: bool,
     lively: Build,
 ) -> None:
-    model = lively(**SHAPES[shape], context=CONTEXT)
+    model = lively(**SHAPES[shape], context=CONTEXT).to(dtype)
     ids = ids_of(7, CONTEXT, model.config.vocabulary)
 
     def run(around: list[tuple[bool, int]]) -> Tensor:

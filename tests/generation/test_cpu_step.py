@@ -81,8 +81,10 @@ def test_packed_tokens_of_several_sequences_give_the_logits_of_the_model(
         return torch.cat(outputs, 2)[0].transpose(0, 1).flatten(1)
 
     positions = torch.cat([torch.arange(n) for n in lengths])
-    logits = forward.logits(forward(torch.cat(ids), positions, attend))
-    torch.testing.assert_close(logits.float(), wanted, atol=close, rtol=close)
+    for some in (None, [8, 10, 21], []):
+        logits = forward.logits(forward(torch.cat(ids), positions, attend, some)).float()
+        rows = wanted if some is None else wanted[some]
+        torch.testing.assert_close(logits, rows, atol=close, rtol=close)
 
 
 def test_large_or_wide_weights_are_not_packed(

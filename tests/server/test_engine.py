@@ -449,7 +449,9 @@ def test_choices_of_one_prompt_read_it_once(serve: Serve, monkeypatch: pytest.Mo
     read = []
     original = engine.batch.prefill
     monkeypatch.setattr(
-        engine.batch, "prefill", lambda prompts: read.append(prompts) or original(prompts)
+        engine.batch,
+        "prefill",
+        lambda prompts, **settings: read.append(prompts) or original(prompts, **settings),
     )
     ask(engine, request(9, max_new_tokens=2))  # holds the worker while the others arrive
     drawn = [request(7, 8, sampling=Sampling(), seed=i) for i in range(3)]
