@@ -497,7 +497,7 @@ class ContinuousBatch:
             forward=self._packed,
             cache=self.kind,
             chunk=self.prefill_chunk,
-            scored=scored,
+            scored=scored or self.invariant,  # the shapes of a prompt do not depend on its requests
         )
 
     def fits(self, lengths: Sequence[int]) -> bool:

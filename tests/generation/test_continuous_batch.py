@@ -120,6 +120,20 @@ def test_packed_prompts_compute_their_tokens_and_padded_ones_the_longest(lively:
     assert not padded.fits([5, 1])
 
 
+def test_the_last_block_computes_what_is_needed_or_with_invariant_all(lively: Build) -> None:
+    """Whether another request scores the same prompt must not change the shapes of its products."""
+    with torch.inference_mode():
+        for invariant, scored, tokens in ((False, False, 1), (False, True, 4), (True, False, 4)):
+            batch = ContinuousBatch(lively(), rows=2, invariant=invariant)
+            prefill = batch.prefill([[1, 2, 3, 4]], scored=scored)
+            prefill.read()
+            if isinstance(prefill, PackedPrefill):
+                assert len(prefill.hidden_TM) == tokens
+            wanted = batch.model(torch.tensor([[1, 2, 3, 4]]), last=True)[0]
+            logits = batch.logits(prefill.last_hidden_PM)
+            torch.testing.assert_close(logits, wanted, atol=1e-3, rtol=1e-3)
+
+
 def require_recorded_steps(
     model: Transformer, events: list[Event], close: float, *, fused: bool
 ) -> None:
