@@ -21,10 +21,10 @@ servers up and does not count.
                             median over the rounds, each within a round, and their extremes
     p95_ratio               p95 over the smaller p95 of transformers' two
 
-``--dtype`` is that of the directory and of all servers. The default takes about three minutes. What
-was recorded is
-
-    --words 24,128 --new 16,64 --rounds 5
+``--dtype`` is that of the directory and of all servers. The default takes about three minutes on a
+quiet machine, most of them for transformers without continuous batching at 32 clients, which
+``--without transformers`` leaves out. Prompts and answers of two lengths each: ``--words 24,128
+--new 16,64``.
 
 ``transformers serve`` needs fastapi and accelerate. Where fastapi is not installed, ``_serve_peer``
 puts the managers of that server (its queue, its streams, its continuous batching) behind two routes
