@@ -1,6 +1,7 @@
 """Several processes: Muon by owners against torch's on DTensors, and what FSDP2 costs alone.
 
-    python -m benchmarks processes [--part muon|fsdp] [--shapes 256 512 ...] [--rounds N] [--tiny]
+    python -m benchmarks processes [--part muon|fsdp] [--shapes 64 256 512 1024]
+                                   [--rounds N] [--seconds S] [--tiny]
 
 **muon.** Two processes (gloo, one thread each) whose weights FSDP2 divides take optimiser steps
 with gradients that FSDP2 has reduced, in turn by
@@ -18,7 +19,9 @@ W times by the others, so owners should be W times as fast as ``repeated`` where
 time.
 torch's Muon iterates in bfloat16 on every device. A CPU without instructions for it ("bfloat16" in
 the row) is ten times slower there than in float32, which owners have no part in: float32 is the
-comparison that counts, and widths above 256 leave bfloat16 out.
+comparison that counts, and widths above 256 leave bfloat16 out. A shape takes about ``--seconds``:
+a first round, which does not count, decides how many follow, two at least. Rows are written as soon
+as they are measured.
 
 **fsdp.** One process: the training step of replicated weights against that of weights that FSDP2
 divides among one process, where nothing is sent: hooks, DTensors, the copies of owners. 1.1B
@@ -56,7 +59,7 @@ SHAPES = {
     "64": ModelConfig(vocabulary=512, width=64, heads=2, layers=4, context=64),
     "256": ModelConfig(vocabulary=512, width=256, heads=4, layers=4, context=64),
     "512": ModelConfig(vocabulary=512, width=512, heads=8, layers=4, context=64),
-    "1024": ModelConfig(vocabulary=512, width=1024, heads=16, layers=2, context=64),
+    "1024": ModelConfig(vocabulary=512, width=1024, heads=16, layers=1, context=64),
     "124M": ModelConfig(vocabulary=50257, width=768, heads=12, layers=12, context=64),
 }
 LARGE = ModelConfig(
@@ -127,7 +130,7 @@ def native_bfloat16() -> bool:
     return bool(there.get("avx512_bf16") or there.get("amx_bf16"))
 
 
-def muon_worker(rank: int, port: int, name: str, rounds: int, answers: Any) -> None:
+def muon_worker(rank: int, port: int, name: str, rounds: int, seconds: float, answers: Any) -> None:
     """Time all contenders in one of the processes; rank 0 answers."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, PROCESSES, is_master=rank == 0)
@@ -152,7 +155,10 @@ def muon_worker(rank: int, port: int, name: str, rounds: int, answers: Any) -> N
             dist.barrier()
 
         together[key] = aligned
-    times = time_interleaved(together, rounds=rounds, warmup=1)
+    first = time_interleaved(together, rounds=1, warmup=0).seconds
+    left = seconds / sum(one for (one,) in first.values()) - 1
+    rounds = world.share(max(2, min(rounds, int(left))))
+    times = time_interleaved(together, rounds=rounds, warmup=0)
     medians = [statistics.median(seconds[1:]) for seconds in work.values()]
     slower = map(max, zip(*world.gather(medians), strict=True))
     cpu = dict(zip(contenders, slower, strict=True))
@@ -170,16 +176,14 @@ def muon_worker(rank: int, port: int, name: str, rounds: int, answers: Any) -> N
     dist.destroy_process_group()
 
 
-def muon(shapes: list[str], rounds: int) -> list[dict[str, Any]]:
-    """A row per shape."""
-    rows = []
-    for name in shapes:
-        answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        port = 29500 + os.getpid() % 1000
-        spawn(muon_worker, args=(port, name, rounds, answers), nprocs=PROCESSES)
-        rows.append(answers.get())
-        print({k: round(v, 2) if isinstance(v, float) else v for k, v in rows[-1].items()})
-    return rows
+def muon(name: str, rounds: int, seconds: float) -> dict[str, Any]:
+    """The row of a shape."""
+    answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    port = 29500 + os.getpid() % 1000
+    spawn(muon_worker, args=(port, name, rounds, seconds, answers), nprocs=PROCESSES)
+    row: dict[str, Any] = answers.get()
+    print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()})
+    return row
 
 
 def fsdp_steppers(
@@ -246,26 +250,32 @@ def main(words: list[str] | None = None) -> None:
     """Run one part or both, and record the rows."""
     parser = argparse.ArgumentParser("benchmarks processes")
     parser.add_argument("--part", choices=("muon", "fsdp"))
-    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=5)
+    widths = ["64", "256", "512", "1024"]
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=widths)
+    parser.add_argument("--rounds", type=int, default=5, help="at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="per shape of muon, about")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step of fsdp")
     parser.add_argument("--compile", action="store_true", help="blocks compiled, for fsdp")
     parser.add_argument("--tiny", action="store_true", help="fsdp with a small model")
     parser.add_argument("--print", action="store_true", help="print the rows, record nothing")
     given = parser.parse_args(words or [])
-    rows = []
-    if given.part != "fsdp":
-        rows += muon(given.shapes, given.rounds)
-    if given.part != "muon" and (given.tiny or torch.cuda.is_available()):
-        sizes = {"tiny": given.tiny, "rounds": given.rounds, "batch": given.batch}
-        rows += fsdp(**sizes, compiled=given.compile)
-    if not given.print:
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if given.print:
+            return
         name = "processes_cuda" if torch.cuda.is_available() else "processes_cpu"
         if (before := RESULTS / f"{name}.json").exists():  # shapes that were not measured again
             now = {(row["part"], row.get("shape")) for row in rows}
             kept = json.loads(before.read_text())["rows"]
             rows = [row for row in kept if (row["part"], row.get("shape")) not in now] + rows
         print(f"written to {record(name, rows)}")
+
+    if given.part != "fsdp":
+        for shape in given.shapes:
+            keep([muon(shape, given.rounds, given.seconds)])
+    if given.part != "muon" and (given.tiny or torch.cuda.is_available()):
+        sizes = {"tiny": given.tiny, "rounds": given.rounds, "batch": given.batch}
+        keep(fsdp(**sizes, compiled=given.compile))
 
 
 if __name__ == "__main__":

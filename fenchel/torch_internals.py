@@ -27,6 +27,9 @@ torch.nn.Module._forward_hooks, _forward_pre_hooks
 torch.nn.modules.module._global_forward_hooks, _global_forward_pre_hooks
     Whether a module may be bypassed while decoding: its own hooks, and those of all modules. Hooks
     can be added and removed by public names, not listed.
+torch._C._current_graph_task_id
+    Whether a backward pass is under way, in which a forward pass is a recomputation of one that
+    hooks have seen. There is no public name.
 torch._dynamo.config.skip_nnmodule_hook_guards
     Modules are compiled again when hooks are added. ``torch.compiler.config`` does not have it.
 _dynamo_marked_constant, on a function
@@ -74,6 +77,7 @@ try:
     _all_transforms = torch._C._functorch.get_interpreter_stack
     _REVERSE = torch._C._functorch.TransformType.Grad
     _FORWARD = torch._C._functorch.TransformType.Jvp
+    _backward_pass = torch._C._current_graph_task_id
     _ = forward_ad._current_level, nn.Module()._forward_hooks, nn.Module()._forward_pre_hooks
     _of_all_modules = module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks
 except AttributeError as error:
@@ -152,6 +156,15 @@ def forward_transforms() -> int:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after the module, its own or those of all modules."""
     return any((module._forward_hooks, module._forward_pre_hooks, *_of_all_modules))
+
+
+def in_backward_pass() -> bool:
+    """Whether a backward pass is under way in this thread.
+
+    >>> in_backward_pass()
+    False
+    """
+    return _backward_pass() != -1
 
 
 def guard_on_hooks() -> None:

@@ -43,8 +43,9 @@ COMMANDS = {
 }
 
 LESS_MEMORY = {
-    "train": "set a smaller train.batch, model.context or model.width",
-    "tune": "set a smaller train.batch or tune.context, or more train.accumulate",
+    "train": 'set a smaller train.batch, model.context or model.width, or train.recompute="block"',
+    "tune": "set a smaller train.batch or tune.context, more train.accumulate or "
+    'train.recompute="block"',
     "generate": "give fewer --max-new-tokens, --cache int8 or --dtype bfloat16",
     "chat": "give a shorter --context, --cache int8 or --dtype bfloat16",
     "serve": "give fewer --rows, a shorter --context, --cache int8 or --dtype bfloat16",

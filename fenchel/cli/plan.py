@@ -36,8 +36,8 @@ def run(
 
     Layouts are compared: weights on every GPU (none), divided among all (full) or inside each node
     (node), sequences divided among 1, 2, 4 or 8 GPUs, with and without recomputation of blocks in
-    the backward pass. Those that fenchel train has are marked. docs/distributed.md says which
-    numbers are measured.
+    the backward pass: train.shard, train.context_group and train.recompute of fenchel train.
+    docs/distributed.md says which numbers are measured.
 
     Parameters
     ----------
@@ -97,9 +97,9 @@ def run(
             raise ValueError(f"{named_flag}{equals}{rest}") from None
         sections = chosen.model, chosen.train, chosen.optim
         result = planning.plan(*sections, cluster)
-        advice = None
-        if result.fastest(built=True) is None:
-            advice = planning.advice(*sections, cluster)
+        advice, best = None, result.fastest()
+        if best is None or best.layout.recompute:
+            advice = planning.advice(*sections, cluster, recompute=best is None)
         found: dict[str, planning.Simulation] = {}
         if simulate:
             sizes, optim = planning.Sizes(chosen.model, chosen.optim), chosen.optim
@@ -207,20 +207,16 @@ def _sentences(plan: "Plan", cluster: "Cluster", advice: str | None) -> list[str
 
     limit = f"{USABLE * cluster.memory:g} of {cluster.memory:g} GB"
     sentences = []
-    if (ours := plan.fastest(built=True)) is not None:
-        sentences.append(f"Fastest of fenchel train within {limit}: {_phrase(ours)}.")
+    if (best := plan.fastest()) is not None:
+        sentences.append(f"Fastest of fenchel train within {limit}: {_phrase(best)}.")
+        if best.layout.recompute and advice is not None:
+            sentences.append(f"Without recomputation {advice}.")
     else:
         small = plan.smallest
         instead = f"; {advice}" if advice else ", and no change that was tried would make it fit"
         sentences.append(
             f"No layout of fenchel train fits {limit}{instead}. The smallest of all, "
             f"{small.layout}, needs {_amount(small.peak)} GB."
-        )
-    every = plan.fastest()
-    if every is not None and every is not ours:
-        verb = "is faster" if ours is not None else "is the fastest that fits"
-        sentences.append(
-            f"Of the layouts that fenchel train does not have yet, {_phrase(every)} {verb}."
         )
     if plan.refused:
         layout, why = next(iter(plan.refused.items()))

@@ -450,9 +450,14 @@ class CellStepper(Stepper):
 
     def _backward(self, batch: Batch, step: int, number: int, counts: bool, count: int) -> float:
         """Forward and backward pass of one cell, or its part; returns the sum of its losses."""
-        cell, samples = self._cell(batch, number), self.owners.samples
+        samples = self.owners.samples
         with nullcontext() if samples is None else samples.of_part(number if counts else None):
-            hidden, targets = self._hidden_of_part(cell, step, number), cell.targets
+            return self._both_passes(self._cell(batch, number), step, number, counts, count)
+
+    def _both_passes(self, cell: Batch, step: int, number: int, counts: bool, count: int) -> float:
+        hidden, targets = self._hidden_of_part(cell, step, number), cell.targets
+        if self.owners.samples is not None:
+            self.owners.samples.keep(number)
         share = count_targets(targets) / count
         if self.context is not None:
             targets = targets[:, self.context.positions(targets.shape[1], self.device)]

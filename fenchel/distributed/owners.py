@@ -478,14 +478,22 @@ class Samples:
 
     @contextmanager
     def of_part(self, part: int | None) -> Iterator[None]:
-        """Around the forward pass of a part of a cell; None for a pass that does not count."""
+        """Around the two passes of a part of a cell; None for passes that do not count.
+
+        Blocks that are recomputed in the backward pass are sampled again: a compiled block then
+        runs the graph of its forward pass, whose bits it is to have. ``keep`` has been called.
+        """
         for reader in self.readers:
             reader.sampled = part is not None and part in reader.parts
         yield
         for reader in self.readers:
-            if part is not None and reader.sampled:
-                reader.keep(part)
             reader.sampled = False
+
+    def keep(self, part: int) -> None:
+        """Between the two passes: the samples of a part, where it has any."""
+        for reader in self.readers:
+            if reader.sampled:
+                reader.keep(part)
 
     def send(self) -> None:
         """After the last pass of a step: every owner gets the samples of its layers."""

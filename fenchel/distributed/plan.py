@@ -8,8 +8,8 @@ W ranks in nodes of S ranks, R = W / S nodes. A *layout* is how they divide the 
     context C consecutive ranks share each sequence: T / C positions per rank, keys and values
             gathered from the C ranks layer by layer, dealt so that causal work is even
 
-``fenchel train`` has the layouts of ``train.shard`` and ``train.context_group``. Recomputation is
-here so that a cluster can be compared with it; ``Forecast.built`` tells it apart.
+each with and without recomputation of blocks in the backward pass (model/block.py). ``fenchel
+train`` has them all: ``train.shard``, ``train.context_group``, ``train.recompute``.
 
 A step of B sequences of T positions is P cells (cells.py); W / C groups of ranks read them in
 
@@ -25,7 +25,8 @@ product (2 under autocast, else 4), g those of a gathered weight (``train.gather
     gathered      D > 1: g (root + two largest blocks), one block being gathered ahead; and (g + 4)
                   of the largest block, its gradient and the message of its reduce-scatter
     casts         a per number of the matrices in blocks where a < g: autocast keeps its copy of
-                  every weight, whole, from the forward pass to the backward pass. Under D > 1 with
+                  every weight, whole, from the forward pass to the backward pass. Recomputed, of
+                  one block, unless blocks serve several layers. Under D > 1 with
                   train.gather="bfloat16" there is none
     activations   t (L A + 8 M) + temporaries;      recomputed   t (4 M L + A + 8 M) + temporaries
     kv            C > 1: keys and values of the whole sequences, 2 a G D_h C t per layer (one layer
@@ -41,7 +42,10 @@ product (2 under autocast, else 4), g those of a gathered weight (``train.gather
         temporaries  t (3 a F + 8 M), gradients inside one block
 
     peak = weights + state + gradients
-           + max(gathered + casts + activations + kv + loss,   exchange)
+           + max(gathered + casts + activations + kv + loss - min(loss, r),   exchange)
+
+        r = t A + temporaries + casts + kv of one block if recomputed, else 0: a block runs again
+            when what the loss needs has been freed
 
 A is what autograd saves per position and layer in softmax attention without dropout of its weights;
 the test counts the saved storages of the real model on a CPU, and they are A to the byte. With
@@ -319,7 +323,7 @@ class Layout:
         """In words."""
         words = [f"shard={self.shard}"]
         words += [f"context_group={self.context}"] if self.context > 1 else []
-        words += ["recomputation"] if self.recompute else []
+        words += ["recompute=block"] if self.recompute else []
         return " with ".join([words[0], " and ".join(words[1:])]) if words[1:] else words[0]
 
 
@@ -331,7 +335,10 @@ class Forecast:
     passes: int
     """m."""
     memory: dict[str, float]
-    """Bytes per rank by category; their peak is less than their sum."""
+    """Bytes per rank by category; their peak is less than their sum.
+
+    "recomputed" is r, a part of activations, casts and kv.
+    """
     exchanged: dict[str, Bytes]
     """Bytes that a rank receives per step, by exchange."""
     compute: float
@@ -352,6 +359,7 @@ class Forecast:
         """Bytes per rank at the fullest moment."""
         m = self.memory
         passes = m["gathered"] + m["casts"] + m["activations"] + m["kv"] + m["loss"]
+        passes -= min(m["loss"], m["recomputed"])
         return m["weights"] + m["state"] + m["gradients"] + max(passes, m["exchange"])
 
     @property
@@ -359,14 +367,9 @@ class Forecast:
         """Bytes that a rank receives per step."""
         return Bytes(*map(sum, zip(*self.exchanged.values(), strict=True)))
 
-    @property
-    def built(self) -> bool:
-        """Whether ``fenchel train`` has this layout."""
-        return not self.layout.recompute
-
     def plain(self) -> dict[str, Any]:
         """As plain values."""
-        values = asdict(self) | {"peak": self.peak, "built": self.built}
+        values = asdict(self) | {"peak": self.peak}
         values["exchanged"] = {name: b._asdict() for name, b in self.exchanged.items()}
         return values
 
@@ -385,9 +388,9 @@ class Plan:
     refused: dict[str, str]
     """Layouts that the batch does not allow, and why."""
 
-    def fastest(self, *, built: bool = False) -> Forecast | None:
-        """The fastest layout that fits; with ``built``, among those of ``fenchel train``."""
-        fitting = [f for f in self.forecasts if f.fits and (f.built or not built)]
+    def fastest(self, *, recompute: bool = True) -> Forecast | None:
+        """The fastest layout that fits; ``recompute=False`` among those without it."""
+        fitting = [f for f in self.forecasts if f.fits and (recompute or not f.layout.recompute)]
         return min(fitting, key=lambda f: (f.step, f.peak), default=None)
 
     @property
@@ -408,7 +411,7 @@ def plan(
     >>> config = ModelConfig(vocabulary=1000, width=256, layers=2, heads=4)
     >>> four = plan(config, TrainConfig(batch=8), OptimConfig(), Cluster(ranks=4))
     >>> [str(f.layout) for f in four.forecasts][:3]
-    ['shard=none', 'shard=none with recomputation', 'shard=none with context_group=2']
+    ['shard=none', 'shard=none with recompute=block', 'shard=none with context_group=2']
     """
     if model.kind != "decoder":
         raise ValueError(f'a run trains model.kind="decoder", not {model.kind!r}.')
@@ -517,10 +520,12 @@ def _memory(
     temporaries = 3 * a * model.mlp_width + 8 * M
     largest = max(_padded([block], D) for block in sizes.blocks) * D
     matrices = sum(prod(sizes.shapes[name]) for name in sizes.matrices)
-    kept = largest if once else matrices
+    kept = largest if once and sizes.repeats == 1 else matrices
     kv = 2 * a * model.groups * model.head_width * C * t
     bucket = min(sizes.total, BUCKET + max(map(prod, sizes.shapes.values())))
     several = W > 1 or train.cells is not None
+    casts, kv = a * kept if a < g else 0, kv * (1 if once else L) if C > 1 else 0
+    block = t * (A + temporaries)
     return {
         "weights": 4 * sizes.rows(D) + (4 * owned.numbers if D > 1 else 0),
         "state": owned.state,
@@ -528,9 +533,10 @@ def _memory(
         "gathered": g * (D * _padded([sizes.root], D) + 2 * largest) + (g + 4) * largest
         if D > 1
         else 0,
-        "casts": a * kept if a < g else 0,
-        "activations": t * ((4 * M * L + A if once else L * A) + 8 * M + temporaries),
-        "kv": kv * (1 if once else L) if C > 1 else 0,
+        "casts": casts,
+        "activations": t * (4 * M * L if once else (L - 1) * A) + block + t * 8 * M,
+        "kv": kv,
+        "recomputed": block + casts + kv if once else 0,
         "exchange": (4 * owned.numbers * (W // D) + 8 * ceil(bucket / D)) * several
         + _MOVED * max(owned.matrices.values(), default=0),
     }
@@ -560,9 +566,17 @@ def _owners_bytes(layout: Layout, owned: Owned, cluster: Cluster, times: int) ->
 
 
 def advice(
-    model: ModelConfig, train: TrainConfig, optim: OptimConfig, cluster: Cluster
+    model: ModelConfig,
+    train: TrainConfig,
+    optim: OptimConfig,
+    cluster: Cluster,
+    *,
+    recompute: bool = True,
 ) -> str | None:
-    """The first change that makes a layout of ``fenchel train`` fit; None where none does."""
+    """The first change that makes a layout fit; None where none does.
+
+    ``recompute=False`` for layouts without recomputation.
+    """
     changes: list[tuple[str, TrainConfig, Cluster]] = []
     words, best = "", train
     if train.shard != "none" and train.gather != "bfloat16":
@@ -581,9 +595,10 @@ def advice(
         changes.append((name, more, replace(cluster, ranks=ranks)))
     sizes = Sizes(model, optim)
     for name, settings, machines in changes:
-        found = plan(model, settings, optim, machines, sizes).fastest(built=True)
+        found = plan(model, settings, optim, machines, sizes).fastest(recompute=recompute)
         if found is not None:
-            return f"{found.layout} fits with {name} ({found.peak / GIGA:.3g} GB)"
+            cost = f"{found.peak / GIGA:.3g} GB, {found.step:.3g} s per step"
+            return f"{found.layout} fits with {name} ({cost})"
     return None
 
 
@@ -615,6 +630,7 @@ def simulate(
     gather: str,
     parts: int | None = None,
     sequences: int = 1,
+    recompute: bool = False,
 ) -> Simulation:
     """Divide a model as training does, and take one step of rank 0, without values.
 
@@ -640,7 +656,7 @@ def simulate(
             ids = torch.zeros(sequences, model.context, dtype=torch.int64)
             with recorded_collectives() as calls:
                 with torch.autocast("cpu", torch.bfloat16, enabled=gather == "bfloat16"):
-                    loss = network(ids).sum()
+                    loss = network(ids, recompute=recompute).sum()
                 loss.backward()
                 received = owners.to_owners(owners.local_gradients(), ranks // D)
                 if optim.optimiser not in BY_SCORES:

@@ -14,18 +14,34 @@ The encoder beside a decoder is a stack without a causal mask, run once per sour
 
 It shares the embedding of its Transformer and has blocks, a norm and a relative bias of its own.
 
+**Recomputation** (activation checkpointing). A backward pass reads what the forward pass has
+computed, A bytes per position and layer (distributed/plan.py). With ``context.recompute`` a block
+keeps its input alone, 4 M of them, and computes the rest again when the backward pass reaches it:
+
+    forward     x_l+1 = block_l(x_l)                        x_0, x_1, ..., x_L are kept
+    backward    block_l(x_l) again, then its gradient       for l = L - 1, ..., 0
+
+One more forward pass of work, for the activations of one block instead of L. The second pass is the
+first one, to the bit: it has the same random numbers, autocast, buffers and shared priors, and
+leaves none of them changed. So the gradients have the bits of a pass that keeps everything.
+
 B sequences, T positions, S positions of the source or of the keys, M width of the stream.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
 
 from fenchel.attention import ALiBi, Dense, Prior, RelativeBias
 from fenchel.model.attention import Attention, CrossAttention
 from fenchel.model.config import ModelConfig
-from fenchel.model.forward_context import ForwardContext
+from fenchel.model.forward_context import ForwardContext, Observer
 from fenchel.model.mlp import MixtureOfExperts, Mlp
 from fenchel.model.norm import norm
 
@@ -53,11 +69,19 @@ class Block(nn.Module):
         self.mlp_post_norm = norm(config) if both else None
         self.post, self.parallel = config.norm_place == "post", config.parallel
         self.scale, self.dropout = config.branch_scale, config.dropout
+        self.shared = config.block_count < config.layers
 
     def forward(
         self, x_BTM: Tensor, context: ForwardContext = NO_CONTEXT, layer: int | None = None
     ) -> Tensor:
         """(B, T, M) -> (B, T, M); ``layer`` where a block serves several layers (ALBERT)."""
+        layer = layer if self.shared else None  # its own, which is no argument of a compiled graph
+        if context.recompute and torch.is_grad_enabled():
+            return _recomputed(self, x_BTM, context, layer)
+        return self.branches(x_BTM, context, layer)
+
+    def branches(self, x_BTM: Tensor, context: ForwardContext, layer: int | None) -> Tensor:
+        """What ``forward`` computes, once, or again in the backward pass."""
         if self.post:
             return self._forward_post_norm(x_BTM, context, layer)
         attended = self.attention(self.attention_norm(x_BTM), context, layer)
@@ -90,6 +114,76 @@ class Block(nn.Module):
 
     def _drop(self, branch: Tensor) -> Tensor:
         return dropout(branch, self.dropout, self.training) if self.dropout else branch
+
+
+def _recomputed(block: Block, x_BTM: Tensor, context: ForwardContext, layer: int | None) -> Tensor:
+    """The output of a block that keeps its input alone, and runs again in the backward pass.
+
+    Observers see the first pass only. What they compute from queries and keys is kept as it is.
+    """
+    branches = block.branches  # as it is now: training may have put a compiled one in its place
+    priors, buffers = dict(context.priors), [b.clone() for b in block.buffers()]
+    observe = None if context.observe is None else _kept(context.observe)
+    first: ForwardContext | None = replace(context, observe=observe)
+
+    def run(x_BTM: Tensor) -> Tensor:
+        nonlocal first
+        with _uncached_casts(x_BTM, enabled=not block.shared):
+            if first is not None:
+                given, first = first, None
+                return branches(x_BTM, given, layer)
+            again = replace(context, observe=None, priors=dict(priors))
+            with _state_of_first_pass(block, buffers):
+                return branches(x_BTM, again, layer)
+
+    out: Tensor = checkpoint(run, x_BTM, use_reentrant=False)
+    return out
+
+
+def _kept(observe: Observer) -> Observer:
+    """The observer, with what autograd saves in it kept, and not computed again."""
+
+    def call(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            observe(layer, q, k, v)
+
+    return call
+
+
+def _uncached_casts(x_BTM: Tensor, *, enabled: bool) -> AbstractContextManager[object]:
+    """Within, autocast does not store the casts of weights, which it would until a pass has ended.
+
+    A block casts each weight once. One that serves several layers (``enabled=False``) shares the
+    cast, whose gradient is then summed in the dtype of the cast.
+    """
+    kind = x_BTM.device.type
+    if not (enabled and torch.is_autocast_enabled(kind)):
+        return nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
+
+
+@contextmanager
+def _state_of_first_pass(block: Block, buffers: list[Tensor]) -> Iterator[None]:
+    """Within, the buffers of a block are these; afterwards they are as before.
+
+    The balance of experts, which a pass leaves in its module, is put back too. With that of the
+    second pass the activations of every layer would stay in memory.
+    """
+    now, mlp = [b.clone() for b in block.buffers()], block.mlp
+    balance = mlp.balance if isinstance(mlp, MixtureOfExperts) else None
+    _copy_to_buffers(block, buffers)
+    try:
+        yield
+    finally:  # the pass ends by an exception where it has all that is needed
+        _copy_to_buffers(block, now)
+        if isinstance(mlp, MixtureOfExperts):
+            mlp.balance = balance
+
+
+@torch.no_grad()
+def _copy_to_buffers(block: Block, values: list[Tensor]) -> None:
+    for b, value in zip(block.buffers(), values, strict=True):
+        b.copy_(value)
 
 
 class Encoder(nn.Module):

@@ -96,6 +96,8 @@ class ForwardContext:
     """The encoder's output, (B, S, M)."""
     memory_mask: Tensor | None = None
     """Which of its slots hold a token, (B, S)."""
+    recompute: bool = False
+    """Whether a block keeps its input alone and is run again in the backward pass."""
 
     priors: dict[tuple[Prior | None, int], Prior] = field(default_factory=dict)
     """Dense priors of a padded batch by (mask, S), computed once for all layers that share them."""

@@ -94,6 +94,7 @@ class Transformer(nn.Module):
         observe: Observer | None = None,
         attention_override: AttentionOverride | None = None,
         part: SequencePart | None = None,
+        recompute: bool = False,
         last: bool = False,
         return_hidden: bool = False,
         return_stream: bool = False,
@@ -107,13 +108,19 @@ class Transformer(nn.Module):
         rest; the result has these positions alone. ``memory_BSM`` is the output of ``encode``, with
         a mask of its own. ``observe`` receives the queries, keys and values of every layer;
         ``attention_override`` may replace its attention output (fenchel/model/forward_context.py).
-        With ``return_hidden`` the input of the LM head is returned instead of the logits, (B, T,
-        M), for a loss that computes them in parts; a model without an LM head has nothing else to
-        return. ``return_stream`` returns the output of the last block after the last norm, (B, T,
-        M), which an LM head with layers of its own changes further.
+        With ``recompute`` blocks keep their inputs alone for the backward pass, which runs them
+        again (fenchel/model/block.py). With ``return_hidden`` the input of the LM head is returned
+        instead of the logits, (B, T, M), for a loss that computes them in parts; a model without an
+        LM head has nothing else to return. ``return_stream`` returns the output of the last block
+        after the last norm, (B, T, M), which an LM head with layers of its own changes further.
         """
         if cache is not None and self.config.kind == "encoder":
             raise ValueError("an encoder reads a sequence at once; call it without a cache.")
+        if cache is not None and recompute:
+            raise ValueError(
+                "recompute runs a block twice, which would append to the cache twice; leave out "
+                "one of them."
+            )
         T, start = ids_BT.shape[-1], 0 if cache is None else cache.length
         self._require_fit(ids_BT, start + T, token_mask_BS, memory_BSM)
         positions_BT = None if token_mask_BS is None else token_positions(token_mask_BS)[:, start:]
@@ -148,6 +155,7 @@ class Transformer(nn.Module):
             attention_override=attention_override,
             memory=memory_BSM,
             memory_mask=memory_mask_BS,
+            recompute=recompute,
         )
         x_BTM = run_blocks(self.blocks, self.config, x_BTM, context)
         if cache is not None:
@@ -182,8 +190,12 @@ class Transformer(nn.Module):
         token_mask_BS: Tensor | None = None,
         observe: Observer | None = None,
         attention_override: AttentionOverride | None = None,
+        recompute: bool = False,
     ) -> Tensor:
-        """The encoder's output, to which the decoder attends: (B, S) -> (B, S, M)."""
+        """The encoder's output, to which the decoder attends: (B, S) -> (B, S, M).
+
+        ``recompute`` as in ``forward``.
+        """
         if self.encoder is None:
             raise ValueError(
                 f"a model of kind={self.config.kind!r} has no encoder beside it; call it as it is."
@@ -198,6 +210,7 @@ class Transformer(nn.Module):
             position_bias=position_bias(self.encoder.config, self.encoder.relative_bias, S, S),
             observe=observe,
             attention_override=attention_override,
+            recompute=recompute,
         )
         memory_BSM: Tensor = self.encoder(x_BSM, context)
         return memory_BSM

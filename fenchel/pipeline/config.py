@@ -180,7 +180,12 @@ def change_settings(
     """The settings of a run with ``changes``; refused where its state would not fit them."""
     after = {key: dict(v) if isinstance(v, Mapping) else v for key, v in before.items()}
     messages = []
-    in_cells = settings(before).train.cells is not None  # then sharding changes no bit
+    train = settings(before).train
+    same_bits = {*NO_EFFECT_ON_WEIGHTS}
+    if train.cells is not None:
+        same_bits.add("train.shard")
+    if train.cells is not None or not train.compile:  # else one graph becomes a graph per block
+        same_bits.add("train.recompute")
     for section, values in changes.items():
         for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             name = f"{section}.{key}" if key else section
@@ -193,8 +198,7 @@ def change_settings(
                 instead = UNCHANGEABLE.get(name, "start a new run instead")
                 raise ValueError(f"{name} cannot change in a run that has begun; {instead}.")
             place[key or section] = value
-            harmless = name in NO_EFFECT_ON_WEIGHTS or (name == "train.shard" and in_cells)
-            exactly = "" if harmless else ", no longer bit for bit as begun"
+            exactly = "" if name in same_bits else ", no longer bit for bit as begun"
             messages.append(f"{name} is now {value}: the run goes on{exactly}.")
     config = settings(after)
     for message in (*messages, *_new_score_rate(settings(before), config)):

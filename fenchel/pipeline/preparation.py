@@ -258,8 +258,9 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
 
     What is counted is less than what a step needs, so that nothing is refused which would run:
     weights, gradients and one moment of the optimiser, 12 bytes per parameter, and per token and
-    layer the inputs of the linear maps, which the backward pass reads, in 2 bytes each. Of several
-    processes each has its cells of the tokens, and its share of weights that are divided.
+    layer the inputs of the linear maps, which the backward pass reads, in 2 bytes each; with
+    train.recompute the input of every block, and those of one. Of several processes each has its
+    cells of the tokens, and its share of weights that are divided.
     """
     c, train = config.model, config.train
     least = max(1, len(c.windows), len(c.layer_choices))  # a pattern is no longer than its layers
@@ -276,14 +277,19 @@ def require_memory(config: RunConfig, world: World = ALONE) -> None:
     per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
     adapted = config.tune is not None and config.tune.rank is not None
     per_parameter = 4 if adapted else 12
-    needs = per_parameter * parameters + 2 * tokens * c.layers * per_layer
+    again = train.recompute != "none"
+    kept = c.layers * c.width + per_layer if again else c.layers * per_layer
+    needs = per_parameter * parameters + 2 * tokens * kept
     device = select_device(train.device)
     if needs > (there := memory_of(device)):
+        less = "or more train.accumulate"
+        if not again:
+            less = 'more train.accumulate, or train.recompute="block"'
         raise ValueError(
             f"a step needs {amount(needs)} of memory at least, "
             f"{amount(per_parameter * parameters)} for {parameters:,} parameters and the rest for "
             f"{tokens:,} tokens at once, and {device} has {amount(there)}; choose a smaller model "
-            "or batch, or more train.accumulate."
+            f"or batch, {less}."
         )
 
 

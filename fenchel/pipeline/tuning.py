@@ -295,7 +295,8 @@ def memory(config: RunConfig, model: Transformer) -> dict[str, int]:
     train = replace(config.train, precision="bfloat16" if narrow else "float32")
     row = replace(config.model, context=row_length(config))
     kind = "cuda" if device.type == "cuda" else "cpu"
-    forecast = plan(row, train, config.optim, Cluster(ranks=1, device=kind)).forecasts[0]
+    forecasts = plan(row, train, config.optim, Cluster(ranks=1, device=kind)).forecasts
+    forecast = forecasts[int(train.recompute != "none")]
     found = {name: int(size) for name, size in forecast.memory.items()}
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = sum(p.nbytes for p in model.parameters())

@@ -11,6 +11,7 @@ from fenchel.config import Use, read_with, require_read
 LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
 """Cross-entropy is the Fenchel-Young loss of softmax; the others bear the name of their map."""
 SHARDS, GATHERS = ("auto", "none", "full", "node"), ("float32", "bfloat16")
+RECOMPUTE = ("none", "block")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 STARTS = ("bigram", "random")
 LOGGERS = ("tensorboard",)
@@ -42,6 +43,10 @@ class TrainConfig:
     context_group: int = 1
     """Consecutive processes that share every sequence, each with 1/context_group of its positions:
     for contexts whose activations one process cannot hold. Divides the number of processes."""
+    recompute: str = "none"
+    """Activation recomputation (gradient checkpointing): "block" keeps the input of every block and
+    runs the block again in the backward pass, "none" keeps all activations. The same bits, in less
+    memory, for about a third more work."""
     timeout: float = 600.0
     """Seconds that a process waits for the others before the run ends with an error."""
     start: str = "bigram"
@@ -121,7 +126,7 @@ class TrainConfig:
                 raise ValueError(f"cells={self.cells} does not divide batch={self.batch}.")
         if not 0.0 < self.timeout < math.inf:
             raise ValueError(f"timeout={self.timeout} should be above 0 and finite.")
-        for name, known in (("shard", SHARDS), ("gather", GATHERS)):
+        for name, known in (("shard", SHARDS), ("gather", GATHERS), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} should be one of {known}.")
         if not self.clip > 0.0:

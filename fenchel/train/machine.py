@@ -135,8 +135,8 @@ def explain_out_of_memory(afterwards: str) -> Iterator[None]:
         if shortage is None:
             raise
         raise ValueError(
-            f"memory ran out ({shortage}); a larger train.accumulate or a smaller train.batch "
-            f"needs less; {afterwards}."
+            f"memory ran out ({shortage}); a larger train.accumulate, a smaller train.batch or "
+            f'train.recompute="block" needs less; {afterwards}.'
         ) from None
 
 

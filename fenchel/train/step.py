@@ -27,6 +27,7 @@ fenchel/distributed/cells.py takes the same step with several processes.
 """
 
 import hashlib
+import inspect
 import math
 import os
 from collections import deque
@@ -71,11 +72,13 @@ class Trainable(Protocol):
         return_hidden: bool,
         observe: Observer | None = None,
         segments_BT: Tensor | None = None,
+        recompute: bool = False,
     ) -> Tensor:
         """Token ids to the input of the LM head: (B, T) -> (B, T, M); training calls it so.
 
         ``observe`` is passed only with the settings qk_clip and entropy_floor, ``segments_BT`` only
-        where several documents share a row.
+        where several documents share a row, ``recompute`` only with the setting of that name: the
+        backward pass is then to run the blocks again.
         """
 
     def logits(self, x_BTM: Tensor) -> Tensor:
@@ -147,6 +150,13 @@ class Stepper:
         """Further arguments of the forward pass."""
         if self.stability is not None:
             self._arguments["observe"] = self.stability.observe
+        if config.recompute != "none":
+            if "recompute" not in inspect.signature(model.forward).parameters:
+                raise TypeError(
+                    f"{type(model).__name__} cannot be trained with "
+                    f"train.recompute={config.recompute!r}: its forward takes no recompute."
+                )
+            self._arguments["recompute"] = True
         for group in optimiser.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
@@ -169,7 +179,8 @@ class Stepper:
         return StepResult(batch, loss, norm, rate, broken, self._metrics())
 
     def _compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        return compiled(model)
+        # A block that is run again is a graph of its own.
+        return compiled(model) if self.config.recompute == "none" else compiled_blocks(model)
 
     def _set_rates(self, step: int) -> None:
         factor = self.schedule(step)
@@ -336,23 +347,25 @@ def compiled_blocks(model: nn.Module) -> Callable[..., Tensor]:
     """The forward pass with every block by torch.compile; blocks of one kind share a graph.
 
     What lies between the blocks runs as it is: FSDP2 gathers weights there. Only these passes are
-    compiled, not those that evaluate the model or observe its attention.
+    compiled, not those that evaluate the model or observe its attention. What is compiled of a
+    block is its method ``branches``, which ``forward`` calls, once or, with ``recompute``, again in
+    the backward pass: the same graph twice.
     """
-    blocks = list(model.get_submodule("blocks").children())
-    forwards = [torch.compile(block.forward) for block in blocks]
+    blocks: list[Any] = list(model.get_submodule("blocks").children())
+    forwards = [torch.compile(block.branches) for block in blocks]
     # Blocks with settings or hooks of their own have graphs of their own; beyond 8 of them torch
     # would go on without a word and without compiling.
     graphs = {"recompile_limit": 8 + 4 * len(blocks), "accumulated_recompile_limit": 2**16}
 
     def call(*args: Any, **keywords: Any) -> Tensor:
         for block, forward in zip(blocks, forwards, strict=True):
-            block.forward = forward
+            block.branches = forward
         try:
             with _compile_errors(), torch.compiler.config.patch(graphs):  # type: ignore[attr-defined]
                 hidden: Tensor = model(*args, **keywords)
         finally:
             for block in blocks:
-                del block.forward
+                del block.branches
         return hidden
 
     return call

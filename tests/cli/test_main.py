@@ -96,7 +96,7 @@ def test_the_advice_on_memory_names_flags_and_settings_that_exist(
         if word.startswith("--"):
             assert word in flags
         elif "." in word:
-            section, name = word.split(".")
+            section, name = word.partition("=")[0].split(".")
             assert name in {field.name for field in fields(sections[section])}
 
     def exhausted(*_: object, **__: object) -> int:

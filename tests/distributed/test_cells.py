@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from fenchel.checkpoints.run_checkpoint import flatten
 from fenchel.data import Batches
@@ -113,12 +114,16 @@ def digest(stepper: CellStepper) -> str:
     return hashlib.sha256(json.dumps(together, sort_keys=True).encode()).hexdigest()
 
 
-def run_cases(world: World, *, shard: str, only: str = "") -> dict[str, tuple[Any, ...]]:
+def run_cases(
+    world: World, *, shard: str, only: str = "", recompute: str = "none"
+) -> dict[str, tuple[Any, ...]]:
     results = {}
     for name, (optimiser, settings, train, optim, steps) in CASES.items():
         if only not in name:
             continue
-        stepper = stepper_of(world, optimiser, settings, shard=shard, optim=optim, **train)
+        stepper = stepper_of(
+            world, optimiser, settings, shard=shard, optim=optim, recompute=recompute, **train
+        )
         taken = [stepper(step) for step in range(steps)]
         results[name] = digest(stepper), taken[-1].loss, [dict(one.metrics) for one in taken]
     return results
@@ -286,6 +291,34 @@ def test_no_output_moves_by_more_than_its_limit(launch) -> None:
             assert float(one) == pytest.approx(tau, rel=1e-3), name
 
 
+@pytest.mark.parametrize(
+    ("processes", "shard", "only"), [(1, "none", ""), (2, "full", ""), (2, "none", "score")]
+)
+def test_same_bits_where_blocks_are_recomputed(launch, alone, processes, shard, only) -> None:
+    """FSDP2 gathers the weights of a block for its backward pass, of which that is a part."""
+    given = {"shard": shard, "only": only, "recompute": "block"}
+    for result in launch(processes, lambda world: run_cases(world, **given)):
+        assert result
+        assert {name: tuple(row) for name, row in result.items()} == {
+            name: row for name, row in alone.items() if only in name
+        }
+
+
+def test_weights_gathered_in_bfloat16_are_there_for_both_passes(launch) -> None:
+    def work(world: World) -> list[str]:
+        digests = []
+        for recompute in ("none", "block"):
+            given = {"gather": "bfloat16", "precision": "bfloat16", "recompute": recompute}
+            stepper = stepper_of(world, "adamw", {"dropout": 0.1}, shard="full", **given)
+            stepper(0)
+            stepper(1)
+            digests.append(digest(stepper))
+        return digests
+
+    (kept, again), _ = launch(2, work)
+    assert again == kept
+
+
 def test_same_bits_where_a_machine_has_no_cell_in_the_last_pass(launch) -> None:
     """Three machines of two processes; of 8 cells, the second pass has those of the first alone."""
 
@@ -389,21 +422,22 @@ def test_compiled_blocks_take_the_same_steps(launch, monkeypatch) -> None:
         fast = compiler(function, backend="aot_eager", fullgraph=True)
         return lambda *given: compiled.append(function) or fast(*given)
 
-    def work(world: World) -> list[Any]:
+    def work(world: World, recompute: str = "none") -> list[Any]:
         monkeypatch.setattr(torch, "compile", whole_graph)
-        shard = "full" if world.size > 1 else "none"
-        stepper = stepper_of(world, "trust", settings, shard=shard, optim=optim, compile=True)
+        counters["stats"].clear()
+        given = {"shard": "full" if world.size > 1 else "none", "recompute": recompute}
+        stepper = stepper_of(world, "trust", settings, optim=optim, compile=True, **given)
         losses = [stepper(step).loss for step in range(2)]
-        calls = len(compiled)
+        calls, graphs = len(compiled), counters["stats"]["unique_graphs"]
         stepper.model(torch.zeros(1, 8, dtype=torch.int64))  # as an evaluation does
-        return [losses, digest(stepper), calls, len(compiled) - calls]
+        return [losses, digest(stepper), graphs, calls, len(compiled) - calls]
 
     eager = stepper_of(ALONE, "trust", settings, optim=optim)
     expected = [eager(step).loss for step in range(2)]
-    rows = [*launch(1, work), *launch(2, work)]
-    for losses, found, calls, others in rows:
+    rows = [*launch(1, work), *launch(2, work), *launch(2, lambda world: work(world, "block"))]
+    for losses, *found, calls, others in rows:
         assert losses == pytest.approx(expected, abs=1e-4)
-        assert found == rows[0][1]
+        assert found == rows[0][1:3]  # blocks that are recomputed need no other graph
         assert calls > 0
         assert others == 0
 

@@ -145,28 +145,34 @@ def numbers_of(result: StepResult) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def trained(launch) -> dict[int, list[Any]]:
+def trained(launch) -> dict[str, list[Any]]:
     """Digest after steps in cells with dropout, and numbers of steps without, by processes."""
 
-    def work(shard: str) -> Any:
+    def work(shard: str, recompute: str = "none") -> Any:
+        given = {"shard": shard, "recompute": recompute}
+
         def run(world: World) -> list[Any]:
             digests = {}
             for optim in (ADAMW, *BY_SCORES.values()):
-                exact = stepper_of(world, optim, dropout=0.1, cells=CELLS, shard=shard)
+                exact = stepper_of(world, optim, dropout=0.1, cells=CELLS, **given)
                 for step in range(STEPS):
                     exact(step)
                 digests[optim.optimiser] = digest(exact)
-            ordinary = stepper_of(world, shard=shard)
+            ordinary = stepper_of(world, **given)
             return [digests, [numbers_of(ordinary(step)) for step in range(STEPS)]]
 
         return run
 
-    return {2: launch(2, work("none")), 4: launch(4, work("full"))}
+    return {
+        "2": launch(2, work("none")),
+        "4, full": launch(4, work("full")),
+        "2, recomputed": launch(2, work("none", "block")),
+    }
 
 
 def test_same_bits_for_any_number_of_context_groups(trained) -> None:
     first, *others = [row[0] for rows in trained.values() for row in rows]
-    assert others == [first] * 5
+    assert others == [first] * 7
     assert len(set(first.values())) == 3
 
 
@@ -233,8 +239,8 @@ def test_owners_get_the_sequences_that_one_process_samples(launch, cells, tokens
             assert torch.equal(torch.tensor(mask), sample.mask)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_groups_take_the_steps_of_one_process(trained, processes: int) -> None:
+@pytest.mark.parametrize("which", ["2", "4, full", "2, recomputed"])
+def test_groups_take_the_steps_of_one_process(trained, which: str) -> None:
     """With QK-clip and the entropy penalty, a function of means over all positions of a cell.
 
     One process has as many micro-batches as there are groups.
@@ -244,11 +250,12 @@ def test_groups_take_the_steps_of_one_process(trained, processes: int) -> None:
     optimiser = build_optimiser(
         model, OptimConfig(optimiser="adamw", learning_rate=1e-3), steps=STEPS
     )
-    train = TrainConfig(batch=BATCH, accumulate=processes // 2, precision="float32", **SWITCHES)
+    groups = int(which[0]) // 2
+    train = TrainConfig(batch=BATCH, accumulate=groups, precision="float32", **SWITCHES)
     one = Stepper(model, batches_of(), optimiser, constant(), config=train, seed=3)
     expected = [numbers_of(one(step)) for step in range(STEPS)]
     assert all(row["clipped_heads"] and row["entropy_penalty"] > 0.01 for row in expected)
-    for _, found in trained[processes]:
+    for _, found in trained[which]:
         for numbers, others in zip(found, expected, strict=True):
             assert numbers == pytest.approx(others, rel=1e-5, abs=1e-5)
 

@@ -1,10 +1,11 @@
 """pipeline/config.py: defaults that follow from other sections, and sections that are none."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fenchel.pipeline.config import settings
+from fenchel.pipeline.config import change_settings, settings
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,19 @@ def test_a_section_that_holds_no_settings_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=section):
         settings({section: value})
+
+
+@pytest.mark.parametrize(
+    ("train", "same"),
+    [({}, True), ({"compile": True}, False), ({"compile": True, "cells": 4}, True)],
+)
+def test_recomputation_may_begin_in_a_run_and_changes_bits_only_where_one_graph_becomes_several(
+    train: dict[str, Any], same: bool
+) -> None:
+    said: list[str] = []
+    before = {"train": {"steps": 3, **train}}
+    callback: Any = SimpleNamespace(message=said.append)
+    config = change_settings(before, {"train": {"recompute": "block"}}, callback)
+    assert config.train.recompute == "block"
+    end = "." if same else ", no longer bit for bit as begun."
+    assert said == [f"train.recompute is now block: the run goes on{end}"]

@@ -185,6 +185,29 @@ def test_sizes_that_cannot_fit_are_refused_by_a_count_that_is_exact_and_low(
             preparation.require_memory(config)
 
 
+def test_recomputed_blocks_are_counted_by_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted is what a pass that is recomputed keeps, at least, and one block."""
+    model, needs = {"layers": 6}, {}
+    for recompute in ("none", "block"):
+        config = config_of(model=model, train={"recompute": recompute})
+        low, high, sentence = 0, 2**26, ""
+        while low < high:  # the least memory that is not refused
+            there = (low + high) // 2
+            monkeypatch.setattr(preparation, "memory_of", lambda _, there=there: there)
+            try:
+                preparation.require_memory(config)
+                high = there
+            except ValueError as error:
+                low, sentence = there + 1, str(error)
+        needs[recompute] = low, sentence
+    c, tokens = config.model, config.train.batch * config.model.context
+    per_layer = 2 * c.width + c.heads * c.head_width + c.mlp_width
+    less = needs["none"][0] - needs["block"][0]
+    assert less == 2 * tokens * (6 * per_layer - (6 * c.width + per_layer))
+    assert needs["none"][1].endswith('more train.accumulate, or train.recompute="block".')
+    assert needs["block"][1].endswith("or more train.accumulate.")
+
+
 def weights_of(run: Path) -> dict[str, bytes]:
     folder, _ = run_checkpoint.newest(run / "checkpoints")
     assert folder is not None

@@ -448,6 +448,20 @@ def test_the_memory_of_adapters_leaves_out_what_is_frozen(
     assert "gradients 0.0 MiB" in lora
 
 
+@pytest.mark.parametrize("lora", [{}, {"rank": 2}], ids=["weights", "adapters"])
+def test_blocks_that_are_recomputed_tune_to_the_same_bits_in_less_memory(
+    lora: dict[str, Any], checkpoint: Checkpoint, documents: Path, tmp_path: Path
+) -> None:
+    needs = []
+    for recompute in ("none", "block"):
+        given = {"train": {"steps": 2, "recompute": recompute}, "tune": lora}
+        said = tune(checkpoint("llama"), tmp_path / recompute, documents, **given).messages
+        sentence = next(line for line in said if line.startswith("A step needs about"))
+        needs.append(float(sentence.split("activations ")[1].split()[0]))
+    assert bits(tmp_path / "block") == bits(tmp_path / "none")
+    assert needs[1] < needs[0]
+
+
 def test_eval_refuses_to_score_the_questions_of_a_run(
     chat_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

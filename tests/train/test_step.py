@@ -82,6 +82,7 @@ def test_a_compiled_step_has_the_same_gradient_and_is_compiled(
         return compiler(model, backend="aot_eager")  # needs no compiler of C++
 
     monkeypatch.setattr(torch, "compile", compiled)
+    torch.compiler.reset()  # of the graphs of other tests
     plain, fast = small("1", model=CALM), small("2", model=CALM, compile=True)
     assert given == [fast.model]
     expected = gradient(plain, 3)

@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fenchel.optim.score.pairs import QueryKeyPair, rows_outside
-from fenchel.optim.score.probe import mean_over_processes, probe_dtype
+from fenchel.optim.score.probe import FirstPass, mean_over_processes, probe_dtype
 from fenchel.torch_internals import foreach_copy_, guard_on_hooks
 
 TOKENS = 128
@@ -181,6 +181,7 @@ class TokenSample:
         self.width, self.tokens, self.rows = layer.inputs, TOKENS, 0
         shape, dtype = ((TOKENS,), torch.long) if not self.width else ((TOKENS, self.width), None)
         self.buffer = torch.empty(shape, dtype=dtype or probe_dtype(weight), device=weight.device)
+        self.passes_seen = FirstPass()
         if layer.of_output:
             self.handle = module.register_forward_hook(self._after, with_kwargs=True)
         else:
@@ -197,7 +198,7 @@ class TokenSample:
             self._store(output)
 
     def _store(self, x: Tensor) -> None:
-        if not torch.is_grad_enabled() or (self.width and x.shape[-1] != self.width):
+        if not self.passes_seen.counts() or (self.width and x.shape[-1] != self.width):
             return
         rows = x.detach().reshape(-1, self.width) if self.width else x.detach().reshape(-1)
         n = min(len(rows), self.tokens)

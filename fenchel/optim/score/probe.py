@@ -9,9 +9,11 @@ so that with gradient accumulation every micro-batch is measured; where one sequ
 be too many, of every second, every fourth, ... micro-batch, and the last. With a single pass its
 buffer is the sample. Passes without a backward pass (evaluation, generation) are ignored, and a
 sample is discarded after its step, so a resumed run measures the same numbers as an uninterrupted
-one. Where gradients were set by hand, the last pass is the sample. With activation checkpointing
-the hook runs twice on the same input. A layer that is called several times in one pass, such as one
-that layers share, is measured at its last call.
+one. Where gradients were set by hand, the last pass is the sample. A layer that is called several
+times in one pass, such as one that layers share, is measured at its last call. A pass that is run
+again inside the backward pass (activation checkpointing) has been sampled, and is ignored; when
+compiled, where it is the same graph, it copies the same input again, and of a layer that is called
+several times the first one.
 
 Under torch.compile the hook is part of the one graph. A fresh copy would be one more output of that
 graph, which the compiler may turn into a view of the whole input, so that the input of every layer
@@ -42,6 +44,7 @@ from torch.nn.functional import pad
 
 from fenchel.attention import Angles
 from fenchel.optim.score.pairs import LayerArguments, QueryKeyLayer, QueryKeyPair
+from fenchel.torch_internals import in_backward_pass
 
 QUERIES = 64
 """Sampled queries per sequence."""
@@ -69,13 +72,33 @@ class HookRecord(NamedTuple):
     compiled: bool
 
 
+class FirstPass:
+    """Tells a forward pass from its repetition inside the backward pass."""
+
+    sampled = False
+    """Whether the last pass was sampled."""
+
+    def counts(self) -> bool:
+        """Whether to sample the pass under way: it builds a gradient and repeats no sampled one.
+
+        Reentrant checkpointing runs the first pass without a gradient: there the second one counts.
+        While compiling every pass does: a graph without the copy would be another one than that of
+        the first pass.
+        """
+        if torch.compiler.is_compiling():
+            return torch.is_grad_enabled()
+        repeated = self.sampled and in_backward_pass()
+        self.sampled = torch.is_grad_enabled()
+        return self.sampled and not repeated
+
+
 class LayerReader:
     """A forward-pre-hook that finds the input of one layer among its arguments."""
 
     handles: list[Any]
 
     def __init__(self, pair: QueryKeyPair, tokens: int) -> None:
-        self.tokens = tokens
+        self.tokens, self.passes_seen = tokens, FirstPass()
         self.name, self.read = pair.name, pair.read or self._read
         self.width = pair.query.weight.shape[0 if pair.query.columns else 1]
         layer = pair.module
@@ -84,7 +107,7 @@ class LayerReader:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Store a sample of the arguments of a forward pass."""
         del module
-        if not torch.is_grad_enabled():
+        if not self.passes_seen.counts():
             return
         given = self.read(args, kwargs)
         if given is not None:
@@ -128,8 +151,10 @@ class LayerReader:
 
 def _mask_among(values: list[Any]) -> Tensor | None:
     """The pairs of one document, (B, 1, T, T), where a ForwardContext numbers several of a row."""
-    for segments in (getattr(value, "segments", None) for value in values):
-        if segments is not None:
+    for value in values:
+        if hasattr(value, "segments"):  # no value after it: torch.compile may have numbers there
+            if (segments := value.segments) is None:
+                return None
             same: Tensor = segments[:, None, :, None] == segments[:, None, None, :]
             return same
     return None
