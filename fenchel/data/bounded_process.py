@@ -71,9 +71,7 @@ class BoundedProcess:
         """The answer of the child: {"value": ...} or {"error": reason}; raises ChildEnded."""
         with self._lock:
             try:
-                if (
-                    self._pipe is not None and self._pipe.poll()
-                ):  # it has ended since its last answer
+                if self._pipe is not None and self._pipe.poll():  # it has ended since its answer
                     self._end()
                 if self._pipe is None:
                     self._start()

@@ -544,15 +544,6 @@ def test_the_child_ends_when_the_parent_has_gone() -> None:
     assert child.wait(60) == 0
 
 
-def test_a_child_that_was_killed_is_replaced() -> None:
-    template = ChatTemplate(PLAIN, TOKENS)
-    text = template.render(conversation(), add_generation_prompt=True)
-    child_of(template)[0].kill()
-    with pytest.raises(ValueError, match="was stopped"):
-        template.render(conversation(), add_generation_prompt=True)
-    assert template.render(conversation(), add_generation_prompt=True) == text
-
-
 def test_the_child_imports_nothing_of_fenchel() -> None:
     """It starts with every template: with torch it would take seconds and half a gigabyte."""
     tree = ast.parse(Path(bounded_process.__file__).read_text())

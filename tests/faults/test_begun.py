@@ -34,14 +34,14 @@ def test_a_time_becomes_steps_once_and_for_all(lab: Any, tmp_path: Path) -> None
 
     ended = lab.start(*words[:4], *settings, "--budget", "0.1m", mischief=mischief).wait()
     assert ended.code == STOPPED
-    assert tomllib.loads((run / "config.toml").read_text())["train"]["steps"] == 56
+    assert tomllib.loads((run / "config.toml").read_text())["train"]["steps"] == 57
 
     def slower() -> None:
         paced(9.0)()
         lab.signalled(4)()
 
     assert lab.resume(run, mischief=slower).code == STOPPED
-    assert tomllib.loads((run / "config.toml").read_text())["train"]["steps"] == 56
+    assert tomllib.loads((run / "config.toml").read_text())["train"]["steps"] == 57
 
 
 def test_the_folder_of_somebody_else_is_left_alone(lab: Any, tmp_path: Path) -> None:
