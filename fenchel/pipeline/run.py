@@ -143,10 +143,7 @@ def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = A
                 model = model_to_train(config, world)
                 config = resolve_steps(config, model, batches, callback, world)
             if world.first:
-                require_room(model, run)
-                record_corpus(run, corpus)
-                world.record_run(str(path))
-                run.write_settings(to_mapping(config), comments())
+                _record(config, model, run, corpus, world)
         except BaseException:
             if new:
                 run.abandon()
@@ -173,9 +170,12 @@ def tune(
         new = world.first and run.create()
     with _storage_errors(run), _lock(path, world):
         try:
-            if world.first:
+
+            def claim() -> None:
                 run.require_free()  # again, under the lock: another process may have been faster
                 sweep(path, is_run_name)
+
+            world.on_first(claim)
             callback.progress("reading the checkpoint", 0, 0)
             loaded = load_model(checkpoint)
             config = tune_settings(mapping, checkpoint, loaded.config)
@@ -202,15 +202,22 @@ def tune(
                     callback.message(memory_sentence(memory(config, model)))
                 config = resolve_steps(config, model, batches, callback, world)
             if world.first:
-                require_room(model, run)
-                record_corpus(run, corpus)
-                world.record_run(str(path))
-                run.write_settings(to_mapping(config), comments())
+                _record(config, model, run, corpus, world)
         except BaseException:
             if new:
                 run.abandon()
             raise
         return train_and_report(config, model, run, corpus, batches, callback, world)
+
+
+def _record(
+    config: RunConfig, model: Transformer, run: RunDir, corpus: Corpus, world: World
+) -> None:
+    """Make the directory a run, after everything that can be refused has been checked."""
+    require_room(model, run)
+    record_corpus(run, corpus)
+    world.record_run(str(run.path))
+    run.write_settings(to_mapping(config), comments())
 
 
 def resume(
