@@ -510,7 +510,9 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_command(terminal: Pseudoterminal
     terminal.read_until(". ")
     terminal.write('my name?"""\n')
     assert "cut off at 4 tokens" in terminal.read_until("(--max-new-tokens).\r\n> ")
-    terminal.write("half a line\x03")
+    terminal.write("half a line")
+    terminal.read_until("half a line")  # until then it may miss a signal
+    terminal.write("\x03")
     terminal.read_until("/quit ends.\r\n> ")
     terminal.write("\x1b[A\x1b[A\x1b[A\n")  # the line before those of the long message
     assert "/settings max_new_tokens=4" in terminal.read_until("=4\r\n")
