@@ -280,7 +280,7 @@ class CellStability(Stability):
     def __init__(
         self, owners: Owners, config: TrainConfig, parts: int, context: ContextPart | None
     ) -> None:
-        """``parts`` are all of a step."""
+        """``parts`` is the number of parts in a step, over all ranks."""
         self.world, self.parts, self.context = owners.world, parts, context
         super().__init__(owners.model, config)
         owned: Any = owners.meta

@@ -26,8 +26,9 @@ where singular values differ by 1e4, and too many in bfloat16, which keeps the f
 
 torch.optim.Muon computes the same in bfloat16, one matrix at a time. Here equal shapes are
 stacked into one batched product. On a GPU the iteration runs in bfloat16 as well, whose products
-are several times faster than those of float32; on a CPU, where bfloat16 is slower (docs/log.md), it
-runs in the dtype of the weights.
+are several times faster than those of float32. On a CPU it runs in the dtype of the weights:
+bfloat16 is slower there without instructions for it, and about twice as fast for wide matrices with
+them, but runs that differ in rounding alone then drift apart within a few steps (docs/log.md).
 
 Jordan et al. (2024), Muon: an optimizer for hidden layers in neural networks.
 """

@@ -47,6 +47,9 @@ def test_eval_of_the_validation_text_is_what_training_reported(
     for name, value in summary["validation"].items():
         assert measured[name] == pytest.approx(value, rel=1e-6), name
     # Evaluations while training are in its precision, which may be bfloat16.
+    lines = (run_directory / "metrics.jsonl").read_text().splitlines()
+    losses = [row["validation/loss"] for row in map(json.loads, lines) if "validation/loss" in row]
+    assert summary["best"] == losses[-1]
     assert measured["loss"] == pytest.approx(summary["best"], rel=1e-3)
 
 
