@@ -131,10 +131,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--study", choices=tuple(STUDIES), action="append", help="may be repeated")
     parser.add_argument("--rule", action="append", help="only the rows of this rule; repeatable")
     parser.add_argument(
-        "--steps", type=int, action="append", help="only runs of this length, in the study lengths"
+        "--steps", type=int, action="append", help="only runs of this length, in lengths and rates"
     )
     parser.add_argument(
-        "--text", action="append", help="only runs on this text, in the study lengths"
+        "--text", action="append", help="only runs on this text, in lengths and rates"
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")

@@ -174,5 +174,8 @@ QK_RATE_RULES = {
 LENGTH_RULES = ("muon", "muon + qk-norm", "per-head muon", "score", "score + qk-norm")
 """Rules compared over lengths of the run, each at the defaults of ``OptimConfig``."""
 
+RATE_RULES = ("muon", "muon + qk-norm", "score + qk-norm")
+"""Rules compared over rates in runs of some length."""
+
 COPY_RULES = ("muon", "muon + qk-norm", "trust(muon)", "score")
 """Rules of the copy task."""

@@ -52,6 +52,8 @@ class Job:
     """The text of a run from scratch."""
     steps: int | None = None
     """The length of a run from scratch; None is that of the size."""
+    batch: int | None = None
+    """Sequences per step of a run from scratch; None is that of the size."""
 
 
 Run = Callable[[Job], Result]

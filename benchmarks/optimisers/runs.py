@@ -89,7 +89,7 @@ def stepper_of(job: Job, model: Transformer, batches: Any, steps: int, **train: 
         batches,
         optimiser,
         build_schedule(config, steps),
-        config=TrainConfig(steps=steps, batch=size.batch, **settings),
+        config=TrainConfig(steps=steps, batch=job.batch or size.batch, **settings),
         seed=job.seed,
     )
 
@@ -123,11 +123,12 @@ def train_at_length(pause: Pause, job: Job) -> Result:
     assert steps is not None
     ids, fresh = fresh_text(job.text, size.bytes)
     model = model_of(job, size.model)
-    batches = Batches(ids, batch=size.batch, context=size.model.context, seed=job.seed)
+    batch, context = job.batch or size.batch, size.model.context
+    batches = Batches(ids, batch=batch, context=context, seed=job.seed)
     stepper, file = stepper_of(job, model, batches, steps), pause.file(job)
     about = {
         "text_sha256": text_hash(job.text, size.bytes),
-        "epochs": round(steps * size.batch * size.model.context / len(ids), 2),
+        "epochs": round(steps * batch * context / len(ids), 2),
     }
     state = _resume(file, stepper, about["text_sha256"])
     while state["step"] < steps:

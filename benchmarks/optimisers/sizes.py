@@ -8,6 +8,9 @@
     gpt2    the blocks of GPT-2 of 124M, which with bytes for tokens are 85M parameters, at context
             1024; for the study of lengths
 
+Runs of 8,000 steps at 25M and of 2,000 at 85M have smaller batches: they read the 33M bytes that
+2,000 steps at 25M read, four epochs of the prose, so that no length is a study of memorisation.
+
     sotu    messages of presidents, to train on
     kjv     the King James Bible, to fine-tune on
     code    Python sources of the standard library and of installed packages, in the order of the
@@ -61,6 +64,10 @@ class Size:
     """Bytes used of each text; None uses all."""
     lengths: tuple[int, ...] = ()
     """Steps of the runs of the study of lengths; empty where it is not run."""
+    length_batches: Mapping[int, int] = field(default_factory=dict)
+    """Sequences per step, by steps, of its runs that differ in it from ``batch``."""
+    rate_steps: int | None = None
+    """Steps of the runs of the study of rates; None where it is not run."""
     length_seeds: tuple[int, ...] = (21, 22, 23)
     """Seeds of that study, of which no other has used any."""
     fixed: Mapping[str, float] = field(default_factory=dict)
@@ -89,6 +96,8 @@ SIZES = {
         validation=256,
         bytes=20_000,
         lengths=(2, 3),
+        length_batches={3: 1},
+        rate_steps=2,
         length_seeds=(21,),
         fixed={"rate": 0.02, "decay": 0.1, "momentum": 0.9},
     ),
@@ -111,6 +120,7 @@ SIZES = {
         seeds=(1, 2, 3, 4, 5),
         grid=GRID,
         lengths=(100, 400, 1600),
+        rate_steps=400,
         fixed={"rate": 0.03, "decay": 0.3, "momentum": 0.9},
     ),
     "cuda": Size(
@@ -126,6 +136,8 @@ SIZES = {
         copy_steps=600,
         validation=2**18,
         lengths=(400, 2000, 8000),
+        length_batches={8000: 8},
+        rate_steps=2000,
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
     ),
     "gpt2": Size(
@@ -138,6 +150,7 @@ SIZES = {
         scale=2 / 9,
         validation=2**18,
         lengths=(400, 2000),
+        length_batches={2000: 16},
         length_seeds=(21,),
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
     ),

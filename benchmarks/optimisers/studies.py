@@ -1,4 +1,4 @@
-"""The six studies. Each gives a table with one row of plain numbers per rule.
+"""The seven studies. Each gives a table with one row of plain numbers per rule.
 
     tuned      every rule at its best rate, on a grid of ratio 1.5, its best decay and the best of
                its other settings, all tuned on seed 0; then measured on fresh seeds beside Muon
@@ -13,6 +13,8 @@
     lengths    rules at one setting each, the defaults for what moves queries and keys, over lengths
                of the run, two texts and fresh seeds; nothing is tuned. Gains are over Muon and over
                Muon + QK-norm on the same seed. A row per rule, text and length
+    rates      the rules of ``lengths`` over one and a half decades of rates, on its first seed, in
+               runs that are longer than those of ``switches``
 
 A loss counts as at most log 256, that of a uniform prediction.
 """
@@ -35,6 +37,7 @@ from benchmarks.optimisers.rules import (
     LENGTH_RULES,
     OUTPUT_RULES,
     RATE_FACTORS,
+    RATE_RULES,
     RULES,
     SWITCHES,
     inside_trust,
@@ -124,10 +127,12 @@ def switches(runs: RunCache, size: str, name: str) -> Row:
         replace(best, study="switches", rule=name, rate=_rounded(best.rate * times), seed=1)
         for times in SWITCH_FACTORS
     ]
-    results = runs(jobs, train_from_scratch)
+    return {"switch": name, **_over_rates(jobs, runs(jobs, train_from_scratch))}
+
+
+def _over_rates(jobs: list[Job], results: list[Result]) -> Row:
     losses = _losses(results)
     return {
-        "switch": name,
         "rates": [job.rate for job in jobs],
         "losses": losses,
         "sensitivity": round(fmean(losses) - min(losses), 4),
@@ -205,12 +210,20 @@ def length_cases(size: str) -> list[Case]:
     ]
 
 
+def rate_cases(size: str) -> list[Case]:
+    """Rules on two texts at one length."""
+    steps = SIZES[size].rate_steps
+    texts = () if steps is None else ("sotu", "code")
+    return [Case(rule, text, steps or 0) for text in texts for rule in RATE_RULES]
+
+
 def lengths(runs: RunCache, size: str, case: Case) -> Row:
     """Losses of a rule on one text at one length, beside Muon and Muon + QK-norm."""
     results = _at_length(runs, size, case)
     losses = _losses(results)
     row = {
         **case._asdict(),
+        "batch": SIZES[size].length_batches.get(case.steps, SIZES[size].batch),
         "epochs": results[0]["epochs"],
         "losses": losses,
         "loss": round(fmean(losses), 4),
@@ -229,11 +242,26 @@ def lengths(runs: RunCache, size: str, case: Case) -> Row:
     }
 
 
+def rates(runs: RunCache, size: str, case: Case) -> Row:
+    """Losses and largest scores of a rule on one text over rates."""
+    first = _length_jobs(size, case)[0]
+    jobs = [replace(first, rate=_rounded(first.rate * times)) for times in SWITCH_FACTORS]
+    return {**case._asdict(), **_over_rates(jobs, runs(jobs, partial(train_at_length, runs.pause)))}
+
+
 def _at_length(runs: RunCache, size: str, case: Case) -> list[Result]:
+    return runs(_length_jobs(size, case), partial(train_at_length, runs.pause))
+
+
+def _length_jobs(size: str, case: Case) -> list[Job]:
+    """A job per fresh seed, at the defaults of what moves queries and keys."""
     defaults = {"radius": None, "damping": None, "change": None}
-    given = {"study": "lengths", "size": size, **case._asdict(), **SIZES[size].fixed, **defaults}
-    jobs = [Job(**given, seed=seed) for seed in SIZES[size].length_seeds]  # type: ignore[arg-type]
-    return runs(jobs, partial(train_at_length, runs.pause))
+    batch = SIZES[size].length_batches.get(case.steps)
+    given = {**case._asdict(), "batch": batch, **SIZES[size].fixed, **defaults}
+    return [
+        Job(study="lengths", size=size, seed=seed, **given)  # type: ignore[arg-type]
+        for seed in SIZES[size].length_seeds
+    ]
 
 
 STUDIES = {
@@ -243,6 +271,7 @@ STUDIES = {
     "qk_rate": Study(qk_rate, lambda _: FINETUNE_RULES),
     "copy": Study(copy, lambda _: COPY_RULES),
     "lengths": Study(lengths, length_cases),
+    "rates": Study(rates, rate_cases),
 }
 
 

@@ -91,6 +91,7 @@ def test_every_study_gives_its_table_and_runs_repeat_by_seed(
         "qk_rate": 4,
         "copy": 4,
         "lengths": 20,
+        "rates": 6,
     }
     assert (tmp_path / "optim_quick.svg").read_text().startswith("<?xml")
     found = results(tmp_path)
