@@ -546,7 +546,11 @@ class RecordedStep:
 
 
 def capture_graph(step: Step, device: torch.device) -> Step:
-    """A step as a CUDA graph. Capturing runs the step, so its memory is to be filled afterwards."""
+    """A step as a CUDA graph. Capturing runs the step, so its memory is to be filled afterwards.
+
+    The graph replays in the memory of the step, which the caller keeps: only what is allocated
+    during the capture belongs to the graph.
+    """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -582,7 +586,7 @@ class RecordedRows:
     def __init__(self, model: Transformer, buckets: Sequence[int]) -> None:
         table, B = model.lm_head_weight, buckets[-1]
         self.model, self.device = model, table.device
-        self._fused = why_not_fused(model) is None
+        self._is_fused = why_not_fused(model) is None
         self._kernel = table.is_cuda and find_spec("triton") is not None
         S = model.config.context
         shapes = KVCache(model.config, batch=1, positions=S, dtype=table.dtype, device=self.device)
@@ -593,13 +597,17 @@ class RecordedRows:
         ones, numbers = torch.ones(B, device=self.device), torch.ones_like(self.token_B)
         self.settings = RowSampling(ones, ones.clone(), ones.clone(), numbers, seed=numbers.clone())
         self._caches = {rows: self.cache.first_rows(rows) for rows in buckets}
+        self._fused: dict[int, FusedStep | None] = {}
         self._steps: dict[int, Step] = {}
 
     def record(self) -> None:
         """Record all buckets, once. Recording runs the steps, so no row may hold a sequence yet."""
         for rows, cache in self._caches.items():
             if rows not in self._steps:
-                fused = FusedStep(self.model, cache, self.token_B[:rows]) if self._fused else None
+                fused = None
+                if self._is_fused:
+                    fused = FusedStep(self.model, cache, self.token_B[:rows])
+                self._fused[rows] = fused  # a graph does not keep the memory that it replays in
                 step = partial(self._forward, rows, fused)
                 self._steps[rows] = RECORDERS["graph"](step, self.device)
 

@@ -1,5 +1,7 @@
 """fenchel/generation/continuous_batch.py: who joins and who leaves changes no other's logits."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,13 +141,14 @@ def require_recorded_steps(
 ) -> None:
     """Compare recorded steps with the model; without a GPU they are the steps themselves."""
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(cuda_graph.RECORDERS, "graph", lambda step, _: step)
+        if not model.lm_head_weight.is_cuda:
+            patch.setitem(cuda_graph.RECORDERS, "graph", lambda step, _: step)
         if fused:
             patch.setattr(cuda_graph, "why_not_fused", lambda _: None)
         batch = ContinuousBatch(model, rows=3, record="graph")
         assert batch.recorded is not None
         for ids, logits in play(batch, events):
-            wanted = model(torch.tensor([ids]))[0, -1]
+            wanted = model(torch.tensor([ids], device=logits.device))[0, -1]
             torch.testing.assert_close(logits, wanted, atol=close, rtol=close)
 
 
@@ -160,9 +163,29 @@ def test_recorded_steps_have_a_number_per_row(
 
 
 @pytest.mark.parametrize("shape", ["windows", "learned"])
-def test_fused_steps_have_a_number_per_row(shape: str, lively: Build) -> None:
+def test_fused_steps_have_a_number_per_row(shape: str, device: str, lively: Build) -> None:
     events = [("join", 9), ("step", 2), ("leave", 1), ("step", 1), ("join", 4), ("step", 2)]
-    require_recorded_steps(lively(**SHAPES[shape], context=CONTEXT), events, 1e-4, fused=True)
+    model = lively(**SHAPES[shape], context=CONTEXT).to(device)
+    require_recorded_steps(model, events, 1e-4, fused=True)
+
+
+def test_the_memory_of_a_recorded_step_lives_as_long_as_the_recording(
+    lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph does not keep the memory it replays in, and neither does this recorder."""
+    made: list[weakref.ref[cuda_graph.FusedStep]] = []
+
+    def record(step: Any, _: object) -> Callable[[], None]:
+        made.append(weakref.ref(step.args[1]))
+        return lambda: None
+
+    monkeypatch.setitem(cuda_graph.RECORDERS, "graph", record)
+    monkeypatch.setattr(cuda_graph, "why_not_fused", lambda _: None)
+    rows = cuda_graph.RecordedRows(lively(), (1, 2, 3))
+    rows.record()
+    gc.collect()
+    assert len(made) == 3
+    assert all(reference() is not None for reference in made)
 
 
 @pytest.mark.parametrize(
