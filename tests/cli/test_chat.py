@@ -516,5 +516,6 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_command(terminal: Pseudoterminal
     terminal.read_until("/quit ends.\r\n> ")
     terminal.write("\x1b[A\x1b[A\x1b[A\n")  # the line before those of the long message
     assert "/settings max_new_tokens=4" in terminal.read_until("=4\r\n")
+    terminal.read_until("> ")  # until then readline has not set the terminal, which would drop it
     terminal.write("\x04")
     assert terminal.process.wait(60) == 0
