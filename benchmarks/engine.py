@@ -10,8 +10,9 @@ which neither detokenizes nor lets a sequence join. Prompts count on both sides.
     check               largest distance of the logits of recorded steps and of the model, relative,
                         while rows join and leave; and how many of 128 draws are those of torch
     tokens_per_second   new tokens of all requests over seconds, the median of ``ROUNDS``
-    of_copy             weights read per step times steps per second, over the bytes per second of
+    of_copy             weights read per step times tokens per second, over the bytes per second of
                         a copy; for one request
+    steps_of_copy       the same from the first token to the last, so without prompt and start
 """
 
 import argparse
@@ -78,12 +79,15 @@ def main(options: list[str] | None = None) -> None:
     add(way="fenchel", start_seconds=round(time.perf_counter() - started, 2))
     for rows in map(int, given.rows.split(",")):
         for name, sampling in SAMPLINGS.items():
-            seconds = [_serve(engine, rows, given.new, sampling) for _ in range(ROUNDS + 1)][1:]
+            times = [_serve(engine, rows, given.new, sampling) for _ in range(ROUNDS + 1)][1:]
+            whole, first = (statistics.median(seconds) for seconds in zip(*times, strict=True))
             line: dict[str, Any] = {"way": "fenchel", "rows": rows, "draw": name}
-            line["tokens_per_second"] = round(rows * given.new / statistics.median(seconds))
+            line["tokens_per_second"] = round(rows * given.new / whole)
+            line["first_token_ms"] = round(1e3 * first, 1)
             if rows == 1:
-                steps = given.new / statistics.median(seconds)
-                line["of_copy"] = round(steps * bytes_read(model) / COPY, 3)
+                share = bytes_read(model) / COPY
+                line["of_copy"] = round(share * given.new / whole, 3)
+                line["steps_of_copy"] = round(share * (given.new - 1) / (whole - first), 3)
             add(**line)
     engine.close()
     if profile is not None:
@@ -106,11 +110,13 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _serve(engine: Engine, rows: int, new: int, sampling: Sampling) -> float:
-    """Seconds of ``rows`` requests that arrive at once."""
-    done, failed = threading.Semaphore(0), []
+def _serve(engine: Engine, rows: int, new: int, sampling: Sampling) -> tuple[float, float]:
+    """Seconds of ``rows`` requests that arrive at once, and until their first token."""
+    done, failed, reported = threading.Semaphore(0), [], []
 
     def on_update(update: Update) -> None:
+        if not reported:
+            reported.append(time.perf_counter())
         if update.finish is not None:
             if update.finish != "length":
                 failed.append(update)
@@ -125,7 +131,7 @@ def _serve(engine: Engine, rows: int, new: int, sampling: Sampling) -> float:
         done.acquire()
     if failed:
         raise SystemExit(f"a request ended with {failed[0]}")
-    return time.perf_counter() - started
+    return time.perf_counter() - started, reported[0] - started
 
 
 def _static(model: Any, rows: int, new: int) -> dict[str, Any]:

@@ -8,8 +8,8 @@
     gpt2    the blocks of GPT-2 of 124M, which with bytes for tokens are 85M parameters, at context
             1024; for the study of lengths
 
-Runs of 8,000 steps at 25M and of 2,000 at 85M have smaller batches: they read the 33M bytes that
-2,000 steps at 25M read, four epochs of the prose, so that no length is a study of memorisation.
+Runs of 8,000 steps at 25M have a quarter of the batch: they read the 33M bytes that 2,000 steps
+read, four epochs of the prose, so that no length is a study of memorisation.
 
     sotu    messages of presidents, to train on
     kjv     the King James Bible, to fine-tune on
@@ -68,6 +68,8 @@ class Size:
     """Sequences per step, by steps, of its runs that differ in it from ``batch``."""
     rate_steps: int | None = None
     """Steps of the runs of the study of rates; None where it is not run."""
+    rate_batch: int | None = None
+    """Sequences per step of its runs; None is ``batch``."""
     length_seeds: tuple[int, ...] = (21, 22, 23)
     """Seeds of that study, of which no other has used any."""
     fixed: Mapping[str, float] = field(default_factory=dict)
@@ -138,6 +140,7 @@ SIZES = {
         lengths=(400, 2000, 8000),
         length_batches={8000: 8},
         rate_steps=2000,
+        rate_batch=8,
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
     ),
     "gpt2": Size(
@@ -150,7 +153,7 @@ SIZES = {
         scale=2 / 9,
         validation=2**18,
         lengths=(400, 2000),
-        length_batches={2000: 16},
+        length_batches={2000: 8},
         length_seeds=(21,),
         fixed={"rate": 0.003, "decay": 0.3, "momentum": 0.9},
     ),

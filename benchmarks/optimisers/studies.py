@@ -244,16 +244,21 @@ def lengths(runs: RunCache, size: str, case: Case) -> Row:
 
 def rates(runs: RunCache, size: str, case: Case) -> Row:
     """Losses and largest scores of a rule on one text over rates."""
-    first = _length_jobs(size, case)[0]
-    jobs = [replace(first, rate=_rounded(first.rate * times)) for times in SWITCH_FACTORS]
+    jobs = rate_jobs(size, case)
     return {**case._asdict(), **_over_rates(jobs, runs(jobs, partial(train_at_length, runs.pause)))}
 
 
+def rate_jobs(size: str, case: Case) -> list[Job]:
+    """The job of the first seed at every rate."""
+    first = replace(length_jobs(size, case)[0], batch=SIZES[size].rate_batch)
+    return [replace(first, rate=_rounded(first.rate * times)) for times in SWITCH_FACTORS]
+
+
 def _at_length(runs: RunCache, size: str, case: Case) -> list[Result]:
-    return runs(_length_jobs(size, case), partial(train_at_length, runs.pause))
+    return runs(length_jobs(size, case), partial(train_at_length, runs.pause))
 
 
-def _length_jobs(size: str, case: Case) -> list[Job]:
+def length_jobs(size: str, case: Case) -> list[Job]:
     """A job per fresh seed, at the defaults of what moves queries and keys."""
     defaults = {"radius": None, "damping": None, "change": None}
     batch = SIZES[size].length_batches.get(case.steps)

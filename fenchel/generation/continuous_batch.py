@@ -517,6 +517,7 @@ class ContinuousBatch:
             self.recorded.record()
             for B in self.buckets:
                 self.recorded.step(B)
+                self.recorded.step(B, longest=1)
             return
         for B in self.buckets:
             logits_BV = self._forward([0] * B, [1] * B)
@@ -618,10 +619,13 @@ class ContinuousBatch:
             settings = [free if row is None else (row.sampling, row.seed) for row in self.rows]
             self.recorded.set_sampling(RowSampling.of(settings))
             self._arrived = False
-        logits_BV = self.recorded.step(B, observe)
+        longest = max((row.length + 1 for row in rows), default=1)
+        logits_BV = self.recorded.step(B, observe, longest=longest)
         for row in rows:
             row.length += 1
-        drawn = PendingTokens.of(self.recorded.drawn_B[:B].clone())
+        drawn_B = self.recorded.drawn_B[:B]
+        # The next step overwrites it, on a GPU after the copy to the host that is requested here.
+        drawn = PendingTokens.of(drawn_B if drawn_B.is_cuda else drawn_B.clone())
         return LaunchedStep(tuple((row, row.index) for row in rows), logits_BV, drawn)
 
     def _forward(

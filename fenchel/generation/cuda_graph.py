@@ -42,7 +42,8 @@ batches. The rows beyond the batch have no token: their padding is longer than t
 its own slots: sequences of any lengths decode together without padding, in layers with windows too,
 and one joins by a copy into the slots of its row. A free row has a padding longer than any
 sequence. There is a recording per bucket of rows; all of them read and write the first rows of the
-same cache. Every row has its own settings of sampling on the device (``draw_rows``), so that the
+same cache. Small buckets have a second one for steps in which all sequences are short, with one
+kernel for attention instead of two. Every row has its own settings of sampling on the device (``draw_rows``), so that the
 draw is part of the recording and the host may launch a step before it has read the tokens of the
 step before.
 
@@ -253,11 +254,16 @@ def why_not_fused(model: Transformer) -> str | None:
 
 
 class FusedStep:
-    """One step of a plain decoder, which reads ``token_B``."""
+    """One step of a plain decoder, which reads ``token_B``.
 
-    def __init__(self, model: Transformer, cache: StaticCache, token_B: Tensor) -> None:
+    ``tokens`` as in ``attend_decode``: how many the longest sequence has at most.
+    """
+
+    def __init__(
+        self, model: Transformer, cache: StaticCache, token_B: Tensor, tokens: int | None = None
+    ) -> None:
         c, table, S = model.config, model.lm_head_weight, cache.positions
-        self.cache, self.token_B = cache, token_B
+        self.cache, self.token_B, self.tokens = cache, token_B, tokens
         self.embed, self.lm_head = model.embed.weight, LinearWeights(table.t(), None)
         self.pos_embed = None if model.pos_embed is None else model.pos_embed.weight
         self.activation, self.norm = c.mlp, _norm(plain_norm(model.norm))
@@ -313,6 +319,7 @@ class FusedStep:
             angles=self.rotary,
             scale=self.scale * beta,
             alpha=alpha,
+            tokens=self.tokens,
         )
 
     def _matmul(self, weights: LinearWeights, y_BN: Tensor, norm: "NormWeights") -> None:
@@ -597,19 +604,32 @@ class RecordedRows:
         ones, numbers = torch.ones(B, device=self.device), torch.ones_like(self.token_B)
         self.settings = RowSampling(ones, ones.clone(), ones.clone(), numbers, seed=numbers.clone())
         self._caches = {rows: self.cache.first_rows(rows) for rows in buckets}
-        self._fused: dict[int, FusedStep | None] = {}
-        self._steps: dict[int, Step] = {}
+        self._fused: list[FusedStep] = []
+        """Held here, since a graph does not keep the memory that it replays in."""
+        self._steps: dict[tuple[int, int], Step] = {}
+        """Recordings by their rows and by how many tokens a sequence has at most."""
 
     def record(self) -> None:
         """Record all buckets, once. Recording runs the steps, so no row may hold a sequence yet."""
+        if self._steps:
+            return
         for rows, cache in self._caches.items():
-            if rows not in self._steps:
+            for tokens in self._lengths(rows):
                 fused = None
                 if self._is_fused:
-                    fused = FusedStep(self.model, cache, self.token_B[:rows])
-                self._fused[rows] = fused  # a graph does not keep the memory that it replays in
+                    fused = FusedStep(self.model, cache, self.token_B[:rows], tokens)
+                    self._fused.append(fused)
                 step = partial(self._forward, rows, fused)
-                self._steps[rows] = RECORDERS["graph"](step, self.device)
+                self._steps[rows, tokens] = RECORDERS["graph"](step, self.device)
+
+    def _lengths(self, rows: int) -> list[int]:
+        """How many tokens a sequence has at most in the recordings of a bucket, ascending."""
+        S = self.cache.positions
+        if not self._is_fused:
+            return [S]
+        from fenchel.kernels.decode_attention import SHORT, one_per_head
+
+        return [SHORT, S] if SHORT < S and one_per_head(rows * self.model.config.groups, 1) else [S]
 
     def set_rows(self, numbers: Sequence[int | None], tokens: Sequence[int]) -> None:
         """The number of tokens that each row has read, None for a free row, and the next token.
@@ -639,15 +659,20 @@ class RecordedRows:
         self.cache.move_row(row, to, 0)
         self.token_B[to] = self.token_B[row]
 
-    def step(self, rows: int, observe: Observer | None = None) -> Tensor:
+    def step(
+        self, rows: int, observe: Observer | None = None, *, longest: int | None = None
+    ) -> Tensor:
         """Logits of the first ``rows``, (B, V); ``drawn_B`` is then drawn from them.
 
-        ``observe`` as in the forward pass of the model, which is then called itself; keys and
+        ``longest`` is how many tokens the longest sequence has with the one that is read; None is
+        any number. ``observe`` as in the forward pass of the model, which is then called itself; keys and
         values come with the newest at the end, as many as the longest row has. The next step
         overwrites the logits.
         """
         if observe is None:
-            return self._steps[rows]()
+            most = self.cache.positions if longest is None else longest
+            tokens = next(tokens for tokens in self._lengths(rows) if tokens >= most)
+            return self._steps[rows, tokens]()
         self._caches[rows].advance(0)  # a fused step leaves the slots to its kernel
         return self._forward(rows, None, _in_order(observe, self._caches[rows]))
 

@@ -82,7 +82,7 @@ WARPS = 8
 FLOOR = tl.constexpr(-1e30)
 """Initial maximum of a slot: inf - inf is nan."""
 SHORT = 512
-"""Slots up to which a few rows are served by one program per query head."""
+"""Tokens up to which a few rows are served by one program per query head."""
 FEW_PROGRAMS = 32
 """B G from which one program per group is faster even without splits: with G = 4 and 96 slots a
 step of 22 layers gains 0.14 ms of 2.7 with 8 rows, and loses 0.06 of 0.83 with one."""
@@ -144,15 +144,19 @@ def attend_decode(
     scale: float,
     alpha: float = 1.0,
     splits: int | None = None,
+    tokens: int | None = None,
 ) -> None:
     """Write the newest key and value into the cache and the attention output into o.
 
     ``alpha`` 1 is softmax, above 1 entmax. ``splits`` is chosen by the sizes where it is None.
+    ``tokens`` is how many a sequence has at most where that is less than the slots; the result does
+    not depend on it but for rounding.
     """
     B, G, R, D = cache.keys.shape
     H = o_BC.shape[1] // D
     dense = cache.key_scales is None
-    if splits is None and alpha == 1.0 and dense and R <= SHORT and B * G < FEW_PROGRAMS:
+    most = R if tokens is None else min(tokens, R)
+    if splits is None and alpha == 1.0 and dense and one_per_head(B * G, most):
         _launch_per_head(qkv_BC, cache, place, o_BC, angles, scale)
         return
     splits = split_count(B * G, R) if splits is None else splits
@@ -264,6 +268,11 @@ def attend_decode(
             SPLITS=triton.next_power_of_2(splits),
             **launch,
         )
+
+
+def one_per_head(programs: int, tokens: int) -> bool:
+    """Whether softmax over a dense cache has one program per query head, B G being ``programs``."""
+    return tokens <= SHORT and programs < FEW_PROGRAMS
 
 
 def split_count(programs: int, R: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fenchel.generation import KVCache, cuda_graph
 from fenchel.generation.continuous_batch import ContinuousBatch, PackedPrefill, Row
+from fenchel.kernels import decode_attention
 from fenchel.model import Transformer
 
 Build = Callable[..., Transformer]
@@ -162,11 +163,34 @@ def test_recorded_steps_have_a_number_per_row(
     require_recorded_steps(model, events, 1e-9, fused=False)
 
 
+@pytest.mark.parametrize("short", [512, 12], ids=["short context", "long context"])
 @pytest.mark.parametrize("shape", ["windows", "learned"])
-def test_fused_steps_have_a_number_per_row(shape: str, device: str, lively: Build) -> None:
-    events = [("join", 9), ("step", 2), ("leave", 1), ("step", 1), ("join", 4), ("step", 2)]
+def test_fused_steps_have_a_number_per_row(
+    shape: str, short: int, device: str, lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a long context short sequences, until the twelfth token, have a recording of theirs."""
+    monkeypatch.setattr(decode_attention, "SHORT", short)
+    events = [("join", 9), ("step", 4), ("leave", 1), ("step", 1), ("join", 4), ("step", 2)]
     model = lively(**SHAPES[shape], context=CONTEXT).to(device)
     require_recorded_steps(model, events, 1e-4, fused=True)
+
+
+def test_few_rows_of_a_long_context_have_a_recording_for_short_sequences(
+    lively: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cuda_graph.RECORDERS, "graph", lambda step, _: lambda: step.args)
+    monkeypatch.setattr(cuda_graph, "why_not_fused", lambda _: None)
+    monkeypatch.setattr(decode_attention, "SHORT", 8)
+    rows = cuda_graph.RecordedRows(lively(kv_heads=2, context=CONTEXT), (1, 8, 16))
+    rows.record()
+    found = {
+        (B, n): rows.step(B, longest=n)[1].tokens  # type: ignore[union-attr]
+        for B in (1, 8, 16)
+        for n in (1, 8, 9, CONTEXT)
+    }
+    assert {n for (B, n), tokens in found.items() if tokens == 8} == {1, 8}
+    assert {B for (B, n), tokens in found.items() if tokens == 8} == {1, 8}
+    assert rows.step(1)[1].tokens == CONTEXT  # type: ignore[union-attr]
 
 
 def test_the_memory_of_a_recorded_step_lives_as_long_as_the_recording(
@@ -184,7 +208,7 @@ def test_the_memory_of_a_recorded_step_lives_as_long_as_the_recording(
     rows = cuda_graph.RecordedRows(lively(), (1, 2, 3))
     rows.record()
     gc.collect()
-    assert len(made) == 3
+    assert len(made) == len(rows._steps)
     assert all(reference() is not None for reference in made)
 
 
