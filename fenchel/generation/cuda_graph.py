@@ -43,9 +43,9 @@ its own slots: sequences of any lengths decode together without padding, in laye
 and one joins by a copy into the slots of its row. A free row has a padding longer than any
 sequence. There is a recording per bucket of rows; all of them read and write the first rows of the
 same cache. Small buckets have a second one for steps in which all sequences are short, with one
-kernel for attention instead of two. Every row has its own settings of sampling on the device (``draw_rows``), so that the
-draw is part of the recording and the host may launch a step before it has read the tokens of the
-step before.
+kernel for attention instead of two. Every row has its own settings of sampling on the device
+(``draw_rows``), so that the draw is part of the recording and the host may launch a step before it
+has read the tokens of the step before.
 
 **Choice of the token.** The greedy token is chosen inside the recording. Others are drawn by
 ordinary kernels after each replay (``TokenChoice``), which the host launches without waiting for
@@ -665,9 +665,9 @@ class RecordedRows:
         """Logits of the first ``rows``, (B, V); ``drawn_B`` is then drawn from them.
 
         ``longest`` is how many tokens the longest sequence has with the one that is read; None is
-        any number. ``observe`` as in the forward pass of the model, which is then called itself; keys and
-        values come with the newest at the end, as many as the longest row has. The next step
-        overwrites the logits.
+        any number. ``observe`` as in the forward pass of the model, which is then called itself;
+        keys and values come with the newest at the end, as many as the longest row has. The next
+        step overwrites the logits.
         """
         if observe is None:
             most = self.cache.positions if longest is None else longest

@@ -16,8 +16,9 @@ not on what was drawn before. ``draw_rows`` of generation/sampling.py defines th
 One program per row, since a row is short (64 kB for 32,000 in bfloat16): one pass for the largest
 z, one for the sum and the argmax, and for a row with a restriction one for the share of every round
 and one for its argmax if there is another. A pass with random numbers is some 120 instructions per
-entry, 17 us of one multiprocessor for 32,000; the others are a few us. A row with ``top_k`` and ``top_p`` needs the sum over the ``top_k``
-largest: the k-th largest z is found by bisection of its bits in 32 passes.
+entry, 17 us of one multiprocessor for 32,000; the others are a few us. A row with ``top_k`` and
+``top_p`` needs the sum over the ``top_k`` largest: the k-th largest z is found by bisection of its
+bits in 32 passes.
 
 Shapes: z (B, V), all settings, n, token and marked (B,); -1 in ``marked`` where the largest logit
 is not finite.
