@@ -403,8 +403,7 @@ def use_recorded_step(
     if draft:
         reason = "a step reads one token, and draft reads several"
     if record == "auto":
-        # An int8 step was slower than one in bfloat16 when last timed (docs/log.md, 2026-11-16).
-        pays = device.type == "cuda" and tokens >= AUTO_TOKENS and cache == "model"
+        pays = device.type == "cuda" and tokens >= AUTO_TOKENS
         plain = not torch.is_autocast_enabled(device.type) and not _has_hooks(model)
         return pays and plain and reason is None
     if reason is not None:

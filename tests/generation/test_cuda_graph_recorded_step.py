@@ -229,7 +229,8 @@ def test_a_graph_is_replayed_by_itself_where_that_pays(
     assert use_recorded_step(model, "auto", **call) == (device == "cuda")
     assert use_recorded_step(model, "graph", **call)
     assert not use_recorded_step(model, None, **call)
-    for other in ({"tokens": AUTO_TOKENS - 1}, {"cache": "int8"}, {"draft": 2}):
+    assert use_recorded_step(model, "auto", **call | {"cache": "int8"}) == (device == "cuda")
+    for other in ({"tokens": AUTO_TOKENS - 1}, {"cache": "float16"}, {"draft": 2}):
         assert not use_recorded_step(model, "auto", **call | other)
     assert not use_recorded_step(lively(positions="alibi").to(device), "auto", **call)
     model.blocks[0].register_forward_hook(lambda *_: None)
