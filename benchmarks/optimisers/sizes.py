@@ -122,7 +122,7 @@ SIZES = {
         seeds=(1, 2, 3, 4, 5),
         grid=GRID,
         lengths=(100, 400, 1600),
-        rate_steps=400,
+        rate_steps=1600,
         fixed={"rate": 0.03, "decay": 0.3, "momentum": 0.9},
     ),
     "cuda": Size(
