@@ -238,6 +238,8 @@ class Stepper:
 
     def _hidden_of_part(self, batch: Batch, step: int, part: int) -> Tensor:
         """The input of the LM head of micro-batch number ``part`` of a step."""
+        if self.stability is not None:
+            self.stability.begin_pass(batch)
         cuda = [self.device] if self.device.type == "cuda" else []
         embedding = None if self.config.compile else self.model.tied_embedding
         with (
