@@ -43,9 +43,8 @@ COMMANDS = {
 }
 
 LESS_MEMORY = {
-    "train": 'set a smaller train.batch, model.context or model.width, or train.recompute="block"',
-    "tune": "set a smaller train.batch or tune.context, more train.accumulate or "
-    'train.recompute="block"',
+    "train": "set a smaller train.batch, model.context or model.width",
+    "tune": "set a smaller train.batch or tune.context, or more train.accumulate",
     "generate": "give fewer --max-new-tokens, --cache int8 or --dtype bfloat16",
     "chat": "give a shorter --context, --cache int8 or --dtype bfloat16",
     "serve": "give fewer --rows, a shorter --context, --cache int8 or --dtype bfloat16",
@@ -54,7 +53,11 @@ LESS_MEMORY = {
     "certify": "give fewer --max-tokens",
     "attach": "give a shorter --context",
 }
-"""What to change where a command runs out of memory."""
+"""What to change where a command runs out of memory.
+
+Of a run, outside its steps, which ``explain_out_of_memory`` covers: train.recompute changes nothing
+there.
+"""
 
 _LONGEST = 800  # characters of a message, which may quote a foreign file
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from fenchel.choice import Choice
-    from fenchel.data import Document, Ids
+    from fenchel.data import Document, DocumentIds, Ids, PackedBatches, ProgressCallback
     from fenchel.evaluate import Calibration, ChoiceScore, Confidence, Evaluation, Score
     from fenchel.model import Transformer
 
@@ -56,7 +56,8 @@ def run(
         A run directory, or a Hugging Face directory with safetensors and tokenizer.json.
     text
         "sotu", "kjv", a text file, a folder or a .jsonl file; the validation part of the run's own
-        text by default.
+        text by default. That of a tuned run is read document by document, as it was tuned, and of
+        conversations the answers are predicted; any other text is read in windows.
     split
         The part of the run's own text: "validation", which was held out, or "train".
     tokens
@@ -101,7 +102,6 @@ def run(
         console.progress("loading torch", 0, 0)
 
         from fenchel.cli.reliability import page as reliability_page
-        from fenchel.evaluate import confidence
         from fenchel.evaluate.calibration import write_calibration
         from fenchel.files import write_atomic
 
@@ -128,15 +128,11 @@ def run(
             "stride": measured.stride,
             **_finite(evaluation.score),
         }
+        if isinstance(measured.ids, _Documents):
+            output["documents"] = measured.ids.number
         lines = _lines(measured, truncated=tokens is not None)
         if calibration:
-            result = confidence(
-                model,
-                measured.ids,
-                context=measured.context,
-                stride=measured.stride,
-                progress=console.progress,
-            )
+            result = _confidence(measured, console.progress)
             output["calibration"] = _as_json(result)
             lines += _calibration_lines(result)
             if save:
@@ -158,15 +154,31 @@ class _Measured(NamedTuple):
     """A model, the text it was evaluated on, and the result."""
 
     model: "Transformer"
-    ids: "Ids"
+    ids: "Ids | _Documents"
     bytes: int
     context: int
-    """Tokens per window."""
-    stride: int
-    """Tokens between the beginnings of two windows."""
+    """Tokens per window, or of a document at once."""
+    stride: int | None
+    """Tokens between the beginnings of two windows; None where documents are read one by one."""
     begin: str
     """How the text begins, in words."""
     evaluation: "Evaluation"
+    left_out: int = 0
+    """Tokens of answers beyond the context, which are not predicted."""
+
+
+class _Documents(NamedTuple):
+    """Documents of a tuned run, which are read one by one."""
+
+    ids: "DocumentIds"
+    pack: "Callable[[DocumentIds, int | None], PackedBatches]"
+    """Documents to rows of a number of positions, or of as many as in training."""
+    conversations: bool
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self.ids.starts) - 1
 
 
 class _Source(NamedTuple):
@@ -175,7 +187,7 @@ class _Source(NamedTuple):
     name: str
     bytes: int
     documents: "Callable[[], Iterator[Document]]"
-    ids: "Ids | None" = None
+    ids: "Ids | _Documents | None" = None
     """Its tokens, for a model with the tokenizer of ``fingerprint``."""
     fingerprint: str = ""
 
@@ -185,7 +197,9 @@ def _source(directory: Path, text: str | None, split: str | None) -> _Source:
     from fenchel.checkpoints.tokenizer import read_tokenizer
     from fenchel.data import open_text
     from fenchel.evaluate import fingerprint
-    from fenchel.pipeline import open_corpus
+    from fenchel.pipeline import open_corpus, settings
+    from fenchel.pipeline.tuning import pack_documents
+    from fenchel.train import RunDir
 
     if text is not None:
         opened = open_text(text)
@@ -193,18 +207,22 @@ def _source(directory: Path, text: str | None, split: str | None) -> _Source:
     if not (directory / "text.json").is_file():
         raise ValueError(f"{directory} has no text of its own; name one with --text.")
     corpus, held_out = open_corpus(directory), split != "train"
-    if corpus.facts.conversations:
-        raise ValueError(
-            f"{directory} was tuned on conversations, of which its report measures the answers; "
-            "name a text with --text."
-        )
-    return _Source(
+    source = _Source(
         f"{split or 'validation'} text of {directory}",
-        corpus.facts.validation_bytes if held_out else corpus.facts.train_bytes,
+        corpus.facts.predicted_bytes if held_out else corpus.facts.train_predicted_bytes,
         lambda: corpus.documents(validation=held_out),
         corpus.validation if held_out else corpus.train,
         fingerprint(read_tokenizer(directory)),
     )
+    if corpus.documents_of is None:
+        return source
+    config = settings(RunDir(directory).read_settings())
+
+    def pack(documents: "DocumentIds", context: int | None) -> "PackedBatches":
+        return pack_documents(config, corpus, documents, context=context)
+
+    own = _Documents(corpus.documents_of[held_out], pack, corpus.facts.conversations)
+    return source._replace(ids=own)
 
 
 def _source_of_both(source: _Source, first: Path, second: Path, tokens: int | None) -> _Source:
@@ -219,6 +237,11 @@ def _source_of_both(source: _Source, first: Path, second: Path, tokens: int | No
     tokenizer = read_tokenizer(first)
     if fingerprint(tokenizer) == fingerprint(read_tokenizer(second)):
         return source
+    if isinstance(source.ids, _Documents) and source.ids.conversations:
+        raise ValueError(
+            f"{first} was tuned on conversations, which are tokens of its own template, and "
+            f"{second} has another tokenizer; name a text with --text."
+        )
     if tokens is None:
         return source._replace(ids=None)
     documents: list[Document] = []
@@ -245,7 +268,14 @@ def _evaluate(
     adapter: Path | None = None,
 ) -> _Measured:
     from fenchel.checkpoints.tokenizer import describe_beginning
-    from fenchel.evaluate import Evaluation, fingerprint, score, score_choice, truncate_ids
+    from fenchel.evaluate import (
+        Evaluation,
+        fingerprint,
+        score,
+        score_choice,
+        score_documents,
+        truncate_ids,
+    )
     from fenchel.evaluate.score import default_stride, document_ids, require_decoder
 
     device, dtype = place
@@ -256,12 +286,30 @@ def _evaluate(
         model = model.with_context(context)
     elif context is not None and context < 1:
         raise ValueError(f"--context {context} should be 1 or more.")
+    own = source.ids if source.fingerprint == fingerprint(tokenizer) else None
+    if isinstance(own, _Documents):
+        if stride is not None:
+            raise ValueError(
+                "--stride is the distance of windows, and the documents of a tuned run are read "
+                "one by one; leave it out, or name a text with --text."
+            )
+        documents, size = _first_documents(own, source.bytes, tokens)
+        rows = documents.pack(documents.ids, context)
+        if context is None and rows.context > config.context:  # of a second, shorter model
+            rows = documents.pack(documents.ids, config.context)
+        found = score_documents(model, rows, bytes=size, progress=console.progress)
+        evaluation = Evaluation(str(directory), found, fingerprint(tokenizer), source.name)
+        begin = describe_beginning(tokenizer)
+        if documents.conversations:
+            begin = "A conversation is written by the chat template of the run."
+        measured = _Measured(model, documents, size, rows.context, None, begin, evaluation)
+        return measured._replace(left_out=rows.cut_off)
     context = context or config.context
     stride = default_stride(context) if stride is None else stride
     if not 1 <= stride <= context:
         raise ValueError(f"--stride {stride} should be 1 to {context}, the tokens of a window.")
-    if source.ids is not None and source.fingerprint == fingerprint(tokenizer):
-        ids, size = truncate_ids(source.ids, source.bytes, tokens)
+    if own is not None:
+        ids, size = truncate_ids(own, source.bytes, tokens)
     else:
         ids, size = document_ids(
             tokenizer, source.documents(), source.bytes, limit=tokens, progress=console.progress
@@ -276,6 +324,31 @@ def _evaluate(
     evaluation = Evaluation(str(directory), result, fingerprint(tokenizer), source.name)
     begin = describe_beginning(tokenizer)
     return _Measured(model, ids, size, context, stride, begin, evaluation)
+
+
+def _first_documents(
+    documents: _Documents, bytes: int, tokens: int | None
+) -> tuple[_Documents, int]:
+    """The documents up to a number of tokens to predict, and their share of the bytes."""
+    if tokens is None or tokens >= (count := len(documents.ids.targets())):
+        return documents, bytes
+    first, _ = documents.ids.split(tokens)
+    return documents._replace(ids=first), max(1, round(bytes * tokens / count))
+
+
+def _confidence(measured: _Measured, progress: "ProgressCallback") -> "Confidence":
+    """Calibration on the second half of what was evaluated, by the temperature of the first."""
+    from fenchel.evaluate import confidence
+    from fenchel.evaluate.calibration import document_confidence
+
+    model, ids, context = measured.model, measured.ids, measured.context
+    if isinstance(ids, _Documents):
+        count = len(ids.ids.targets())
+        if count < 4:
+            raise ValueError(f"the text has {count} tokens to predict; calibration needs 4.")
+        first, second = (ids.pack(half, context) for half in ids.ids.split(count // 2))
+        return document_confidence(model, first, second, progress=progress)
+    return confidence(model, ids, context=context, stride=measured.stride, progress=progress)
 
 
 def _choice_of(directory: Path) -> "Choice | None":
@@ -293,11 +366,11 @@ def _choice_of(directory: Path) -> "Choice | None":
 
 
 def _lines(measured: _Measured, *, truncated: bool) -> list[str]:
-    score, context = measured.evaluation.score, measured.context
+    score = measured.evaluation.score
     amount = f"{measured.bytes:,} bytes, {score.tokens:,} tokens"
     lines = [
         f"{measured.evaluation.text}: {'the first, about ' if truncated else ''}{amount}",
-        f"{measured.begin} Windows have {context:,} tokens and begin {measured.stride:,} apart.",
+        f"{measured.begin} {_reading(measured)}",
         f"bits per byte  {score.bits_per_byte:.4f}",
     ]
     numbers = score._asdict()
@@ -312,6 +385,16 @@ def _lines(measured: _Measured, *, truncated: bool) -> list[str]:
         ]
     word = "per token (compare within one tokenizer only)"
     return [*lines, f"perplexity     {score.perplexity:.2f} {word}"]
+
+
+def _reading(measured: _Measured) -> str:
+    """How the text was read, as a sentence."""
+    if isinstance(measured.ids, _Documents):
+        number, context = measured.ids.number, measured.context
+        noun = "Conversations" if measured.ids.conversations else "Documents"
+        rest = f", and {measured.left_out:,} beyond them are left out" if measured.left_out else ""
+        return f"{noun} are read one by one, {number:,} in all, by {context:,} tokens{rest}."
+    return f"Windows have {measured.context:,} tokens and begin {measured.stride:,} apart."
 
 
 def _calibration_lines(result: "Confidence") -> list[str]:

@@ -102,6 +102,12 @@ class CorpusFacts:
         answers = self.validation_answer_bytes
         return self.validation_bytes if answers is None else answers
 
+    @property
+    def train_predicted_bytes(self) -> int:
+        """The same of the training text."""
+        answers = self.train_answer_bytes
+        return self.train_bytes if answers is None else answers
+
 
 @dataclass(frozen=True, eq=False)
 class Corpus:

@@ -54,7 +54,7 @@ Szegedy et al. (2016), Rethinking the Inception architecture for computer vision
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,8 +62,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fenchel.data import Ids, ProgressCallback
-from fenchel.evaluate.score import predictions
+from fenchel.data import Ids, PackedBatches, ProgressCallback
+from fenchel.evaluate.score import document_predictions, predictions
 from fenchel.files import Damaged, Notice, read_sealed_json, write_sealed_json
 from fenchel.generation.attention_trace import TokenCalibration
 from fenchel.model import Transformer, evaluating
@@ -326,11 +326,36 @@ def confidence(
     middle = len(ids) // 2
     first, second = _halves(progress, middle, len(ids) - 1)
     options: dict[str, Any] = {"context": context, "stride": stride, "batch": batch}
-    logits_NV, targets_N = _subsample(model, ids[: middle + 1], progress=first, **options)
+    fitted = predictions(model, ids[: middle + 1], progress=first, **options)
+    measured = predictions(model, ids[middle:], progress=second, **options)
+    return _confidence(fitted, middle, measured, bins)
+
+
+def document_confidence(
+    model: Transformer,
+    first: PackedBatches,
+    second: PackedBatches,
+    *,
+    bins: int = BINS,
+    progress: ProgressCallback | None = None,
+) -> Confidence:
+    """``confidence`` on documents: fitted on the ``first`` ones and measured on the ``second``."""
+    begin, end = _halves(progress, first.targets, first.targets + second.targets)
+    fitted = document_predictions(model, first, progress=begin)
+    measured = document_predictions(model, second, progress=end)
+    return _confidence(fitted, first.targets, measured, bins)
+
+
+Predictions = Iterable[tuple[Tensor, Tensor]]
+"""Blocks of logits (N, V) and targets (N,)."""
+
+
+def _confidence(fitted: Predictions, count: int, measured: Predictions, bins: int) -> Confidence:
+    """``count`` is the number of predictions that the temperature is fitted on."""
+    logits_NV, targets_N = _subsample(fitted, count)
     T = fit_temperature(logits_NV, targets_N).temperature
     temperatures = (1.0, T) if 0.0 < T < float("inf") else (1.0,)
-    measured = _outcomes(model, ids[middle:], temperatures, progress=second, **options)
-    plain, *scaled = (summarise(one, bins=bins) for one in measured)
+    plain, *scaled = (summarise(one, bins=bins) for one in _outcomes(measured, temperatures))
     return Confidence(T, len(targets_N), plain, scaled[0] if scaled else None)
 
 
@@ -350,16 +375,16 @@ def _halves(
     return first, second
 
 
-def _subsample(model: nn.Module, ids: Ids, **options: Any) -> tuple[Tensor, Tensor]:
+def _subsample(pairs: Predictions, total: int) -> tuple[Tensor, Tensor]:
     """Logits (N, V) and targets (N,) of every k-th prediction, at most ``FIT_LOGITS`` logits."""
     logits: Tensor | None = None
     targets: list[Tensor] = []
     count, stride, filled = 0, 1, 0
-    for logits_NV, targets_N in predictions(model, ids, **options):
+    for logits_NV, targets_N in pairs:
         V = logits_NV.shape[1]
         if logits is None:  # one allocation: joining blocks at the end would need it twice
-            stride = 1 + (len(ids) - 1) * V // FIT_LOGITS
-            logits = logits_NV.new_empty(-(-(len(ids) - 1) // stride), V, dtype=torch.float32)
+            stride = 1 + total * V // FIT_LOGITS
+            logits = logits_NV.new_empty(-(-total // stride), V, dtype=torch.float32)
         part = logits_NV[-count % stride :: stride]
         logits[filled : filled + len(part)] = part
         targets.append(targets_N[-count % stride :: stride])
@@ -368,12 +393,10 @@ def _subsample(model: nn.Module, ids: Ids, **options: Any) -> tuple[Tensor, Tens
     return logits[:filled], torch.cat(targets)
 
 
-def _outcomes(
-    model: nn.Module, ids: Ids, temperatures: tuple[float, ...], **options: Any
-) -> list[Outcomes]:
+def _outcomes(pairs: Predictions, temperatures: tuple[float, ...]) -> list[Outcomes]:
     """Outcomes of every prediction at each temperature, from one pass over the text."""
     parts: list[list[Outcomes]] = [[] for _ in temperatures]
-    for logits_NV, targets_N in predictions(model, ids, **options):
+    for logits_NV, targets_N in pairs:
         for part, T in zip(parts, temperatures, strict=True):
             part.append(outcomes(logits_NV, targets_N, temperature=T))
     return [Outcomes(*(torch.cat(x) for x in zip(*part, strict=True))) for part in parts]

@@ -122,7 +122,12 @@ def score(
 
 @torch.no_grad()
 def score_documents(
-    model: Transformer, documents: PackedBatches, *, bytes: int, limit: int | None = None
+    model: Transformer,
+    documents: PackedBatches,
+    *,
+    bytes: int,
+    limit: int | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Score:
     """``score`` of documents, each read as if it stood alone, at the tokens that are scored.
 
@@ -137,7 +142,8 @@ def score_documents(
     5
     """
     total, count = 0.0, 0
-    for logits_NV, targets_N in document_predictions(model, documents, limit=limit):
+    pairs = document_predictions(model, documents, limit=limit, progress=progress)
+    for logits_NV, targets_N in pairs:
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         losses_N = cross_entropy(logits_NV.to(wide), targets_N, reduction="none")
         total += float(losses_N.sum(dtype=torch.float64))
@@ -149,7 +155,11 @@ def score_documents(
 
 @torch.no_grad()
 def document_predictions(
-    model: Transformer, documents: PackedBatches, *, limit: int | None = None
+    model: Transformer,
+    documents: PackedBatches,
+    *,
+    limit: int | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of logits (N, V) and targets (N,), row by row; every scored token once."""
     require_decoder(model)
@@ -164,6 +174,8 @@ def document_predictions(
             for x, y in zip(torch.split(x_NM, rows), torch.split(y_N, rows), strict=True):
                 yield model.logits(x), y
             count += len(y_N)
+            if progress is not None:
+                progress("reading", count, documents.targets)
             if limit is not None and count >= limit:
                 return
 

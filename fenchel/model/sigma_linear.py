@@ -6,10 +6,10 @@ The size of W then has no effect on the map, and its norm is one number g that l
 entropy of attention cannot collapse in a few steps.
 
 a and b are buffers that follow W by one power iteration per training pass, so sigma costs two
-products with a vector. A step of several passes may do it once for all of them instead: it sets
-``iterations`` to 0 and calls ``power_iterate`` (fenchel/distributed/owners.py). For fixed a, b the
-derivative of sigma is a b^T, which is exact where they are the top singular vectors. Shapes:
-W (O, I), a (O,), b (I,).
+products with a vector. A training step does it once for all of its passes instead: it sets
+``iterations`` to 0 and calls ``power_iterate`` (fenchel/train/step.py, and for several processes
+fenchel/distributed/owners.py). For fixed a, b the derivative of sigma is a b^T, which is exact
+where they are the top singular vectors. Shapes: W (O, I), a (O,), b (I,).
 
 Zhai et al. (2023), Stabilizing transformer training by preventing attention entropy collapse.
 """

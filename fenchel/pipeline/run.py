@@ -139,7 +139,7 @@ def begin(config: RunConfig, path: Path, callback: RunCallback, world: World = A
             corpus = _corpus_of_first(begin_text, world)
             config = _fit_vocabulary(config, corpus)
             batches = build_batches(config, corpus.train)
-            with explain_out_of_memory("nothing was begun"):
+            with explain_out_of_memory("nothing was begun", recompute=config.train.recompute):
                 model = model_to_train(config, world)
                 config = resolve_steps(config, model, batches, callback, world)
             if world.first:
@@ -195,7 +195,7 @@ def tune(
             require_cells(config, world)
             require_memory(config, world)
             batches = run_batches(config, corpus)
-            with explain_out_of_memory("nothing was begun"):
+            with explain_out_of_memory("nothing was begun", recompute=config.train.recompute):
                 model = model_to_train(config, world, partial(trainable, loaded, config))
                 del loaded
                 if world.size == 1:
@@ -370,7 +370,7 @@ def train_and_report(
         progress=progress,
         weights=weights,
     )
-    with _explain_failure(run):
+    with _explain_failure(run, config.train.recompute):
         outcome = loop.train()
         summary: dict[str, Any] = {
             "status": outcome.status,
@@ -534,7 +534,7 @@ def _choose_checkpoint(run: RunDir, callback: RunCallback) -> tuple[Path | None,
 
 
 @contextmanager
-def _explain_failure(run: RunDir) -> Iterator[None]:
+def _explain_failure(run: RunDir, recompute: str) -> Iterator[None]:
     """Turn a failure of disk or memory into one sentence: what is saved, how to continue."""
     try:
         with _storage_errors(run):
@@ -542,7 +542,7 @@ def _explain_failure(run: RunDir) -> Iterator[None]:
     except NoSpace as error:
         raise StorageFailed(f"{error} Make room first; {_what_is_saved(run)}.") from error
     except (MemoryError, RuntimeError):
-        with explain_out_of_memory(_what_is_saved(run)):
+        with explain_out_of_memory(_what_is_saved(run), recompute=recompute):
             raise
 
 

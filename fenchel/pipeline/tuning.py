@@ -41,7 +41,15 @@ from fenchel.checkpoints.tokenizer import (
 )
 from fenchel.checkpoints.tuned_run import TunedCheckpoint, weights_sha256
 from fenchel.config import to_mapping
-from fenchel.data import Corpus, DocumentEncoder, PackedBatches, begin_ids, has_end, pad_id
+from fenchel.data import (
+    Corpus,
+    DocumentEncoder,
+    DocumentIds,
+    PackedBatches,
+    begin_ids,
+    has_end,
+    pad_id,
+)
 from fenchel.data.chat import PLAIN_WITH_END
 from fenchel.distributed.plan import Cluster, plan
 from fenchel.distributed.processes import ALONE, World
@@ -206,11 +214,24 @@ def row_length(config: RunConfig) -> int:
 def document_batches(config: RunConfig, corpus: Corpus, *, validation: bool) -> PackedBatches:
     """The documents of one stream, packed."""
     assert corpus.documents_of is not None
+    batch = EVALUATED_ROWS if validation else config.train.batch
+    return pack_documents(config, corpus, corpus.documents_of[validation], batch=batch)
+
+
+def pack_documents(
+    config: RunConfig,
+    corpus: Corpus,
+    documents: DocumentIds,
+    *,
+    batch: int = EVALUATED_ROWS,
+    context: int | None = None,
+) -> PackedBatches:
+    """Some documents of the text, packed into rows of ``context`` positions, or of the run's."""
     tokenizer, conversations = corpus.tokenizer, corpus.facts.conversations
     return PackedBatches(
-        corpus.documents_of[validation],
-        batch=EVALUATED_ROWS if validation else config.train.batch,
-        context=row_length(config),
+        documents,
+        batch=batch,
+        context=context or row_length(config),
         seed=config.seed,
         begin=begin_ids(tokenizer),
         pad=pad_id(tokenizer) if has_end(tokenizer) else 0,

@@ -550,6 +550,7 @@ function listen() {
 		find("prompt").focus();
 	});
 	document.querySelector(".modes").hidden = !facts.chat;
+	form.querySelector(`input[value=${facts.chat ? "chat" : "completion"}]`).checked = true; // whatever a browser has restored
 	find("key-row").hidden = !facts.key;
 	form.hidden = find("inspector").hidden = facts.generates === false;
 	find("hint").textContent = form.hidden ? "This model gives embeddings, by /v1/embeddings, and continues no text." : "Tokens appear here. Point at one, or tap it, and the earlier tokens that it read light up.";

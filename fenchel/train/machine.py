@@ -126,17 +126,22 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 @contextmanager
-def explain_out_of_memory(afterwards: str) -> Iterator[None]:
-    """Turn a failed allocation into a ValueError whose sentence ends with ``afterwards``."""
+def explain_out_of_memory(afterwards: str, *, recompute: str = "none") -> Iterator[None]:
+    """Turn a failed allocation into a ValueError whose sentence ends with ``afterwards``.
+
+    ``recompute`` is the setting of the run, which is advised where it is off.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         shortage = out_of_memory(error)
         if shortage is None:
             raise
+        advice = "a larger train.accumulate or a smaller train.batch"
+        if recompute == "none":
+            advice = 'a larger train.accumulate, a smaller train.batch or train.recompute="block"'
         raise ValueError(
-            f"memory ran out ({shortage}); a larger train.accumulate, a smaller train.batch or "
-            f'train.recompute="block" needs less; {afterwards}.'
+            f"memory ran out ({shortage}); {advice} needs less; {afterwards}."
         ) from None
 
 

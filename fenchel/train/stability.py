@@ -9,6 +9,10 @@ Both read the queries and keys of the forward pass, which the model passes to ``
 functions of the step alone, so a resumed run needs no state of theirs. QK-norm, soft-capping and
 sigma-reparametrisation change the model instead, and are its settings.
 
+Where several documents share a row, a query is measured on the keys of its own document alone, and
+padding, which no document fills, is left out: the entropies and scores are those of the documents
+one by one (``PackedDocuments``).
+
 **Entropy.** The entropy of a head is the mean of H(p) over all rows that have a key
 (``fenchel.attention.head_entropy``, which computes its gradient with the value). A head whose
 entropy falls to 0 attends to one key per row and hardly learns any more.
@@ -33,16 +37,19 @@ Kimi Team (2025), Kimi K2: open agentic intelligence.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import replace
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from fenchel.attention.mask import Segments
 from fenchel.attention.measure import head_entropy
-from fenchel.attention.prior import Prior
+from fenchel.attention.prior import Dense, Prior
 from fenchel.attention.shapes import check
 from fenchel.attention.spec import AttentionSpec
 from fenchel.attention.tiles import score_tiles
+from fenchel.data import Batch
 from fenchel.train.config import TrainConfig
 
 
@@ -124,6 +131,47 @@ def entropy_penalty(entropy_H: Tensor, floor: float) -> Tensor:
     return (floor - entropy_H).clamp(min=0.0).square().mean()
 
 
+class PackedDocuments(NamedTuple):
+    """The documents of the rows of a batch, and where there is none: both (B, T)."""
+
+    segments: Tensor
+    """The number of every position's document in its row."""
+    filled: Tensor
+    """False at padding: in a segment without a target, since every document has one."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> "PackedDocuments | None":
+        """Those of a batch; None where a row is one text.
+
+        >>> ids = torch.zeros(1, 5, dtype=torch.long)
+        >>> targets = torch.tensor([[7, -100, 7, -100, -100]])
+        >>> PackedDocuments.of(Batch(ids, targets, torch.tensor([[0, 0, 1, 2, 2]]))).filled
+        tensor([[ True,  True,  True, False, False]])
+        """
+        if (segments := batch.segments) is None:
+            return None
+        rows = torch.arange(len(segments), device=segments.device)[:, None]
+        numbers = segments - segments.min()
+        by_row = numbers + rows * (numbers.max() + 1)
+        document = by_row.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
+        filled = torch.zeros(document.numel(), dtype=torch.bool, device=segments.device)
+        filled[document[batch.targets >= 0]] = True
+        return cls(segments, filled[document])
+
+    def prior(self, mask: Prior | None, keys: int) -> Prior:
+        """``mask`` within documents, for the first ``keys`` positions."""
+        own = Segments(self.segments[:, :keys]) + Dense(self.filled[:, None, None, :keys])
+        return own if mask is None else mask + own
+
+    def row_weight(self, queries: int, keys: int) -> Tensor:
+        """How many of the last ``queries`` of ``keys`` positions are filled, 1 at the mean: ().
+
+        The mean of chunks of as many queries each, so weighted, is that of all filled positions.
+        """
+        chunk = self.filled[:, keys - queries : keys].float().mean()
+        return chunk / self.filled.float().mean().clamp(min=torch.finfo().tiny)
+
+
 @torch.no_grad()
 def largest_scores(
     q: Tensor, k: Tensor, *, prior: Prior | None = None, scale: float | None = None
@@ -191,20 +239,28 @@ class Stability:
         """Discard the measurements of the step before."""
         self._entropies: dict[int, list[Tensor]] = {}
         self._largest: dict[int, Tensor] = {}
+        self._documents: PackedDocuments | None = None
         self._metrics: dict[str, Tensor] = {}
+
+    def begin_pass(self, batch: Batch) -> None:
+        """Take the documents of a micro-batch whose forward pass follows."""
+        self._documents = PackedDocuments.of(batch)
 
     def observe(self, number: int, q: Tensor, k: Tensor, _v: Tensor) -> None:
         """Measure the queries (B, H, T, D) and keys (B, G, S, D) of one layer.
 
         A layer that attends chunk by chunk calls it for each of its chunks, which are equally long.
         """
-        layer = self.layers[number]
+        spec, documents, T, S = self.layers[number].spec, self._documents, q.shape[2], k.shape[2]
+        if documents is not None:
+            spec = replace(spec, prior=documents.prior(spec.prior, S))
         if self.floor:
-            chunks = self._entropies.setdefault(number, [])
-            chunks.append(head_entropy(q, k, **layer.spec))
+            entropy_H = head_entropy(q, k, **spec)
+            if documents is not None and documents.filled.shape[1] > T:
+                entropy_H = entropy_H * documents.row_weight(T, S)
+            self._entropies.setdefault(number, []).append(entropy_H)
         if self.limit is not None:
-            scale = layer.spec.scale
-            largest_H = largest_scores(q, k, prior=layer.spec.prior, scale=scale)
+            largest_H = largest_scores(q, k, prior=spec.prior, scale=spec.scale)
             before_H = self._largest.get(self.modules[number], largest_H)
             self._largest[self.modules[number]] = torch.maximum(before_H, largest_H)
 

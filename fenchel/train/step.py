@@ -7,7 +7,9 @@ noise. The gradient is that of
 
 summed over micro-batches, and of a penalty where fenchel/train/stability.py or a mixture of experts
 adds one; its global norm is clipped to ``clip``. When the loss or the norm is not finite the
-optimiser is not called and no weight moves.
+optimiser is not called and no weight moves. Layers that follow their weights by power iteration
+(``PowerIterated``) do so once per step, before its first forward pass, so that a step of several
+micro-batches is that of the whole batch.
 
 ``Trainable`` lists what a step needs of a model. Any nn.Module with these members can be trained;
 fenchel.model.Transformer is one of them.
@@ -31,7 +33,7 @@ import inspect
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -100,6 +102,17 @@ class Trainable(Protocol):
         """The load-balancing loss of the last forward pass; None without experts."""
 
 
+@runtime_checkable
+class PowerIterated(Protocol):
+    """A layer with singular vectors that follow its weight (fenchel/model/sigma_linear.py)."""
+
+    iterations: int
+    """Power iterations of a training pass."""
+
+    def power_iterate(self, iterations: int) -> None:
+        """Move the vectors towards the top singular vectors of the weight."""
+
+
 class StepResult(NamedTuple):
     """The outcome of one step."""
 
@@ -145,6 +158,7 @@ class Stepper:
         self.scaling = LossScaler(self.device, model.parameters()) if half else None
         observed = config.qk_clip is not None or config.entropy_floor > 0.0
         self.stability = Stability(model, config) if observed else None
+        self.power_iterated = [m for m in model.modules() if isinstance(m, PowerIterated)]
         self.forward: Callable[..., Tensor] = self._compiled(model) if config.compile else model
         self._arguments: dict[str, Any] = {}
         """Further arguments of the forward pass."""
@@ -165,7 +179,10 @@ class Stepper:
         batch = self.batches.at(step).to(self.device)
         self._set_rates(step)
         self.model.train()
-        with deterministic(self.device, exact=self.config.exact):
+        with (
+            deterministic(self.device, exact=self.config.exact),
+            one_power_iteration(self.power_iterated),
+        ):
             loss = self._gradient(batch, step)
         norm, broken = clip_(self.model.parameters(), self.config.clip), None
         if math.isfinite(loss) and math.isfinite(norm):
@@ -238,6 +255,8 @@ class Stepper:
 
     def _hidden_of_part(self, batch: Batch, step: int, part: int) -> Tensor:
         """The input of the LM head of micro-batch number ``part`` of a step."""
+        if self.stability is not None:
+            self.stability.begin_pass(batch)
         cuda = [self.device] if self.device.type == "cuda" else []
         embedding = None if self.config.compile else self.model.tied_embedding
         with (
@@ -302,6 +321,20 @@ def _finite(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(_finite(item) for item in value)
     return not isinstance(value, Tensor) or bool(value.isfinite().all())
+
+
+@contextmanager
+def one_power_iteration(layers: Sequence[PowerIterated]) -> Iterator[None]:
+    """Take one power iteration per layer, and none in the training passes within."""
+    before = [layer.iterations for layer in layers]
+    for layer in layers:
+        layer.power_iterate(1)
+        layer.iterations = 0
+    try:
+        yield
+    finally:
+        for layer, iterations in zip(layers, before, strict=True):
+            layer.iterations = iterations
 
 
 @contextmanager

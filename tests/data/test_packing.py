@@ -1,6 +1,7 @@
 """fenchel/data/packing.py: every token is a target once, in a row with its own beginning."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -97,3 +98,21 @@ def test_wrong_sizes_are_refused() -> None:
             PackedBatches(documents([4]), **{"batch": 1, "context": 4, "seed": 0, **wrong})
     with pytest.raises(ValueError, match="step=-1"):
         PackedBatches(documents([4]), batch=1, context=4, seed=0).at(-1)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_split_has_every_target_once_and_continues_a_divided_document(answers: bool) -> None:
+    starts = np.array([0, 4, 4, 5, 11], dtype=np.uint64)  # an empty document, and one of a token
+    scored = np.array([1, 0, 1, 1, 1, 1, 0, 1, 0, 1, 1], dtype=bool) if answers else None
+    whole = DocumentIds(np.arange(11), starts, scored)
+    places = whole.targets().tolist()
+    assert places == ([2, 3, 7, 9, 10] if answers else [1, 2, 3, 6, 7, 8, 9, 10])
+    for count in range(1, len(places) + 3):
+        first, rest = whole.split(count)
+        found = [part.ids[part.targets()].tolist() for part in (first, rest)]
+        assert found == [places[:count], places[count:]]
+        for part in (first, rest):  # a document continues after the token before its next one
+            for start, stop in pairwise(part.starts.astype(int)):
+                own = part.ids[start:stop]
+                assert (np.diff(own) == 1).all()
+                assert len({int((starts <= token).sum()) for token in own}) <= 1

@@ -11,7 +11,7 @@ import torch
 
 from fenchel import report
 from fenchel.checkpoints import run_checkpoint
-from fenchel.cli import main
+from fenchel.cli import LESS_MEMORY, main
 from fenchel.model import Transformer
 from fenchel.optim import CombinedOptimiser
 from fenchel.train.machine import out_of_memory
@@ -56,6 +56,23 @@ def test_a_step_that_runs_out_leaves_a_run_that_resumes_exactly(
     assert f"--resume {run}" in ended.said
     assert lab.resume(run).code == 0
     assert lab.story(run) == whole
+
+
+@pytest.mark.parametrize(("recompute", "advised"), [("none", True), ("block", False)])
+def test_recomputation_is_advised_only_where_it_is_off(
+    recompute: str, advised: bool, lab: Any, tmp_path: Path
+) -> None:
+    run, given = tmp_path / "run", f'train.recompute="{recompute}"'
+    ended = lab.begin(run, "--set", given, mischief=fails("optimiser", 9))
+    assert ended.code == 2
+    assert "memory ran out (20.00 GiB were needed on the GPU)" in ended.said
+    assert ('train.recompute="block"' in ended.said) == advised
+    assert "needs less" in ended.said
+
+
+@pytest.mark.parametrize("command", ["train", "tune"])
+def test_recomputation_is_not_advised_where_the_settings_are_not_known(command: str) -> None:
+    assert "recompute" not in LESS_MEMORY[command]
 
 
 def test_a_save_that_runs_out_leaves_the_checkpoint_before_it(

@@ -23,10 +23,10 @@ from fenchel.evaluate import score_documents
 from fenchel.files import read_sealed_json
 from fenchel.generation import generate
 from fenchel.pipeline.config import settings
-from fenchel.pipeline.tuning import document_batches
+from fenchel.pipeline.tuning import document_batches, pack_documents
 from fenchel.train import RunDir
 
-from .conftest import TEMPLATE, Remembering, write_checkpoint
+from .conftest import TEMPLATE, Remembering, write_checkpoint, write_tokenizer
 
 Checkpoint = Callable[[str], Path]
 QUICK: dict[str, Any] = {"threads": 1, "precision": "float32", "log_every": 1}
@@ -462,8 +462,87 @@ def test_blocks_that_are_recomputed_tune_to_the_same_bits_in_less_memory(
     assert needs[1] < needs[0]
 
 
-def test_eval_refuses_to_score_the_questions_of_a_run(
-    chat_run: Path, capsys: pytest.CaptureFixture[str]
+def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """What ``fenchel eval --json`` prints."""
+    capsys.readouterr()
+    assert main(["eval", *map(str, words), "--device", "cpu", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("text", ["documents", "chats", "plain"])
+@pytest.mark.parametrize("lora", [{}, {"rank": 2}], ids=["weights", "adapters"])
+def test_eval_of_a_tuned_run_is_the_validation_of_its_summary(
+    text: str,
+    lora: dict[str, Any],
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["eval", str(chat_run)]) == 2
-    assert "was tuned on conversations" in " ".join(capsys.readouterr().err.split())
+    """Documents that share rows, are divided or are conversations; the last step is the best."""
+    if text == "plain":
+        source = tmp_path / "plain.txt"
+        source.write_text("the shells on the sea shore are sea shells. " * 60)
+    else:
+        source = request.getfixturevalue(text)
+    train = {"steps": 3, "batch": 2, "evaluate_every": 3}
+    optim = {"optimiser": "adamw", "learning_rate": 0.01}
+    tune(checkpoint("llama"), tmp_path / "run", source, train=train, optim=optim, tune=lora)
+    summary = read_sealed_json(tmp_path / "run" / "summary.json")
+    assert summary["best_step"] == summary["step"]
+    stated = summary["validation"]
+    found = evaluated(capsys, tmp_path / "run")
+    assert found["loss"] == pytest.approx(stated["loss"], abs=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(stated["bits_per_byte"], abs=1e-5)
+    assert found["tokens"] == stated["tokens"]
+    corpus, _ = corpus_and_config(tmp_path / "run")
+    assert found["documents"] == corpus.facts.validation_documents
+    trained = evaluated(capsys, tmp_path / "run", "--split", "train")
+    assert trained["documents"] == corpus.facts.train_documents
+    assert trained["loss"] != pytest.approx(stated["loss"], abs=1e-4)
+
+
+def test_eval_of_documents_obeys_its_flags_or_refuses_them(
+    checkpoint: Checkpoint,
+    documents: Path,
+    chat_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    tune(checkpoint("llama"), run, documents, train={"steps": 1})
+    corpus, config = corpus_and_config(run)
+    assert corpus.documents_of is not None
+    held_out, model = corpus.documents_of[True], load(run).model
+    whole = evaluated(capsys, run)
+    first = evaluated(capsys, run, "--tokens", 50, "--calibration")
+    rows = pack_documents(config, corpus, held_out.split(50)[0])
+    assert first["tokens"] == 50
+    expected = score_documents(model, rows, bytes=first["bytes"])
+    assert first["loss"] == pytest.approx(expected.loss, rel=1e-6)
+    assert first["bytes"] == round(whole["bytes"] * 50 / whole["tokens"])
+    assert first["calibration"]["fitted_on"] == 25
+    assert first["calibration"]["plain"]["predictions"] == 25
+    short = evaluated(capsys, run, "--context", 20)
+    rows = pack_documents(config, corpus, held_out, context=20)
+    expected = score_documents(model, rows, bytes=whole["bytes"])
+    assert short["loss"] == pytest.approx(expected.loss, rel=1e-6)
+    assert short["loss"] != pytest.approx(whole["loss"], rel=1e-4)
+    same = evaluated(capsys, run, "--against", checkpoint("llama"))
+    assert same["against"]["tokens"] == same["tokens"]
+    assert main(["eval", str(run), "--stride", "7"]) == 2
+    assert "--stride is the distance of windows" in " ".join(capsys.readouterr().err.split())
+    assert main(["eval", str(chat_run)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Conversations are read one by one, 1 in all, by 96 tokens." in shown
+    other = write_tokens(tmp_path / "other", checkpoint("llama"))
+    assert main(["eval", str(chat_run), "--against", str(other)]) == 2
+    assert "has another tokenizer" in " ".join(capsys.readouterr().err.split())
+
+
+def write_tokens(path: Path, checkpoint: Path) -> Path:
+    """A copy of a checkpoint whose tokenizer begins a text otherwise."""
+    shutil.copytree(checkpoint, path)
+    write_tokenizer(path, begins=False, template=None)
+    return path

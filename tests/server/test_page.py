@@ -217,8 +217,9 @@ def pieces(browser: Browser) -> list[WebElement]:
 
 
 def generate(browser: Browser, server: Canned, prompt: str = "To", **how: Any) -> None:
-    """Open the page, send a prompt, and wait until the text stands."""
+    """Open the page, send a prompt to be completed, and wait until the text stands."""
     browser.open(server.address, **how)
+    browser.find("input[value=completion]").click()
     server.bodies.clear()
     browser.find("#prompt").send_keys(prompt)
     browser.find("#generate").click()
@@ -390,10 +391,27 @@ def test_another_token_continues_from_its_place_by_ids_and_the_same_seed(
 
 
 @needs_browser
+@pytest.mark.parametrize(
+    ("chat", "mode", "label", "button"),
+    [(True, "chat", "Message", "Send"), (False, "completion", "Prompt", "Generate")],
+    ids=["template", "no template"],
+)
+def test_the_page_opens_on_chat_where_the_checkpoint_has_a_template(
+    browser: Browser, tmp_path: Path, chat: bool, mode: str, label: str, button: str
+) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(page("n0nce", FACTS | {"chat": chat}), encoding="utf-8")
+    browser.open(file)
+    assert browser.find("input[name=mode]:checked").get_attribute("value") == mode
+    assert browser.find(".modes").is_displayed() == chat
+    assert browser.text("#prompt-label") == label
+    assert browser.text("#generate") == button
+
+
+@needs_browser
 def test_a_chat_sends_its_messages_and_its_answer(browser: Browser, server: Canned) -> None:
     browser.open(server.address)
     server.bodies.clear()
-    browser.find("input[value=chat]").click()
     browser.find("#prompt").send_keys("Hello.", Keys.ENTER)
     until(browser, lambda: browser.text("#status").startswith("7 tokens"))
     question, answer = server.bodies
@@ -439,6 +457,7 @@ def test_an_error_is_one_sentence(
     browser: Browser, server: Canned, prompt: str, sentence: str
 ) -> None:
     browser.open(server.address)
+    browser.find("input[value=completion]").click()
     browser.find("#prompt").send_keys(prompt)
     browser.find("#generate").click()
     until(browser, lambda: browser.text("#error"))
@@ -533,7 +552,6 @@ def test_a_chat_on_the_page_is_the_answer_of_the_model_and_of_the_api(
     browser: Browser, running: RunningServer
 ) -> None:
     browser.open(running.address)
-    browser.find("input[value=chat]").click()
     browser.run("document.getElementById('sampling-temperature').value = 0")
     browser.find("#prompt").send_keys("What is the sea?", Keys.ENTER)
     until(browser, lambda: "ended by the model" in browser.text("#status"))

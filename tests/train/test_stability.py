@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fenchel.attention import attend
+from fenchel.data import Batch, DocumentIds, PackedBatches
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.forward_context import ForwardContext
 from fenchel.train.stability import Stability
@@ -245,6 +247,77 @@ def test_the_penalty_follows_the_settings_of_the_model(
 def test_a_model_without_attention_is_refused(small: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="attention_layers and config, which Linear lacks"):
         Stability(nn.Linear(2, 2), small().config)
+
+
+# --- documents that share rows
+
+
+def packed() -> PackedBatches:
+    """Five documents in four rows of 8 positions, 9 of which no document fills; of the second
+    document the last two tokens alone are targets.
+    """
+    starts = np.array([0, 6, 11, 18, 22, 28])
+    scored = np.ones(28, dtype=bool)
+    scored[6:9] = False
+    documents = DocumentIds(np.random.default_rng(0).integers(31, size=28), starts, scored)
+    return PackedBatches(documents, batch=4, context=8, seed=1, pad=30)
+
+
+def alone(batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets of every document of a batch, (1, T) each."""
+    assert batch.segments is not None
+    found = []
+    for inputs, targets, segments in zip(*batch, strict=True):
+        for number in segments.unique():
+            own = segments == number
+            if (targets[own] >= 0).any():
+                found.append((inputs[own][None], targets[own][None]))
+    return found
+
+
+@pytest.mark.parametrize("model", [CALM, SHARED], ids=["own keys", "shared keys"])
+def test_the_penalty_of_packed_documents_is_that_of_each_alone(
+    small: Callable[..., Any], model: ModelConfig
+) -> None:
+    """Value and gradient: neither a neighbour in the row nor padding has a part in them."""
+    s = small(model=model, clip=1e9, entropy_floor=1.2, entropy_weight=5.0)
+    liven(s)
+    s.stepper.batches = packed()
+    found = gradient(s, 0)
+    documents = alone(s.stepper.batches.at(0))
+    assert len(documents) == 5
+    assert sum(ids.numel() for ids, _ in documents) == 4 * 8 - 9
+    losses, entropies = [], []
+    for inputs, targets in documents:
+        logits = s.model(inputs).flatten(0, 1)
+        losses.append(nn.functional.cross_entropy(logits, targets.flatten(), reduction="none"))
+        z = scores(s.model, inputs)
+        entropies.append(torch.distributions.Categorical(logits=z).entropy()[:, 0])  # (L, H, T)
+    lacking = (1.2 - torch.cat(entropies, -1).mean(-1)).clamp(min=0.0)
+    assert (lacking > 0).any()
+    loss = torch.cat(losses).sum() / sum(int((targets >= 0).sum()) for _, targets in documents)
+    (loss + 5.0 * lacking.square().mean()).backward()
+    for name, p in s.model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_qk_clip_sees_the_pairs_within_documents_alone(
+    small: Callable[..., Any], parts: int
+) -> None:
+    probe = small("0", model=CALM)
+    liven(probe)
+    batch = packed().at(0)
+    within = torch.stack([largest(probe.model, ids) for ids, _ in alone(batch)]).amax(0)[0]
+    across = largest(probe.model, batch.inputs)[0]
+    assert (across > 1.05 * within).any()
+    tau = within.max().item() * 0.8
+    s = small("1", model=CALM, accumulate=parts, optim=STILL, qk_clip=tau)
+    liven(s)
+    s.stepper.batches = packed()
+    s.stepper(0)
+    after = torch.stack([largest(s.model, ids) for ids, _ in alone(batch)]).amax(0)[0]
+    torch.testing.assert_close(after, within.clamp(max=tau), rtol=1e-4, atol=1e-5)
 
 
 # --- the run

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 
 from fenchel.data import Batch
 from fenchel.model import ModelConfig
+from fenchel.model.sigma_linear import SigmaLinear
 from fenchel.train.step import autocast, mix
 
 NAN = float("nan")
@@ -55,6 +56,35 @@ def test_a_step_neither_draws_from_nor_seeds_the_noise_that_all_share(
     spoil_output(s)
     assert s.stepper(1).broken
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"layers": 4, "distinct_layers": 2}, {"scores": "l2"}], ids=str
+)
+def test_micro_batches_of_singular_vectors_take_the_steps_of_the_whole_batch(
+    small: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    """The vectors move on once per step, however many passes and layers read the weight."""
+    model = replace(CALM, sigma_reparam=True, **settings)
+    given = {"model": model, "optim": {"optimiser": "sgd", "learning_rate": 0.5}, "clip": 1e9}
+    whole, divided = small("1", **given), small("2", accumulate=4, **given)
+    layers = {n: m for n, m in whole.model.named_modules() if isinstance(m, SigmaLinear)}
+    assert layers
+    for step in range(3):
+        expected = {}
+        for name, layer in layers.items():
+            left = normalize(layer.weight.detach() @ layer.right, dim=0)
+            expected[name] = left, normalize(layer.weight.detach().T @ left, dim=0)
+        whole.stepper(step)
+        divided.stepper(step)
+        for name, layer in layers.items():
+            torch.testing.assert_close((layer.left, layer.right), expected[name])
+    before = small("3", **given).model.state_dict()
+    found = divided.model.state_dict()
+    for name, x in whole.model.state_dict().items():
+        torch.testing.assert_close(found[name], x, rtol=0.0, atol=2e-5)
+    assert max(float((x - before[name]).abs().max()) for name, x in found.items()) > 1e-2
+    assert all(layer.iterations == 1 for layer in layers.values())
 
 
 def test_every_part_of_every_step_has_noise_of_its_own(small: Callable[..., Any]) -> None:
