@@ -31,7 +31,7 @@ from benchmarks.decode import COPY, LARGE, bytes_read
 from benchmarks.harness import record
 from benchmarks.train_cpu import draw, llama
 from fenchel.generation import Sampling
-from fenchel.generation.continuous_batch import ContinuousBatch, Prefill
+from fenchel.generation.continuous_batch import ContinuousBatch, NewRow, Prefill
 from fenchel.generation.sampling import RowSampling, draw_rows
 from fenchel.model import Transformer
 from fenchel.server.engine import Engine, Request, Update
@@ -174,7 +174,7 @@ def _check(model: Transformer) -> dict[str, Any]:
             for batch, rows in zip(batches, joined, strict=True):
                 prefill = Prefill(model, [prompts[turn // 2]], chunk=2048)
                 prefill.read()
-                rows.append(batch.join(prefill, 0, 5 + turn))
+                rows += batch.join(prefill, [NewRow(0, 5 + turn)])
         if turn == 7:
             for batch, rows in zip(batches, joined, strict=True):
                 batch.leave(rows.pop(0))

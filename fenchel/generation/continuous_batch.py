@@ -120,6 +120,20 @@ class Row:
     seed: int
 
 
+class NewRow(NamedTuple):
+    """A sequence that joins: the number of its prompt in a prefill, and the token that follows it.
+
+    It reads ``end`` tokens at most, None for as many as the context holds. A recorded step draws
+    its tokens by ``sampling``, without penalties and bias, and ``seed``.
+    """
+
+    number: int
+    token: int
+    end: int | None = None
+    sampling: Sampling = GREEDY
+    seed: int = 0
+
+
 class LaunchedStep(NamedTuple):
     """A step whose tokens are drawn on the device, perhaps not yet."""
 
@@ -312,7 +326,7 @@ class Prefill:
         """What the LM head takes at the last token of every prompt."""
         return self._hidden_BTM[:, -1]
 
-    def copy_into(self, cache: RowCache | StaticCache, row: int, number: int) -> None:
+    def copy_into(self, cache: RowCache, row: int, number: int) -> None:
         """Copy the keys and values of a prompt into a row."""
         cache.copy_row(row, self.cache, number, len(self.prompts[number]))
 
@@ -377,9 +391,8 @@ class PackedPrefill(Prefill):
         """What the LM head takes at the last token of every prompt."""
         return self._hidden_BTM[:, -1] if self.scored else self._hidden_BTM[0]
 
-    def copy_into(self, cache: RowCache | StaticCache, row: int, number: int) -> None:
+    def copy_into(self, cache: RowCache, row: int, number: int) -> None:
         """Copy the keys and values of a prompt into a row."""
-        assert isinstance(cache, RowCache)  # a GPU pads
         stop = self._stops[number]
         cache.copy_row(row, self.cache, 0, len(self.prompts[number]), stop=stop)
 
@@ -527,31 +540,27 @@ class ContinuousBatch:
                 "serve without invariant, or with another number of rows."
             )
 
-    def join(
-        self,
-        prefill: Prefill,
-        number: int,
-        token: int,
-        *,
-        end: int | None = None,
-        sampling: Sampling = GREEDY,
-        seed: int = 0,
-    ) -> Row:
-        """Add prompt ``number`` of a finished prefill; ``token`` is the first that follows it.
-
-        The sequence reads ``end`` tokens at most. A recorded step draws its tokens by ``sampling``,
-        without penalties and bias, and ``seed``.
-        """
+    def join(self, prefill: Prefill, members: Sequence[NewRow]) -> list[Row]:
+        """Add sequences, each after a prompt of a finished prefill; there are free rows for all."""
         if self.recorded is not None:
             self.recorded.record()
-        length = len(prefill.prompts[number])
-        end = self.context if end is None else min(end, self.context)
-        row = Row(self.rows.index(None), length, token, end, sampling, seed)
-        prefill.copy_into(self.cache, row.index, number)
-        self.rows[row.index] = row
+        free = [index for index, row in enumerate(self.rows) if row is None]
+        joined = []
+        for new, index in zip(members, free, strict=False):
+            length = len(prefill.prompts[new.number])
+            end = self.context if new.end is None else min(new.end, self.context)
+            joined.append(Row(index, length, new.token, end, new.sampling, new.seed))
+        assert len(joined) == len(members)
+        if isinstance(self.cache, StaticCache):
+            rows, lengths = [row.index for row in joined], [row.length for row in joined]
+            self.cache.copy_rows(rows, prefill.cache, [new.number for new in members], lengths)
+        for row, new in zip(joined, members, strict=True):
+            if isinstance(self.cache, RowCache):
+                prefill.copy_into(self.cache, row.index, new.number)
+            self.rows[row.index] = row
+            self._update_length()  # the columns of this row stay when the next one is copied
         self._arrived = True
-        self._update_length()
-        return row
+        return joined
 
     def leave(self, row: Row, *, damaged: bool = False) -> None:
         """Free the row of a sequence; ``damaged`` where its keys may not be finite."""

@@ -91,6 +91,33 @@ if TYPE_CHECKING:
     from fenchel.kernels.thin_matmul import NormWeights
 
 
+class _CopyIndex(NamedTuple):
+    """Which entries are copied where: row and slot here, row and position there, each (N,)."""
+
+    row: Tensor
+    slot: Tensor
+    source_row: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, parts_P3: Tensor, size: int, end: int) -> "_CopyIndex":
+        """The newest tokens of sequences, of which ``size`` slots and ``end`` positions hold some.
+
+        Parts are a row, a source row, and the number of tokens of the sequence, the last of which
+        is at position ``end - 1``.
+        """
+        row_P, source_P, tokens_P = parts_P3.unbind(1)
+        count_P = tokens_P.clamp(max=min(size, end))
+        part_N = torch.repeat_interleave(count_P)
+        number_N = torch.arange(len(part_N)) - (count_P.cumsum(0) - tokens_P)[part_N]
+        position_N = end - tokens_P[part_N] + number_N
+        return cls(row_P[part_N], size - 1 - number_N % size, source_P[part_N], position_N)
+
+    def to(self, device: torch.device) -> "_CopyIndex":
+        """On a device, by one transfer."""
+        return _CopyIndex(*torch.stack(self).to(device))
+
+
 class StaticCache:
     """All slots of every layer, filled from the end; the slot of the next token is a tensor.
 
@@ -155,16 +182,26 @@ class StaticCache:
         cache.token_mask_BS = self.token_mask_BS[:batch]
         return cache
 
-    def copy_row(self, row: int, source: KVCache, source_row: int, tokens: int) -> None:
-        """Copy the last ``tokens`` positions of a sequence of another cache into a row."""
-        numbers = torch.arange(tokens, device=self.token.device)
-        slots = {size: size - 1 - numbers[-size:] % size for size in set(self.sizes)}
+    def copy_rows(
+        self,
+        rows: Sequence[int],
+        source: KVCache,
+        source_rows: Sequence[int],
+        tokens: Sequence[int],
+    ) -> None:
+        """Copy sequences of another cache, the last ``tokens`` positions of each, into rows.
+
+        All at once: one row after another would be two launches per row, layer and tensor.
+        """
+        parts_P3 = torch.tensor([*zip(rows, source_rows, tokens, strict=True)])
+        indices: dict[tuple[int, int], _CopyIndex] = {}
         for layer, (size, there) in enumerate(zip(self.sizes, source.layers, strict=True)):
             end = source.length - there.first_slot
-            n = min(size, tokens, end)
+            if (size, end) not in indices:
+                indices[size, end] = _CopyIndex.of(parts_P3, size, end).to(self.token.device)
+            to, slot, of, position = indices[size, end]
             for mine, theirs in ((self.keys, there.keys), (self.values, there.values)):
-                last = theirs.read(end - n, end)[source_row]
-                mine[layer][row].index_copy_(1, slots[size][-n:], last)
+                mine[layer][to, :, slot] = theirs.read(0, end)[of, :, position]
 
     def move_row(self, row: int, to: int, _: int) -> None:
         """Copy the slots of a row into those of another."""

@@ -41,7 +41,13 @@ from fenchel.generation.attention_trace import (
     TracedRow,
     TraceSettings,
 )
-from fenchel.generation.continuous_batch import ContinuousBatch, LaunchedStep, Prefill, Row
+from fenchel.generation.continuous_batch import (
+    ContinuousBatch,
+    LaunchedStep,
+    NewRow,
+    Prefill,
+    Row,
+)
 from fenchel.generation.cuda_graph import Record
 from fenchel.generation.kv_cache import CacheKind
 from fenchel.generation.sampling import (
@@ -487,20 +493,20 @@ class Engine:
                 prompt_1V = torch.zeros(1, self.vocabulary, dtype=torch.bool, device=self.device)
                 prompt_1V[0, list(job.request.prompt)] = True
                 job.penalties = Penalties(job.request.sampling, prompt_1V)
-        for (job, number), token in zip(
-            drawing, self._next_tokens(drawing, logits_PV, trace), strict=True
-        ):
-            if token is not None:
-                request = job.request
-                job.row = self.batch.join(
-                    reading.prefill,
-                    number,
-                    token,
-                    end=len(request.prompt) + request.max_new_tokens - 1,
-                    sampling=request.sampling,
-                    seed=request.seed,
-                )
-                self._jobs[job.row] = job
+        tokens = self._next_tokens(drawing, logits_PV, trace)
+        going_on = [
+            (job, number, token)
+            for (job, number), token in zip(drawing, tokens, strict=True)
+            if token is not None
+        ]
+        members = []
+        for job, number, token in going_on:
+            request = job.request
+            end = len(request.prompt) + request.max_new_tokens - 1
+            members.append(NewRow(number, token, end, request.sampling, request.seed))
+        rows = self.batch.join(reading.prefill, members) if members else []
+        for (job, _, _), row in zip(going_on, rows, strict=True):
+            job.row, self._jobs[row] = row, job
 
     def _step(self) -> int:
         """A step of the batch; returns how many rows it computed."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fenchel.generation import KVCache, cuda_graph
-from fenchel.generation.continuous_batch import ContinuousBatch, PackedPrefill, Row
+from fenchel.generation.continuous_batch import ContinuousBatch, NewRow, PackedPrefill, Row
 from fenchel.kernels import decode_attention
 from fenchel.model import Transformer
 
@@ -52,7 +52,7 @@ def join(batch: ContinuousBatch, *prompts: list[int]) -> list[Row]:
     prefill = batch.prefill(before)
     while not prefill.done:
         prefill.read()
-    return [batch.join(prefill, i, prompt[-1]) for i, prompt in enumerate(prompts)]
+    return batch.join(prefill, [NewRow(i, prompt[-1]) for i, prompt in enumerate(prompts)])
 
 
 def play(batch: ContinuousBatch, events: list[Event]) -> Iterator[tuple[list[int], Tensor]]:
