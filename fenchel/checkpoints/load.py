@@ -131,8 +131,8 @@ def _load(
         files = read_files(path, _BESIDE)
     elif has_file(path, ADAPTER_CONFIG):
         raise ValueError(
-            f"{path} is an adapter and no model; give the directory of the model that it was "
-            f"trained for, and --adapter {path}."
+            f"{path} is an adapter and no model; give the model that it was trained for and "
+            f"--adapter {path}, or merge the two by fenchel convert MODEL OUT --adapter {path}."
         )
     else:
         raise ValueError(

@@ -85,24 +85,22 @@ def read_tokenizer(
 def end_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids at which a text of the directory ends: its eos_token_id, else the end token.
 
-    An id that no token has does not count: configs of small vocabularies have ids of others.
+    The first is that of documents. A model for chats has more: <|end_of_text|> ends a document,
+    <|eot_id|> a turn. An id that no token has does not count: configs of small vocabularies have
+    ids of others.
     """
     path = model_files(Path(path))
+    usual = end_id(tokenizer) if has_end(tokenizer) else None
     if not is_run(path) and has_file(path, CONFIG):
         eos = read_generation_config(path).eos
-        if known := tuple(id for id in eos if tokenizer.id_to_token(id) is not None):
-            return known
-    return (end_id(tokenizer),) if has_end(tokenizer) else ()
+        if known := [id for id in eos if tokenizer.id_to_token(id) is not None]:
+            return tuple(sorted(known, key=lambda id: id != usual))  # in their order otherwise
+    return () if usual is None else (usual,)
 
 
 def document_end(path: str | Path, tokenizer: Tokenizer) -> int | None:
-    """The id of the token after a document; of several that end a text, the one for documents.
-
-    A model for chats has more: <|end_of_text|> ends a document, <|eot_id|> a turn.
-    """
-    ends = end_ids(path, tokenizer)
-    usual = end_id(tokenizer) if has_end(tokenizer) else None
-    return usual if usual in ends else next(iter(ends), None)
+    """The id of the token after a document; None if there is none."""
+    return next(iter(end_ids(path, tokenizer)), None)
 
 
 def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | None:

@@ -28,7 +28,9 @@ answer,
 where the text of the whole conversation begins with with_i, and with_i with before_i. Some
 templates write earlier answers otherwise than the last, without their reasoning for example. There
 the content of the message counts, found by marks around it, or what is left of its end, and the
-control token after it. A template with {% generation %} says itself what the model writes.
+control token after it. A template with {% generation %} says itself what the model writes. Of a
+template without any control token after answers a model would learn no end: there the last answer,
+with the text after it, is followed by the token that ends a document.
 
 The text of a template begins as the template says: the tokenizer adds no beginning to it.
 """
@@ -116,18 +118,29 @@ class ChatTemplate:
         return encode_pieces(tokenizer, pieces).ids
 
     def encode_answers(
-        self, tokenizer: Tokenizer, messages: Sequence[Message]
+        self, tokenizer: Tokenizer, messages: Sequence[Message], end: int | None = None
     ) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and True at those that the assistant is to write.
 
         These are its answers and the token that ends each of them. A control token in a content
-        becomes plain text.
+        becomes plain text. Where the template writes no control token after the last answer, the
+        control token ``end`` follows it.
         """
         messages, control = check_messages(messages), _Control(tokenizer)
         marks = _Marks(self.source, messages)
         messages = self._protect(messages, False, control, marks)
         text, spans = self._answers(messages, control, marks)
-        pieces = list(_pieces(text, control, marks, spans))
+        added: list[tuple[str | int, bool]] = []
+        if (
+            end is not None
+            and end in control.ids.values()
+            and not self._marks_answers
+            and messages[-1]["role"] == "assistant"
+            and control.pattern.search(text, spans[-1].start) is None
+        ):
+            spans[-1] = spans[-1]._replace(end=len(text))
+            added = [(end, True)]
+        pieces = [*_pieces(text, control, marks, spans), *added]
         tokens = encode_pieces(tokenizer, [piece for piece, _ in pieces])
         return tokens.ids, [any(pieces[n][1] for n in covered) for covered in tokens.pieces]
 

@@ -1,10 +1,11 @@
 """Documents to the ids that a checkpoint reads, for tuning: how each begins, ends and is scored.
 
     a text            begin, its tokens, end                     every token but the first is scored
-    a conversation    what the chat template makes of it         its answers are scored
+    a conversation    what the chat template makes of it, end    its answers are scored
 
 ``begin`` and ``end`` are the control tokens that the template of the tokenizer puts around a text,
-and the token that ends a document of this model, unless the template has put it there. Pieces of a
+and the token that ends a document of this model, unless the template has put it there. That token
+ends a conversation too, where the chat template writes no control token after answers. Pieces of a
 document that was too long to be read at once are one document again.
 
 Token files (fenchel/data/corpus.py) have, beside the ids of all documents of a stream, where each
@@ -63,6 +64,7 @@ class DocumentEncoder:
         letter = tokens.encode(tokenizer, "a")
         after = tokens.encode_whole(tokenizer, "a")[len(self.begin) + len(letter) :]
         self.end = after if end is None or end in after else [*after, end]
+        self.answer_end = end
 
     @property
     def tokenizer_json(self) -> bytes:
@@ -74,7 +76,8 @@ class DocumentEncoder:
         """What the ids depend on beside the text and the tokenizer."""
         if self.template is None:
             return f"begin {self.begin}, end {self.end}"
-        return f"template {hashlib.sha256(self.template.source.encode()).hexdigest()}"
+        source = hashlib.sha256(self.template.source.encode()).hexdigest()
+        return f"template {source}, end {self.answer_end}"
 
     def encode(self, documents: Sequence[Document]) -> list[EncodedDocument]:
         """The ids of texts without those that begin and end them, or of whole conversations."""
@@ -89,7 +92,7 @@ class DocumentEncoder:
         assert self.template is not None
         messages: list[dict[str, str]] = json.loads(document.text)
         try:
-            ids, scored = self.template.encode_answers(self.tokenizer, messages)
+            ids, scored = self.template.encode_answers(self.tokenizer, messages, self.answer_end)
         except ValueError as error:  # of which line, a file of many does not show
             raise ValueError(f"{printable(document.name)}: {error}") from None
         answers = (m["content"] for m in messages if m["role"] == "assistant")

@@ -36,7 +36,7 @@ from fenchel.generation.sampling import (
     sample_or_mark,
 )
 from fenchel.generation.session import PrefixCache, Prompts, Session, pad_prompts, previous_tokens
-from fenchel.generation.text_stream import WINDOW, StopCriteria, TextStream
+from fenchel.generation.text_stream import StopCriteria, TextStream
 from fenchel.model import Transformer, evaluating
 
 CHUNK, CHUNK_WITHOUT_STOPS = 16, 64
@@ -207,7 +207,7 @@ def stream_text(
     read again.
     """
     strings = [stop for stop in settings.stop if isinstance(stop, str)]
-    text = TextStream(tokenizer, strings, ids[-WINDOW:].tolist())
+    text = TextStream(tokenizer, strings, ids.tolist())
     run = _start(
         model,
         ids.unsqueeze(0),

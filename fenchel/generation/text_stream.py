@@ -9,6 +9,10 @@ text of those before them.
 incomplete character at the end, and it raises where the ids of a tokenizer with byte fallback are
 not valid UTF-8 ("Invalid prefix encountered", tokenizers 0.23), which a model may well produce.
 
+Of the ids before the new ones only the last few are decoded, from the beginning of a character on.
+Their text may end with an incomplete character, which new ids complete, or with U+FFFD itself,
+which they do not: the bytes of the tokens tell the two apart.
+
 **Stop strings.** A stop string may be split over tokens, and a token may contain more than its end.
 Text is released when it certainly precedes any stop string: its longest suffix that begins a stop
 string is withheld until the next piece decides. Of several stop strings the one that is complete
@@ -16,10 +20,13 @@ first counts, and of those that end at one position the longest; so the result d
 how the text was cut into pieces.
 """
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 REPLACEMENT = "\ufffd"
@@ -37,9 +44,11 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.ids: list[int] = list(before[-WINDOW:])
-        # The next ids may complete a character.
-        self.released = len(self._decode(self.ids).rstrip(REPLACEMENT))
+        start = max(0, len(before) - WINDOW)
+        while start and self._begins_within_character(before[start]):
+            start -= 1
+        self.ids: list[int] = list(before[start:])
+        self.released = self._complete()
         """How many characters of the text of ``ids`` were returned."""
 
     def add(self, token: int) -> str:
@@ -60,8 +69,59 @@ class Detokenizer:
                 self.ids, self.released = self.ids[-1:], len(last)
         return new
 
+    def _begins_within_character(self, token: int) -> bool:
+        data = token_bytes(self.tokenizer, token) or b"a"
+        return 0x80 <= data[0] < 0xC0
+
+    def _complete(self) -> int:
+        """Characters of the text of ``ids``, without one at its end that is incomplete."""
+        text = self._decode(self.ids)
+        if not text.endswith(REPLACEMENT):
+            return len(text)
+        tail = [token_bytes(self.tokenizer, token) or b"" for token in self.ids[-3:]]
+        decoder = getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(tail))
+        if not (incomplete := decoder.getstate()[0]):
+            return len(text)
+        if _fallback_byte(self.tokenizer.id_to_token(self.ids[-1])) is None:
+            return len(text) - 1
+        # With byte fallback all bytes before an incomplete character are replaced with it.
+        return len(self._decode(self.ids[: -len(incomplete)]))
+
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
+    """The bytes by which a token is named, which may be a part of a character.
+
+    A byte-level tokenizer writes a character for every byte, one with byte fallback ``<0xE6>`` for
+    a byte alone. None where the name is of neither kind.
+    """
+    name = tokenizer.id_to_token(token)
+    if (byte := _fallback_byte(name)) is not None:
+        return bytes([byte])
+    found = [_bytes_by_character().get(character) for character in name or ""]
+    return None if None in found else bytes(byte for byte in found if byte is not None)
+
+
+def _fallback_byte(name: str | None) -> int | None:
+    if name is None or len(name) != 6 or not (name.startswith("<0x") and name.endswith(">")):
+        return None
+    try:
+        return int(name[3:5], 16)
+    except ValueError:
+        return None
+
+
+@cache
+def _bytes_by_character() -> dict[str, int]:
+    """The characters by which byte-level tokenizers write bytes."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    named = {chr(byte) if byte in plain else chr(next(others)): byte for byte in range(256)}
+    assert set(named) == set(ByteLevel.alphabet())
+    return named
 
 
 class StopStrings:
@@ -145,8 +205,7 @@ class StopCriteria:
         if strings:
             if tokenizer is None:
                 raise ValueError(f"to stop at {strings[0]!r} give the tokenizer.")
-            before = ids_BT[:, -WINDOW:].tolist()
-            self._texts = [TextStream(tokenizer, strings, ids) for ids in before]
+            self._texts = [TextStream(tokenizer, strings, ids) for ids in ids_BT.tolist()]
         self._ids = torch.tensor(numbers, dtype=ids_BT.dtype)
         self.active = bool(stop)
         """Whether there is any stop."""

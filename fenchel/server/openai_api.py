@@ -37,7 +37,6 @@ from hashlib import sha256
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
 
 from fenchel.config import did_you_mean
 from fenchel.data import ChatTemplate, begin_ids, decode, encode, encode_whole
@@ -45,7 +44,7 @@ from fenchel.data.tokens import control_tokens
 from fenchel.files import no_duplicates, printable
 from fenchel.generation.attention_trace import TraceSettings, trace_settings
 from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling
-from fenchel.generation.text_stream import REPLACEMENT, Detokenizer
+from fenchel.generation.text_stream import REPLACEMENT, Detokenizer, token_bytes
 from fenchel.model import ModelConfig
 from fenchel.server.engine import Request, Token, Update
 
@@ -660,7 +659,6 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        self._bytes = {character: byte for byte, character in enumerate(_byte_characters())}
         # The first token of a text may lose its space, so each is decoded after another one.
         probe = tokenizer.encode("a", add_special_tokens=False).ids
         self._before = [*probe, *probe]
@@ -680,11 +678,8 @@ class TokenTexts:
         text = self.text(token)
         if REPLACEMENT not in text:
             return list(text.encode())
-        name = self._tokenizer.id_to_token(token) or ""
-        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):  # byte fallback
-            return [int(name[3:5], 16)]
-        found = [self._bytes.get(character) for character in name]
-        return None if None in found else [byte for byte in found if byte is not None]
+        found = token_bytes(self._tokenizer, token)
+        return None if found is None else list(found)
 
     def label(self, token: int) -> str:
         """The text of a token, in which bytes that are no whole character can be told apart.
@@ -701,15 +696,6 @@ class TokenTexts:
 
     def _is_control(self, token: int) -> bool:
         return token in self._tokenizer.get_added_tokens_decoder()
-
-
-def _byte_characters() -> list[str]:
-    """The character by which byte-level tokenizers write each byte."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    characters = [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
-    assert set(characters) == set(ByteLevel.alphabet())
-    return characters
 
 
 @dataclass

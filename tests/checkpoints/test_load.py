@@ -190,9 +190,12 @@ def test_a_directory_of_neither_kind_is_told_what_was_looked_for(tmp_path: Path)
         load(tmp_path)
 
 
-def test_an_adapter_in_place_of_a_model_is_named_with_its_flag(tmp_path: Path) -> None:
+def test_an_adapter_in_place_of_a_model_is_named_with_its_flag_and_its_merge(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=rf"is an adapter and no model.*--adapter {tmp_path}\.$"):
+    merge = rf"is an adapter and no model.*--adapter {tmp_path}, or .* OUT --adapter {tmp_path}\.$"
+    with pytest.raises(ValueError, match=merge):
         load(tmp_path)
 
 

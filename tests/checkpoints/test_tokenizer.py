@@ -17,7 +17,9 @@ from fenchel.checkpoints.tokenizer import (
     read_chat_template,
     read_tokenizer,
 )
+from fenchel.cli.generate import prompt_ids
 from fenchel.data import begin_ids, encode, encode_whole, train_tokenizer
+from fenchel.model import ModelConfig
 
 START, STOP = "<start>", "<stop>"
 Write = Callable[..., Path]
@@ -151,6 +153,18 @@ def test_a_document_ends_with_the_token_for_documents_and_not_for_turns(write: W
     tokenizer.add_special_tokens(["<|endoftext|>"])
     path = write(tokenizer, {}, None, {"eos_token_id": [0, 270, 272]})
     assert document_end(path, read_tokenizer(path)) == 272
+
+
+def test_an_empty_prompt_follows_the_end_of_a_document_and_not_of_a_turn(write: Write) -> None:
+    """As in Qwen, whose texts begin with no token and whose first end is that of turns."""
+    tokenizer = tokenizer_with()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    path = write(tokenizer, {}, {"add_bos_token": False}, {"eos_token_id": [270, 272, 0]})
+    tokenizer = read_tokenizer(path)
+    ends = end_ids(path, tokenizer)
+    assert ends == (272, 270, 0)
+    config = ModelConfig(vocabulary=273, width=8, layers=1, heads=2)
+    assert prompt_ids("", tokenizer, config, None, ends) == ([272], None)
 
 
 def test_an_end_token_of_any_name_is_read(write: Write) -> None:

@@ -296,6 +296,23 @@ def test_answers_are_what_the_assistant_writes_with_the_end_of_its_turn(name: st
     assert runs(tokenizer, ids, mask) == ANSWERS[name]
 
 
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_last_answer_ends_with_a_control_token_whatever_the_template(name: str) -> None:
+    """Else a model that is tuned learns no end, and goes on after every answer."""
+    tokenizer = byte_tokenizer()
+    end = tokenizer.token_to_id("</s>")
+    template = ChatTemplate(TEMPLATES[name], TOKENS)
+    without, mask = template.encode_answers(tokenizer, conversation())
+    ids, with_end = template.encode_answers(tokenizer, conversation(), end)
+    lacks_end = name in ("alpaca", "plain")
+    assert ids == ([*without, end] if lacks_end else without)
+    assert with_end == ([*mask, True] if lacks_end else mask)
+    question = conversation()[:-1]
+    assert template.encode_answers(tokenizer, question, end) == template.encode_answers(
+        tokenizer, question
+    )
+
+
 DROPPING = (
     EACH
     + "<|im_start|>{{ message.role }}\n"

@@ -8,9 +8,25 @@ from tokenizers import Tokenizer, decoders, models
 
 from fenchel.data import decode, encode, train_tokenizer
 from fenchel.generation import Detokenizer, StopStrings, TextStream
-from fenchel.generation.text_stream import StopCriteria
+from fenchel.generation.text_stream import StopCriteria, token_bytes
 
 TOKENIZER = train_tokenizer(["the sea shells, the shore; größer 東京 🐚\n" * 9], 300)
+
+
+def byte_fallback() -> Tokenizer:
+    """Two words, and every other character by its bytes, as in Llama 2 and Gemma."""
+    words = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581sea", "shells"]
+    vocabulary = {word: number for number, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def byte_id(tokenizer: Tokenizer, byte: int) -> int:
+    """The id of the token that is this byte alone."""
+    return next(i for i in range(258) if token_bytes(tokenizer, i) == bytes([byte]))
 
 
 @settings(max_examples=150)
@@ -37,13 +53,9 @@ def test_half_a_character_at_the_end_is_given_at_last() -> None:
 
 def test_bytes_that_are_no_text_are_replaced_and_the_text_goes_on() -> None:
     """A model with byte fallback may draw half a character and then a word."""
-    words = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581sea", "shells"]
-    vocabulary = {word: number for number, word in enumerate(["<unk>", *words])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    ids = [vocabulary[word] for word in ("shells", "<0xE6>", "<0x9D>", "\u2581sea", "<0xF0>")]
+    tokenizer = byte_fallback()
+    words = ("shells", "<0xE6>", "<0x9D>", "\u2581sea", "<0xF0>")
+    ids = [tokenizer.token_to_id(word) for word in words]
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.add(i) for i in ids]
     assert pieces == ["shells", "", "", "\ufffd\ufffd sea", ""]
@@ -60,6 +72,27 @@ def test_new_ids_give_what_they_add_to_the_text_before_them(text: str, cut: int)
     pieces = [detokenizer.add(i) for i in new]
     complete = decode(TOKENIZER, before).rstrip("\ufffd")
     assert complete + "".join([*pieces, detokenizer.flush()]) == text
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, byte_fallback()], ids=["bytes", "fallback"])
+@settings(max_examples=200)
+@given(
+    st.text(alphabet="a\ufffdß東👩\u200d", max_size=12),
+    st.text(alphabet="a\ufffdß東👩\u200d", max_size=4),
+    st.integers(0, 3),
+)
+def test_a_prompt_may_end_with_any_character_or_within_one(
+    tokenizer: Tokenizer, prompt: str, text: str, cut: int
+) -> None:
+    """Characters of the prompt never come again, and one that new ids complete comes whole."""
+    whole = (prompt + text).encode()
+    ids = [byte_id(tokenizer, byte) for byte in whole]
+    size = max(0, len(prompt.encode()) - cut)
+    before, new = ids[:size], ids[size:]
+    detokenizer = Detokenizer(tokenizer, before)
+    pieces = [detokenizer.add(i) for i in new]
+    complete = whole[:size].decode(errors="ignore")
+    assert complete + "".join([*pieces, detokenizer.flush()]) == prompt + text
 
 
 def test_the_first_new_word_keeps_its_space() -> None:

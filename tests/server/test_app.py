@@ -386,6 +386,26 @@ def test_errors_have_the_shape_that_clients_expect(running: RunningServer) -> No
         assert body["error"]["message"].endswith((".", "?"))
 
 
+def test_connections_do_not_wait_for_acknowledgements() -> None:
+    """Else every answer after the first of a connection takes 40 ms more, and so does a chunk."""
+
+    async def nodelay() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = app_module.listen("127.0.0.1", 0)
+        async with await asyncio.start_server(accept, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await asyncio.wait_for(accepted, WAIT)
+
+    assert asyncio.run(nodelay())
+
+
 def test_the_page_comes_with_its_policy(running: RunningServer) -> None:
     status, text, headers = ask(running, "/")
     assert status == 200
