@@ -87,7 +87,7 @@ class ChatTemplate:
                 f"{name} has {size:,} bytes; more than {LARGEST_TEMPLATE:,} is not read."
             )
         _require_jinja()
-        self.source, self.name = source, name
+        self.source, self.name, self.special_tokens = source, name, dict(special_tokens)
         self._process = RenderingProcess(source, special_tokens, name)
         self._marks_answers = _MARKS_ANSWERS.search(source) is not None
 

@@ -184,7 +184,7 @@ class PackedBatches:
 
 
 class _Rows:
-    """The rows of ``PackedBatches``, made when they are asked for: each a Batch of (T,)."""
+    """The rows of ``PackedBatches``, made when they are read: each a Batch of (T,)."""
 
     def __init__(self, batches: PackedBatches, rows: list[list[int]], parts: list[_Part]) -> None:
         self.batches, self.numbers, self.parts = batches, rows, parts

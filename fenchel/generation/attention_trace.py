@@ -55,7 +55,7 @@ from fenchel.model.forward_context import Observer
 MOST_TOP = 64
 """Positions per layer or head at most."""
 MOST_WEIGHTS = 1 << 14
-"""Weights per token at most: layers, times heads where each is asked for, times positions."""
+"""Weights per token at most: layers, times heads where each is requested, times positions."""
 _CHUNK = 1 << 23
 """Weights of all layers that ``trace_text`` computes at once."""
 
@@ -192,7 +192,7 @@ class RowSensitivity(NamedTuple):
 
 
 class LayerTrace(NamedTuple):
-    """One layer; what was not asked for is None."""
+    """One layer; what was not requested is None."""
 
     layer: int
     entropy: float | None
@@ -218,7 +218,7 @@ class TokenTrace(NamedTuple):
     last_third: PositionsRead | None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values with six digits; what was not asked for is absent."""
+        """Plain values with six digits; what was not requested is absent."""
         value: dict[str, Any] = {
             "p": _short(self.p),
             "rank": self.rank,

@@ -6,7 +6,7 @@ One event loop does HTTP; the engine's thread owns the model. Bodies are checked
 pool of threads, since a text may be long and a chat template has a process of its own. Updates
 cross from the engine to the loop once per step for all requests (``Relay``).
 
-**Who may ask.** The server listens on a loopback address unless it is told otherwise. A web page
+**Access.** The server listens on a loopback address unless another one is configured. A web page
 that a reader opens elsewhere could still send requests to it, so ``Guard`` refuses
 
     a Host that is a name other than the server's: a page that rebinds its own name has such a one
@@ -20,7 +20,7 @@ it has. A client that leaves ends its requests, also where it does not stream. A
 client does not read waits in memory, bounded by its tokens, and ends after ``STALLED_SECONDS``; no
 other request waits for it.
 
-**Logs.** One JSON line per request on standard error; texts only where they are asked for.
+**Logs.** One JSON line per request on standard error; texts only with ``log_text``.
 """
 
 import asyncio
@@ -91,9 +91,9 @@ MOST_BODIES = 256
 """Bodies that are read and checked at a time."""
 MOST_CONNECTIONS = 1000
 GRACE_SECONDS = 30
-"""How long accepted requests may go on after the server is told to stop."""
+"""Seconds in which accepted requests may finish after a signal to stop."""
 CLIENT_LEFT = 499
-"""The status of an answer that nobody receives."""
+"""The status, in logs and metrics, of a request whose client has left."""
 ROUTES = (
     *("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"),
     *("/v1/embeddings", "/tokenize", "/detokenize", "/tokenizer_info"),

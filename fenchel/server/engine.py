@@ -18,7 +18,7 @@ on a GPU draw on the device by the seed and the number of the token instead
 the worker ends all requests with an error and the engine with it: ``alive`` is False and
 ``failure`` says why.
 
-The engine knows no HTTP. Callbacks run on the worker thread, once per step and request.
+The engine does not depend on HTTP. Callbacks run on the worker thread, once per step and request.
 
 T tokens of a prompt or of a chunk of it, V vocabulary.
 """
@@ -111,7 +111,7 @@ class Update:
 
     tokens: tuple[Token, ...] = ()
     prompt: tuple[Token, ...] | None = None
-    """Once, where ``prompt_logprobs`` was asked for; the first has no log-probability."""
+    """Once, where ``prompt_logprobs`` is set; the first has no log-probability."""
     finish: Finish | None = None
     error: str = ""
     flush: str = ""

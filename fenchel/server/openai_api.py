@@ -22,7 +22,7 @@ same entries under ``content``.
 or a stop string may be incomplete. A token's own text, under ``tokens``, is that of its id alone.
 
 **Streams.** A chunk per choice and step, where there is something to send; then one with the finish
-reason; then the usage, where it is asked for.
+reason; then the usage, where it is requested.
 """
 
 import json
@@ -128,7 +128,7 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What the server knows of its model."""
+    """The served model and what requests to it depend on."""
 
     name: str
     config: ModelConfig
@@ -254,7 +254,7 @@ def completion_call(body: Mapping[str, Any], served: ServedModel) -> Call:
         stop_ids=_stop_ids(fields, served, served.ends),
         stop_strings=fields.stops(),
         logprobs=top,
-        # A prompt that is only echoed takes the way of one whose scores are asked for.
+        # A prompt that is only echoed takes the way of one whose scores are requested.
         prompt_logprobs=(top or 0) if echo and (top is not None or most == 0) else None,
         trace=_trace(fields, served),
     )
@@ -682,7 +682,7 @@ class TokenTexts:
         return None if found is None else list(found)
 
     def label(self, token: int) -> str:
-        """The text of a token, in which bytes that are no whole character can be told apart.
+        """The text of a token, in which bytes that are no whole character are written as numbers.
 
         In the manner of OpenAI: ``bytes:\\xe6\\x9d``.
         """
@@ -789,7 +789,7 @@ class Reply:
         return chunks
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """What a stream ends with: the usage, where it was asked for."""
+        """What a stream ends with: the usage, where it is requested."""
         return [self._body([]) | {"usage": self.usage()}] if self.call.include_usage else []
 
     def response(self) -> dict[str, Any]:
@@ -858,7 +858,7 @@ class Reply:
         return body | {"usage": None} if self.call.include_usage else body
 
     def _extras(self, choice: _Choice, tokens: Sequence[Token]) -> dict[str, Any]:
-        """The fields beyond OpenAI's that were asked for, of these tokens."""
+        """The requested fields beyond OpenAI's, of these tokens."""
         more: dict[str, Any] = {}
         if not tokens:
             return more
@@ -1046,8 +1046,11 @@ def detokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
 
 
 def tokenizer_info(served: ServedModel) -> dict[str, Any]:
-    """The answer of /tokenizer_info: what a client needs to format a prompt by itself."""
-    tokenizer = served.tokenizer
+    """The answer of /tokenizer_info: what a client needs to format a prompt by itself.
+
+    The tokens that a chat template names are those of its directory.
+    """
+    tokenizer, template = served.tokenizer, served.template
     begin = begin_ids(tokenizer)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -1056,7 +1059,8 @@ def tokenizer_info(served: ServedModel) -> dict[str, Any]:
         "add_bos_token": bool(begin),
         "bos_token": tokenizer.id_to_token(begin[0]) if begin else None,
         "eos_token": tokenizer.id_to_token(served.ends[0]) if served.ends else None,
-        "chat_template": None if served.template is None else served.template.source,
+        **({} if template is None else template.special_tokens),
+        "chat_template": None if template is None else template.source,
     }
 
 

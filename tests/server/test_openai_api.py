@@ -21,6 +21,7 @@ from fenchel.server.openai_api import (
     chat_call,
     completion_call,
     parse_body,
+    tokenizer_info,
 )
 
 
@@ -181,3 +182,15 @@ def test_a_refusal_of_the_template_does_not_name_its_path(served: ServedModel) -
     body = {"messages": [{"role": "user", "content": "b"}]}
     with pytest.raises(ApiError, match=r"^the chat template refuses this conversation: no b\.$"):
         chat_call(body, replace(served, template=template))
+
+
+def test_a_client_that_renders_the_template_itself_gets_the_tokens_it_names(
+    served: ServedModel,
+) -> None:
+    """A checkpoint may end documents by one token and turns by its eos_token."""
+    tokens = {"bos_token": "<begin>", "eos_token": "<turn>", "sep_token": "<next>"}
+    template = ChatTemplate("{{ eos_token }}{{ sep_token }}", tokens)
+    info = tokenizer_info(replace(served, template=template))
+    assert {name: info[name] for name in tokens} == tokens
+    assert info["chat_template"] == template.source
+    assert "sep_token" not in tokenizer_info(replace(served, template=None))
