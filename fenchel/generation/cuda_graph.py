@@ -43,9 +43,9 @@ its own slots: sequences of any lengths decode together without padding, in laye
 and one joins by a copy into the slots of its row. A free row has a padding longer than any
 sequence. There is a recording per bucket of rows; all of them read and write the first rows of the
 same cache. Small buckets have a second one for steps in which all sequences are short, with one
-kernel for attention instead of two. Every row has its own settings of sampling on the device
-(``draw_rows``), so that the draw is part of the recording and the host may launch a step before it
-has read the tokens of the step before.
+kernel for softmax attention instead of two. Every row has its own settings of sampling on the
+device (``draw_rows``), so that the draw is part of the recording and the host may launch a step
+before it has read the tokens of the step before.
 
 **Choice of the token.** The greedy token is chosen inside the recording. Others are drawn by
 ordinary kernels after each replay (``TokenChoice``), which the host launches without waiting for
@@ -643,7 +643,7 @@ class RecordedRows:
         self._fused: list[FusedStep] = []
         """Held here, since a graph does not keep the memory that it replays in."""
         self._steps: dict[tuple[int, int], Step] = {}
-        """Recordings by their rows and by how many tokens a sequence has at most."""
+        """Recordings by their rows and by how many tokens a sequence has at most, ascending."""
 
     def record(self) -> None:
         """Record all buckets, once. Recording runs the steps, so no row may hold a sequence yet."""
@@ -661,7 +661,11 @@ class RecordedRows:
     def _lengths(self, rows: int) -> list[int]:
         """How many tokens a sequence has at most in the recordings of a bucket, ascending."""
         S = self.cache.positions
-        if not self._is_fused:
+        softmax = any(
+            isinstance(module, Attention) and isinstance(module.choice, type(SOFTMAX))
+            for module in self.model.modules()
+        )
+        if not (self._is_fused and softmax):
             return [S]
         from fenchel.kernels.decode_attention import SHORT, one_per_head
 
@@ -707,8 +711,9 @@ class RecordedRows:
         """
         if observe is None:
             most = self.cache.positions if longest is None else longest
-            tokens = next(tokens for tokens in self._lengths(rows) if tokens >= most)
-            return self._steps[rows, tokens]()
+            return next(
+                step for (B, tokens), step in self._steps.items() if B == rows and tokens >= most
+            )()
         self._caches[rows].advance(0)  # a fused step leaves the slots to its kernel
         return self._forward(rows, None, _in_order(observe, self._caches[rows]))
 

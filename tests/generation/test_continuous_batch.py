@@ -191,6 +191,9 @@ def test_few_rows_of_a_long_context_have_a_recording_for_short_sequences(
     assert {n for (B, n), tokens in found.items() if tokens == 8} == {1, 8}
     assert {B for (B, n), tokens in found.items() if tokens == 8} == {1, 8}
     assert rows.step(1)[1].tokens == CONTEXT  # type: ignore[union-attr]
+    sparse = cuda_graph.RecordedRows(lively(choice="entmax", context=CONTEXT), (1,))
+    sparse.record()
+    assert list(sparse._steps) == [(1, CONTEXT)]  # its kernels are the same for any length
 
 
 def test_the_memory_of_a_recorded_step_lives_as_long_as_the_recording(
