@@ -712,7 +712,7 @@ class RecordedRows:
         if observe is None:
             most = self.cache.positions if longest is None else longest
             return next(
-                step for (B, tokens), step in self._steps.items() if B == rows and tokens >= most
+                step for (B, tokens), step in self._steps.items() if rows == B and tokens >= most
             )()
         self._caches[rows].advance(0)  # a fused step leaves the slots to its kernel
         return self._forward(rows, None, _in_order(observe, self._caches[rows]))
