@@ -295,7 +295,8 @@ def _evaluate(
             )
         documents, size = _first_documents(own, source.bytes, tokens)
         rows = documents.pack(documents.ids, context)
-        if context is None and rows.context > config.context:  # of a second, shorter model
+        # The second model of --against may have a shorter context than the run.
+        if context is None and rows.context > config.context:
             rows = documents.pack(documents.ids, config.context)
         found = score_documents(model, rows, bytes=size, progress=console.progress)
         evaluation = Evaluation(str(directory), found, fingerprint(tokenizer), source.name)

@@ -101,10 +101,10 @@ class _CopyIndex(NamedTuple):
 
     @classmethod
     def of(cls, parts_P3: Tensor, size: int, end: int) -> "_CopyIndex":
-        """The newest tokens of sequences, of which ``size`` slots and ``end`` positions hold some.
+        """The indices of sequences of which the newest min(size, end) tokens are copied.
 
-        Parts are a row, a source row, and the number of tokens of the sequence, the last of which
-        is at position ``end - 1``.
+        Each of ``parts_P3`` is (row, source row, number of tokens) of a sequence whose last token
+        is at position ``end - 1`` of the source; the row here has ``size`` slots.
         """
         row_P, source_P, tokens_P = parts_P3.unbind(1)
         count_P = tokens_P.clamp(max=min(size, end))

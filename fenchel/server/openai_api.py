@@ -682,7 +682,7 @@ class TokenTexts:
         return None if found is None else list(found)
 
     def label(self, token: int) -> str:
-        """The text of a token, in which bytes that are no whole character are written as numbers.
+        """The text of a token; its bytes in hexadecimal where they are part of a character.
 
         In the manner of OpenAI: ``bytes:\\xe6\\x9d``.
         """

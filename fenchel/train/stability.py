@@ -9,9 +9,9 @@ Both read the queries and keys of the forward pass, which the model passes to ``
 functions of the step alone, so a resumed run needs no state of theirs. QK-norm, soft-capping and
 sigma-reparametrisation change the model instead, and are its settings.
 
-Where several documents share a row, a query is measured on the keys of its own document alone, and
-padding, which no document fills, is left out: the entropies and scores are those of the documents
-one by one (``PackedDocuments``).
+Where documents are packed into one row of a batch, entropies and scores are measured over pairs of
+a query and a key of the same document, and padding is excluded: the result is that of every
+document in a row of its own (``PackedDocuments``).
 
 **Entropy.** The entropy of a head is the mean of H(p) over all rows that have a key
 (``fenchel.attention.head_entropy``, which computes its gradient with the value). A head whose

@@ -79,8 +79,8 @@ class Trainable(Protocol):
         """Token ids to the input of the LM head: (B, T) -> (B, T, M); training calls it so.
 
         ``observe`` is passed only with the settings qk_clip and entropy_floor, ``segments_BT`` only
-        where several documents share a row, ``recompute`` only with the setting of that name: the
-        backward pass is then to run the blocks again.
+        for rows of several packed documents, and ``recompute`` only with train.recompute, where the
+        backward pass computes the blocks again (activation checkpointing).
         """
 
     def logits(self, x_BTM: Tensor) -> Tensor:

@@ -28,5 +28,5 @@ def test_tensor_cores_are_used_and_registers_suffice(
     for report in reports:
         assert report["wgmma"] > 0, report
         assert report["cp_async"] > 0, report
-        assert report["spilled"] <= 16, report  # Triton 3.6 spills two numbers of _outputs at 128
+        assert report["spilled"] == 0, report
         assert report["shared"] <= SHARED_MEMORY, report
