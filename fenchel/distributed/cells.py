@@ -280,7 +280,7 @@ class CellStability(Stability):
     def __init__(
         self, owners: Owners, config: TrainConfig, parts: int, context: ContextPart | None
     ) -> None:
-        """``parts`` is the number of forward passes in a step over all ranks: cells x context group."""
+        """``parts`` counts the forward passes of a step over all ranks, cells x context group."""
         self.world, self.parts, self.context = owners.world, parts, context
         super().__init__(owners.model, config)
         owned: Any = owners.meta
