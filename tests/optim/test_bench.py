@@ -363,3 +363,13 @@ def reference_root(A: Tensor) -> Tensor:
     damped = A + 1e-2 * A.diagonal().mean() * torch.eye(len(A))
     U, S, _ = torch.linalg.svd(damped.double())
     return (U @ torch.diag(S.rsqrt()) @ U.T).float()
+
+
+def test_a_run_has_the_batch_of_its_job(tmp_path: Path) -> None:
+    """Runs of 8,000 steps read a quarter of the sequences per step that other runs read."""
+    job = studies.length_jobs("quick", studies.Case("muon", "sotu", 3))[0]
+    assert job.batch == SIZES["quick"].length_batches[3] != SIZES["quick"].batch
+    pause = Pause(math.inf, tmp_path)
+    small, usual = (train_at_length(pause, replace(job, batch=B)) for B in (job.batch, None))
+    assert small["loss"] != usual["loss"]
+    assert usual["epochs"] >= small["epochs"]
