@@ -19,8 +19,10 @@ generation/kv_cache.py, and values likewise. The factors leave both sums:
 The sums themselves are products of bytes: q and p_s c_s are written as c (n + n' / 254) per row,
 n and n' of one byte each, which is closer than bfloat16 is, and n and n' are two halves of the rows
 of one tile. Widening the cache instead takes five instructions per pair of entries, and an H200
-was bound by them: half of the read bandwidth, no faster than bfloat16. The newest token is rounded
-like all others, so that a token has one value from its first use on.
+was bound by them: half of the read bandwidth, no faster than bfloat16. At D = 64 the instructions
+per score still bound it; conversions between floats and integers, which run at a quarter of the
+rate, are additions of ROUND instead. The newest token is rounded like all others, so that a token
+has one value from its first use on.
 
 **One program per query head** (``_attend_decode``) for short caches and few rows. The program
 computes the newest key and value itself: the first head of a group writes them, and no other head
@@ -109,7 +111,9 @@ GATHER = tl.constexpr(16)
 """Pages of scores per iteration of the threshold search."""
 LOG2_E = tl.constexpr(math.log2(math.e))
 ROUND = tl.constexpr(1.5 * 2.0**23)
-"""x + ROUND - ROUND is x rounded to an integer, ties to even, for |x| below 2^22."""
+"""x + ROUND - ROUND is x rounded to an integer, ties to even, for |x| below 2^22; the lowest byte
+of x + ROUND is that integer, and n more in its bits are n more in its value."""
+ROUND_BITS = tl.constexpr(0x4B400000)
 NEWTON_STEPS = tl.constexpr(64)
 
 
@@ -166,8 +170,8 @@ def attend_decode(
         "H": H,
         "G": G,
         "D": D,
-        # An int8 cache meets two tiles of bytes per tile of queries, and 32 bytes per product.
-        "GROUP": max(ROWS.value, triton.next_power_of_2(H // G) * (1 if dense else 2)),
+        # An int8 cache meets two rows of bytes per query, and 32 bytes per product.
+        "GROUP": max(ROWS.value // (1 if dense else 2), triton.next_power_of_2(H // G)),
         "BLOCK": max(16 if dense else 32, triton.next_power_of_2(D)),
         "PER_ROW": int(len(place.token) > 1),
         # tl.dot of bfloat16 is wrong in Triton's interpreter, which serves tensors on a CPU.
@@ -466,26 +470,29 @@ def _quantise(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _split_bytes(x, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(n, c) of x (GROUP, N), whose second half of rows repeats the first.
-
-    x = c (n + n' / 254) to a part in 64,516 of the largest entry of a row, n in the first half of
-    the rows and n' in the second.
+def _split_bytes(x):  # type: ignore[no-untyped-def]
+    """(n, c) of x (GROUP, N): x = c (n + n' / 254) to a part in 64,516 of the largest of a row,
+    n in the first half of 2 GROUP rows and n' in the second.
     """
-    c = tl.max(tl.abs(x), 1) / 127.0
-    y = x / tl.where(c > 0, c, 1.0)[:, None]
-    n = y + ROUND - ROUND
-    low = tl.arange(0, GROUP) >= GROUP // 2
-    return tl.where(low[:, None], (y - n) * 254.0 + ROUND - ROUND, n).to(tl.int8), c
+    largest = tl.max(tl.abs(x), 1)
+    y = x * (127.0 / tl.maximum(largest, 1e-30))[:, None]
+    high = y + ROUND
+    low = (y - (high - ROUND)) * 254.0 + ROUND
+    first = (tl.arange(0, 2) == 0)[:, None, None]
+    both = tl.where(first, high[None, :, :], low[None, :, :]).to(tl.int32, bitcast=True)
+    n = tl.reshape(both.to(tl.int8), (2 * x.shape[0], x.shape[1]))
+    return n, largest * (1.0 / 127.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """n + n' / 254 of products x (GROUP, N) with the two halves, in both halves of the rows."""
-    part = tl.arange(0, 2)[:, None, None]
-    weight = tl.where(part == 0, 1.0, 1.0 / 254.0)
-    whole = tl.sum(tl.reshape(x.to(tl.float32), (2, GROUP // 2, N)) * weight, 0)
-    return tl.reshape(tl.broadcast_to(whole[None, :, :], (2, GROUP // 2, N)), (GROUP, N))
+def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """n + n' / 254 (GROUP, N) of products x (2 GROUP, N) with the two halves, sums of TERMS."""
+    if TERMS <= 256:  # below 127^2 TERMS < 2^22
+        y = (x + ROUND_BITS).to(tl.float32, bitcast=True) - ROUND
+    else:
+        y = x.to(tl.float32)
+    weight = tl.where(tl.arange(0, 2) == 0, 1.0, 1.0 / 254.0)[:, None, None]
+    return tl.sum(tl.reshape(y, (2, GROUP, N)) * weight, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -511,7 +518,6 @@ def _newest(  # type: ignore[no-untyped-def]
 ):
     """The rotated queries of a group (GROUP, BLOCK), and the newest key and value as they are read
     from the cache, in float32; the first split stores these. The pointers are those of the group.
-    For an int8 cache the second half of the rows repeats the first.
     """
     d = tl.arange(0, BLOCK)
     m = tl.arange(0, GROUP)
@@ -519,9 +525,8 @@ def _newest(  # type: ignore[no-untyped-def]
         cos_ptr += tl.maximum(n - fill, 0) * D
         sin_ptr += tl.maximum(n - fill, 0) * D
     qkv_ptr += b.to(tl.int64) * (H + 2 * G) * D
-    head = m if key_scales_ptr is None else m % (GROUP // 2)
-    inside = (head < H // G)[:, None] & (d < D)[None, :]
-    heads_ptr = qkv_ptr + (g * (H // G) + head[:, None]) * D
+    inside = (m < H // G)[:, None] & (d < D)[None, :]
+    heads_ptr = qkv_ptr + (g * (H // G) + m[:, None]) * D
     q = _load_rotated(heads_ptr, d[None, :], inside, cos_ptr, sin_ptr, D)
     k = _load_rotated(qkv_ptr + (H + g) * D, d, d < D, cos_ptr, sin_ptr, D)
     v = tl.load(qkv_ptr + (H + G + g) * D + d, mask=d < D, other=0.0)
@@ -585,21 +590,26 @@ def _load_values(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _products(q, keys, q_scales, GROUP: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """q . k (GROUP, SLOTS) in float32; of bytes where the keys are bytes."""
+def _products(  # type: ignore[no-untyped-def]
+    q, keys, q_scales, GROUP: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """q . k times the scale of the row (GROUP, SLOTS); of bytes where the keys are bytes."""
     if keys.dtype == tl.int8:
         z = tl.dot(q, tl.trans(keys), out_dtype=tl.int32)
-        z = _join_bytes(z, GROUP, SLOTS) * q_scales[:, None]
+        z = _join_bytes(z, GROUP, SLOTS, BLOCK) * q_scales[:, None]
     else:
-        z = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+        z = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * q_scales[:, None]
     return z
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_bytes(mix, p, values, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_bytes(  # type: ignore[no-untyped-def]
+    mix, p, values, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
+):
     """mix + p values, where the values are bytes."""
-    n, c = _split_bytes(p, GROUP)
-    return mix + _join_bytes(tl.dot(n, values, out_dtype=tl.int32), GROUP, BLOCK) * c[:, None]
+    n, c = _split_bytes(p)
+    products = tl.dot(n, values, out_dtype=tl.int32)
+    return mix + _join_bytes(products, GROUP, BLOCK, SLOTS) * c[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -691,9 +701,10 @@ def _split_softmax(  # type: ignore[no-untyped-def]
     mix = tl.where(own, v_new[None, :], tl.zeros((GROUP, BLOCK), tl.float32))
     q_scales = tl.full((GROUP,), 1.0, tl.float32)
     if key_scales_ptr is not None:
-        q, q_scales = _split_bytes(q.to(tl.float32), GROUP)
+        q, q_scales = _split_bytes(q.to(tl.float32))
     elif WIDEN:
         q = q.to(tl.float32)
+    q_scales *= scale
     for page in tl.range(begin, end, num_stages=STAGES):
         at = page * SLOTS
         slot = at + tl.arange(0, SLOTS)
@@ -702,7 +713,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
         values = _load_values(
             values_ptr, at, there, d, padded, value_scales_ptr is not None, D, BLOCK, SLOTS
         )
-        z = _products(q, keys, q_scales, GROUP, SLOTS) * scale
+        z = _products(q, keys, q_scales, GROUP, SLOTS, BLOCK)
         if key_scales_ptr is not None:
             z *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
         z = tl.where(there[None, :], z, -float("inf"))
@@ -713,7 +724,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
         mix *= fade[:, None]
         if value_scales_ptr is not None:
             p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]
-            mix = _add_bytes(mix, p, values, GROUP, BLOCK)
+            mix = _add_bytes(mix, p, values, GROUP, BLOCK, SLOTS)
         else:
             mix = tl.dot(p.to(q.dtype), values.to(q.dtype), mix, input_precision="ieee")
         top = higher
@@ -823,16 +834,17 @@ def _split_scores(  # type: ignore[no-untyped-def]
     own = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
     q_scales = tl.full((GROUP,), 1.0, tl.float32)
     if key_scales_ptr is not None:
-        q, q_scales = _split_bytes(q.to(tl.float32), GROUP)
+        q, q_scales = _split_bytes(q.to(tl.float32))
     elif WIDEN:
         q = q.to(tl.float32)
+    q_scales *= scale
     row = (tl.program_id(0) * (H // G) + m).to(tl.int64)
     for page in tl.range(begin, end, num_stages=STAGES):
         slot = page * SLOTS + tl.arange(0, SLOTS)
         present = (slot >= first) & (slot < last)
         there = present & (slot != place)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
-        s = _products(q, keys, q_scales, GROUP, SLOTS) * scale
+        s = _products(q, keys, q_scales, GROUP, SLOTS, BLOCK)
         if key_scales_ptr is not None:
             s *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
         s = tl.where((slot == place)[None, :], own[:, None], s)
@@ -1004,10 +1016,9 @@ def _mix_pages(  # type: ignore[no-untyped-def]
     else:
         values_ptr += base * padded * D
         value_scales_ptr += base * R
-    head = m if value_scales_ptr is None else m % (GROUP // 2)
-    row = tl.program_id(0) * (H // G) + head
+    row = tl.program_id(0) * (H // G) + m
     wide_row = row.to(tl.int64)
-    inside = head < H // G
+    inside = m < H // G
     # A row of padding has an infinite threshold.
     highest = tl.load(highest_ptr + row, mask=inside, other=0.0)
     tau = tl.load(tau_ptr + row, mask=inside, other=float("inf"))
@@ -1040,7 +1051,7 @@ def _mix_pages(  # type: ignore[no-untyped-def]
         total += tl.sum(p, 1)
         if value_scales_ptr is not None:
             p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]
-            mix = _add_bytes(mix, p, values, GROUP, BLOCK)
+            mix = _add_bytes(mix, p, values, GROUP, BLOCK, SLOTS)
         else:
             mix = tl.dot(p.to(compute), values.to(compute), mix, input_precision="ieee")
     _store_mix(mix, total, mix_ptr, total_ptr, row, m, d, splits, H // G, D)
