@@ -154,15 +154,7 @@ def measure(machine: Machine, name: str, n: int, train: bool) -> dict[str, Any]:
     calls["auto"]()
     _synchronize(machine)
     repeats = max(1, min(50, int(PILOT / (time.perf_counter() - started))))
-
-    def repeated(f: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(repeats):
-                f()
-
-        return run
-
-    times = time_interleaved({b: repeated(f) for b, f in calls.items()}, rounds=ROUNDS, warmup=1)
+    times = time_interleaved(calls, rounds=ROUNDS, warmup=1, calls=repeats)
     best = min(names, key=times.median)
     return {
         "case": name,
@@ -172,7 +164,7 @@ def measure(machine: Machine, name: str, n: int, train: bool) -> dict[str, Any]:
         "picked": picked,
         "best": best,
         "auto_by_best": 1.0 / times.ratio("auto", best),
-        **{f"{b}_ms": 1e3 * times.median(b) / repeats for b in calls},
+        **{f"{b}_ms": 1e3 * times.median(b) for b in calls},
     }
 
 

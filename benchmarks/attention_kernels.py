@@ -9,11 +9,11 @@ constant, so that a call fills the chip:
                     1/2, 1/4, 1/7 of the tiles hold weight, and these evenly
 
 Every output is first compared with the definition in float64 on 64 rows of one head. Then all
-contenders run in turn in one process (harness.py), forward alone, then forward and backward, then
-ours with the derivative along moves of q, k and v beside FLASH forward. A row
-has the milliseconds of each, the ratio to ours, dense-equivalent TFLOP/s (4 n^2 D per head, halved;
-3.5 times that with the backward pass), the memory above the inputs, and the part of the tiles of
-128 x 64 scores that ours keeps. AdaSplash-2 is timed if it is installed; it tunes itself for every
+contenders run in turn in one process (harness.py), CALLS calls in a row: forward alone, forward and
+backward, then ours with the derivative along moves of q, k and v beside FLASH forward. A row has
+the milliseconds of each, the ratio to ours, dense-equivalent TFLOP/s (4 n^2 D per head, halved; 3.5
+times that with the backward pass), the memory above the inputs, and the part of the tiles of 128 x
+64 scores that ours keeps. AdaSplash-2 is timed if it is installed; it tunes itself for every
 length, which takes a minute.
 
     python -m benchmarks attention_kernels            4,096, 16,384, 65,536 tokens, D = 64, 128
@@ -39,7 +39,7 @@ from fenchel.kernels.entmax_attention import Band, attend_entmax
 TOKENS = 1 << 14
 WIDTH = 1024
 """H * D."""
-ROUNDS = 7
+ROUNDS, CALLS = 7, 5
 SLICE = 64
 """Rows that are compared with float64."""
 KINDS = ("near-uniform", "normal", "clusters 2", "clusters 4", "clusters 7")
@@ -183,7 +183,7 @@ def measure(case: Case, names: Sequence[str], passes: Sequence[str]) -> list[dic
     rows = []
     for name in passes:
         timed = timed_by_pass[name]
-        times = time_interleaved(timed, rounds=ROUNDS, warmup=2)
+        times = time_interleaved(timed, rounds=ROUNDS, warmup=2, calls=CALLS)
         work = PASSES[name] * flop
         row = {
             **case._asdict(),

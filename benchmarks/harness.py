@@ -51,9 +51,13 @@ class Timings(NamedTuple):
 
 
 def time_interleaved(
-    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2, calls: int = 1
 ) -> Timings:
-    """Call every contender ``rounds`` times, in turn, after ``warmup`` rounds that do not count."""
+    """Time every contender ``rounds`` times, in turn, after ``warmup`` rounds that do not count.
+
+    Seconds are those of one of ``calls`` calls in a row: on a GPU the host prepares all but the
+    first while another runs.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
     collected = gc.isenabled()
@@ -63,9 +67,10 @@ def time_interleaved(
             first = r % len(order)  # the first of a round starts with cold caches: each in its turn
             for name in order[first:] + order[:first]:
                 started = _clock()
-                contenders[name]()
+                for _ in range(calls):
+                    contenders[name]()
                 if r >= warmup:
-                    seconds[name].append(_clock() - started)
+                    seconds[name].append((_clock() - started) / calls)
             gc.collect()
     finally:
         if collected:

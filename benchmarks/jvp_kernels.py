@@ -1,8 +1,8 @@
 """Attention with its tangent, and the gradients of both, on a GPU: ours beside its peers.
 
 bfloat16, causal, 32,768 tokens of width 1024 (16 heads of 64, 8 heads of 128), in sequences of
-2,048, 8,192 and 32,768. All contenders of a case run in turn in one process (harness.py), after
-every output of ours was compared with float64 on the last rows of one head:
+2,048, 8,192 and 32,768. All contenders of a case run in turn in one process (harness.py), CALLS
+calls in a row, after every output of ours was compared with float64 on the last rows of one head:
 
     dual                   output and tangent in one pass, moves of q, k and v
     dual, q moves          the same where only the queries move
@@ -38,7 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.harness import record, time_interleaved
 from benchmarks.sensitivity_long import measure
 
-TOKENS, WIDTH, ROUNDS, SLICE = 32768, 1024, 10, 128
+TOKENS, WIDTH, ROUNDS, CALLS, SLICE = 32768, 1024, 10, 5, 128
 LENGTHS, HEADS = (2048, 8192, 32768), (64, 128)
 PRODUCTS = {
     "dual": 6,
@@ -156,7 +156,7 @@ def case(n: int, d: int) -> list[dict[str, Any]]:
     off = errors(x, calls)
     if not max(off.values()) <= 5e-3:
         raise ValueError(f"errors above 5e-3 at n = {n}, d = {d}: {off}.")
-    timings = time_interleaved(calls, rounds=ROUNDS)
+    timings = time_interleaved(calls, rounds=ROUNDS, calls=CALLS)
     product = n * n * d * (TOKENS // n) * (WIDTH // d)
     rows = []
     for name, call in calls.items():

@@ -22,8 +22,10 @@ def measure(device: str, n: int = N) -> dict[str, Any]:
     X, W = instance(n, D, 0, torch.float32)
     X, W = X.to(device), tuple(w.to(device) for w in W)  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(0)
-    if device == "cuda":  # the first products of a process load the libraries
+    if device == "cuda":  # the first products compile the kernels and load the libraries
         spectral_norm(self_attention_jacobian(X[:512], *W, prior=Causal()), generator=generator)
+        J = self_attention_jacobian(X, *W, prior=Causal())
+        J.T @ (J @ torch.ones(J.shape[1], device=device))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = _peak(device)

@@ -17,7 +17,8 @@ group has taken, which are saved with the state: sharp heads are learnt late (op
 
 Only the rows of queries and keys move. Where they share a parameter with the values,
 ``remaining_parameters`` (pairs.py) gives the rows of the values to another optimiser. The gains of
-a norm of queries and keys belong to that optimiser too: what they move comes on top of lr.
+a norm of queries and keys belong to that optimiser too: what they move comes on top of lr. Where
+they have brought the scores out of the ball, a step begins by scaling them back.
 """
 
 import math
@@ -33,6 +34,7 @@ from fenchel.optim.score.pair_stack import (
     PairStack,
     head_weights,
     restore_dtypes,
+    scale_gains,
     stack_parameters,
     stacked_bounds,
     state_shapes,
@@ -142,6 +144,8 @@ class ScoreDescent(torch.optim.Optimizer):
         limits = StepLimits(float(group["lr"]), radius, exact=True)
         update = take_step(line, W, U, stacked_bounds(self.state, pairs), limits)
         write_weights(pairs, stacks, update.W)
+        if update.record.gain_factor is not None:
+            scale_gains(pairs, update.record.gain_factor)
         probes.record_step(pairs, update.record)
         store_bounds(self.state, pairs, update.bound)
 

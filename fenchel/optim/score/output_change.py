@@ -52,9 +52,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fenchel.optim.score.pairs import QueryKeyPair, rows_outside
+from fenchel.optim.score.pairs import QueryKeyPair, norm_offset, rows_outside
 from fenchel.optim.score.probe import FirstPass, mean_over_processes, probe_dtype
 from fenchel.torch_internals import foreach_copy_, guard_on_hooks
 
@@ -350,7 +349,7 @@ def _layers_of(model: nn.Module, pairs: list[QueryKeyPair]) -> Iterator[LinearLa
             continue  # the model multiplies by it without calling the module
         elif (kind := _linear_kind(module)) and "weight" in own:
             yield from _linear_layers(name, kind, module, own, pairs)
-        elif (plus := _norm_offset(module, own)) is not None:
+        elif (plus := norm_offset(module, own)) is not None:
             parts = {key: Part(own[key], ()) for key in ("weight", "bias") if key in own}
             yield LinearLayer(name, "norm", module, parts, plus=plus)
         else:
@@ -365,32 +364,6 @@ def _linear_kind(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return "linear"
     return "columns" if type(module).__name__ == "Conv1D" else None  # of GPT-2
-
-
-def _norm_offset(module: nn.Module, own: Mapping[str, Tensor]) -> float | None:
-    """What a norm adds to its weight to get its gain, 0 or 1; None for other modules.
-
-    Entries of alternating sign and size 1 are their own norm: the output is the gain and the bias.
-    The module is called with parameters made for it, since its own may have no values yet.
-    """
-    weight = own.get("weight")
-    if weight is None or weight.ndim != 1 or list(module.children()):
-        return None
-    device = torch.device("cpu") if weight.is_meta else weight.device
-    gain = torch.linspace(0.5, 1.5, len(weight), dtype=weight.dtype, device=device)
-    given, signs = {"weight": gain}, torch.ones_like(gain)
-    if "bias" in own:
-        given["bias"] = torch.zeros_like(own["bias"], device=device, requires_grad=False)
-    signs[1::2] = -1.0
-    try:
-        with torch.no_grad():
-            found = functional_call(module, given, (signs[None],))[0] * signs
-        for plus in (0.0, 1.0):
-            if torch.allclose(found.float(), gain.float() + plus, rtol=1e-2, atol=1e-2):
-                return plus
-    except Exception:  # a module with other arguments; what it raises is its own affair
-        pass
-    return None
 
 
 def _linear_layers(

@@ -175,6 +175,18 @@ def write_gains(pairs: list[QueryKeyPair], gains: NormGains, share: Tensor) -> N
             p.copy_(torch.where(share[layer] == 1.0, p, at.to(p.dtype)))
 
 
+@torch.no_grad()
+def scale_gains(pairs: list[QueryKeyPair], factor: Tensor) -> None:
+    """Scale the norms so that the scores of each layer are ``factor`` (L,) times as large."""
+    for c, pair in zip(factor.unbind(), pairs, strict=True):
+        a = c.sqrt() if len(pair.gain_offsets) == 2 else c
+        for which, offset in pair.gain_offsets.items():
+            norm: Any = getattr(pair, which)
+            for name, p in norm.named_parameters():
+                # a factor of 1 leaves the bits of any parameter as they are
+                p.copy_(a * p + (a - 1.0) * (offset if name == "weight" else 0.0))
+
+
 def has_gradients(pair: QueryKeyPair) -> bool:
     """Whether the last backward pass reached every weight of the pair."""
     return all(p.grad is not None for p in pair.parameters)

@@ -54,13 +54,14 @@ Slices point into the memory of the weights: create them after the model is on i
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fenchel.attention import AttentionSpec, Causal, Prior, Window
 
@@ -202,6 +203,20 @@ class QueryKeyPair:
             if norm is not None
             for name, p in norm.named_parameters()
         }
+
+    @cached_property
+    def gain_offsets(self) -> dict[str, float]:
+        """What q_norm and k_norm add to their weights to get their gains, where these are trained.
+
+        A multiple of the gain and the bias is that multiple of the queries, or keys.
+        """
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        found = {
+            which: norm_offset(norm, dict(norm.named_parameters()))
+            for which, norm in norms.items()
+            if norm is not None and all(p.requires_grad for p in norm.parameters())
+        }
+        return {which: offset for which, offset in found.items() if offset is not None}
 
     @property
     def trained(self) -> bool:
@@ -602,3 +617,29 @@ def _gaps(taken: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
             gaps.append((begin, start))
         begin = max(begin, stop)
     return gaps
+
+
+def norm_offset(module: nn.Module, own: Mapping[str, Tensor]) -> float | None:
+    """What a norm adds to its weight to get its gain, 0 or 1; None for other modules.
+
+    ``own`` are the parameters of the module that count. Entries of alternating sign and size 1 are their own norm: the output is the gain and the bias.
+    The module is called with parameters made for it, since its own may have no values yet.
+    """
+    weight = own.get("weight")
+    if weight is None or weight.ndim != 1 or list(module.children()):
+        return None
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    gain = torch.linspace(0.5, 1.5, len(weight), dtype=weight.dtype, device=device)
+    given, signs = {"weight": gain}, torch.ones_like(gain)
+    if "bias" in own:
+        given["bias"] = torch.zeros_like(own["bias"], device=device, requires_grad=False)
+    signs[1::2] = -1.0
+    try:
+        with torch.no_grad():
+            found = functional_call(module, given, (signs[None],))[0] * signs
+        for plus in (0.0, 1.0):
+            if torch.allclose(found.float(), gain.float() + plus, rtol=1e-2, atol=1e-2):
+                return plus
+    except Exception:  # a module with other arguments; what it raises is its own affair
+        pass
+    return None

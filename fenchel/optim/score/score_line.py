@@ -99,6 +99,7 @@ class ScoreLine:
         self.pairs, self.inputs, self.closed = pairs, inputs, closed or not inputs.from_batch
         self.gains = gains
         self.has_qk_norm = pairs[0].q_norm is not None or pairs[0].k_norm is not None
+        self.scales_gains = all(pair.gain_offsets for pair in pairs)
         self.group = W.Q.shape[1] // W.K.shape[1]
         self.x_q, self.angles_q = inputs.x, inputs.angles
         m, T = len(inputs.grid.queries), inputs.x.shape[2]

@@ -66,10 +66,17 @@ Projection on a ball moves no two points apart, so a head inside moves by at mos
 included, and one that was pushed out by e by at most max(gamma, e). Where H / G heads share keys,
 the keys take the square root of the weakest shrinking of the group and the queries the rest.
 
-A norm of queries and keys undoes any scaling of the weights: such heads have no ball, and the gains
-of the norm bound their scores. There t is limited so that |t U| <= |W|, and after a move of exactly
-gamma each head is scaled back to its previous norm, since steps of one size on growing weights
-would have to grow without end.
+A norm of queries and keys undoes any scaling of the weights. There the gains of the norms keep the
+scores in the ball, for ScoreDescent: they are scaled before the move, and since all heads of a
+layer share them, by the head that is furthest out,
+
+    c = min over heads of min(1, bound / r),      gains of queries and of keys times sqrt(c)
+
+at most; where only one of the norms is trained it takes all of c, and where none is there is no
+ball. The weights then move the scores by gamma, which on the chords, measured before the scaling,
+is gamma / c. t is limited so that |t U| <= |W|, and after a move of exactly gamma each head is
+scaled back to its previous norm, since steps of one size on growing weights would have to grow
+without end. ScoreTrust has no ball under a norm: its limit holds for the gains too.
 
 **Statistics.** ``HeadStats`` describes the effect of a step on the scores of each head, on the
 step's own sample: RMS and largest absolute value over the sampled pairs, the scores as the softmax
@@ -175,19 +182,21 @@ def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return powers.to(device), unshrunk.to(device), counts, plain.to(device)
 
 
-def crossing_by_chords(line: ScoreLine, gamma: Tensor, start: Tensor, limit: Tensor) -> HeadFactors:
+def crossing_by_chords(
+    line: ScoreLine, chord: Tensor, t_0: HeadFactors, gamma: Tensor, limit: Tensor
+) -> HeadFactors:
     """The t <= ``limit`` at which the scores of each head move by gamma (L, H) under a norm.
 
-    The first chord ends at ``start`` (L, H), where it should be close to the tangent.
+    ``chord`` has the products of parts on the first chord, which ends at t_0 and should be close to
+    the tangent.
     """
 
-    def f(t: HeadFactors) -> HeadFactors:
-        shares = crossing_by_parts(line.chord(t), gamma, None, limit / t.Q, t.K.shape[1])
+    def f(t: HeadFactors, chord: Tensor) -> HeadFactors:
+        shares = crossing_by_parts(chord, gamma, None, limit / t.Q, t.K.shape[1])
         return _times(t, shares)
 
-    t_0 = line.same_for_keys(start)
-    t_1 = f(t_0)
-    t_2 = f(t_1)
+    t_1 = f(t_0, chord)
+    t_2 = f(t_1, line.chord(t_1))
     t = HeadFactors(*map(_fixed_point, t_0, t_1, t_2))
     most_K = by_group(limit, t.K.shape[1]).amin(2)
     return HeadFactors(torch.minimum(t.Q, limit), torch.minimum(t.K, most_K))
@@ -396,14 +405,17 @@ class StepRecord(NamedTuple):
     """Whether t < 1 means a shortened step (ScoreTrust)."""
     gain_share: Tensor | None = None
     """The share of the move of the gains, (L,); None where they do not move."""
+    gain_factor: Tensor | None = None
+    """The factor of the ball on the scores through the gains, (L,); None without one."""
 
     def stats(self, W: HeadWeights) -> HeadStats:
         """Statistics stacked over layers; W are the weights after the step."""
         capped = self.t.Q.lt(1.0 if self.shortens else 0.0)
         if self.score_factor is not None:
             capped = capped | (self.score_factor < 1.0)
-        if self.gain_share is not None:
-            capped = capped | (self.gain_share < 1.0).unsqueeze(1)
+        for of_gains in (self.gain_share, self.gain_factor):
+            if of_gains is not None:
+                capped = capped | (of_gains < 1.0).unsqueeze(1)
         if self.measured is not None:
             change, score = self.measured
             score = score if self.score_factor is None else score * self.score_factor
@@ -467,6 +479,8 @@ def take_step(
 ) -> WeightUpdate:
     """Move from W along U, where ``line`` runs; ``before`` is the score bound."""
     groups = W.K.shape[1]
+    if line.has_qk_norm and limits.exact and not line.closed:
+        return _take_step_under_norm(line, W, U, before, limits)
     if not line.inputs.from_batch or line.has_qk_norm:  # no ball
         gamma = torch.full_like(_norm(W.Q), limits.gamma)
         t, s = _step_lengths(line, W, U, gamma, None, limits)
@@ -491,6 +505,35 @@ def take_step(
     return WeightUpdate(_updated_weights(W, U, t, shrink, back), ball.bound, record)
 
 
+def _take_step_under_norm(
+    line: ScoreLine, W: HeadWeights, U: HeadWeights, before: Tensor | None, limits: StepLimits
+) -> WeightUpdate:
+    """Scale the gains so that the scores are in the ball, then move the weights by gamma."""
+    longest = _longest(line, W, U)
+    t_0 = line.same_for_keys(PROBING * longest)
+    chord = line.chord(t_0)
+    gamma, factor = torch.full_like(longest, limits.gamma), None
+    if line.scales_gains:
+        r = chord[..., 0, 0].clamp(min=0.0).sqrt()
+        before = score_ball(r, before, limits.gamma, limits.radius, soft=False).bound
+        factor = projection(r, before).amin(1)
+        gamma = gamma / factor.unsqueeze(1)
+    t = crossing_by_chords(line, chord, t_0, gamma, longest)
+    new = _updated_weights(W, U, t, None, None)
+    new = HeadWeights(*(_with_norm_of(to, old) for to, old in zip(new, W, strict=True)))
+    record = StepRecord(line, t, None, None, None, None, False, gain_factor=factor)
+    return WeightUpdate(new, before, record)
+
+
+def _longest(line: ScoreLine, W: HeadWeights, U: HeadWeights) -> Tensor:
+    """The t (L, H) at which U is as large as W, in queries or in keys."""
+    ratio = torch.minimum(
+        _norm(W.Q) / _norm(U.Q).clamp(min=1e-30),
+        (_norm(W.K) / _norm(U.K).clamp(min=1e-30)).repeat_interleave(line.group, dim=1),
+    )
+    return torch.where(ratio > 0, ratio, 1.0)
+
+
 def _step_lengths(
     line: ScoreLine,
     W: HeadWeights,
@@ -503,17 +546,11 @@ def _step_lengths(
     if line.parts is not None:
         limit = torch.full_like(gamma, torch.inf if limits.exact else 1.0)
         return crossing_by_parts(line.parts, gamma, shrink, limit, W.K.shape[1]), None
-    ratio = torch.minimum(
-        _norm(W.Q) / _norm(U.Q).clamp(min=1e-30),
-        (_norm(W.K) / _norm(U.K).clamp(min=1e-30)).repeat_interleave(line.group, dim=1),
-    )
-    ratio = torch.where(ratio > 0, ratio, 1.0)
+    ratio = _longest(line, W, U)
     if not limits.exact:  # all of U, or less
         return shares_by_search(line, gamma, shrink, ratio.clamp(max=1.0))
     limit = ratio if line.has_qk_norm else torch.full_like(ratio, torch.inf)
     eps = PROBING * ratio
-    if not line.closed:
-        return crossing_by_chords(line, gamma, eps, limit), None
     rate = line.move(line.same_for_keys(eps), None)[0] / eps
     start = torch.where(rate > 0, gamma / rate.clamp(min=1e-30), 0.0)
     return crossing_by_search(line, gamma, shrink, start, limit), None

@@ -1,5 +1,6 @@
 """ScoreDescent and ScoreTrust against scores recomputed from the weights, sample held out."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +235,27 @@ def test_scores_stay_in_the_ball_at_a_rate_ten_times_too_high(
         model.zero_grad()
     assert torch.stack(reached).max() <= 1.1 * radius
     assert torch.stack(reached).max() > 0.8 * radius  # the ball was needed
+
+
+def test_under_a_norm_the_gains_hold_the_ball_at_a_rate_ten_times_too_high(
+    small: Any, tokens: Any, backward: Any, held_out: Any
+) -> None:
+    reached: dict[float, list[Tensor]] = {2.0: [], math.inf: []}
+    for radius, scores in reached.items():
+        model = small(normed=True)
+        pairs, ids = attention_pairs(model), tokens(0, 64)
+        own = {p for pair in pairs for p in pair.parameters}
+        rest = torch.optim.AdamW([p for p in model.parameters() if p not in own], lr=0.1)
+        score = ScoreDescent(pairs, lr=0.05, radius=radius)
+        for _ in range(40):
+            model.zero_grad()
+            backward(model, ids)
+            change = held_out(model, pairs, ids)
+            score.step()
+            scores.append(change()[1])
+            rest.step()
+    assert torch.stack(reached[2.0]).max() <= 2.0 + 1.1 * 0.05
+    assert torch.stack(reached[math.inf]).max() > 4.0  # the ball was needed
 
 
 def test_the_ball_opens_by_the_same_amount_with_every_step(

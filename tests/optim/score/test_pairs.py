@@ -1,11 +1,12 @@
 """fenchel/optim/score/pairs.py: the scores rebuilt from a pair are those the model computes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -178,6 +179,63 @@ def test_trust_limits_the_gains_of_a_norm_of_queries_and_keys_too(
             if stats.capped.any():
                 assert rms.max() > 0.99 * lr  # no shorter than it must be
         trust.zero_grad()
+
+
+@pytest.mark.parametrize("frozen", [None, "k_norm", "_norm"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "ours"])
+def test_the_gains_keep_the_scores_of_descent_in_the_ball(
+    family: str, frozen: str | None, small: Any, tokens: Any, inputs: Any, scores_of: Any,
+    backward: Any,
+) -> None:  # fmt: skip
+    """The gains are made three times as large; the head that is furthest out returns to its bound,
+    with the heads beside it. Without gains to scale there is no ball.
+    """
+    model = small(qk_norm=True, kv_heads=2) if family == "ours" else hugging_face(family)
+    for name, p in model.named_parameters():
+        p.requires_grad_(frozen is None or frozen not in name)
+    pairs, lr, ids = attention_pairs(model), 1e-4, tokens(0, 8)
+    score = ScoreDescent(pairs, lr=lr, radius=1e-2)
+    plus = 1.0 if family == "gemma3" else 0.0
+
+    def rms(pair: QueryKeyPair) -> Tensor:
+        S = scores_of(pair, *read[pairs.index(pair)])
+        found: Tensor = (S.square().sum(dim=(0, 2, 3)) / (8 * 300)).sqrt()
+        return found
+
+    for step in range(3):
+        backward(model, ids)
+        read = inputs(model, pairs, ids)
+        before = [rms(pair) for pair in pairs]
+        score.step()
+        for pair, start in zip(pairs, before, strict=True):
+            after = rms(pair)
+            if step == 0 or frozen == "_norm":
+                assert "score_bound" not in score.state[pair.query.weight] or step == 0
+                torch.testing.assert_close(after, start, rtol=0, atol=1.1 * lr)
+            else:
+                bound = score.state[pair.query.weight]["score_bound"]
+                torch.testing.assert_close(
+                    (after / bound).max(), torch.tensor(1.0), rtol=1e-3, atol=0
+                )
+                shrunk = after / start
+                torch.testing.assert_close(shrunk, shrunk.max().expand(4), rtol=2e-3, atol=0)
+                assert score.score_stats()[pair.name].capped.all()
+            with torch.no_grad():
+                for p in pair.gains.values():
+                    p.copy_(3.0 * (p + plus) - plus)
+        model.zero_grad()
+
+
+def test_inside_the_ball_gains_keep_their_bits(small: Any, tokens: Any, backward: Any) -> None:
+    models = small(qk_norm=True), small(qk_norm=True)
+    for radius, model in zip((6.0, math.inf), models, strict=True):
+        score = ScoreDescent(attention_pairs(model), lr=0.2, radius=radius)
+        for step in range(3):
+            backward(model, tokens(step))
+            score.step()
+            model.zero_grad()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
 
 
 @families

@@ -162,7 +162,9 @@ def test_chords_end_where_the_change_under_a_norm_is_gamma(
     line = ScoreLine([layer], stack_inputs([layer], [LayerInput(x, None, None)]), W)
     line.set_direction(U)
     wanted, one = (torch.full((1, 4), x, dtype=torch.float64) for x in (gamma, 1.0))
-    exact, _ = line.move(crossing_by_chords(line, wanted, 1e-3 * one, one), None)
+    t_0 = line.same_for_keys(1e-3 * one)
+    t = crossing_by_chords(line, line.chord(t_0), t_0, wanted, one)
+    exact, _ = line.move(t, None)
     if kv_heads == 4:
         torch.testing.assert_close(exact, wanted, rtol=error, atol=0)
     else:  # the keys stop at the first head of a group that has moved by gamma
