@@ -48,6 +48,10 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, 
 """Errors of opening something that is not there, or is a folder, a link, a pipe or a socket."""
 _TEXT_SEAL = re.compile(rb"(?:# |<!doctype html><!-- )fenchel seal ([0-9a-f]{64})[^\n]*\n")
 _LINE_SEAL = re.compile(rb', "crc": (\d{1,10})\}\n?\Z')
+_JOINER = "\u200d"
+_EMOJI = "[\u2190-\u21ff\u2600-\u27bf\u2b00-\u2bff\U0001f000-\U0001faff]"  # and skin tones
+_LONE_JOINER = re.compile(f"(?<!{_EMOJI})(?<!{_EMOJI}\ufe0f){_JOINER}|{_JOINER}(?!{_EMOJI})")
+"""A zero-width joiner that is not between two emoji; the first may have a variation selector."""
 
 
 class Damaged(ValueError):
@@ -478,10 +482,13 @@ def describe(error: OSError) -> str:
 
 
 def printable(value: object, limit: int = 80) -> str:
-    """Untrusted text for a message: shortened, without control characters.
+    """Untrusted text for a message: shortened, without control and format characters.
+
+    A zero-width joiner stays within an emoji sequence, and nowhere else.
 
     >>> printable("a\x1b[2Jb")
     'a?[2Jb'
     """
-    text = "".join(c if c.isprintable() else "?" for c in str(value))
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    text = "".join(c if c.isprintable() or c == _JOINER else "?" for c in str(value))
+    text = _LONE_JOINER.sub("?", text)
+    return text if len(text) <= limit else f"{text[:limit].removesuffix(_JOINER)}..."

@@ -47,6 +47,43 @@ def reseal(folder: Path, change: Callable[[dict], object]) -> None:
     (folder / "manifest.json").write_text(files._text(manifest))
 
 
+# --- messages
+
+
+def test_a_message_shows_emoji_sequences_as_they_are() -> None:
+    for sequence in (
+        "\U0001f468\u200d\U0001f469\u200d\U0001f467",  # a family
+        "\u2764\ufe0f\u200d\U0001f525",  # a heart on fire, with a variation selector
+        "\U0001f469\U0001f3fd\u200d\u2695\ufe0f",  # a doctor, with a skin tone
+        "\U0001f642\u200d\u2194\ufe0f",  # a head that is shaken
+    ):
+        assert files.printable(f"a {sequence} b") == f"a {sequence} b"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(0x00, 0x07, 0x08, 0x0A, 0x0D, 0x1B, 0x7F, 0x85, 0x9B, 0x9D, 0xAD, 0x61C, 0x180E),
+        *(0x200B, 0x200C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070)),
+        *(0xD800, 0xFEFF, 0xFFF9, 0x1F0FF, 0xE0001, 0xE0067, 0xE007F),
+    ],
+)
+def test_a_message_shows_no_control_or_format_character(code: int) -> None:
+    """Alone, between emoji, and beside the joiner of two emoji."""
+    wrong, emoji = chr(code), "\U0001f468"
+    assert files.printable(f"a{wrong}b") == "a?b"
+    assert files.printable(f"{emoji}{wrong}{emoji}") == f"{emoji}?{emoji}"
+    assert files.printable(f"{emoji}{wrong}\u200d{emoji}") == f"{emoji}??{emoji}"
+    assert files.printable(f"{emoji}\u200d{wrong}{emoji}") == f"{emoji}??{emoji}"
+
+
+def test_a_message_shows_no_joiner_outside_of_an_emoji_sequence() -> None:
+    emoji, joiner = "\U0001f468", "\u200d"
+    for text in ("aJb", "J", f"{emoji}J", f"J{emoji}", f"{emoji}JJ{emoji}", f"a\ufe0fJ{emoji}"):
+        assert files.printable(text.replace("J", joiner)) == text.replace("J", "?")
+    assert files.printable(f"{emoji}{joiner}{emoji}", 2) == f"{emoji}..."
+
+
 # --- writing
 
 

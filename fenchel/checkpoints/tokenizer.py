@@ -108,6 +108,7 @@ def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | 
 
     ``source`` replaces it: "plain" for ``fenchel.data.PLAIN``, or the name of a file.
     """
+    name = f"the chat template of {path}"
     run, path = is_run(path), model_files(path)
     settings = read_bounded_json(path, TOKENIZER_CONFIG) if has_file(path, TOKENIZER_CONFIG) else {}
     spelled = _special_tokens(path, settings)
@@ -117,7 +118,6 @@ def read_chat_template(path: Path, source: str | None = None) -> ChatTemplate | 
         return ChatTemplate(PLAIN, spelled, "the plain template")
     if source is not None:
         return ChatTemplate(_read_text(Path(source)), spelled, f"the template {source}")
-    name = f"the chat template of {path}"
     if has_file(path, CHAT_TEMPLATE):
         return ChatTemplate(_read_text(regular_file(path, CHAT_TEMPLATE)), spelled, name)
     if has_file(path, _OLD_CHAT_TEMPLATE):

@@ -147,17 +147,23 @@ class ChatTemplate:
     def stops(self, tokenizer: Tokenizer) -> list[int | str]:
         """What ends an answer: the control token after it, or else the text before the next turn.
 
-        Empty if the template gives neither.
+        Empty if the template gives neither, or raises an error with and without a system message.
         """
         control, marks = _Control(tokenizer), _Marks(self.source, [])
-        roles = ("user", "assistant", "user")
-        contents = [marks.stand_for(role) for role in roles]
-        probe = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+        system, *turns = (
+            {"role": role, "content": marks.stand_for(role)}
+            for role in ("system", "user", "assistant", "user")
+        )
         try:
-            text, _ = marks.answers(self._render(probe, False, marks))
-        except ValueError:  # a template for other conversations
-            return []
-        between = text.partition(contents[1])[2].partition(contents[2])[0]
+            rendered = self._render(turns, False, marks)
+        except ValueError:  # some templates require a system message
+            try:
+                rendered = self._render([system, *turns], False, marks)
+            except ValueError:  # a template for other conversations
+                return []
+        text, _ = marks.answers(rendered)
+        _, answer, question = (turn["content"] for turn in turns)
+        between = text.partition(answer)[2].partition(question)[0]
         if (token := control.pattern.search(between)) is not None:
             return [control.ids[token[0]]]
         return [between.rstrip()] if between.strip() else []

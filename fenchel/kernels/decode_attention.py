@@ -469,7 +469,7 @@ def _quantise(x):  # type: ignore[no-untyped-def]
     return tl.minimum(tl.maximum(n + ROUND - ROUND, -127.0), 127.0), c
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _split_bytes(x):  # type: ignore[no-untyped-def]
     """(n, c) of x (GROUP, N): x = c (n + n' / 254) to a part in 64,516 of the largest of a row,
     n in the first half of 2 GROUP rows and n' in the second.
@@ -487,7 +487,7 @@ def _split_bytes(x):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
     """n + n' / 254 (GROUP, N) of products x (2 GROUP, N) with the two halves, sums of TERMS."""
-    if TERMS <= 256:  # below 127^2 TERMS < 2^22
+    if TERMS <= 256:  # noqa: SIM108  (127^2 TERMS < 2^22)
         y = (x + ROUND_BITS).to(tl.float32, bitcast=True) - ROUND
     else:
         y = x.to(tl.float32)

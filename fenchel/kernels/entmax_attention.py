@@ -160,7 +160,7 @@ def tiling(width: int, dtype: torch.dtype, large: bool) -> Tiling:
     if width <= 64:
         few = Launch(8, 3, 128)
         return Tiling(128, 64, 64, few, many, few, Launch(4, 3), many)
-    return Tiling(128, 64, 32, many, many, many, Launch(4, 2), Launch(8, 2))
+    return Tiling(128, 64, 32, many, many, many, Launch(4, 3), Launch(8, 2))
 
 
 @lru_cache(maxsize=64)

@@ -31,7 +31,8 @@ default, and their limits. A limit is no target: ScoreTrust's is per step, whate
 **How large the scores are.** Sharp heads are learnt late. The ball of ScoreDescent therefore opens,
 its radius after t steps is ``score_radius`` + ``score_opening`` t, in steps taken, not in shares of
 the run: 400 steps of a run of 2,000 have shown a head no more than a run of 400 has. ScoreTrust,
-which continues from weights that may be sharp, has a constant radius.
+which continues from weights that may be sharp, has a constant radius. Under a norm of queries and
+keys the ball of ScoreDescent acts on the gains of the norm, and ScoreTrust has none.
 
 **Resuming.** Rates are computed from the settings, also those of a resumed run. With another number
 of steps the rest of the run takes the schedule and the gamma of a run of the new length; changes

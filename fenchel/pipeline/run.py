@@ -184,7 +184,9 @@ def tune(
             def begin_text(model: Transformer) -> Corpus:
                 require_loggers(config.train.log)
                 chats = holds_conversations(config.text.source)
-                encoder = write_base(run, model, config, conversations=chats, template=template)
+                encoder = write_base(
+                    run, model, config, checkpoint, conversations=chats, template=template
+                )
                 shared = config.text.prepared
                 folder = path / TOKENS if shared is None else Path(shared).expanduser()
                 owned, shown = shared is None, callback.progress

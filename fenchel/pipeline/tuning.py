@@ -42,6 +42,7 @@ from fenchel.checkpoints.tokenizer import (
 from fenchel.checkpoints.tuned_run import TunedCheckpoint, weights_sha256
 from fenchel.config import to_mapping
 from fenchel.data import (
+    ChatTemplate,
     Corpus,
     DocumentEncoder,
     DocumentIds,
@@ -131,16 +132,18 @@ def write_base(
     run: RunDir,
     model: Transformer,
     config: RunConfig,
+    checkpoint: Path,
     *,
     conversations: bool,
     template: str | None,
 ) -> DocumentEncoder:
     """Copy the files beside the weights into the run; returns how they read documents.
 
-    ``template`` replaces the chat template: "plain" or the name of a file.
+    ``checkpoint`` is the directory as the user gave it. ``template`` replaces the chat template:
+    "plain" or the name of a file. Errors of the template name what the user gave.
     """
     assert config.tune is not None
-    checkpoint = Path(config.tune.checkpoint)
+    name = f"the chat template of {checkpoint}"
     if template is not None and not conversations:
         raise ValueError("--template writes conversations, and the text has none; leave it out.")
     source = model_files(checkpoint)
@@ -157,21 +160,26 @@ def write_base(
             )
         if template is not None:
             text = PLAIN_WITH_END if template == "plain" else chat.source
-            files[CHAT_TEMPLATE] = text.encode()
+            files[CHAT_TEMPLATE], name = text.encode(), chat.name
     record = TunedCheckpoint(
         checkpoint.resolve(), weights_sha256(model), conversations, config.tune.lora
     )
     tuned_run.write_base(run.path, record, files)
-    return read_encoder(run.path)
+    return read_encoder(run.path, name)
 
 
-def read_encoder(run: Path) -> DocumentEncoder:
-    """How a run that tunes a checkpoint reads documents, from its folder base."""
+def read_encoder(run: Path, template_name: str | None = None) -> DocumentEncoder:
+    """How a run that tunes a checkpoint reads documents, from its folder base.
+
+    ``template_name`` is what messages call its chat template; that of the run by default.
+    """
     tokenizer, template = read_tokenizer(run), None
     if _base(run).conversations:
         template = read_chat_template(run)
         if template is None:
             raise Damaged(f"{run / BASE} has no chat template.")
+        if template_name is not None:
+            template = ChatTemplate(template.source, template.special_tokens, template_name)
     return DocumentEncoder(tokenizer, end=document_end(run, tokenizer), template=template)
 
 

@@ -254,6 +254,12 @@ def test_turns_are_drawn_again_removed_and_cleared(talk: Talker, tmp_path: Path)
         assert talk(command).code == 2
 
 
+def test_undo_shows_emoji_sequences_and_no_control_characters(talk: Talker) -> None:
+    family = "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f\u200d\U0001f525"
+    shown = talk(f"{family} \x1b[2J \u202e \u2066 a\u200db", "/undo")
+    assert f"Removed: {family} ?[2J ? ? a?b\n" in shown.err
+
+
 def test_another_answer_is_drawn_by_retry(talk: Talker) -> None:
     flags = ["--temperature", "3", "--max-new-tokens", "12"]
     first, second = talk("My name is", "/retry", flags=[*flags, "--stop", "\n"]).out.splitlines()

@@ -414,6 +414,14 @@ def test_a_template_for_single_questions_has_no_stops(tokenizer: Tokenizer) -> N
     assert ChatTemplate(single, TOKENS).stops(tokenizer) == []
 
 
+def test_a_template_that_requires_a_system_message_has_stops(tokenizer: Tokenizer) -> None:
+    required = (
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+    )
+    found = ChatTemplate(required + TEMPLATES["chatml"], TOKENS).stops(tokenizer)
+    assert found == [tokenizer.token_to_id("<|im_end|>")]
+
+
 def test_a_tokenizer_that_may_be_slow_encodes_conversations_in_its_process(tmp_path: Path) -> None:
     raw = json.loads(byte_tokenizer().to_str())
     raw["pre_tokenizer"] = {

@@ -191,11 +191,18 @@ def test_the_number_of_splits_changes_rounding_alone(alpha: float, device: str) 
 
 
 @pytest.mark.parametrize(
-    ("alpha", "dtype"),
-    [(1.0, torch.float32), (1.0, torch.float16), (1.0, torch.bfloat16), (1.5, torch.bfloat16)],
+    ("alpha", "dtype", "heads", "D"),
+    [
+        (1.0, torch.float32, (2, 1), 8),
+        (1.0, torch.float16, (2, 1), 8),
+        (1.0, torch.bfloat16, (2, 1), 8),
+        (1.5, torch.bfloat16, (2, 1), 8),
+        (1.0, torch.float32, (12, 2), 64),
+        (1.5, torch.float32, (20, 1), 24),
+    ],
 )
 def test_an_int8_cache_is_read_as_its_rounded_entries(
-    alpha: float, dtype: torch.dtype, device: str
+    alpha: float, dtype: torch.dtype, heads: tuple[int, int], D: int, device: str
 ) -> None:
     """Against float64 on the entries s n; the rest is the rounding of the dtype."""
 
@@ -205,8 +212,9 @@ def test_an_int8_cache_is_read_as_its_rounded_entries(
 
     choice = Softmax() if alpha == 1.0 else Entmax(alpha)
     drawn = case(
-        150, (149, 0, 40), (0, 0, 0), heads=(2, 1), choice=choice, rotates=False, round_to=rounded
-    )
+        150, (149, 0, 40), (0, 0, 0), heads=heads, D=D, choice=choice, rotates=False,
+        round_to=rounded,
+    )  # fmt: skip
     drawn = drawn._replace(cached=tuple(x.to(dtype).float() for x in drawn.cached))
     tolerance = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     for splits in (1, 2):
@@ -220,6 +228,22 @@ def test_an_int8_cache_is_read_as_its_rounded_entries(
             for b, slot in enumerate((0, 149, 109)):  # the newest is stored as the cache stores it
                 assert torch.equal(stored[b, :, slot].cpu(), n[b])
                 torch.testing.assert_close(scales[b, :, slot].cpu(), s[b, :, 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("D", [256, 300])
+def test_the_largest_products_of_bytes_are_exact(D: int, device: str) -> None:
+    """Every byte of queries and keys is 127: sums of 127^2 D, above 2^22 for the second D."""
+    R, place = 40, DecodePosition(torch.tensor([39]), torch.zeros(B, dtype=torch.long))
+    sizes = torch.linspace(0.5, 1.5, R)  # of the keys; the newest, of size 0.5, is in slot 0
+    keys = sizes.view(1, 1, R, 1).expand(B, 1, R, D).contiguous()
+    values, query = draw(B, 1, R, D), 4.0 / (SCALE * D)
+    qkv = torch.full((B, 3 * D), query)
+    qkv[:, D : 2 * D], qkv[:, 2 * D :] = 0.5, values[:, 0, 0]
+    n, s = quantise_int8(values)
+    wanted = (4.0 * sizes).double().softmax(0) @ (n.double() * s)[:, 0]
+    drawn = Case(qkv, (keys, values), place, None, wanted, (keys, values))
+    o, _ = run(drawn, device, int8=True, splits=1)
+    torch.testing.assert_close(o.double(), wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

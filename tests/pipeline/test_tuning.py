@@ -227,6 +227,35 @@ def test_a_resume_refuses_another_checkpoint_and_another_template(
         pipeline.resume(run, Remembering(), changes={})
 
 
+def test_an_error_of_the_chat_template_names_what_was_given(
+    checkpoint: Checkpoint, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory or the file as it was given, and on a resume the run; not its folder base."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint("llama"), "model")
+    refusing = (
+        TEMPLATE + "{% if 'Dan' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    )
+    Path("model/chat_template.jinja").write_text(refusing)
+    Path("other.jinja").write_text(refusing)
+    mapping: dict[str, Any] = {"text": {"source": str(chats)}, "train": {**QUICK, "steps": 1}}
+    for template, name in (
+        (None, "the chat template of model"),
+        ("other.jinja", "the template other.jinja"),
+    ):
+        with pytest.raises(ValueError, match=f": {name} refuses this conversation: no"):
+            pipeline.tune(Path("model"), mapping, Path("run"), Remembering(), template=template)
+    accepted = [line for line in chats.read_text().splitlines() if "Dan?" not in line]
+    text = Path("text.jsonl")
+    text.write_text("\n".join(accepted * 2) + "\n")
+    tune(Path("model"), Path("run"), text, train={"steps": 1})
+    text.write_text(chats.read_text())
+    with pytest.raises(ValueError, match=": the chat template of run refuses this conversation"):
+        pipeline.resume(Path("run"), Remembering(), changes={}, accept_new_text=True)
+    with pytest.raises(ValueError, match=": the chat template of run refuses this conversation"):
+        tune(Path("run"), Path("second"), chats, train={"steps": 1})
+
+
 def test_a_run_of_our_own_is_tuned_and_keeps_its_beginning(
     documents: Path, chats: Path, tmp_path: Path
 ) -> None:

@@ -178,13 +178,19 @@ def write_gains(pairs: list[QueryKeyPair], gains: NormGains, share: Tensor) -> N
 @torch.no_grad()
 def scale_gains(pairs: list[QueryKeyPair], factor: Tensor) -> None:
     """Scale the norms so that the scores of each layer are ``factor`` (L,) times as large."""
-    for c, pair in zip(factor.unbind(), pairs, strict=True):
-        a = c.sqrt() if len(pair.gain_offsets) == 2 else c
+    alike: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
+    for layer, pair in enumerate(pairs):
         for which, offset in pair.gain_offsets.items():
-            norm: Any = getattr(pair, which)
-            for name, p in norm.named_parameters():
-                # a factor of 1 leaves the bits of any parameter as they are
-                p.copy_(a * p + (a - 1.0) * (offset if name == "weight" else 0.0))
+            for name, p in getattr(pair, which).named_parameters():
+                plus = offset if name == "weight" else 0.0
+                alike[len(pair.gain_offsets), plus, which, name].append((layer, p))
+    for (norms, plus, *_), members in alike.items():
+        parameters = [p for _, p in members]
+        a = factor if len(members) == len(factor) else factor[[layer for layer, _ in members]]
+        a = (a.sqrt() if norms == 2 else a).unsqueeze(1)
+        # a factor of 1 leaves the bits of any parameter as they are
+        scaled = torch.stack(parameters) * a + plus * (a - 1.0)
+        foreach_copy_(parameters, list(scaled.to(parameters[0].dtype).unbind()))
 
 
 def has_gradients(pair: QueryKeyPair) -> bool:

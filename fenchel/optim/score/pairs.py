@@ -622,8 +622,9 @@ def _gaps(taken: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
 def norm_offset(module: nn.Module, own: Mapping[str, Tensor]) -> float | None:
     """What a norm adds to its weight to get its gain, 0 or 1; None for other modules.
 
-    ``own`` are the parameters of the module that count. Entries of alternating sign and size 1 are their own norm: the output is the gain and the bias.
-    The module is called with parameters made for it, since its own may have no values yet.
+    ``own`` are those of its parameters that count. Entries of alternating sign and size 1 are their
+    own norm: the output is the gain and the bias. The module is called with parameters made for it,
+    since its own may have no values yet.
     """
     weight = own.get("weight")
     if weight is None or weight.ndim != 1 or list(module.children()):

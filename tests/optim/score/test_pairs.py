@@ -226,6 +226,32 @@ def test_the_gains_keep_the_scores_of_descent_in_the_ball(
         model.zero_grad()
 
 
+def test_scores_that_the_gains_brought_back_move_by_lr(
+    small: Any, tokens: Any, inputs: Any, scores_of: Any, backward: Any
+) -> None:
+    """From the scaled scores, as without a push."""
+    model, lr, ids = small(qk_norm=True), 0.05, tokens(0, 8)
+    pairs = attention_pairs(model)
+    score = ScoreDescent(pairs, lr=lr, radius=1e-2)
+    for step in range(2):
+        backward(model, ids)
+        read = inputs(model, pairs, ids)
+        before = [scores_of(pair, *given) for pair, given in zip(pairs, read, strict=True)]
+        gains = [pair.gains["q_norm.weight"].detach().clone() for pair in pairs]
+        score.step()
+        for pair, given, start, gain in zip(pairs, read, before, gains, strict=True):
+            # queries and keys take the root of c each
+            c = float((pair.gains["q_norm.weight"] / gain).mean()) ** 2
+            moved = scores_of(pair, *given) - c * start
+            rms = (moved.square().sum(dim=(0, 2, 3)) / (8 * 300)).sqrt()
+            torch.testing.assert_close(rms, torch.full((4,), lr), rtol=0.02, atol=0)
+            assert c == 1.0 if step == 0 else c < 0.3
+            with torch.no_grad():
+                for p in pair.gains.values():
+                    p.mul_(2.0)
+        model.zero_grad()
+
+
 def test_inside_the_ball_gains_keep_their_bits(small: Any, tokens: Any, backward: Any) -> None:
     models = small(qk_norm=True), small(qk_norm=True)
     for radius, model in zip((6.0, math.inf), models, strict=True):
