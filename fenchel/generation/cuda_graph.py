@@ -266,6 +266,8 @@ PRODUCT_ROWS = 32
 """Fewest rows of torch's products: the same step takes 1.27 to 1.35 ms by products of 8 rows, and
 0.89 ms by products of 32, for which its library has better kernels."""
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST_HEAD = 256
+"""Blocks of keys and values of wider heads exceed the shared memory of a program."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 
 
@@ -280,6 +282,8 @@ def row_bucket(rows: int) -> int:
 
 def why_not_fused(model: Transformer) -> str | None:
     """The first reason why the fused step cannot serve a model, or None."""
+    if model.config.head_width > WIDEST_HEAD:
+        return f"its heads are {model.config.head_width} wide, and the most is {WIDEST_HEAD}"
     table = model.lm_head_weight
     if table.device.type != "cuda" or table.dtype not in FUSED_DTYPES:
         return f"it is in {table.dtype} on {table.device.type}"

@@ -66,6 +66,7 @@ are in float32, and weights are rounded to the dtype of q before they meet the v
 
 Shapes: qkv (B, (H + 2 G) D), keys and values (B, G, R, D), their scales (B, G, R) in an int8 cache,
 cos and sin (positions, D) as ``Angles``, token (1,) or (B,) and fill (B,) of int64, o (B, H D).
+D is 256 at most (WIDEST_HEAD of generation/cuda_graph.py).
 """
 
 import math
@@ -485,12 +486,12 @@ def _split_bytes(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """n + n' / 254 (GROUP, N) of products x (2 GROUP, N) with the two halves, sums of TERMS."""
-    if TERMS <= 256:  # noqa: SIM108  (127^2 TERMS < 2^22)
-        y = (x + ROUND_BITS).to(tl.float32, bitcast=True) - ROUND
-    else:
-        y = x.to(tl.float32)
+def _join_bytes(x, GROUP: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """n + n' / 254 (GROUP, N) of products x (2 GROUP, N) with the two halves.
+
+    x is a sum of 256 products at most, below 127^2 * 256 < 2^22.
+    """
+    y = (x + ROUND_BITS).to(tl.float32, bitcast=True) - ROUND
     weight = tl.where(tl.arange(0, 2) == 0, 1.0, 1.0 / 254.0)[:, None, None]
     return tl.sum(tl.reshape(y, (2, GROUP, N)) * weight, 0)
 
@@ -590,26 +591,22 @@ def _load_values(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _products(  # type: ignore[no-untyped-def]
-    q, keys, q_scales, GROUP: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _products(q, keys, q_scales, GROUP: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """q . k times the scale of the row (GROUP, SLOTS); of bytes where the keys are bytes."""
     if keys.dtype == tl.int8:
         z = tl.dot(q, tl.trans(keys), out_dtype=tl.int32)
-        z = _join_bytes(z, GROUP, SLOTS, BLOCK) * q_scales[:, None]
+        z = _join_bytes(z, GROUP, SLOTS) * q_scales[:, None]
     else:
         z = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * q_scales[:, None]
     return z
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_bytes(  # type: ignore[no-untyped-def]
-    mix, p, values, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
-):
+def _add_bytes(mix, p, values, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """mix + p values, where the values are bytes."""
     n, c = _split_bytes(p)
     products = tl.dot(n, values, out_dtype=tl.int32)
-    return mix + _join_bytes(products, GROUP, BLOCK, SLOTS) * c[:, None]
+    return mix + _join_bytes(products, GROUP, BLOCK) * c[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -713,7 +710,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
         values = _load_values(
             values_ptr, at, there, d, padded, value_scales_ptr is not None, D, BLOCK, SLOTS
         )
-        z = _products(q, keys, q_scales, GROUP, SLOTS, BLOCK)
+        z = _products(q, keys, q_scales, GROUP, SLOTS)
         if key_scales_ptr is not None:
             z *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
         z = tl.where(there[None, :], z, -float("inf"))
@@ -724,7 +721,7 @@ def _split_softmax(  # type: ignore[no-untyped-def]
         mix *= fade[:, None]
         if value_scales_ptr is not None:
             p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]
-            mix = _add_bytes(mix, p, values, GROUP, BLOCK, SLOTS)
+            mix = _add_bytes(mix, p, values, GROUP, BLOCK)
         else:
             mix = tl.dot(p.to(q.dtype), values.to(q.dtype), mix, input_precision="ieee")
         top = higher
@@ -844,7 +841,7 @@ def _split_scores(  # type: ignore[no-untyped-def]
         present = (slot >= first) & (slot < last)
         there = present & (slot != place)
         keys = _load_block(keys_ptr, slot, there, d, D, BLOCK)
-        s = _products(q, keys, q_scales, GROUP, SLOTS, BLOCK)
+        s = _products(q, keys, q_scales, GROUP, SLOTS)
         if key_scales_ptr is not None:
             s *= tl.load(key_scales_ptr + slot, mask=there, other=0.0)[None, :]
         s = tl.where((slot == place)[None, :], own[:, None], s)
@@ -1051,7 +1048,7 @@ def _mix_pages(  # type: ignore[no-untyped-def]
         total += tl.sum(p, 1)
         if value_scales_ptr is not None:
             p *= tl.load(value_scales_ptr + slot, mask=there, other=0.0)[None, :]
-            mix = _add_bytes(mix, p, values, GROUP, BLOCK, SLOTS)
+            mix = _add_bytes(mix, p, values, GROUP, BLOCK)
         else:
             mix = tl.dot(p.to(compute), values.to(compute), mix, input_precision="ieee")
     _store_mix(mix, total, mix_ptr, total_ptr, row, m, d, splits, H // G, D)

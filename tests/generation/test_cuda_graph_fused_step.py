@@ -142,6 +142,7 @@ def test_every_batch_is_served_by_the_recording_of_its_bucket(
 
 def test_what_it_cannot_serve_it_names(lively: Build) -> None:
     assert cuda_graph.why_not_fused(lively()) == "it is in torch.float32 on cpu"
+    assert "heads are 264 wide" in str(cuda_graph.why_not_fused(lively(width=264, heads=1)))
     model = lively(choice="hard")
     assert "Hard" in str(why_not_plain(model, sparse=True))
     for choice in ("entmax", "sparsemax"):

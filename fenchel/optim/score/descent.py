@@ -78,6 +78,7 @@ class ScoreDescent(torch.optim.Optimizer):
     ) -> None:
         """``pairs`` are QueryKeyPairs, or groups of them: {"pairs": ..., "lr": ...}.
 
+        ``radius`` may be inf, for no ball: for checkpoints whose sharp heads should stay sharp.
         ``opening`` is how much the radius grows per step.
         ``size`` is "measured" or "closed"; ``probe`` is the number of sampled tokens per layer.
         """
