@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,23 @@ class Browser:
         return self.find(selector).text
 
     def hover(self, selector: str, across: float, down: float) -> None:
-        """Move the mouse over an element, to shares of its width and height."""
-        self.run("arguments[0].scrollIntoView({block: 'center'})", self.find(selector))
-        box = self.run("return arguments[0].getBoundingClientRect()", self.find(selector))
-        place = {
-            "x": box["left"] + across * box["width"],
-            "y": box["top"] + down * box["height"],
-        }
-        self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
+        """Move the mouse over an element, to shares of its width and height.
+
+        A layout that is still changing may move the element away: then once more.
+        """
+        target = self.find(selector)
+
+        def move() -> bool:
+            self.run("arguments[0].scrollIntoView({block: 'center'})", target)
+            box = self.run("return arguments[0].getBoundingClientRect()", target)
+            place = {
+                "x": box["left"] + across * box["width"],
+                "y": box["top"] + down * box["height"],
+            }
+            self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
+            return bool(self.run("return arguments[0].matches(':hover')", target))
+
+        self.until(move)
 
     def colours(self, selector: str) -> list[int]:
         """The opaque colours of a canvas as numbers, the most frequent first, at most 30."""
@@ -117,9 +127,12 @@ class Browser:
 
     def colours_after(self, selector: str, before: list[int]) -> list[int]:
         """The colours once they differ from ``before``: a new scheme arrives as an event."""
-        waiting = WebDriverWait(self.driver, 10, poll_frequency=0.05)
-        waiting.until(lambda _: self.colours(selector) != before)
+        self.until(lambda: self.colours(selector) != before)
         return self.colours(selector)
+
+    def until(self, true: Callable[[], Any], seconds: float = 10.0) -> None:
+        """Wait for what an event brings about."""
+        WebDriverWait(self.driver, seconds, poll_frequency=0.02).until(lambda _: true())
 
     def focused(self) -> WebElement:
         return self.driver.switch_to.active_element

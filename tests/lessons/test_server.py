@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 from starlette.requests import ClientDisconnect, Request
 
@@ -466,7 +467,12 @@ def test_a_control_changes_a_number(browser: Browser, server: Process, lesson: L
 
 def submit(browser: Browser, code: str) -> None:
     """Replace the answer to the exercise and press its button."""
-    check = next(each for each in browser.find_deep("button") if each.text == "Check")
+
+    def buttons() -> list[WebElement]:
+        return [each for each in browser.find_deep("button") if each.text == "Check"]
+
+    browser.until(buttons, seconds=60)
+    check = buttons()[0]
     browser.run("arguments[0].scrollIntoView({block: 'center'})", check)
     editor = browser.find_deep(".cm-content")[0]
     editor.send_keys(Keys.CONTROL, Keys.END)

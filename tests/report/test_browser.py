@@ -278,7 +278,9 @@ def test_the_map_and_the_sentence_follow_one_choice(
     checked = browser.driver.find_elements(By.CSS_SELECTOR, ".sentence [aria-checked=true]")
     assert [button.text for button in checked] == [sample["tokens"][6]]
     browser.find(".map-row summary").click()
-    rows = browser.driver.find_elements(By.CSS_SELECTOR, ".map-row tbody tr")
+    cells = ".map-row tbody tr"
+    browser.until(lambda: browser.driver.find_elements(By.CSS_SELECTOR, cells))
+    rows = browser.driver.find_elements(By.CSS_SELECTOR, cells)
     assert len(rows) == len(tokens)
     assert rows[1].text.endswith(weight(sample["attention"], 0, 0, 6, 1))
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import uvicorn
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.wait import WebDriverWait
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -208,10 +207,6 @@ def browser() -> Iterator[Browser]:
     session.driver.quit()
 
 
-def until(browser: Browser, true: Callable[[], Any]) -> None:
-    WebDriverWait(browser.driver, 10, poll_frequency=0.02).until(lambda _: true())
-
-
 def pieces(browser: Browser) -> list[WebElement]:
     return browser.driver.find_elements(By.CSS_SELECTOR, "#tokens .piece")
 
@@ -224,7 +219,7 @@ def generate(browser: Browser, server: Canned, prompt: str = "To", **how: Any) -
     browser.find("#prompt").send_keys(prompt)
     browser.find("#generate").click()
     if prompt != ENDLESS:
-        until(browser, lambda: browser.text("#status").startswith("7 tokens"))
+        browser.until(lambda: browser.text("#status").startswith("7 tokens"))
 
 
 def weights(browser: Browser) -> dict[int, float]:
@@ -379,7 +374,7 @@ def test_another_token_continues_from_its_place_by_ids_and_the_same_seed(
     options = browser.driver.find_elements(By.CSS_SELECTOR, ".alternatives button")
     assert [option.is_enabled() for option in options] == [False, True]  # the first is the token
     options[1].click()
-    until(browser, lambda: browser.text("#status").startswith("2 tokens"))
+    browser.until(lambda: browser.text("#status").startswith("2 tokens"))
     again = server.bodies[-1]
     assert again["prompt"] == [*range(10, 17), 97]
     assert again["seed"] == first["seed"]
@@ -413,7 +408,7 @@ def test_a_chat_sends_its_messages_and_its_answer(browser: Browser, server: Cann
     browser.open(server.address)
     server.bodies.clear()
     browser.find("#prompt").send_keys("Hello.", Keys.ENTER)
-    until(browser, lambda: browser.text("#status").startswith("7 tokens"))
+    browser.until(lambda: browser.text("#status").startswith("7 tokens"))
     question, answer = server.bodies
     assert question == {
         "messages": [{"role": "user", "content": "Hello."}],
@@ -422,7 +417,7 @@ def test_a_chat_sends_its_messages_and_its_answer(browser: Browser, server: Cann
     assert answer["stop"] == ["\nuser:"]
     assert answer["stop_token_ids"] == [2]
     browser.find("#prompt").send_keys("More.", Keys.ENTER)
-    until(browser, lambda: len(server.bodies) == 4)
+    browser.until(lambda: len(server.bodies) == 4)
     said = f"of{HOSTILE} peace\n🐚 and"  # without " labor", which ends a text
     assert server.bodies[2]["messages"] == [
         {"role": "user", "content": "Hello."},
@@ -435,11 +430,11 @@ def test_a_chat_sends_its_messages_and_its_answer(browser: Browser, server: Cann
 def test_stop_ends_the_request(browser: Browser, server: Canned) -> None:
     server.left.clear()
     generate(browser, server, ENDLESS)
-    until(browser, lambda: len(pieces(browser)) > 5)
+    browser.until(lambda: len(pieces(browser)) > 5)
     assert not server.left.is_set()
     browser.find("#stop").click()
     assert server.left.wait(10)
-    until(browser, lambda: "stopped" in browser.text("#status"))
+    browser.until(lambda: "stopped" in browser.text("#status"))
     count = len(pieces(browser))
     time.sleep(0.1)
     assert len(pieces(browser)) == count
@@ -460,10 +455,10 @@ def test_an_error_is_one_sentence(
     browser.find("input[value=completion]").click()
     browser.find("#prompt").send_keys(prompt)
     browser.find("#generate").click()
-    until(browser, lambda: browser.text("#error"))
+    browser.until(lambda: browser.text("#error"))
     assert browser.text("#error") == sentence
     assert browser.find("#generate").is_enabled()
-    until(browser, lambda: not browser.find("#stop").is_enabled())
+    browser.until(lambda: not browser.find("#stop").is_enabled())
 
 
 @needs_browser
@@ -498,7 +493,7 @@ def test_a_saved_page_opens_alone_and_shows_the_same(
     browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", where)
     generate(browser, server)
     browser.find("#save").click()
-    until(browser, lambda: [file.suffix for file in tmp_path.iterdir()] == [".html"])
+    browser.until(lambda: [file.suffix for file in tmp_path.iterdir()] == [".html"])
     (file,) = tmp_path.iterdir()
     browser.open(file)
     assert browser.console() == []
@@ -554,7 +549,7 @@ def test_a_chat_on_the_page_is_the_answer_of_the_model_and_of_the_api(
     browser.open(running.address)
     browser.run("document.getElementById('sampling-temperature').value = 0")
     browser.find("#prompt").send_keys("What is the sea?", Keys.ENTER)
-    until(browser, lambda: "ended by the model" in browser.text("#status"))
+    browser.until(lambda: "ended by the model" in browser.text("#status"))
     made = browser.run(
         "return [...document.querySelectorAll('.piece.made')].map((piece) =>"
         " (piece.previousSibling?.data ?? '') + piece.textContent)"
