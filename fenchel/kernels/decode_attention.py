@@ -112,9 +112,10 @@ GATHER = tl.constexpr(16)
 """Pages of scores per iteration of the threshold search."""
 LOG2_E = tl.constexpr(math.log2(math.e))
 ROUND = tl.constexpr(1.5 * 2.0**23)
-"""x + ROUND - ROUND is x rounded to an integer, ties to even, for |x| below 2^22; the lowest byte
-of x + ROUND is that integer, and n more in its bits are n more in its value."""
+"""x + ROUND - ROUND is x rounded to an integer, ties to even, for |x| below 2^22. The lowest byte
+of x + ROUND is that integer; adding an integer to the bit pattern of ROUND adds it to its value."""
 ROUND_BITS = tl.constexpr(0x4B400000)
+"""The bit pattern of ROUND."""
 NEWTON_STEPS = tl.constexpr(64)
 
 
@@ -472,8 +473,10 @@ def _quantise(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _split_bytes(x):  # type: ignore[no-untyped-def]
-    """(n, c) of x (GROUP, N): x = c (n + n' / 254) to a part in 64,516 of the largest of a row,
-    n in the first half of 2 GROUP rows and n' in the second.
+    """Bytes (2 GROUP, N) and scales c (GROUP,) of x (GROUP, N), with x = c (n + n' / 254) per row.
+
+    n is the first half of the rows and n' the second. The error is at most 1 / 64,516 of the
+    largest entry of a row.
     """
     largest = tl.max(tl.abs(x), 1)
     y = x * (127.0 / tl.maximum(largest, 1e-30))[:, None]

@@ -70,13 +70,13 @@ A norm of queries and keys undoes any scaling of the weights. There the gains of
 scores in the ball, for ScoreDescent: they are scaled before the move, and since all heads of a
 layer share them, by the head that is furthest out,
 
-    c = min over heads of min(1, bound / r),      gains of queries and of keys times sqrt(c)
+    c = min over heads of min(1, bound / r),      gains of queries and of keys times sqrt(c).
 
-at most; where only one of the norms is trained it takes all of c, and where none is there is no
-ball. The weights then move the scores by gamma, which on the chords, measured before the scaling,
-is gamma / c. t is limited so that |t U| <= |W|, and after a move of exactly gamma each head is
-scaled back to its previous norm, since steps of one size on growing weights would have to grow
-without end. ScoreTrust has no ball under a norm: its limit holds for the gains too.
+Where only one of the norms is trained it takes all of c, and where none is there is no ball. The
+weights then move the scores by gamma, which on the chords, measured before the scaling, is
+gamma / c. t is limited so that |t U| <= |W|, and after a move of exactly gamma the weights are
+scaled back to their previous norm per head, since steps of one size on growing weights would have
+to grow without end. ScoreTrust has no ball under a norm: its limit holds for the gains too.
 
 **Statistics.** ``HeadStats`` describes the effect of a step on the scores of each head, on the
 step's own sample: RMS and largest absolute value over the sampled pairs, the scores as the softmax
