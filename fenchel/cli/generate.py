@@ -82,7 +82,7 @@ def run(
     *words: str,
     prompt: Words = "",
     max_new_tokens: Whole = 200,
-    sampling: SamplingFlags = SamplingFlags(),  # noqa: B008
+    sampling: SamplingFlags = SamplingFlags(),
     stop: Annotated[list[str] | None, Parameter(negative="")] = None,
     cache: Literal["model", "float16", "int8"] = "model",
     draft: Whole = 0,
