@@ -1,5 +1,17 @@
-"""Settings of a text: its source, its division and its tokenizer."""
+"""Settings of a text: its source, its division and its tokenizer.
 
+How many tokens a vocabulary should have depends on the text. Their rows in the embedding and in the
+LM head are learnt from their occurrences alone, so rare tokens cost more than they tell; with few
+tokens, each tells little. The distinct words of a text of N bytes grow about as sqrt(N) (Heaps'
+law), and so does the default,
+
+    V = 2 sqrt(N),
+
+at which the last pair that is merged occurs some 30 to 45 times in 1.6, 4 and 8 MB of text
+(docs/log.md has the runs).
+"""
+
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,6 +19,9 @@ SMALLEST_VOCABULARY = 258
 """256 bytes and two special tokens."""
 LARGEST_VOCABULARY = 2**19
 """Twice the largest in use."""
+SMALLEST_DEFAULT, LARGEST_DEFAULT = 512, 2**13
+"""Bounds of the vocabulary where none is given: beyond the larger one, the LM head of a small model
+would take most of its time."""
 TOKENIZER_MODELS = ("bpe", "unigram", "characters")
 """How a tokenizer can be trained; the first is the default."""
 
@@ -18,8 +33,9 @@ class TextConfig:
     source: str = "sotu"
     """A built-in text (sotu, kjv), a text file, a folder of them, or a JSON-lines file whose
     objects have a field "text"; compressed by gzip or not."""
-    vocabulary: int = 4096
-    """The largest size of the trained tokenizer; a given ``tokenizer`` has its own."""
+    vocabulary: int | None = None
+    """The largest size of the trained tokenizer; None is twice the square root of the bytes of the
+    text, from 512 to 8192. A given ``tokenizer`` has its own."""
     tokenizer_model: str = "bpe"
     """How the tokenizer is trained: "bpe", "unigram", or "characters", which has no longer tokens.
     """
@@ -36,10 +52,11 @@ class TextConfig:
         for name in ("source", "tokenizer", "prepared"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty; name a path or leave the setting out.")
-        if not SMALLEST_VOCABULARY <= self.vocabulary <= LARGEST_VOCABULARY:
+        V = self.vocabulary
+        if V is not None and not SMALLEST_VOCABULARY <= V <= LARGEST_VOCABULARY:
             raise ValueError(
-                f"vocabulary={self.vocabulary} is outside {SMALLEST_VOCABULARY} (256 bytes and "
-                f"two special tokens) to {LARGEST_VOCABULARY}; 4096 suits a few megabytes."
+                f"vocabulary={V} is outside {SMALLEST_VOCABULARY} (256 bytes and "
+                f"two special tokens) to {LARGEST_VOCABULARY}; left out, it follows the text."
             )
         if self.tokenizer_model not in TOKENIZER_MODELS:
             raise ValueError(
@@ -51,3 +68,12 @@ class TextConfig:
                 f"validation={self.validation} would leave nothing to train on; "
                 "10 keeps every tenth document for validation."
             )
+
+
+def vocabulary_for(size: int) -> int:
+    """The vocabulary for a text of ``size`` bytes where none is given, a multiple of 64.
+
+    >>> [vocabulary_for(size) for size in (10_000, 1_000_000, 8_000_000, 10**9)]
+    [512, 1984, 5632, 8192]
+    """
+    return min(max(SMALLEST_DEFAULT, math.isqrt(4 * size) // 64 * 64), LARGEST_DEFAULT)

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 
 from fenchel.config import from_mapping
 from fenchel.data import tokens
-from fenchel.data.config import TextConfig
+from fenchel.data.config import TextConfig, vocabulary_for
 from fenchel.data.document_tokens import (
     DocumentEncoder,
     DocumentWriter,
@@ -242,10 +242,11 @@ def prepare(
     tally = _measure(text, progress)
     given = None if config.tokenizer is None else _read_tokenizer(Path(config.tokenizer))
     given = given if encoder is None else encoder.tokenizer_json
+    model, vocabulary = config.tokenizer_model, config.vocabulary or vocabulary_for(tally.bytes)
     recipe = {
         "text": tally.sha256(),
         "validation": config.validation,
-        "tokenizer": _recipe(config) if given is None else _sha256(given),
+        "tokenizer": _recipe(model, vocabulary) if given is None else _sha256(given),
     }
     if encoder is not None:
         recipe["documents"] = encoder.recipe
@@ -253,7 +254,7 @@ def prepare(
         split = Split(config.validation, tally.documents, tally.bytes, conversations)
         with _new_folder(folder, text, tally, recipe) as fresh:
             if given is None:
-                given = _train(text, split, config, progress)
+                given = _train(text, split, vocabulary, model, progress)
             (fresh / _TOKENIZER).write_bytes(given)
             if encoder is None:
                 facts = _encode(fresh, text, split, tally.sha256(), progress)
@@ -363,13 +364,14 @@ def _new_folder(
             raise
 
 
-def _recipe(config: TextConfig) -> str:
+def _recipe(model: str, vocabulary: int) -> str:
     """What a trained tokenizer depends on, beside its text."""
-    model = "" if config.tokenizer_model == "bpe" else f"{config.tokenizer_model} "
-    return f"{model}trained for {config.vocabulary}"
+    return f"{'' if model == 'bpe' else f'{model} '}trained for {vocabulary}"
 
 
-def _train(text: Text, split: Split, config: TextConfig, progress: ProgressCallback) -> bytes:
+def _train(
+    text: Text, split: Split, vocabulary: int, model: str, progress: ProgressCallback
+) -> bytes:
     """A tokenizer of the training stream, or of every k-th document of a large one."""
     stride = math.ceil(split.bytes / tokens.TRAINED_ON)
     total = split.bytes // stride
@@ -384,7 +386,7 @@ def _train(text: Text, split: Split, config: TextConfig, progress: ProgressCallb
         progress("counting words", total, total)
         progress("training the tokenizer", 0, 0)  # the merges, whose time is unknown
 
-    tokenizer = tokens.train_tokenizer(sample(), config.vocabulary, config.tokenizer_model)
+    tokenizer = tokens.train_tokenizer(sample(), vocabulary, model)
     return str(tokenizer.to_str(pretty=True)).encode()
 
 

@@ -138,12 +138,13 @@ class RunCallback(Callback, Protocol):
 def settings(mapping: Mapping[str, Any]) -> RunConfig:
     """Nested plain values to settings.
 
-    Two defaults of the model follow from other sections: the vocabulary is that of the text, and
-    "score" trains with a norm of queries and keys, where dot products are the scores. ``preset``
-    names a row of ``fenchel.pipeline.presets.PRESETS``, which all other settings override.
+    Two defaults of the model follow from other sections: the vocabulary is that of the text, the
+    largest possible until a text is read whose size decides it, and "score" trains with a norm of
+    queries and keys, where dot products are the scores. ``preset`` names a row of
+    ``fenchel.pipeline.presets.PRESETS``, which all other settings override.
 
-    >>> settings({"model": {"width": 64}}).model.vocabulary
-    4096
+    >>> settings({"text": {"vocabulary": 300}}).model.vocabulary
+    300
     >>> settings({"preset": "small", "model": {"layers": 8}}).model.width
     512
     >>> settings({"optim": {"optimiser": "score"}}).model.qk_norm

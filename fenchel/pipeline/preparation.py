@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fenchel.checkpoints import run_checkpoint
 from fenchel.data import Batches, BatchSource, Corpus, Ids, Text, open_text, prepare
+from fenchel.data.config import vocabulary_for
 from fenchel.data.corpus import most_files
 from fenchel.data.text import Tally
 from fenchel.distributed.cells import (
@@ -413,7 +414,8 @@ def _time_cells(
 
 def speed() -> tuple[StepTime, int]:
     """The step time of the default run on random tokens, and the tokens of one of its steps."""
-    config = settings({})
+    # The vocabulary of the built-in text, which has 8 MB.
+    config = settings({"model": {"vocabulary": vocabulary_for(8 * 10**6)}})
     size = config.train.batch * config.model.context
     ids = np.random.default_rng(0).integers(config.model.vocabulary, size=2 * size)
     model = build_model(config).to(select_device(config.train.device))

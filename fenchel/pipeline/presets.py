@@ -8,9 +8,10 @@ left out.
 
 *Ours* are blocks of the Llama kind (rotary positions, RMS norm, SwiGLU) with heads of width 64, for
 which kernels of attention are fastest, at the depth of the original Transformer (6), of GPT-2 and
-BERT base (12) and of GPT-2 medium and BERT large (24). Blocks have 12 L M^2 parameters: 0.8, 19, 85
-and 302 million. "demo" is the preset of a run that names none; its LM head is not tied, which costs
-no time and lets it start at bigram counts (model/bigram.py).
+BERT base (12) and of GPT-2 medium and BERT large (24). Blocks have 12 L M^2 parameters: 0.6, 19, 85
+and 302 million. Their vocabulary follows the text (data/config.py). "demo" is the preset of a run
+that names none, three blocks that learn most in two minutes on two cores (docs/log.md); its LM head
+is not tied, which costs no time and lets it start at bigram counts (model/bigram.py).
 
 *Published* shapes have the blocks, the vocabulary and the number of parameters of the models whose
 names they bear, at the context of their pre-training. fenchel convert writes a run of one as a
@@ -29,7 +30,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from fenchel.config import Setting, did_you_mean, without_unread
-from fenchel.data import TextConfig
+from fenchel.data.config import LARGEST_DEFAULT
 from fenchel.model import ModelConfig
 from fenchel.optim import OptimConfig
 from fenchel.train import TrainConfig
@@ -82,8 +83,8 @@ class Preset:
     """A phrase for a table."""
     model: Mapping[str, Any]
     training: Training | None = None
-    vocabulary: int = TextConfig().vocabulary
-    """Of the tokenizer that is trained, and of the model."""
+    vocabulary: int | None = None
+    """Of the tokenizer that is trained, and of the model; None follows the text."""
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Settings of the model, the optimiser and the loop."""
@@ -124,7 +125,7 @@ def _llama3(about: str, *sizes: int, hidden: int, tied: bool = True) -> Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    "demo": Preset("the default", _shape(128, 128, 4, 2, tied=False)),
+    "demo": Preset("the default", _shape(128, 128, 3, 2, tied=False)),
     "small": Preset("for a laptop", _shape(512, 512, 6, 8), SMALL),
     "base": Preset("GPT-2's size", _shape(1024, 768, 12, 12), BASE),
     "large": Preset("GPT-2 medium's", _shape(1024, 1024, 24, 16), LARGE),
@@ -185,10 +186,10 @@ def expand(name: Any, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, di
     preset = PRESETS[name]
     text = dict(sections.get("text", {}))
     vocabulary = text.get("vocabulary", preset.vocabulary)
-    if "tokenizer" not in text:  # which has a vocabulary of its own
+    if vocabulary is not None and "tokenizer" not in text:  # which has a vocabulary of its own
         text["vocabulary"] = vocabulary
     values = preset.sections()
-    values["model"]["vocabulary"] = vocabulary
+    values["model"]["vocabulary"] = LARGEST_DEFAULT if vocabulary is None else vocabulary
     given = {key: sections.get(key, {}) for key in values}
     if "cells" in given["train"]:  # another division of a step
         values["train"].pop("accumulate", None)

@@ -27,6 +27,7 @@ from fenchel.checkpoints.run_checkpoint import Weights
 from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
 from fenchel.config import to_mapping
 from fenchel.data import Batch, BatchSource, Corpus, holds_conversations, prepare
+from fenchel.data.config import LARGEST_DEFAULT
 from fenchel.distributed.cells import reshard
 from fenchel.distributed.checkpoint import DistributedLoop, ReadOnlyRunDir
 from fenchel.distributed.processes import ALONE, World
@@ -649,7 +650,8 @@ def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
     """Set model.vocabulary to the size of the tokenizer, unless a larger one is given."""
     size = corpus.tokenizer.get_vocab_size()
     rows = config.model.vocabulary
+    if rows == (config.text.vocabulary or LARGEST_DEFAULT):  # as settings() has it: none is given
+        return replace(config, model=replace(config.model, vocabulary=size))
     if rows < size:
         raise ValueError(f"model.vocabulary={rows} is fewer than the tokenizer's {size} ids.")
-    given = rows != config.text.vocabulary
-    return config if given else replace(config, model=replace(config.model, vocabulary=size))
+    return config

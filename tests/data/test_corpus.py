@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fenchel import files
 from fenchel.data import corpus as module
-from fenchel.data.config import TextConfig
+from fenchel.data.config import SMALLEST_DEFAULT, TextConfig, vocabulary_for
 from fenchel.data.corpus import Corpus, prepare
 from fenchel.data.tokens import decode, train_tokenizer
 from fenchel.files import Damaged, NoSpace
@@ -73,6 +73,20 @@ def test_the_tokenizer_is_trained_on_the_training_stream_alone(
     (folder / "09.txt").write_text("wholly other words " * 40)
     elsewhere = prepare(config, there.with_name("other"))
     assert elsewhere.tokenizer.to_str() == ours.to_str()
+
+
+def test_a_vocabulary_that_is_left_out_is_that_of_the_size_of_the_text(tmp_path: Path) -> None:
+    words = np.random.default_rng(0).integers(1, 500_000, 16_000)
+    text = tmp_path / "numbers.txt"
+    text.write_text(" ".join(map(str, words)))  # more pairs to merge than there is room for
+    follows = prepare(TextConfig(source=str(text)), tmp_path / "tokens")
+    V = vocabulary_for(text.stat().st_size)
+    assert follows.tokenizer.get_vocab_size() == V > SMALLEST_DEFAULT
+    given = prepare(TextConfig(source=str(text), vocabulary=V), tmp_path / "given")
+    assert follows.recipe == given.recipe
+    text.write_text(text.read_text() * 4)
+    twice = prepare(TextConfig(source=str(text)), tmp_path / "longer")
+    assert abs(twice.tokenizer.get_vocab_size() - 2 * V) <= 64
 
 
 def test_the_files_are_mapped_not_read_into_memory(config: TextConfig, there: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from fenchel import evaluate, pipeline
-from fenchel.checkpoints import run_checkpoint
+from fenchel.checkpoints import load, run_checkpoint
+from fenchel.data import train_tokenizer
+from fenchel.data.config import LARGEST_DEFAULT
 from fenchel.model import Transformer
 from fenchel.pipeline import preparation
 from fenchel.pipeline.config import settings
@@ -73,6 +75,26 @@ def test_timing_steps_leaves_the_model_as_it_was(optimiser: str, model: dict[str
         assert torch.equal(tensor, fresh[name]), name
     assert all(p.grad is None for p in ours.parameters())
     assert not any(map(has_forward_hooks, ours.modules()))
+
+
+@pytest.mark.parametrize("rows", [None, 20_000])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_model_has_the_rows_of_its_tokenizer_unless_more_are_given(
+    text: Path, tmp_path: Path, trained: bool, rows: int | None
+) -> None:
+    wide = LARGEST_DEFAULT + 100  # more than a tokenizer has that is trained without a number
+    of_text, of_model = {"source": str(text)}, dict(SMALL["model"])
+    if not trained:
+        numbers = np.random.default_rng(0).integers(10**6, 10**7, 20_000)
+        train_tokenizer([" ".join(map(str, numbers))], wide).save(str(tmp_path / "wide.json"))
+        of_text["tokenizer"] = str(tmp_path / "wide.json")
+    if rows is not None:
+        of_model["vocabulary"] = rows
+    run = tmp_path / "run"
+    pipeline.begin(settings({**SMALL, "text": of_text, "model": of_model}), run, Silent())
+    model, tokenizer, _ = load(run)
+    assert (tokenizer.get_vocab_size() == wide) != trained
+    assert len(model.embed.weight) == (rows or tokenizer.get_vocab_size())
 
 
 def test_evaluations_are_in_the_precision_of_training_until_the_last(
