@@ -15,14 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.harness import record
 from fenchel import pipeline
 from fenchel.checkpoints import load
 from fenchel.checkpoints.hf_export import save
 from fenchel.inspection import inspect, open_model
-from fenchel.model import Transformer
+from fenchel.pipeline.preparation import build_model, start_weights
 from fenchel.report.inspection_scale import SCALES
 from fenchel.train import RunDir
 
@@ -49,9 +47,10 @@ def values(directory: Path) -> dict[str, list[float]]:
 
 def fresh(run: Path, folder: Path) -> Path:
     """The model of a run before its first step, as a directory of its own."""
-    _, tokenizer, config = load(run)
-    seed = RunDir(run).read_settings()["seed"]
-    model = Transformer(config, generator=torch.Generator().manual_seed(seed))
+    _, tokenizer, _ = load(run)
+    config = pipeline.settings(RunDir(run).read_settings())
+    model = build_model(config)
+    start_weights(config, model, pipeline.open_corpus(run).train)
     save(model, tokenizer, folder / run.name)
     return folder / run.name
 
