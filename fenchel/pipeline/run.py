@@ -279,7 +279,10 @@ def _lock(path: Path, world: World) -> AbstractContextManager[None]:
 
 
 def _corpus_of_first(make: Callable[[], Corpus], world: World) -> Corpus:
-    """The corpus that rank 0 makes; the others open its files."""
+    """The corpus that rank 0 makes; the others open its files, before rank 0 goes on.
+
+    It may refuse the run next, and then removes them.
+    """
     made: list[Corpus] = []
 
     def record() -> list[str]:
@@ -287,7 +290,9 @@ def _corpus_of_first(make: Callable[[], Corpus], world: World) -> Corpus:
         return [str(made[0].folder), made[0].source]
 
     folder, source = world.on_first(record)
-    return made[0] if made else replace(Corpus.open(Path(folder)), source=source)
+    corpus = made[0] if made else replace(Corpus.open(Path(folder)), source=source)
+    world.gather(None)
+    return corpus
 
 
 def train_and_report(

@@ -4,11 +4,14 @@ import json
 import random
 import signal
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 
+from fenchel.data import Corpus
 from fenchel.files import read_sealed_json
+from fenchel.train import RunDir
 
 from .test_checkpoint import beginning, stop, story
 
@@ -108,7 +111,17 @@ def test_any_number_of_processes_tunes_to_the_same_bits(
 def test_what_cannot_be_tuned_is_refused_once(
     launch, checkpoint: Path, documents: Path, tmp_path: Path, settings: Any, sentence: str
 ) -> None:
-    ended = launch.command(2, *tuning(checkpoint, tmp_path / "run", documents, settings))
+    opens, abandons = Corpus.open, RunDir.abandon
+
+    def slow(rank: int) -> None:
+        """Rank 1 is slow to open the token files; rank 0 removes them, and is slow to say why."""
+        if rank == 1:
+            Corpus.open = lambda folder: (sleep(0.5), opens(folder))[1]
+        else:
+            RunDir.abandon = lambda run: (abandons(run), sleep(1.0))[0]
+
+    words = tuning(checkpoint, tmp_path / "run", documents, settings)
+    ended = launch.command(2, *words, before=slow)
     assert ended.codes == [2, 2], ended.output
     assert "".join(ended.output).count("fenchel: ") == 1
     assert sentence in "".join(ended.output)
