@@ -1,9 +1,9 @@
 """Settings of a text: its source, its division and its tokenizer.
 
-How many tokens a vocabulary should have depends on the text. Their rows in the embedding and in the
-LM head are learnt from their occurrences alone, so rare tokens cost more than they tell; with few
-tokens, each tells little. The distinct words of a text of N bytes grow about as sqrt(N) (Heaps'
-law), and so does the default,
+How large a vocabulary should be depends on the text. The row of a token in the embedding and in the
+LM head is learnt from its occurrences alone, so that rare tokens are learnt badly; and with a small
+vocabulary a text has more tokens, each with fewer bytes. The number of distinct words in a text of
+N bytes grows about as sqrt(N) (Heaps' law), and so does the default,
 
     V = 2 sqrt(N),
 

@@ -366,7 +366,8 @@ def _new_folder(
 
 def _recipe(model: str, vocabulary: int) -> str:
     """What a trained tokenizer depends on, beside its text."""
-    return f"{'' if model == 'bpe' else f'{model} '}trained for {vocabulary}"
+    trained = f"trained for {vocabulary}"
+    return trained if model == "bpe" else f"{model} {trained}"
 
 
 def _train(

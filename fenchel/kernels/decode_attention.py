@@ -475,8 +475,8 @@ def _quantise(x):  # type: ignore[no-untyped-def]
 def _split_bytes(x):  # type: ignore[no-untyped-def]
     """Bytes (2 GROUP, N) and scales c (GROUP,) of x (GROUP, N), with x = c (n + n' / 254) per row.
 
-    n is the first half of the rows and n' the second. The error is at most 1 / 64,516 of the
-    largest entry of a row.
+    n is the first half of the rows and n' the second. The error of an entry is at most
+    max |x| / 64,516, the maximum over its row.
     """
     largest = tl.max(tl.abs(x), 1)
     y = x * (127.0 / tl.maximum(largest, 1e-30))[:, None]

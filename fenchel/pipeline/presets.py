@@ -10,7 +10,7 @@ left out.
 which kernels of attention are fastest, at the depth of the original Transformer (6), of GPT-2 and
 BERT base (12) and of GPT-2 medium and BERT large (24). Blocks have 12 L M^2 parameters: 0.6, 19, 85
 and 302 million. Their vocabulary follows the text (data/config.py). "demo" is the preset of a run
-that names none, three blocks that learn most in two minutes on two cores (docs/log.md); its LM head
+that names none, three blocks, a depth for two minutes on two cores (docs/log.md); its LM head
 is not tied, which costs no time and lets it start at bigram counts (model/bigram.py).
 
 *Published* shapes have the blocks, the vocabulary and the number of parameters of the models whose
