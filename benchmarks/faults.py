@@ -462,7 +462,7 @@ def read_beside_a_writer(laboratory: Laboratory, count: int) -> Counter[str]:
 
     laboratory.restore(None)
     words = ["train", "--text", str(laboratory.text), "--out", str(laboratory.run)]
-    extra = ("train.save_every=1", "train.keep=1", f"train.steps={40 * count}", "train.patience=3")
+    extra = ("train.save_every=1", "train.keep=1", f"train.steps={40 * count}")
     for setting in (*(s for s in SETTINGS if not s.startswith(extra[0][:14])), *extra):
         words += ["--set", setting]
     writer = os.fork()

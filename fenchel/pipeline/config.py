@@ -20,7 +20,8 @@ from fenchel.train import Callback, TrainConfig
 NO_EFFECT_ON_WEIGHTS = {
     f"train.{name}"
     for name in (
-        "log_every evaluate_every evaluate_tokens save_every keep patience log timeout".split()
+        "log_every evaluate_every evaluate_tokens save_every keep max_nonfinite_steps log "
+        "timeout".split()
     )
 }
 UNCHANGEABLE = {

@@ -90,7 +90,7 @@ class TrainConfig:
     """Steps between checkpoints; None is a tenth of the run."""
     keep: int = 3
     """How many of the newest checkpoints stay; the best one stays in addition."""
-    patience: int = 3
+    max_nonfinite_steps: int = 3
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     log: tuple[str, ...] = ()
     """Loggers beside metrics.jsonl: "tensorboard"."""
@@ -102,8 +102,8 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        counts = ("batch", "accumulate", "context_group", "log_every", "keep", "patience")
-        for name in (*counts, "evaluate_tokens"):
+        counts = "batch accumulate context_group log_every keep max_nonfinite_steps"
+        for name in (*counts.split(), "evaluate_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} should be at least 1.")
         for name in ("steps", "threads", "evaluate_every", "save_every"):

@@ -143,7 +143,7 @@ class Loop:
                     return self._interrupted(signal)
                 result = self.stepper(self.progress.step)
                 self._count(result)
-                if result.broken and self.skipped_in_a_row() >= self.config.patience:
+                if result.broken and self.skipped_in_a_row() >= self.config.max_nonfinite_steps:
                     return self._diverged(
                         f"{self.skipped_in_a_row()} steps in a row were not finite: {result.broken}"
                     )

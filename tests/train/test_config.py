@@ -37,8 +37,8 @@ def test_a_budget_in_seconds_may_come_from_a_settings_file() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "batch accumulate log_every keep patience evaluate_tokens steps threads evaluate_every "
-    "save_every".split(),
+    "batch accumulate log_every keep max_nonfinite_steps evaluate_tokens steps threads "
+    "evaluate_every save_every".split(),
 )
 def test_counts_are_at_least_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=0 should be at least 1"):

@@ -239,10 +239,10 @@ def test_three_in_a_row_end_the_run_with_the_last_good_checkpoint(
 
 
 def test_patience_is_a_setting_and_counts_over_a_resume(small: Callable[..., Any]) -> None:
-    s = small(patience=4)
+    s = small(max_nonfinite_steps=4)
     spoil(s, 4, 5, 6, 7)
     stop_at(s, 5)
-    s = small(patience=4)
+    s = small(max_nonfinite_steps=4)
     spoil(s, 4, 5, 6, 7)
     outcome = s.loop().train()
     assert outcome.status == "diverged"
@@ -280,7 +280,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     small: Callable[..., Any], ended_by: str
 ) -> None:
     """Finite gradients, and a step too large: the optimiser itself broke the weights."""
-    s = small(steps=9, save_every=3, evaluate_every=99, patience=9)
+    s = small(steps=9, save_every=3, evaluate_every=99, max_nonfinite_steps=9)
 
     def overflow() -> None:
         with torch.no_grad():
