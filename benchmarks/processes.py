@@ -193,7 +193,7 @@ def fsdp_steppers(
     world = World(device=device)
     ids = np.random.default_rng(0).integers(0, config.vocabulary, size=4 * batch * config.context)
     batches = Batches(ids, batch=batch, context=config.context, seed=0)
-    train = TrainConfig(batch=batch, precision="bfloat16", exact=False, **settings)
+    train = TrainConfig(batch=batch, precision="bfloat16", deterministic=False, **settings)
     steppers = {}
     for name in ("none", "full", "full, bfloat16"):
         torch.manual_seed(0)

@@ -82,7 +82,7 @@ def stepper_of(job: Job, model: Transformer, batches: Any, steps: int, **train: 
     optimiser, config = optimiser_of(job, model, steps)
     switches = rule_of(job).train
     torch.compiler.reset()  # graphs of earlier models would only add guard checks
-    settings = {"precision": size.precision, "exact": False, **switches, **train}
+    settings = {"precision": size.precision, "deterministic": False, **switches, **train}
     settings["compile"] = size.device == "cuda" and not switches  # they observe the forward pass
     return Stepper(
         model,

@@ -361,7 +361,7 @@ class CellStepper(Stepper):
         batch = self.batches.at(step).to(self.device)
         self._set_rates(step)
         self.model.train()
-        with deterministic(self.device, exact=self.config.exact):
+        with deterministic(self.device, enabled=self.config.deterministic):
             self.owners.follow_weights()
             loss, gradients = self._unscaled_gradients(batch, step)
         norm, broken, owners = self._clip(gradients), None, self.owners

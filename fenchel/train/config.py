@@ -73,7 +73,7 @@ class TrainConfig:
     where the hardware has it."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", ..., or "auto": a GPU when there is one."""
-    exact: bool = True
+    deterministic: bool = True
     """On a GPU, use only deterministic kernels, so that a run repeats bit for bit."""
     compile: bool = False
     """Compile the forward pass with torch.compile: a minute at first, then faster GPU steps."""

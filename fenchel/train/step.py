@@ -180,7 +180,7 @@ class Stepper:
         self._set_rates(step)
         self.model.train()
         with (
-            deterministic(self.device, exact=self.config.exact),
+            deterministic(self.device, enabled=self.config.deterministic),
             one_power_iteration(self.power_iterated),
         ):
             loss = self._gradient(batch, step)
@@ -338,15 +338,15 @@ def one_power_iteration(layers: Sequence[PowerIterated]) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic(device: torch.device, *, exact: bool) -> Iterator[None]:
+def deterministic(device: torch.device, *, enabled: bool) -> Iterator[None]:
     """Use only GPU kernels that add in a fixed order, so that a run repeats bit for bit.
 
     On a CPU with a fixed number of threads torch always does. On a GPU some kernels do not, among
     them the backward pass of fused attention: two runs of the same settings then differ in the
     last digits, and soon in all of them. An operation without such a kernel raises ValueError. A
-    fixed order costs some time (docs/log.md); ``exact=False`` declines it.
+    fixed order costs some time (docs/log.md); ``enabled=False`` declines it.
     """
-    if device.type != "cuda" or not exact:
+    if device.type != "cuda" or not enabled:
         yield
         return
     # cuBLAS reads this when it first allocates its workspace.
@@ -359,7 +359,7 @@ def deterministic(device: torch.device, *, exact: bool) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         reason = str(error).partition(". ")[0]
-        raise ValueError(f"{reason}; give up exact repetition with train.exact=false.") from error
+        raise ValueError(f"{reason}; allow others with train.deterministic=false.") from error
     finally:
         torch.use_deterministic_algorithms(before)
 

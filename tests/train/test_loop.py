@@ -238,7 +238,9 @@ def test_three_in_a_row_end_the_run_with_the_last_good_checkpoint(
     assert kept(s) == ["step-000003", "step-000006"]
 
 
-def test_patience_is_a_setting_and_counts_over_a_resume(small: Callable[..., Any]) -> None:
+def test_the_limit_of_nonfinite_steps_is_a_setting_and_counts_over_a_resume(
+    small: Callable[..., Any],
+) -> None:
     s = small(max_nonfinite_steps=4)
     spoil(s, 4, 5, 6, 7)
     stop_at(s, 5)

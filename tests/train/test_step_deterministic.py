@@ -13,27 +13,27 @@ def _workspace_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 
-@pytest.mark.parametrize(("device", "exact", "fixed"), [(CPU, True, False), (GPU, False, False)])
-def test_a_cpu_and_a_gpu_that_need_not_repeat_are_left_as_they_are(
-    device: torch.device, exact: bool, fixed: bool
+@pytest.mark.parametrize(("device", "enabled", "fixed"), [(CPU, True, False), (GPU, False, False)])
+def test_a_cpu_and_a_disabled_context_change_nothing(
+    device: torch.device, enabled: bool, fixed: bool
 ) -> None:
-    with deterministic(device, exact=exact):
+    with deterministic(device, enabled=enabled):
         assert torch.are_deterministic_algorithms_enabled() == fixed
 
 
-def test_a_gpu_is_asked_for_a_fixed_order_and_only_inside() -> None:
-    with deterministic(GPU, exact=True):
+def test_a_gpu_uses_a_fixed_order_inside_the_context_only() -> None:
+    with deterministic(GPU, enabled=True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_kernel_that_cannot_repeat_is_one_sentence_with_a_way_out() -> None:
-    says = r"^cumsum does not; give up .* train\.exact=false\.$"
-    with pytest.raises(ValueError, match=says), deterministic(GPU, exact=True):
+def test_an_operation_without_a_deterministic_kernel_names_the_setting() -> None:
+    message = r"^cumsum does not; allow .* train\.deterministic=false\.$"
+    with pytest.raises(ValueError, match=message), deterministic(GPU, enabled=True):
         raise RuntimeError("cumsum does not. It has no deterministic implementation.")
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_other_troubles_pass() -> None:
-    with pytest.raises(RuntimeError, match="no memory"), deterministic(GPU, exact=True):
+def test_other_errors_are_not_caught() -> None:
+    with pytest.raises(RuntimeError, match="no memory"), deterministic(GPU, enabled=True):
         raise RuntimeError("no memory")
