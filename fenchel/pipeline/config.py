@@ -26,7 +26,7 @@ NO_EFFECT_ON_WEIGHTS = {
 }
 UNCHANGEABLE = {
     "optim.optimiser": "its state belongs to the one that wrote it",
-    "train.start": "it is past its first step",
+    "train.init": "it is past its first step",
     "train.budget": "it was turned into steps when the run began, so give --steps",
     "train.loss": "the best step so far was chosen by it",
     "train.loss_alpha": "the best step so far was chosen by it",
@@ -98,7 +98,7 @@ class RunConfig:
         ),
         Use(("train.balance_weight",), "model.experts", lambda c: c.model.experts > 0),
         Use(
-            ("text.vocabulary", "text.tokenizer_model", "text.tokenizer", "train.start"),
+            ("text.vocabulary", "text.tokenizer_model", "text.tokenizer", "train.init"),
             "a new model",
             lambda c: c.tune is None,
         ),

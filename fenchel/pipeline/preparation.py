@@ -214,12 +214,12 @@ def meta_to_train(config: RunConfig) -> Transformer:
 
 
 def start_weights(config: RunConfig, model: Transformer, ids: Ids) -> None:
-    """Give a fresh model the embedding and LM head of ``train.start``; ids of the training text.
+    """Give a fresh model the embedding and LM head of ``train.init``; ids of the training text.
 
     The counts are fitted by logits of softmax, and are no start for the loss of another map.
     """
     train = config.train
-    if train.start == "bigram" and train.loss == "cross_entropy" and applies_to(model):
+    if train.init == "bigram" and train.loss == "cross_entropy" and applies_to(model):
         with _one_thread():
             start_from_bigrams(model, ids, torch.Generator().manual_seed(config.seed))
 

@@ -13,7 +13,7 @@ LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
 SHARDS, GATHERS = ("auto", "none", "full", "node"), ("float32", "bfloat16")
 RECOMPUTE = ("none", "block")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
-STARTS = ("bigram", "random")
+INITS = ("bigram", "random")
 LOGGERS = ("tensorboard",)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -49,7 +49,7 @@ class TrainConfig:
     memory, for about a third more work."""
     timeout: float = 600.0
     """Seconds that a process waits for the others before the run ends with an error."""
-    start: str = "bigram"
+    init: str = "bigram"
     """Fresh embedding and LM head: "bigram" from counts of the training text, for cross-entropy and
     logits that are one matrix times a normalised stream; "random" drawn, as everything else is."""
     clip: float = 1.0
@@ -147,8 +147,8 @@ class TrainConfig:
             by_name("entmax", alpha=self.loss_alpha)  # refuses an alpha that has no map
         if not 0.0 <= self.smoothing < 1.0:
             raise ValueError(f"smoothing={self.smoothing} should be in [0, 1).")
-        if self.start not in STARTS:
-            raise ValueError(f"start={self.start!r} should be one of {STARTS}.")
+        if self.init not in INITS:
+            raise ValueError(f"init={self.init!r} should be one of {INITS}.")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} should be one of {PRECISIONS}.")
         for name in self.log:

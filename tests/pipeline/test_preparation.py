@@ -253,6 +253,6 @@ def test_the_start_of_a_run_is_its_setting_and_the_same_again() -> None:
         "lm_head.weight",
     }
     assert all(torch.equal(counted[name], again[name]) for name in drawn)
-    for train in ({"start": "random"}, {"loss": "sparsemax"}):
+    for train in ({"init": "random"}, {"loss": "sparsemax"}):
         same = started(**train)
         assert all(torch.equal(drawn[name], same[name]) for name in drawn), train

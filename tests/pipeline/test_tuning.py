@@ -326,7 +326,7 @@ def test_a_wrong_text_is_refused_in_one_sentence_and_leaves_nothing(
         ({"tune": {"context": 97}}, "more than the 96 positions"),
         ({"tune": {"contxt": 8}}, "did you mean tune.context"),
         ({"train": {"loss": "entmax"}}, "cross-entropy"),
-        ({"train": {"start": "random"}}, "it needs a new model"),
+        ({"train": {"init": "random"}}, "it needs a new model"),
         ({"train": {"qk_clip": 5.0}, "tune": {"rank": 2}}, "which a run that trains adapters"),
     ],
 )
