@@ -86,7 +86,7 @@ def fresh(config: ModelConfig, device: str) -> Transformer:
 def divided(config: ModelConfig, world: World) -> Owners:
     """A model that FSDP2 divides, with gradients, and the owners of its weights."""
     torch.manual_seed(0)
-    shard = Sharding(world, gather="float32", position=None, parts=world.size)
+    shard = Sharding(world, gather_dtype="float32", position=None, parts=world.size)
     owners = Owners(
         fresh(config, "cpu"), meta_model(config), OptimConfig(), world, exact=False, shard=shard
     )
@@ -199,8 +199,8 @@ def fsdp_steppers(
         torch.manual_seed(0)
         position, shard = Pass(), None
         if name != "none":
-            gather = "bfloat16" if "bfloat16" in name else "float32"
-            shard = Sharding(world, gather=gather, position=None, parts=1)
+            gather_dtype = "bfloat16" if "bfloat16" in name else "float32"
+            shard = Sharding(world, gather_dtype=gather_dtype, position=None, parts=1)
         optim = OptimConfig(optimiser="adamw", learning_rate=1e-4)
         owners = Owners(
             fresh(config, device), meta_model(config), optim, world, exact=False, shard=shard

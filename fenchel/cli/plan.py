@@ -107,7 +107,7 @@ def run(
             for shard, parts in within.items():
                 console.progress(f"simulating {gpus} ranks, shard={shard}", 0, 0)
                 ranks: dict[str, Any] = {"ranks": gpus, "parts": parts}
-                ranks["gather"] = chosen.train.gather
+                ranks["gather_dtype"] = chosen.train.gather_dtype
                 found[shard] = planning.simulate(chosen.model, optim, **ranks)
                 if wrong := planning.simulated_differs(found[shard], sizes, optim, **ranks):
                     raise ValueError(f"the plan is wrong for this torch: {wrong}")

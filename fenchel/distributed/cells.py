@@ -134,11 +134,13 @@ class Pass:
 class Sharding:
     """Cuts a model by FSDP2: every block a unit, and the rest one."""
 
-    def __init__(self, world: World, *, gather: str, position: Pass | None, parts: int) -> None:
+    def __init__(
+        self, world: World, *, gather_dtype: str, position: Pass | None, parts: int
+    ) -> None:
         """``parts`` consecutive ranks divide the weights.
 
-        ``gather`` is the dtype in which weights are gathered. ``position`` is given for sums in the
-        order of the cells; None leaves them to FSDP2.
+        Weights are gathered in ``gather_dtype``. ``position`` is given for sums in the order of the
+        cells; None leaves them to FSDP2.
         """
         # Loaded here: it takes a second, which a run of one process need not wait.
         from torch.distributed.device_mesh import init_device_mesh
@@ -148,7 +150,7 @@ class Sharding:
         shape, names = (world.size // parts, parts), ("replicate", "shard")
         self.mesh = init_device_mesh(world.device, shape, mesh_dim_names=names)["shard"]
         self.policy = MixedPrecisionPolicy()
-        if gather == "bfloat16":
+        if gather_dtype == "bfloat16":
             half, full = torch.bfloat16, torch.float32
             self.policy = MixedPrecisionPolicy(half, full, cast_forward_inputs=False)
 
@@ -263,7 +265,7 @@ def build_stepper(
     exact, position, shard = train.cells is not None, Pass(), None
     if (parts := parts_of(meta, train, world)) > 1:
         at = position if exact else None
-        shard = Sharding(world, gather=train.gather, position=at, parts=parts)
+        shard = Sharding(world, gather_dtype=train.gather_dtype, position=at, parts=parts)
     owners = Owners(model, meta, optim, world, steps=steps, exact=exact, shard=shard)
     if drawn is not None:
         owners.receive(drawn)

@@ -17,7 +17,7 @@ A step of B sequences of T positions is P cells (cells.py); W / C groups of rank
 
 **Memory**, bytes per rank. n_D = sum over parameters of ceil(rows / D) columns is what FSDP2 leaves
 to rank 0, o the numbers that the owner with most bytes has (``deal``), a the bytes of a factor of a
-product (2 under autocast, else 4), g those of a gathered weight (``train.gather``).
+product (2 under autocast, else 4), g those of a gathered weight (``train.gather_dtype``).
 
     weights       4 n_D, and 4 o for the owner's whole copies if D > 1
     state         per number: AdamW and Adam 8; Muon, ScoreDescent, ScoreTrust and the SGD rules 4
@@ -27,7 +27,7 @@ product (2 under autocast, else 4), g those of a gathered weight (``train.gather
     casts         a per number of the matrices in blocks where a < g: autocast keeps its copy of
                   every weight, whole, from the forward pass to the backward pass. Recomputed, of
                   one block, unless blocks serve several layers. Under D > 1 with
-                  train.gather="bfloat16" there is none
+                  train.gather_dtype="bfloat16" there is none
     activations   t (L A + 8 M) + temporaries;      recomputed   t (4 M L + A + 8 M) + temporaries
     kv            C > 1: keys and values of the whole sequences, 2 a G D_h C t per layer (one layer
                   if recomputed)
@@ -456,7 +456,7 @@ def _forecast(
     t = sequences * model.context // C
     a = 4 if train.precision == "float32" else 2
     D = {"none": 1, "full": W, "node": S}[layout.shard]
-    g = 2 if train.gather == "bfloat16" and D > 1 else 4
+    g = 2 if train.gather_dtype == "bfloat16" and D > 1 else 4
     memory = _memory(layout, sizes, owned, model, D=D, W=W, C=C, t=t, a=a, g=g, train=train)
     memory["loss"] = _loss_bytes(sizes, model, train, t=t, a=a, g=g, device=cluster.device)
     exchanged = {}
@@ -579,8 +579,8 @@ def advice(
     """
     changes: list[tuple[str, TrainConfig, Cluster]] = []
     words, best = "", train
-    if train.shard != "none" and train.gather != "bfloat16":
-        words, best = " and train.gather=bfloat16", replace(train, gather="bfloat16")
+    if train.shard != "none" and train.gather_dtype != "bfloat16":
+        words, best = " and train.gather_dtype=bfloat16", replace(train, gather_dtype="bfloat16")
         changes.append((words.removeprefix(" and "), best, cluster))
     W, parts = cluster.ranks, 2 * max(train.accumulate, cluster.ranks)
     while train.cells is None and train.batch % parts == 0 and parts % W == 0:
@@ -627,7 +627,7 @@ def simulate(
     optim: OptimConfig,
     *,
     ranks: int,
-    gather: str,
+    gather_dtype: str,
     parts: int | None = None,
     sequences: int = 1,
     recompute: bool = False,
@@ -647,7 +647,7 @@ def simulate(
     began = time.perf_counter()
     with simulated_ranks(ranks):
         world, D = World(size=ranks, local_size=parts or ranks), parts or ranks
-        shard = Sharding(world, gather=gather, position=None, parts=D)
+        shard = Sharding(world, gather_dtype=gather_dtype, position=None, parts=D)
         with tensors_without_values():
             network, meta = Transformer(model), meta_model(model)
             N = sum(p.numel() for p in network.parameters())
@@ -655,7 +655,7 @@ def simulate(
             local = [p.to_local() for p in network.parameters()]  # type: ignore[attr-defined]
             ids = torch.zeros(sequences, model.context, dtype=torch.int64)
             with recorded_collectives() as calls:
-                with torch.autocast("cpu", torch.bfloat16, enabled=gather == "bfloat16"):
+                with torch.autocast("cpu", torch.bfloat16, enabled=gather_dtype == "bfloat16"):
                     loss = network(ids, recompute=recompute).sum()
                 loss.backward()
                 received = owners.to_owners(owners.local_gradients(), ranks // D)
@@ -687,11 +687,11 @@ def simulated_differs(
     optim: OptimConfig,
     *,
     ranks: int,
-    gather: str,
+    gather_dtype: str,
     parts: int | None = None,
 ) -> str | None:
     """A sentence where the simulation and the formulas disagree; None where they are equal."""
-    g, D = 2 if gather == "bfloat16" else 4, parts or ranks
+    g, D = 2 if gather_dtype == "bfloat16" else 4, parts or ranks
     blocks, root = _padded(sizes.blocks, D), _padded([sizes.root], D)
     owned = sizes.owned_by_rank(ranks)[0]
     expected = Simulation(

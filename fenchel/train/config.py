@@ -10,7 +10,7 @@ from fenchel.config import Use, read_with, require_read
 
 LOSSES = ("cross_entropy", *(name for name in MAPS if name != "softmax"))
 """Cross-entropy is the Fenchel-Young loss of softmax; the others bear the name of their map."""
-SHARDS, GATHERS = ("auto", "none", "full", "node"), ("float32", "bfloat16")
+SHARDS, GATHER_DTYPES = ("auto", "none", "full", "node"), ("float32", "bfloat16")
 RECOMPUTE = ("none", "block")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 INITS = ("bigram", "random")
@@ -38,7 +38,7 @@ class TrainConfig:
     """With several processes: "none" replicates the weights, "full" divides them (FSDP2), "node"
     divides them among the processes of each machine (HSDP), "auto" divides them where weights,
     gradients and moments would take over half of the memory, inside machines if that is enough."""
-    gather: str = "float32"
+    gather_dtype: str = "float32"
     """Dtype in which divided weights are gathered: "float32" or "bfloat16"."""
     context_group: int = 1
     """Consecutive processes that share every sequence, each with 1/context_group of its positions:
@@ -97,7 +97,7 @@ class TrainConfig:
 
     USES: ClassVar = (
         read_with("loss_alpha", "loss", "entmax"),
-        read_with("gather", "shard", "auto", "full", "node"),
+        read_with("gather_dtype", "shard", "auto", "full", "node"),
         Use(("entropy_weight",), "an entropy_floor above 0", lambda c: c.entropy_floor > 0.0),
     )
 
@@ -126,7 +126,14 @@ class TrainConfig:
                 raise ValueError(f"cells={self.cells} does not divide batch={self.batch}.")
         if not 0.0 < self.timeout < math.inf:
             raise ValueError(f"timeout={self.timeout} should be above 0 and finite.")
-        for name, known in (("shard", SHARDS), ("gather", GATHERS), ("recompute", RECOMPUTE)):
+        for name, known in (
+            ("shard", SHARDS),
+            ("gather_dtype", GATHER_DTYPES),
+            ("recompute", RECOMPUTE),
+            ("loss", LOSSES),
+            ("init", INITS),
+            ("precision", PRECISIONS),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} should be one of {known}.")
         if not self.clip > 0.0:
@@ -141,16 +148,10 @@ class TrainConfig:
                 "compile=true hides queries and keys, which qk_clip and entropy_floor read; "
                 "choose one of them."
             )
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss={self.loss!r} should be one of {LOSSES}.")
         if self.loss == "entmax":
             by_name("entmax", alpha=self.loss_alpha)  # refuses an alpha that has no map
         if not 0.0 <= self.smoothing < 1.0:
             raise ValueError(f"smoothing={self.smoothing} should be in [0, 1).")
-        if self.init not in INITS:
-            raise ValueError(f"init={self.init!r} should be one of {INITS}.")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r} should be one of {PRECISIONS}.")
         for name in self.log:
             if name not in LOGGERS:
                 raise ValueError(f"log={name!r} should be one of {LOGGERS}.")

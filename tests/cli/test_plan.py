@@ -10,7 +10,7 @@ from fenchel.cli import main
 SEVEN_B = """
 text = {vocabulary = 32000}
 model = {width = 4096, layers = 32, heads = 32, hidden = 11008, context = 4096, tied = false}
-train = {steps = 100_000, batch = 512, accumulate = 512, gather = "bfloat16"}
+train = {steps = 100_000, batch = 512, accumulate = 512, gather_dtype = "bfloat16"}
 """
 
 

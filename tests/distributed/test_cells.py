@@ -82,7 +82,7 @@ def stepper_of(
     settings: dict[str, Any],
     *,
     shard: str = "none",
-    gather: str = "float32",
+    gather_dtype: str = "float32",
     rate: float = 1e-2,
     optim: Mapping[str, Any] = {},
     **train: Any,
@@ -93,7 +93,7 @@ def stepper_of(
     at, cut = position if exact else None, None
     if shard != "none":
         parts = world.size if shard == "full" else world.local_size
-        cut = Sharding(world, gather=gather, position=at, parts=parts)
+        cut = Sharding(world, gather_dtype=gather_dtype, position=at, parts=parts)
     kind = OptimConfig(optimiser=optimiser, learning_rate=rate, **optim)
     owners = Owners(model, meta_model(config), kind, world, steps=STEPS, exact=exact, shard=cut)
     settings_of_loop = TrainConfig(batch=BATCH, steps=STEPS, **train)
@@ -308,7 +308,7 @@ def test_weights_gathered_in_bfloat16_are_there_for_both_passes(launch) -> None:
     def work(world: World) -> list[str]:
         digests = []
         for recompute in ("none", "block"):
-            given = {"gather": "bfloat16", "precision": "bfloat16", "recompute": recompute}
+            given = {"gather_dtype": "bfloat16", "precision": "bfloat16", "recompute": recompute}
             stepper = stepper_of(world, "adamw", {"dropout": 0.1}, shard="full", **given)
             stepper(0)
             stepper(1)
@@ -397,7 +397,7 @@ def test_gathers_in_bfloat16_stay_close_and_move_float32_weights(launch) -> None
     sigma = {"sigma_reparam": True}
 
     def work(world: World) -> list[Any]:
-        stepper = stepper_of(world, "adamw", sigma, shard="full", gather="bfloat16")
+        stepper = stepper_of(world, "adamw", sigma, shard="full", gather_dtype="bfloat16")
         losses = [stepper(step).loss for step in range(5)]
         return [losses, [str(p.dtype) for p in stepper.owners.owned.values()]]
 

@@ -105,7 +105,7 @@ def test_whole_tensors_reach_their_owners_and_every_rank(launch, processes, part
         config, D = tiny(), parts or 1
         model = Transformer(config, generator=torch.Generator().manual_seed(0))
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        shard = Sharding(world, gather="float32", position=None, parts=D) if parts else None
+        shard = Sharding(world, gather_dtype="float32", position=None, parts=D) if parts else None
         owners = Owners(model, meta_model(config), OptimConfig(), world, exact=True, shard=shard)
         replica = world.rank // D  # whose tensors are larger by its number
         share = {n: owners._local(n) + replica for n in start}
@@ -146,7 +146,7 @@ def test_score_descent_trains_the_values_of_a_fused_weight(launch, sharded) -> N
         config, position = tiny(), Pass()
         model = Transformer(config, generator=torch.Generator().manual_seed(0))
         at = {"position": position, "parts": world.size}
-        shard = Sharding(world, gather="float32", **at) if sharded else None
+        shard = Sharding(world, gather_dtype="float32", **at) if sharded else None
         optim = OptimConfig(optimiser="score")
         owners = Owners(model, meta_model(config), optim, world, steps=3, exact=True, shard=shard)
         before = {n: p.detach().clone() for n, p in owners.owned.items()}

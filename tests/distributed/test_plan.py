@@ -172,8 +172,10 @@ def test_autocast_keeps_a_cast_of_every_matrix() -> None:
     )
 
 
-@pytest.mark.parametrize("gather", ["float32", "bfloat16"])
-def test_fsdp2_frees_weights_gathered_in_bfloat16_and_not_the_casts_of_float32(gather: str) -> None:
+@pytest.mark.parametrize("gather_dtype", ["float32", "bfloat16"])
+def test_fsdp2_frees_weights_gathered_in_bfloat16_and_not_the_casts_of_float32(
+    gather_dtype: str,
+) -> None:
     config = small(positions="learned", vocabulary=128)
     matrices = Sizes(config, OptimConfig()).matrices
     saved: dict[int, torch.Tensor] = {}
@@ -184,7 +186,7 @@ def test_fsdp2_frees_weights_gathered_in_bfloat16_and_not_the_casts_of_float32(g
         return x
 
     with simulated_ranks(2):
-        shard = Sharding(World(size=2), gather=gather, position=None, parts=2)
+        shard = Sharding(World(size=2), gather_dtype=gather_dtype, position=None, parts=2)
         model = Transformer(config)
         shapes = sorted(p.numel() for n, p in model.named_parameters() if n in matrices)
         shard(model)
@@ -195,7 +197,7 @@ def test_fsdp2_frees_weights_gathered_in_bfloat16_and_not_the_casts_of_float32(g
         # After the forward pass: FSDP2 has freed the memory of what it gathered, not of casts.
         kept = [x.numel() for x in saved.values() if x.untyped_storage().nbytes()]
     casts = sorted(n for n in kept if n in shapes)
-    assert casts == (shapes if gather == "float32" else [])
+    assert casts == (shapes if gather_dtype == "float32" else [])
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
@@ -338,8 +340,8 @@ def test_replicated_weights_are_fullest_where_gradients_arrive_at_their_owner() 
 
 def test_casts_are_kept_unless_weights_are_gathered_in_bfloat16() -> None:
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
-    for gather, casts in (("float32", 2 * matrices), ("bfloat16", 0)):
-        train = TrainConfig(batch=64, gather=gather, precision="bfloat16")
+    for gather_dtype, casts in (("float32", 2 * matrices), ("bfloat16", 0)):
+        train = TrainConfig(batch=64, gather_dtype=gather_dtype, precision="bfloat16")
         result = plan(SEVEN_B, train, OptimConfig(), Cluster(ranks=64))
         assert of(result, "full").memory["casts"] == casts
         assert of(result, "none").memory["casts"] == 2 * matrices
@@ -360,7 +362,7 @@ def test_a_ring_between_nodes_leaves_a_node_once() -> None:
 def test_bytes_and_times_of_seven_billion_on_sixty_four() -> None:
     """The arithmetic of one adapter per GPU that carries everything, done apart from the module."""
     cluster = Cluster(ranks=64, per_node=1, rate=400.0, attention_rate=400.0, between=50.0)
-    train = TrainConfig(batch=64, gather="bfloat16", precision="bfloat16")
+    train = TrainConfig(batch=64, gather_dtype="bfloat16", precision="bfloat16")
     full = of(plan(SEVEN_B, train, OptimConfig(optimiser="adamw"), cluster), "full")
     block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
     N = 32 * block + 2 * 32000 * 4096 + 4096
@@ -404,7 +406,7 @@ def test_muon_by_owners() -> None:
 
 
 def test_links_that_are_fast_enough_are_hidden() -> None:
-    train = TrainConfig(batch=128, gather="bfloat16", steps=1000)
+    train = TrainConfig(batch=128, gather_dtype="bfloat16", steps=1000)
     fast, slow = (
         of(plan(SEVEN_B, train, OptimConfig(), Cluster(ranks=64, between=rate)), "full")
         for rate in (50.0, 1.0)
@@ -420,7 +422,7 @@ def test_links_that_are_fast_enough_are_hidden() -> None:
 
 def test_context_groups_share_a_sequence() -> None:
     config = replace(SEVEN_B, context=32768)
-    train = TrainConfig(batch=8, gather="bfloat16", precision="bfloat16")
+    train = TrainConfig(batch=8, gather_dtype="bfloat16", precision="bfloat16")
     result = plan(config, train, OptimConfig(), Cluster(ranks=64))
     assert {f.layout.context for f in result.forecasts} == {8}  # 8 sequences for 64 ranks
     eight = of(result, "full", 8)
@@ -454,7 +456,7 @@ def test_a_batch_that_no_layout_can_divide() -> None:
 
 def test_advice_names_a_change_that_fits() -> None:
     optim, cluster = OptimConfig(), Cluster(ranks=64)
-    train = TrainConfig(batch=512, gather="bfloat16", precision="bfloat16")
+    train = TrainConfig(batch=512, gather_dtype="bfloat16", precision="bfloat16")
     result = plan(SEVEN_B, train, optim, cluster)
     assert result.fastest(recompute=False) is None
     again = result.fastest()
@@ -487,7 +489,7 @@ def one_formula_wrong(sizes: Sizes) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("gather", "ranks", "parts", "optimiser"),
+    ("gather_dtype", "ranks", "parts", "optimiser"),
     [
         ("bfloat16", 64, 64, "muon"),
         ("float32", 3, 3, "adamw"),
@@ -496,19 +498,25 @@ def one_formula_wrong(sizes: Sizes) -> Iterator[None]:
     ],
 )
 def test_fsdp2_holds_and_sends_what_the_formulas_say(
-    gather: str, ranks: int, parts: int, optimiser: str
+    gather_dtype: str, ranks: int, parts: int, optimiser: str
 ) -> None:
     """Divided among all ranks, or inside nodes of ``parts``."""
     config = small(vocabulary=515, layers=3, tied=False, kv_heads=2)  # 515 rows: no equal parts
     optim = OptimConfig(optimiser=optimiser)
-    sizes, given = Sizes(config, optim), {"ranks": ranks, "gather": gather, "parts": parts}
+    sizes, given = (
+        Sizes(config, optim),
+        {"ranks": ranks, "gather_dtype": gather_dtype, "parts": parts},
+    )
     found = simulate(config, optim, **given)
     assert simulated_differs(found, sizes, optim, **given) is None
     assert (found.gathers, found.reductions) == (7, 4)
     if parts < ranks:  # a block is recomputed from weights that its backward pass has gathered
         again = simulate(config, optim, recompute=True, **given)
         assert again._replace(seconds=found.seconds) == found
-    train, shard = TrainConfig(batch=ranks, gather=gather), "full" if parts == ranks else "node"
+    train, shard = (
+        TrainConfig(batch=ranks, gather_dtype=gather_dtype),
+        "full" if parts == ranks else "node",
+    )
     full = of(plan(config, train, optim, Cluster(ranks=ranks, per_node=parts)), shard)
     assert full.exchanged["gather"].inside == pytest.approx(found.gather_bytes)
     assert full.exchanged["reduce-scatter"].inside == pytest.approx(found.reduce_bytes)
@@ -521,8 +529,11 @@ def test_fsdp2_holds_and_sends_what_the_formulas_say(
 
 def test_a_block_of_several_layers_is_gathered_for_each() -> None:
     config, optim = small(layers=4, distinct_layers=2, choice="entmax", alpha=1.25), OptimConfig()
-    found = simulate(config, optim, ranks=8, gather="float32")
+    found = simulate(config, optim, ranks=8, gather_dtype="float32")
     assert (found.gathers, found.reductions) == (9, 3)
-    assert simulated_differs(found, Sizes(config, optim), optim, ranks=8, gather="float32") is None
+    assert (
+        simulated_differs(found, Sizes(config, optim), optim, ranks=8, gather_dtype="float32")
+        is None
+    )
     with pytest.raises(ValueError, match="experts are chosen by values"):
-        simulate(small(experts=4), optim, ranks=8, gather="float32")
+        simulate(small(experts=4), optim, ranks=8, gather_dtype="float32")
