@@ -11,8 +11,7 @@ parsed, which takes 0.2 s, when it is asked for.
 
 The exercises run code that the reader types, so nobody else may use the server: it listens on
 127.0.0.1, and a request must carry the token of the printed address (in the address at first, then
-in a cookie), name this server as its host, which a page that rebinds a domain name cannot, and come
-from a page of this server, where it names an origin. marimo itself checks none of these.
+in a cookie) and come from no page of another site (server/guard.py). marimo checks neither.
 
 Lessons compute in threads of this process, one per open page, and torch counts the levels of
 forward-mode derivatives per process: of two that are taken at once, the one that ends first deletes
@@ -45,7 +44,8 @@ from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import (
     HTMLResponse,
     PlainTextResponse,
@@ -58,6 +58,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fenchel.lessons.course import COURSE, PARTS, Lesson, completed, lesson
 from fenchel.report.html import Html, Section, document, element, join, pluralise
+from fenchel.server.guard import Guard
 
 HOST = "127.0.0.1"
 _GRACE = 1
@@ -94,7 +95,7 @@ class LessonServer:
             lifespan=self._lifespan,
         )
         config = uvicorn.Config(
-            Guard(app, self.port, self.token),
+            LessonGuard(app, self.port, self.token),
             log_level="warning",
             timeout_graceful_shutdown=_GRACE,
         )
@@ -191,55 +192,32 @@ class Assets:
         return Response(content, media_type=kind, headers={"Cache-Control": kept})
 
 
-class Guard:
+class LessonGuard(Guard):
     """Refuses what does not come from a page of this server with its token."""
 
     def __init__(self, app: ASGIApp, port: int, token: str) -> None:
-        self.app, self.token = app, token
-        self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
-        self.cookie = f"fenchel_learn_{port}"
+        super().__init__(app, ("localhost",))
+        self.token, self.cookie = token, f"fenchel_learn_{port}"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        headers = {
-            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
-        }
-        if not self._is_local(headers):
-            await _refuse(scope, receive, send, "This address is not the server's own.")
-        elif self._is_token(
-            parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        ):
-            await self._admit(scope, receive, send)
-        elif self._has_cookie(headers.get("cookie", "")) or _is_manifest(scope):
-            with suppress(ClientDisconnect):  # a page that was closed meanwhile
-                await self.app(scope, receive, send)
-        else:
-            said = "Open the address that `fenchel learn` printed: it holds a token."
-            await _refuse(scope, receive, send, said)
-
-    def _is_local(self, headers: dict[str, str]) -> bool:
-        origins = {f"http://{host}" for host in self.hosts}
-        return headers.get("host") in self.hosts and headers.get("origin") in {None, *origins}
+    def response(self, scope: Scope, headers: Headers, foreign: str | None) -> Response | None:
+        """The cookie in exchange for the token, a refusal, or None."""
+        if foreign is not None:
+            return PlainTextResponse("This address is not the server's own.", status_code=403)
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        if self._is_token(query.get("token", [""])[0]):
+            if scope["type"] != "http":
+                return None
+            admitted = RedirectResponse(scope["path"], status_code=303)  # without the token
+            admitted.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
+            return admitted
+        cookie = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
+        if (cookie is not None and self._is_token(cookie.value)) or _is_manifest(scope):
+            return None
+        sentence = "Open the address that `fenchel learn` printed: it holds a token."
+        return PlainTextResponse(sentence, status_code=403)
 
     def _is_token(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self.token.encode())
-
-    def _has_cookie(self, header: str) -> bool:
-        found = SimpleCookie(header).get(self.cookie)
-        return found is not None and self._is_token(found.value)
-
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        response = RedirectResponse(
-            scope["path"], status_code=303
-        )  # the token leaves the address bar
-        response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
-        await response(scope, receive, send)
 
 
 def index_page(solved: set[str]) -> str:
@@ -385,10 +363,3 @@ def _states(app: Any) -> list[Any]:
 def _is_manifest(scope: Scope) -> bool:
     """Whether it asks for a file of marimo's that browsers ask for without cookies."""
     return scope["type"] == "http" and str(scope["path"]).endswith("/manifest.json")
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, sentence: str) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008})
-    else:
-        await PlainTextResponse(sentence, status_code=403)(scope, receive, send)

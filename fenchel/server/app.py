@@ -1,17 +1,14 @@
 """HTTP around the engine: routes, limits, and who may ask.
 
-    client -> Guard -> route -> body -> call -> engine (a thread) -> updates -> response or stream
+    client -> guard -> route -> body -> call -> engine (a thread) -> updates -> response or stream
 
 One event loop does HTTP; the engine's thread owns the model. Bodies are checked and encoded in a
 pool of threads, since a text may be long and a chat template has a process of its own. Updates
 cross from the engine to the loop once per step for all requests (``Relay``).
 
-**Access.** The server listens on a loopback address unless another one is configured. A web page
-that a reader opens elsewhere could still send requests to it, so ``Guard`` refuses
-
-    a Host that is a name other than the server's: a page that rebinds its own name has such a one
-    an Origin other than this server, unless it is allowed
-    a request without the key, where there is one
+**Access.** The server listens on a loopback address unless another one is configured.
+``ServerGuard`` refuses what pages of other sites have sent (server/guard.py) and, where there is a
+key, requests without it.
 
 **Limits.** The head of a request has ``HEAD_SECONDS`` to arrive, or the connection ends. A body has
 ``LARGEST_BODY`` bytes at most, counted while they arrive, and ``BODY_SECONDS`` to do so. A request
@@ -44,7 +41,6 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -63,6 +59,7 @@ from fenchel.server.engine import (
     Ticket,
     Update,
 )
+from fenchel.server.guard import Guard
 from fenchel.server.metrics import CONTENT_TYPE, Metrics
 from fenchel.server.openai_api import (
     ApiError,
@@ -143,58 +140,32 @@ def _json(value: Mapping[str, Any]) -> bytes:
     return text.encode(errors="replace")
 
 
-class Guard:
+class ServerGuard(Guard):
     """Refuses requests of other pages and those without the key."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self.app, self.settings = app, settings
-        self.names = {"localhost", settings.host.lower(), socket.gethostname().lower()}
+        own = ("localhost", settings.host, socket.gethostname())
+        super().__init__(app, own if settings.key is None else None, settings.origins)
+        self.key = settings.key
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        error = self._refusal(scope["path"], Headers(scope=scope))
-        if error is not None:
-            await error_response(error)(scope, receive, send)
-            return
-        with suppress(ClientDisconnect):
-            await self.app(scope, receive, send)
+    def response(self, scope: Scope, headers: Headers, foreign: str | None) -> Response | None:
+        """An error in OpenAI's shape, or None."""
+        if foreign is not None:
+            return error_response(ApiError(_FOREIGN[foreign], status=403, code=foreign))
+        if self.key is None or scope["path"] in OPEN_PATHS:
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode() if scheme.lower() == "bearer" else b""
+        if hmac.compare_digest(given, self.key.encode()):
+            return None
+        message = "the key is missing or wrong; send it as Authorization: Bearer KEY."
+        return error_response(ApiError(message, status=401, code="invalid_api_key"))
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if self.settings.key is None and not self._is_own(host):
-            return ApiError(
-                "the Host of this request is not a name of this server.", status=403, code="host"
-            )
-        allowed = origin is None or origin in self.settings.origins
-        if not allowed and str(origin).partition("://")[2] != host:
-            return ApiError(
-                "pages of other origins may not use this server; --origin allows one.",
-                status=403,
-                code="origin",
-            )
-        if self.settings.key is not None and path not in OPEN_PATHS:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            given = key.strip().encode() if scheme.lower() == "bearer" else b""
-            if not hmac.compare_digest(given, self.settings.key.encode()):
-                return ApiError(
-                    "the key is missing or wrong; send it as Authorization: Bearer KEY.",
-                    status=401,
-                    code="invalid_api_key",
-                )
-        return None
 
-    def _is_own(self, host: str) -> bool:
-        name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
-        if name.lower() in self.names:
-            return True
-        try:
-            ip_address(name)  # a page cannot rebind a number
-        except ValueError:
-            return False
-        return True
+_FOREIGN = {
+    "host": "the Host of this request is not a name of this server.",
+    "origin": "pages of other origins may not use this server; --origin allows one.",
+}
 
 
 class AnswerCount:
@@ -446,7 +417,7 @@ class App:
                     allow_headers=("authorization", "content-type"),
                 )
             )
-        middleware.append(Middleware(Guard, settings=settings))
+        middleware.append(Middleware(ServerGuard, settings=settings))
         self.asgi = Starlette(
             routes=[
                 Route("/", self._page),

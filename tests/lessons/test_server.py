@@ -1,4 +1,4 @@
-"""fenchel learn: the list, the guard in front of the lessons, and every lesson in a browser."""
+"""fenchel learn: the list, and every lesson in a browser; its guard: tests/server/test_guard.py."""
 
 import asyncio
 import os
@@ -20,100 +20,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from fenchel.cli import main
 from fenchel.lessons.course import COURSE, Lesson
-from fenchel.lessons.server import Assets, Guard, LessonServer, _serialise_cells, index_page
+from fenchel.lessons.server import Assets, LessonServer, _serialise_cells, index_page
 from tests.browser import PHONE, Browser, needs_browser
-
-PORT, TOKEN = 8765, "a-token"
-
-
-def ask(
-    path: str = "/", query: str = "", kind: str = "http", **headers: str
-) -> tuple[int | str, dict[str, str]]:
-    """What the guard answers: (status or "passed" or the code of a closed socket, headers)."""
-    sent: list[dict[str, Any]] = []
-
-    async def inner(*_: Any) -> None:
-        sent.append({"type": "passed"})
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = {"host": f"127.0.0.1:{PORT}", **headers}
-    scope = {
-        "type": kind,
-        "method": "GET",
-        "path": path,
-        "query_string": query.encode(),
-        "headers": [(key.encode(), value.encode()) for key, value in headers.items()],
-    }
-    asyncio.run(Guard(inner, PORT, TOKEN)(scope, receive, send))
-    first = sent[0]
-    if first["type"] == "passed":
-        return "passed", {}
-    given = {key.decode(): value.decode() for key, value in first.get("headers", [])}
-    return first.get("status", first.get("code")), given
-
-
-COOKIE = f"fenchel_learn_{PORT}={TOKEN}"
-
-
-def test_the_address_with_the_token_is_exchanged_for_a_cookie() -> None:
-    status, headers = ask("/lessons/l07_softmax/", f"token={TOKEN}")
-    assert status == 303
-    assert headers["location"] == "/lessons/l07_softmax/"
-    assert headers["set-cookie"].startswith(COOKIE)
-    assert "HttpOnly" in headers["set-cookie"]
-    assert "samesite=strict" in headers["set-cookie"].lower()
-
-
-@pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_the_cookie_admits_this_server_s_own_pages(kind: str) -> None:
-    assert ask(kind=kind, cookie=COOKIE)[0] == "passed"
-    assert ask(kind=kind, cookie=COOKIE, origin=f"http://127.0.0.1:{PORT}")[0] == "passed"
-    assert ask(kind=kind, cookie=COOKIE, host=f"localhost:{PORT}")[0] == "passed"
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"cookie": f"fenchel_learn_{PORT}=another"},
-        {"cookie": f"fenchel_learn_{PORT + 1}={TOKEN}"},
-        {"cookie": COOKIE, "host": "127.0.0.1"},
-        {"cookie": COOKIE, "host": f"rebound.example:{PORT}"},
-        {"cookie": COOKIE, "origin": "https://page.example"},
-        {"cookie": COOKIE, "origin": "null"},
-        {"cookie": COOKIE, "origin": f"http://127.0.0.1:{PORT + 1}"},
-    ],
-)
-def test_everything_else_is_refused(headers: dict[str, str]) -> None:
-    assert ask("/lessons/l07_softmax/", **headers)[0] == 403
-    assert ask("/lessons/l07_softmax/ws", kind="websocket", **headers)[0] == 1008
-
-
-def test_a_page_that_is_closed_is_no_error() -> None:
-    async def closed(*_: Any) -> None:
-        raise ClientDisconnect
-
-    scope = {
-        "type": "http",
-        "path": "/",
-        "query_string": b"",
-        "headers": [(b"host", f"127.0.0.1:{PORT}".encode()), (b"cookie", COOKIE.encode())],
-    }
-    asyncio.run(Guard(closed, PORT, TOKEN)(scope, None, None))  # type: ignore[arg-type]
-
-
-def test_a_wrong_token_is_refused() -> None:
-    assert ask(query="token=another")[0] == 403
-    assert ask(query="token=")[0] == 403
 
 
 def test_the_list_names_every_lesson_and_what_is_solved() -> None:

@@ -421,8 +421,6 @@ def test_the_page_comes_with_its_policy(running: RunningServer) -> None:
 def test_other_hosts_and_origins_are_refused(running: RunningServer) -> None:
     own = running.address
     assert ask(running, "/health", Host="evil.example")[0] == 403
-    assert ask(running, "/health", Host="localhost:9")[0] == 200
-    assert ask(running, "/health", Host="192.0.2.1:80")[0] == 200
     for origin, status in ((own, 200), ("http://evil.example", 403), ("null", 403)):
         assert ask(running, "/tokenize", {"prompt": "a"}, Origin=origin)[0] == status
 
