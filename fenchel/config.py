@@ -6,7 +6,7 @@ unknown key is an error that names the nearest known one, and a value of the wro
 names the type. ``reference`` lists all settings. Settings may come from a foreign file: the length
 of its lines, its nesting and its numbers are bounded.
 
-A setting may be read under a condition only, as alpha is by entmax alone. The class attribute
+A setting may be read under a condition only, as entmax_alpha is with entmax. The class attribute
 ``USES`` lists these, one ``Use`` per condition, and ``require_read`` refuses a value that nothing
 would read.
 """
@@ -52,16 +52,19 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") ->
 
 
 def did_you_mean(
-    name: str, known: Collection[str], *, show: Callable[[str], str] = repr, cutoff: float = 0.6
+    name: str, known: Collection[str], *, show: Callable[[str], str] = repr, cutoff: float = 0.65
 ) -> str:
-    """The end of an error about an unknown name: the known one most like it, or all of them.
+    """The end of an error about an unknown name: the most similar known one, or all of them.
 
     >>> did_you_mean("sofmax", ["softmax", "entmax"])
     "did you mean 'softmax'?"
+    >>> did_you_mean("alpha", ["choice", "entmax_alpha"])
+    "did you mean 'entmax_alpha'?"
     >>> did_you_mean("relu", ["softmax", "entmax"])
     'known: softmax, entmax.'
     """
     near = get_close_matches(name, known, n=1, cutoff=cutoff)
+    near = near or [each for each in known if name in each.split("_")]
     return f"did you mean {show(near[0])}?" if near else f"known: {', '.join(known)}."
 
 

@@ -58,7 +58,7 @@ from fenchel.model.transformer import Transformer
 SHARD = 5 * 10**9
 """Bytes of weights in one file."""
 _REPLACED = frozenset({"auto_map", "dtype", "torch_dtype", "attn_implementation"})
-_ALPHA = ModelConfig(vocabulary=1).alpha  # of a model whose choice has none
+_ALPHA = ModelConfig(vocabulary=1).entmax_alpha  # of a model whose choice has none
 _BEGINNINGS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]")
 
 
@@ -131,7 +131,7 @@ class _Source(NamedTuple):
         record = self.config.get(FIELD)
         if record is None or choice_from_record(record) != layer_choice(config, 0):
             return config, {}
-        return replace(config, choice="softmax", alpha=_ALPHA, beta=1.0), {FIELD: record}
+        return replace(config, choice="softmax", entmax_alpha=_ALPHA, beta=1.0), {FIELD: record}
 
 
 def export_state(model: Transformer) -> tuple[ModelConfig, dict[str, torch.Tensor]]:

@@ -643,7 +643,8 @@ def simulate(
     """
     if model.experts:
         raise ValueError("experts are chosen by values, which a simulation does not have.")
-    model = replace(model, choice="softmax", layer_choices=(), alpha=ModelConfig.alpha)
+    alpha = ModelConfig.entmax_alpha
+    model = replace(model, choice="softmax", layer_choices=(), entmax_alpha=alpha)
     began = time.perf_counter()
     with simulated_ranks(ranks):
         world, D = World(size=ranks, local_size=parts or ranks), parts or ranks

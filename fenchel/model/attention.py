@@ -60,7 +60,7 @@ def layer_mask(config: ModelConfig, layer: int) -> Prior | None:
 
 def layer_choice(config: ModelConfig, layer: int) -> Choice:
     """The choice map of a layer."""
-    return by_name(config.choice_of(layer), alpha=config.alpha, beta=config.beta)
+    return by_name(config.choice_of(layer), alpha=config.entmax_alpha, beta=config.beta)
 
 
 class Attention(nn.Module):

@@ -83,7 +83,7 @@ class ModelConfig:
     """Gated: "swiglu", "geglu", "geglu_tanh". Plain: "gelu" (exact), "gelu_tanh", "relu"."""
     choice: str = "softmax"
     """How a query chooses among keys: a name in fenchel.choice.MAPS, such as "entmax"."""
-    alpha: float = 1.5
+    entmax_alpha: float = 1.5
     """Exponent of entmax."""
     beta: float = 1.0
     """Inverse temperature of the choice among keys."""
@@ -207,7 +207,7 @@ class ModelConfig:
 
     USES: ClassVar = (
         Use(
-            ("alpha",),
+            ("entmax_alpha",),
             'choice, layer_choices or router "entmax"',
             lambda c: any(name in maps_with("alpha") for name in c.choice_names),
         ),
@@ -268,7 +268,7 @@ class ModelConfig:
         for window in self.windows:
             _require_whole("a window", window, 0)
         for name in (self.choice, self.router, *self.layer_choices):
-            by_name(str(name), alpha=self.alpha)  # raises with the names there are
+            by_name(str(name), alpha=self.entmax_alpha)  # raises with the names there are
         if self.distinct_layers is not None and max(len(self.windows), len(self.layer_choices)) > 1:
             raise ValueError(
                 "distinct_layers shares blocks between layers; windows and layer_choices should "

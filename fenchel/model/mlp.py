@@ -87,7 +87,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         X, M, F = config.experts, config.width, config.mlp_width
         self.per_token = config.experts_per_token
-        self.choice = by_name(config.router, alpha=config.alpha)
+        self.choice = by_name(config.router, alpha=config.entmax_alpha)
         self.activation, self.dropout = ACTIVATIONS[config.mlp], config.mlp_dropout
         self.router = nn.Linear(M, X, bias=False)
         self.gate = nn.Parameter(torch.empty(X, F, M)) if config.gated else None

@@ -31,7 +31,7 @@ def test_every_setting_has_a_row_with_a_meaning() -> None:
     rows = {row.name: row for row in reference(RunConfig)}
     assert sorted(rows) == sorted(names(RunConfig))
     assert all(row.about.endswith(".") and row.kind for row in rows.values())
-    assert rows["model.alpha"].needs == 'choice, layer_choices or router "entmax"'
+    assert rows["model.entmax_alpha"].needs == 'choice, layer_choices or router "entmax"'
     assert rows["train.balance_weight"].needs == "model.experts"
 
 

@@ -528,7 +528,10 @@ def test_fsdp2_holds_and_sends_what_the_formulas_say(
 
 
 def test_a_block_of_several_layers_is_gathered_for_each() -> None:
-    config, optim = small(layers=4, distinct_layers=2, choice="entmax", alpha=1.25), OptimConfig()
+    config, optim = (
+        small(layers=4, distinct_layers=2, choice="entmax", entmax_alpha=1.25),
+        OptimConfig(),
+    )
     found = simulate(config, optim, ranks=8, gather_dtype="float32")
     assert (found.gathers, found.reductions) == (9, 3)
     assert (

@@ -148,4 +148,4 @@ def test_what_it_cannot_serve_it_names(lively: Build) -> None:
     for choice in ("entmax", "sparsemax"):
         assert "choice is" in str(why_not_plain(lively(choice=choice)))
         assert why_not_plain(lively(choice=choice), sparse=True) is None
-    assert "Entmax" in str(why_not_plain(lively(choice="entmax", alpha=2.5), sparse=True))
+    assert "Entmax" in str(why_not_plain(lively(choice="entmax", entmax_alpha=2.5), sparse=True))

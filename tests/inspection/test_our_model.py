@@ -119,7 +119,7 @@ def test_a_text_is_framed_by_the_template_of_its_tokenizer(save: Save) -> None:
 
 MAPS: dict[str, dict[str, Any]] = {
     "softmax": {},
-    "entmax": {"choice": "entmax", "alpha": 1.5},
+    "entmax": {"choice": "entmax", "entmax_alpha": 1.5},
     "sparsemax": {"choice": "sparsemax"},
     "distance": {"scores": "l2"},
     "distance, entmax": {"scores": "l2", "choice": "entmax"},

@@ -123,7 +123,7 @@ def test_a_sink_takes_the_rest(build: Build, choice: str) -> None:
 
 
 def test_layers_choose_by_their_own_maps(build: Build) -> None:
-    model = build(layer_choices=("softmax", "entmax"), alpha=1.3)
+    model = build(layer_choices=("softmax", "entmax"), entmax_alpha=1.3)
     kinds = [block.attention.choice for block in model.blocks]
     assert kinds == [Softmax(), Entmax(1.3), Softmax()]
 

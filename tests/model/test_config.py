@@ -28,8 +28,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"positions": "alibis"}, "positions='alibis' should be one of"),
     ({"mlp": "tanh"}, "mlp='tanh' should be one of"),
     ({"choice": "softmaxx"}, "there is no choice map 'softmaxx'; did you mean 'softmax'?"),
-    ({"choice": "entmax", "alpha": 1.0}, "needs 1 < alpha"),
-    ({"choice": "entmax", "alpha": math.nan}, "needs 1 < alpha"),
+    ({"choice": "entmax", "entmax_alpha": 1.0}, "needs 1 < alpha"),
+    ({"choice": "entmax", "entmax_alpha": math.nan}, "needs 1 < alpha"),
     ({"dropout": 1.0}, r"dropout=1\.0 should be in \[0, 1\)."),
     ({"dropout": math.nan}, "dropout=nan should be in"),
     ({"epsilon": 0.0}, r"epsilon=0\.0 should be above 0"),
@@ -140,7 +140,7 @@ def test_a_gated_mlp_is_eight_thirds_as_wide_rounded_up_to_a_multiple_of_32(widt
 
 
 def test_settings_survive_being_written_and_read() -> None:
-    config = ModelConfig(vocabulary=77, heads=4, kv_heads=2, choice="entmax", alpha=1.25)
+    config = ModelConfig(vocabulary=77, heads=4, kv_heads=2, choice="entmax", entmax_alpha=1.25)
     assert from_mapping(ModelConfig, to_mapping(config)) == config
 
 
@@ -156,7 +156,7 @@ OTHERS: dict[str, Any] = {
     "rotary_base": 500.0,
     "mlp": "gelu",
     "choice": "entmax",
-    "alpha": 1.3,
+    "entmax_alpha": 1.3,
     "beta": 2.0,
     "tied": False,
     "bias": True,

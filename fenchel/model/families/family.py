@@ -33,6 +33,8 @@ class Match(NamedTuple):
     layout: Layout
 
 
+_CHOICE_SETTINGS = {"alpha": "entmax_alpha", "beta": "beta"}
+"""Settings of a choice map, and of a model."""
 _NAMED = 12  # of the settings that are not known, those that a warning names
 
 
@@ -138,9 +140,9 @@ def _attached_choice(reader: ConfigReader) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{reader.where}: {printable(error, 200)}") from None
     name = record.pop("map")
-    if unknown := sorted(record.keys() - {"alpha", "beta"}):
+    if unknown := sorted(record.keys() - _CHOICE_SETTINGS.keys()):
         raise ValueError(f"{reader.where}: {unknown[0]} of {name} is no setting of a model here.")
-    return {"choice": name, **record}
+    return {"choice": name, **{_CHOICE_SETTINGS[key]: value for key, value in record.items()}}
 
 
 def resolved(config: ModelConfig) -> dict[str, Any]:
@@ -161,8 +163,8 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
     }
     del settings["layer_choices"]
     choices = {config.choice_of(layer) for layer in layers}
-    for name in ("alpha", "beta"):
-        if choices.isdisjoint(maps_with(name)):
+    for key, name in _CHOICE_SETTINGS.items():
+        if choices.isdisjoint(maps_with(key)):
             del settings[name]
     if config.positions != "rotary":
         return {name: value for name, value in settings.items() if not name.startswith("rotary_")}

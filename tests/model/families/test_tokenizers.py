@@ -117,7 +117,7 @@ def test_a_directory_keeps_everything_beside_its_weights(
     if way == "attach":
         again = tmp_path / "again"
         model, tokenizer, config = load(out)
-        assert (config.choice, config.alpha, config.beta) == ("entmax", 1.5, 2.0)
+        assert (config.choice, config.entmax_alpha, config.beta) == ("entmax", 1.5, 2.0)
         save(model, tokenizer, again)
         assert resolved(load(again).config) == resolved(config)
         convert(out, tmp_path / "recast", dtype=torch.float16)
