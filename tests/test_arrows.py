@@ -90,7 +90,7 @@ def test_the_ground_is_all_single_modules_and_imports_nothing() -> None:
 
 
 @pytest.mark.parametrize("package", sorted(packages()))
-def test_a_package_imports_exactly_what_its_row_says(package: str) -> None:
+def test_a_package_imports_exactly_the_packages_of_its_row(package: str) -> None:
     assert imported_packages(package) == table()[package][0]
 
 

@@ -100,7 +100,7 @@ def test_assigning_leaves_the_rest_and_the_original_alone() -> None:
         ("2m", "2m"),
     ],
 )
-def test_a_value_is_read_as_it_looks(text: str, value: object) -> None:
+def test_a_value_is_parsed_by_its_form(text: str, value: object) -> None:
     assert parse_value(text) == value
 
 

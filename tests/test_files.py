@@ -188,7 +188,9 @@ def test_other_troubles_of_a_disk_are_not_called_full(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "denied", "/workspace/no space left here")
 
 
-def test_space_is_asked_for_before_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_space_is_refused_before_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=3 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     files.require_space(tmp_path, 3 * 2**20)
@@ -250,7 +252,7 @@ def test_beside_a_folder_only_what_its_dead_writers_left_is_taken(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["more", "link", "file"])
-def test_what_no_writer_left_is_somebodys(kind: str, tmp_path: Path) -> None:
+def test_a_file_that_no_writer_leaves_is_not_swept(kind: str, tmp_path: Path) -> None:
     mine, stray = tmp_path / "mine", tmp_path / f"tokens.tmp-{dead_process()}"
     mine.mkdir()
     match kind:
@@ -504,7 +506,7 @@ def hold(folder: Path, taken: object, done: object) -> None:
         done.wait(30)
 
 
-def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_with_the_process_of_the_first(tmp_path: Path) -> None:
     context = get_context("fork")
     taken, done = context.Event(), context.Event()
     holder = context.Process(target=hold, args=(tmp_path, taken, done))

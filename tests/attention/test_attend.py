@@ -318,7 +318,7 @@ def test_a_learned_prior_learns_in_both_back_ends(qkv: QKV) -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_serves_says_why_a_back_end_cannot(qkv: QKV) -> None:
+def test_each_back_end_gives_its_reason(qkv: QKV) -> None:
     reasons = serves(*qkv)
     assert [name for name in BACKENDS if reasons[name] is None] == list(BACKENDS)[:4]
     assert "entmax, not Softmax" in (reasons["triton"] or "")

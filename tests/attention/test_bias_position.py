@@ -91,7 +91,7 @@ def test_buckets_are_those_of_t5(both_sides: bool, buckets: int, distance: int) 
     assert torch.equal(ours, theirs)
 
 
-def test_a_relative_bias_looks_up_key_minus_query(draw) -> None:
+def test_a_relative_bias_is_indexed_by_key_minus_query(draw) -> None:
     table = draw(32, 3)
     bias = RelativeBias(table, both_sides=True).log(4, 6, H=3, dtype=torch.float64)[0]
     for h in range(3):

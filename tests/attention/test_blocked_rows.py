@@ -32,7 +32,7 @@ def test_one_number_a_row_gives_back_weights_and_their_spread(choice: Choice, si
     assert nu[2] == torch.inf
 
 
-def test_maps_that_need_more_than_one_number_say_so() -> None:
+def test_maps_that_need_more_than_one_number_are_refused_with_the_reason() -> None:
     assert exponent(Hard()) is None
     assert exponent(Entmax(1.01)) is None
     assert exponent(Entmax(2.1)) is None  # s would jump from infinity to 0 with the last digit

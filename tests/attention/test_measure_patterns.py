@@ -22,7 +22,7 @@ def heads() -> Tensor:
     return torch.stack([here, back, first, even / even.sum(-1, keepdim=True)])[None]
 
 
-def test_each_head_is_known_by_its_habit() -> None:
+def test_each_head_has_the_pattern_of_its_weights() -> None:
     found = head_patterns(heads())
     rows = torch.arange(T)
     evenly = torch.log(rows + 1.0).mean()

@@ -38,7 +38,7 @@ def by_hand(q: Tensor, k: Tensor, scale: float) -> tuple[float, float]:
         (D**0.5, "which should divide"),
     ],
 )
-def test_each_slip_is_told_with_what_it_does(
+def test_each_wrong_scale_is_named_with_its_effect(
     scale: float, says: str, qk: tuple[Tensor, Tensor]
 ) -> None:
     warning = scale_warning(*qk, scale=scale)
@@ -51,7 +51,9 @@ def test_each_slip_is_told_with_what_it_does(
     assert warning.count(".\n") == 0
 
 
-def test_the_symptoms_go_the_way_the_theory_says(qk: tuple[Tensor, Tensor]) -> None:
+def test_a_wrong_scale_changes_the_spread_by_the_predicted_factor(
+    qk: tuple[Tensor, Tensor],
+) -> None:
     """sqrt(D) = 8 times too wide without the factor, sqrt(H) too narrow with d_model."""
     meant, best = by_hand(*qk, D**-0.5)
     assert meant == pytest.approx(1.0, rel=0.05)
@@ -92,13 +94,13 @@ def test_forbidden_keys_do_not_count(qk: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
-def test_no_scale_at_all_is_told(scale: float, qk: tuple[Tensor, Tensor]) -> None:
+def test_a_missing_scale_is_named(scale: float, qk: tuple[Tensor, Tensor]) -> None:
     assert "use 1/sqrt(64)" in (scale_warning(*qk, scale=scale) or "")
 
 
 @pytest.mark.parametrize("beta", [D**-0.5, torch.full((H, 1, 1), D**-0.5)], ids=["number", "heads"])
 @pytest.mark.parametrize("kind", [Softmax, lambda b: Entmax(1.5, b)], ids=["softmax", "entmax"])
-def test_a_factor_that_beta_applies_again_is_told(qk, beta, kind) -> None:
+def test_a_factor_in_both_scale_and_beta_is_named(qk, beta, kind) -> None:
     warning = scale_warning(*qk, choice=kind(beta))
     assert warning is not None
     assert "scale=0.125 and beta=0.125 apply 1/sqrt(D) twice" in warning
@@ -108,7 +110,7 @@ def test_a_factor_that_beta_applies_again_is_told(qk, beta, kind) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0, 3.0])
-def test_a_temperature_in_the_scale_and_in_beta_is_told(qk, temperature: float) -> None:
+def test_a_temperature_in_both_scale_and_beta_is_named(qk, temperature: float) -> None:
     t = 1.0 / temperature
     warning = scale_warning(*qk, scale=t * D**-0.5, choice=Softmax(t))
     assert warning is not None
@@ -124,7 +126,7 @@ def test_a_factor_split_between_scale_and_beta_is_judged_by_its_product(qk) -> N
 
 
 @pytest.mark.filterwarnings("error")
-def test_where_no_key_is_open_there_is_nothing_to_tell() -> None:
+def test_without_an_admissible_key_there_is_no_warning() -> None:
     q = torch.randn(1, 1, 1, 4, generator=torch.Generator().manual_seed(0))
     assert scale_warning(q, q, scale=1.0, prior=Causal(strict=True)) is None
     assert scale_warning(q[:, :, :0], q, scale=1.0) is None

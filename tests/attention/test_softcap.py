@@ -72,7 +72,7 @@ def test_values_and_derivatives_are_those_of_the_definition(
 
 
 @every_choice
-def test_the_derivatives_written_out_know_the_cap(
+def test_the_explicit_derivatives_include_the_cap(
     qkv: tuple[Tensor, Tensor, Tensor], choice: Choice
 ) -> None:
     moves = tuple(x.flip(2) for x in qkv)
@@ -115,7 +115,7 @@ def test_a_learned_temperature_comes_after_the_cap(qkv: tuple[Tensor, Tensor, Te
     assert torch.autograd.grad(ours.square().sum(), beta)[0] != 0
 
 
-def test_who_cannot_cap_says_so(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_back_ends_without_a_soft_cap_give_their_reason(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     why = serves(*qkv, softcap=C)
     assert why["sdpa"] == "torch's fused kernels have no soft-cap"
     assert why["reference"] is why["blocked"] is why["flex"] is None

@@ -225,20 +225,20 @@ def test_a_pickle_is_named_and_never_opened(folder: Path) -> None:
         open_directory(folder)
 
 
-def test_without_weights_it_says_which_files_were_looked_for(folder: Path) -> None:
+def test_without_weights_the_expected_files_are_named(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         open_directory(folder)
 
 
 @pytest.mark.parametrize("settings", [{}, {"model_type": None}, {"model_type": ["llama"]}])
-def test_a_config_must_say_what_the_model_is(folder: Path, settings: dict[str, Any]) -> None:
+def test_a_config_needs_a_model_type(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="no model_type"):
         open_directory(folder)
 
 
-def test_code_that_a_config_asks_for_is_named_and_not_run(folder: Path) -> None:
+def test_code_that_a_config_names_is_reported_and_not_run(folder: Path) -> None:
     (folder / "config.json").write_text(
         json.dumps({"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}})
     )

@@ -18,7 +18,7 @@ def write(path: Path, name: str = NAME, **settings: Any) -> Path:
     return path
 
 
-def test_nothing_said_is_greedy_and_without_end(tmp_path: Path) -> None:
+def test_a_config_without_fields_is_greedy_without_an_end_token(tmp_path: Path) -> None:
     assert read_generation_config(write(tmp_path)) == GenerationConfig()
 
 
@@ -45,7 +45,7 @@ def test_settings_of_draws_count_only_when_drawing(tmp_path: Path) -> None:
     assert found == GenerationConfig(eos=(2,))
 
 
-def test_an_older_directory_says_it_in_its_config(tmp_path: Path) -> None:
+def test_an_older_directory_has_the_fields_in_config_json(tmp_path: Path) -> None:
     write(tmp_path, "config.json", eos_token_id=3, decoder_start_token_id=0)
     assert read_generation_config(tmp_path) == GenerationConfig(eos=(3,), decoder_start=0)
 

@@ -79,7 +79,7 @@ def test_the_directory_is_sealed(tokenizer: Tokenizer, tmp_path: Path) -> None:
         ({"windows": (4, 6)}, "windows="),
     ],
 )
-def test_what_no_family_can_express_is_said_and_nothing_written(
+def test_a_model_that_no_family_can_express_is_refused_and_nothing_written(
     changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="no Hugging Face family can express") as refusal:
@@ -106,7 +106,7 @@ def test_what_no_family_can_express_is_said_and_nothing_written(
         ({"choice": "softmax", "dropout": 0.3, "initial": "xavier"}, "llama"),
     ],
 )
-def test_the_first_family_that_says_it_all_is_used(
+def test_the_first_family_that_expresses_the_model_is_used(
     changes: dict[str, Any], family: str, tmp_path: Path
 ) -> None:
     model = model_of(**changes)
@@ -165,7 +165,7 @@ def test_a_failed_write_leaves_what_was_there(
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
-def test_without_a_tokenizer_load_says_how_to_go_on(tmp_path: Path) -> None:
+def test_without_a_tokenizer_load_names_load_model(tmp_path: Path) -> None:
     save(model_of(), None, tmp_path / "out")
     with pytest.raises(ValueError, match=r"no tokenizer\.json; .*fenchel\.checkpoints\.load_model"):
         load(tmp_path / "out")

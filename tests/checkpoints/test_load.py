@@ -60,7 +60,7 @@ def reseal(run: Path, change: Callable[[Path], None]) -> None:
 
 
 @pytest.mark.parametrize(("which", "seed"), [("best", 1), ("newest", 2)])
-def test_the_checkpoint_that_was_asked_for_is_read(run: Path, which: str, seed: int) -> None:
+def test_which_selects_the_checkpoint(run: Path, which: str, seed: int) -> None:
     model, tokenizer, config = load(run, which=which)
     assert config == CONFIG
     assert tokenizer.get_vocab_size() <= 300
@@ -150,7 +150,7 @@ def test_a_link_to_a_checkpoint_is_passed_over(run: Path, tmp_path: Path) -> Non
         load(run, which="newest")
 
 
-def test_without_an_intact_checkpoint_it_says_so(run: Path) -> None:
+def test_a_run_without_an_intact_checkpoint_is_refused(run: Path) -> None:
     for path in run.glob("checkpoints/*/model.safetensors"):
         path.write_bytes(b"")
     with (
@@ -185,7 +185,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
-def test_a_directory_of_neither_kind_is_told_what_was_looked_for(tmp_path: Path) -> None:
+def test_a_directory_of_neither_kind_gets_the_names_of_the_expected_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither the checkpoints of a run nor the config\.json"):
         load(tmp_path)
 
@@ -199,7 +199,7 @@ def test_an_adapter_in_place_of_a_model_is_named_with_its_flag_and_its_merge(
         load(tmp_path)
 
 
-def test_weights_of_a_run_may_be_asked_for_in_another_dtype(run: Path) -> None:
+def test_dtype_casts_the_weights_of_a_run(run: Path) -> None:
     model, _, _ = load(run, dtype=torch.bfloat16)
     exact = weights_of(1)
     assert all(torch.equal(w, exact[name].bfloat16()) for name, w in model.state_dict().items())

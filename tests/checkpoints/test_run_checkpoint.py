@@ -158,7 +158,7 @@ def test_checkpoints_deleted_under_a_run_are_a_folder_again(small: Callable[...,
     run_checkpoint.check(saved(s))
 
 
-def test_what_safetensors_says_of_a_disk_keeps_its_number(tmp_path: Path) -> None:
+def test_an_error_of_safetensors_keeps_its_errno(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         run_checkpoint.write_tensors({"a": torch.ones(1)}, tmp_path / "absent" / "a.safetensors")
 
@@ -166,7 +166,9 @@ def test_what_safetensors_says_of_a_disk_keeps_its_number(tmp_path: Path) -> Non
 # --- choosing
 
 
-def test_the_newest_intact_one_wins_and_the_others_are_told_of(small: Callable[..., Any]) -> None:
+def test_newest_is_the_newest_intact_checkpoint_and_lists_the_damaged(
+    small: Callable[..., Any],
+) -> None:
     s = small()
     three, six, nine = several(s, 3, 6, 9)
     assert newest(s.run.checkpoints) == (nine, {})
@@ -446,7 +448,7 @@ def test_one_that_cannot_be_deleted_stops_nothing(
     assert verify(s.run.checkpoints / "step-000004")["step"] == 4
 
 
-def test_a_folder_with_a_file_of_somebody_else_is_not_rotated_away(
+def test_a_folder_with_another_file_is_not_rotated_away(
     small: Callable[..., Any],
 ) -> None:
     s = small()

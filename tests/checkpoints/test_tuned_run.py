@@ -39,7 +39,7 @@ def test_one_number_more_or_less_is_another_checkpoint() -> None:
             record.require_same(wrong)
 
 
-def test_a_record_that_does_not_say_enough_is_damaged(tmp_path: Path) -> None:
+def test_an_incomplete_record_is_damaged(tmp_path: Path) -> None:
     with committed(tmp_path / "base", {"checkpoint": 3}):
         pass
     with pytest.raises(Damaged, match="which checkpoint"):

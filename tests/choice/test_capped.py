@@ -26,7 +26,7 @@ def test_what_is_not_capped_keeps_its_proportions() -> None:
     torch.testing.assert_close(p[2] / p[3], torch.tensor(math.e).double())
 
 
-def test_the_cap_is_worth_what_its_multiplier_says() -> None:
+def test_the_multiplier_is_the_derivative_of_the_value_by_the_cap() -> None:
     z, step = 3 * draw(9), 1e-6
     choice = Capped(0.3)
     p = choice.weights(z)

@@ -107,7 +107,7 @@ def test_the_dual_recipe_recovers_the_solution() -> None:
     torch.testing.assert_close(Z - y[4] + y[:4], Sparsemax().weights(Z), atol=1e-6, rtol=0)
 
 
-def test_slater_finds_an_inner_point_or_says_there_is_none() -> None:
+def test_slater_finds_an_inner_point_or_returns_none() -> None:
     outside = torch.tensor([2.0, -1.0, 0.0, 0.0], dtype=torch.float64)
     inner = slater_point(DISTANCE, outside)
     assert inner is not None

@@ -42,7 +42,7 @@ def test_the_share_of_a_tie_moves_with_the_prior() -> None:
     torch.testing.assert_close(jacrev(share)(prior), torch.diag(p) - torch.outer(p, p))
 
 
-def test_a_gradient_can_be_asked_for_and_is_zero() -> None:
+def test_the_gradient_exists_and_is_zero() -> None:
     z = torch.tensor([1.0, 2.0, -math.inf], requires_grad=True)
     (g,) = torch.autograd.grad(Hard().weights(z)[1], z)
     assert g.tolist() == [0.0, 0.0, 0.0]

@@ -43,7 +43,7 @@ def test_a_hangup_is_an_interruption_once() -> None:
 
 
 @pytest.mark.parametrize("owned", [signal.SIG_IGN, lambda *_: None], ids=["nohup", "own"])
-def test_who_hears_it_already_goes_on_hearing_it(owned: signal.Handlers) -> None:
+def test_an_existing_handler_stays(owned: signal.Handlers) -> None:
     signal.signal(signal.SIGHUP, owned)
     with may_close():
         signal.raise_signal(signal.SIGHUP)

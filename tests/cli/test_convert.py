@@ -67,7 +67,7 @@ def test_another_dtype_is_that_dtype_of_the_same_numbers(
     assert (two / "tokenizer.json").read_bytes() == (one / "tokenizer.json").read_bytes()
 
 
-def test_nothing_is_written_over_unless_asked(
+def test_nothing_is_overwritten_without_force(
     run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "kept"

@@ -38,7 +38,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_calibration_is_what_the_library_says(
+def test_calibration_is_that_of_the_library(
     run_directory: Path, other_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["eval", str(run_directory), "--text", str(other_text), "--calibration"]
@@ -187,7 +187,7 @@ def test_a_part_of_the_runs_own_text_is_named_by_split(
     assert "leave out --text" in capsys.readouterr().err
 
 
-def test_a_long_reading_tells_how_far_it_is_beside_the_result(
+def test_a_long_evaluation_shows_progress_beside_the_result(
     run_directory: Path,
     other_text: Path,
     capsys: pytest.CaptureFixture[str],
@@ -226,7 +226,7 @@ def test_the_dtype_is_that_of_the_weights_that_are_evaluated(
     )
 
 
-def test_positions_are_read_past_the_trained_context_where_that_is_asked_for(
+def test_context_reads_past_the_trained_positions(
     run_directory: Path, other_text: Path, text_file: Path, flags: list[str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -261,7 +261,7 @@ def test_the_best_device_is_used_and_an_unknown_one_refused(
     assert error.count("\n") == 1
 
 
-def test_a_model_without_a_text_of_its_own_asks_for_one(
+def test_a_model_without_its_own_text_needs_one(
     run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "copy"

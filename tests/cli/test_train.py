@@ -41,7 +41,7 @@ def test_a_run_by_cross_entropy_is_read_without_a_warning(
     assert "train.loss" not in capsys.readouterr().err
 
 
-def test_every_log_line_tells_the_health_of_each_layer(run_directory: Path) -> None:
+def test_every_log_line_has_the_health_of_each_layer(run_directory: Path) -> None:
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").open()]
     trained = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in trained] == [5, 10, 15, 20]
@@ -119,7 +119,7 @@ def test_a_program_gets_the_summary_as_json(
 
 
 @pytest.mark.parametrize("loss", ["entmax", "sparsemax", "hard"])
-def test_a_sparse_loss_trains_and_says_what_it_measures(
+def test_a_sparse_loss_trains_and_names_its_measures(
     loss: str, text_file: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
@@ -246,7 +246,7 @@ def test_a_folder_or_a_text_in_place_of_the_settings_gets_the_right_flag(
         assert flag in capsys.readouterr().err
 
 
-def test_a_text_too_short_for_numbers_that_mean_much_is_said(
+def test_a_text_too_short_for_meaningful_numbers_gets_a_warning(
     tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "short.txt"

@@ -62,7 +62,7 @@ def test_an_epoch_predicts_every_token_once_but_a_remainder(
         assert torch.equal(each.inputs[:, 1:], each.targets[:, :-1])
 
 
-def test_batches_are_contiguous_int64_of_the_shape_asked_for() -> None:
+def test_batches_are_contiguous_int64_of_batch_times_context() -> None:
     inputs, targets, _ = Batches(places(100), batch=3, context=7, seed=0).at(0)
     for each in (inputs, targets):
         assert each.shape == (3, 7)

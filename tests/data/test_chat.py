@@ -386,7 +386,7 @@ def test_marked_answers_are_those_of_transformers(tokenizer: Tokenizer) -> None:
     assert ChatTemplate(outside, TOKENS).encode_answers(tokenizer, conversation()) == (ids, mask)
 
 
-def test_answers_that_a_template_changes_ask_for_marks(tokenizer: Tokenizer) -> None:
+def test_answers_that_a_template_changes_need_markers(tokenizer: Tokenizer) -> None:
     changed = EACH + "{{ message.content[(loop.length - loop.index):] }}{{ eos_token }}{% endfor %}"
     with pytest.raises(ValueError, match=r"put {% generation %}"):
         ChatTemplate(changed, TOKENS).encode_answers(tokenizer, conversation())

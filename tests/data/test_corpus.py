@@ -273,7 +273,7 @@ def test_a_given_tokenizer_is_kept_byte_for_byte_and_is_part_of_the_recipe(
         prepare(config, other)
 
 
-def test_somebody_elses_folder_is_left_alone(config: TextConfig, there: Path) -> None:
+def test_a_folder_with_other_files_is_left_unchanged(config: TextConfig, there: Path) -> None:
     there.mkdir(parents=True)
     (there / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="something other than token files"):
@@ -433,7 +433,7 @@ def sealed(there: Path, name: str, content: bytes, **header: Any) -> None:
             (fresh / file).write_bytes(data)
 
 
-def test_ids_beyond_the_vocabulary_are_refused_whatever_the_seal_says(
+def test_ids_beyond_the_vocabulary_are_refused_even_with_a_valid_seal(
     config: TextConfig, there: Path
 ) -> None:
     count = len(prepare(config, there).train)
@@ -519,7 +519,7 @@ def test_a_tokenizer_that_loses_letters_is_refused(
         prepare(TextConfig(source=str(folder), tokenizer=str(tmp_path / "lossy.json")), there)
 
 
-def test_no_space_is_said_before_and_during_the_work(
+def test_missing_space_is_reported_before_and_during_the_work(
     config: TextConfig, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:

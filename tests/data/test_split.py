@@ -40,7 +40,7 @@ def test_the_cut_is_at_a_line_end_where_one_is_near() -> None:
     assert divide(["x" * 100], 10) == (["x" * 90], ["x" * 10])
 
 
-def test_the_rule_is_said_in_words() -> None:
+def test_the_rule_has_a_sentence() -> None:
     assert str(Split(10, 140, 1)) == "every 10th of 140 documents is for validation"
     assert str(Split(3, 5, 1)) == "the last 3rd of the text is for validation"
 

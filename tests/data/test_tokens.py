@@ -120,7 +120,7 @@ def test_the_same_text_trains_the_same_tokenizer(verses: list[str]) -> None:
     assert train_tokenizer(verses, 350).to_str() == train_tokenizer(verses, 350).to_str()
 
 
-def test_training_reads_no_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_reads_no_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "TRAINED_ON", 100)
     early = train_tokenizer(["ab " * 30, "é" * 500, "xyz " * 100], 400)
     assert "xyz" not in early.get_vocab()
@@ -253,7 +253,7 @@ def test_a_file_too_large_is_refused_before_it_is_read(
         load_tokenizer(path)
 
 
-def test_more_tokens_than_anybody_needs_are_refused(
+def test_too_many_tokens_are_refused(
     raw: dict[str, Any], load: Callable[[Any], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_file, "LARGEST_VOCABULARY", 300)

@@ -497,7 +497,7 @@ def one_formula_wrong(sizes: Sizes) -> Iterator[None]:
         ("bfloat16", 12, 4, "muon"),
     ],
 )
-def test_fsdp2_holds_and_sends_what_the_formulas_say(
+def test_fsdp2_holds_and_sends_the_bytes_of_the_formulas(
     gather_dtype: str, ranks: int, parts: int, optimiser: str
 ) -> None:
     """Divided among all ranks, or inside nodes of ``parts``."""

@@ -40,7 +40,7 @@ def test_mixing_the_values_by_the_maps_gives_what_the_layer_gives(choice: str, i
         torch.testing.assert_close((p @ by_head).transpose(0, 1).flatten(1), out[0])
 
 
-def test_health_is_what_the_maps_say(ids: Tensor) -> None:
+def test_health_is_that_of_the_maps(ids: Tensor) -> None:
     model = lively("entmax")
     maps, told = attention_maps(model, ids), attention_health(model, ids)
     layers = {"max_logit", "entropy", "effective", "support"}
@@ -73,7 +73,7 @@ def test_health_is_what_the_maps_say(ids: Tensor) -> None:
     ],
     ids=str,
 )
-def test_maps_and_health_know_how_each_layer_attends(
+def test_maps_and_health_follow_the_attention_of_each_layer(
     settings: dict[str, object], ids: Tensor
 ) -> None:
     """Mixing the values of the layer by its map gives what the layer gives to its last map."""

@@ -75,7 +75,7 @@ def test_a_model_that_is_always_right_may_be_as_sure_as_it_likes() -> None:
     assert fit_temperature(tied, torch.tensor([0, 1, 2])).loss == pytest.approx(math.log(4.0))
 
 
-def test_a_model_worse_than_chance_should_say_nothing() -> None:
+def test_a_model_worse_than_chance_gets_an_infinite_temperature() -> None:
     logits = torch.tensor([[2.0, 0.0], [3.0, 0.0]])
     found = fit_temperature(logits, torch.tensor([1, 1]))
     assert found.temperature == math.inf

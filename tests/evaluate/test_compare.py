@@ -49,7 +49,7 @@ def test_two_texts_are_never_compared() -> None:
         compare(FOUR, FOUR, by="size")
 
 
-def test_a_fingerprint_tells_tokenizers_apart() -> None:
+def test_fingerprints_of_different_tokenizers_differ() -> None:
     texts = ["the sea shore and the sea shells of the shore"] * 3
     one, same, other = (train_tokenizer(texts, size) for size in (265, 265, 270))
     assert fingerprint(one) == fingerprint(same) != fingerprint(other)

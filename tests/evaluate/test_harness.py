@@ -83,7 +83,7 @@ def test_a_long_context_loses_its_oldest_tokens(
     )
 
 
-def test_greedy_is_said_of_what_greedy_decoding_writes(
+def test_greedy_is_true_for_the_tokens_of_greedy_decoding(
     answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
 ) -> None:
     prompt = encode(tokenizer, "the sea")
@@ -210,7 +210,7 @@ def test_the_harness_gets_an_instance_of_its_own_class(
     assert lm.tokenizer_name == str(tmp_path)
 
 
-def test_without_the_harness_a_sentence_says_how_to_get_it(
+def test_without_the_harness_the_error_names_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)

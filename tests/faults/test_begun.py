@@ -44,7 +44,7 @@ def test_a_time_becomes_steps_once_and_for_all(lab: Any, tmp_path: Path) -> None
     assert tomllib.loads((run / "config.toml").read_text())["train"]["steps"] == 57
 
 
-def test_the_folder_of_somebody_else_is_left_alone(lab: Any, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_left_unchanged(lab: Any, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "draft.tmp-1"):
         (tmp_path / name).write_text("mine")
     ended = lab.begin(tmp_path)
@@ -84,7 +84,7 @@ def test_a_start_that_comes_second_does_not_write_over_the_first(
     assert lab.kept(run)[-1] == 23
 
 
-def test_tensorboard_listens_when_asked_and_is_named_when_missing(
+def test_tensorboard_logs_with_its_flag_and_is_named_when_missing(
     lab: Any, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -177,7 +177,7 @@ def test_settings_that_cannot_change_are_refused_and_not_kept(
     assert (halfway / "config.toml").read_text() == before
 
 
-def test_harmless_settings_take_effect_and_are_said_and_move_no_bit(
+def test_harmless_settings_take_effect_are_reported_and_change_no_bit(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
     words = ["--set", "train.keep=5", "--set", "train.save_every=4", "--set", "train.batch=4"]
@@ -206,7 +206,7 @@ def test_other_settings_take_effect_and_the_promise_is_taken_back(
     assert story["weights"] != whole["weights"]
 
 
-def test_another_machine_is_said_and_the_run_goes_on(lab: Any, halfway: Path) -> None:
+def test_a_change_of_machine_is_reported_and_the_run_goes_on(lab: Any, halfway: Path) -> None:
     path = halfway / "environment.json"
     kept = json.loads(path.read_text())
     del kept["seal"]

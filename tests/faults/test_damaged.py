@@ -126,7 +126,7 @@ def test_without_any_it_refuses_too_if_there_were_some(lab: Any, halfway: Path) 
     assert (halfway / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(
+def test_a_run_killed_before_its_first_checkpoint_begins_again(
     lab: Any, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -225,7 +225,7 @@ def test_damaged_token_files_are_made_again_from_the_same_text(
     assert lab.story(halfway) == whole
 
 
-def test_a_log_that_was_cut_is_said_and_the_weights_do_not_mind(
+def test_a_cut_log_is_reported_and_changes_no_weight(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
     """F18."""
@@ -282,7 +282,7 @@ def test_a_state_that_is_none_is_refused_though_it_is_sealed(
     assert (halfway / "metrics.jsonl").stat().st_size
 
 
-def test_a_changed_line_of_metrics_is_said_and_left_out_of_the_page(
+def test_a_changed_line_of_metrics_is_reported_and_left_out_of_the_page(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
     """Audit F7."""

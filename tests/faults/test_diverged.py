@@ -34,7 +34,7 @@ def summary(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "summary.json").read_text()))
 
 
-def test_a_step_that_broke_is_skipped_said_and_counted(lab: Any, halfway: Path) -> None:
+def test_a_broken_step_is_skipped_reported_and_counted(lab: Any, halfway: Path) -> None:
     ended = lab.resume(halfway, mischief=poisoned("blocks.0.attention.qkv.weight", 27))
     assert ended.code == 0
     says = "the gradient of blocks.0.attention.qkv.weight is the first that is not finite"

@@ -82,7 +82,7 @@ def restored() -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("moment", FULL)
-def test_a_full_disk_is_said_survived_and_forgotten(
+def test_a_full_disk_is_reported_and_the_run_ends_with_the_same_bits(
     lab: Any, whole: dict[str, Any], halfway: Path, moment: str
 ) -> None:
     """F5: full from step 24 to step 30; then there is room again."""

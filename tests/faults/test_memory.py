@@ -103,7 +103,7 @@ def test_a_model_too_large_for_the_memory_is_refused_and_leaves_nothing(
     assert not run.exists()
 
 
-def test_any_command_says_that_memory_ran_out(
+def test_any_command_reports_that_memory_ran_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wants_too_much() -> None:

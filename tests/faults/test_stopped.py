@@ -15,7 +15,7 @@ from fenchel.checkpoints import run_checkpoint
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-def test_once_finishes_the_step_saves_reports_and_says_how_to_go_on(
+def test_one_signal_finishes_the_step_saves_reports_and_names_the_resume_command(
     lab: Any, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     """F4, at odd steps, each signal after the other, and after them the same bits."""
@@ -68,7 +68,7 @@ def test_twice_stops_at_once_and_harms_no_checkpoint(
     assert lab.story(halfway) == whole
 
 
-def test_a_terminal_that_says_twice_that_it_closes_is_no_order(
+def test_two_hangups_of_a_terminal_stop_as_one_does(
     lab: Any, whole: dict[str, Any], halfway: Path
 ) -> None:
     """Once by the kernel and once by the shell, the second time while a checkpoint is written."""
@@ -84,7 +84,7 @@ def test_a_terminal_that_says_twice_that_it_closes_is_no_order(
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])  # a live bar, or plain lines
-def test_a_closed_terminal_stops_as_a_signal_does_though_nothing_can_be_said(
+def test_a_closed_terminal_stops_the_run_as_a_signal_does(
     lab: Any, whole: dict[str, Any], halfway: Path, term: str
 ) -> None:
     ours, theirs = pty.openpty()
@@ -161,9 +161,7 @@ def test_a_stop_before_training_leaves_no_half_made_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_after_the_end_a_resume_says_so_and_changes_nothing(
-    lab: Any, whole: dict[str, Any]
-) -> None:
+def test_a_resume_of_a_finished_run_changes_nothing(lab: Any, whole: dict[str, Any]) -> None:
     run = lab.folder / "whole"
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in run.rglob("*.*")}
     ended = lab.resume(run)

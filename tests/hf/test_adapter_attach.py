@@ -184,7 +184,7 @@ def test_a_term_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         prove(model, Entmax(1.5), some_inputs())
 
 
-def test_a_map_that_looks_ahead_is_noticed(llama: Any) -> None:
+def test_a_map_that_ignores_the_causal_mask_is_refused(llama: Any) -> None:
     """Our softmax is fused and the other maps are not: each keeps the mask by itself."""
 
     class Peeking(Entmax):
@@ -197,7 +197,7 @@ def test_a_map_that_looks_ahead_is_noticed(llama: Any) -> None:
         prove(llama, Peeking(1.5), some_inputs(padded=False))
 
 
-def test_a_keyword_nobody_knows_stops_the_model(llama: Any) -> None:
+def test_an_unknown_keyword_of_a_model_raises(llama: Any) -> None:
     """Silent failure 2 again: what a model hands through reaches us and is not dropped."""
     with attach(llama, Softmax()), pytest.raises(ValueError, match="passes tree_mask to its att"):
         llama(**some_inputs(), tree_mask=torch.ones(1))
@@ -260,7 +260,7 @@ def test_a_map_is_read_back_as_it_was_written(choice: Choice) -> None:
         (choice_record(Capped(0.5)), "'cap', unknown here"),
     ],
 )
-def test_a_config_that_tells_nonsense_is_refused(stored: Any, says: str) -> None:
+def test_an_invalid_field_of_a_config_is_refused(stored: Any, says: str) -> None:
     with pytest.raises(ValueError) as error:
         choice_from_record(stored)
     assert says in str(error.value)
@@ -367,12 +367,12 @@ def opened(rows: str) -> Tensor:
         (torch.where(opened("x.. xx. xxx"), 0.0, torch.finfo(torch.float32).min), "causal"),
     ],
 )
-def test_a_mask_is_told_in_words(mask: Tensor | None, kind: str) -> None:
+def test_a_mask_has_its_kind_in_words(mask: Tensor | None, kind: str) -> None:
     T, S = (3, 3) if mask is None else mask.shape[2:]
     assert mask_kind(mask, T, S) == kind
 
 
-def test_a_mask_is_known_by_its_name_or_kept_entry_by_entry() -> None:
+def test_a_mask_becomes_its_prior_or_is_kept_densely() -> None:
     places = torch.arange(5)
     causal = (places[:, None] >= places)[None, None]
     near = causal & (places[:, None] - places < 3)

@@ -78,7 +78,7 @@ def test_every_term_that_is_honoured_is_in_the_formula(
 
 
 @pytest.mark.parametrize("kind", ["nothing", "s_aux"])
-def test_weights_are_given_to_those_who_ask(kind: str, qkv: QKV, draw: Any) -> None:
+def test_weights_are_returned_with_output_attentions(kind: str, qkv: QKV, draw: Any) -> None:
     terms = terms_of(kind, draw)
     out, p = AttentionFunction(Entmax(1.5))(Layer(), *qkv, None, output_attentions=True, **terms)
     assert p is not None
@@ -93,7 +93,7 @@ def test_the_map_is_the_one_that_was_named(qkv: QKV) -> None:
 
 
 @pytest.mark.parametrize("name", ["indices", "cu_seq_lens_q", "logit_bias", "seq_idx"])
-def test_a_keyword_nobody_knows_is_refused_by_name(name: str, qkv: QKV) -> None:
+def test_an_unknown_keyword_is_refused_by_name(name: str, qkv: QKV) -> None:
     with pytest.raises(ValueError, match=f"Layer passes {name} to its attention"):
         AttentionFunction(Softmax())(Layer(), *qkv, None, **{name: torch.zeros(1)})
     AttentionFunction(Softmax())(Layer(), *qkv, None, **{name: None})  # None asks for nothing

@@ -80,7 +80,7 @@ def test_a_block_is_bracketed_in_both_norms(trace: ForwardTrace, matrices: list[
         assert found.attention.lower == pytest.approx(own, rel=0.02)
 
 
-def test_climbing_attains_what_it_says(trace: ForwardTrace) -> None:
+def test_boyd_ascent_attains_its_value_and_never_falls(trace: ForwardTrace) -> None:
     block = trace.blocks[0]
     J = derivative(block.forward, block.input)
     start = torch.randn(block.input[0].shape, generator=draw())

@@ -56,7 +56,7 @@ def test_what_is_held_moves_as_attention_does(
     torch.testing.assert_close(J.T.dense(), wanted.mT, rtol=1e-8, atol=1e-9)
 
 
-def test_what_is_held_does_not_listen_to_its_arguments() -> None:
+def test_a_held_value_ignores_its_arguments() -> None:
     c = call(Causal(), Softmax())
     held = FrozenAttention(c, keep=True)
     out = exact(c, torch.zeros(T, dtype=torch.float64))

@@ -159,7 +159,7 @@ def test_a_map_that_was_attached_is_the_map_that_is_inspected(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_trace_tells_a_decoder_from_an_encoder(
+def test_a_trace_distinguishes_a_decoder_from_an_encoder(
     family: str, save: Callable[[str], Path], ids: Tensor
 ) -> None:
     assert read(save(family), ids).causal == ("bert" not in family)

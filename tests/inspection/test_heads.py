@@ -80,7 +80,7 @@ def test_a_head_is_ruled_by_its_largest_part() -> None:
             assert head.layer == 7
 
 
-def test_the_four_largest_singular_values_are_told_from_below() -> None:
+def test_the_four_largest_singular_values_are_bounded_from_below() -> None:
     c = call(prior=Causal())
     for steps, near in ((5, 0.0), (60, 1e-3)):
         method = replace(METHOD, iterations=steps, tolerance=1e-9)

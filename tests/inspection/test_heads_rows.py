@@ -46,7 +46,7 @@ CHOICES = {"softmax": Softmax(1.7), "entmax": Entmax(1.5), "sparsemax": Sparsema
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_rows_are_what_their_definitions_say(
+def test_rows_are_their_definitions(
     prior: str, choice: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspected, "_BLOCK", 4 * H * T)  # four queries at a time

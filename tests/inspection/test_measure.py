@@ -111,7 +111,7 @@ def test_a_number_that_no_layer_has_is_refused(save: Save, text: Path) -> None:
         inspected(save, text, heads=[0])
 
 
-def test_a_text_is_cut_only_when_told(save: Save, text: Path) -> None:
+def test_a_text_is_cut_only_with_max_tokens(save: Save, text: Path) -> None:
     subject = open_model(save("gpt2"))
     with pytest.raises(ValueError, match=r"more tokens than the 48 .* --max-tokens 48"):
         tokenize_text(subject, str(text))

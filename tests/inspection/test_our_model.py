@@ -176,7 +176,7 @@ def test_what_is_held_has_the_derivatives_of_the_block_and_its_attention(
             assert float(found.lower) == pytest.approx(true, rel=1e-6)
 
 
-def test_attention_is_not_asked_again_for_a_derivative(
+def test_a_derivative_does_not_call_attention_again(
     run: OurModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = run.trace(torch.tensor([[3, 99, 7, 250]])).blocks

@@ -80,7 +80,7 @@ def test_code_of_its_own(folder: Path) -> None:
         open_model(folder)
 
 
-def test_a_family_that_nobody_knows(folder: Path) -> None:
+def test_an_unknown_family_is_refused(folder: Path) -> None:
     settings(folder, model_type="gpt17")
     with pytest.raises(ValueError, match="has no family 'gpt17'"):
         open_model(folder)
@@ -92,7 +92,7 @@ def test_no_tokenizer(folder: Path) -> None:
         open_model(folder)
 
 
-def test_settings_that_ask_for_more_than_the_weights_hold(folder: Path) -> None:
+def test_settings_that_need_more_than_the_weights_hold(folder: Path) -> None:
     settings(folder, n_layer=3)
     with pytest.raises(ValueError, match=r"lacks transformer\.h\.2"):
         open_model(folder)
@@ -113,7 +113,7 @@ def test_settings_that_ask_for_more_than_the_weights_hold(folder: Path) -> None:
         ({"n_layer": [2]}, r"n_layer=\[2\]"),
     ],
 )
-def test_sizes_that_are_none_are_refused_before_anybody_reads(
+def test_invalid_sizes_are_refused_before_anything_is_read(
     folder: Path, wrong: dict[str, object], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for reader in ("open_known", "open_foreign"):
@@ -123,7 +123,7 @@ def test_sizes_that_are_none_are_refused_before_anybody_reads(
         open_model(folder)
 
 
-def test_where_neither_can_read_it_ours_says_why(folder: Path) -> None:
+def test_where_no_loader_can_read_it_our_reason_is_given(folder: Path) -> None:
     settings(folder, activation_function="nobody's")
     with pytest.raises(ValueError, match=r'activation_function="nobody.s" should be one of'):
         open_model(folder)
@@ -180,7 +180,7 @@ def test_a_family_with_an_attention_of_its_own(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_ids_that_the_model_does_not_know(save: Save, family: str) -> None:
+def test_ids_beyond_the_vocabulary_are_refused(save: Save, family: str) -> None:
     with pytest.raises(ValueError, match="gives the id 300 and the model has 300"):
         open_model(save(family)).trace(torch.tensor([[1, 300]]))
 
@@ -244,7 +244,7 @@ def strange(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("spoilt", [renamed, cut, strange])
-def test_weights_that_ours_found_wrong_are_handed_on_to_nobody(
+def test_wrong_weights_are_not_passed_to_transformers(
     folder: Path,
     spoilt: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
     monkeypatch: pytest.MonkeyPatch,

@@ -121,7 +121,7 @@ def test_how_it_is_cut_changes_nothing(
     torch.testing.assert_close(found, x @ W.t(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_thread_asks_for_sixteen_loads_whatever_the_shape() -> None:
+def test_a_thread_issues_sixteen_loads_for_every_shape() -> None:
     assert launch_shape(2048) == LaunchShape(rows=8, block=2048, warps=4)
     assert launch_shape(2048, matrices=2) == LaunchShape(rows=4, block=2048, warps=4)
     assert launch_shape(5632) == LaunchShape(rows=4, block=8192, warps=8)

@@ -36,7 +36,7 @@ def test_the_list_names_every_lesson_and_what_is_solved() -> None:
     assert "loads nothing and" not in page, "the files of the lessons are loaded with it"
 
 
-def test_a_port_in_use_is_said_and_by_default_avoided() -> None:
+def test_a_given_port_in_use_is_refused_and_the_default_avoids_it() -> None:
     first = LessonServer(0)
     with pytest.raises(ValueError, match=f"port {first.port} cannot be used"):
         LessonServer(first.port)

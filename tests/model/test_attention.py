@@ -96,7 +96,7 @@ def test_queries_and_keys_are_normed_before_they_are_turned(build: Build) -> Non
     torch.testing.assert_close(layer(x, context), wanted)
 
 
-def test_only_the_share_of_a_head_that_is_asked_for_is_turned(build: Build) -> None:
+def test_rotary_fraction_rotates_only_that_share_of_a_head(build: Build) -> None:
     model = build(layers=1, rotary_fraction=0.67)
     assert model.config.rotary_width == 4
     layer, x = model.blocks[0].attention, stream(2, T, M)
@@ -136,7 +136,7 @@ def test_attention_by_distance_is_the_map_whose_bound_is_known(build: Build) -> 
     torch.testing.assert_close(layer(x, ForwardContext()), wanted)
 
 
-def test_cross_attention_looks_at_all_of_the_source(build: Build) -> None:
+def test_cross_attention_reads_all_of_the_source(build: Build) -> None:
     model = build(kind="encoder-decoder", layers=1)
     cross, x, memory = model.blocks[0].cross_attention, stream(2, T, M), stream(2, 5, M)
     kv, heads = memory @ cross.kv.weight.T, []

@@ -142,7 +142,7 @@ def test_norms_after_many_branches_come_with_advice(settings: dict[str, Any], wa
             meta_model(config)  # weights from a file are not drawn
 
 
-def test_the_share_of_the_embedding_falls_as_the_rule_says() -> None:
+def test_the_share_of_the_embedding_halves_per_branch() -> None:
     """Under norms after branches that preserve variance, by half per branch: 2^(-2 L)."""
     generator = torch.Generator().manual_seed(0)
     x = stream = torch.randn(256, 1024, generator=generator)

@@ -41,7 +41,7 @@ def test_within_the_context_nothing_changes_and_past_it_a_cache_reads_the_same(k
 
 
 @torch.no_grad()
-def test_generation_reads_as_far_as_the_context_says() -> None:
+def test_generation_reads_all_of_the_longer_context() -> None:
     model = random_model()
     longer = model.with_context(40)
     ids = torch.randint(23, (1, 9), generator=torch.Generator().manual_seed(1))

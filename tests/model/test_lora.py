@@ -29,7 +29,7 @@ def test_a_fresh_adapter_changes_nothing(build: Build, ids: Tensor) -> None:
     assert torch.equal(model(ids), before)
 
 
-def test_it_is_the_low_rank_sum_that_its_page_says(build: Build) -> None:
+def test_an_adapter_adds_alpha_over_r_times_b_a(build: Build) -> None:
     model = build(layers=1)
     add_lora(model, rank=2, alpha=3.0, targets=["up"])
     stir(model)

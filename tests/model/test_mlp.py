@@ -57,7 +57,7 @@ def test_every_position_is_read_by_the_same_map(build: Build) -> None:
     torch.testing.assert_close(part(x)[1, 3], part(x[1, 3]))
 
 
-def test_approximations_of_gelu_are_as_close_as_is_said() -> None:
+def test_approximations_of_gelu_have_the_stated_errors() -> None:
     exact = GELU(X)
     assert (TANH(X) - exact).abs().max().item() == pytest.approx(4.73e-4, rel=1e-2)
     quick = X * torch.sigmoid(1.702 * X)

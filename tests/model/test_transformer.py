@@ -190,7 +190,7 @@ def test_the_same_generator_gives_the_same_weights() -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_parameters_are_as_many_as_the_formulas_say() -> None:
+def test_the_number_of_parameters_is_that_of_the_formulas() -> None:
     """4 d^2 for attention, 8 d^2 + 5 d for the MLP with biases: 1,048,576 and 2,099,712 at 512."""
     config = ModelConfig(vocabulary=8, context=4, width=512, heads=8, layers=1, mlp="gelu")
     with torch.device("meta"):
@@ -257,7 +257,9 @@ def test_logits_are_scaled_biased_and_capped_in_this_order(build: Build, ids: Te
     assert model(ids).abs().max() < 1.5
 
 
-def test_a_head_for_masked_words_bends_and_norms_before_it_reads(build: Build, ids: Tensor) -> None:
+def test_the_masked_language_head_applies_gelu_and_a_norm_before_the_embedding(
+    build: Build, ids: Tensor
+) -> None:
     model = build(
         kind="encoder", lm_head_transform=True, mlp="gelu", norm="layer", embedding_width=10
     )
@@ -310,7 +312,7 @@ def test_positions_count_tokens_and_not_slots() -> None:
     assert token_positions(present).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 0, 1, 1, 2]]
 
 
-def test_an_encoder_beside_a_decoder_looks_both_ways(build: Build, ids: Tensor) -> None:
+def test_the_encoder_of_an_encoder_decoder_is_bidirectional(build: Build, ids: Tensor) -> None:
     model = build(kind="encoder-decoder", positions="buckets", buckets=8, bucket_distance=4)
     changed = ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 37

@@ -250,7 +250,7 @@ def test_a_rule_is_tuned_in_all_that_it_has(
     assert (best.change, best.momentum) == (change, momentum)
 
 
-def test_a_run_is_moved_as_its_job_says() -> None:
+def test_a_job_sets_the_parameters_of_its_optimiser() -> None:
     job = Job(
         study="tuned",
         size="quick",

@@ -239,7 +239,7 @@ def test_a_state_of_other_optimisers_is_refused() -> None:
     ("name", "first", "second"),
     [("sgd", 1.0, 1.5), ("sgd_average", 0.5, 0.75), ("nesterov", 1.5, 1.75)],
 )
-def test_each_momentum_is_the_one_its_name_says(name: str, first: float, second: float) -> None:
+def test_each_named_momentum_takes_its_steps(name: str, first: float, second: float) -> None:
     """Two gradients of 1 with momentum 1/2: what the two steps are, in rates."""
     model = nn.Linear(1, 1, bias=False)
     optimiser = build_optimiser(model, OptimConfig(optimiser=name, learning_rate=1.0, momentum=0.5))
@@ -252,7 +252,7 @@ def test_each_momentum_is_the_one_its_name_says(name: str, first: float, second:
     assert moves == pytest.approx([first, second], rel=1e-5)
 
 
-def test_beta2_warms_up_to_the_setting_and_only_when_asked() -> None:
+def test_beta2_warms_up_to_the_setting_only_with_beta2_warmup() -> None:
     assert build_beta2(OptimConfig()) is None
     beta2 = build_beta2(OptimConfig(beta2=0.998, beta2_warmup=50))
     assert beta2 is not None

@@ -55,13 +55,13 @@ def test_no_gradient_stays_none(nothing: list[list[float] | None]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [NAN, math.inf, -math.inf])
-def test_what_is_not_finite_is_told_and_does_not_spread(wrong: float) -> None:
+def test_a_gradient_that_is_not_finite_is_reported_and_does_not_spread(wrong: float) -> None:
     parameters = with_gradients([3.0, 4.0], [wrong])
     assert not math.isfinite(clip_(parameters, 1.0))
     assert gradients(parameters)[0] == [3.0, 4.0]
 
 
-def test_a_norm_too_large_for_its_dtype_is_told_and_nothing_is_touched() -> None:
+def test_a_norm_beyond_its_dtype_is_infinite_and_leaves_the_gradients() -> None:
     parameters = with_gradients([1e30, 1e30])
     assert clip_(parameters, 1.0) == math.inf
     assert gradients(parameters) == [[pytest.approx(1e30), pytest.approx(1e30)]]

@@ -123,7 +123,7 @@ def test_sgd_average_follows_the_average() -> None:
     check(lambda p: sgd_average(p, lr=0.05, momentum=0.9, weight_decay=0.2), formula)
 
 
-def test_nesterov_looks_one_step_ahead() -> None:
+def test_nesterov_is_its_formula() -> None:
     def formula(theta: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         v = 0.9 * v + (g + 0.2 * theta)
         return theta - 0.05 * (g + 0.2 * theta + 0.9 * v), v

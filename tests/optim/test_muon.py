@@ -52,7 +52,7 @@ def test_nothing_to_turn_stays_nothing() -> None:
     assert (orthogonal(torch.zeros(2, 3, 4)) == 0).all()
 
 
-def test_a_step_is_what_the_docstring_says() -> None:
+def test_a_step_is_the_formula_of_the_docstring() -> None:
     weight = torch.nn.Parameter(draw(4, 9))
     start, (g1, g2) = weight.detach().clone(), draw(2, 4, 9, seed=1)
     optimiser = Muon([weight], lr=0.1, momentum=0.9, weight_decay=0.5)

@@ -144,7 +144,7 @@ def test_a_run_builds_one_model_and_trains_as_if_no_step_had_been_timed(
         ({"score_rate": 0.2}, None),
     ],
 )
-def test_a_resume_with_another_number_of_steps_says_what_becomes_of_the_score_rate(
+def test_a_resume_with_another_number_of_steps_reports_the_new_score_rate(
     optim: dict[str, Any], says: str | None, text: Path, tmp_path: Path
 ) -> None:
     """Half of the radius for 6 steps, then 2.3 over the schedule "hold" of 14 steps."""

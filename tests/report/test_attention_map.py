@@ -23,9 +23,7 @@ def sample(weights: np.ndarray, packed: Packed) -> dict[str, Any]:
     return {"tokens": [f"t{i}" for i in range(7)], "attention": packed(weights)}
 
 
-def test_weights_come_back_as_near_as_the_page_says(
-    weights: np.ndarray, sample: dict[str, Any]
-) -> None:
+def test_decoded_weights_have_the_stated_error(weights: np.ndarray, sample: dict[str, Any]) -> None:
     bytes_ = read_maps(sample).data.astype(np.float64)
     assert bytes_.shape == (2, 3, 7, 7)
     error = np.abs((bytes_ / 255) ** 2 - weights)
@@ -33,7 +31,7 @@ def test_weights_come_back_as_near_as_the_page_says(
     assert error.max() <= 0.004
 
 
-def test_the_table_of_heads_tells_what_the_weights_do(
+def test_the_table_of_heads_describes_the_weights(
     weights: np.ndarray, sample: dict[str, Any]
 ) -> None:
     rows = head_rows(read_maps(sample))
@@ -74,7 +72,7 @@ def test_the_table_of_heads_tells_what_the_weights_do(
         ({"scale": "linear"}, "sqrt"),
     ],
 )
-def test_damaged_maps_are_said_in_a_sentence_and_not_drawn(
+def test_damaged_maps_are_reported_in_a_sentence_and_not_drawn(
     sample: dict[str, Any], change: dict[str, Any], said: str
 ) -> None:
     damaged = {**sample, "attention": {**sample["attention"], **change}}
@@ -102,6 +100,6 @@ def test_tokens_are_shown_short_and_without_hidden_signs(sample: dict[str, Any])
 
 
 @pytest.mark.parametrize("sample", [{}, {"tokens": 3, "attention": {}}, {"attention": [1]}])
-def test_a_sample_without_maps_says_so(sample: dict[str, Any]) -> None:
+def test_a_sample_without_maps_is_refused(sample: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="contains no attention maps"):
         read_maps(sample)

@@ -67,7 +67,7 @@ def test_a_picture_shows_twelve_heads_at_most_with_their_names(
     assert lowest["last"] == sorted(lowest["last"]) or lowest["least"] == 0.0
 
 
-def test_a_run_that_wrote_no_heads_says_so(tmp_path: Path) -> None:
+def test_a_run_without_values_per_head_names_what_is_missing(tmp_path: Path) -> None:
     part = heads(run_of(tmp_path, [{"step": 1, "attention/entropy": [1.0]}]))
     assert not part.pictures
     assert "no values for: Largest logit per head" in part.body

@@ -107,7 +107,9 @@ def test_every_tone_has_a_colour_in_both_schemes() -> None:
         ({"tokenizer_sha256": "c" * 64}, "different tokenizers"),
     ],
 )
-def test_what_cannot_be_compared_is_said(other: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_compared_get_a_note(
+    other: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     comparison = compare_runs([write(tmp_path / "a"), write(tmp_path / "b", text=other)])
     (note,) = comparison.notes
     assert says in note
@@ -121,7 +123,7 @@ def test_an_unfinished_run_has_the_numbers_of_its_last_evaluation(tmp_path: Path
     assert "Not finished: b (interrupted)" in comparison.notes[0]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_shown_by_their_paths(tmp_path: Path) -> None:
     paths = [write(tmp_path / "x/run"), write(tmp_path / "y/run")]
     assert compare_runs(paths).names == tuple(map(str, paths))
 

@@ -30,7 +30,7 @@ def test_every_picture_has_its_data_and_a_table_beside_it(inspection: Inspect) -
         assert "<table" in figure
 
 
-def test_the_page_asks_nobody_for_anything(inspection: Inspect) -> None:
+def test_the_page_makes_no_request(inspection: Inspect) -> None:
     page = render(inspection())
     assert "default-src 'none'" in page
     assert "<img" not in page
@@ -42,7 +42,7 @@ def test_the_page_asks_nobody_for_anything(inspection: Inspect) -> None:
     "power",
     ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "fetch(", "http"],
 )
-def test_the_heat_picture_makes_no_markup_of_data_and_asks_nobody(power: str) -> None:
+def test_the_heat_map_makes_no_markup_of_data_and_no_request(power: str) -> None:
     script = resources.files("fenchel.report").joinpath("heat.js").read_text(encoding="utf-8")
     assert power not in script
 
@@ -75,7 +75,7 @@ def test_a_row_stands_at_its_token_and_its_head(inspection: Inspect) -> None:
     assert len(longer["columns"]) == len(longer["measures"][0]["values"][0]) == 128
 
 
-def test_a_span_of_rows_is_told_by_the_mean_of_what_is_there() -> None:
+def test_a_span_of_rows_is_the_mean_of_its_values() -> None:
     draw = np.random.default_rng(0)
     values = draw.normal(size=(3, 41))
     values[draw.random(values.shape) < 0.4] = np.nan

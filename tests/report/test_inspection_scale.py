@@ -89,14 +89,14 @@ def test_many_heads_are_counted_and_not_all_named(usual: dict[str, Any]) -> None
     assert f"and {len(usual['heads']) - 6} more, above 20." in meaning(usual).body
 
 
-def test_a_network_that_grows_and_one_that_dies_out_are_told_apart(usual: dict[str, Any]) -> None:
+def test_growth_and_decay_with_depth_have_different_sentences(usual: dict[str, Any]) -> None:
     usual["network"]["exponent"] = 3.0
     assert "grow by a constant factor per layer" in meaning(usual).body
     usual["network"]["exponent"] = -0.5
     assert "die out with depth" in meaning(usual).body
 
 
-def test_on_a_few_tokens_nothing_is_said_of_the_first(usual: dict[str, Any]) -> None:
+def test_a_few_tokens_give_no_sentence_about_sinks(usual: dict[str, Any]) -> None:
     usual["tokens"] = ["x"] * 12
     for head in usual["heads"]:
         head["first"] = 0.4

@@ -154,7 +154,9 @@ def test_every_picture_has_its_data_and_its_numbers_in_a_table(
     assert all(figure.count("<table") == 1 == figure.count("<details") for figure in figures)
 
 
-def test_the_page_is_sound_for_those_who_do_not_see_it(whole: str, outline: MakeOutline) -> None:
+def test_the_page_has_the_structure_that_screen_readers_need(
+    whole: str, outline: MakeOutline
+) -> None:
     found = outline(whole)
     assert not found.strays
     assert found.value("html", "lang") == ["en"]
@@ -188,7 +190,7 @@ def test_the_numbers_of_the_run_stand_on_the_page(whole: str, outline: MakeOutli
 
 
 @pytest.mark.parametrize("name", CONSEQUENCES)
-def test_a_missing_file_is_said_and_the_rest_is_shown(
+def test_a_missing_file_is_reported_and_the_rest_is_shown(
     make_run: MakeRun, outline: MakeOutline, name: str
 ) -> None:
     folder = make_run()
@@ -282,7 +284,7 @@ def test_a_run_that_diverged_shows_where_and_draws_the_rest(
         ("odd", "Unknown end at step"),
     ],
 )
-def test_the_head_says_how_the_run_ended(
+def test_the_header_states_how_the_run_ended(
     make_run: MakeRun, outline: MakeOutline, status: str, said: str
 ) -> None:
     folder = make_run(steps=20, status=status)
@@ -358,7 +360,7 @@ def changed(folder: Path, file: str, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "differ"), [(50_000, True), (16_385, False), (900, False)])
-def test_the_curves_say_that_they_are_of_a_part_of_the_text_the_result_is_of(
+def test_the_curves_state_that_they_cover_a_part_of_the_text(
     make_run: MakeRun, tokens: int, differ: bool
 ) -> None:
     """The result is of all tokens, the curves of the first 16,384: two numbers for one step."""
@@ -397,7 +399,7 @@ def test_a_run_of_conversations_is_continued_by_a_conversation(make_run: MakeRun
     assert "fenchel generate chats" not in html
 
 
-def test_baselines_that_were_not_computed_say_why(make_run: MakeRun) -> None:
+def test_baselines_that_were_not_computed_state_the_reason(make_run: MakeRun) -> None:
     folder = make_run("long")
     changed(folder, "summary.json", baselines={}, no_baselines="the text has <300> MiB.")
     assert "The baselines were not computed: the text has &lt;300&gt; MiB." in written(folder)

@@ -33,7 +33,7 @@ def test_a_whole_run_has_no_troubles(make_run: MakeRun) -> None:
 
 @pytest.mark.parametrize("name", CONSEQUENCES)
 @pytest.mark.parametrize("state", ["missing", "empty", "a link", "not a plain file"])
-def test_a_file_that_cannot_be_read_is_said_under_its_name(
+def test_an_unreadable_file_is_reported_under_its_name(
     make_run: MakeRun, name: str, state: str
 ) -> None:
     folder = make_run(steps=20)
@@ -66,7 +66,7 @@ def test_what_is_not_an_object_is_left_out(make_run: MakeRun, name: str, text: s
     assert getattr(run, name.removesuffix(".json")) == {}
 
 
-def test_sentences_do_not_tell_where_the_run_lies(make_run: MakeRun) -> None:
+def test_sentences_do_not_contain_the_path_of_the_run(make_run: MakeRun) -> None:
     folder = make_run(steps=20)
     for name in CONSEQUENCES:
         (folder / name).write_text("{")
@@ -84,7 +84,7 @@ def test_settings_that_are_not_toml_are_kept_as_text(make_run: MakeRun) -> None:
     assert "TOML" in run.troubles["config.toml"][0]
 
 
-def test_a_last_line_cut_by_a_kill_is_left_out_and_said(make_run: MakeRun) -> None:
+def test_a_last_line_cut_by_a_kill_is_left_out_and_reported(make_run: MakeRun) -> None:
     run = of_lines(make_run(steps=20), {"step": 1}, {"step": 2}, '{"step": 3, "train/lo', end="")
     assert [row["step"] for row in run.rows] == [1, 2]
     assert "cut short" in run.troubles["metrics.jsonl"][0]

@@ -76,7 +76,7 @@ def test_an_evaluation_finds_its_tokens_and_time_between_the_lines_around_it() -
     assert found == {"step": [5, 15], "tokens": [50, 200], "elapsed": [0.5, 1]}
 
 
-def test_an_axis_nobody_measured_is_not_offered() -> None:
+def test_an_axis_without_values_is_not_offered() -> None:
     run = a_run({"step": 10.0, "train/loss": 1.0})
     assert chart_series(run, "x", series(run, "train/loss"))["x"] == {"step": [10]}
 

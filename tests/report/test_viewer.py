@@ -82,7 +82,7 @@ def test_the_viewer_is_small() -> None:
         "<!--",
     ],
 )
-def test_the_script_makes_no_markup_of_data_and_asks_nobody(power: str) -> None:
+def test_the_script_makes_no_markup_of_data_and_no_request(power: str) -> None:
     assert power not in SCRIPT
 
 

@@ -45,7 +45,7 @@ def test_leading_axes_may_be_operators_side_by_side(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_hugging_face_model_is_asked_through_its_embeddings(
+def test_the_jacobian_of_a_hugging_face_model_is_by_its_embeddings(
     family: str, draw: Draw, generator: torch.Generator
 ) -> None:
     torch.manual_seed(0)

@@ -74,7 +74,7 @@ def test_the_global_constant_is_reached_by_a_constant_token() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SLOPES))
-def test_slopes_are_those_of_the_functions_and_turn_where_they_are_said_to(name: str) -> None:
+def test_slopes_are_the_derivatives_and_turn_at_their_turns(name: str) -> None:
     x = torch.linspace(-8.0, 8.0, 40_001, dtype=torch.float64)
     x = x[x != 0]
     y = x.clone().requires_grad_()

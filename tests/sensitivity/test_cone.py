@@ -57,7 +57,7 @@ def test_mistakes_are_refused(draw: Draw) -> None:
         cone(lambda x: x[:-1], 0.0, 1.0)
 
 
-def test_without_matplotlib_one_sentence_says_what_to_install(
+def test_without_matplotlib_the_error_names_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = importlib.import_module

@@ -14,7 +14,7 @@ Draw = Callable[..., Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
-def test_a_product_is_as_near_as_the_operator_says(
+def test_a_product_is_within_the_error_of_the_operator(
     scale: float, dtype: torch.dtype, draw: Draw
 ) -> None:
     W = [draw(6, 6).to(dtype) / 6**0.5 for _ in range(3)]

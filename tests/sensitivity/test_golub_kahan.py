@@ -172,7 +172,7 @@ def test_the_ceiling_closes_a_bracket_that_ran_out_of_steps(
     assert found.lower <= truth(J.dense()) <= found.upper
 
 
-def test_no_failure_at_all_takes_the_ceiling_or_says_there_is_none(
+def test_failure_zero_takes_the_ceiling_or_is_refused(
     instance: Instance, draw: Draw, generator: torch.Generator
 ) -> None:
     X, *W = instance(8, 4)

@@ -238,7 +238,7 @@ def test_a_ball_spends_on_the_largest_first() -> None:
         Ball.of(-1.0, "fro", 3)
 
 
-def test_a_measured_centre_can_be_asked_to_be_sure(draw: Draw) -> None:
+def test_upper_norm_is_certain_or_spends_its_failure(draw: Draw) -> None:
     X = draw(5, 4)
     layer = SelfAttention(draw(4, 3), draw(4, 3), draw(4, 2), choice=Softmax())
     J = layer.jacobian(X)

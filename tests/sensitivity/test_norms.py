@@ -103,7 +103,7 @@ def test_it_is_exact_for_a_map_of_every_token_by_itself(draw: Draw) -> None:
     torch.testing.assert_close(found.upper, torch.linalg.matrix_norm(W, 2), rtol=1e-12, atol=0)
 
 
-def test_what_looks_terrible_in_frobenius_norm_is_harmless_token_by_token(
+def test_a_growth_in_frobenius_norm_is_bounded_in_token_norm(
     generator: torch.Generator,
 ) -> None:
     eye = torch.eye(4, dtype=torch.float64)
@@ -116,6 +116,6 @@ def test_what_looks_terrible_in_frobenius_norm_is_harmless_token_by_token(
     assert found[1][1] < 1.01 * found[0][1] < 1.02
 
 
-def test_tokens_are_asked_for(draw: Draw) -> None:
+def test_influence_needs_tokens(draw: Draw) -> None:
     with pytest.raises(ValueError, match=r"\(N, M\)"):
         influence(jacobian(gelu, draw(2, 3, 4)))

@@ -85,7 +85,7 @@ def test_forward_and_reverse_are_adjoint_on_every_operator(
         torch.testing.assert_close(forward, reverse, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_the_dense_matrix_is_what_the_products_say(draw: Draw) -> None:
+def test_the_dense_matrix_is_that_of_the_products(draw: Draw) -> None:
     for name, J in operators(draw).items():
         D = J.dense(columns=3)
         assert D.shape == (*J.batch, *J.shape), name

@@ -61,7 +61,7 @@ def test_all_values_of_a_deficient_matrix(draw: Draw, generator: torch.Generator
     torch.testing.assert_close(found.values, torch.linalg.svdvals(A), rtol=1e-10, atol=1e-10)
 
 
-def test_an_unfinished_run_says_how_far_off_it_may_be(generator: torch.Generator) -> None:
+def test_an_unfinished_iteration_bounds_its_error(generator: torch.Generator) -> None:
     crowd = torch.linspace(0.0, 1.0, 300, dtype=torch.float64)
     found = singular_values(Matrix(crowd.diag()), 3, iterations=3, generator=generator)
     nearest = (found.values.unsqueeze(-1) - crowd).abs().amin(-1)

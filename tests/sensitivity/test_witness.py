@@ -100,7 +100,7 @@ def test_deep_kernels_of_the_weights_are_avoided() -> None:
     assert float(moved) / w.rate == pytest.approx(w.growth, rel=1e-2)
 
 
-def test_a_lipschitz_map_says_why_it_does_not_blow_up(draw: Draw) -> None:
+def test_a_lipschitz_map_is_refused_with_its_reason(draw: Draw) -> None:
     W, zero = draw(4, 4), torch.zeros(4, 4).double()
     with pytest.raises(ValueError, match=r"n = 1.*linear"):
         witness.blowup(W, W, W, 1, 10.0)
@@ -159,7 +159,7 @@ def test_the_plus_family_peaks_and_falls() -> None:
     assert sigma[1] == pytest.approx(12.2, abs=0.3)
 
 
-def test_the_direction_attains_what_is_said(draw: Draw, generator: torch.Generator) -> None:
+def test_the_direction_attains_the_growth(draw: Draw, generator: torch.Generator) -> None:
     W = draw(4, 4), draw(4, 4), draw(4, 4)
     for family in ("minus", "plus", "auto"):
         w = witness.adversarial(*W, 9, 2.0, family=family, generator=generator)

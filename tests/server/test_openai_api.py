@@ -134,7 +134,7 @@ def test_a_body_that_is_no_plain_object_is_refused(data: bytes) -> None:
         parse_body(data)
 
 
-def test_a_body_may_nest_as_deep_as_it_says() -> None:
+def test_a_body_may_nest_as_deep_as_the_limit() -> None:
     assert parse_body(b'{"a": ' + b"[" * 15 + b"]" * 15 + b"}")
 
 
@@ -157,7 +157,7 @@ def test_the_text_of_a_token_is_its_text_within_a_text(served: ServedModel) -> N
     assert texts.label(part) == "bytes:\\xe6"
 
 
-def test_scores_carry_ids_where_ids_are_asked_for(served: ServedModel) -> None:
+def test_log_probabilities_carry_ids_with_return_token_ids(served: ServedModel) -> None:
     body = {"prompt": [3, 4], "echo": True, "logprobs": 2}
     scored = (Token(3, "", None), Token(4, "", -0.5, ((4, -0.5), (6, -1.0))))
     new = Token(5, "x", -1.5, ((7, -0.25), (5, -1.5)))

@@ -462,7 +462,7 @@ def test_an_error_is_one_sentence(
 
 
 @needs_browser
-def test_tokens_are_one_stop_of_the_tab_key_and_say_what_they_read(
+def test_tokens_are_one_tab_stop_and_name_the_positions_they_read(
     browser: Browser, server: Canned
 ) -> None:
     generate(browser, server)
@@ -522,7 +522,7 @@ def test_the_page_of_an_encoder_offers_neither_a_prompt_nor_tokens(
 # --- against fenchel/server/app.py
 
 
-def test_the_page_knows_what_ends_a_text_and_how_the_checkpoint_draws(
+def test_the_page_has_the_end_tokens_and_the_sampling_defaults(
     running: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, served = running.server.app, running.served

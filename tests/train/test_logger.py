@@ -71,7 +71,7 @@ def test_a_missing_package_is_one_sentence_that_names_the_extra(
         TensorBoard(tmp_path)
 
 
-def test_several_hear_the_same() -> None:
+def test_several_callbacks_receive_the_same() -> None:
     ears = Ear(), Ear()
     several = CallbackList(*ears)
     several.step(1, 2)
@@ -80,7 +80,7 @@ def test_several_hear_the_same() -> None:
     assert ears[0].heard == ears[1].heard == [(1, 2), {"step": 1}, "Hear."]
 
 
-def test_one_who_can_write_no_more_is_left_out_and_the_others_are_told() -> None:
+def test_a_callback_that_fails_is_left_out_and_reported_to_the_others() -> None:
     closed, ear = Closed(), Ear()
     several = CallbackList(closed, ear)
     several.step(1, 2)

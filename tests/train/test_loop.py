@@ -76,7 +76,7 @@ def test_intervals_left_out_are_a_tenth_of_the_run(small: Callable[..., Any]) ->
     assert len(folders(s.run.checkpoints)) == 10
 
 
-def test_the_loss_that_is_told_is_the_mean_since_the_last_line(small: Callable[..., Any]) -> None:
+def test_the_logged_loss_is_the_mean_since_the_last_line(small: Callable[..., Any]) -> None:
     s = small(steps=4, log_every=2)
     losses: list[float] = []
     gradient = s.stepper._gradient
@@ -298,7 +298,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert kept(s) == ["step-000003"]
 
 
-def test_a_run_that_diverges_before_its_first_checkpoint_says_so(
+def test_a_run_that_diverges_before_its_first_checkpoint_names_none(
     small: Callable[..., Any],
 ) -> None:
     s = small(save_every=9)
@@ -314,7 +314,7 @@ def full(monkeypatch: pytest.MonkeyPatch, *, free: int = 0) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
 
-def test_a_full_disk_is_said_and_the_run_goes_on(
+def test_a_full_disk_is_reported_and_the_run_goes_on(
     small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = small("whole")

@@ -17,7 +17,7 @@ def test_the_first_signal_is_remembered_and_nothing_else_happens(number: signal.
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_the_second_ends_at_once_and_tells_which_it_was(number: signal.Signals) -> None:
+def test_the_second_signal_ends_at_once_with_its_number(number: signal.Signals) -> None:
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt) as ended:
@@ -26,7 +26,7 @@ def test_the_second_ends_at_once_and_tells_which_it_was(number: signal.Signals) 
         assert signals.first == signal.SIGINT
 
 
-def test_a_terminal_may_say_twice_that_it_closes() -> None:
+def test_a_second_hangup_of_a_terminal_is_ignored() -> None:
     with StopSignals() as signals:
         for _ in range(3):
             signal.raise_signal(signal.SIGHUP)

@@ -50,7 +50,7 @@ def test_cores_that_are_no_power_of_two_are_tried_too(monkeypatch: pytest.Monkey
     assert seen == {1, 2, 3}
 
 
-def test_a_system_that_does_not_tell_its_cores_is_not_refused(
+def test_a_system_without_a_core_count_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)

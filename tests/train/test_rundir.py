@@ -30,7 +30,7 @@ def lines(run: RunDir) -> list[dict]:
 # --- the folder
 
 
-def test_a_new_folder_is_made_with_its_parents_and_said_to_be_new(tmp_path: Path) -> None:
+def test_create_makes_the_parents_and_returns_whether_the_folder_is_new(tmp_path: Path) -> None:
     assert RunDir(tmp_path / "a" / "b").create()
     assert not RunDir(tmp_path / "a" / "b").create()
 
@@ -132,7 +132,7 @@ def test_settings_nested_beyond_reason_are_damage(run: RunDir) -> None:
             run.read_settings()
 
 
-def test_a_start_that_was_stopped_says_how_to_begin_it_again(run: RunDir) -> None:
+def test_a_run_stopped_before_training_names_the_command_to_repeat(run: RunDir) -> None:
     (run.path / "run.lock").touch()
     with pytest.raises(ValueError, match="stopped before it began to train; give the command"):
         run.read_settings()
@@ -190,7 +190,7 @@ def test_a_rewound_log_ends_where_the_checkpoint_was(run: RunDir) -> None:
     assert run.rewind(position) is None
 
 
-def test_a_log_that_was_cut_is_said_and_goes_on_at_a_line_of_its_own(run: RunDir) -> None:
+def test_a_cut_log_is_reported_and_continues_on_a_new_line(run: RunDir) -> None:
     for step in (1, 2):
         run.log({"step": step})
     position = run.flush()
@@ -200,7 +200,7 @@ def test_a_log_that_was_cut_is_said_and_goes_on_at_a_line_of_its_own(run: RunDir
     assert lines(run) == [{"step": 1}, {"step": 3}]
 
 
-def test_a_log_that_is_gone_is_said_and_begun_again(run: RunDir) -> None:
+def test_a_missing_log_is_reported_and_begun_again(run: RunDir) -> None:
     run.log({"step": 1})
     position = run.flush()
     run.metrics.unlink()
@@ -209,7 +209,9 @@ def test_a_log_that_is_gone_is_said_and_begun_again(run: RunDir) -> None:
     assert lines(run) == [{"step": 2}]
 
 
-def test_every_flipped_bit_of_a_log_is_said_with_its_line_or_changes_nothing(run: RunDir) -> None:
+def test_every_flipped_bit_of_a_log_is_reported_with_its_line_or_changes_nothing(
+    run: RunDir,
+) -> None:
     for step in (1, 2):
         run.log({"step": step, "train/loss": 1.25})
     position = run.flush()
@@ -242,7 +244,7 @@ def test_a_torn_write_that_cannot_be_cut_is_written_over(run: RunDir) -> None:
     assert lines(run) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_log_that_is_removed_under_the_run_is_said_and_begun_again(run: RunDir) -> None:
+def test_a_log_removed_during_the_run_is_reported_and_begun_again(run: RunDir) -> None:
     run.log({"step": 1})
     run.metrics.unlink()
     with pytest.warns(Notice, match=r"metrics\.jsonl was cut or removed"):

@@ -61,7 +61,7 @@ def liven(s: Any) -> None:
             p.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(n))
 
 
-def test_without_a_switch_the_model_is_asked_to_show_nothing(small: Callable[..., Any]) -> None:
+def test_without_a_switch_the_model_is_not_observed(small: Callable[..., Any]) -> None:
     s = small()
     asked: list[dict[str, Any]] = []
     s.model.register_forward_pre_hook(lambda _m, _a, given: asked.append(given), with_kwargs=True)
@@ -94,7 +94,7 @@ def test_the_gradient_is_that_of_the_loss_and_the_penalty(
         torch.testing.assert_close(found[name], p.grad, rtol=2e-4, atol=1e-6)
 
 
-def test_the_loss_told_is_the_loss_and_the_penalty_is_told_beside_it(
+def test_the_reported_loss_has_no_penalty_and_the_penalty_is_a_metric(
     small: Callable[..., Any],
 ) -> None:
     plain, floored = small("1", model=CALM), small("2", model=CALM, entropy_floor=3.0)
@@ -162,7 +162,7 @@ def test_a_block_that_serves_several_layers_is_scaled_back_once(small: Callable[
     torch.testing.assert_close(largest(s.model, ids)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_limit_nobody_reaches_changes_no_bit(small: Callable[..., Any]) -> None:
+def test_a_limit_that_is_not_reached_changes_no_bit(small: Callable[..., Any]) -> None:
     plain, limited = small("1"), small("2", qk_clip=1e6)
     for step in range(3):
         plain.stepper(step)

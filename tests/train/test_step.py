@@ -160,7 +160,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_targets(small: Callable[..., 
     assert s.stepper(3).loss == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_the_gradient_is_cut_to_length_and_the_length_before_is_told(
+def test_the_gradient_is_clipped_and_its_norm_before_is_reported(
     small: Callable[..., Any],
 ) -> None:
     free, cut = small("1", clip=1e9), small("2", clip=0.01)
@@ -231,7 +231,7 @@ def spoil_read_out(s: Any) -> None:
         (spoil_one_part, "the output of blocks.0.mlp.up is the first"),
     ],
 )
-def test_a_step_that_is_not_finite_moves_nothing_and_says_where(
+def test_a_step_that_is_not_finite_changes_nothing_and_names_the_place(
     small: Callable[..., Any], spoil: Callable[[Any], None], says: str
 ) -> None:
     s = small(accumulate=4)
@@ -284,7 +284,7 @@ def test_a_good_step_after_a_bad_one_is_as_if_the_bad_one_had_not_been(
 # --- precision and seeds
 
 
-def test_half_precision_is_used_where_it_is_asked_for(small: Callable[..., Any]) -> None:
+def test_precision_bfloat16_computes_in_bfloat16(small: Callable[..., Any]) -> None:
     s = small(precision="bfloat16")
     seen: list[torch.dtype] = []
     s.model.blocks[0].mlp.up.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
@@ -293,7 +293,7 @@ def test_half_precision_is_used_where_it_is_asked_for(small: Callable[..., Any])
     assert {p.dtype for p in s.model.parameters()} == {torch.float32}
 
 
-def test_auto_asks_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_follows_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for has_it in (True, False):
         found = {"architecture": "x86_64", "avx512_bf16": has_it}
@@ -302,7 +302,7 @@ def test_auto_asks_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(autocast("float32", cpu)(), nullcontext)
 
 
-def test_mixed_seeds_tell_every_order_and_grouping_apart() -> None:
+def test_mixed_seeds_differ_for_every_order_and_grouping() -> None:
     seeds = {mix(a, b, c) for a in range(12) for b in range(12) for c in range(12)}
     assert len(seeds) == 12**3
     assert mix(1, 23) != mix(12, 3)
@@ -329,7 +329,7 @@ def test_a_model_that_reads_out_itself_is_trained_by_its_own_logits(
         torch.testing.assert_close(found[name], share * slope, atol=1e-6, rtol=1e-4)
 
 
-def test_experts_are_pulled_to_even_shares_and_the_loss_told_is_without_it(
+def test_experts_are_balanced_and_the_reported_loss_has_no_balance_term(
     small: Callable[..., Any],
 ) -> None:
     model = replace(CALM, experts=3, experts_per_token=1)

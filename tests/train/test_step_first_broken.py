@@ -49,7 +49,7 @@ def test_a_module_that_gives_infinity_is_named_and_not_those_it_spoils(
     assert told(model) == f"the output of {name} is the first that is not finite"
 
 
-def test_what_breaks_between_modules_is_named_by_who_is_given_it(
+def test_a_value_broken_between_modules_is_named_by_its_receiver(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention = model.blocks[1].attention
@@ -111,7 +111,7 @@ def test_an_infinite_loss_comes_before_the_gradients_it_spoils(model: Transforme
     assert "the gradient of embed.weight" in first_broken(model, lambda: model(IDS), 1.0)
 
 
-def test_a_gradient_too_long_to_measure_is_said_to_be(model: Transformer) -> None:
+def test_a_finite_gradient_with_an_infinite_norm_is_named(model: Transformer) -> None:
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e30)
     says = "the gradient is finite and too large for its norm to be"

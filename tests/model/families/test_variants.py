@@ -179,7 +179,7 @@ def test_older_words_for_rotary_positions_mean_the_same(
     assert load_model(resay(path, ("rope_parameters",), **older)).config == config
 
 
-def test_a_pattern_of_windows_may_be_said_by_a_number(written: Written) -> None:
+def test_a_number_gives_the_pattern_of_windows(written: Written) -> None:
     path = resay(written("gemma3"), ("layer_types",), sliding_window_pattern=2)
     assert load_model(path).config.windows == (4, 0, 4)
 
@@ -207,14 +207,12 @@ def test_a_variant_that_we_do_not_have_is_named(
         load_model(resay(written(name), **changes))
 
 
-def test_a_setting_that_nobody_reads_is_named(written: Written) -> None:
+def test_an_unread_setting_is_named(written: Written) -> None:
     with pytest.warns(UserWarning, match="attention_multiplier is no setting of llama"):
         load_model(resay(written("llama"), attention_multiplier=2.0))
 
 
-def test_every_setting_that_nobody_reads_is_named(
-    written: Written, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_every_unread_setting_is_named(written: Written, recwarn: pytest.WarningsRecorder) -> None:
     """And no setting that only says where a checkpoint came from."""
     names = {"_model_name_or_path": "a/b", "_commit_hash": "c", "_attn_implementation": "sdpa"}
     path = written("llama")
@@ -231,7 +229,7 @@ def test_every_setting_that_nobody_reads_is_named(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_weights_keep_their_dtype_unless_another_is_asked_for(
+def test_weights_keep_their_dtype_unless_dtype_is_given(
     dtype: torch.dtype, written: Written
 ) -> None:
     path = rewrite(

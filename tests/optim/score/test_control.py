@@ -93,7 +93,7 @@ def test_inputs_read_in_bfloat16_as_on_a_gpu_are_good_enough(
     torch.testing.assert_close(moved, torch.full_like(moved, 0.05), rtol=0.01, atol=0)
 
 
-def test_sampled_queries_of_long_sequences_speak_for_all(
+def test_sampled_queries_of_long_sequences_estimate_the_whole(
     small: Any, tokens: Any, backward: Any, inputs: Any, scores_of: Any
 ) -> None:
     model = small(context=160)  # 64 of 160 positions ask
@@ -294,7 +294,7 @@ def test_a_pair_that_rests_does_not_hold_the_ball_of_its_group(
 
 
 @pytest.mark.parametrize("method", ["descent", "trust"])
-def test_the_statistics_tell_of_a_step_that_the_ball_cut(
+def test_the_statistics_show_a_step_that_the_ball_cut(
     method: str, small: Any, tokens: Any, backward: Any, held_out: Any
 ) -> None:
     model = small(kv_heads=2)

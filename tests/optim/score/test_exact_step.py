@@ -78,7 +78,7 @@ def test_the_adjoint_is_the_gradient() -> None:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("gamma", [1e-4, 0.3, 5.0, 200.0])
-def test_the_finite_change_of_the_scores_has_the_asked_length(solver: str, gamma: float) -> None:
+def test_the_finite_change_of_the_scores_has_norm_gamma(solver: str, gamma: float) -> None:
     X, W_Q, W_K, G = problem(16, 8, 2)
     step = score_step(X, W_Q, W_K, G, gamma, solver=solver)
     finite = change(X, W_Q, W_K, step.dW_Q, step.dW_K)
@@ -194,7 +194,7 @@ def test_damped_cg_solves_the_damped_normal_equations() -> None:
     torch.testing.assert_close(ours, out @ z, atol=1e-10, rtol=0)
 
 
-def test_a_gradient_that_no_weight_can_follow_gives_no_step_and_says_so() -> None:
+def test_a_gradient_that_no_weight_can_follow_gives_a_zero_step_with_the_reason() -> None:
     X, W_Q, W_K, G = problem(16, 8, 2)
     out = torch.eye(16, dtype=torch.float64) - X @ torch.linalg.pinv(X)
     for solver in SOLVERS:

@@ -117,7 +117,7 @@ def test_score_descent_sees_the_same_scores_and_moves_them_by_lr(
         )
 
 
-def test_an_encoder_says_itself_that_it_is_not_causal(tokens: Any, inputs: Any) -> None:
+def test_pairs_of_an_encoder_are_not_causal(tokens: Any, inputs: Any) -> None:
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
     model = AutoModelForMaskedLM.from_config(BertConfig(**sizes), attn_implementation="eager")
     pairs, ids = attention_pairs(model.eval()), tokens(0, 3)
@@ -367,7 +367,7 @@ class WideNorm(nn.Module):
         (WideNorm(), "not over the 2 entries of one head"),
     ],
 )
-def test_what_cannot_be_paired_is_said_in_a_sentence(model: nn.Module, words: str) -> None:
+def test_a_model_without_pairs_raises_one_sentence(model: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         attention_pairs(model)
 

@@ -52,7 +52,7 @@ def test_a_probed_pass_is_one_graph(kind: str, when: str, small: Any, tokens: An
 
 @pytest.mark.parametrize("which", ["itself", "its twin"])
 @pytest.mark.parametrize("when", ["before the hooks", "after"])
-def test_a_pass_the_compiler_knows_without_hooks_is_probed_too(
+def test_a_forward_pass_compiled_without_hooks_is_probed_too(
     which: str, when: str, small: Any, tokens: Any
 ) -> None:
     torch.compiler.reset()

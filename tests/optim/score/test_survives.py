@@ -261,9 +261,7 @@ def test_a_frozen_layer_stays_and_the_others_move(
     )
 
 
-def test_a_raw_step_goes_against_the_momentum_that_looks_ahead(
-    small: Any, tokens: Any, backward: Any
-) -> None:
+def test_a_raw_step_follows_the_nesterov_momentum(small: Any, tokens: Any, backward: Any) -> None:
     model = small()
     pairs = attention_pairs(model)
     score = ScoreDescent(pairs, momentum=0.8, radius=float("inf"), norm="raw")
@@ -389,7 +387,7 @@ def test_a_wrong_setting_is_refused(wrong: dict[str, Any], words: str, small: An
         ScoreDescent(attention_pairs(small()), **wrong)
 
 
-def test_pairs_are_asked_for(small: Any) -> None:
+def test_missing_or_foreign_pairs_are_refused(small: Any) -> None:
     model = small()
     with pytest.raises(ValueError, match="give it attention_pairs"):
         ScoreDescent(list(model.parameters()))  # type: ignore[arg-type]
