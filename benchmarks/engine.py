@@ -30,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models
 from benchmarks.decode import COPY, LARGE, bytes_read
 from benchmarks.harness import record
 from benchmarks.train_cpu import draw, llama
+from fenchel.data import TextTokenizer
 from fenchel.generation import Sampling
 from fenchel.generation.continuous_batch import ContinuousBatch, NewRow, Prefill
 from fenchel.generation.sampling import RowSampling, draw_rows
@@ -101,13 +102,13 @@ def main(options: list[str] | None = None) -> None:
             add(way="transformers static", rows=rows, **_static(theirs, rows, given.new))
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer() -> TextTokenizer:
     """A word per id, so that every token is text."""
     tokenizer = Tokenizer(
         models.WordLevel({f"w{i}": i for i in range(LARGE.vocabulary)}, unk_token="w0")
     )
     tokenizer.decoder = decoders.WordPiece()
-    return tokenizer
+    return TextTokenizer(tokenizer)
 
 
 def _serve(engine: Engine, rows: int, new: int, sampling: Sampling) -> tuple[float, float]:

@@ -70,7 +70,7 @@ def sound_directories(home: Path, text: Path) -> dict[str, Path]:
     from fenchel.data import train_tokenizer
 
     tokenizer = train_tokenizer([TEXT * 4], 300)
-    size = tokenizer.get_vocab_size()
+    size = tokenizer.vocabulary_size
     shape: dict[str, Any] = {
         "vocabulary": size,
         "context": 64,

@@ -344,9 +344,9 @@ def directory(home: Path, template: str = TEMPLATE) -> Path:
     from fenchel.data import train_tokenizer
 
     tokenizer = train_tokenizer([TEXT * 4], 300)
-    tokenizer.add_special_tokens([BEGIN, STOP])
+    tokenizer.library.add_special_tokens([BEGIN, STOP])
     config = ModelConfig(
-        vocabulary=tokenizer.get_vocab_size(), context=CONTEXT, width=16, layers=2, heads=2
+        vocabulary=tokenizer.vocabulary_size, context=CONTEXT, width=16, layers=2, heads=2
     )
     save(Transformer(config, generator=torch.Generator().manual_seed(1)), tokenizer, home)
     (home / "manifest.json").unlink()

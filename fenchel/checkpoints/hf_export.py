@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 
 from fenchel.checkpoints.directory import (
     INDEX,
@@ -45,7 +44,7 @@ from fenchel.checkpoints.tokenizer import COPIED, read_files
 from fenchel.checkpoints.tuned_run import read_base
 from fenchel.checkpoints.weights import read_weights, write_weights
 from fenchel.choice.by_name import FIELD, choice_from_record
-from fenchel.data import begin_ids, end_id, pad_id
+from fenchel.data import AnyTokenizer, TextTokenizer
 from fenchel.files import committed, discard, require_space
 from fenchel.model.attention import layer_choice
 from fenchel.model.config import ModelConfig
@@ -64,7 +63,7 @@ _BEGINNINGS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]")
 
 def save(
     model: Transformer,
-    tokenizer: Tokenizer | None,
+    tokenizer: AnyTokenizer | None,
     path: str | Path,
     *,
     dtype: torch.dtype | None = None,
@@ -77,6 +76,7 @@ def save(
     the weights: ids of special tokens, generation settings, the settings of the tokenizer, the chat
     template. Other models get ids and settings from the tokenizer. Returns the family.
     """
+    tokenizer = None if tokenizer is None else TextTokenizer.wrap(tokenizer)
     config, weights = export_state(model)
     source = _Source.of(model, tokenizer)
     config, attached = source.without_attached(config)
@@ -102,12 +102,12 @@ class _Source(NamedTuple):
     files: dict[str, bytes]
 
     @classmethod
-    def of(cls, model: Transformer, tokenizer: Tokenizer | None) -> "_Source":
+    def of(cls, model: Transformer, tokenizer: TextTokenizer | None) -> "_Source":
         """The source of a loaded model, unless its ids are those of another tokenizer."""
         files = dict(model.source_files)
         config = json.loads(files.pop(CONFIG, b"{}"))
         ids = [config[key] for key in TOKEN_IDS if type(config.get(key)) is int]
-        if tokenizer is not None and max(ids, default=-1) >= tokenizer.get_vocab_size():
+        if tokenizer is not None and max(ids, default=-1) >= tokenizer.vocabulary_size:
             return cls({}, {})
         return cls(config, files)
 
@@ -183,14 +183,14 @@ def require_free(path: Path, *, overwrite: bool) -> None:
         )
 
 
-def token_ids(tokenizer: Tokenizer | None, kind: str) -> dict[str, int | None]:
+def token_ids(tokenizer: TextTokenizer | None, kind: str) -> dict[str, int | None]:
     """The ids of the tokens that begin, end and pad, by their names in Hugging Face configs."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     if tokenizer is None:  # explicit nulls: transformers would fill in the family's defaults
         return dict.fromkeys(names)
-    end, pad = end_id(tokenizer), pad_id(tokenizer)
+    end, pad = tokenizer.end_id, tokenizer.pad_id
     begin = next((i for s in _BEGINNINGS if (i := tokenizer.token_to_id(s)) is not None), end)
-    begin = begin_ids(tokenizer)[-1] if begin_ids(tokenizer) else begin
+    begin = tokenizer.begin_ids[-1] if tokenizer.begin_ids else begin
     ids: dict[str, int | None] = dict(zip(names, (begin, end, pad), strict=True))
     return ids | ({"decoder_start_token_id": pad} if kind == "encoder-decoder" else {})
 
@@ -201,7 +201,7 @@ def dumps(settings: Mapping[str, Any]) -> str:
 
 
 def _tokenizer_config(
-    tokenizer: Tokenizer, tokens: Mapping[str, int | None], context: int
+    tokenizer: TextTokenizer, tokens: Mapping[str, int | None], context: int
 ) -> dict[str, Any]:
     special_tokens = {
         name.removesuffix("_id"): tokenizer.id_to_token(token)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer
 
 from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
 from fenchel.checkpoints.peft_adapter import ADAPTER_CONFIG, merge_adapter
@@ -31,6 +30,7 @@ from fenchel.checkpoints.weights import (
     require_enough_tensors,
 )
 from fenchel.config import from_mapping, parse_toml
+from fenchel.data import TextTokenizer
 from fenchel.files import Notice, printable, read_regular
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import family_of
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
     """The contents of a checkpoint directory."""
 
     model: Transformer
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     config: ModelConfig
 
 

@@ -2,7 +2,7 @@
 
 A model is trained on texts that begin in one way, and without that beginning even a good one writes
 nonsense. ``read_tokenizer`` decides the beginning once, for every command, and stores it in the
-template of the tokenizer (``fenchel.data.begin_ids``), where ``save`` and transformers find it too:
+template of the tokenizer (``begin_ids``), where ``save`` and transformers find it too:
 
     a run of ours                       the end token, as in training, or as the checkpoint
                                         begins a text that the run tunes
@@ -26,8 +26,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from fenchel.checkpoints.directory import (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -42,10 +40,7 @@ from fenchel.data import (
     END,
     PLAIN,
     ChatTemplate,
-    begin_ids,
-    begin_with,
-    end_id,
-    has_end,
+    TextTokenizer,
     load_tokenizer,
 )
 from fenchel.data.chat import LARGEST_TEMPLATE
@@ -56,7 +51,7 @@ from fenchel.model.families.config_reader import CONFIG
 
 def read_tokenizer(
     path: Path, vocabulary: int | None = None, config: Mapping[str, Any] | None = None
-) -> Tokenizer:
+) -> TextTokenizer:
     """tokenizer.json of a directory; refused if it has more ids than ``vocabulary``.
 
     ``config`` is its config.json, which is read unless it is given.
@@ -71,18 +66,18 @@ def read_tokenizer(
     if run:
         check_tokenizer(path)
     tokenizer = load_tokenizer(bounded_json_file(path, TOKENIZER), needs_end=run)
-    if vocabulary is not None and (size := tokenizer.get_vocab_size()) > vocabulary:
+    if vocabulary is not None and (size := tokenizer.vocabulary_size) > vocabulary:
         raise ValueError(
             f"{path / TOKENIZER} has {size} ids and the vocabulary of the model {vocabulary}; "
             "it is not the tokenizer of this model."
         )
-    if not begin_ids(tokenizer):
-        begin = end_id(tokenizer) if run else _bos_id(path, tokenizer, config)
-        tokenizer = tokenizer if begin is None else begin_with(tokenizer, begin)
+    if not tokenizer.begin_ids:
+        begin = tokenizer.end_id if run else _bos_id(path, tokenizer, config)
+        tokenizer = tokenizer if begin is None else tokenizer.begin_with(begin)
     return tokenizer
 
 
-def end_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+def end_ids(path: str | Path, tokenizer: TextTokenizer) -> tuple[int, ...]:
     """The ids at which a text of the directory ends: its eos_token_id, else the end token.
 
     The first is that of documents. A model for chats has more: <|end_of_text|> ends a document,
@@ -90,7 +85,7 @@ def end_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     ids of others.
     """
     path = model_files(Path(path))
-    usual = end_id(tokenizer) if has_end(tokenizer) else None
+    usual = tokenizer.end_id if tokenizer.has_end else None
     if not is_run(path) and has_file(path, CONFIG):
         eos = read_generation_config(path).eos
         if known := [id for id in eos if tokenizer.id_to_token(id) is not None]:
@@ -98,7 +93,7 @@ def end_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     return () if usual is None else (usual,)
 
 
-def document_end(path: str | Path, tokenizer: Tokenizer) -> int | None:
+def document_end(path: str | Path, tokenizer: TextTokenizer) -> int | None:
     """The id of the token after a document; None if there is none."""
     return next(iter(end_ids(path, tokenizer)), None)
 
@@ -149,18 +144,18 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return spelled
 
 
-def describe_beginning(tokenizer: Tokenizer) -> str:
+def describe_beginning(tokenizer: TextTokenizer) -> str:
     """How a text begins, in one line.
 
     >>> from fenchel.data import train_tokenizer
-    >>> describe_beginning(begin_with(train_tokenizer(["aa"], 300), 0))
+    >>> describe_beginning(train_tokenizer(["aa"], 300).begin_with(0))
     'A text begins with <|end|>.'
     """
-    names = [printable(tokenizer.id_to_token(token)) for token in begin_ids(tokenizer)]
+    names = [printable(tokenizer.id_to_token(token)) for token in tokenizer.begin_ids]
     return f"A text begins with {' '.join(names) or 'no control token'}."
 
 
-def _bos_id(path: Path, tokenizer: Tokenizer, config: Mapping[str, Any] | None) -> int | None:
+def _bos_id(path: Path, tokenizer: TextTokenizer, config: Mapping[str, Any] | None) -> int | None:
     """The token that begins a text where the template of tokenizer.json has none."""
     if config is None:
         config = read_bounded_json(path, CONFIG) if has_file(path, CONFIG) else {}
@@ -177,7 +172,7 @@ def _bos_id(path: Path, tokenizer: Tokenizer, config: Mapping[str, Any] | None) 
     return None if bos is None or tokenizer.id_to_token(bos) is None else bos
 
 
-def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
+def _token_id(tokenizer: TextTokenizer, token: Any) -> int | None:
     """The id of a token of tokenizer_config.json, a string or an object with its content."""
     content = _spelling(token)
     return None if content is None else tokenizer.token_to_id(content)

@@ -53,9 +53,8 @@ from fenchel.files import describe, printable, write_atomic
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer
 
-    from fenchel.data import ChatTemplate
+    from fenchel.data import ChatTemplate, TextTokenizer
     from fenchel.data.chat import Message
     from fenchel.generation import GenerationSettings
     from fenchel.model import Transformer
@@ -99,7 +98,7 @@ class Conversation:
     def __init__(
         self,
         model: "Transformer",
-        tokenizer: "Tokenizer",
+        tokenizer: "TextTokenizer",
         template: "ChatTemplate",
         settings: "GenerationSettings",
         *,

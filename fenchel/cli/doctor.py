@@ -165,7 +165,6 @@ def find_pitfalls(directory: Path) -> dict[str, str]:
 
     from fenchel.checkpoints import load
     from fenchel.checkpoints.run_checkpoint import is_run
-    from fenchel.data import encode
     from fenchel.evaluate import PITFALLS, pitfalls
     from fenchel.pipeline import open_corpus
 
@@ -179,7 +178,7 @@ def find_pitfalls(directory: Path) -> dict[str, str]:
     if is_run(directory):
         ids = open_corpus(directory).validation[:length].astype("int64").tolist()
     else:
-        ids = encode(tokenizer, _TEXT)[:length]
+        ids = tokenizer.encode(_TEXT)[:length]
     found = pitfalls(model, torch.tensor([ids]))
     said = {each.name: "none found" for each in PITFALLS}
     for one in found:

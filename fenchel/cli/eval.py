@@ -231,7 +231,7 @@ def _source_of_both(source: _Source, first: Path, second: Path, tokens: int | No
     A number of tokens is then the number of the first model's, whose text both read.
     """
     from fenchel.checkpoints.tokenizer import read_tokenizer
-    from fenchel.data import Document, decode, encode
+    from fenchel.data import Document
     from fenchel.evaluate import fingerprint
 
     tokenizer = read_tokenizer(first)
@@ -247,9 +247,9 @@ def _source_of_both(source: _Source, first: Path, second: Path, tokens: int | No
     documents: list[Document] = []
     left = tokens
     for document in source.documents():
-        ids = encode(tokenizer, document.text)
+        ids = tokenizer.encode(document.text)
         if len(ids) >= left:  # a cut inside a character would decode to U+FFFD
-            begin = decode(tokenizer, ids[:left]).rstrip("\ufffd")
+            begin = tokenizer.decode(ids[:left]).rstrip("\ufffd")
             documents.append(document._replace(text=document.text[: len(begin)]))
             break
         documents.append(document)

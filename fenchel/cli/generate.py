@@ -23,8 +23,7 @@ from fenchel.cli.console import (
 from fenchel.files import Notice
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
+    from fenchel.data import TextTokenizer
     from fenchel.generation import Sampling
     from fenchel.model import ModelConfig
 
@@ -142,7 +141,6 @@ def run(
         import torch
 
         from fenchel.checkpoints.tokenizer import describe_beginning, end_ids
-        from fenchel.data import end_id, has_end
         from fenchel.generation import GenerationSettings, stream_text
 
     chosen = sampling_settings(directory, sampling.given())
@@ -152,7 +150,7 @@ def run(
     ends = end_ids(directory, tokenizer)
     ids, source = prompt_ids(prompt, tokenizer, config, chosen.decoder_start, ends)
     from_checkpoint = dict(chosen.from_checkpoint)
-    if not (has_end(tokenizer) and ends == (end_id(tokenizer),)):
+    if not (tokenizer.has_end and ends == (tokenizer.end_id,)):
         from_checkpoint["ends"] = list(ends)
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
@@ -206,7 +204,7 @@ def run(
 
 def prompt_ids(
     prompt: str,
-    tokenizer: "Tokenizer",
+    tokenizer: "TextTokenizer",
     config: "ModelConfig",
     decoder_start: int | None,
     ends: tuple[int, ...],
@@ -216,13 +214,11 @@ def prompt_ids(
     A prompt begins as every text of the model does; an empty one that would begin without any token
     begins with the end of the text before it.
     """
-    from fenchel.data import begin_ids, encode, encode_whole, pad_id
-
     if config.kind == "encoder-decoder":
-        source = encode_whole(tokenizer, prompt)
+        source = tokenizer.encode_whole(prompt)
         source += [] if source[-1:] == list(ends[:1]) else ends[:1]
-        return [pad_id(tokenizer) if decoder_start is None else decoder_start], source
-    ids = [*begin_ids(tokenizer), *encode(tokenizer, prompt)] or list(ends[:1])
+        return [tokenizer.pad_id if decoder_start is None else decoder_start], source
+    ids = [*tokenizer.begin_ids, *tokenizer.encode(prompt)] or list(ends[:1])
     if not ids:
         raise ValueError("no token begins or ends a text of this checkpoint; give a --prompt.")
     return ids, None

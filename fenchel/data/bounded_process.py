@@ -50,6 +50,9 @@ _START_SECONDS = 60.0  # of the clock, to import jinja2 on a busy machine
 Service = Callable[[str], Callable[[str], Any]]
 """What a child does: the first request gives the function that answers the others."""
 
+EncodedText = tuple[list[int], list[tuple[int, int]]]
+"""The ids of a text, and of each the first character that it covers and the one after the last."""
+
 
 class ChildEnded(Exception):
     """The child has spent its time or memory."""
@@ -136,14 +139,10 @@ class EncodingProcess:
         self._ask([], f"read {name}")
         self.encode(probes)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without control tokens."""
-        return [ids for ids, _ in self._ask(texts, "encode the text")]
-
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, and which characters of it each id covers."""
-        [(ids, offsets)] = self._ask([text], "encode the text", offsets=True)
-        return ids, [(start, end) for start, end in offsets]
+    def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[EncodedText]:
+        """Of each text its ids without control tokens and, with ``offsets``, what each covers."""
+        rows: list[EncodedText] = self._ask(texts, "encode the text", offsets=offsets)
+        return rows
 
     def _ask(self, texts: Sequence[str], action: str, *, offsets: bool = False) -> Any:
         try:
@@ -241,7 +240,7 @@ def _tokenizer_service(setup: str) -> Callable[[str], Any]:
     tokenizer = Tokenizer.from_str(setup)
     tokenizer.encode_special_tokens = True  # as in fenchel.data.tokens
 
-    def encode(request: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    def encode(request: str) -> list[EncodedText]:
         texts, offsets = json.loads(request)
         batch = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
         encoded = batch(texts, add_special_tokens=False)

@@ -41,10 +41,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
-
 from fenchel.data.bounded_process import RENDER_CHARACTERS, RenderingProcess
-from fenchel.data.tokens import control_tokens, encode_pieces
+from fenchel.data.tokens import TextTokenizer
 from fenchel.files import printable
 
 ROLES = ("system", "user", "assistant")
@@ -99,7 +97,7 @@ class ChatTemplate:
 
     def encode(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TextTokenizer,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
@@ -115,10 +113,10 @@ class ChatTemplate:
             messages = self._protect(messages, add_generation_prompt, control, marks)
         text, _ = marks.answers(self._render(messages, add_generation_prompt, marks))
         pieces = [piece for piece, _ in _pieces(text, control, marks, [])]
-        return encode_pieces(tokenizer, pieces).ids
+        return tokenizer.encode_pieces(pieces).ids
 
     def encode_answers(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], end: int | None = None
+        self, tokenizer: TextTokenizer, messages: Sequence[Message], end: int | None = None
     ) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and True at those that the assistant is to write.
 
@@ -141,10 +139,10 @@ class ChatTemplate:
             spans[-1] = spans[-1]._replace(end=len(text))
             added = [(end, True)]
         pieces = [*_pieces(text, control, marks, spans), *added]
-        tokens = encode_pieces(tokenizer, [piece for piece, _ in pieces])
+        tokens = tokenizer.encode_pieces([piece for piece, _ in pieces])
         return tokens.ids, [any(pieces[n][1] for n in covered) for covered in tokens.pieces]
 
-    def stops(self, tokenizer: Tokenizer) -> list[int | str]:
+    def stops(self, tokenizer: TextTokenizer) -> list[int | str]:
         """What ends an answer: the control token after it, or else the text before the next turn.
 
         Empty if the template gives neither, or raises an error with and without a system message.
@@ -335,8 +333,8 @@ class _Span(NamedTuple):
 class _Control:
     """The control tokens of a tokenizer, as they are spelled."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.ids = control_tokens(tokenizer)
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.ids = tokenizer.control_tokens
         # Of several at one place the longest, as the library finds them.
         longest_first = sorted(self.ids, key=len, reverse=True)
         spelled = "|".join(map(re.escape, longest_first)) or "(?!)"

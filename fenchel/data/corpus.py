@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from fenchel.config import from_mapping
 from fenchel.data import tokens
@@ -39,7 +38,7 @@ from fenchel.data.document_tokens import (
 from fenchel.data.packing import DocumentIds
 from fenchel.data.split import Part, Split
 from fenchel.data.text import Document, Tally, Text, open_text
-from fenchel.data.tokens import Ids
+from fenchel.data.tokens import Ids, TextTokenizer, load_tokenizer, train_tokenizer
 from fenchel.files import (
     MANIFEST,
     Damaged,
@@ -114,7 +113,7 @@ class Corpus:
     """Token files, memory-mapped."""
 
     folder: Path
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     train: Ids
     """Ids for training: (N,)."""
     validation: Ids
@@ -142,8 +141,8 @@ class Corpus:
         if facts.documents > facts.train_tokens + facts.validation_tokens:
             raise Damaged(f"{folder / _FACTS} counts more documents than tokens.")
         counts = (facts.train_documents, facts.validation_documents)
-        tokenizer = tokens.load_tokenizer(folder / _TOKENIZER, needs_end=None in counts)
-        if tokenizer.get_vocab_size() != facts.vocabulary:
+        tokenizer = load_tokenizer(folder / _TOKENIZER, needs_end=None in counts)
+        if tokenizer.vocabulary_size != facts.vocabulary:
             raise Damaged(f"{folder / _TOKENIZER} has not as many tokens as {_FACTS} says.")
         corpus = cls(
             folder=folder,
@@ -173,11 +172,11 @@ class Corpus:
         if self.documents_of is not None:
             starts = self.documents_of[validation].starts.tolist()
             for n, (start, stop) in enumerate(pairwise(starts)):
-                yield Document(str(n), tokens.decode(self.tokenizer, ids[start:stop].tolist()))
+                yield Document(str(n), self.tokenizer.decode(ids[start:stop].tolist()))
             return
-        ends = np.flatnonzero(ids == tokens.end_id(self.tokenizer))
+        ends = np.flatnonzero(ids == self.tokenizer.end_id)
         for n, (start, stop) in enumerate(pairwise(ends.tolist())):
-            yield Document(str(n), tokens.decode(self.tokenizer, ids[start + 1 : stop].tolist()))
+            yield Document(str(n), self.tokenizer.decode(ids[start + 1 : stop].tolist()))
 
     def train_text(self, limit: int | None = None) -> bytes:
         """The training text, documents separated by form feeds, at most ``limit`` bytes."""
@@ -276,7 +275,7 @@ def _measure(text: Text, progress: ProgressCallback) -> Tally:
 
 
 def _read_tokenizer(path: Path) -> bytes:
-    tokens.load_tokenizer(path.expanduser())  # an unusable file is refused before any work
+    load_tokenizer(path.expanduser())  # an unusable file is refused before any work
     return path.expanduser().read_bytes()
 
 
@@ -387,17 +386,17 @@ def _train(
         progress("counting words", total, total)
         progress("training the tokenizer", 0, 0)  # the merges, whose time is unknown
 
-    tokenizer = tokens.train_tokenizer(sample(), vocabulary, model)
-    return str(tokenizer.to_str(pretty=True)).encode()
+    tokenizer = train_tokenizer(sample(), vocabulary, model)
+    return tokenizer.to_str(pretty=True).encode()
 
 
 def _encode(
     folder: Path, text: Text, split: Split, sha256: str, progress: ProgressCallback
 ) -> CorpusFacts:
     """Writes both streams with the tokenizer in ``folder`` and returns the facts."""
-    tokenizer = tokens.load_tokenizer(folder / _TOKENIZER)
-    end = tokens.end_id(tokenizer)
-    dtype = _dtype(tokenizer.get_vocab_size())
+    tokenizer = load_tokenizer(folder / _TOKENIZER)
+    end = tokenizer.end_id
+    dtype = _dtype(tokenizer.vocabulary_size)
     tally = Tally()
     bytes_of, tokens_of = [0, 0], [1, 1]
     with (
@@ -408,7 +407,7 @@ def _encode(
         for file in files:
             file.write(np.array([end], dtype).tobytes())
         for block in _blocks(split.parts(tally.watch(text.documents()))):
-            rows = tokens.encode_batch(tokenizer, [part.document.text for part in block])
+            rows = tokenizer.encode_batch([part.document.text for part in block])
             for part, row in zip(block, rows, strict=True):
                 if part.validation:
                     _require_exact(tokenizer, row, part.document)
@@ -432,7 +431,7 @@ def _encode_documents(
     tally = Tally()
     bytes_of = [0, 0]
     before: Part | None = None
-    dtype = _dtype(encoder.tokenizer.get_vocab_size())
+    dtype = _dtype(encoder.tokenizer.vocabulary_size)
     with (
         DocumentWriter(folder, _NAMES[False], encoder, dtype) as train,
         DocumentWriter(folder, _NAMES[True], encoder, dtype) as validation,
@@ -469,14 +468,14 @@ def _facts(
                 f"{text.source} has {tally.bytes} bytes, which leaves nothing to {use} "
                 f"({split}); use more text."
             )
-    tokenizer = tokens.load_tokenizer(folder / _TOKENIZER, needs_end=False)
+    tokenizer = load_tokenizer(folder / _TOKENIZER, needs_end=False)
     return CorpusFacts(
         text_name=text.name,
         text_sha256=tally.sha256(),
         tokenizer_sha256=file_sha256(folder / _TOKENIZER),
         split=str(split),
         documents=tally.documents,
-        vocabulary=tokenizer.get_vocab_size(),
+        vocabulary=tokenizer.vocabulary_size,
         train_bytes=bytes_of[False],
         validation_bytes=bytes_of[True],
         train_tokens=tokens_of[False],
@@ -497,9 +496,9 @@ def _blocks(parts: Iterator[Part], most: int = _BLOCK) -> Iterator[list[Part]]:
         yield block
 
 
-def _require_exact(tokenizer: Tokenizer, ids: list[int], document: Document) -> None:
+def _require_exact(tokenizer: TextTokenizer, ids: list[int], document: Document) -> None:
     """Bits per byte are meaningful only if the tokens represent all bytes."""
-    if tokens.decode(tokenizer, ids) != document.text:
+    if tokenizer.decode(ids) != document.text:
         raise ValueError(
             f"decoding the tokens of {document.name!r} does not give its text back, "
             "so bits per byte would be wrong; use a lossless tokenizer, or train one."

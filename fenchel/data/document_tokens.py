@@ -24,14 +24,12 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from fenchel.data import tokens
 from fenchel.data.chat import ChatTemplate
 from fenchel.data.packing import DocumentIds
 from fenchel.data.split import Part
 from fenchel.data.text import Document
-from fenchel.data.tokens import Ids
+from fenchel.data.tokens import Ids, TextTokenizer
 from fenchel.files import Damaged, printable
 
 STARTS, SCORED = np.dtype("<u8"), np.dtype("u1")
@@ -49,27 +47,28 @@ class EncodedDocument(NamedTuple):
 class DocumentEncoder:
     """Documents to ids by the tokenizer of a checkpoint, or conversations by its chat template.
 
-    >>> tokenizer = tokens.begin_with(tokens.train_tokenizer(["aa"], 300), 0)
+    >>> from fenchel.data.tokens import train_tokenizer
+    >>> tokenizer = train_tokenizer(["aa"], 300).begin_with(0)
     >>> encoder = DocumentEncoder(tokenizer, end=1)
     >>> encoder.begin, encoder.encode([Document("a.txt", "aa")])[0].ids, encoder.end
     ([0], [258], [1])
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, end: int | None, template: ChatTemplate | None = None
+        self, tokenizer: TextTokenizer, *, end: int | None, template: ChatTemplate | None = None
     ) -> None:
         """``end`` is the token that ends a document; None if the model knows none."""
         self.tokenizer, self.template = tokenizer, template
-        self.begin = tokens.begin_ids(tokenizer)
-        letter = tokens.encode(tokenizer, "a")
-        after = tokens.encode_whole(tokenizer, "a")[len(self.begin) + len(letter) :]
+        self.begin = tokenizer.begin_ids
+        letter = tokenizer.encode("a")
+        after = tokenizer.encode_whole("a")[len(self.begin) + len(letter) :]
         self.end = after if end is None or end in after else [*after, end]
         self.answer_end = end
 
     @property
     def tokenizer_json(self) -> bytes:
         """The tokenizer as the token files hold it."""
-        return str(self.tokenizer.to_str(pretty=True)).encode()
+        return self.tokenizer.to_str(pretty=True).encode()
 
     @property
     def recipe(self) -> str:
@@ -84,7 +83,7 @@ class DocumentEncoder:
         if self.template is not None:
             return [self._conversation(document) for document in documents]
         texts = [document.text for document in documents]
-        rows = tokens.encode_batch(self.tokenizer, texts)
+        rows = self.tokenizer.encode_batch(texts)
         pairs = zip(rows, texts, strict=True)
         return [EncodedDocument(row, None, len(text.encode())) for row, text in pairs]
 

@@ -21,7 +21,8 @@ characters
 Control tokens are never the result of encoding a text: a text that contains ``<|end|>`` becomes the
 tokens of those seven characters. Which of them begin a text is part of the tokenizer, its template
 (``begin_ids``). A tokenizer.json from elsewhere is checked (``tokenizer_file``), and one whose
-patterns are not known to be quick encodes in a bounded process (``bounded_process``).
+patterns are not known to be quick encodes in a bounded process (``bounded_process``), a copy of it
+too.
 
 Where a text is to have control tokens, as a conversation has, they are given by id between pieces
 of text (``encode_pieces``). The pieces are encoded as one text, in which control tokens have names
@@ -31,20 +32,21 @@ spelling of a control token inside a piece stays text.
 
 import json
 import os
+import re
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fenchel.data import tokenizer_file
-from fenchel.data.bounded_process import EncodingProcess
+from fenchel.data.bounded_process import EncodedText, EncodingProcess
 from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY, TOKENIZER_MODELS
 from fenchel.files import printable, read_json
 
@@ -61,22 +63,276 @@ _PADS = (PAD, "<pad>", "[PAD]")
 _FILE_LIMIT = 48 * 2**20  # the largest in use, of 256,000 tokens, is 33 MB
 _PROBE = "Ab 12\n\té中😀"
 _LETTER = "a"  # between the control tokens of a template
-_BOUNDED: "WeakKeyDictionary[Tokenizer, EncodingProcess]" = WeakKeyDictionary()
-"""Tokenizers that encode in a process of their own."""
-_UNKNOWN: "WeakKeyDictionary[Tokenizer, int | None]" = WeakKeyDictionary()
-"""The id of unknown text in tokenizers with a Unigram model."""
-_UNSPELLED: "WeakKeyDictionary[Tokenizer, _Unspelled]" = WeakKeyDictionary()
-"""Copies of tokenizers, for ``encode_pieces``."""
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int, model: str = "bpe") -> Tokenizer:
-    """A tokenizer of at most ``vocabulary`` tokens, trained on at most ``TRAINED_ON`` bytes.
+class TextTokenizer:
+    """Text to token ids and back, by a tokenizer of the library ``tokenizers``.
+
+    ``library`` is that tokenizer. What is known of it is computed once: it should not change.
 
     >>> tokenizer = train_tokenizer(["the cat sat on the mat"], 300)
-    >>> decode(tokenizer, encode(tokenizer, "the hat"))
+    >>> tokenizer.decode(tokenizer.encode("the hat"))
     'the hat'
+    >>> tokenizer.control_tokens, tokenizer.begin_ids, tokenizer.begin_with(0).begin_ids
+    ({'<|end|>': 0, '<|pad|>': 1}, [], [0])
+    """
+
+    def __init__(self, library: Tokenizer, encoder: "_Encoder | None" = None) -> None:
+        """``encoder`` is known where the tokenizer was read or trained here."""
+        self.library = library
+        if encoder is not None:
+            self._encoder = encoder
+
+    @classmethod
+    def wrap(cls, tokenizer: "AnyTokenizer") -> "TextTokenizer":
+        """The tokenizer itself, or one of the library, which it leaves as it is."""
+        return tokenizer if isinstance(tokenizer, TextTokenizer) else cls(tokenizer)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], name: str = "the tokenizer") -> "TextTokenizer":
+        """The tokenizer of a tokenizer.json, called ``name`` in messages."""
+        encoder = _Encoder(raw, name)
+        return cls(encoder.library, encoder)
+
+    def to_str(self, *, pretty: bool = False) -> str:
+        """The text of tokenizer.json."""
+        return str(self.library.to_str(pretty=pretty))
+
+    def save(self, path: str | Path) -> None:
+        """Write tokenizer.json."""
+        Path(path).write_text(self.to_str(pretty=True), encoding="utf-8")
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of ids, control tokens included."""
+        return int(self.library.get_vocab_size())
+
+    def id_to_token(self, id: int) -> str | None:
+        """The name of a token in the vocabulary; None if no token has the id."""
+        name: str | None = self.library.id_to_token(id)
+        return name
+
+    def token_to_id(self, name: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        id: int | None = self.library.token_to_id(name)
+        return id
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """The spellings of all control tokens, with their ids."""
+        added = self.library.get_added_tokens_decoder()
+        return {token.content: id for id, token in sorted(added.items()) if token.special}
+
+    @property
+    def has_end(self) -> bool:
+        """Whether a token ends a document; in the tokenizer of a foreign checkpoint none may."""
+        return self._first_control(_ENDS) is not None
+
+    @property
+    def end_id(self) -> int:
+        """The id of the token that ends a document and precedes the first."""
+        end = self._first_control(_ENDS)
+        if end is None:
+            raise ValueError(f"the tokenizer has no special token among {', '.join(_ENDS)}.")
+        return end
+
+    @property
+    def pad_id(self) -> int:
+        """The id of the padding token; the end token if there is none."""
+        pad = self._first_control(_PADS)
+        return self.end_id if pad is None else pad
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """The ids of the control tokens that the template puts before a text."""
+        return list(self._around[0])
+
+    def begin_with(self, token: int) -> "TextTokenizer":
+        """A copy with ``token`` before every text in its template.
+
+        >>> train_tokenizer(["aa"], 300).begin_with(0).library.encode("a").tokens
+        ['<|end|>', 'a']
+        """
+        name = "BEGIN"  # within the template, whose syntax the token itself might break
+        template = processors.TemplateProcessing(
+            single=f"{name} $A",
+            pair=f"{name} $A {name}:1 $B:1",
+            special_tokens=[{"id": name, "ids": [token], "tokens": [self.id_to_token(token)]}],
+        )
+        copy = _spell_out_specials(Tokenizer.from_str(self.to_str()))
+        steps = [step for step in (copy.post_processor, template) if step is not None]
+        copy.post_processor = template if len(steps) == 1 else processors.Sequence(steps)
+        return TextTokenizer(copy, self._encoder)  # which adds no control tokens
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without control tokens."""
+        return self.encode_batch([text])[0]
+
+    def encode_whole(self, text: str) -> list[int]:
+        """The ids of a text with the control tokens that the template puts around it.
+
+        >>> tokenizer = train_tokenizer(["aa"], 300).begin_with(0)
+        >>> len(tokenizer.encode("aa")), len(tokenizer.encode_whole("aa"))
+        (1, 2)
+        """
+        before, after = self._around
+        return [*before, *self.encode(text), *after]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of many texts, on all cores."""
+        rows = [ids for ids, _ in self._encoder.encode(texts)]
+        for row in rows:
+            if not self._refused.isdisjoint(row):
+                raise _spells(self.id_to_token(next(i for i in row if i in self._refused)))
+        return rows
+
+    def encode_pieces(self, pieces: Sequence[str | int]) -> "PieceTokens":
+        """The ids of a text in pieces, of which an int is a control token by its id.
+
+        >>> tokenizer = train_tokenizer(["aa"], 300)
+        >>> tokenizer.encode_pieces(["a", 0, "aa<|end|>", 1]).ids[:3]
+        [66, 0, 258]
+        >>> tokenizer.encode_pieces(["a", "a", 0]).pieces
+        [range(0, 2), range(2, 3)]
+        """
+        return self._unspelled.encode(pieces)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids; an incomplete character becomes U+FFFD."""
+        with _rust("decode the tokens"):
+            return str(self.library.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes by which a token is named, which may be a part of a character.
+
+        A byte-level tokenizer writes a character for every byte, one with byte fallback ``<0xE6>``
+        for a byte alone. None where the name is of neither kind.
+        """
+        if (byte := self.fallback_byte(token)) is not None:
+            return bytes([byte])
+        found = [_bytes_by_character().get(sign) for sign in self.id_to_token(token) or ""]
+        return None if None in found else bytes(byte for byte in found if byte is not None)
+
+    def fallback_byte(self, token: int) -> int | None:
+        """The byte that a token of byte fallback stands for; None for other tokens."""
+        name = re.fullmatch("<0x([0-9A-Fa-f]{2})>", self.id_to_token(token) or "")
+        return None if name is None else int(name[1], 16)
+
+    @cached_property
+    def _encoder(self) -> "_Encoder":
+        return _Encoder(json.loads(self.to_str()), "the tokenizer")
+
+    @cached_property
+    def _unspelled(self) -> "_Unspelled":
+        return _Unspelled(self)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids of the control tokens that the template puts before and after a text."""
+        with _rust("encode a text"):
+            encoded = self.library.encode(_LETTER)
+        ids, mask = list(encoded.ids), encoded.special_tokens_mask
+        if 0 not in mask:
+            return ids, []
+        return ids[: mask.index(0)], ids[len(mask) - mask[::-1].index(0) :]
+
+    @cached_property
+    def _refused(self) -> frozenset[int]:
+        """Control tokens, without the one for text outside of the vocabulary."""
+        model = self.library.model
+        if isinstance(model, models.Unigram):  # the state of the model is the one place that has it
+            unknown = json.loads(model.__getstate__()).get("unk_id")
+        else:
+            name = getattr(model, "unk_token", None)
+            unknown = None if name is None else self.token_to_id(name)
+        return frozenset(self.control_tokens.values()) - {unknown}
+
+    def _first_control(self, spellings: Sequence[str]) -> int | None:
+        known = self.control_tokens
+        return next((known[s] for s in spellings if s in known), None)
+
+
+AnyTokenizer = TextTokenizer | Tokenizer
+"""What ``TextTokenizer.wrap`` takes."""
+
+
+class PieceTokens(NamedTuple):
+    """Token ids, and for each the pieces that it covers."""
+
+    ids: list[int]
+    pieces: list[range]
+
+
+class _Encoder:
+    """Texts to ids without control tokens, in a bounded process unless it is known to be quick."""
+
+    def __init__(self, raw: dict[str, Any], name: str) -> None:
+        # Truncation, padding and dropout belong to a pipeline; here a text has one full encoding.
+        raw["truncation"] = raw["padding"] = None
+        if isinstance(model := raw.get("model"), dict) and model.get("dropout"):
+            model["dropout"] = None
+        self.name, self.process, text = name, None, json.dumps(raw)
+        if not tokenizer_file.is_plain(raw):
+            self.process = EncodingProcess(text, name, (_PROBE, _LETTER))
+        with _rust(f"read {name}"), _without_panic_lines():
+            self.library = _spell_out_specials(Tokenizer.from_str(text))
+
+    def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[EncodedText]:
+        """The ids of each text and, with ``offsets``, which characters each id covers."""
+        for text in texts:
+            _require_unicode(text)
+        if self.process is not None:
+            return self.process.encode(texts, offsets=offsets)
+        batch = self.library.encode_batch if offsets else self.library.encode_batch_fast
+        with _rust("encode the text"):
+            encoded = batch(list(texts), add_special_tokens=False)
+            return [(row.ids, row.offsets if offsets else []) for row in encoded]
+
+
+class _Unspelled:
+    """A tokenizer whose control tokens have names that no text can spell."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        raw, secret = json.loads(tokenizer.to_str()), secrets.token_hex(8)
+        raw["post_processor"] = None  # pieces have all control tokens already
+        self.names: dict[int, str] = {}
+        for token in raw["added_tokens"]:
+            if token["special"]:
+                self.names[token["id"]] = token["content"] = f"{secret}{token['id']:08x}"
+                token["special"] = token["single_word"] = False
+        added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+        self.encoder = _Encoder(raw, tokenizer._encoder.name)
+        # A new name that the model's vocabulary lacks has a new id, and so have those after it.
+        new_id = self.encoder.library.token_to_id
+        self.ids = {new_id(name): id for name, id in added.items()}
+        self.given = {new_id(name) for name in self.names.values()}
+        self.refused = {id: tokenizer.id_to_token(id) for id in tokenizer._refused}
+
+    def encode(self, pieces: Sequence[str | int]) -> PieceTokens:
+        texts = [piece if isinstance(piece, str) else self.names[piece] for piece in pieces]
+        given = [number for number, piece in enumerate(pieces) if not isinstance(piece, str)]
+        [(ids, offsets)] = self.encoder.encode(["".join(texts)], offsets=True)
+        spelled = (id for id in ids if id in self.refused and id not in self.ids)
+        if (id := next(spelled, None)) is not None:
+            raise _spells(self.refused[id])
+        ends = list(accumulate(map(len, texts)))
+        starts = [end - len(text) for end, text in zip(ends, texts, strict=True)]
+        # A control token may cover spaces beside it, which belong to other pieces.
+        control = iter(given)
+        covered = [
+            range(number := next(control), number + 1)
+            if id in self.given
+            else range(bisect_right(ends, start), bisect_left(starts, end))
+            for id, (start, end) in zip(ids, offsets, strict=True)
+        ]
+        return PieceTokens([self.ids.get(id, id) for id in ids], covered)
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, model: str = "bpe") -> TextTokenizer:
+    """A tokenizer of at most ``vocabulary`` tokens, trained on at most ``TRAINED_ON`` bytes.
+
     >>> characters = train_tokenizer(["naïve"], 300, "characters")
-    >>> len(encode(characters, "naïve")), len(encode(characters, "naîve"))
+    >>> len(characters.encode("naïve")), len(characters.encode("naîve"))
     (5, 6)
     """
     if not SMALLEST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
@@ -108,7 +364,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, model: str = "bpe") -
             tokenizer.model = _without_noise(tokenizer)
     # A merge ends with a byte that begins no code point, so words serve characters too.
     tokenizer.pre_tokenizer = words
-    return _spell_out_specials(tokenizer)
+    return TextTokenizer.from_json(json.loads(tokenizer.to_str()))
 
 
 def _without_noise(tokenizer: Tokenizer) -> models.Unigram:
@@ -127,208 +383,36 @@ def _without_noise(tokenizer: Tokenizer) -> models.Unigram:
     return models.Unigram([(END, 0.0), (PAD, 0.0), *ordered])
 
 
-def load_tokenizer(path: Path, *, needs_end: bool = True) -> Tokenizer:
+def load_tokenizer(path: Path, *, needs_end: bool = True) -> TextTokenizer:
     """A tokenizer from an untrusted tokenizer.json; raises ValueError if it is invalid.
 
     ``needs_end`` refuses one without an end token, which training puts between documents.
     """
     raw = read_json(path, limit=_FILE_LIMIT)
     tokenizer_file.check(raw, path)
-    # Truncation, padding and dropout belong to a pipeline; here every text has one full encoding.
-    raw["truncation"] = raw["padding"] = None
-    if isinstance(model := raw.get("model"), dict) and model.get("dropout"):
-        model["dropout"] = None
-    text = json.dumps(raw)
-    bounded = None
-    if not tokenizer_file.is_plain(raw):
-        bounded = EncodingProcess(text, printable(path, 200), (_PROBE, _LETTER))
-    with _rust(f"read {path}"), _without_panic_lines():
-        tokenizer = Tokenizer.from_str(text)
-    _check_ids(tokenizer, path)
-    if needs_end and not has_end(tokenizer):
+    tokenizer = TextTokenizer.from_json(raw, printable(path, 200))
+    _check_ids(tokenizer.library, path)
+    if needs_end and not tokenizer.has_end:
         raise ValueError(
             f"{path} has no special token that ends a document; it needs one of {', '.join(_ENDS)}."
         )
-    _spell_out_specials(tokenizer)
     # Errors that appear only in use appear here, before any work.
     with _rust(f"use {path}"), _without_panic_lines():
-        ids = tokenizer.encode(_PROBE).ids
-        tokenizer.decode(ids)
-    if max(ids, default=0) >= tokenizer.get_vocab_size():
+        ids = tokenizer.library.encode(_PROBE).ids
+        tokenizer.library.decode(ids)
+    if max(ids, default=0) >= tokenizer.vocabulary_size:
         raise ValueError(f"{path} has a template with the id {max(ids)}, which no token has.")
-    if bounded is not None:
-        _BOUNDED[tokenizer] = bounded
     return tokenizer
 
 
-def end_id(tokenizer: Tokenizer) -> int:
-    """The id of the token that ends a document and precedes the first."""
-    end = _first_special(tokenizer, _ENDS)
-    if end is None:
-        raise ValueError(f"the tokenizer has no special token among {', '.join(_ENDS)}.")
-    return end
-
-
-def has_end(tokenizer: Tokenizer) -> bool:
-    """Whether a token ends a document; in the tokenizer of a foreign checkpoint none may.
-
-    >>> has_end(train_tokenizer(["aa"], 300)), has_end(Tokenizer(models.BPE()))
-    (True, False)
-    """
-    return _first_special(tokenizer, _ENDS) is not None
-
-
-def begin_ids(tokenizer: Tokenizer) -> list[int]:
-    """The ids of the control tokens that the tokenizer's template puts before a text.
-
-    >>> tokenizer = train_tokenizer(["the cat sat on the mat"], 300)
-    >>> begin_ids(tokenizer), begin_ids(begin_with(tokenizer, end_id(tokenizer)))
-    ([], [0])
-    """
-    return _around(tokenizer)[0]
-
-
-def begin_with(tokenizer: Tokenizer, token: int) -> Tokenizer:
-    """The tokenizer with ``token`` before every text in its template.
-
-    >>> begin_with(train_tokenizer(["aa"], 300), 0).encode("a").tokens
-    ['<|end|>', 'a']
-    """
-    name = "BEGIN"  # within the template, whose syntax the token itself might break
-    template = processors.TemplateProcessing(
-        single=f"{name} $A",
-        pair=f"{name} $A {name}:1 $B:1",
-        special_tokens=[{"id": name, "ids": [token], "tokens": [tokenizer.id_to_token(token)]}],
-    )
-    steps = [step for step in (tokenizer.post_processor, template) if step is not None]
-    tokenizer.post_processor = template if len(steps) == 1 else processors.Sequence(steps)
-    return tokenizer
-
-
-def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text with the control tokens that the template puts around it.
-
-    >>> tokenizer = begin_with(train_tokenizer(["aa"], 300), 0)
-    >>> len(encode(tokenizer, "aa")), len(encode_whole(tokenizer, "aa"))
-    (1, 2)
-    """
-    before, after = _around(tokenizer)
-    return [*before, *encode(tokenizer, text), *after]
-
-
-def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids of the control tokens that the template puts before and after a text."""
-    with _rust("encode a text"):
-        encoded = tokenizer.encode(_LETTER)
-    ids, mask = list(encoded.ids), encoded.special_tokens_mask
-    if 0 not in mask:
-        return ids, []
-    return ids[: mask.index(0)], ids[len(mask) - mask[::-1].index(0) :]
-
-
-def pad_id(tokenizer: Tokenizer) -> int:
-    """The id of the padding token; the end token if there is none."""
-    pad = _first_special(tokenizer, _PADS)
-    return end_id(tokenizer) if pad is None else pad
-
-
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text, without control tokens."""
-    return encode_batch(tokenizer, [text])[0]
-
-
-def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """``encode`` of many texts, on all cores."""
-    for text in texts:
-        _require_unicode(text)
-    if (bounded := _BOUNDED.get(tokenizer)) is not None:
-        rows = bounded.encode(texts)
-    else:
-        with _rust("encode the text"):
-            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            rows = [row.ids for row in encoded]
-    control = _control_ids(tokenizer)
-    for row in rows:
-        if not control.isdisjoint(row):
-            raise _spells(tokenizer.id_to_token(next(i for i in row if i in control)))
-    return rows
-
-
-class PieceTokens(NamedTuple):
-    """Token ids, and for each the pieces that it covers."""
-
-    ids: list[int]
-    pieces: list[range]
-
-
-def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str | int]) -> PieceTokens:
-    """The ids of a text in pieces, of which an int is a control token by its id.
-
-    >>> tokenizer = train_tokenizer(["aa"], 300)
-    >>> encode_pieces(tokenizer, ["a", 0, "aa<|end|>", 1]).ids[:3]
-    [66, 0, 258]
-    >>> encode_pieces(tokenizer, ["a", "a", 0]).pieces
-    [range(0, 2), range(2, 3)]
-    """
-    if (unspelled := _UNSPELLED.get(tokenizer)) is None:
-        unspelled = _UNSPELLED[tokenizer] = _Unspelled(tokenizer)
-    return unspelled.encode(pieces)
-
-
-class _Unspelled:
-    """A tokenizer whose control tokens have names that no text can spell."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        raw, secret = json.loads(tokenizer.to_str()), secrets.token_hex(8)
-        raw["post_processor"] = None  # pieces have all control tokens already
-        self.names: dict[int, str] = {}
-        for token in raw["added_tokens"]:
-            if token["special"]:
-                self.names[token["id"]] = token["content"] = f"{secret}{token['id']:08x}"
-                token["special"] = token["single_word"] = False
-        added = {token["content"]: token["id"] for token in raw["added_tokens"]}
-        text = json.dumps(raw)
-        self.bounded: EncodingProcess | None = None
-        if tokenizer in _BOUNDED:
-            self.bounded = EncodingProcess(text, _BOUNDED[tokenizer].name, (_PROBE, _LETTER))
-        with _rust("read the tokenizer"):
-            self.tokenizer = _spell_out_specials(Tokenizer.from_str(text))
-        # A new name that the model's vocabulary lacks has a new id, and so have those after it.
-        self.ids = {self.tokenizer.token_to_id(name): id for name, id in added.items()}
-        self.given = {self.tokenizer.token_to_id(name) for name in self.names.values()}
-        self.control = {id: tokenizer.id_to_token(id) for id in _control_ids(tokenizer)}
-
-    def encode(self, pieces: Sequence[str | int]) -> PieceTokens:
-        texts = [piece if isinstance(piece, str) else self.names[piece] for piece in pieces]
-        given = [number for number, piece in enumerate(pieces) if not isinstance(piece, str)]
-        text = "".join(texts)
-        _require_unicode(text)
-        if self.bounded is not None:
-            ids, offsets = self.bounded.encode_with_offsets(text)
-        else:
-            with _rust("encode the text"):
-                encoded = self.tokenizer.encode(text, add_special_tokens=False)
-                ids, offsets = encoded.ids, encoded.offsets
-        spelled = (id for id in ids if id in self.control and id not in self.ids)
-        if (id := next(spelled, None)) is not None:
-            raise _spells(self.control[id])
-        ends = list(accumulate(map(len, texts)))
-        starts = [end - len(text) for end, text in zip(ends, texts, strict=True)]
-        # A control token may cover spaces beside it, which belong to other pieces.
-        control = iter(given)
-        covered = [
-            range(number := next(control), number + 1)
-            if id in self.given
-            else range(bisect_right(ends, start), bisect_left(starts, end))
-            for id, (start, end) in zip(ids, offsets, strict=True)
-        ]
-        return PieceTokens([self.ids.get(id, id) for id in ids], covered)
-
-
-def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids, without control tokens; an incomplete character becomes U+FFFD."""
-    with _rust("decode the tokens"):
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+@cache
+def _bytes_by_character() -> dict[str, int]:
+    """The characters by which byte-level tokenizers write bytes."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    named = {chr(byte) if byte in plain else chr(next(others)): byte for byte in range(256)}
+    assert set(named) == set(pre_tokenizers.ByteLevel.alphabet())
+    return named
 
 
 @contextmanager
@@ -392,38 +476,6 @@ def _spells(token: str | None) -> ValueError:
         f"the text spells {token!r}, which this tokenizer makes a control token; "
         "take it out of the text or use another tokenizer."
     )
-
-
-def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """The spellings of all control tokens, with their ids.
-
-    >>> control_tokens(train_tokenizer(["aa"], 300))
-    {'<|end|>': 0, '<|pad|>': 1}
-    """
-    added = tokenizer.get_added_tokens_decoder()
-    return {token.content: id for id, token in sorted(added.items()) if token.special}
-
-
-def _first_special(tokenizer: Tokenizer, spellings: Sequence[str]) -> int | None:
-    special = control_tokens(tokenizer)
-    return next((special[s] for s in spellings if s in special), None)
-
-
-def _control_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    added = tokenizer.get_added_tokens_decoder()
-    special = frozenset(id for id, token in added.items() if token.special)
-    return special - {_unknown_id(tokenizer)}
-
-
-def _unknown_id(tokenizer: Tokenizer) -> int | None:
-    """The id that stands for text outside of the vocabulary, and controls nothing."""
-    model = tokenizer.model
-    if not isinstance(model, models.Unigram):
-        name = getattr(model, "unk_token", None)
-        return None if name is None else tokenizer.token_to_id(name)
-    if tokenizer not in _UNKNOWN:  # the state of the model is the one place that has it
-        _UNKNOWN[tokenizer] = json.loads(model.__getstate__()).get("unk_id")
-    return _UNKNOWN[tokenizer]
 
 
 def _check_ids(tokenizer: Tokenizer, path: Path) -> None:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from fenchel.attention import HeadHealth, Health, attend, health_per_head, pack_weights
 from fenchel.attention.spec import AttentionCall
-from fenchel.data import Ids, decode, end_id
+from fenchel.data import Ids, TextTokenizer
 from fenchel.generation import generate
 from fenchel.model import Transformer, evaluating
 from fenchel.sensitivity import attention_jacobian, spectral_norm
@@ -95,7 +94,7 @@ SENTENCE, PROMPT = 48, 16
 
 def sample(
     model: Transformer,
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     ids: Ids,
     *,
     seed: int,
@@ -119,15 +118,15 @@ def sample(
         max_new_tokens=tokens,
         temperature=temperature,
         top_p=0.95,
-        stop=[end_id(tokenizer)] if stop is None else stop,
+        stop=[tokenizer.end_id] if stop is None else stop,
         generator=torch.Generator(device).manual_seed(seed),
     )[0]
     maps_LHTT = attention_maps(model, shown[None])
     return {
-        "prompt": decode(tokenizer, given.tolist()),
-        "text": decode(tokenizer, drawn[len(given) :].tolist()),
-        "sentence": decode(tokenizer, words),
-        "tokens": [decode(tokenizer, [i]) for i in words],
+        "prompt": tokenizer.decode(given.tolist()),
+        "text": tokenizer.decode(drawn[len(given) :].tolist()),
+        "sentence": tokenizer.decode(words),
+        "tokens": [tokenizer.decode([i]) for i in words],
         "attention": {
             "layers": maps_LHTT.shape[0],
             "heads": maps_LHTT.shape[1],

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
-from tokenizers import Tokenizer
-
+from fenchel.data import TextTokenizer
 from fenchel.evaluate.score import ChoiceScore, Score
 
 MEASURES = ("bits_per_byte", "loss", "perplexity")
@@ -64,6 +63,6 @@ def compare(first: Evaluation, second: Evaluation, *, by: str = "bits_per_byte")
     return Comparison(by, a, b, a - b)
 
 
-def fingerprint(tokenizer: Tokenizer) -> str:
+def fingerprint(tokenizer: TextTokenizer) -> str:
     """A hash of the tokenizer's file: equal for equal tokenizers."""
     return sha256(tokenizer.to_str().encode()).hexdigest()[:16]

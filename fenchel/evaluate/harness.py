@@ -10,7 +10,7 @@ The results follow its rules: spaces at the end of a context belong to the conti
 of the continuation are those of the whole string after as many as the context has; a row that is
 too long loses its oldest tokens; a long text is read in windows of a full context in which every
 token is predicted once, and the last window ends with the text. Every context and every text begins
-as the tokenizer's template begins one (``fenchel.data.begin_ids``); where that is without a token
+as the tokenizer's template begins one (``TextTokenizer.begin_ids``); where that is without a token
 and there is no other, the end token comes first.
 
     lm = harness_model("runs/one")
@@ -28,11 +28,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from fenchel.checkpoints import load
 from fenchel.checkpoints.tokenizer import end_ids
-from fenchel.data import begin_ids, decode, encode, end_id, windows
+from fenchel.data import TextTokenizer, windows
 from fenchel.evaluate.score import LOGITS, require_decoder
 from fenchel.generation import GenerationSettings, Sampling, stream
 from fenchel.model import Transformer, evaluating
@@ -46,7 +45,7 @@ class HarnessAdapter:
     """A model and its tokenizer behind the three requests of the harness."""
 
     model: Transformer
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     batch: int = 16
     """Rows per forward pass."""
     seed: int = 0
@@ -67,7 +66,7 @@ class HarnessAdapter:
         rows: list[tuple[list[int], int]] = []
         owners: list[int] = []
         for owner, text in enumerate(texts):
-            begin, scored = self._begin([]), encode(self.tokenizer, text)
+            begin, scored = self._begin([]), self.tokenizer.encode(text)
             if not scored:
                 continue  # the empty text has probability 1
             # The template's last token is the one before the first target; others are context.
@@ -89,11 +88,11 @@ class HarnessAdapter:
                 f"the task sets {', '.join(unknown)} for generation; "
                 f"known are {', '.join(sorted(_SETTINGS))}."
             )
-        ends = list(self.ends or (end_id(self.tokenizer),))
+        ends = list(self.ends or (self.tokenizer.end_id,))
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else list(stops)
         device = self.model.lm_head_weight.device
-        prompt = torch.tensor([self._begin(encode(self.tokenizer, context))], device=device)
+        prompt = torch.tensor([self._begin(self.tokenizer.encode(context))], device=device)
         drawn: list[int] = []
         how = GenerationSettings(
             max_new_tokens=int(settings.get("max_gen_toks", _NEW_TOKENS)),
@@ -105,20 +104,20 @@ class HarnessAdapter:
             if int(token_B[0]) in ends:
                 break
             drawn.append(int(token_B[0]))
-            text = decode(self.tokenizer, drawn)
+            text = self.tokenizer.decode(drawn)
             if ends := [at for stop in stops if stop and (at := text.find(stop)) >= 0]:
                 return text[: min(ends)]
-        return decode(self.tokenizer, drawn)
+        return self.tokenizer.decode(drawn)
 
     def _row(self, context: str, continuation: str) -> tuple[list[int], int]:
         """Ids of both, and the number of ids of the continuation, which come last."""
-        given = encode(self.tokenizer, context.rstrip()) if context else []
-        scored = encode(self.tokenizer, context + continuation)[len(given) :]
+        given = self.tokenizer.encode(context.rstrip()) if context else []
+        scored = self.tokenizer.encode(context + continuation)[len(given) :]
         return [*self._begin(given), *scored], len(scored)
 
     def _begin(self, ids: list[int]) -> list[int]:
         """Ids after the tokens that begin a text, at least one."""
-        return [*begin_ids(self.tokenizer), *ids] or [end_id(self.tokenizer)]
+        return [*self.tokenizer.begin_ids, *ids] or [self.tokenizer.end_id]
 
     @torch.no_grad()
     def _scores(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:

@@ -20,10 +20,9 @@ representations.
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.data import encode
+from fenchel.data import TextTokenizer
 from fenchel.model import Transformer
 
 
@@ -64,7 +63,12 @@ def nearest_rows(
 
 
 def neighbours(
-    model: Transformer, tokenizer: Tokenizer, text: str, count: int = 10, *, centred: bool = True
+    model: Transformer,
+    tokenizer: TextTokenizer,
+    text: str,
+    count: int = 10,
+    *,
+    centred: bool = True,
 ) -> Neighbours:
     """The tokens nearest to ``text`` in the embedding of a model, its own tokens left out.
 
@@ -78,7 +82,7 @@ def neighbours(
     >>> len(neighbours(model, tokenizer, "a", count=3).rows)
     3
     """
-    ids = encode(tokenizer, text)
+    ids = tokenizer.encode(text)
     if not ids:
         raise ValueError("an empty text has no neighbours; give a word.")
     table = model.embed.weight
@@ -87,7 +91,7 @@ def neighbours(
     products = (table[places] @ row).tolist()
     pairs = zip(places.tolist(), cosines.tolist(), products, strict=True)
     rows = [
-        Neighbour(tokenizer.decode([n]) if n < tokenizer.get_vocab_size() else "", n, cosine, dot)
+        Neighbour(tokenizer.decode([n]) if n < tokenizer.vocabulary_size else "", n, cosine, dot)
         for n, cosine, dot in pairs
         if n not in ids
     ]

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -41,10 +40,7 @@ from fenchel.data import (
     Ids,
     PackedBatches,
     ProgressCallback,
-    begin_ids,
-    encode,
-    end_id,
-    has_end,
+    TextTokenizer,
     open_text,
     windows,
 )
@@ -372,7 +368,7 @@ def _exp(loss: float) -> float:
 
 
 def text_ids(
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     source: str,
     *,
     limit: int | None = None,
@@ -390,7 +386,7 @@ def text_ids(
 
 
 def document_ids(
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     documents: Iterable[Document],
     total: int,
     *,
@@ -398,13 +394,13 @@ def document_ids(
     progress: ProgressCallback | None = None,
 ) -> tuple[Ids, int]:
     """``text_ids`` of documents, ``total`` being about their size in bytes."""
-    begin, size = begin_ids(tokenizer), 0
-    between = [end_id(tokenizer)] if has_end(tokenizer) else []
+    begin, size = tokenizer.begin_ids, 0
+    between = [tokenizer.end_id] if tokenizer.has_end else []
     between += begin if begin != between else []
     ids = array("I", begin)
     for document in documents:
         ids.extend(between if size and not document.continues else ())
-        ids.extend(encode(tokenizer, document.text))
+        ids.extend(tokenizer.encode(document.text))
         size += len(document.text.encode())
         if progress is not None:
             progress("encoding", min(size, total), total)

@@ -22,9 +22,9 @@ from types import MappingProxyType
 from typing import NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from fenchel.data import AnyTokenizer
 from fenchel.generation.cuda_graph import PendingTokens, Record, TokenChoice, use_recorded_step
 from fenchel.generation.kv_cache import CacheKind
 from fenchel.generation.prompt_lookup import DraftControl, PromptLookup
@@ -83,7 +83,7 @@ class GenerateKeywords(TypedDict, total=False):
     draft: int
     record: Record | None
     stop: Sequence[int | str]
-    tokenizer: Tokenizer | None
+    tokenizer: AnyTokenizer | None
     source: Tensor | Sequence[Tensor] | None
     generator: torch.Generator | None
 
@@ -111,7 +111,7 @@ def generate(
     draft: int = 0,
     record: Record | None = "auto",
     stop: Sequence[int | str] = (),
-    tokenizer: Tokenizer | None = None,
+    tokenizer: AnyTokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor | list[Tensor]:
@@ -163,7 +163,7 @@ def stream(
     ids: Tensor | Sequence[Tensor],
     settings: GenerationSettings,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: AnyTokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
     prefix_cache: PrefixCache | None = None,
     generator: torch.Generator | None = None,
@@ -191,7 +191,7 @@ def stream(
 
 def stream_text(
     model: Transformer,
-    tokenizer: Tokenizer,
+    tokenizer: AnyTokenizer,
     ids: Tensor,
     settings: GenerationSettings,
     *,
@@ -242,7 +242,7 @@ def _start(
     settings: GenerationSettings,
     *,
     stop: Sequence[int | str] | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: AnyTokenizer | None = None,
     source: Tensor | Sequence[Tensor] | None = None,
     prefix_cache: PrefixCache | None = None,
     generator: torch.Generator | None = None,

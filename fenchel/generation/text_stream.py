@@ -22,12 +22,11 @@ how the text was cut into pieces.
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from functools import cache
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
+
+from fenchel.data import AnyTokenizer, TextTokenizer
 
 REPLACEMENT = "\ufffd"
 """What an incomplete character decodes to."""
@@ -42,8 +41,8 @@ class Detokenizer:
     ``before`` are the ids that they follow, whose text is not returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: AnyTokenizer, before: Sequence[int] = ()) -> None:
+        self.tokenizer = TextTokenizer.wrap(tokenizer)
         start = max(0, len(before) - WINDOW)
         while start and self._begins_within_character(before[start]):
             start -= 1
@@ -54,74 +53,39 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """The text that this token completes; may be empty."""
         self.ids.append(token)
-        text = self._decode(self.ids)
+        text = self.tokenizer.decode(self.ids)
         return "" if text.endswith(REPLACEMENT) else self._release(text)
 
     def flush(self) -> str:
         """The withheld text, incomplete characters included."""
-        return self._release(self._decode(self.ids))
+        return self._release(self.tokenizer.decode(self.ids))
 
     def _release(self, text: str) -> str:
         new, self.released = text[self.released :], len(text)
         if len(self.ids) > WINDOW:
-            last = self._decode(self.ids[-1:])
+            last = self.tokenizer.decode(self.ids[-1:])
             if last and REPLACEMENT not in last:  # the text before a whole token no longer changes
                 self.ids, self.released = self.ids[-1:], len(last)
         return new
 
     def _begins_within_character(self, token: int) -> bool:
-        data = token_bytes(self.tokenizer, token) or b"a"
+        data = self.tokenizer.token_bytes(token) or b"a"
         return 0x80 <= data[0] < 0xC0
 
     def _complete(self) -> int:
         """Characters of the text of ``ids``, without one at its end that is incomplete."""
-        text = self._decode(self.ids)
+        text = self.tokenizer.decode(self.ids)
         if not text.endswith(REPLACEMENT):
             return len(text)
-        tail = [token_bytes(self.tokenizer, token) or b"" for token in self.ids[-3:]]
+        tail = [self.tokenizer.token_bytes(token) or b"" for token in self.ids[-3:]]
         decoder = getincrementaldecoder("utf-8")("replace")
         decoder.decode(b"".join(tail))
         if not (incomplete := decoder.getstate()[0]):
             return len(text)
-        if _fallback_byte(self.tokenizer.id_to_token(self.ids[-1])) is None:
+        if self.tokenizer.fallback_byte(self.ids[-1]) is None:
             return len(text) - 1
         # With byte fallback all bytes before an incomplete character are replaced with it.
-        return len(self._decode(self.ids[: -len(incomplete)]))
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """The bytes by which a token is named, which may be a part of a character.
-
-    A byte-level tokenizer writes a character for every byte, one with byte fallback ``<0xE6>`` for
-    a byte alone. None where the name is of neither kind.
-    """
-    name = tokenizer.id_to_token(token)
-    if (byte := _fallback_byte(name)) is not None:
-        return bytes([byte])
-    found = [_bytes_by_character().get(character) for character in name or ""]
-    return None if None in found else bytes(byte for byte in found if byte is not None)
-
-
-def _fallback_byte(name: str | None) -> int | None:
-    if name is None or len(name) != 6 or not (name.startswith("<0x") and name.endswith(">")):
-        return None
-    try:
-        return int(name[3:5], 16)
-    except ValueError:
-        return None
-
-
-@cache
-def _bytes_by_character() -> dict[str, int]:
-    """The characters by which byte-level tokenizers write bytes."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    named = {chr(byte) if byte in plain else chr(next(others)): byte for byte in range(256)}
-    assert set(named) == set(ByteLevel.alphabet())
-    return named
+        return len(self.tokenizer.decode(self.ids[: -len(incomplete)]))
 
 
 class StopStrings:
@@ -171,7 +135,7 @@ class TextStream:
     """Ids to text, one by one, up to a stop string; ``before`` as in ``Detokenizer``."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), before: Sequence[int] = ()
+        self, tokenizer: AnyTokenizer, stops: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, before)
         self._strings = StopStrings(stops)
@@ -197,7 +161,7 @@ class StopCriteria:
     """
 
     def __init__(
-        self, stop: Sequence[int | str], tokenizer: Tokenizer | None, ids_BT: Tensor
+        self, stop: Sequence[int | str], tokenizer: AnyTokenizer | None, ids_BT: Tensor
     ) -> None:
         strings = [s for s in stop if isinstance(s, str)]
         numbers = [s for s in stop if not isinstance(s, str)]

@@ -15,13 +15,13 @@ from inspect import signature
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from fenchel.attention.bias import Sink
 from fenchel.attention.spec import SOFTMAX, AttentionCall
 from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.choice.by_name import FIELD, choice_from_record
+from fenchel.data import TextTokenizer
 from fenchel.hf.adapter import Attachment, attach
 from fenchel.hf.loader import gives_logits, load_transformers_model, one_sentence, quiet
 from fenchel.hf.proof import narrow_windows
@@ -169,7 +169,7 @@ class ForeignModel(InspectedModel):
 _BARE = {"use_cache": False, "return_dict": True}
 
 
-def open_foreign(directory: CheckpointDirectory, tokenizer: Tokenizer) -> ForeignModel:
+def open_foreign(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> ForeignModel:
     """The model of a Hugging Face directory in float32, built by transformers."""
     if directory.config.get("is_encoder_decoder"):
         raise ValueError(

@@ -9,11 +9,10 @@ have: other settings, another head. A damaged directory is refused before either
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
 from fenchel.checkpoints.run_checkpoint import is_run
 from fenchel.checkpoints.tokenizer import read_tokenizer
+from fenchel.data import TextTokenizer
 from fenchel.inspection.foreign_model import open_foreign
 from fenchel.inspection.our_model import Unsupported, open_known, open_run
 from fenchel.inspection.trace import InspectedModel
@@ -40,7 +39,7 @@ def open_model(folder: str | Path) -> InspectedModel:
     )
 
 
-def open_checkpoint(directory: CheckpointDirectory, tokenizer: Tokenizer) -> InspectedModel:
+def open_checkpoint(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> InspectedModel:
     """By our own loader where it can, else by transformers."""
     if directory.model_type not in KNOWN:
         if not _installed():

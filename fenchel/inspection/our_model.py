@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
@@ -18,6 +17,7 @@ from fenchel.checkpoints import load
 from fenchel.checkpoints.directory import CheckpointDirectory
 from fenchel.checkpoints.load import build
 from fenchel.checkpoints.weights import read_weights
+from fenchel.data import TextTokenizer
 from fenchel.files import Damaged
 from fenchel.inspection.recorder import BlockRecorder, CallArguments, Override
 from fenchel.inspection.trace import ForwardTrace, InspectedModel
@@ -86,7 +86,7 @@ def open_run(path: Path) -> OurModel:
     )
 
 
-def open_known(directory: CheckpointDirectory, tokenizer: Tokenizer) -> OurModel:
+def open_known(directory: CheckpointDirectory, tokenizer: TextTokenizer) -> OurModel:
     """A Hugging Face directory by our own loader, in float32; Unsupported says why it cannot be."""
     family, config = _family_and_config(directory)
     require_choice(config, str(directory.path))

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from fenchel.attention import AttentionCall
 from fenchel.checkpoints.tokenizer import describe_beginning
-from fenchel.data import decode, encode, encode_whole, open_text
+from fenchel.data import TextTokenizer, open_text
 
 Map = Callable[[Tensor], Tensor]
 """Stream to stream, both (1, T, M), differentiable forward and in reverse."""
@@ -97,7 +96,7 @@ class InspectedModel(ABC):
     family: str
     """The kind of model, such as "gpt2"."""
     model: nn.Module
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     context: int | None
     """The longest sequence it accepts; None where it states none."""
     stored: str
@@ -109,7 +108,7 @@ class InspectedModel(ABC):
 
     def encode(self, text: str, *, first: bool) -> list[int]:
         """Ids of a text; only the ``first`` text of a sequence gets its control tokens."""
-        return encode_whole(self.tokenizer, text) if first else encode(self.tokenizer, text)
+        return self.tokenizer.encode_whole(text) if first else self.tokenizer.encode(text)
 
     def require_known(self, ids: Tensor, known: int) -> None:
         """Refuse ids that the model's table of ``known`` tokens does not have."""
@@ -173,9 +172,9 @@ def tokenize_text(
     return TokenizedText(text.name, tuple(ids), tuple(_token_text(model.tokenizer, i) for i in ids))
 
 
-def _token_text(tokenizer: Tokenizer, token: int) -> str:
+def _token_text(tokenizer: TextTokenizer, token: int) -> str:
     """The text of one token; a control token by its name, half a character by its bytes."""
-    text = decode(tokenizer, [token])
+    text = tokenizer.decode([token])
     if text and "\ufffd" not in text:
         return text
-    return str(tokenizer.id_to_token(token) or f"[{token}]")
+    return tokenizer.id_to_token(token) or f"[{token}]"

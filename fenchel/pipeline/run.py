@@ -653,7 +653,7 @@ def _warn_of_short_text(corpus: Corpus, callback: RunCallback) -> None:
 
 def _fit_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
     """Set model.vocabulary to the size of the tokenizer, unless a larger one is given."""
-    size = corpus.tokenizer.get_vocab_size()
+    size = corpus.tokenizer.vocabulary_size
     rows = config.model.vocabulary
     if rows == (config.text.vocabulary or LARGEST_DEFAULT):  # as settings() has it: none is given
         return replace(config, model=replace(config.model, vocabulary=size))

@@ -47,9 +47,6 @@ from fenchel.data import (
     DocumentEncoder,
     DocumentIds,
     PackedBatches,
-    begin_ids,
-    has_end,
-    pad_id,
 )
 from fenchel.data.chat import PLAIN_WITH_END
 from fenchel.distributed.plan import Cluster, plan
@@ -150,7 +147,7 @@ def write_base(
     files = read_files(source, (CONFIG, *COPIED))
     tokenizer = read_tokenizer(checkpoint, model.config.vocabulary)
     if CONFIG not in files:  # a run of ours: its beginning of a text is written down here
-        files[TOKENIZER] = str(tokenizer.to_str(pretty=True)).encode()
+        files[TOKENIZER] = tokenizer.to_str(pretty=True).encode()
     if conversations:
         chat = read_chat_template(checkpoint, template)
         if chat is None:
@@ -241,8 +238,8 @@ def pack_documents(
         batch=batch,
         context=context or row_length(config),
         seed=config.seed,
-        begin=begin_ids(tokenizer),
-        pad=pad_id(tokenizer) if has_end(tokenizer) else 0,
+        begin=tokenizer.begin_ids,
+        pad=tokenizer.pad_id if tokenizer.has_end else 0,
         divide=not conversations,
     )
 

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from fenchel.data import TextTokenizer
 from fenchel.generation.attention_trace import (
     PassTrace,
     TokenCalibration,
@@ -216,7 +216,7 @@ class Engine:
     def __init__(
         self,
         model: Transformer,
-        tokenizer: Tokenizer,
+        tokenizer: TextTokenizer,
         *,
         rows: int = 32,
         context: int | None = None,

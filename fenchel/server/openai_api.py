@@ -36,15 +36,12 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from fenchel.config import did_you_mean
-from fenchel.data import ChatTemplate, begin_ids, decode, encode, encode_whole
-from fenchel.data.tokens import control_tokens
+from fenchel.data import ChatTemplate, TextTokenizer
 from fenchel.files import no_duplicates, printable
 from fenchel.generation.attention_trace import TraceSettings, trace_settings
 from fenchel.generation.sampling import MOST_BIASED, MOST_LOGPROBS, Sampling
-from fenchel.generation.text_stream import REPLACEMENT, Detokenizer, token_bytes
+from fenchel.generation.text_stream import REPLACEMENT, Detokenizer
 from fenchel.model import ModelConfig
 from fenchel.server.engine import Request, Token, Update
 
@@ -132,7 +129,7 @@ class ServedModel:
 
     name: str
     config: ModelConfig
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     context: int
     ends: tuple[int, ...]
     """Ids that end a text."""
@@ -164,7 +161,7 @@ class ServedModel:
         No token has more than the longest of the vocabulary; the least is for tokenizers that
         remove characters.
         """
-        longest = max(map(len, self.tokenizer.get_vocab()), default=0)
+        longest = max(map(len, self.tokenizer.library.get_vocab()), default=0)
         return self.context * max(longest, LEAST_CHARACTERS)
 
 
@@ -487,7 +484,7 @@ def text_ids(text: str, served: ServedModel) -> list[int]:
     An empty one that would begin without any token begins with the end of the text before it.
     """
     try:
-        return [*begin_ids(served.tokenizer), *encode(served.tokenizer, text)] or [*served.ends[:1]]
+        return [*served.tokenizer.begin_ids, *served.tokenizer.encode(text)] or [*served.ends[:1]]
     except ValueError as error:
         raise ApiError(str(error), param="prompt") from None
 
@@ -635,7 +632,7 @@ def _trace(fields: _Fields, served: ServedModel) -> TraceSettings | None:
         raise ApiError(str(error), param="fenchel") from None
 
 
-def _echo(tokenizer: Tokenizer, ids: Sequence[int], text: str | None) -> tuple[str, ...]:
+def _echo(tokenizer: TextTokenizer, ids: Sequence[int], text: str | None) -> tuple[str, ...]:
     """The text of each token of a prompt; joined they are the prompt as it was given."""
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.add(token) for token in ids]
@@ -656,11 +653,11 @@ def _echo(tokenizer: Tokenizer, ids: Sequence[int], text: str | None) -> tuple[s
 class TokenTexts:
     """The text and the bytes of single tokens."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
         # The first token of a text may lose its space, so each is decoded after another one.
-        probe = tokenizer.encode("a", add_special_tokens=False).ids
+        probe = tokenizer.encode("a")
         self._before = [*probe, *probe]
         self._skip = len(self._decode(self._before))
 
@@ -678,7 +675,7 @@ class TokenTexts:
         text = self.text(token)
         if REPLACEMENT not in text:
             return list(text.encode())
-        found = token_bytes(self._tokenizer, token)
+        found = self._tokenizer.token_bytes(token)
         return None if found is None else list(found)
 
     def label(self, token: int) -> str:
@@ -692,10 +689,10 @@ class TokenTexts:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _is_control(self, token: int) -> bool:
-        return token in self._tokenizer.get_added_tokens_decoder()
+        return token in self._tokenizer.library.get_added_tokens_decoder()
 
 
 @dataclass
@@ -987,7 +984,7 @@ def embedding_call(body: Mapping[str, Any], served: ServedModel) -> EmbeddingCal
 
 def _whole_ids(text: str, served: ServedModel) -> list[int]:
     try:
-        return encode_whole(served.tokenizer, text)
+        return served.tokenizer.encode_whole(text)
     except ValueError as error:
         raise ApiError(str(error), param="input") from None
 
@@ -1015,7 +1012,7 @@ def tokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
         text = fields.values["prompt"]
         if not isinstance(text, str):
             raise fields.wrong("prompt", "a text")
-        control = control_tokens(served.tokenizer).get(text)
+        control = served.tokenizer.control_tokens.get(text)
         if control is not None:
             ids = [control]
         else:
@@ -1028,7 +1025,7 @@ def tokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
 
 def _plain_ids(text: str, served: ServedModel) -> list[int]:
     try:
-        return encode(served.tokenizer, text)
+        return served.tokenizer.encode(text)
     except ValueError as error:
         raise ApiError(str(error), param="prompt") from None
 
@@ -1042,7 +1039,7 @@ def detokenize(body: Mapping[str, Any], served: ServedModel) -> dict[str, Any]:
         raise fields.wrong("tokens", "a list of token ids")
     if ids:
         _require_vocabulary(ids, served, "tokens")
-    return {"prompt": str(served.tokenizer.decode(ids, skip_special_tokens=False))}
+    return {"prompt": served.tokenizer.decode(ids, skip_special_tokens=False)}
 
 
 def tokenizer_info(served: ServedModel) -> dict[str, Any]:
@@ -1051,10 +1048,10 @@ def tokenizer_info(served: ServedModel) -> dict[str, Any]:
     The tokens that a chat template names are those of its directory.
     """
     tokenizer, template = served.tokenizer, served.template
-    begin = begin_ids(tokenizer)
+    begin = tokenizer.begin_ids
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "vocab_size": tokenizer.get_vocab_size(),
+        "vocab_size": tokenizer.vocabulary_size,
         "model_max_length": served.context,
         "add_bos_token": bool(begin),
         "bos_token": tokenizer.id_to_token(begin[0]) if begin else None,
@@ -1066,4 +1063,4 @@ def tokenizer_info(served: ServedModel) -> dict[str, Any]:
 
 def prompt_text(request: Request, served: ServedModel) -> str:
     """The text of a prompt, for a log."""
-    return decode(served.tokenizer, request.prompt)
+    return served.tokenizer.decode(request.prompt)

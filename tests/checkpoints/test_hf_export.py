@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 
 from fenchel.checkpoints import load, load_model, save
-from fenchel.data import begin_with, end_id, train_tokenizer
+from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.files import verify
 from fenchel.model import ModelConfig, Transformer
 
@@ -28,18 +27,19 @@ def model_of(**changes: Any) -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer() -> TextTokenizer:
     return train_tokenizer(["some words"], 300)
 
 
-def test_what_was_saved_is_loaded_bit_for_bit(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_was_saved_is_loaded_bit_for_bit(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     model = model_of()
     save(model, tokenizer, tmp_path / "out")
     loaded = load(tmp_path / "out")
-    begun = begin_with(Tokenizer.from_str(tokenizer.to_str()), end_id(tokenizer))
+    begun = tokenizer.begin_with(tokenizer.end_id)
     assert loaded.tokenizer.to_str() == begun.to_str()
-    save(loaded.model, loaded.tokenizer, tmp_path / "again")
-    assert load(tmp_path / "again").tokenizer.to_str() == begun.to_str()
+    for name, given in (("again", loaded.tokenizer), ("library", loaded.tokenizer.library)):
+        save(loaded.model, given, tmp_path / name)
+        assert load(tmp_path / name).tokenizer.to_str() == begun.to_str()
     weights = loaded.model.state_dict()
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
 
@@ -56,7 +56,7 @@ def test_large_weights_are_written_in_shards_that_load_alike(tmp_path: Path) -> 
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
 
 
-def test_the_directory_is_sealed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_directory_is_sealed(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     save(model_of(), tokenizer, tmp_path / "out")
     assert verify(tmp_path / "out")["files"].keys() == {
         *("config.json", "generation_config.json", "model.safetensors"),

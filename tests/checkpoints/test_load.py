@@ -63,7 +63,7 @@ def reseal(run: Path, change: Callable[[Path], None]) -> None:
 def test_which_selects_the_checkpoint(run: Path, which: str, seed: int) -> None:
     model, tokenizer, config = load(run, which=which)
     assert config == CONFIG
-    assert tokenizer.get_vocab_size() <= 300
+    assert tokenizer.vocabulary_size <= 300
     assert not model.training
     for name, tensor in weights_of(seed).items():
         assert torch.equal(model.state_dict()[name], tensor)

@@ -18,7 +18,7 @@ from fenchel.checkpoints.tokenizer import (
     read_tokenizer,
 )
 from fenchel.cli.generate import prompt_ids
-from fenchel.data import begin_ids, encode, encode_whole, train_tokenizer
+from fenchel.data import train_tokenizer
 from fenchel.model import ModelConfig
 
 START, STOP = "<start>", "<stop>"
@@ -26,7 +26,7 @@ Write = Callable[..., Path]
 
 
 def tokenizer_with(template: str | None = None, *, byte_level: bool = False) -> Tokenizer:
-    tokenizer = train_tokenizer(["the people of these States"], 270)
+    tokenizer = train_tokenizer(["the people of these States"], 270).library
     tokenizer.add_special_tokens([STOP, START])
     steps: list[Any] = [ByteLevel(trim_offsets=False)] if byte_level else []
     if template is not None:
@@ -105,9 +105,9 @@ def test_a_text_begins_as_the_directory_has_it(
     )
     tokenizer = read_tokenizer(path)
     ids = [tokenizer.token_to_id(name) for name in begins]
-    assert begin_ids(tokenizer) == ids
-    assert encode_whole(tokenizer, "people")[: len(ids)] == ids
-    assert encode(tokenizer, "people") == encode(tokenizer_with(), "people")
+    assert tokenizer.begin_ids == ids
+    assert tokenizer.encode_whole("people")[: len(ids)] == ids
+    assert tokenizer.encode("people") == tokenizer_with().encode("people").ids
     names = " ".join(begins) or "no control token"
     assert describe_beginning(tokenizer) == f"A text begins with {names}."
 
@@ -119,7 +119,7 @@ def test_transformers_reads_the_beginning_that_is_written(
     tokenizer = read_tokenizer(write(tokenizer_with(template), BOS))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    assert theirs("people")["input_ids"] == encode_whole(tokenizer, "people")
+    assert theirs("people")["input_ids"] == tokenizer.encode_whole("people")
     assert theirs("people")["input_ids"][0] == 271
 
 
@@ -181,7 +181,7 @@ def test_a_large_tokenizer_config_is_read(write: Write) -> None:
     many = {str(i): {"content": f"<unused{i}>", "special": False} for i in range(20_000)}
     settings = {"added_tokens_decoder": many, "add_bos_token": False}
     assert len(json.dumps(settings)) > 2**20
-    assert begin_ids(read_tokenizer(write(tokenizer_with(), BOS, settings))) == []
+    assert read_tokenizer(write(tokenizer_with(), BOS, settings)).begin_ids == []
 
 
 HELLO = [{"role": "user", "content": "Hello."}]

@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer([LINE], 290)
     hf.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = hf.LlamaConfig(vocab_size=tokenizer.get_vocab_size(), **SIZES)
+    config = hf.LlamaConfig(vocab_size=tokenizer.vocabulary_size, **SIZES)
     model = hf.LlamaForCausalLM(config)
     with torch.no_grad():
         for p in model.parameters():

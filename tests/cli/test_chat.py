@@ -68,7 +68,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     texts = [message["content"] for messages in conversations() for message in messages]
     tokenizer = train_tokenizer([*texts, "system user assistant"], 400)
-    tokenizer.add_special_tokens([*TOKENS.values(), "<|im_start|>"])
+    tokenizer.library.add_special_tokens([*TOKENS.values(), "<|im_start|>"])
     template = ChatTemplate(TEMPLATE, TOKENS)
     rows = [template.encode_answers(tokenizer, messages) for messages in conversations()]
     ids, mask = (
@@ -76,7 +76,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for part in range(2)
     )
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocabulary=tokenizer.get_vocab_size(), **SIZES))
+    model = Transformer(ModelConfig(vocabulary=tokenizer.vocabulary_size, **SIZES))
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
     loss = torch.tensor(torch.inf)
     while loss > 0.01:  # some 90 steps; a model that does not see the name stays above 0.06

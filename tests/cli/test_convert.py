@@ -9,7 +9,6 @@ import transformers
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
-from fenchel.data import encode
 
 TEXT = "the people of these States, déjà vu <|end|> and peace"
 
@@ -25,7 +24,7 @@ def test_a_run_becomes_a_directory_that_transformers_reads_alike(
     assert told["family"] == "llama"
     assert told["parameters"] == sum(p.numel() for p in ours.model.parameters())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
-    ids = torch.tensor([encode(ours.tokenizer, "the people of these States")])
+    ids = torch.tensor([ours.tokenizer.encode("the people of these States")])
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, ours.model(ids), atol=1e-4, rtol=0)
 
@@ -35,7 +34,7 @@ def test_the_tokenizer_goes_with_it(run_directory: Path, tmp_path: Path) -> None
     assert main(["convert", str(run_directory), str(out)]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     text = TEXT.replace("<|end|>", "")
-    ids = encode(load(run_directory).tokenizer, text)
+    ids = load(run_directory).tokenizer.encode(text)
     assert theirs(text, add_special_tokens=False)["input_ids"] == ids
     assert theirs.decode(ids) == text
     assert (theirs.eos_token, theirs.pad_token) == ("<|end|>", "<|pad|>")

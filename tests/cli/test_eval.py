@@ -10,7 +10,6 @@ import torch
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
-from fenchel.data import decode, encode, end_id
 from fenchel.evaluate import calibration_error, confidence, score, text_ids
 from fenchel.evaluate.calibration import Bin, read_calibration
 from fenchel.pipeline import open_corpus
@@ -123,9 +122,9 @@ def test_a_number_of_tokens_reads_the_beginning(
 def bits_of(directory: Path, texts: list[str]) -> float:
     """Bits per byte of a model on documents, computed without the command."""
     model, tokenizer, config = load(directory)
-    ids = [end_id(tokenizer)]
+    ids = [tokenizer.end_id]
     for n, text in enumerate(texts):
-        ids += [*([end_id(tokenizer)] if n else []), *encode(tokenizer, text)]
+        ids += [*([tokenizer.end_id] if n else []), *tokenizer.encode(text)]
     size = sum(len(text.encode()) for text in texts)
     return score(model, np.array(ids), bytes=size, context=config.context).bits_per_byte
 
@@ -136,7 +135,7 @@ def test_the_first_tokens_of_two_tokenizers_are_the_text_of_the_first_ones(
     words = ["eval", str(run_directory), "--text", str(other_text), "--tokens", "50", "--against"]
     found = json.loads(told([*words, str(rival), "--json"], capsys))
     tokenizer = load(run_directory).tokenizer
-    begin = decode(tokenizer, encode(tokenizer, other_text.read_text())[:50])
+    begin = tokenizer.decode(tokenizer.encode(other_text.read_text())[:50])
     assert found["bytes"] == len(begin.encode())
     assert found["bits_per_byte"] == pytest.approx(bits_of(run_directory, [begin]))
     assert found["against"]["bits_per_byte"] == pytest.approx(bits_of(rival, [begin]))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
-from fenchel.data import encode, end_id
 from fenchel.generation import GenerationSettings, KVCache, Sampling, stream_text
 from fenchel.model import Transformer
 
@@ -68,11 +67,11 @@ def test_the_cache_that_is_named_stores_the_keys(
     stored = {"float16": {torch.float16}, "int8": {torch.int8, torch.float32}}
     assert dtypes == stored[kind]
     model, tokenizer, _ = load(words[1])
-    prompt = torch.tensor([end_id(tokenizer), *encode(tokenizer, words[3])])
+    prompt = torch.tensor([tokenizer.end_id, *tokenizer.encode(words[3])])
     settings = GenerationSettings(
         max_new_tokens=40,
         sampling=Sampling(temperature=0.0),
-        stop=[end_id(tokenizer)],
+        stop=[tokenizer.end_id],
         cache=cast("Any", kind),
     )
     assert text == "".join(stream_text(model, tokenizer, prompt, settings))
@@ -162,13 +161,13 @@ def test_a_checkpoint_says_where_a_text_ends(
     words[1] = str(exported)
     whole = text_of(words, capsys)
     tokenizer = load(exported).tokenizer
-    third = encode(tokenizer, whole)[2]
-    end = end_id(tokenizer)
+    third = tokenizer.encode(whole)[2]
+    end = tokenizer.end_id
     say(exported, eos_token_id=[end, third])
     ended = text_of(words, capsys)
     assert whole.startswith(ended)
-    assert encode(tokenizer, ended)[-1] == third
-    assert third not in encode(tokenizer, ended)[:-1]
+    assert tokenizer.encode(ended)[-1] == third
+    assert third not in tokenizer.encode(ended)[:-1]
     assert main(words) == 0
     assert f"ends [{end}, {third}]." in capsys.readouterr().err
 

@@ -142,7 +142,7 @@ def test_a_tuned_model_draws_as_its_checkpoint_does(
 def test_an_encoder_gives_embeddings_and_continues_nothing(
     tmp_path: Path, served: Callable[..., int]
 ) -> None:
-    tokenizer = train_tokenizer(["the people of these States"], 270)
+    tokenizer = train_tokenizer(["the people of these States"], 270).library
     tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
     special = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
-from fenchel.data.tokens import train_tokenizer
+from fenchel.data.tokens import TextTokenizer, train_tokenizer
 
 WORDS = ("sea", "shell", "shore", "she", "sells", "surely", "seven", "slow", "ships", "sail")
 
@@ -34,5 +33,5 @@ def folder(tmp_path: Path, verses: list[str]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(verses: list[str]) -> Tokenizer:
+def tokenizer(verses: list[str]) -> TextTokenizer:
     return train_tokenizer(verses, 400)

@@ -17,7 +17,7 @@ from fenchel import files
 from fenchel.data import corpus as module
 from fenchel.data.config import SMALLEST_DEFAULT, TextConfig, vocabulary_for
 from fenchel.data.corpus import Corpus, prepare
-from fenchel.data.tokens import decode, train_tokenizer
+from fenchel.data.tokens import TextTokenizer, train_tokenizer
 from fenchel.files import Damaged, NoSpace
 
 FILES = ["facts.json", "manifest.json", "tokenizer.json", "train.bin", "validation.bin"]
@@ -33,12 +33,12 @@ def there(tmp_path: Path) -> Path:
     return tmp_path / "run" / "tokens"
 
 
-def documents(ids: Any, tokenizer: Tokenizer) -> list[str]:
+def documents(ids: Any, tokenizer: TextTokenizer) -> list[str]:
     """A stream taken apart at its END tokens."""
     ends = np.flatnonzero(np.asarray(ids) == 0)
     assert ends[0] == 0
     assert ends[-1] == len(ids) - 1
-    return [decode(tokenizer, ids[a + 1 : b].tolist()) for a, b in pairwise(ends)]
+    return [tokenizer.decode(ids[a + 1 : b].tolist()) for a, b in pairwise(ends)]
 
 
 # what is stored
@@ -81,12 +81,12 @@ def test_a_vocabulary_that_is_left_out_is_that_of_the_size_of_the_text(tmp_path:
     text.write_text(" ".join(map(str, words)))  # more pairs to merge than there is room for
     follows = prepare(TextConfig(source=str(text)), tmp_path / "tokens")
     V = vocabulary_for(text.stat().st_size)
-    assert follows.tokenizer.get_vocab_size() == V > SMALLEST_DEFAULT
+    assert follows.tokenizer.vocabulary_size == V > SMALLEST_DEFAULT
     given = prepare(TextConfig(source=str(text), vocabulary=V), tmp_path / "given")
     assert follows.recipe == given.recipe
     text.write_text(text.read_text() * 4)
     twice = prepare(TextConfig(source=str(text)), tmp_path / "longer")
-    assert abs(twice.tokenizer.get_vocab_size() - 2 * V) <= 64
+    assert abs(twice.tokenizer.vocabulary_size - 2 * V) <= 64
 
 
 def test_the_files_are_mapped_not_read_into_memory(config: TextConfig, there: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_large_text_trains_its_tokenizer_on_documents_from_all_over(
     for number in range(30):
         (folder / f"{number:02d}.txt").write_text(f"word{chr(97 + number % 26)} " * 50)
     monkeypatch.setattr(module.tokens, "TRAINED_ON", 2000)
-    vocabulary = prepare(config, there).tokenizer.get_vocab()
+    vocabulary = prepare(config, there).tokenizer.library.get_vocab()
     assert "Ġworda" in vocabulary
     assert any(f"Ġword{letter}" in vocabulary for letter in "uvwxyz")  # and not the first alone
 

@@ -12,14 +12,12 @@ from fenchel.data import (
     Corpus,
     DocumentEncoder,
     TextConfig,
-    begin_with,
-    decode,
     prepare,
     text,
     train_tokenizer,
 )
 from fenchel.data.document_tokens import map_documents
-from fenchel.data.tokens import END, encode
+from fenchel.data.tokens import END
 from fenchel.files import Damaged
 
 END_ID, BEGIN_ID = 0, 1
@@ -28,7 +26,7 @@ END_ID, BEGIN_ID = 0, 1
 @pytest.fixture
 def encoder() -> DocumentEncoder:
     """Texts begin with one token and end with another."""
-    tokenizer = begin_with(train_tokenizer(["some words"], 270), BEGIN_ID)
+    tokenizer = train_tokenizer(["some words"], 270).begin_with(BEGIN_ID)
     return DocumentEncoder(tokenizer, end=END_ID)
 
 
@@ -56,7 +54,7 @@ def test_pieces_of_a_long_file_are_one_document(
     for row in (train[0], validation[0]):
         assert (row[0], row[-1]) == (BEGIN_ID, END_ID)
         assert not {BEGIN_ID, END_ID} & set(row[1:-1])
-    both = [decode(encoder.tokenizer, row) for row in (train[0], validation[0])]
+    both = [encoder.tokenizer.decode(row) for row in (train[0], validation[0])]
     assert "".join(both) == whole
 
 
@@ -87,9 +85,9 @@ def test_of_conversations_the_answers_are_scored_and_counted(tmp_path: Path) -> 
     assert scored is not None
     first = slice(0, int(starts[1]))
     answer = ids[first][np.asarray(scored[first])].tolist()
-    assert decode(tokenizer, answer).strip() == "wörds"
+    assert tokenizer.decode(answer).strip() == "wörds"
     assert ids[0] == END_ID
-    assert encode(tokenizer, "user")[0] == ids[1]
+    assert tokenizer.encode("user")[0] == ids[1]
 
 
 def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path: Path) -> None:

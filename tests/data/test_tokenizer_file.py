@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from fenchel.data import (
+    TextTokenizer,
     bounded_process,
-    encode,
     load_tokenizer,
     tokenizer_file,
-    tokens,
     train_tokenizer,
 )
 from fenchel.data.tokenizer_file import _is_plain_pattern, check, is_plain
 
+Load = Callable[..., TextTokenizer]
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -49,8 +49,8 @@ def raw() -> dict[str, Any]:
 
 
 @pytest.fixture
-def load(tmp_path: Path, raw: dict[str, Any]) -> Callable[..., Tokenizer]:
-    def loaded(**parts: Any) -> Tokenizer:
+def load(tmp_path: Path, raw: dict[str, Any]) -> Load:
+    def loaded(**parts: Any) -> TextTokenizer:
         path = tmp_path / "tokenizer.json"
         path.write_text(json.dumps(raw | parts))
         return load_tokenizer(path)
@@ -102,16 +102,20 @@ def test_whatever_is_called_plain_is_linear(pattern: str, letter: str) -> None:
 
 
 def test_a_quick_pattern_of_another_form_encodes_as_in_this_process(
-    load: Callable[..., Tokenizer], raw: dict[str, Any]
+    load: Load, raw: dict[str, Any]
 ) -> None:
     parts = sequence(split(r"(?:some|words)+|\w+"))
     loaded = load(pre_tokenizer=parts)
     plain = Tokenizer.from_str(json.dumps(raw | {"pre_tokenizer": parts}))
-    assert loaded in tokens._BOUNDED
+    process = loaded._encoder.process
+    assert process is not None
     for text in ("some words somewords, more", "é中😀 \n", "", "x" * 10_000):
-        assert encode(loaded, text) == plain.encode(text, add_special_tokens=False).ids
-    ended = tokens._BOUNDED[loaded]._child._finalizer
-    del loaded
+        assert loaded.encode(text) == plain.encode(text, add_special_tokens=False).ids
+    copies = loaded.begin_with(0), TextTokenizer.wrap(Tokenizer.from_str(loaded.to_str()))
+    assert [copy.encode("some words") for copy in copies] == [loaded.encode("some words")] * 2
+    assert all(copy._encoder.process is not None for copy in copies)
+    ended = process._child._finalizer
+    del loaded, process, copies
     gc.collect()
     assert not ended.alive  # the child ends with its tokenizer
 
@@ -133,21 +137,19 @@ def test_a_quick_pattern_of_another_form_encodes_as_in_this_process(
     ids=["pre-tokenizer", "normalizer"],
 )
 def test_a_tokenizer_that_never_ends_is_refused(
-    parts: dict[str, Any], load: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch
+    parts: dict[str, Any], load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounded_process, "SECONDS", 0.4)
     with pytest.raises(ValueError, match=r"needs more than 0\.4 s"):
         load(**parts)
 
 
-def test_a_text_that_never_ends_is_refused(
-    load: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_never_ends_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_process, "SECONDS", 0.4)
     loaded = load(pre_tokenizer=sequence(split(LATE)))
-    assert encode(loaded, "a few words")
+    assert loaded.encode("a few words")
     with pytest.raises(ValueError, match=r"needs more than 0\.4 s and a second per 50 kB"):
-        encode(loaded, "certificates interchangeable " * 100)
+        loaded.encode("certificates interchangeable " * 100)
 
 
 def character_map(longest: int) -> str:
@@ -225,7 +227,7 @@ def map_of(key: str, start: int = 0) -> list[int]:
     ids=["prepend", "parts", "byte levels", "characters", "template", "ids", "decoder", "added"],
 )
 def test_what_could_grow_without_bound_is_refused(
-    parts: dict[str, Any], says: str, load: Callable[..., Tokenizer]
+    parts: dict[str, Any], says: str, load: Load
 ) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         load(**parts)
@@ -279,7 +281,7 @@ LONG = {"id": "x", "ids": [0] * 9000, "tokens": ["a"] * 9000}
     ],
 )
 def test_a_part_that_is_read_as_another_is_refused(
-    parts: dict[str, Any], says: str, raw: dict[str, Any], load: Callable[..., Tokenizer]
+    parts: dict[str, Any], says: str, raw: dict[str, Any], load: Load
 ) -> None:
     """The library accepts each of them, reads it by its fields, and makes a short text long."""
     tokenizer = Tokenizer.from_str(json.dumps(raw | parts))
@@ -339,11 +341,11 @@ def test_the_tree_of_a_unigram_model_is_bounded(
         check(raw, tmp_path)
 
 
-def test_a_character_map_is_read(load: Callable[..., Tokenizer]) -> None:
+def test_a_character_map_is_read(load: Load) -> None:
     charsmap = encoded_map(map_of("ﬁ"), b"fi\0")
     loaded = load(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap})
-    assert loaded not in tokens._BOUNDED
-    assert encode(loaded, "ﬁ") == encode(loaded, "fi")
+    assert loaded._encoder.process is None
+    assert loaded.encode("ﬁ") == loaded.encode("fi")
 
 
 @pytest.mark.parametrize(
@@ -361,16 +363,18 @@ def test_a_character_map_is_read(load: Callable[..., Tokenizer]) -> None:
 def test_a_character_map_that_leads_out_of_itself_panics_elsewhere(
     units: list[int],
     replacements: bytes,
-    load: Callable[..., Tokenizer],
+    load: Load,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     charsmap = encoded_map(units, replacements)
     with pytest.raises(ValueError, match="cannot encode the text"):
-        encode(load(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap}), "ﬁ")
+        load(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap}).encode("ﬁ")
     assert capfd.readouterr().err == ""
 
 
-def test_a_decoder_that_fails_on_short_tokens_is_refused(load: Callable[..., Tokenizer]) -> None:
+def test_a_decoder_that_fails_on_short_tokens_is_refused(
+    load: Load,
+) -> None:
     strip = {"type": "Strip", "content": "a", "start": 1, "stop": 0}
     load(decoder=strip)
     with pytest.raises(ValueError, match="stripping 2 characters from the end"):
@@ -409,9 +413,7 @@ def test_a_value_of_another_type_is_no_error_of_ours(
             is_plain(whole)
 
 
-def test_a_panic_writes_nothing(
-    load: Callable[..., Tokenizer], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_panic_writes_nothing(load: Load, capfd: pytest.CaptureFixture[str]) -> None:
     broken = encoded_map([0] * 256, b"\xff\0")  # is not UTF-8
     normalizer = {"type": "Precompiled", "precompiled_charsmap": broken}
     with pytest.raises(ValueError, match=r"cannot (read|use)"):
@@ -419,7 +421,7 @@ def test_a_panic_writes_nothing(
     assert capfd.readouterr().err == ""
 
 
-def test_a_template_with_an_id_of_no_token_is_refused(load: Callable[..., Tokenizer]) -> None:
+def test_a_template_with_an_id_of_no_token_is_refused(load: Load) -> None:
     template = {"type": "RobertaProcessing", "sep": ["a", 3], "cls": ["b", 900]}
     with pytest.raises(ValueError, match="template with the id 900"):
         load(post_processor={**template, "trim_offsets": True, "add_prefix_space": False})

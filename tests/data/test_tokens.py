@@ -18,30 +18,26 @@ from fenchel.data.config import TOKENIZER_MODELS
 from fenchel.data.tokens import (
     END,
     PAD,
-    decode,
-    encode,
-    encode_batch,
-    encode_pieces,
-    end_id,
+    TextTokenizer,
     load_tokenizer,
-    pad_id,
     train_tokenizer,
 )
 
+Load = Callable[[Any], TextTokenizer]
 anything = st.text(st.characters(codec="utf-8"), max_size=200)
 pieces = st.sampled_from([END, PAD, "<|", "end", "|>", " ", "<", "\n", "é", "<|e", "nd|>", "he"])
 spellings = st.lists(pieces, max_size=30).map("".join)
 
 
 @pytest.fixture
-def raw(tokenizer: Tokenizer) -> dict[str, Any]:
+def raw(tokenizer: TextTokenizer) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(tokenizer.to_str())
     return value
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[[Any], Tokenizer]:
-    def loaded(value: Any) -> Tokenizer:
+def load(tmp_path: Path) -> Load:
+    def loaded(value: Any) -> TextTokenizer:
         path = tmp_path / "tokenizer.json"
         path.write_text(value if isinstance(value, str) else json.dumps(value))
         return load_tokenizer(path)
@@ -53,13 +49,13 @@ def load(tmp_path: Path) -> Callable[[Any], Tokenizer]:
 
 
 @given(st.one_of(anything, spellings))
-def test_decoding_gives_back_what_was_encoded(tokenizer: Tokenizer, text: str) -> None:
-    assert decode(tokenizer, encode(tokenizer, text)) == text
+def test_decoding_gives_back_what_was_encoded(tokenizer: TextTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(st.one_of(anything, spellings))
-def test_no_text_becomes_a_control_token(tokenizer: Tokenizer, text: str) -> None:
-    assert {end_id(tokenizer), pad_id(tokenizer)}.isdisjoint(encode(tokenizer, text))
+def test_no_text_becomes_a_control_token(tokenizer: TextTokenizer, text: str) -> None:
+    assert {tokenizer.end_id, tokenizer.pad_id}.isdisjoint(tokenizer.encode(text))
 
 
 @pytest.mark.parametrize(
@@ -74,46 +70,49 @@ def test_no_text_becomes_a_control_token(tokenizer: Tokenizer, text: str) -> Non
     ],
     ids=["empty", "NUL", "one letter", "right to left", "joiners", "marks"],
 )
-def test_odd_texts_come_back_too(tokenizer: Tokenizer, text: str) -> None:
-    assert decode(tokenizer, encode(tokenizer, text)) == text
+def test_odd_texts_come_back_too(tokenizer: TextTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_tokenizer_read_back_encodes_alike(
-    raw: dict[str, Any], load: Callable[[Any], Tokenizer], tokenizer: Tokenizer, verses: list[str]
+    raw: dict[str, Any],
+    load: Load,
+    tokenizer: TextTokenizer,
+    verses: list[str],
 ) -> None:
     again = load(raw)
-    assert encode_batch(again, verses) == encode_batch(tokenizer, verses)
+    assert again.encode_batch(verses) == tokenizer.encode_batch(verses)
     # verses spell <|end|>: the switch that keeps it text is not in the file and is set anew
-    assert end_id(again) not in encode(again, verses[0])
+    assert again.end_id not in again.encode(verses[0])
 
 
-def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+def test_half_a_surrogate_pair_is_refused(tokenizer: TextTokenizer) -> None:
     with pytest.raises(ValueError, match="surrogate"):
-        encode(tokenizer, "a\ud800b")
+        tokenizer.encode("a\ud800b")
 
 
-def test_control_tokens_are_left_out_of_decoded_text(tokenizer: Tokenizer) -> None:
-    ids = encode(tokenizer, "sea shell")
-    assert decode(tokenizer, [0, *ids, 1, 0]) == "sea shell"
+def test_control_tokens_are_left_out_of_decoded_text(tokenizer: TextTokenizer) -> None:
+    ids = tokenizer.encode("sea shell")
+    assert tokenizer.decode([0, *ids, 1, 0]) == "sea shell"
 
 
 # training
 
 
-def test_ids_are_end_pad_the_bytes_and_then_merges(tokenizer: Tokenizer) -> None:
+def test_ids_are_end_pad_the_bytes_and_then_merges(tokenizer: TextTokenizer) -> None:
     assert (tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)) == (0, 1)
-    assert (end_id(tokenizer), pad_id(tokenizer)) == (0, 1)
-    assert sorted(tokenizer.get_vocab().values()) == list(range(tokenizer.get_vocab_size()))
+    assert (tokenizer.end_id, tokenizer.pad_id) == (0, 1)
+    assert sorted(tokenizer.library.get_vocab().values()) == list(range(tokenizer.vocabulary_size))
     bare = train_tokenizer([], 258)
-    assert bare.get_vocab_size() == 258
-    assert len(encode(bare, "naïve")) == 6
-    assert tokenizer.get_vocab_size() <= 400
+    assert bare.vocabulary_size == 258
+    assert len(bare.encode("naïve")) == 6
+    assert tokenizer.vocabulary_size <= 400
 
 
 def test_a_text_full_of_the_spelling_of_end_does_not_learn_it() -> None:
     trained = train_tokenizer([f"{END}{i}{PAD}{END} {i} {PAD}" for i in range(500)], 400)
     for text in (END, PAD, f"{END}{END} {END}{PAD}"):
-        assert {0, 1}.isdisjoint(encode(trained, text))
+        assert {0, 1}.isdisjoint(trained.encode(text))
 
 
 def test_the_same_text_trains_the_same_tokenizer(verses: list[str]) -> None:
@@ -123,9 +122,9 @@ def test_the_same_text_trains_the_same_tokenizer(verses: list[str]) -> None:
 def test_training_reads_no_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "TRAINED_ON", 100)
     early = train_tokenizer(["ab " * 30, "é" * 500, "xyz " * 100], 400)
-    assert "xyz" not in early.get_vocab()
-    assert "ab" in early.get_vocab()
-    assert "ab" in train_tokenizer(["ab " * 500], 400).get_vocab()  # cut, not left out
+    assert "xyz" not in early.library.get_vocab()
+    assert "ab" in early.library.get_vocab()
+    assert "ab" in train_tokenizer(["ab " * 500], 400).library.get_vocab()  # cut, not left out
 
 
 @pytest.mark.parametrize("vocabulary", [257, 2**19 + 1])
@@ -137,6 +136,17 @@ def test_a_vocabulary_out_of_range_is_refused(vocabulary: int) -> None:
 # tokenizers of other people
 
 
+def test_a_tokenizer_of_the_library_is_wrapped_and_not_changed(tokenizer: TextTokenizer) -> None:
+    theirs = Tokenizer.from_str(tokenizer.to_str())
+    theirs.enable_truncation(3)
+    wrapped, text = TextTokenizer.wrap(theirs), f"sea {END} sea shells"
+    assert wrapped.encode(text) == tokenizer.encode(text)
+    assert theirs.encode(END).ids == [0]
+    assert len(theirs.encode(text).ids) == 3
+    assert wrapped.library is theirs
+    assert TextTokenizer.wrap(wrapped) is wrapped
+
+
 def others(model: models.Model, **parts: Any) -> Tokenizer:
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
@@ -146,23 +156,23 @@ def others(model: models.Model, **parts: Any) -> Tokenizer:
     return tokenizer
 
 
-def test_the_end_of_another_family_is_found(load: Callable[[Any], Tokenizer]) -> None:
+def test_the_end_of_another_family_is_found(load: Load) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
     theirs = others(model, pre_tokenizer=pre_tokenizers.ByteLevel(), decoder=decoders.ByteLevel())
     loaded = load(theirs.to_str())
-    assert end_id(loaded) == pad_id(loaded) == 256
+    assert loaded.end_id == loaded.pad_id == 256
 
 
 def test_a_model_that_would_choose_a_control_token_is_stopped(
-    load: Callable[[Any], Tokenizer],
+    load: Load,
 ) -> None:
     words = {"<|endoftext|>": 0, "sea": 1, "[UNK]": 2}
     model = models.WordLevel(words, unk_token="[UNK]")
     loaded = load(others(model, pre_tokenizer=pre_tokenizers.WhitespaceSplit()).to_str())
-    assert encode(loaded, "sea shell") == [1, 2]
+    assert loaded.encode("sea shell") == [1, 2]
     with pytest.raises(ValueError, match=r"spells '<\|endoftext\|>'"):
-        encode(loaded, "sea <|endoftext|> sea")
+        loaded.encode("sea <|endoftext|> sea")
 
 
 @pytest.mark.parametrize(
@@ -175,18 +185,21 @@ def test_a_model_that_would_choose_a_control_token_is_stopped(
     ],
 )
 def test_text_outside_of_the_vocabulary_is_the_unknown_token(
-    model: models.Model, load: Callable[[Any], Tokenizer]
+    model: models.Model, load: Load
 ) -> None:
     theirs = Tokenizer(model)
     theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     theirs.add_special_tokens(["</s>", "<unk>"])
     loaded = load(theirs.to_str())
-    assert encode(loaded, "京") == [2]
-    assert encode_pieces(loaded, [0, "京", 0]).ids == [0, 2, 0]
+    assert loaded.encode("京") == [2]
+    assert loaded.encode_pieces([0, "京", 0]).ids == [0, 2, 0]
 
 
 def test_a_pipeline_in_the_file_does_not_cut_pad_or_shuffle(
-    raw: dict[str, Any], load: Callable[[Any], Tokenizer], tokenizer: Tokenizer, verses: list[str]
+    raw: dict[str, Any],
+    load: Load,
+    tokenizer: TextTokenizer,
+    verses: list[str],
 ) -> None:
     theirs = Tokenizer.from_str(json.dumps(raw))
     theirs.enable_truncation(4)
@@ -195,7 +208,7 @@ def test_a_pipeline_in_the_file_does_not_cut_pad_or_shuffle(
     hostile["model"]["dropout"] = 0.9
     loaded = load(hostile)
     for _ in range(3):
-        assert encode_batch(loaded, verses[:3]) == encode_batch(tokenizer, verses[:3])
+        assert loaded.encode_batch(verses[:3]) == tokenizer.encode_batch(verses[:3])
 
 
 def change(raw: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
@@ -228,7 +241,7 @@ def change(raw: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
     ids=repr,
 )
 def test_a_broken_tokenizer_is_refused_in_a_sentence(
-    where: str, value: Any, says: str, raw: dict[str, Any], load: Callable[[Any], Tokenizer]
+    where: str, value: Any, says: str, raw: dict[str, Any], load: Load
 ) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         load(change(raw, where, value))
@@ -238,7 +251,7 @@ def test_a_broken_tokenizer_is_refused_in_a_sentence(
 @pytest.mark.parametrize(
     "text", ["", "[]", "null", "{", "[" * 10_000, '{"a":' * 10_000, '{"a":1,"a":2}']
 )
-def test_what_is_not_a_json_object_is_refused(text: str, load: Callable[[Any], Tokenizer]) -> None:
+def test_what_is_not_a_json_object_is_refused(text: str, load: Load) -> None:
     with pytest.raises(ValueError, match=r"JSON|object"):
         load(text)
 
@@ -254,7 +267,7 @@ def test_a_file_too_large_is_refused_before_it_is_read(
 
 
 def test_too_many_tokens_are_refused(
-    raw: dict[str, Any], load: Callable[[Any], Tokenizer], monkeypatch: pytest.MonkeyPatch
+    raw: dict[str, Any], load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_file, "LARGEST_VOCABULARY", 300)
     count = len(raw["model"]["vocab"]) + 2
@@ -262,9 +275,7 @@ def test_too_many_tokens_are_refused(
         load(raw)
 
 
-def test_replacements_that_multiply_are_refused(
-    raw: dict[str, Any], load: Callable[[Any], Tokenizer]
-) -> None:
+def test_replacements_that_multiply_are_refused(raw: dict[str, Any], load: Load) -> None:
     bomb = {"type": "Replace", "pattern": {"String": "s"}, "content": "s" * 20}
     raw["normalizer"] = {"type": "Sequence", "normalizers": [bomb, bomb]}
     with pytest.raises(ValueError, match="as many as 400"):
@@ -273,7 +284,7 @@ def test_replacements_that_multiply_are_refused(
     with pytest.raises(ValueError, match="as many as 65"):
         load(raw)
     raw["normalizer"] = {**bomb, "pattern": {"String": " "}, "content": "▁"}
-    assert load(raw).normalizer is not None
+    assert load(raw).library.normalizer is not None
 
 
 def test_a_panic_beneath_is_an_ordinary_error(tmp_path: Path, raw: dict[str, Any]) -> None:
@@ -284,44 +295,44 @@ def test_a_panic_beneath_is_an_ordinary_error(tmp_path: Path, raw: dict[str, Any
     path.write_text(theirs.to_str())
     loaded = load_tokenizer(path)
     with pytest.raises(ValueError, match="cannot encode the text"):
-        encode(loaded, "a" * 200)
+        loaded.encode("a" * 200)
 
 
 # the three ways to train
 
 
 @pytest.fixture(scope="module", params=["unigram", "characters"])
-def other(request: pytest.FixtureRequest, verses: list[str]) -> Tokenizer:
+def other(request: pytest.FixtureRequest, verses: list[str]) -> TextTokenizer:
     return train_tokenizer(verses, 400, request.param)
 
 
 @given(st.one_of(anything, spellings))
 def test_every_model_gives_back_what_was_encoded_and_no_control_token(
-    other: Tokenizer, text: str
+    other: TextTokenizer, text: str
 ) -> None:
-    ids = encode(other, text)
-    assert decode(other, ids) == text
-    assert {end_id(other), pad_id(other)}.isdisjoint(ids)
+    ids = other.encode(text)
+    assert other.decode(ids) == text
+    assert {other.end_id, other.pad_id}.isdisjoint(ids)
 
 
 @pytest.mark.parametrize("model", TOKENIZER_MODELS)
 def test_every_model_is_trained_alike_from_the_same_text_and_read_back_alike(
-    model: str, verses: list[str], load: Callable[[Any], Tokenizer]
+    model: str, verses: list[str], load: Load
 ) -> None:
     first, again = (train_tokenizer(verses, 400, model) for _ in range(2))
     assert first.to_str() == again.to_str()
-    assert (end_id(first), pad_id(first)) == (0, 1)
-    assert first.get_vocab_size() <= 400
+    assert (first.end_id, first.pad_id) == (0, 1)
+    assert first.vocabulary_size <= 400
     text = "".join(verses) + "\x00ÿ<|pad|>"
-    assert encode(load(first.to_str()), text) == encode(first, text)
+    assert load(first.to_str()).encode(text) == first.encode(text)
 
 
 @pytest.mark.parametrize("model", TOKENIZER_MODELS)
 @pytest.mark.parametrize("texts", [[], [""], ["a"], ["\x00"], ["a" * 5000], ["😀" * 40]])
 def test_every_model_is_trained_from_any_text(model: str, texts: list[str]) -> None:
     tokenizer = train_tokenizer(texts, 300, model)
-    assert 258 <= tokenizer.get_vocab_size() <= 300
-    assert decode(tokenizer, encode(tokenizer, "aé中😀\n")) == "aé中😀\n"
+    assert 258 <= tokenizer.vocabulary_size <= 300
+    assert tokenizer.decode(tokenizer.encode("aé中😀\n")) == "aé中😀\n"
 
 
 def test_an_unknown_model_is_refused() -> None:
@@ -332,22 +343,22 @@ def test_an_unknown_model_is_refused() -> None:
 def test_characters_of_the_text_are_tokens_and_nothing_longer_is(verses: list[str]) -> None:
     tokenizer = train_tokenizer(verses, 400, "characters")
     for text in verses:
-        assert len(encode(tokenizer, text)) == len(text)
-    tokens_ = [decode(tokenizer, [i]) for i in range(2, tokenizer.get_vocab_size())]
+        assert len(tokenizer.encode(text)) == len(text)
+    tokens_ = [tokenizer.decode([i]) for i in range(2, tokenizer.vocabulary_size)]
     assert {len(x) for x in tokens_ if "\N{REPLACEMENT CHARACTER}" not in x} == {1}
-    assert len(encode(tokenizer, "ñ")) == 2  # not in the text: its bytes
+    assert len(tokenizer.encode("ñ")) == 2  # not in the text: its bytes
 
 
 Pieces = dict[str, float]
 """Token to log p, in the alphabet of ByteLevel."""
 
 
-def words_of(tokenizer: Tokenizer, texts: list[str]) -> Counter[str]:
-    split = tokenizer.pre_tokenizer.pre_tokenize_str
+def words_of(tokenizer: TextTokenizer, texts: list[str]) -> Counter[str]:
+    split = tokenizer.library.pre_tokenizer.pre_tokenize_str
     return Counter(word for text in texts for word, _ in split(text))
 
 
-def scores_of(tokenizer: Tokenizer) -> Pieces:
+def scores_of(tokenizer: TextTokenizer) -> Pieces:
     rows = json.loads(tokenizer.to_str())["model"]["vocab"]
     return {token: score for token, score in rows if token not in (END, PAD)}
 
@@ -402,7 +413,7 @@ def test_unigram_cuts_words_at_the_largest_sum_of_scores(verses: list[str]) -> N
     unseen = ["shellsea sheslow, unsurely 中😀 <|end|> QQ"]
     for word in words_of(tokenizer, verses + unseen):
         text = decoders.ByteLevel().decode([word])
-        (found,) = encode_batch(tokenizer, [text])
+        (found,) = tokenizer.encode_batch([text])
         total = sum(pieces[tokenizer.id_to_token(i)] for i in found)
         assert total == pytest.approx(viterbi(word, pieces), abs=1e-9)
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from fenchel.checkpoints import Loaded
-from fenchel.data import decode, encode, end_id, train_tokenizer
+from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.evaluate.harness import HarnessAdapter, harness_model
 from fenchel.generation import generate
 from fenchel.model import ModelConfig, Transformer
@@ -24,13 +23,13 @@ WORDS = "the sea shells and the sea shore of the old sea"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer() -> TextTokenizer:
     return train_tokenizer([WORDS] * 3, 275)
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> Transformer:
-    config = ModelConfig(vocabulary=tokenizer.get_vocab_size(), context=CONTEXT, width=16)
+def model(tokenizer: TextTokenizer) -> Transformer:
+    config = ModelConfig(vocabulary=tokenizer.vocabulary_size, context=CONTEXT, width=16)
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -40,7 +39,7 @@ def model(tokenizer: Tokenizer) -> Transformer:
 
 
 @pytest.fixture
-def answers(model: Transformer, tokenizer: Tokenizer) -> HarnessAdapter:
+def answers(model: Transformer, tokenizer: TextTokenizer) -> HarnessAdapter:
     return HarnessAdapter(model, tokenizer, batch=3)
 
 
@@ -52,14 +51,14 @@ def log_p(model: Transformer, before: list[int], token: int) -> float:
 
 
 def test_a_continuation_is_scored_token_by_token(
-    answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
+    answers: HarnessAdapter, model: Transformer, tokenizer: TextTokenizer
 ) -> None:
     pairs = [("the sea", " shore"), ("the", " sea shells"), ("", "old"), ("of the ", "old sea")]
     found = answers.loglikelihood(pairs)
     for (context, continuation), (value, _) in zip(pairs, found, strict=True):
-        whole = encode(tokenizer, context + continuation)
-        given = len(encode(tokenizer, context.rstrip()))
-        ids, first = (whole, given) if context else ([end_id(tokenizer), *whole], 1)
+        whole = tokenizer.encode(context + continuation)
+        given = len(tokenizer.encode(context.rstrip()))
+        ids, first = (whole, given) if context else ([tokenizer.end_id, *whole], 1)
         assert len(ids) <= CONTEXT + 1
         by_hand = sum(log_p(model, ids[:t], ids[t]) for t in range(first, len(ids)))
         assert value == pytest.approx(by_hand, rel=1e-4)
@@ -67,11 +66,11 @@ def test_a_continuation_is_scored_token_by_token(
 
 
 def test_a_long_context_loses_its_oldest_tokens(
-    answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
+    answers: HarnessAdapter, model: Transformer, tokenizer: TextTokenizer
 ) -> None:
     context, continuation = WORDS, " shore"
-    whole = encode(tokenizer, context + continuation)
-    given = len(encode(tokenizer, context))
+    whole = tokenizer.encode(context + continuation)
+    given = len(tokenizer.encode(context))
     assert given > CONTEXT
     row = torch.tensor([whole[-(CONTEXT + 1) : -1]])
     asked = len(whole) - given
@@ -84,9 +83,9 @@ def test_a_long_context_loses_its_oldest_tokens(
 
 
 def test_greedy_is_true_for_the_tokens_of_greedy_decoding(
-    answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
+    answers: HarnessAdapter, model: Transformer, tokenizer: TextTokenizer
 ) -> None:
-    prompt = encode(tokenizer, "the sea")
+    prompt = tokenizer.encode("the sea")
     best = generate(model, torch.tensor([prompt]), max_new_tokens=2, temperature=0.0)[0].tolist()
     answer = answers._scores([(best, 2), ([*best[:-1], (best[-1] + 1) % 270], 2)])
     assert [greedy for _, greedy in answer] == [True, False]
@@ -114,31 +113,31 @@ def rolled(tokens: list[int], prefix: int) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("repeats", [1, 2, 3])
 def test_a_long_text_is_read_in_the_harness_s_windows(
-    repeats: int, answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
+    repeats: int, answers: HarnessAdapter, model: Transformer, tokenizer: TextTokenizer
 ) -> None:
     texts = [WORDS * repeats, "sea", ""]
     by_hand = []
     for text in texts[:2]:
         total = 0.0
-        for inputs, predicted in rolled(encode(tokenizer, text), end_id(tokenizer)):
+        for inputs, predicted in rolled(tokenizer.encode(text), tokenizer.end_id):
             with torch.no_grad():
                 rows = model(torch.tensor([inputs]))[0, -len(predicted) :].log_softmax(-1)
             total += sum(float(rows[i, t]) for i, t in enumerate(predicted))
         by_hand.append(total)
-    assert len(encode(tokenizer, texts[0])) > CONTEXT
+    assert len(tokenizer.encode(texts[0])) > CONTEXT
     assert answers.loglikelihood_rolling(texts) == pytest.approx([*by_hand, 0.0], rel=1e-4)
 
 
 def test_text_is_continued_up_to_the_first_stop(
-    answers: HarnessAdapter, model: Transformer, tokenizer: Tokenizer
+    answers: HarnessAdapter, model: Transformer, tokenizer: TextTokenizer
 ) -> None:
-    ids = torch.tensor([encode(tokenizer, "the sea")])
-    drawn = generate(model, ids, max_new_tokens=30, temperature=0.0, stop=[end_id(tokenizer)])[
+    ids = torch.tensor([tokenizer.encode("the sea")])
+    drawn = generate(model, ids, max_new_tokens=30, temperature=0.0, stop=[tokenizer.end_id])[
         0, ids.shape[1] :
     ].tolist()
-    if end_id(tokenizer) in drawn:
-        drawn = drawn[: drawn.index(end_id(tokenizer))]
-    whole = decode(tokenizer, drawn)
+    if tokenizer.end_id in drawn:
+        drawn = drawn[: drawn.index(tokenizer.end_id)]
+    whole = tokenizer.decode(drawn)
     assert answers.generate_until("the sea", {"max_gen_toks": 30}) == whole
     assert len(whole) > 4
     stop = whole[3:5]
@@ -151,9 +150,9 @@ def test_text_is_continued_up_to_the_first_stop(
 
 
 def test_of_two_stops_in_one_token_the_first_cuts(
-    answers: HarnessAdapter, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    answers: HarnessAdapter, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = encode(tokenizer, " the old sea")
+    words = tokenizer.encode(" the old sea")
     assert len(words) == 3  # a token each
     drawn = lambda *_, **__: (torch.tensor([i]) for i in words)  # noqa: E731
     monkeypatch.setattr("fenchel.evaluate.harness.stream", drawn)
@@ -162,7 +161,7 @@ def test_of_two_stops_in_one_token_the_first_cuts(
     assert answers.generate_until("on", {"until": ["xx"]}) == " the old sea"
 
 
-def test_sampling_repeats_by_its_seed(model: Transformer, tokenizer: Tokenizer) -> None:
+def test_sampling_repeats_by_its_seed(model: Transformer, tokenizer: TextTokenizer) -> None:
     ask = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 20}
     texts = [HarnessAdapter(model, tokenizer, seed=s).generate_until("the", ask) for s in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]

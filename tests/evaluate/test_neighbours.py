@@ -6,6 +6,7 @@ from scipy.stats import beta
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 
+from fenchel.data import TextTokenizer
 from fenchel.evaluate import nearest_rows, neighbours
 from fenchel.model import ModelConfig, Transformer
 
@@ -13,10 +14,10 @@ WORDS = "the old young king queen cat dog rules sleeps here there <|end|>".split
 PAIRS = [("king", "queen"), ("cat", "dog")]
 
 
-def word_tokenizer() -> Tokenizer:
+def word_tokenizer() -> TextTokenizer:
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, "<|end|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return tokenizer
+    return TextTokenizer(tokenizer)
 
 
 def sentences(seed: int, count: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.choice import Entmax, Softmax
-from fenchel.data import begin_with, train_tokenizer
+from fenchel.data import train_tokenizer
 from fenchel.evaluate import (
     HarnessAdapter,
     confidence,
@@ -128,7 +128,7 @@ def test_the_bytes_of_a_text_are_those_of_its_documents(tmp_path: Path) -> None:
     ids, size = text_ids(tokenizer, str(tmp_path))
     assert size == len("größer\n".encode()) + 3
     assert (ids == 0).sum() == 1  # between
-    ids, _ = text_ids(begin_with(tokenizer, 0), str(tmp_path))
+    ids, _ = text_ids(tokenizer.begin_with(0), str(tmp_path))
     assert (ids == 0).sum() == 2  # before, between
     assert ids[0] == 0
 

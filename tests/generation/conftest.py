@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.data import train_tokenizer
+from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.model import ModelConfig, Transformer
 
 V, CONTEXT = 31, 16
@@ -41,5 +40,5 @@ def prompts() -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
+def tokenizer() -> TextTokenizer:
     return train_tokenizer(["the sea shells, the shore; größer 東京 🐚\n" * 9], 300)

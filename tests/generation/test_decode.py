@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.data import decode, encode
+from fenchel.data import TextTokenizer
 from fenchel.generation import GenerationSettings, KVCache, Sampling, generate, stream, stream_text
 from fenchel.model import Transformer
 
@@ -242,23 +241,23 @@ def _said_twice(prompt: list[int]) -> int:
 
 @pytest.mark.parametrize("draft", [0, 3])
 def test_text_comes_in_pieces_up_to_the_stop(
-    draft: int, lively: Build, tokenizer: Tokenizer
+    draft: int, lively: Build, tokenizer: TextTokenizer
 ) -> None:
     model = lively(vocabulary=300, context=64)
-    ids = torch.tensor(encode(tokenizer, "the sea"))
+    ids = torch.tensor(tokenizer.encode("the sea"))
     settings = GenerationSettings(max_new_tokens=30, sampling=GREEDY, draft=draft)
     whole = "".join(stream_text(model, tokenizer, ids, settings))
     new = generate(model, ids[None], max_new_tokens=30, temperature=0.0)[0, len(ids) :]
-    assert whole == decode(tokenizer, new.tolist())
+    assert whole == tokenizer.decode(new.tolist())
     stop = whole[9:13]
     pieces = list(stream_text(model, tokenizer, ids, replace(settings, stop=[stop])))
     assert "".join(pieces) == whole[: whole.index(stop)]
     held = generate(
         model, [ids], max_new_tokens=30, temperature=0.0, stop=[stop], tokenizer=tokenizer
     )[0]
-    told = decode(tokenizer, held[len(ids) :].tolist())
+    told = tokenizer.decode(held[len(ids) :].tolist())
     assert stop in told
-    assert stop not in decode(tokenizer, held[len(ids) : -1].tolist())
+    assert stop not in tokenizer.decode(held[len(ids) : -1].tolist())
 
 
 def test_a_model_in_training_is_given_back_in_training(lively: Build, prompts: Draw) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled
 
+from fenchel.data import TextTokenizer
 from fenchel.generation import GenerationSettings, PrefixCache, Sampling, generate, stream_text
 from fenchel.generation.session import Session, pad_prompts, previous_tokens
 from fenchel.model import Transformer
@@ -73,7 +73,7 @@ def test_a_chat_with_a_prefix_cache_has_the_text_of_one_without(
     shape: dict[str, Any],
     cache: Any,
     lively: Callable[..., Transformer],
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     read: list[int],
 ) -> None:
     """Turns that extend the text, go back in it, repeat it, and begin another."""
@@ -100,7 +100,7 @@ def test_a_chat_with_a_prefix_cache_has_the_text_of_one_without(
 
 
 def test_what_an_interrupted_pass_was_given_is_read_again(
-    lively: Callable[..., Transformer], tokenizer: Tokenizer, read: list[int]
+    lively: Callable[..., Transformer], tokenizer: TextTokenizer, read: list[int]
 ) -> None:
     model = lively(vocabulary=300, windows=(2, 0))
     settings = GenerationSettings(max_new_tokens=4, sampling=Sampling(temperature=0.0))
@@ -131,7 +131,7 @@ def test_what_an_interrupted_pass_was_given_is_read_again(
 
 
 def test_another_model_or_kind_of_cache_begins_anew(
-    lively: Callable[..., Transformer], tokenizer: Tokenizer, read: list[int]
+    lively: Callable[..., Transformer], tokenizer: TextTokenizer, read: list[int]
 ) -> None:
     prefix_cache, ids = PrefixCache(), torch.tensor([1, 2, 3])
     one, other = lively(vocabulary=300), lively(vocabulary=300, layers=1)

@@ -6,14 +6,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from fenchel.data import decode, encode, train_tokenizer
+from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.generation import Detokenizer, StopStrings, TextStream
-from fenchel.generation.text_stream import StopCriteria, token_bytes
+from fenchel.generation.text_stream import StopCriteria
 
 TOKENIZER = train_tokenizer(["the sea shells, the shore; größer 東京 🐚\n" * 9], 300)
 
 
-def byte_fallback() -> Tokenizer:
+def byte_fallback() -> TextTokenizer:
     """Two words, and every other character by its bytes, as in Llama 2 and Gemma."""
     words = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581sea", "shells"]
     vocabulary = {word: number for number, word in enumerate(["<unk>", *words])}
@@ -21,34 +21,34 @@ def byte_fallback() -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    return tokenizer
+    return TextTokenizer(tokenizer)
 
 
-def byte_id(tokenizer: Tokenizer, byte: int) -> int:
+def byte_id(tokenizer: TextTokenizer, byte: int) -> int:
     """The id of the token that is this byte alone."""
-    return next(i for i in range(258) if token_bytes(tokenizer, i) == bytes([byte]))
+    return next(i for i in range(258) if tokenizer.token_bytes(i) == bytes([byte]))
 
 
 @settings(max_examples=150)
 @given(st.text(max_size=120))
 def test_the_pieces_join_to_the_whole(text: str) -> None:
-    ids = encode(TOKENIZER, text)
+    ids = TOKENIZER.encode(text)
     detokenizer = Detokenizer(TOKENIZER)
     pieces = [detokenizer.add(i) for i in ids]
-    assert "".join([*pieces, detokenizer.flush()]) == decode(TOKENIZER, ids)
+    assert "".join([*pieces, detokenizer.flush()]) == TOKENIZER.decode(ids)
 
 
 def test_half_a_character_is_held_back() -> None:
-    ids = encode(TOKENIZER, "𝄞")
+    ids = TOKENIZER.encode("𝄞")
     assert len(ids) > 1
     detokenizer = Detokenizer(TOKENIZER)
     assert [detokenizer.add(i) for i in ids] == [""] * (len(ids) - 1) + ["𝄞"]
 
 
 def test_half_a_character_at_the_end_is_given_at_last() -> None:
-    ids = encode(TOKENIZER, "a𝄞")[:-1]
+    ids = TOKENIZER.encode("a𝄞")[:-1]
     detokenizer = Detokenizer(TOKENIZER)
-    assert "".join(map(detokenizer.add, ids)) + detokenizer.flush() == decode(TOKENIZER, ids)
+    assert "".join(map(detokenizer.add, ids)) + detokenizer.flush() == TOKENIZER.decode(ids)
 
 
 def test_bytes_that_are_no_text_are_replaced_and_the_text_goes_on() -> None:
@@ -66,11 +66,11 @@ def test_bytes_that_are_no_text_are_replaced_and_the_text_goes_on() -> None:
 @given(st.text(max_size=60), st.integers(0, 60))
 def test_new_ids_give_what_they_add_to_the_text_before_them(text: str, cut: int) -> None:
     assume("\ufffd" not in text)
-    ids = encode(TOKENIZER, text)
+    ids = TOKENIZER.encode(text)
     before, new = ids[:cut], ids[cut:]
     detokenizer = Detokenizer(TOKENIZER, before)
     pieces = [detokenizer.add(i) for i in new]
-    complete = decode(TOKENIZER, before).rstrip("\ufffd")
+    complete = TOKENIZER.decode(before).rstrip("\ufffd")
     assert complete + "".join([*pieces, detokenizer.flush()]) == text
 
 
@@ -82,14 +82,14 @@ def test_new_ids_give_what_they_add_to_the_text_before_them(text: str, cut: int)
     st.integers(0, 3),
 )
 def test_a_prompt_may_end_with_any_character_or_within_one(
-    tokenizer: Tokenizer, prompt: str, text: str, cut: int
+    tokenizer: TextTokenizer, prompt: str, text: str, cut: int
 ) -> None:
     """Characters of the prompt never come again, and one that new ids complete comes whole."""
     whole = (prompt + text).encode()
     ids = [byte_id(tokenizer, byte) for byte in whole]
     size = max(0, len(prompt.encode()) - cut)
     before, new = ids[:size], ids[size:]
-    detokenizer = Detokenizer(tokenizer, before)
+    detokenizer = Detokenizer(tokenizer.library, before)  # as a user may have it
     pieces = [detokenizer.add(i) for i in new]
     complete = whole[:size].decode(errors="ignore")
     assert complete + "".join([*pieces, detokenizer.flush()]) == prompt + text
@@ -103,7 +103,7 @@ def test_the_first_new_word_keeps_its_space() -> None:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    assert decode(tokenizer, [1, 2, 3]) == "the sea"
+    assert tokenizer.decode([1, 2, 3]) == "the sea"
     assert Detokenizer(tokenizer, [1, 2]).add(3) == " sea"
     assert Detokenizer(tokenizer, [1]).add(2) == "the"
 
@@ -146,10 +146,10 @@ def test_no_more_is_held_back_than_may_be_a_stop() -> None:
     assert strings.flush() == "#"
 
 
-def test_a_stop_split_over_tokens_is_found_and_not_told(tokenizer: Tokenizer) -> None:
+def test_a_stop_split_over_tokens_is_found_and_not_told(tokenizer: TextTokenizer) -> None:
     telling = TextStream(tokenizer, ["shells, the"])
     pieces = []
-    for token in encode(tokenizer, "größer sea shells, the shore"):
+    for token in tokenizer.encode("größer sea shells, the shore"):
         pieces.append(telling.add(token))
         if telling.stopped:
             break
@@ -157,9 +157,11 @@ def test_a_stop_split_over_tokens_is_found_and_not_told(tokenizer: Tokenizer) ->
     assert telling.flush() == ""
 
 
-def test_a_sequence_stops_at_its_own_token_or_string_and_repeats_it(tokenizer: Tokenizer) -> None:
-    ids = [encode(tokenizer, text) for text in (" the sea", " sea 東京 the", " the the the")]
-    sea, the = encode(tokenizer, " sea")[0], encode(tokenizer, " the")[0]
+def test_a_sequence_stops_at_its_own_token_or_string_and_repeats_it(
+    tokenizer: TextTokenizer,
+) -> None:
+    ids = [tokenizer.encode(text) for text in (" the sea", " sea 東京 the", " the the the")]
+    sea, the = tokenizer.encode(" sea")[0], tokenizer.encode(" the")[0]
     T = max(map(len, ids))
     rows = torch.tensor([row + [the] * (T - len(row)) for row in ids])
     stops = StopCriteria([sea, "東京"], tokenizer, rows[:, :1])
@@ -171,8 +173,8 @@ def test_a_sequence_stops_at_its_own_token_or_string_and_repeats_it(tokenizer: T
     assert not stops.all_stopped()
 
 
-def test_a_string_stops_a_sequence_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
-    row = encode(tokenizer, "a京b")
+def test_a_string_stops_a_sequence_when_its_last_byte_is_there(tokenizer: TextTokenizer) -> None:
+    row = tokenizer.encode("a京b")
     stops = StopCriteria(["京"], tokenizer, torch.zeros(1, 1, dtype=torch.long))
     for token in row:
         stops.update(torch.tensor([token]))
@@ -181,7 +183,7 @@ def test_a_string_stops_a_sequence_when_its_last_byte_is_there(tokenizer: Tokeni
     assert stops.counts_B.tolist() == [len(row) - 1]
 
 
-def test_a_stop_string_needs_a_tokenizer_and_letters(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_needs_a_tokenizer_and_letters(tokenizer: TextTokenizer) -> None:
     with pytest.raises(ValueError, match="give the tokenizer"):
         StopCriteria(["end"], None, torch.zeros(1, 1, dtype=torch.long))
     with pytest.raises(ValueError, match="empty"):

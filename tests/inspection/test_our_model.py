@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from fenchel.attention import Causal, Window
 from fenchel.attention.spec import AttentionCall
-from fenchel.data import end_id, train_tokenizer
+from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.inspection import ForwardTrace, open_model, recorder
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.our_model import OurModel
@@ -109,11 +110,13 @@ def test_the_gain_of_a_norm_is_what_it_multiplies_by(save: Save, ids: Tensor) ->
 
 def test_a_text_is_framed_by_the_template_of_its_tokenizer(save: Save) -> None:
     subject = open_model(save("gpt2"))
-    end = end_id(subject.tokenizer)
+    end = subject.tokenizer.end_id
     bare = subject.encode("peace", first=False)
-    subject.tokenizer.post_processor = TemplateProcessing(
+    framed = Tokenizer.from_str(subject.tokenizer.to_str())
+    framed.post_processor = TemplateProcessing(
         single="<|end|> $A <|end|>", special_tokens=[("<|end|>", end)]
     )
+    subject = replace(subject, tokenizer=TextTokenizer(framed))
     assert subject.encode("peace", first=True) == [end, *bare, end]
 
 

@@ -93,8 +93,8 @@ def test_a_model_has_the_rows_of_its_tokenizer_unless_more_are_given(
     run = tmp_path / "run"
     pipeline.begin(settings({**SMALL, "text": of_text, "model": of_model}), run, Silent())
     model, tokenizer, _ = load(run)
-    assert (tokenizer.get_vocab_size() == wide) != trained
-    assert len(model.embed.weight) == (rows or tokenizer.get_vocab_size())
+    assert (tokenizer.vocabulary_size == wide) != trained
+    assert len(model.embed.weight) == (rows or tokenizer.vocabulary_size)
 
 
 def test_evaluations_are_in_the_precision_of_training_until_the_last(

@@ -271,10 +271,10 @@ def test_a_run_of_our_own_is_tuned_and_keeps_its_beginning(
     out = tmp_path / "third"
     pipeline.tune(tmp_path / "second", mapping, out, Remembering(), template="plain")
     tokenizers = [load(tmp_path / name).tokenizer for name in ("first", "second", "third")]
-    assert {tuple(one.encode("a").ids) for one in tokenizers} == {
-        tuple(tokenizers[0].encode("a").ids)
+    assert {tuple(one.encode_whole("a")) for one in tokenizers} == {
+        tuple(tokenizers[0].encode_whole("a"))
     }
-    assert tokenizers[0].encode("a").ids[0] == 0  # <|end|>
+    assert tokenizers[0].begin_ids[0] == 0  # <|end|>
     template = read_chat_template(out)
     assert template is not None
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yea."}]

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
 from fenchel.checkpoints import load, save
 from fenchel.checkpoints.tokenizer import end_ids, read_chat_template
-from fenchel.data import train_tokenizer
+from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.model import ModelConfig, Transformer
 from fenchel.server.app import App, Relay, Server, ServerSettings, address, listen
 from fenchel.server.embeddings import Embedder
@@ -43,18 +42,18 @@ def conversation(thing: str) -> list[dict[str, str]]:
     ]
 
 
-def chat_tokenizer() -> Tokenizer:
+def chat_tokenizer() -> TextTokenizer:
     texts = [one["content"] + "user assistant\n" for t in ANSWERS for one in conversation(t)] * 9
     tokenizer = train_tokenizer(texts, 320)
-    tokenizer.add_special_tokens([BEGIN, STOP, TURN])
+    tokenizer.library.add_special_tokens([BEGIN, STOP, TURN])
     return tokenizer
 
 
-def training_text(tokenizer: Tokenizer, thing: str) -> list[int]:
+def training_text(tokenizer: TextTokenizer, thing: str) -> list[int]:
     ids = [tokenizer.token_to_id(BEGIN)]
     for message in conversation(thing):
         text = f"{message['role']}\n{message['content']}"
-        ids += [tokenizer.token_to_id(TURN), *tokenizer.encode(text).ids]
+        ids += [tokenizer.token_to_id(TURN), *tokenizer.encode(text)]
         ids.append(tokenizer.token_to_id(STOP))
     return ids
 
@@ -66,7 +65,7 @@ def chat_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = chat_tokenizer()
     torch.manual_seed(0)
     config = ModelConfig(
-        vocabulary=tokenizer.get_vocab_size(),
+        vocabulary=tokenizer.vocabulary_size,
         context=CONTEXT,
         width=48,
         heads=4,

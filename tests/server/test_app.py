@@ -27,7 +27,6 @@ from transformers import LlamaModel
 
 from fenchel.checkpoints import load
 from fenchel.cli import main
-from fenchel.data import encode
 from fenchel.generation.continuous_batch import ContinuousBatch
 from fenchel.server import app as app_module
 from fenchel.server.app import EventStream, Exchange
@@ -118,7 +117,7 @@ def test_echo_and_logprobs_are_those_of_the_model_on_the_whole_text(
     client: openai.OpenAI, chat_directory: Path
 ) -> None:
     model, tokenizer, _ = load(chat_directory)
-    ids = [tokenizer.token_to_id(BEGIN), *encode(tokenizer, "The bird sings 東")]
+    ids = [tokenizer.token_to_id(BEGIN), *tokenizer.encode("The bird sings 東")]
     assert any(tokenizer.decode([id]) == "\ufffd" for id in ids), "a character of several tokens"
     answer = client.completions.create(
         model="parrot", prompt=[ids, ids[:4]], echo=True, logprobs=3, max_tokens=1, temperature=0
@@ -282,7 +281,7 @@ def test_an_embedding_is_the_mean_of_the_last_hidden_state(
     tokenizer = load(chat_directory).tokenizer
     for text, entry in zip(["What is the sea?", "größer"], answer.data, strict=True):
         with torch.no_grad():
-            hidden = reference(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state
+            hidden = reference(torch.tensor([tokenizer.encode_whole(text)])).last_hidden_state
         mean = hidden[0].mean(0)
         torch.testing.assert_close(
             torch.tensor(entry.embedding, dtype=torch.float64),

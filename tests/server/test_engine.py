@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from fenchel.data import train_tokenizer
+from fenchel.data import TextTokenizer, train_tokenizer
 from fenchel.generation import Sampling, cuda_graph, generate
 from fenchel.generation.attention_trace import AttentionSettings, TraceSettings, trace_text
 from fenchel.generation.continuous_batch import ContinuousBatch
@@ -34,15 +33,15 @@ GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer() -> TextTokenizer:
     return train_tokenizer(["the sea shells, the shore; größer 東京 🐚\n" * 9], 300)
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> Transformer:
+def model(tokenizer: TextTokenizer) -> Transformer:
     torch.manual_seed(0)
     config = ModelConfig(
-        vocabulary=tokenizer.get_vocab_size(),
+        vocabulary=tokenizer.vocabulary_size,
         context=CONTEXT,
         width=32,
         heads=4,
@@ -101,7 +100,7 @@ Serve = Callable[..., Engine]
 
 
 @pytest.fixture
-def serve(model: Transformer, tokenizer: Tokenizer) -> Iterator[Serve]:
+def serve(model: Transformer, tokenizer: TextTokenizer) -> Iterator[Serve]:
     """Engines that are closed after the test."""
     engines: list[Engine] = []
 
@@ -233,7 +232,7 @@ def test_a_recorded_step_launches_the_next_before_its_tokens_are_read(
 
 
 def test_text_comes_as_it_is_certain_and_ends_before_a_stop(
-    serve: Serve, tokenizer: Tokenizer
+    serve: Serve, tokenizer: TextTokenizer
 ) -> None:
     engine, drawn = serve(), Sampling(temperature=1.5)
     free = ask(engine, request(5, max_new_tokens=40, sampling=drawn, seed=3))[1].wait()
@@ -402,12 +401,12 @@ def test_a_failing_step_ends_every_request_with_an_error(
 
 
 def test_logits_that_are_not_finite_end_their_own_request(
-    serve: Serve, tokenizer: Tokenizer
+    serve: Serve, tokenizer: TextTokenizer
 ) -> None:
     """And leave nothing behind in the row for the next one."""
     torch.manual_seed(0)
     config = ModelConfig(
-        vocabulary=tokenizer.get_vocab_size(),
+        vocabulary=tokenizer.vocabulary_size,
         context=CONTEXT,
         width=16,
         heads=2,

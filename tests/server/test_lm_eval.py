@@ -19,7 +19,6 @@ import pytest
 
 from fenchel.checkpoints import load
 from fenchel.checkpoints.tokenizer import end_ids
-from fenchel.data import begin_ids, encode
 from fenchel.evaluate import score
 from fenchel.evaluate.harness import HarnessAdapter
 from tests.server.conftest import ANSWERS, CONTEXT, RunningServer
@@ -81,7 +80,7 @@ def test_continuations_are_scored_as_by_the_adapter(
     running: RunningServer, adapter: HarnessAdapter
 ) -> None:
     rows = [adapter._row(*pair) for pair in PAIRS]
-    begin = begin_ids(adapter.tokenizer)
+    begin = adapter.tokenizer.begin_ids
     assert all(ids[: len(begin)] == begin for ids, _ in rows)
     served = loglikelihoods(
         running, [ids for ids, _ in rows], [len(ids) - count for ids, count in rows]
@@ -112,8 +111,8 @@ def rolling_windows(
 def test_a_rolling_text_is_what_eval_measures_in_windows_that_do_not_overlap(
     running: RunningServer, adapter: HarnessAdapter, longest: int
 ) -> None:
-    ids = encode(adapter.tokenizer, TEXT)
-    (prefix,) = begin_ids(adapter.tokenizer)
+    ids = adapter.tokenizer.encode(TEXT)
+    (prefix,) = adapter.tokenizer.begin_ids
     windows = rolling_windows(ids, prefix, longest)
     assert len(windows) > 1 or longest > len(ids)
     served = [
@@ -130,7 +129,7 @@ def test_a_rolling_text_is_what_eval_measures_in_windows_that_do_not_overlap(
 def test_a_row_may_fill_the_context_and_no_more(
     running: RunningServer, adapter: HarnessAdapter
 ) -> None:
-    ids = (encode(adapter.tokenizer, TEXT) * 4)[:CONTEXT]
+    ids = (adapter.tokenizer.encode(TEXT) * 4)[:CONTEXT]
     ((value, _),) = loglikelihoods(running, [ids], [1])
     expected = adapter._scores([(ids, CONTEXT - 1)])[0][0]
     assert value == pytest.approx(expected, abs=1e-5 * CONTEXT)
@@ -143,7 +142,7 @@ def test_a_task_that_generates_gets_the_text_of_the_adapter(
 ) -> None:
     contexts = ["What is the hill?", "The bird sings", "assistant\nThe sea is"]
     body = {
-        "prompt": [adapter._begin(encode(adapter.tokenizer, one)) for one in contexts],
+        "prompt": [adapter._begin(adapter.tokenizer.encode(one)) for one in contexts],
         "model": "parrot",
         "max_tokens": 24,
         "temperature": 0,

@@ -30,7 +30,7 @@ def served() -> ServedModel:
     tokenizer = train_tokenizer(["the sea shells 東京\n" * 9], 300)
     return ServedModel(
         name="shells",
-        config=ModelConfig(vocabulary=tokenizer.get_vocab_size(), context=32, width=32),
+        config=ModelConfig(vocabulary=tokenizer.vocabulary_size, context=32, width=32),
         tokenizer=tokenizer,
         context=32,
         ends=(0,),
@@ -148,10 +148,10 @@ def test_seeds_of_choices_differ_and_the_first_is_the_seed(served: ServedModel) 
 
 def test_the_text_of_a_token_is_its_text_within_a_text(served: ServedModel) -> None:
     texts = TokenTexts(served.tokenizer)
-    ids = served.tokenizer.encode("the sea", add_special_tokens=False).ids
+    ids = served.tokenizer.encode("the sea")
     assert "".join(map(texts.text, ids)) == "the sea"
     assert texts.text(0) == "<|end|>"
-    whole = [texts.bytes(id) for id in served.tokenizer.encode("東").ids]
+    whole = [texts.bytes(id) for id in served.tokenizer.encode("東")]
     assert bytes(byte for part in whole for byte in part or []) == "東".encode()
     part = served.tokenizer.token_to_id("æ")
     assert texts.label(part) == "bytes:\\xe6"

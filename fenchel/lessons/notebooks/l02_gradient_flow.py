@@ -770,7 +770,7 @@ def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path, dtype=torch.float64)
     _text = "we the people of the united states"
-    ids = torch.tensor([own.tokenizer.encode(_text).ids[: own.config.context]])
+    ids = torch.tensor([own.tokenizer.encode_whole(_text)[: own.config.context]])
     theta = torch.nn.utils.parameters_to_vector(own.model.parameters()).detach()
 
     def loss_and_gradient(vector):

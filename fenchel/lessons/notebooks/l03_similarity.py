@@ -17,7 +17,7 @@ with app.setup:
     from torch.nn.functional import cosine_similarity, cross_entropy, linear, normalize
 
     import fenchel
-    from fenchel.data import encode
+    from fenchel.data import TextTokenizer
     from fenchel.evaluate import nearest_rows, neighbours
     from fenchel.lessons.widgets import (
         Exercise,
@@ -707,8 +707,9 @@ def _():
 @app.cell
 def _():
     words = "the a wise old small wild king queen cat dog rules sleeps here there <|end|>".split()
-    tokenizer = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, "<|end|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    _word_level = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, "<|end|>"))
+    _word_level.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = TextTokenizer(_word_level)
     frames = (
         ("the", ("wise", "old"), ("king", "queen"), "rules", ("here", "there")),
         ("a", ("small", "wild"), ("cat", "dog"), "sleeps", ("here", "there")),
@@ -782,7 +783,7 @@ def _(run_path):
     own = fenchel.load(run_path)
     own_table = own.model.embed.weight.detach().double()
     near = neighbours(own.model, own.tokenizer, " the", count=8)
-    row_the = own_table[encode(own.tokenizer, " the")].mean(0)
+    row_the = own_table[own.tokenizer.encode(" the")].mean(0)
     centred = normalize(own_table - own_table.mean(0), dim=-1)
     unit = normalize(row_the - own_table.mean(0), dim=0)
     own_cosines, order = (centred @ unit).sort(descending=True)

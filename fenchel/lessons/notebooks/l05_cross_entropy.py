@@ -17,7 +17,6 @@ with app.setup:
 
     import fenchel
     from fenchel.attention import entropy
-    from fenchel.data import encode
     from fenchel.evaluate import brier_score
     from fenchel.lessons.widgets import (
         Exercise,
@@ -678,7 +677,7 @@ def _(picker):
 def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
-    ids = torch.tensor(encode(own.tokenizer, "the people of the united states")[:32])
+    ids = torch.tensor(own.tokenizer.encode("the people of the united states")[:32])
     ids = ids[: own.config.context]
     with torch.no_grad():
         own_logits = own.model(ids[None, :-1]).double()

@@ -798,7 +798,7 @@ def _(picker):
 def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
-    ids = torch.tensor([own.tokenizer.encode("the people of the").ids[: own.config.context]])
+    ids = torch.tensor([own.tokenizer.encode_whole("the people of the")[: own.config.context]])
     with torch.no_grad():
         logits = own.model(ids)[0, -1].double()
     own_soft = fenchel.Softmax().weights(logits)

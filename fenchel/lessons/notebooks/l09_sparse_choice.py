@@ -752,7 +752,7 @@ def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
     ids = torch.tensor(
-        [own.tokenizer.encode("we the people of the united states").ids[: own.config.context]]
+        [own.tokenizer.encode_whole("we the people of the united states")[: own.config.context]]
     )
     calls = {}
 

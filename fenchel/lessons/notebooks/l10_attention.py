@@ -1342,7 +1342,7 @@ def _(picker):
 def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
-    _ids = own.tokenizer.encode("we the people of the united states, in order to form a").ids
+    _ids = own.tokenizer.encode_whole("we the people of the united states, in order to form a")
     _ids = _ids[: min(24, own.config.context)]
     _tokens = [own.tokenizer.decode([each]) for each in _ids]
     maps = attention_maps(own.model, torch.tensor([_ids])).double()

@@ -823,7 +823,7 @@ def _(run_path):
     own = fenchel.load(run_path)
     own_model = open_model(run_path)
     own_tokens = min(12, own.config.context)
-    own_ids = torch.tensor([own.tokenizer.encode("the people of the united states").ids])
+    own_ids = torch.tensor([own.tokenizer.encode_whole("the people of the united states")])
     own_block = own_model.trace(own_ids[:, :own_tokens]).blocks[0]
     own_J = fenchel.jacobian(own_block.forward, own_block.input)
     own_bracket = fenchel.spectral_norm(own_J, generator=torch.Generator().manual_seed(0))

@@ -1071,7 +1071,7 @@ def _(run_path):
         "told what they had seen. Nobody believed it at first. Then the water began to rise, and all "
         "of them went up the hill together, where the old house stood among the trees. "
     )
-    _encoded = own.tokenizer.encode(_text).ids
+    _encoded = own.tokenizer.encode_whole(_text)
     _long = _encoded * (2 * _T // len(_encoded) + 2)
     _starts = range(0, len(_encoded), max(1, len(_encoded) // 8))
     _ids = torch.tensor([_long[_start : _start + 2 * _T] for _start in _starts])

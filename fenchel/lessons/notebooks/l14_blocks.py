@@ -1374,7 +1374,7 @@ def _(picker):
 def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path, dtype=torch.float32)
-    _ids = torch.tensor([own.tokenizer.encode("the people of the").ids[: own.config.context]])
+    _ids = torch.tensor([own.tokenizer.encode_whole("the people of the")[: own.config.context]])
     _a = own.config.branch_scale
     _in, _out, _notes, _hooks = [], [], [], []
     for _block in own.model.blocks:

@@ -855,7 +855,7 @@ def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path, dtype=torch.float64)
     _text = "we the people of the united states"
-    ids = torch.tensor([own.tokenizer.encode(_text).ids[: own.config.context]])
+    ids = torch.tensor([own.tokenizer.encode_whole(_text)[: own.config.context]])
     torch.nn.functional.cross_entropy(own.model(ids[:, :-1])[0], ids[0, 1:]).backward()
     trained = [(name, w) for name, w in own.model.named_parameters() if w.grad is not None]
     _gradients = [w.grad.clone() for _, w in trained]

@@ -975,7 +975,7 @@ def _(picker):
 def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
-    own_ids = torch.tensor([own.tokenizer.encode("the people of the united states").ids])
+    own_ids = torch.tensor([own.tokenizer.encode_whole("the people of the united states")])
     own_ids = own_ids[:, : own.config.context]
     own_pairs = fenchel.attention_pairs(own.model)
     optimiser = fenchel.ScoreDescent(own_pairs, lr=0.2, radius=1e6)

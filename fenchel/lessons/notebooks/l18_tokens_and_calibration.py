@@ -26,10 +26,6 @@ with app.setup:
         END,
         PAD,
         Batches,
-        decode,
-        encode,
-        end_id,
-        pad_id,
         train_tokenizer,
         windows,
     )
@@ -231,7 +227,7 @@ def _(all_merges, cut_bpe, examples, lengths, merge, toy_counts):
                 "Characters are the simplest tokenizer: *hello world* has 11, *çocuk* has 5. A file counts otherwise: it stores *bytes*, numbers from 0 to 255, "
                 "one for each plain letter and two for *ç*, so *çocuk* has 6.",
                 len("hello world") == 11
-                and len(encode(characters, "çocuk")) == 5 == len("çocuk")
+                and len(characters.encode("çocuk")) == 5 == len("çocuk")
                 and len("çocuk".encode()) == 6,
             ),
             claim(
@@ -239,11 +235,11 @@ def _(all_merges, cut_bpe, examples, lengths, merge, toy_counts):
                 "Merging *characters* covers only the characters seen in training: ï, 😀 and λ have no piece, and need an *unknown* "
                 "token that loses them. Merging *bytes* covers every text, because all 256 bytes are in the vocabulary: "
                 + ", ".join(
-                    f"{text} takes {len(encode(small_bytes, text))} tokens" for text in strange
+                    f"{text} takes {len(small_bytes.encode(text))} tokens" for text in strange
                 )
                 + ", and decoding gives each back.",
                 all(any(c not in known for c in text) for text in strange)
-                and all(decode(small_bytes, encode(small_bytes, text)) == text for text in strange),
+                and all(small_bytes.decode(small_bytes.encode(text)) == text for text in strange),
             ),
         ]
     )
@@ -569,11 +565,11 @@ def _():
             ),
             claim(
                 "TR-18",
-                f"`{END}` has id {end_id(by_words)} and `{PAD}` id {pad_id(by_words)}. A text that spells them out gets ordinary tokens: no text can end itself. "
+                f"`{END}` has id {by_words.end_id} and `{PAD}` id {by_words.pad_id}. A text that spells them out gets ordinary tokens: no text can end itself. "
                 "Generation without a prompt starts from the first, and stops when it is drawn again.",
-                (end_id(by_words), pad_id(by_words)) == (0, 1)
-                and not {0, 1} & set(encode(by_words, f"a {END} b {PAD}"))
-                and decode(by_words, [end_id(by_words), *encode(by_words, "we"), pad_id(by_words)])
+                (by_words.end_id, by_words.pad_id) == (0, 1)
+                and not {0, 1} & set(by_words.encode(f"a {END} b {PAD}"))
+                and by_words.decode([by_words.end_id, *by_words.encode("we"), by_words.pad_id])
                 == "we",
             ),
         ]
@@ -1177,7 +1173,7 @@ def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
     phrase = "We the people of the united states form a more perfect union."
-    own_ids = np.array([end_id(own.tokenizer), *encode(own.tokenizer, phrase)])
+    own_ids = np.array([own.tokenizer.end_id, *own.tokenizer.encode(phrase)])
     own_score = score(own.model, own_ids, bytes=len(phrase.encode()), context=own.config.context)
     short_ids = torch.from_numpy(own_ids[: min(8, own.config.context)])[None].long()
     other_ids = short_ids.clone()

@@ -1096,7 +1096,7 @@ def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
     _context = own.config.context
-    _ids = own.tokenizer.encode("the people of the united states " * 20).ids[: min(_context, 64)]
+    _ids = own.tokenizer.encode_whole("the people of the united states " * 20)[: min(_context, 64)]
     _row = torch.tensor([_ids])
     _cache = KVCache(own.config, batch=1, positions=len(_ids))
     with torch.no_grad():

@@ -859,7 +859,7 @@ def _(picker):
 def _(parameters, run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
-    _ids = torch.tensor([own.tokenizer.encode("the people of the").ids[: own.config.context]])
+    _ids = torch.tensor([own.tokenizer.encode_whole("the people of the")[: own.config.context]])
     _N = parameters(own.model)
     _per_token = forward_flops(own.config, own.config.context).total / own.config.context
     with torch.no_grad():

@@ -22,7 +22,7 @@ with app.setup:
 
     import fenchel
     from fenchel.checkpoints import Progress
-    from fenchel.data import Batches, TextConfig, decode, encode, prepare
+    from fenchel.data import Batches, TextConfig, prepare
     from fenchel.evaluate import attention_health, score
     from fenchel.lessons.course import COURSE
     from fenchel.lessons.widgets import (
@@ -102,8 +102,8 @@ def _():
 
 @app.cell
 def _(batches, corpus, first, first_logits, first_loss, fresh, line, stage, stages):
-    _ids = encode(corpus.tokenizer, line)
-    _pieces = [decode(corpus.tokenizer, [i]) for i in _ids]
+    _ids = corpus.tokenizer.encode(line)
+    _pieces = [corpus.tokenizer.decode([i]) for i in _ids]
     _parameters = sum(p.numel() for p in fresh.parameters())
     _shown = {
         "text": ("a string", f"{len(line) * 200:,} characters", repr(line)),
@@ -148,7 +148,7 @@ def _(batches, corpus, first, first_logits, first_loss, fresh, line, stage, stag
                 "TR-21",
                 "Nothing is lost on the way to tokens: decoding gives the text back. The target of each position is the "
                 "input of the next. The batch of step 7 depends on the seed and on 7, and on nothing that came before.",
-                decode(corpus.tokenizer, _ids) == line
+                corpus.tokenizer.decode(_ids) == line
                 and torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
                 and torch.equal(
                     batches.at(7).inputs,
@@ -327,7 +327,7 @@ def _():
 
 @app.cell
 def _(corpus, model, temperature):
-    _prompt = torch.tensor([encode(corpus.tokenizer, "she sells sea")])
+    _prompt = torch.tensor([corpus.tokenizer.encode("she sells sea")])
     _longer = fenchel.generate(
         model,
         _prompt,
@@ -335,19 +335,19 @@ def _(corpus, model, temperature):
         temperature=temperature.value,
         generator=torch.Generator().manual_seed(0),
     )
-    _greedy, _text = _prompt, decode(corpus.tokenizer, _longer[0].tolist())
+    _greedy, _text = _prompt, corpus.tokenizer.decode(_longer[0].tolist())
     with torch.no_grad():
         for _ in range(8):
             _greedy = torch.cat((_greedy, model(_greedy)[:, -1:].argmax(-1)), 1)
         _logits = model(_prompt)[0, -1]
     _p = fenchel.Softmax(beta=1 / max(temperature.value, 0.01)).weights(_logits).topk(5)
-    _written = decode(corpus.tokenizer, _greedy[0].tolist())
+    _written = corpus.tokenizer.decode(_greedy[0].tolist())
     mo.vstack(
         [
             mo.md(f"The model continues *she sells sea*:\n\n> {_text}"),
             bar_chart(
                 [
-                    {"token": f"{i}: {decode(corpus.tokenizer, [i])}", "probability": w}
+                    {"token": f"{i}: {corpus.tokenizer.decode([i])}", "probability": w}
                     for w, i in zip(_p.values.tolist(), _p.indices.tolist(), strict=True)
                 ],
                 "token",
@@ -553,7 +553,7 @@ def _(picker):
 def _(run_path):
     mo.stop(run_path is None, no_run())
     own = fenchel.load(run_path)
-    _ids = torch.tensor([own.tokenizer.encode("the people of the").ids[: own.config.context]])
+    _ids = torch.tensor([own.tokenizer.encode_whole("the people of the")[: own.config.context]])
     with torch.no_grad():
         _logits = own.model(_ids)
         _by_parts = own.model.logits(own.model(_ids, return_hidden=True))

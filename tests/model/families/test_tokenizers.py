@@ -22,7 +22,7 @@ from fenchel.checkpoints import convert, load, read_generation_config, save
 from fenchel.checkpoints.directory import open_directory
 from fenchel.checkpoints.hf_export import write_copy
 from fenchel.checkpoints.tokenizer import end_ids
-from fenchel.data import begin_ids, encode, end_id
+from fenchel.data import TextTokenizer
 from fenchel.model.families.family import resolved
 from tests.model.families.conftest import IDS, SAMPLING, TEMPLATE, add, distinctive
 
@@ -65,16 +65,16 @@ def test_a_tokenizer_goes_in_and_out_with_its_model(
     path = written(name)
     made = make()
     made.save(str(path / "tokenizer.json"))
-    add(path, "config.json", eos_token_id=end_id(made))
-    add(path, "generation_config.json", eos_token_id=end_id(made))
+    add(path, "config.json", eos_token_id=TextTokenizer(made).end_id)
+    add(path, "generation_config.json", eos_token_id=TextTokenizer(made).end_id)
     model, tokenizer, _ = load(path)
     save(model, tokenizer, tmp_path / "ours")
     reload(tmp_path / "ours", name)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours")
     text = "trade with these people"
-    assert theirs(text, add_special_tokens=False)["input_ids"] == encode(tokenizer, text)
-    assert theirs.eos_token_id == end_id(tokenizer)
-    assert read_generation_config(tmp_path / "ours").eos == (end_id(tokenizer),)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
+    assert theirs.eos_token_id == tokenizer.end_id
+    assert read_generation_config(tmp_path / "ours").eos == (tokenizer.end_id,)
 
 
 WAYS = ("save", "save in another dtype", "convert", "attach")
@@ -112,7 +112,7 @@ def test_a_directory_keeps_everything_beside_its_weights(
     assert after.chat_template == TEMPLATE
     if name != "llama tied, with biases":
         assert after("w1 w2")["input_ids"] == before("w1 w2")["input_ids"] == [11, 1, 2]
-    assert begin_ids(load(out).tokenizer) == [11]
+    assert load(out).tokenizer.begin_ids == [11]
     assert end_ids(out, load(out).tokenizer) == (12,)
     if way == "attach":
         again = tmp_path / "again"
