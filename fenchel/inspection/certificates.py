@@ -36,12 +36,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fenchel.attention import AttentionCall
+from fenchel.inspection.blocks import to_interval
 from fenchel.inspection.heads import HeadSubset
-from fenchel.inspection.our_model import OurModel
-from fenchel.inspection.result import HeadCertificate, Interval, LayerCertificate
+from fenchel.inspection.our_model import OurModel, record_pass
+from fenchel.inspection.recorder import BlockRecord, ModuleCall
+from fenchel.inspection.result import HeadCertificate, LayerCertificate
 from fenchel.inspection.trace import InspectedModel
-from fenchel.model import Transformer, evaluating
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext
@@ -63,29 +63,6 @@ from fenchel.sensitivity.layers import (
 from fenchel.sensitivity.perturbation import Ball, NormEstimator, TokenLayer
 
 _AGREEMENT = 1e-3  # of the largest output, between a layer written out and the model's own
-
-
-class AttentionInput(NamedTuple):
-    """One attention module during a forward pass."""
-
-    module: Attention
-    x: Tensor
-    """Its input, (T, M)."""
-    output: Tensor
-    """Its output, (T, M)."""
-    call: AttentionCall
-    context: ForwardContext
-
-
-class BlockInput(NamedTuple):
-    """One block during a forward pass."""
-
-    block: Block
-    x: Tensor
-    """The stream before it, (T, M)."""
-    output: Tensor
-    """The stream behind it, (T, M)."""
-    attention: AttentionInput
 
 
 class Search(NamedTuple):
@@ -133,82 +110,36 @@ def certify_layers(
     """
     layer_count(model)
     assert isinstance(model, OurModel)
-    inputs = layer_inputs(model.model, ids, blocks=search.blocks)
+    records = record_pass(model.model, ids).records
     certificates = []
     for done, index in enumerate(layers):
         progress(done)
         certificates.append(
-            certify_layer(inputs[index], index + 1, radius, norm, search, generator)
+            certify_layer(records[index], index + 1, radius, norm, search, generator)
         )
     progress(len(layers))
     return certificates
 
 
-def attention_inputs(model: Transformer, ids: Tensor) -> list[AttentionInput]:
-    """Run ``model`` on ids (1, T) and return what every layer's attention received."""
-    inputs = layer_inputs(model, ids, blocks=False)
-    return [given for given in inputs if isinstance(given, AttentionInput)]
-
-
-def block_inputs(model: Transformer, ids: Tensor) -> list[BlockInput]:
-    """Run ``model`` on ids (1, T) and return what every block received."""
-    inputs = layer_inputs(model, ids, blocks=True)
-    return [given for given in inputs if isinstance(given, BlockInput)]
-
-
-@torch.no_grad()
-def layer_inputs(
-    model: Transformer, ids: Tensor, *, blocks: bool
-) -> Sequence[AttentionInput | BlockInput]:
-    """What every attention, or every block, received in a run on ids (1, T)."""
-    calls: list[AttentionCall] = []
-    attentions: list[AttentionInput] = []
-    streams: list[BlockInput] = []
-
-    def override(_layer: int, call: AttentionCall) -> None:
-        calls.append(call)
-
-    def record(module: Attention, args: tuple[Tensor, ForwardContext], out: Tensor) -> None:
-        x, context = args[:2]
-        attentions.append(AttentionInput(module, x[0], out[0], calls[-1], context))
-
-    def record_block(block: Block, args: tuple[Tensor], out: Tensor) -> None:
-        streams.append(BlockInput(block, args[0][0], out[0], attentions[-1]))
-
-    handles = []
-    for module in model.modules():
-        if isinstance(module, Attention):
-            handles.append(module.register_forward_hook(record))
-        elif isinstance(module, Block):
-            handles.append(module.register_forward_hook(record_block))
-    try:
-        with evaluating(model):
-            model(ids, attention_override=override, last=True, return_hidden=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return streams if blocks else attentions
-
-
 def certify_layer(
-    given: AttentionInput | BlockInput,
+    record: BlockRecord,
     number: int,
     radius: float,
     norm: str,
     search: Search,
     generator: torch.Generator,
 ) -> LayerCertificate:
-    """The certificate of one layer or block, or the reason why there is none."""
-    x, failure = given.x.to(search.dtype), search.failure
-    reason = why_not(given) if isinstance(given, AttentionInput) else why_no_block(given)
+    """The certificate of one attention layer, or of its block, or why there is none."""
+    reason = (why_no_block if search.blocks else why_not)(record)
     if reason is not None:
         return LayerCertificate(layer=number, refused=f"layer {number} {reason}.")
-    layer: TokenLayer
-    if isinstance(given, AttentionInput):
-        layer = self_attention_layer(given, search.dtype)
-    else:
-        layer = block_layer(given, search.dtype)
-    _require_agreement(layer, given, number, search.dtype)
+    part = record.block if search.blocks else record.attention
+    assert part is not None
+    x, failure = part.x[0].to(search.dtype), search.failure
+    layer: TokenLayer = (block_layer if search.blocks else self_attention_layer)(
+        record, search.dtype
+    )
+    _require_agreement(layer(x), part, number)
     centre = spectral_norm(layer.jacobian(x), tol=1e-3, failure=failure, generator=generator)
     certificate = certify(
         layer,
@@ -227,7 +158,7 @@ def certify_layer(
         heads = _certify_heads(layer, x, radius, norm, failure, generator)
     return LayerCertificate(
         layer=number,
-        centre=Interval(float(centre.lower), float(centre.upper), centre.iterations),
+        centre=to_interval(centre),
         lower=max(certificate.lower, float(centre.lower)),
         upper=certificate.upper if math.isfinite(certificate.upper) else None,
         failure=certificate.failure,
@@ -237,9 +168,9 @@ def certify_layer(
     )
 
 
-def why_not(given: AttentionInput) -> str | None:
+def why_not(record: BlockRecord) -> str | None:
     """Why there is no certificate for this attention; None where there is one."""
-    module, spec = given.module, given.call.spec
+    (module, _), spec = _attention(record), record.call.spec
     if module.l2:
         return "scores by distance, for which no bound over a ball is known here"
     if spec.softcap is not None:
@@ -251,19 +182,22 @@ def why_not(given: AttentionInput) -> str | None:
     return None
 
 
-def why_no_block(given: BlockInput) -> str | None:
+def why_no_block(record: BlockRecord) -> str | None:
     """Why there is no certificate for this block; None where there is one."""
-    if given.block.cross_attention is not None:
+    block = record.block.module
+    assert isinstance(block, Block)
+    if block.cross_attention is not None:
         return "attends to an encoder, for which no bound over a ball is known here"
-    if not isinstance(given.block.mlp, Mlp):
+    if not isinstance(block.mlp, Mlp):
         return "chooses among experts, for which no bound over a ball is known here"
-    return why_not(given.attention)
+    return why_not(record)
 
 
-def block_layer(given: BlockInput, dtype: torch.dtype) -> TokenLayer:
+def block_layer(record: BlockRecord, dtype: torch.dtype) -> TokenLayer:
     """The block at its input as a layer of fenchel.sensitivity."""
-    block = given.block
-    attention = self_attention_layer(given.attention, dtype)
+    block = record.block.module
+    attention = self_attention_layer(record, dtype)
+    assert isinstance(block, Block)
     assert isinstance(block.mlp, Mlp)
     mlp = mlp_layer(block.mlp, dtype)
     before = [norm_layer(norm, dtype) for norm in (block.attention_norm, block.mlp_norm)]
@@ -319,9 +253,9 @@ _SLOPES = {
 }
 
 
-def self_attention_layer(given: AttentionInput, dtype: torch.dtype) -> SelfAttention:
+def self_attention_layer(record: BlockRecord, dtype: torch.dtype) -> SelfAttention:
     """The attention module at its input as a layer of fenchel.sensitivity."""
-    module, spec = given.module, given.call.spec
+    (module, context), spec = _attention(record), record.call.spec
     H, G, D = module.heads, module.groups, module.head_width
     sizes = [H * D, G * D, G * D]
     matrix, bias = matrix_of(module.qkv), module.qkv.bias
@@ -334,7 +268,7 @@ def self_attention_layer(given: AttentionInput, dtype: torch.dtype) -> SelfAtten
         b_q, b_k, b_v = (
             rows.detach().to(dtype).view(-1, D) for rows in torch.split_with_sizes(bias, sizes)
         )
-    angles, rotations = given.context.rotary[int(module.local)], None
+    angles, rotations = context.rotary[int(module.local)], None
     if angles is not None:
         rotations = rotation_matrices(angles, D, layout=module.rotary_layout).to(dtype)
     qk_norm = None
@@ -353,6 +287,15 @@ def self_attention_layer(given: AttentionInput, dtype: torch.dtype) -> SelfAtten
         qk_norm=qk_norm,
         bias=None if module.out.bias is None else module.out.bias.detach().to(dtype),
     )
+
+
+def _attention(record: BlockRecord) -> tuple[Attention, ForwardContext]:
+    """The attention module of a recorded block and the context that it was called with."""
+    assert record.attention is not None
+    module, context = record.attention.module, record.attention.arguments.args[1]
+    assert isinstance(module, Attention)
+    assert isinstance(context, ForwardContext)
+    return module, context
 
 
 def split_heads(layer: SelfAttention) -> list[SelfAttention]:
@@ -382,15 +325,12 @@ def split_heads(layer: SelfAttention) -> list[SelfAttention]:
     return [head(h) for h in range(H)]
 
 
-def _require_agreement(
-    layer: TokenLayer, given: AttentionInput | BlockInput, number: int, dtype: torch.dtype
-) -> None:
-    """Refuse a layer that does not compute what the model computes."""
-    out = layer(given.x.to(dtype))
-    difference = float((out - given.output.to(out)).abs().amax())
-    size = float(given.output.abs().amax())
+def _require_agreement(out: Tensor, part: ModuleCall, number: int) -> None:
+    """Refuse a layer whose output ``out`` is not what the model computes."""
+    difference = float((out - part.output[0].to(out)).abs().amax())
+    size = float(part.output.abs().amax())
     if not difference <= _AGREEMENT * max(size, 1e-30):
-        what = "attention" if isinstance(given, AttentionInput) else "block"
+        what = "attention" if isinstance(part.module, Attention) else "block"
         raise ValueError(
             f"the {what} of layer {number} written out differs from the model's own by "
             f"{difference:.3g} of {size:.3g}, so it is not certified."
@@ -414,7 +354,7 @@ def _certify_heads(
         certificates.append(
             HeadCertificate(
                 head=number,
-                centre=Interval(float(centre.lower), float(centre.upper), centre.iterations),
+                centre=to_interval(centre),
                 upper=upper if math.isfinite(upper) else None,
             )
         )

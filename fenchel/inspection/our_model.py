@@ -39,20 +39,25 @@ class OurModel(InspectedModel):
     """Whether its logits mean anything: an encoder may come without its head."""
 
     def trace(self, ids: Tensor) -> ForwardTrace:
-        """Run the model once; its attention calls arrive through ``attention_override``."""
-        model = self.model
-        self.require_known(ids, model.config.vocabulary)
-        recorder = BlockRecorder(model, run_module)
-
-        def record(_layer: int, call: AttentionCall) -> None:
-            recorder.record_attention(call)
-
-        with torch.no_grad(), evaluating(model), recorder:
-            model(ids, attention_override=record, last=True, return_hidden=True)
-        return ForwardTrace(recorder.block_traces(), self._lm_head if self.reads_out else None)
+        """Run the model once and record every block."""
+        self.require_known(ids, self.model.config.vocabulary)
+        blocks = record_pass(self.model, ids).block_traces()
+        return ForwardTrace(blocks, self._lm_head if self.reads_out else None)
 
     def _lm_head(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.lm_head_input(x[:, -1:]))[0, 0]
+
+
+def record_pass(model: Transformer, ids: Tensor) -> BlockRecorder:
+    """Run ``model`` on ids (1, T); its attention calls arrive through ``attention_override``."""
+    recorder = BlockRecorder(model, run_module)
+
+    def record(_layer: int, call: AttentionCall) -> None:
+        recorder.record_attention(call)
+
+    with torch.no_grad(), evaluating(model), recorder:
+        model(ids, attention_override=record, last=True, return_hidden=True)
+    return recorder
 
 
 def run_module(

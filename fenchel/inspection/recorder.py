@@ -49,9 +49,20 @@ Run = Callable[[nn.Module, CallArguments, Tensor, Override | None], Tensor]
 """Runs a recorded module on another stream, with an attention override or without."""
 
 
-class _ModuleCall(NamedTuple):
+class ModuleCall(NamedTuple):
+    """One call of a module."""
+
     module: nn.Module
     arguments: CallArguments
+    output: Tensor
+    """The stream among its outputs, (1, T, M)."""
+
+    @property
+    def x(self) -> Tensor:
+        """The stream among its arguments, (1, T, M)."""
+        stream = self.arguments.stream
+        assert stream is not None
+        return stream.detach()
 
     def function(self, run: Run, override: Override | None) -> Map:
         """The module as a function of the stream."""
@@ -59,35 +70,42 @@ class _ModuleCall(NamedTuple):
 
     def branch(self, run: Run, override: Override | None) -> Branch:
         """The module for first derivatives at its recorded input."""
-        stream = self.arguments.stream
-        assert stream is not None
-        f = tangent_activations(self.module, self.function(run, override))
-        return Branch(f, stream.detach())
+        return Branch(tangent_activations(self.module, self.function(run, override)), self.x)
+
+
+class BlockRecord(NamedTuple):
+    """One block of the forward pass."""
+
+    block: ModuleCall
+    call: AttentionCall
+    norms: tuple[NormInput, ...]
+    attention: ModuleCall | None
+    """The attention module; None where the block does not separate it."""
+    mlp: ModuleCall | None
 
 
 @dataclass
-class _BlockRecord:
-    """One block of the forward pass."""
+class _OpenBlock:
+    """A block that has not returned."""
 
-    block: _ModuleCall
-    output: Tensor | None = None
-    """None until the block has returned."""
+    module: nn.Module
+    stream: Tensor | None
     calls: list[AttentionCall] = field(default_factory=list)
     norms: list[NormInput] = field(default_factory=list)
-    attention: _ModuleCall | None = None
-    mlp: _ModuleCall | None = None
+    attention: ModuleCall | None = None
+    mlp: ModuleCall | None = None
 
 
 class BlockRecorder:
-    """Hooks on a model within a ``with`` statement; ``block_traces`` gives what they recorded.
+    """Hooks on a model within a ``with`` statement; ``records`` has what they recorded.
 
     ``run`` is how the model's modules are called again, with or without an attention override.
     """
 
     def __init__(self, model: nn.Module, run: Run) -> None:
         self.model, self.run = model, run
-        self._records: list[_BlockRecord] = []
-        self._open: _BlockRecord | None = None
+        self.records: list[BlockRecord] = []
+        self._open: _OpenBlock | None = None
         self._handles: list[Any] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -96,12 +114,12 @@ class BlockRecorder:
     @property
     def modules(self) -> list[nn.Module]:
         """The module of every recorded block; a shared module appears several times."""
-        return [record.block.module for record in self._records]
+        return [record.block.module for record in self.records]
 
     def block_traces(self) -> tuple[BlockTrace, ...]:
         """All recorded blocks, with their attention linearised for derivatives."""
-        frozen = freeze([record.calls[0] for record in self._records])
-        pairs = zip(self._records, frozen, strict=True)
+        frozen = freeze([record.call for record in self.records])
+        pairs = zip(self.records, frozen, strict=True)
         return tuple(self._trace(record, override) for record, override in pairs)
 
     def __enter__(self) -> "BlockRecorder":
@@ -135,51 +153,50 @@ class BlockRecorder:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._open is None and id(module) in self._members:
-            self._open = _BlockRecord(_ModuleCall(module, CallArguments(args, kwargs)))
+            self._open = _OpenBlock(module, CallArguments(args, kwargs).stream)
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        record = self._open
-        if record is None:
+        block = self._open
+        if block is None:
             return
-        if module is record.block.module:
+        arguments = CallArguments(args, kwargs)
+        if module is block.module:
             self._open = None
-            if record.calls:
-                self._close(record, first_of(out))
+            if block.calls:
+                self._close(block, ModuleCall(module, arguments, first_of(out).detach()))
             return
-        call = _ModuleCall(module, CallArguments(args, kwargs))
-        x, stream = call.arguments.stream, record.block.arguments.stream
-        if x is None or stream is None or x.shape != stream.shape:
+        x, y = arguments.stream, out[0] if isinstance(out, tuple) else out
+        if x is None or block.stream is None or x.shape != block.stream.shape:
             return
-        y = out[0] if isinstance(out, tuple) else out
         if is_norm(module) and isinstance(y, Tensor):
-            record.norms.append(self._norm(module, x, y))
-        elif isinstance(y, Tensor) and y.shape == x.shape and _is_part(module, record.block.module):
-            if record.calls and record.attention is None:
-                record.attention = call
+            block.norms.append(self._norm(module, x, y))
+        elif isinstance(y, Tensor) and y.shape == x.shape and _is_part(module, block.module):
+            call = ModuleCall(module, arguments, y.detach())
+            if block.calls and block.attention is None:
+                block.attention = call
             else:
-                record.mlp = call
+                block.mlp = call
 
-    def _close(self, record: _BlockRecord, output: Tensor) -> None:
-        if len(record.calls) != 1:
+    def _close(self, block: _OpenBlock, call: ModuleCall) -> None:
+        if len(block.calls) != 1:
             raise ValueError(
-                f"a block of this model calls attention {len(record.calls)} times; only blocks "
+                f"a block of this model calls attention {len(block.calls)} times; only blocks "
                 "with one attention can be inspected (decoders or encoders, not both in one)."
             )
-        record.output = output.detach()
-        self._records.append(record)
+        norms = tuple(block.norms)
+        self.records.append(BlockRecord(call, block.calls[0], norms, block.attention, block.mlp))
 
-    def _trace(self, record: _BlockRecord, override: Override) -> BlockTrace:
+    def _trace(self, record: BlockRecord, override: Override) -> BlockTrace:
         linearised = record.block.branch(self.run, override)
-        assert record.output is not None
         return BlockTrace(
             linearised.x,
-            record.output,
+            record.block.output,
             record.block.function(self.run, None),
             linearised.f,
-            record.calls[0],
-            tuple(record.norms),
+            record.call,
+            record.norms,
             None if record.attention is None else record.attention.branch(self.run, override),
             None if record.mlp is None else record.mlp.branch(self.run, None),
         )

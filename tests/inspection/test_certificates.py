@@ -1,7 +1,7 @@
 """fenchel/inspection/certificates.py: the attention of a model, attacked inside its ball."""
 
 import math
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,16 +10,14 @@ from torch import Tensor
 
 from fenchel.data import train_tokenizer
 from fenchel.inspection.certificates import (
-    AttentionInput,
     Search,
-    attention_inputs,
-    block_inputs,
     certify_layer,
     certify_layers,
     self_attention_layer,
     split_heads,
 )
-from fenchel.inspection.our_model import OurModel
+from fenchel.inspection.our_model import OurModel, record_pass, run_module
+from fenchel.inspection.recorder import BlockRecord, ModuleCall
 from fenchel.model import ModelConfig, Transformer
 from fenchel.sensitivity import Ball
 
@@ -60,13 +58,19 @@ def model_of(**settings: Any) -> Transformer:
     return model.requires_grad_(False)
 
 
-def own_norm(given: AttentionInput, x: Tensor) -> Tensor:
+def records(**settings: Any) -> list[BlockRecord]:
+    return record_pass(model_of(**settings), IDS).records
+
+
+def run_alone(call: ModuleCall, x: Tensor) -> Tensor:
+    """A recorded module on other tokens (T, M)."""
+    return run_module(call.module, call.arguments, x[None], None)[0]
+
+
+def own_norm(given: BlockRecord, x: Tensor) -> Tensor:
     """|J|_2 of the model's own attention module at x, by autograd."""
-
-    def forward(x: Tensor) -> Tensor:
-        out: Tensor = given.module(x[None], given.context)[0]
-        return out
-
+    assert given.attention is not None
+    forward = partial(run_alone, given.attention)
     J = torch.autograd.functional.jacobian(forward, x)
     return torch.linalg.matrix_norm(J.reshape(x.numel(), x.numel()), 2)
 
@@ -77,47 +81,50 @@ def test_the_models_own_attention_never_exceeds_its_certificate(
     radius: float, norm: str, name: str
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    for number, given in enumerate(attention_inputs(model_of(**MODELS[name]), IDS)[:1], 1):
-        given = given._replace(context=replace(given.context, attention_override=None))
-        search = Search(steps=6, restarts=0, heads=True)
-        found = certify_layer(given, number, radius, norm, search, generator)
-        assert found.refused is None
-        assert found.centre is not None
-        assert found.lower is not None
-        assert found.upper is not None
-        exact = float(own_norm(given, given.x))
-        assert found.centre.lower * (1 - 1e-6) <= exact <= found.centre.upper * (1 + 1e-6)
-        ball = Ball.of(radius, norm, len(given.x))
-        moves, best = torch.zeros_like(given.x), exact
-        for trial in range(12):  # hill climbing by mutation, from the centre
-            draw = torch.randn(given.x.shape, dtype=torch.float64, generator=generator)
-            tried = ball.within(moves + (3.0 if trial < 5 else 0.5) * radius * draw)
-            sigma = float(own_norm(given, given.x + tried))
-            assert sigma <= found.upper * (1 + 1e-9)
-            if sigma > best:
-                moves, best = tried, sigma
-        assert best > exact  # or the attack says nothing
-        assert exact <= found.lower * (1 + 1e-6)
-        assert found.lower <= found.upper
-        assert math.isclose(sum(found.moved), 1.0, abs_tol=1e-2)
+    given = records(**MODELS[name])[0]
+    assert given.attention is not None
+    x = given.attention.x[0]
+    search = Search(steps=6, restarts=0, heads=True)
+    found = certify_layer(given, 1, radius, norm, search, generator)
+    assert found.refused is None
+    assert found.centre is not None
+    assert found.lower is not None
+    assert found.upper is not None
+    exact = float(own_norm(given, x))
+    assert found.centre.lower * (1 - 1e-6) <= exact <= found.centre.upper * (1 + 1e-6)
+    ball = Ball.of(radius, norm, len(x))
+    moves, best = torch.zeros_like(x), exact
+    for trial in range(12):  # hill climbing by mutation, from the centre
+        draw = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+        tried = ball.within(moves + (3.0 if trial < 5 else 0.5) * radius * draw)
+        sigma = float(own_norm(given, x + tried))
+        assert sigma <= found.upper * (1 + 1e-9)
+        if sigma > best:
+            moves, best = tried, sigma
+    assert best > exact  # or the attack says nothing
+    assert exact <= found.lower * (1 + 1e-6)
+    assert found.lower <= found.upper
+    assert math.isclose(sum(found.moved), 1.0, abs_tol=1e-2)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_heads_of_a_layer_add_up_to_it_and_are_certified_alone(name: str) -> None:
     generator = torch.Generator().manual_seed(2)
-    given = attention_inputs(model_of(**MODELS[name]), IDS)[1]
+    given = records(**MODELS[name])[1]
+    assert given.attention is not None
+    x = given.attention.x[0]
     layer = self_attention_layer(given, torch.float64)
     heads = split_heads(layer)
-    parts = torch.stack([head(given.x) for head in heads])
-    torch.testing.assert_close(parts.sum(0), layer(given.x))
+    parts = torch.stack([head(x) for head in heads])
+    torch.testing.assert_close(parts.sum(0), layer(x))
     search = Search(steps=1, restarts=0, heads=True)
     found = certify_layer(given, 2, 0.05, "token", search, generator)
-    ball = Ball.of(0.05, "token", len(given.x))
+    ball = Ball.of(0.05, "token", len(x))
     for head, certificate in zip(heads, found.heads, strict=True):
         assert certificate.upper is not None
         for _ in range(5):
-            draw = torch.randn(given.x.shape, dtype=torch.float64, generator=generator)
-            J = head.jacobian(given.x + ball.within(draw)).dense()
+            draw = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+            J = head.jacobian(x + ball.within(draw)).dense()
             assert torch.linalg.matrix_norm(J, 2) <= certificate.upper
 
 
@@ -132,7 +139,7 @@ def test_the_heads_of_a_layer_add_up_to_it_and_are_certified_alone(name: str) ->
 def test_a_layer_without_a_bound_is_refused_in_a_sentence(
     settings: dict[str, Any], sentence: str
 ) -> None:
-    given = attention_inputs(model_of(**settings), IDS)[0]
+    given = records(**settings)[0]
     generator = torch.Generator().manual_seed(0)
     found = certify_layer(given, 1, 0.1, "fro", Search(), generator)
     assert found.refused is not None
@@ -161,8 +168,10 @@ def test_some_layers_are_certified_where_others_are_refused() -> None:
 
 
 def test_a_layer_that_does_not_compute_what_the_model_computes_is_not_certified() -> None:
-    given = attention_inputs(model_of(), IDS)[0]
-    wrong = given._replace(output=1.01 * given.output)
+    given = records()[0]
+    assert given.attention is not None
+    attention = given.attention._replace(output=1.01 * given.attention.output)
+    wrong = given._replace(attention=attention)
     with pytest.raises(ValueError, match=r"layer 1 written out differs from the model's own"):
         certify_layer(wrong, 1, 0.1, "fro", Search(), torch.Generator())
 
@@ -183,24 +192,20 @@ def test_the_models_own_block_never_exceeds_its_certificate(
     share: float, norm: str, name: str
 ) -> None:
     generator = torch.Generator().manual_seed(3)
-    given = block_inputs(model_of(**BLOCKS[name]), IDS)[0]
-    radius = share * float(given.x.norm(dim=-1).mean())
+    given = records(**BLOCKS[name])[0]
+    x = given.block.x[0]
+    radius = share * float(x.norm(dim=-1).mean())
     found = certify_layer(
         given, 1, radius, norm, Search(steps=4, restarts=0, blocks=True), generator
     )
     assert found.refused is None
     assert found.lower is not None
     assert found.upper is not None
-    context = replace(given.attention.context, attention_override=None)
-
-    def forward(x: Tensor) -> Tensor:
-        out: Tensor = given.block(x[None], context)[0]
-        return out
-
-    ball, size = Ball.of(radius, norm, len(given.x)), given.x.numel()
+    forward = partial(run_alone, given.block)
+    ball, size = Ball.of(radius, norm, len(x)), x.numel()
     for trial in range(8):
-        draw = torch.randn(given.x.shape, dtype=torch.float64, generator=generator)
-        moved = given.x + ball.within(1e3 * draw * (trial > 0))
+        draw = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+        moved = x + ball.within(1e3 * draw * (trial > 0))
         J = torch.autograd.functional.jacobian(forward, moved).reshape(size, size)
         assert float(torch.linalg.matrix_norm(J, 2)) <= found.upper * (1 + 1e-9)
     assert found.ratio is not None
@@ -218,7 +223,7 @@ def test_the_models_own_block_never_exceeds_its_certificate(
 def test_a_block_without_a_bound_is_refused_in_a_sentence(
     settings: dict[str, Any], sentence: str
 ) -> None:
-    given = block_inputs(model_of(**settings), IDS)[0]
+    given = records(**settings)[0]
     found = certify_layer(given, 1, 0.1, "fro", Search(blocks=True), torch.Generator())
     assert found.refused is not None
     assert found.refused.startswith(sentence)
