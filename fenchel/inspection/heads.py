@@ -30,12 +30,13 @@ from torch import Tensor
 from fenchel.attention import AttentionCall, Prior
 from fenchel.attention.prior import ScoreIndex
 from fenchel.attention.tiles import row_tiles, score_tiles
-from fenchel.inspection.linearisation import frozen_derivative
+from fenchel.inspection.linearisation import strip
 from fenchel.inspection.result import Head, Interval, Method, Spread
 from fenchel.sensitivity import spectral_norm
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian
 from fenchel.sensitivity.bounds.covariance import terms
 from fenchel.sensitivity.operator import Operator
+from fenchel.sensitivity.weight_blocks import WeightBlocks
 
 # Weights held at a time, and queries: on a CPU few enough that most of the future is left out.
 _BLOCK, _STRIP = 1 << 22, 128
@@ -265,14 +266,12 @@ def sensitivities(
     which: tuple[str, ...] = ("q", "k", "v", "qkv"),
 ) -> Sensitivities:
     """sigma in the inputs that ``which`` names, the last of them all together."""
-    whole = frozen_derivative(call, each=True)
-    bound_terms = terms(whole.rows, whole.v.view(*whole.rows.lead, *whole.v.shape[1:]), cheap=True)
+    q, k, v, spec = call
+    rows = WeightBlocks(q, k, spec, strip(call), cache=True)
+    bound_terms = terms(rows, v, cheap=True)
     sigma, top = {}, torch.zeros(())
     for wrt in which:
-        v = whole.v[..., :1] if wrt == "v" else whole.v
-        J = AttentionJacobian(
-            whole.rows, v.view(*whole.rows.lead, *v.shape[1:]), wrt, True, axes=whole.rows.lead
-        )
+        J = AttentionJacobian(rows, v[..., :1] if wrt == "v" else v, wrt, each=True)
         bracket = spectral_norm(
             WithCeiling(J, bound_terms.separate(wrt)),
             tol=method.tolerance,

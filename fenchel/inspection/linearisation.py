@@ -179,7 +179,8 @@ class FrozenAttention:
     @cached_property
     def derivative(self) -> AttentionJacobian:
         """Of all heads together, in (q, k, v)."""
-        return frozen_derivative(self.call, keep=self.keep)
+        q, k, v, spec = self.call
+        return attention_jacobian(q, k, v, **spec, budget=strip(self.call), cache=self.keep)
 
 
 def freeze(calls: Sequence[AttentionCall]) -> list[FrozenAttention]:
@@ -188,15 +189,10 @@ def freeze(calls: Sequence[AttentionCall]) -> list[FrozenAttention]:
     return [FrozenAttention(call, keep=numbers <= ROOM) for call in calls]
 
 
-def frozen_derivative(
-    call: AttentionCall, *, keep: bool = True, each: bool = False
-) -> AttentionJacobian:
-    """The derivative of a call in (q, k, v): one operator, or one per head with ``each``."""
-    strip = _STRIP if call.q.device.type == "cpu" else _GPU_STRIP
-    budget = strip * call.q.shape[1] * call.k.shape[2]
-    return attention_jacobian(
-        call.q, call.k, call.v, **call.spec, each=each, budget=budget, cache=keep
-    )
+def strip(call: AttentionCall) -> int:
+    """The weights of a call that are computed at a time."""
+    rows = _STRIP if call.q.device.type == "cpu" else _GPU_STRIP
+    return rows * call.q.shape[1] * call.k.shape[2]
 
 
 class _Frozen(torch.autograd.Function):
