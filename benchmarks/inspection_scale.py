@@ -41,7 +41,7 @@ class Silent:
 
 def values(directory: Path) -> dict[str, list[float]]:
     """Every measure of the scale on one model."""
-    result = inspect(open_model(directory), "sotu", max_tokens=TOKENS).plain()
+    result = inspect(open_model(directory), "sotu", max_tokens=TOKENS)
     return {scale.name: [value for _, value in scale.of(result)] for scale in SCALES}
 
 

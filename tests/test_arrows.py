@@ -19,6 +19,7 @@ PAGE = (ROOT.parent / "docs" / "architecture.md").read_text()
 GROUND = {
     "config",
     "files",
+    "inspection_result",
     "torch_internals",
 }  # single files that every package may import and that import none
 

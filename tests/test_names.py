@@ -31,7 +31,7 @@ ELSEWHERE = {
     "inspection/loader": "inspection/test_refusals.py",
     "inspection/network": "inspection/test_measure.py",
     "inspection/recorder": "inspection/test_foreign_model.py",
-    "inspection/result": "inspection/test_measure.py",
+    "inspection_result": "inspection/test_measure.py",
     "inspection/trace": "inspection/test_foreign_model.py",
     "lessons": "lessons/test_notebooks.py",
     "model/families": "model/families/test_contract.py",

@@ -102,7 +102,7 @@ def run(
         from fenchel.files import write_atomic
         from fenchel.report.certificates import render
 
-        write_atomic(target, render(certification.plain()))
+        write_atomic(target, render(certification))
     if json:
         print(json_format.dumps(certification.plain()))
         return 0

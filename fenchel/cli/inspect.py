@@ -105,7 +105,7 @@ def run(
         from fenchel.files import write_atomic
         from fenchel.report.inspection import render
 
-        write_atomic(target, render(result.plain(maps=True, rows=True)))
+        write_atomic(target, render(result))
     if json:
         print(json_format.dumps(result.plain(rows=rows)))
         return 0

@@ -1,21 +1,28 @@
-"""An inspection as tables for a terminal: layers, the heads that stand out, the network."""
+"""An inspection as tables for a terminal: layers, the heads that stand out, the network.
+
+Headings and formats are those of fenchel/report/measures.py.
+"""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fenchel.inspection import (
-    BlockResult,
-    Certificates,
-    Head,
-    HeadCertificate,
-    Inspection,
-    Interval,
+from fenchel.inspection_result import BlockResult, Certificates, Head, Inspection, Network
+from fenchel.report.measures import (
+    BLOCK,
+    CERTIFICATE,
+    HEAD,
+    HEAD_CERTIFICATE,
+    LARGEST_GAIN,
+    Item,
+    Measure,
+    format_value,
+    head_measure,
 )
-from fenchel.report.html import format_bracket
 
 _HEADS = 12
 """Heads shown; the page and --json have all of them."""
@@ -36,103 +43,90 @@ _CERTIFICATE_LEGEND = (
     "by their share of the way to it"
 )
 
+_OVER_HEADS: tuple[tuple[str, Callable[[Iterable[float]], float]], ...] = (
+    ("entropy", fmean),
+    ("keys used", fmean),
+    ("largest logit", max),
+    ("on the first", fmean),
+    ("row sensitivity", max),
+)
+"""Measures of heads in the table of layers, and how they are put together."""
+_OF_HEAD = (
+    *("head", "entropy", "on the first", "column sum"),
+    *("sigma q", "sigma k", "sigma v", "sigma all", "dominant"),
+)
+_OF_BLOCK = (*(one for one in BLOCK if one.name in ("sigma", "token norm")), LARGEST_GAIN)
+
 
 def tables(result: Inspection) -> Iterator[Table]:
     """The layers, the most sensitive heads, the network, and the certificates if there are any."""
     yield _layers(result)
-    yield _heads(result)
+    ranked = sorted(result.heads, key=lambda head: -head.sigma["qkv"].lower)
+    shown = ranked[:_HEADS]
+    title = f"the {len(shown)} most sensitive of {len(ranked)} heads"
+    yield _measured([one for one in HEAD if one.name in _OF_HEAD], shown, title)
     if result.network is not None:
-        yield _network(result)
+        yield _network(result.network)
     if result.certificates is not None:
         yield from certificate_tables(result.certificates, result.tokens)
 
 
-def interval(bracket: Interval | None) -> str:
-    """A bracket as text; one number if both ends round to it.
-
-    >>> interval(Interval(1.0, 1.25, 12)), interval(Interval(2.0, 2.0001, 9))
-    ('1-1.25', '2')
-    """
-    return format_bracket(None if bracket is None else asdict(bracket), to="-")
-
-
-def _layers(result: Inspection) -> Table:
-    s, text = result.subject, f"{result.text}, {len(result.tokens)} tokens"
+def _table(title: str, headings: Iterable[str] = (), caption: str | None = None) -> Table:
     table = Table(
-        title=f"{s['name']} ({s['family']}, {s['parameters']:,} parameters)\non {text}",
+        title=title,
         title_justify="left",
-        caption=_LEGEND + (_BLOCK_LEGEND if result.layers else ""),
+        caption=caption,
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _headings(measures: Iterable[Measure[Any]]) -> list[str]:
+    return [measure.short or measure.name for measure in measures]
+
+
+def _measured(measures: Sequence[Measure[Item]], items: Iterable[Item], title: str) -> Table:
+    table = _table(title, _headings(measures))
+    for item in items:
+        table.add_row(*(measure.terminal(item) for measure in measures))
+    return table
+
+
+def _layers(result: Inspection) -> Table:
+    s, text = result.subject, f"{result.text}, {len(result.tokens)} tokens"
+    title = f"{s['name']} ({s['family']}, {s['parameters']:,} parameters)\non {text}"
     blocks = {layer.layer: layer for layer in result.layers}
-    names = ["layer", "entropy", "keys", "logit", "first", "row", "head"]
-    names += ["block", "token", "1/s"] if blocks else []
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    headings = ["layer", *_headings(head_measure(name) for name, _ in _OVER_HEADS), "head"]
+    headings += _headings(_OF_BLOCK) if blocks else []
+    table = _table(title, headings, _LEGEND + (_BLOCK_LEGEND if blocks else ""))
     for number in sorted({head.layer for head in result.heads}):
         heads = [head for head in result.heads if head.layer == number]
-        row = [
-            str(number),
-            f"{_mean(heads, lambda h: h.entropy.mean):.2f}",
-            f"{_mean(heads, lambda h: h.effective.mean):.1f}",
-            f"{max(h.max_logit.most for h in heads):.1f}",
-            f"{_mean(heads, lambda h: h.first):.2f}",
-            f"{max(h.sensitivity.most for h in heads):.3f}",
-            interval(max((h.sigma["qkv"] for h in heads), key=lambda b: b.lower)),
-        ]
-        table.add_row(*row, *(_block(blocks[number]) if number in blocks else ()))
+        table.add_row(str(number), *_over_heads(heads), *_block(blocks.get(number)))
     return table
 
 
-def _block(layer: BlockResult) -> tuple[str, str, str]:
-    gains = [norm.most for norm in layer.norms]
-    return (
-        interval(layer.block),
-        f"{layer.token.lower:.3g}",
-        f"{max(gains):.3g}" if gains else "",
-    )
+def _over_heads(heads: Sequence[Head]) -> Iterator[str]:
+    for name, combine in _OVER_HEADS:
+        measure = head_measure(name)
+        yield format(combine(measure.number(head) for head in heads), measure.digits)
+    sigma = head_measure("sigma all")
+    yield sigma.terminal(max(heads, key=sigma.number))
 
 
-def _heads(result: Inspection) -> Table:
-    ranked = sorted(result.heads, key=lambda head: -head.sigma["qkv"].lower)
-    shown = ranked[:_HEADS]
-    table = Table(
-        title=f"the {len(shown)} most sensitive of {len(ranked)} heads",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
-    for name in ("head", "entropy", "first", "column", "q", "k", "v", "all", "ruled by"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for h in shown:
-        sigma = [f"{h.sigma[name].lower:.3g}" for name in "qkv"]
-        table.add_row(
-            f"{h.layer}.{h.head}",
-            f"{h.entropy.mean:.2f}",
-            f"{h.first:.2f}",
-            f"{h.column:.1f}",
-            *sigma,
-            interval(h.sigma["qkv"]),
-            h.dominant,
-        )
-    return table
+def _block(block: BlockResult | None) -> list[str]:
+    return [] if block is None else [measure.terminal(block) for measure in _OF_BLOCK]
 
 
-def _network(result: Inspection) -> Table:
-    network = result.network
-    assert network is not None
-    table = Table(
-        title="the network",
-        title_justify="left",
-        show_header=False,
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
-    table.add_row("sigma, stream to stream", interval(network.stream))
+def _network(network: Network) -> Table:
+    table = _table("the network")
+    table.show_header = False
+    table.add_row("sigma, stream to stream", format_value(network.stream, to="-"))
     if network.logits is not None:
-        table.add_row("sigma, stream to last logits", interval(network.logits))
+        table.add_row("sigma, stream to last logits", format_value(network.logits, to="-"))
     each = (
         "" if network.blocks_exponent is None else f"; blocks alone {network.blocks_exponent:.3f}"
     )
@@ -146,50 +140,24 @@ def _network(result: Inspection) -> Table:
 def certificate_tables(certificates: Certificates, tokens: Sequence[str]) -> Iterator[Table]:
     """The certificates layer by layer, and head by head where there are any."""
     norm = "each token" if certificates.norm == "token" else "all tokens together"
-    table = Table(
-        title=f"certificates over radius {certificates.radius:g}, {norm} ({certificates.dtype})",
-        title_justify="left",
-        caption=_CERTIFICATE_LEGEND.format(_CERTIFIED[certificates.level]),
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
+    table = _table(
+        f"certificates over radius {certificates.radius:g}, {norm} ({certificates.dtype})",
+        _headings(CERTIFICATE),
+        _CERTIFICATE_LEGEND.format(_CERTIFIED[certificates.level]),
     )
-    for name in ("layer", "token length", "centre", "lower", "upper", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("witness moves", justify="left", overflow="fold")
     for layer in certificates.layers:
         if layer.refused is not None:
-            table.add_row(str(layer.layer), *[""] * 5, layer.refused)
+            table.add_row(str(layer.layer), *[""] * (len(CERTIFICATE) - 1), layer.refused)
             continue
-        table.add_row(
-            str(layer.layer),
-            _number(layer.token_norm),
-            interval(layer.centre),
-            _number(layer.lower),
-            "none" if layer.upper is None else _number(layer.upper),
-            _number(layer.ratio),
-            _largest_shares(layer.moved, tokens),
-        )
+        cells = (measure.terminal(layer) for measure in CERTIFICATE)
+        table.add_row(*cells, _largest_shares(layer.moved, tokens))
     yield table
     heads = [(layer.layer, head) for layer in certificates.layers for head in layer.heads]
     if heads:
-        yield _head_certificates(heads)
-
-
-def _head_certificates(heads: list[tuple[int, HeadCertificate]]) -> Table:
-    ranked = sorted(heads, key=lambda pair: -(pair[1].upper or math.inf))[:_HEADS]
-    table = Table(
-        title=f"the {len(ranked)} heads with the largest upper ends, of {len(heads)}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
-    for name in ("head", "centre", "upper"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for layer, head in ranked:
-        upper = "none" if head.upper is None else _number(head.upper)
-        table.add_row(f"{layer}.{head.head}", interval(head.centre), upper)
-    return table
+        ranked = sorted(heads, key=lambda pair: -(pair[1].upper or math.inf))[:_HEADS]
+        title = f"the {len(ranked)} heads with the largest upper ends, of {len(heads)}"
+        yield _measured(HEAD_CERTIFICATE, ranked, title)
 
 
 def _largest_shares(shares: Sequence[float], tokens: Sequence[str], count: int = 3) -> str:
@@ -197,11 +165,3 @@ def _largest_shares(shares: Sequence[float], tokens: Sequence[str], count: int =
     order = sorted(range(len(shares)), key=lambda i: -shares[i])[:count]
     parts = [f"{i} {tokens[i]!r} {shares[i]:.0%}" for i in order if shares[i] > 0]
     return ", ".join(parts) if parts else "the centre itself"
-
-
-def _number(x: float | None) -> str:
-    return "" if x is None else f"{x:.3g}"
-
-
-def _mean(heads: list[Head], of: Callable[[Head], float]) -> float:
-    return sum(of(head) for head in heads) / len(heads)

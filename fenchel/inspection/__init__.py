@@ -3,7 +3,8 @@
 from fenchel.inspection.certificates import Search
 from fenchel.inspection.loader import open_model
 from fenchel.inspection.measure import certify_model, inspect
-from fenchel.inspection.result import (
+from fenchel.inspection.trace import BlockTrace, ForwardTrace, InspectedModel
+from fenchel.inspection_result import (
     BlockResult,
     Certificates,
     Certification,
@@ -17,7 +18,6 @@ from fenchel.inspection.result import (
     Network,
     Precision,
 )
-from fenchel.inspection.trace import BlockTrace, ForwardTrace, InspectedModel
 
 __all__ = [
     "BlockResult",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fenchel.inspection.linearisation import derivative
-from fenchel.inspection.result import BlockResult, Interval, Method, NormGain
 from fenchel.inspection.trace import BlockTrace, Branch, NormInput
+from fenchel.inspection_result import BlockResult, Interval, Method, NormGain
 from fenchel.sensitivity import bounds, spectral_norm
 from fenchel.sensitivity.golub_kahan import Bracket as SpectralBracket
 from fenchel.sensitivity.operator import Operator

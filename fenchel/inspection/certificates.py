@@ -40,8 +40,8 @@ from fenchel.inspection.blocks import to_interval
 from fenchel.inspection.heads import HeadSubset
 from fenchel.inspection.our_model import OurModel, record_pass
 from fenchel.inspection.recorder import BlockRecord, ModuleCall
-from fenchel.inspection.result import HeadCertificate, LayerCertificate
 from fenchel.inspection.trace import InspectedModel
+from fenchel.inspection_result import HeadCertificate, LayerCertificate
 from fenchel.model.attention import Attention
 from fenchel.model.block import Block
 from fenchel.model.forward_context import ForwardContext

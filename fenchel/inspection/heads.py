@@ -31,7 +31,7 @@ from fenchel.attention import AttentionCall, Prior
 from fenchel.attention.prior import ScoreIndex
 from fenchel.attention.tiles import row_tiles, score_tiles
 from fenchel.inspection.linearisation import strip
-from fenchel.inspection.result import Head, Interval, Method, Spread
+from fenchel.inspection_result import Head, Interval, Method, Spread
 from fenchel.sensitivity import spectral_norm
 from fenchel.sensitivity.attention_jacobian import AttentionJacobian
 from fenchel.sensitivity.bounds.covariance import terms

@@ -24,7 +24,14 @@ from fenchel.inspection.heads import heads, row_weights
 from fenchel.inspection.linearisation import derivative
 from fenchel.inspection.network import STEPS, network
 from fenchel.inspection.precision import precision
-from fenchel.inspection.result import (
+from fenchel.inspection.trace import (
+    BlockTrace,
+    ForwardTrace,
+    InspectedModel,
+    TokenizedText,
+    tokenize_text,
+)
+from fenchel.inspection_result import (
     BlockResult,
     Certificates,
     Certification,
@@ -32,13 +39,6 @@ from fenchel.inspection.result import (
     Inspection,
     Maps,
     Method,
-)
-from fenchel.inspection.trace import (
-    BlockTrace,
-    ForwardTrace,
-    InspectedModel,
-    TokenizedText,
-    tokenize_text,
 )
 from fenchel.sensitivity import Ball
 

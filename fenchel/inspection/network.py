@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fenchel.inspection.blocks import operator_norm, to_interval
 from fenchel.inspection.linearisation import derivative
-from fenchel.inspection.result import BlockResult, Influence, Method, Network
 from fenchel.inspection.trace import ForwardTrace
+from fenchel.inspection_result import BlockResult, Influence, Method, Network
 from fenchel.sensitivity.operator import Operator
 
 STEPS = 3

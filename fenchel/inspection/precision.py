@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fenchel.inspection.heads import select_heads, sensitivities
-from fenchel.inspection.result import Head, Method, Precision
 from fenchel.inspection.trace import ForwardTrace
+from fenchel.inspection_result import Head, Method, Precision
 
 _CONVERGED = 40  # pairs of products: what is left between the two is rounding
 

@@ -1,4 +1,4 @@
-"""Attention maps of one sentence: an overview of all heads and one map enlarged.
+"""Attention maps of a run and of an inspection: an overview of all heads and one map enlarged.
 
 The weights are bytes b = round(255 sqrt p), row-major in (layer, head, query, key), so that
 p = (b / 255)^2 is exact to within sqrt(p) / 255, at most 0.004. The square root keeps small weights
@@ -7,13 +7,14 @@ visible. Drawing, readout and tables all use the same bytes.
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fenchel.inspection_result import Maps
 from fenchel.report.html import (
     Html,
     Section,
@@ -31,6 +32,7 @@ from fenchel.report.run_data import RunData, mapping
 _BYTES = 16 * 2**20  # of maps per page; 16 heads on 256 tokens take one sixteenth of it
 _SIZE = 1024
 _TOKEN = 40
+_TITLE = "Attention in one sentence"
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,24 @@ def read_maps(sample: Mapping[str, Any]) -> AttentionMaps:
 
 def attention_map(run: RunData) -> Section:
     """The section with the overview, the enlarged map and the table of heads."""
-    maps = None
     try:
         maps = read_maps(run.sample)
-        body = _figure(maps)
     except ValueError as error:
-        body = notes(run.troubles.get("sample.json", ()) or [_sentence(error)])
+        reasons = run.troubles.get("sample.json", ()) or [_sentence(error)]
+        return Section(anchor="maps", title=_TITLE, body=notes(reasons))
+    L, H, T, _ = maps.data.shape
+    about = (
+        f"{pluralise(L, 'layer')} of {pluralise(H, 'head')} on {pluralise(T, 'token')}. Rows are "
+        "queries, columns are keys. Colours run from 0 to 1 on a square-root scale, the same for "
+        "every head. Choose a head, then point at the map or move through it with the arrow keys. "
+        "A weight shows which tokens a head reads, not what it does with them."
+    )
+    data = base64.b64encode(maps.data.tobytes()).decode()
     return Section(
         anchor="maps",
-        title="Attention in one sentence",
-        body=body,
-        pictures={"attention": _data(maps)} if maps else {},
+        title=_TITLE,
+        body=_figure(about, "Every head as a table", _head_table(maps)),
+        pictures={"attention": _data((L, H, T), maps.tokens, data)},
     )
 
 
@@ -119,36 +128,61 @@ def head_rows(maps: AttentionMaps) -> list[tuple[str, ...]]:
     ]
 
 
-def _figure(maps: AttentionMaps) -> Html:
-    L, H, T, _ = maps.data.shape
+def inspected_maps(maps: Maps, tokens: Sequence[str]) -> Section:
+    """The section with the attention maps of the inspected heads on the first tokens."""
+    size, layers, heads = maps.size, maps.layers, maps.heads
+    part = "" if size == len(tokens) else f"the first {size} of "
     about = (
-        f"{pluralise(L, 'layer')} of {pluralise(H, 'head')} on {pluralise(T, 'token')}. Rows are "
-        "queries, columns are keys. Colours run from 0 to 1 on a square-root scale, the same for "
-        "every head. Choose a head, then point at the map or move through it with the arrow keys. "
-        "A weight shows which tokens a head reads, not what it does with them."
+        f"{pluralise(len(layers), 'layer')} of {pluralise(len(heads), 'head')} on {part}"
+        f"{pluralise(len(tokens), 'token')}. Rows are queries, columns are keys; "
+        "colours run from 0 to 1 on a square-root scale. A weight shows which tokens a head "
+        "reads, not what it does with them."
     )
+    if layers != list(range(1, len(layers) + 1)) or heads != list(range(1, len(heads) + 1)):
+        lists = [shorten(", ".join(map(str, numbers)), 80) for numbers in (layers, heads)]
+        about += (
+            f" Numbers count the inspected layers and heads only: layers {lists[0]}, "
+            f"heads {lists[1]}."
+        )
+    shown = [shorten(clean(str(token)), _TOKEN) for token in tokens[:size]]
+    rows = [(str(position), token) for position, token in enumerate(shown)]
+    caption = "Positions count from 0"
+    numbers = table(("position", "token"), rows, caption=caption, numeric=False)
+    return Section(
+        anchor="maps",
+        title="Attention maps",
+        body=_figure(about, "The tokens as a table", numbers),
+        pictures={"attention": _data((len(layers), len(heads), size), shown, maps.data)},
+    )
+
+
+def _head_table(maps: AttentionMaps) -> Html:
     head = ("head", "entropy", "effective tokens", "on the first", "on itself", "distance")
     caption = (
         "Means over the queries of every head: entropy in nats, weight on the first token and on "
         "the query itself, distance in tokens; from weights of 8 bits"
     )
+    return table(head, head_rows(maps), caption=caption)
+
+
+def _figure(about: str, title: str, numbers: Html) -> Html:
     return element(
         "figure",
         element("figcaption", element("p", about, class_="about")),
         element("div", class_="view", data_picture="attention"),
-        details("Every head as a table", table(head, head_rows(maps), caption=caption)),
+        details(title, numbers),
     )
 
 
-def _data(maps: AttentionMaps) -> dict[str, Any]:
-    L, H, T, _ = maps.data.shape
+def _data(shape: tuple[int, ...], tokens: Sequence[str], data: str) -> dict[str, Any]:
+    layers, heads, size = shape
     return {
         "view": "attention",
-        "layers": L,
-        "heads": H,
-        "size": T,
-        "tokens": list(maps.tokens),
-        "data": base64.b64encode(maps.data.tobytes()).decode(),
+        "layers": layers,
+        "heads": heads,
+        "size": size,
+        "tokens": list(tokens),
+        "data": data,
     }
 
 

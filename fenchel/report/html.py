@@ -294,6 +294,37 @@ def picture(name: str, title: str, caption: str, numbers: Html, *, width: str = 
     )
 
 
+def heat_map(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    measures: Iterable[Mapping[str, Any]],
+    *,
+    across: str,
+    down: str = "",
+    titles: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """The data of a heat map (heat.js), which shows one of its measures (``heat_values``).
+
+    ``down`` and ``across`` are what the rows and columns are; ``titles`` are longer column names.
+    """
+    longer = {} if titles is None else {"titles": titles}
+    named = {"view": "heat", "rows": rows, "columns": columns, **longer}
+    return {**named, "down": down, "across": across, "measures": list(measures)}
+
+
+def heat_values(
+    name: str,
+    values: Iterable[Iterable[float]],
+    about: str = "",
+    *,
+    bend: str = "",
+    own: bool = False,
+) -> dict[str, Any]:
+    """One measure of a heat map; ``own`` gives every row its own colour scale."""
+    numbers = [json_numbers(row) for row in values]
+    return {"name": name, "about": about, "bend": bend, "own": own, "values": numbers}
+
+
 def policy(*, script: str, style: str) -> str:
     """The content security policy that admits this script and this style only."""
     return "; ".join(
@@ -332,15 +363,3 @@ def _sha256(content: str) -> str:
 def read_asset(name: str, package: str = "fenchel.report") -> str:
     """The text of a script, style or template of a package."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
-
-
-def format_bracket(bracket: Mapping[str, float] | None, *, to: str = " to ") -> str:
-    """A bracket as text, its ends to three digits; one number if they are then equal.
-
-    >>> [format_bracket({"lower": 2.0, "upper": upper}) for upper in (2.25, 2.0001)]
-    ['2 to 2.25', '2']
-    """
-    if not bracket:
-        return ""
-    low, high = (format_number(float(f"{bracket[end]:.3g}"), 3) for end in ("lower", "upper"))
-    return low if low == high else f"{low}{to}{high}"

@@ -7,10 +7,10 @@ models differ. A value outside both ranges is a reason to look closer and not ye
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from fenchel.inspection_result import Head, Inspection
 from fenchel.report.html import (
     Section,
     element,
@@ -20,8 +20,8 @@ from fenchel.report.html import (
     notes,
     table,
 )
+from fenchel.report.measures import head_measure, head_name
 
-Data = Mapping[str, Any]
 Labelled = list[tuple[str, float]]
 """Values with the head, the layer or the network they belong to."""
 
@@ -36,7 +36,7 @@ class Scale:
 
     name: str
     about: str
-    of: Callable[[Data], Labelled]
+    of: Callable[[Inspection], Labelled]
     fresh: tuple[float, float]
     """Least and greatest value before the first step."""
     trained: tuple[float, float]
@@ -54,43 +54,41 @@ class Scale:
         return _range(self.trained)
 
 
-def _per_head(of: Callable[[Data], float | None]) -> Callable[[Data], Labelled]:
-    def values(result: Data) -> Labelled:
-        found = ((f"{h['layer']}.{h['head']}", of(h)) for h in result["heads"])
-        return [(label, float(value)) for label, value in found if value is not None]
-
-    return values
+def _finite(values: Labelled) -> Labelled:
+    return [(label, value) for label, value in values if math.isfinite(value)]
 
 
-def _entropy_share(result: Data) -> Labelled:
+def _per_head(of: Callable[[Head], float]) -> Callable[[Inspection], Labelled]:
+    return lambda result: _finite([(head_name(head), of(head)) for head in result.heads])
+
+
+def _entropy_share(result: Inspection) -> Labelled:
     """Mean entropy per head, divided by that of uniform attention."""
-    n = len(result["tokens"])
-    causal = result["subject"].get("causal", True)
+    n = len(result.tokens)
+    causal = result.subject.get("causal", True)
     even = math.lgamma(n + 1) / n if causal else math.log(n)  # mean of log i, i = 1..n
     if n < 2:
         return []
-    return [(label, value / even) for label, value in _per_head(_mean_entropy)(result)]
+    return [
+        (name, value / even) for name, value in _per_head(head_measure("entropy").number)(result)
+    ]
 
 
-def _mean_entropy(head: Data) -> float | None:
-    return head["entropy"]["mean"]  # type: ignore[no-any-return]
-
-
-def _first_token(result: Data) -> Labelled:
+def _first_token(result: Inspection) -> Labelled:
     """None for a text of a few tokens, on which even attention weighs the first one much."""
-    return _per_head(lambda h: h["first"])(result) if len(result["tokens"]) >= _TOKENS else []
+    return (
+        _per_head(head_measure("on the first").number)(result)
+        if len(result.tokens) >= _TOKENS
+        else []
+    )
 
 
-def _blocks(result: Data) -> Labelled:
-    blocks = ((f"layer {layer['layer']}", layer["block"]["lower"]) for layer in result["layers"])
-    return [(label, float(value)) for label, value in blocks if value is not None]
+def _blocks(result: Inspection) -> Labelled:
+    return _finite([(f"layer {layer.layer}", layer.block.lower) for layer in result.layers])
 
 
-def _exponent(result: Data) -> Labelled:
-    network = result["network"]
-    if not network or network["exponent"] is None:
-        return []
-    return [("the network", float(network["exponent"]))]
+def _exponent(result: Inspection) -> Labelled:
+    return _finite([("the network", result.network.exponent)] if result.network else [])
 
 
 SCALES = (
@@ -107,7 +105,7 @@ SCALES = (
     Scale(
         name="largest logit",
         about="Largest absolute score per head, before the choice map.",
-        of=_per_head(lambda h: h["max_logit"]["most"]),
+        of=_per_head(head_measure("largest logit").number),
         fresh=(3.41, 4.83),
         trained=(0.217, 20.0),
         high="Scores of this size saturate the choice map, and scores that keep growing come "
@@ -128,7 +126,7 @@ SCALES = (
     Scale(
         name="sigma of a head",
         about="Largest factor by which a head magnifies a change of its queries, keys and values.",
-        of=_per_head(lambda h: h["sigma"]["qkv"]["lower"]),
+        of=_per_head(head_measure("sigma all").number),
         fresh=(4.37, 5.79),
         trained=(1.63, 14.4),
         high="Small changes of the input change the output of the head many times over. Where it "
@@ -164,7 +162,7 @@ def scale(name: str) -> Scale:
     return next(one for one in SCALES if one.name == name)
 
 
-def meaning(result: Data) -> Section:
+def meaning(result: Inspection) -> Section:
     """The section that sets the numbers of an inspection beside those of healthy models."""
     rows, remarks = [], []
     for one in SCALES:

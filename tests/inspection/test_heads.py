@@ -10,7 +10,7 @@ from torch.autograd.functional import jacobian
 from fenchel.attention import ALiBi, AttentionCall, AttentionSpec, Causal, Prior, attend
 from fenchel.choice import Choice, Entmax, Softmax
 from fenchel.inspection.heads import heads, row_stats, select_heads, sensitivities, spread
-from fenchel.inspection.result import Method
+from fenchel.inspection_result import Method
 
 H, G, T, D, E = 4, 2, 6, 3, 5
 METHOD = Method(

@@ -11,9 +11,11 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -321,6 +323,7 @@ def plain_inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[s
                 "nearest_head": None,
                 "overlap": 0.5,
                 "sigma": {name: bracket(draw) for name in ("q", "k", "v", "qkv")},
+                "top": [2.0, 1.0],
                 "dominant": "mixing",
                 "bound": 9.0,
                 "rows": {name: [draw.random() for _ in range(tokens)] for name in spreads},
@@ -335,6 +338,7 @@ def plain_inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[s
                 "attention": bracket(draw),
                 "mlp": None,
                 "block": bracket(draw),
+                "top": [2.0, 1.0],
                 "token": bracket(draw),
                 "update": draw.random(),
                 "moved_by": shares,
@@ -364,6 +368,7 @@ def plain_inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[s
             "divergence": 0.01,
             "statement": "Measured in float32.",
         },
+        "certificates": None,
         "maps": {
             "layers": list(range(1, layers + 1)),
             "heads": list(range(1, heads + 1)),
@@ -372,6 +377,24 @@ def plain_inspection(layers: int = 3, heads: int = 4, tokens: int = 9) -> dict[s
         },
         "seconds": {"heads": 1.0},
     }
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """A result of fenchel/inspection_result.py from its plain form; None for a number is nan."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        assert value.keys() <= hints.keys()
+        return kind(**{name: typed(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    arguments = get_args(kind)
+    if value is None:
+        return math.nan if kind is float else None
+    if isinstance(kind, UnionType):
+        return typed(next(one for one in arguments if one is not type(None)), value)
+    if get_origin(kind) is list:
+        return [typed(arguments[0], item) for item in value]
+    if get_origin(kind) is dict:
+        return {name: typed(arguments[1], item) for name, item in value.items()}
+    return tuple(value) if get_origin(kind) is tuple else value
 
 
 @pytest.fixture(scope="session")

@@ -21,12 +21,14 @@ from selenium.webdriver.common.keys import Keys
 
 from fenchel.cli import reliability
 from fenchel.evaluate import Confidence, outcomes, summarise
+from fenchel.inspection_result import Certification, Inspection
 from fenchel.report import certificates
 from fenchel.report import page as run_page
 from fenchel.report.comparison import compare_runs
 from fenchel.report.comparison import render as render_comparison
 from fenchel.report.inspection import render
 from tests.browser import DESKTOP, PHONE, Browser, needs_browser
+from tests.report.conftest import typed
 
 pytestmark = needs_browser
 
@@ -84,9 +86,9 @@ def pages(
     area = data["maps"]["size"] ** 2
     draw = np.random.default_rng(2).integers(0, 256, 12 * area, dtype=np.uint8)
     data["maps"]["data"] = base64.b64encode(draw.tobytes()).decode()
-    (folder / "inspection.html").write_text(render(data), encoding="utf-8")
+    (folder / "inspection.html").write_text(render(typed(Inspection, data)), encoding="utf-8")
     (folder / "inspection.json").write_text(json.dumps(data))
-    certified = certificates.render(certification(data))
+    certified = certificates.render(typed(Certification, certification(data)))
     (folder / "certificates.html").write_text(certified, encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     logits = 3.0 * torch.randn(400, 5, generator=generator)
@@ -354,7 +356,8 @@ def test_small_differences_stay_small_on_a_heat_map(
     for name, least in (("alike", 3.0), ("apart", 0.5)):
         for n, head in enumerate(data["heads"]):
             head["entropy"]["mean"] = least if n else 3.1
-        (tmp_path / f"{name}.html").write_text(render(data), encoding="utf-8")
+        page = render(typed(Inspection, data))
+        (tmp_path / f"{name}.html").write_text(page, encoding="utf-8")
         browser.open(tmp_path / f"{name}.html")
         scales[name] = browser.text("[data-picture=heads] .ramp").split()
     assert [float(end) for end in scales["alike"]] == pytest.approx([2.6625, 3.4375], abs=1e-3)

@@ -1,4 +1,4 @@
-"""fenchel/report/inspection.py: a page from plain data, complete, closed and deaf to markup."""
+"""fenchel/report/inspection.py: the page of an inspection, complete, closed and deaf to markup."""
 
 import json
 import re
@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fenchel.inspection_result import Inspection
 from fenchel.report.html import Html, document
-from fenchel.report.inspection import render
+from fenchel.report.inspection import render as render_page
 from fenchel.report.inspection_heads import span_means
+from tests.report.conftest import typed
 
 Inspect = Callable[..., dict[str, Any]]
+
+
+def render(data: dict[str, Any]) -> str:
+    return render_page(typed(Inspection, data))
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -81,8 +87,7 @@ def test_a_span_of_rows_is_the_mean_of_its_values() -> None:
     values[draw.random(values.shape) < 0.4] = np.nan
     values[1, 5:12] = np.nan
     edges = [0, 1, 5, 8, 12, 41]
-    rows = [[None if np.isnan(x) else float(x) for x in row] for row in values]
-    found = span_means(rows, edges)
+    found = span_means(values.tolist(), edges)
     for row, line in zip(values, found, strict=True):
         for part, mean in zip(np.split(row, edges[1:-1]), line, strict=True):
             there = part[~np.isnan(part)]

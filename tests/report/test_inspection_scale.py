@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 
 import fenchel
-from fenchel.report.inspection_scale import SCALES, Scale, meaning, scale
+from fenchel.inspection_result import Inspection
+from fenchel.report.html import Section
+from fenchel.report.inspection_scale import SCALES, Scale, scale
+from fenchel.report.inspection_scale import meaning as section
+from tests.report.conftest import typed
 
 ROOT = Path(fenchel.__file__).parents[1]
-Inspection = Callable[..., dict[str, Any]]
+Inspect = Callable[..., dict[str, Any]]
+
+
+def meaning(data: dict[str, Any]) -> Section:
+    return section(typed(Inspection, data))
 
 
 @pytest.fixture
-def usual(inspection: Inspection) -> dict[str, Any]:
+def usual(inspection: Inspect) -> dict[str, Any]:
     """An inspection on 128 tokens with every measure in the middle of its range after training."""
     result = inspection()
     result["tokens"] = ["x"] * 128
@@ -119,4 +127,6 @@ def test_even_attention_has_the_entropy_share_1(usual: dict[str, Any]) -> None:
         usual["subject"]["causal"] = causal
         for head in usual["heads"]:
             head["entropy"]["mean"] = entropy
-        assert all(v == pytest.approx(1.0) for _, v in scale("entropy share").of(usual))
+        assert all(
+            v == pytest.approx(1.0) for _, v in scale("entropy share").of(typed(Inspection, usual))
+        )
