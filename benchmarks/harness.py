@@ -24,7 +24,7 @@ import torch
 
 from fenchel.files import write_atomic
 from fenchel.torch_internals import compile_error
-from fenchel.train.machine import commit, device_name
+from fenchel.train.hardware import commit, device_name
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -3,7 +3,7 @@
 Each contender in a process of its own, in turn (harness.py): float32, two threads, random weights,
 equally many parameters, one sequence. Theirs with each of its attention implementations and, in
 decoding, its static cache with the step compiled. Ours trains as ``fenchel train`` does, which
-retains freed memory (fenchel/train/machine.py). The row of a contender that cannot run here
+retains freed memory (fenchel/train/hardware.py). The row of a contender that cannot run here
 (torch.compile needs a C++ compiler) gives the reason.
 
     forward   tokens per second from ids to logits, without derivatives

@@ -37,7 +37,7 @@ ELSEWHERE = {
     "model/families": "model/families/test_contract.py",
     "model/forward_context": "model/test_attention.py",
     "optim/score/descent": "optim/score/test_control.py",
-    "optim/score/step_size": "optim/score/test_score_line.py",
+    "optim/score/step_size": "optim/score/test_score_change.py",
     "optim/score/trust": "optim/score/test_control.py",
     "pipeline/run": "cli/test_train.py",
     "report/certificates": "cli/test_certify.py",

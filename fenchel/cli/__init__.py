@@ -97,7 +97,7 @@ def _dispatch(argv: list[str] | None) -> int:
     except ValueError as error:
         return _error(str(error), 2)
     except (MemoryError, RuntimeError) as error:
-        from fenchel.train.machine import out_of_memory  # torch is loaded by then
+        from fenchel.train.hardware import out_of_memory  # torch is loaded by then
 
         if (shortage := out_of_memory(error)) is None:
             raise

@@ -548,7 +548,7 @@ class Repl:
         self._print("\n".join(f"{n:<18}  {'none' if v is None else v}" for n, v in rows.items()))
 
     def _attention(self, number: str) -> None:
-        from fenchel.cli.attention_lines import attention_lines
+        from fenchel.cli.token_attention import attention_lines
         from fenchel.generation.attention_trace import (
             AttentionSettings,
             TraceSettings,
@@ -658,7 +658,7 @@ def _sentence(error: Exception) -> str | None:
         return describe(error)
     if isinstance(error, ValueError):
         return str(error)
-    from fenchel.train.machine import out_of_memory
+    from fenchel.train.hardware import out_of_memory
 
     shortage = out_of_memory(error)
     return None if shortage is None else f"memory ran out ({shortage}); /clear frees some."

@@ -99,10 +99,10 @@ def load_checkpoint(
     ``adapter`` is a directory of PEFT, whose adapters are merged into the weights.
 
     Without ``dtype`` the model has the dtype of its files, unless the machine computes in that one
-    slowly (``fenchel.train.machine.select_dtype``); a sentence then names the other.
+    slowly (``fenchel.train.hardware.select_dtype``); a sentence then names the other.
     """
     from fenchel.checkpoints import load
-    from fenchel.train.machine import select_dtype
+    from fenchel.train.hardware import select_dtype
 
     loaded = load(directory, dtype=dtype, adapter=adapter)
     stored = loaded.model.lm_head_weight.dtype

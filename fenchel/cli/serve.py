@@ -138,7 +138,7 @@ def run(
         from fenchel.server.embeddings import Embedder
         from fenchel.server.engine import Engine
         from fenchel.server.openai_api import ServedModel
-        from fenchel.train.machine import cores
+        from fenchel.train.hardware import cores
 
     listener = listen(host, port)
     if key is None and not without_key and not is_loopback(listener):

@@ -1,4 +1,4 @@
-"""A step of several processes: a batch in cells, and sums whose order no process count changes.
+"""Bit-exact micro-batches ("cells"): sums whose order does not depend on the number of processes.
 
 The batch of a step is a function of (seed, step) and is cut into P *cells* of R = batch / P rows.
 Of W processes, rank r reads the cells
@@ -6,9 +6,9 @@ Of W processes, rank r reads the cells
     c = m W + r,        m = 0, 1, ...  while  c < P,
 
 one forward and backward pass each, with the dropout noise of (seed, step, c). The gradient of the
-step is the sum of the gradients of the cells. Where C ranks share every sequence (context.py), a
-cell is read by C of them: what is said of cells below then holds for the P C *parts* of cells, of
-which part c C + k belongs to rank k of its group.
+step is the sum of the gradients of the cells. Where C ranks share every sequence
+(context_parallel.py), a cell is read by C of them: the rules for cells below then hold for the P C
+*parts* of cells, of which part c C + k belongs to rank k of its group.
 
 **Same bits for any W** (``train.cells``). Floating-point addition is not associative, so what
 differs between process counts is only the order of additions. It is fixed here: the sum over cells
@@ -52,12 +52,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fenchel.data import Batch, BatchSource
-from fenchel.distributed.context import ContextPart
+from fenchel.distributed.context_parallel import ContextPart
 from fenchel.distributed.owners import Owners
 from fenchel.distributed.processes import World
 from fenchel.optim import OptimConfig, Schedule
 from fenchel.train import Stepper, StepResult, TrainConfig, count_targets
-from fenchel.train.machine import memory_of
+from fenchel.train.hardware import memory_of
 from fenchel.train.stability import Stability
 from fenchel.train.step import compiled_blocks, deterministic, first_place
 

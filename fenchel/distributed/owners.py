@@ -1,6 +1,6 @@
-"""Owners: every parameter is whole on one rank, whose ordinary optimiser moves it.
+"""ZeRO-1 with whole parameters: each has one owner, a rank whose ordinary optimiser updates it.
 
-An optimiser that looks at more than one entry of a matrix (Muon, ScoreDescent, ScoreTrust) needs
+An optimiser that reads more than one entry of a matrix (Muon, ScoreDescent, ScoreTrust) needs
 the matrix whole. Gathering it on every rank repeats the work W times. Here each parameter has one
 *owner*, and a step is
 
@@ -30,10 +30,10 @@ of every s-th cell,
 
     s = the least power of two with ceil(P / s) T <= tokens,    n = tokens / (ceil(P / s) T) <= R.
 
-Where C ranks share a sequence (context.py), the owner receives its positions from all of them and
-puts them in order. With ``optim.output_change`` the owner of a layer also gets tokens of its input,
-an equal share of every cell in place of tokens of the last one, 128 in all: one process takes the
-same decision, and so does every number of them.
+Where C ranks share a sequence (context_parallel.py), the owner receives its positions from all of
+them and puts them in order. With ``optim.output_change`` the owner of a layer also gets tokens of
+its input, an equal share of every cell in place of tokens of the last one, 128 in all: one process
+takes the same decision, and so does every number of them.
 
 **Replicas.** D consecutive ranks, ``parts``, hold one copy of the weights together, each its rows:
 D = 1 where every rank has all of them, W where all divide one copy, S where the ranks of a node do
@@ -55,13 +55,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fenchel.distributed.context import positions_of
+from fenchel.distributed.context_parallel import positions_of
 from fenchel.distributed.processes import Shape, World
 from fenchel.model.sigma_linear import SigmaLinear
 from fenchel.optim import CombinedOptimiser, OptimConfig, ScoreDescent, build_optimiser
 from fenchel.optim.score import QueryKeyPair, ScoreTrust, attention_pairs
-from fenchel.optim.score.output_change import TOKENS, LinearLayer, OutputProbes, TokenSample
-from fenchel.optim.score.pair_stack import PairProbes
+from fenchel.optim.score.output_change import TOKENS, MeasuredLayer, OutputProbes, TokenSample
 from fenchel.optim.score.pairs import LayerArguments
 from fenchel.optim.score.probe import (
     LayerInput,
@@ -70,6 +69,7 @@ from fenchel.optim.score.probe import (
     probe_dtype,
     samples_of_all,
 )
+from fenchel.optim.score.stacked_pairs import PairProbes
 
 BUCKET = 2**26
 """Numbers per exchange, about: 256 MiB of float32."""
@@ -634,7 +634,7 @@ class _CellTokens(TokenSample):
     A module that no pass calls has none on any rank.
     """
 
-    def __init__(self, layer: LinearLayer, module: nn.Module, like: Tensor, owner: int) -> None:
+    def __init__(self, layer: MeasuredLayer, module: nn.Module, like: Tensor, owner: int) -> None:
         """``like`` has values on every rank, whereas the weight of ``layer`` may be elsewhere."""
         super().__init__(layer, module)
         dtype = probe_dtype(like) if self.width else torch.long

@@ -312,7 +312,7 @@ def saved_per_position(config: ModelConfig, a: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How the ranks divide the work."""
 
     shard: str
@@ -331,7 +331,7 @@ class Layout:
 class Forecast:
     """What a layout needs, and how fast it is."""
 
-    layout: Layout
+    layout: ParallelLayout
     passes: int
     """m."""
     memory: dict[str, float]
@@ -430,17 +430,17 @@ def plan(
     return Plan(sizes.total, tokens, flops, cluster, tuple(forecasts), refused)
 
 
-def layouts(cluster: Cluster) -> Iterator[Layout]:
+def layouts(cluster: Cluster) -> Iterator[ParallelLayout]:
     """The layouts that so many ranks allow."""
     shards = ["none", *["full"] * (cluster.ranks > 1), *["node"] * (cluster.nodes > 1)]
     for shard in shards:
         for C in CONTEXTS:
             if cluster.ranks % C == 0:
-                yield from (Layout(shard, C, recompute) for recompute in (False, True))
+                yield from (ParallelLayout(shard, C, recompute) for recompute in (False, True))
 
 
 def _forecast(
-    layout: Layout,
+    layout: ParallelLayout,
     sizes: Sizes,
     owned: Owned,
     model: ModelConfig,
@@ -501,7 +501,7 @@ def _padded(units: Iterable[Iterable[tuple[int, ...]]], ranks: int) -> int:
 
 
 def _memory(
-    layout: Layout,
+    layout: ParallelLayout,
     sizes: Sizes,
     owned: Owned,
     model: ModelConfig,
@@ -555,7 +555,7 @@ def _loss_bytes(
     return logits + 4 * V * M + (a * V * M if a < g else 0) + 4 * t * M
 
 
-def _owners_bytes(layout: Layout, owned: Owned, cluster: Cluster, times: int) -> Bytes:
+def _owners_bytes(layout: ParallelLayout, owned: Owned, cluster: Cluster, times: int) -> Bytes:
     """Gradients to their owners, ``times`` per step from several replicas, and weights back."""
     W, S, o = cluster.ranks, cluster.S, 4 * owned.numbers
     if layout.shard == "none":

@@ -1,4 +1,4 @@
-"""Inner products of the parts of score changes, without storing scores (optim/score/score_line.py).
+"""Inner products of the parts of a score change, without scores (optim/score/score_change.py).
 
 For every sequence and head, with S_0 .. S_3 = <q, k>, <q, dk>, <dq, k>, <dq, dk> over the pairs
 (i, j) of a mask of m sampled queries and T keys,

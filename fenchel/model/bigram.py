@@ -61,7 +61,7 @@ _OVERSAMPLING = 32
 _POWERS = 2
 
 
-class Factors(NamedTuple):
+class BigramFactors(NamedTuple):
     """Both (V, M)."""
 
     embedding: Tensor
@@ -86,7 +86,7 @@ def start_from_bigrams(model: Transformer, ids: np.ndarray, generator: torch.Gen
         model.lm_head.weight.copy_(factors.lm_head / model.config.logit_scale)
 
 
-def bigram_factors(ids: np.ndarray, V: int, M: int, generator: torch.Generator) -> Factors:
+def bigram_factors(ids: np.ndarray, V: int, M: int, generator: torch.Generator) -> BigramFactors:
     """The embedding, in rows of root mean square 1, and the LM head.
 
     >>> ids = np.array([0, 1, 0, 1, 0, 1, 0, 2] * 200)
@@ -118,7 +118,7 @@ def bigram_factors(ids: np.ndarray, V: int, M: int, generator: torch.Generator) 
     W = torch.cat((b, log_p_V.unsqueeze(1) / R), 1) * (R / M**0.5)
     rotation, _ = qr(torch.randn(M, M, generator=generator))
     rows = rotation[: e.shape[1]]
-    return Factors(e @ rows, W @ rows)
+    return BigramFactors(e @ rows, W @ rows)
 
 
 def _sample(ids: np.ndarray) -> np.ndarray:

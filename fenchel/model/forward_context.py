@@ -59,7 +59,7 @@ class CrossAttentionCache(Protocol):
 
 
 class SequencePart(Protocol):
-    """Some positions of every sequence; other processes have the rest (distributed/context.py)."""
+    """This process's positions of every sequence under distributed/context_parallel.py."""
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """The positions that this pass computes, of sequences of ``length``."""

@@ -52,7 +52,7 @@ from fenchel.pipeline.tuning import (
     row_length,
 )
 from fenchel.train import RunDir, Stepper, StepTime, seconds, select_device, time_steps
-from fenchel.train.machine import cores, memory_of
+from fenchel.train.hardware import cores, memory_of
 from fenchel.train.rundir import TOKENS, is_run_name
 
 EVALUATION_SHARE = 0.04

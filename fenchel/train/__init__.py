@@ -1,6 +1,14 @@
 """The training loop, its losses and loggers, and the run directory."""
 
 from fenchel.train.config import TrainConfig, seconds
+from fenchel.train.hardware import (
+    StepTime,
+    environment,
+    explain_out_of_memory,
+    retain_freed_memory,
+    select_device,
+    time_steps,
+)
 from fenchel.train.logger import CallbackList, TensorBoard, require_loggers
 from fenchel.train.loop import Callback, Loop, Outcome
 from fenchel.train.loss import (
@@ -10,14 +18,6 @@ from fenchel.train.loss import (
     per_sequence,
     target_losses,
     total_loss,
-)
-from fenchel.train.machine import (
-    StepTime,
-    environment,
-    explain_out_of_memory,
-    retain_freed_memory,
-    select_device,
-    time_steps,
 )
 from fenchel.train.rundir import RunDir
 from fenchel.train.step import Stepper, StepResult, Trainable

@@ -17,7 +17,7 @@ from fenchel.distributed.plan import (
     Bytes,
     Cluster,
     Forecast,
-    Layout,
+    ParallelLayout,
     Plan,
     Sizes,
     advice,
@@ -47,7 +47,9 @@ def small(**settings: Any) -> ModelConfig:
 
 
 def of(result: Plan, shard: str, context: int = 1, *, recompute: bool = False) -> Forecast:
-    (found,) = (f for f in result.forecasts if f.layout == Layout(shard, context, recompute))
+    (found,) = (
+        f for f in result.forecasts if f.layout == ParallelLayout(shard, context, recompute)
+    )
     return found
 
 

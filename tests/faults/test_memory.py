@@ -14,7 +14,7 @@ from fenchel.checkpoints import run_checkpoint
 from fenchel.cli import LESS_MEMORY, main
 from fenchel.model import Transformer
 from fenchel.optim import CombinedOptimiser
-from fenchel.train.machine import out_of_memory
+from fenchel.train.hardware import out_of_memory
 
 ON_GPU = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 16 GiB"
 PLACES: dict[str, tuple[Any, str]] = {

@@ -29,7 +29,9 @@ import torch
 from torch import Tensor
 
 from fenchel.optim.score.direction import NORMS, direction
-from fenchel.optim.score.pair_stack import (
+from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair
+from fenchel.optim.score.score_change import HeadWeights, ScoreLine
+from fenchel.optim.score.stacked_pairs import (
     PairProbes,
     PairStack,
     head_weights,
@@ -41,8 +43,6 @@ from fenchel.optim.score.pair_stack import (
     store_bounds,
     write_weights,
 )
-from fenchel.optim.score.pairs import HeadProjection, QueryKeyPair
-from fenchel.optim.score.score_line import HeadWeights, ScoreLine
 from fenchel.optim.score.step_size import HeadStats, StepLimits, take_step
 from fenchel.torch_internals import foreach_lerp_
 

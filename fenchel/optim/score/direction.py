@@ -39,7 +39,7 @@ from torch import Tensor
 from fenchel.attention import Angles, rotate
 from fenchel.optim.muon import orthogonal
 from fenchel.optim.score.probe import mean_over_processes
-from fenchel.optim.score.score_line import HeadWeights, ScoreLine, by_group, fused, second_moment
+from fenchel.optim.score.score_change import HeadWeights, ScoreLine, by_group, fused, second_moment
 
 ROTATIONS = 8
 """Positions over which a Gram is averaged under rotation."""

@@ -65,7 +65,7 @@ LEAST_GAIN = 0.1
 Region = tuple[slice, ...]
 
 
-class Part(NamedTuple):
+class ParameterSlice(NamedTuple):
     """A parameter, or some of its rows or columns."""
 
     whole: Tensor
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class LinearLayer:
+class MeasuredLayer:
     """A layer whose output is linear in its parameters."""
 
     name: str
@@ -85,7 +85,7 @@ class LinearLayer:
     """"linear", "columns" (Conv1D), "embedding", "norm" or "white"."""
     module: nn.Module
     """A hook samples its first input, or its output where that is the input of the LM head."""
-    parts: dict[str, Part]
+    parts: dict[str, ParameterSlice]
     """"weight", and "bias" where there is one."""
     inputs: int = 0
     """M; 0 for embeddings, and where nothing is sampled."""
@@ -116,16 +116,16 @@ class OutputProbes:
         sampled = (layer for layer in self.layers if layer.kind not in ("norm", "white"))
         self.samples = {layer: TokenSample(layer) for layer in sampled}
         self.shared = _layers_that_share(self.layers)
-        self.masks: dict[tuple[LinearLayer, ...], list[Tensor]] = {}
-        self.last: tuple[list[LinearLayer], Tensor, Tensor] | None = None
+        self.masks: dict[tuple[MeasuredLayer, ...], list[Tensor]] = {}
+        self.last: tuple[list[MeasuredLayer], Tensor, Tensor] | None = None
         guard_on_hooks()
 
-    def before(self, layers: Iterable[LinearLayer] | None = None) -> "list[LayerStack]":
+    def before(self, layers: Iterable[MeasuredLayer] | None = None) -> "list[LayerStack]":
         """The parameters before a step, equal layers side by side; each sample comes once.
 
         Of the given layers, or of all.
         """
-        by_shape: dict[Any, list[tuple[LinearLayer, Tensor | None]]] = defaultdict(list)
+        by_shape: dict[Any, list[tuple[MeasuredLayer, Tensor | None]]] = defaultdict(list)
         for layer in self.layers if layers is None else layers:
             x = self.samples[layer].take() if layer in self.samples else None
             by_shape[_stack_key(layer, x)].append((layer, x))
@@ -147,7 +147,7 @@ class OutputProbes:
             stack.write(t, written)
         self.last = layers, relative, share
 
-    def _masks(self, layers: tuple[LinearLayer, ...], device: torch.device) -> list[Tensor]:
+    def _masks(self, layers: tuple[MeasuredLayer, ...], device: torch.device) -> list[Tensor]:
         """(layers,) per group of layers that share a parameter: True for those of the group."""
         if layers not in self.masks:
             self.masks[layers] = [
@@ -174,7 +174,7 @@ class OutputProbes:
 class TokenSample:
     """The hook of one layer; ``take`` returns its tokens once."""
 
-    def __init__(self, layer: LinearLayer, module: nn.Module | None = None) -> None:
+    def __init__(self, layer: MeasuredLayer, module: nn.Module | None = None) -> None:
         """``module`` where the passes are those of another one than the layer's."""
         weight, module = next(iter(layer.parts.values())).whole, module or layer.module
         self.width, self.tokens, self.rows = layer.inputs, TOKENS, 0
@@ -219,7 +219,7 @@ class TokenSample:
 class LayerStack:
     """Layers of one kind and shape, their samples, and their parameters before a step."""
 
-    layers: list[LinearLayer]
+    layers: list[MeasuredLayer]
     inputs: list[Tensor] | None
     """(n, M) or (n,) per layer; None for white inputs."""
     start: dict[str, Tensor]
@@ -281,22 +281,22 @@ class LayerStack:
         return _stacked([layer.parts[name] for layer in self.layers])
 
 
-def _stacked(parts: list[Part]) -> Tensor:
+def _stacked(parts: list[ParameterSlice]) -> Tensor:
     values = torch.stack([part.values() for part in parts])
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _stacked_parts(layers: list[LinearLayer]) -> dict[str, Tensor]:
+def _stacked_parts(layers: list[MeasuredLayer]) -> dict[str, Tensor]:
     return {name: _stacked([layer.parts[name] for layer in layers]) for name in layers[0].parts}
 
 
-def _stack(members: list[tuple[LinearLayer, Tensor | None]]) -> LayerStack:
+def _stack(members: list[tuple[MeasuredLayer, Tensor | None]]) -> LayerStack:
     layers = [layer for layer, _ in members]
     inputs = [x for _, x in members if x is not None]
     return LayerStack(layers, inputs or None, _stacked_parts(layers))
 
 
-def _stack_key(layer: LinearLayer, x: Tensor | None) -> Any:
+def _stack_key(layer: MeasuredLayer, x: Tensor | None) -> Any:
     """What layers of one stack have in common."""
     sizes = tuple(
         (name, part.values().shape, part.whole.dtype, part.whole.device)
@@ -316,13 +316,13 @@ def _sum_of_squares(W: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([values.flatten(1).square().sum(1) for values in W.values()]).sum(0)
 
 
-def _layers_that_share(layers: list[LinearLayer]) -> list[set[LinearLayer]]:
+def _layers_that_share(layers: list[MeasuredLayer]) -> list[set[MeasuredLayer]]:
     """Groups of layers that have a parameter in common, such as a tied LM head."""
-    owners: dict[tuple[Tensor, str], set[LinearLayer]] = defaultdict(set)
+    owners: dict[tuple[Tensor, str], set[MeasuredLayer]] = defaultdict(set)
     for layer in layers:
         for part in layer.parts.values():
             owners[part.whole, str(part.region)].add(layer)
-    groups: list[set[LinearLayer]] = []
+    groups: list[set[MeasuredLayer]] = []
     for together in owners.values():
         if len(together) > 1:
             touching = [group for group in groups if group & together]
@@ -331,7 +331,7 @@ def _layers_that_share(layers: list[LinearLayer]) -> list[set[LinearLayer]]:
     return groups
 
 
-def _layers_of(model: nn.Module, pairs: list[QueryKeyPair]) -> Iterator[LinearLayer]:
+def _layers_of(model: nn.Module, pairs: list[QueryKeyPair]) -> Iterator[MeasuredLayer]:
     """The layers with trained parameters, without what ``pairs`` limit."""
     gains = {p for pair in pairs for p in pair.gains.values()}
     head = getattr(model, "lm_head_weight", None)
@@ -344,19 +344,21 @@ def _layers_of(model: nn.Module, pairs: list[QueryKeyPair]) -> Iterator[LinearLa
         if not own:
             continue
         if isinstance(module, nn.Embedding):
-            yield LinearLayer(name, "embedding", module, {"weight": Part(own["weight"], ())})
+            yield MeasuredLayer(
+                name, "embedding", module, {"weight": ParameterSlice(own["weight"], ())}
+            )
         elif own.get("weight") is head is not None:
             continue  # the model multiplies by it without calling the module
         elif (kind := _linear_kind(module)) and "weight" in own:
             yield from _linear_layers(name, kind, module, own, pairs)
         elif (plus := norm_offset(module, own)) is not None:
-            parts = {key: Part(own[key], ()) for key in ("weight", "bias") if key in own}
-            yield LinearLayer(name, "norm", module, parts, plus=plus)
+            parts = {key: ParameterSlice(own[key], ()) for key in ("weight", "bias") if key in own}
+            yield MeasuredLayer(name, "norm", module, parts, plus=plus)
         else:
             yield from _white_layers(name, module, own, pairs)
     if isinstance(head, Tensor) and head.requires_grad:
-        parts = {"weight": Part(head, ())}
-        yield LinearLayer("lm_head", "linear", model, parts, head.shape[1], of_output=True)
+        parts = {"weight": ParameterSlice(head, ())}
+        yield MeasuredLayer("lm_head", "linear", model, parts, head.shape[1], of_output=True)
 
 
 def _linear_kind(module: nn.Module) -> str | None:
@@ -368,24 +370,26 @@ def _linear_kind(module: nn.Module) -> str | None:
 
 def _linear_layers(
     name: str, kind: str, module: nn.Module, own: dict[str, Tensor], pairs: list[QueryKeyPair]
-) -> Iterator[LinearLayer]:
+) -> Iterator[MeasuredLayer]:
     """A layer, or one per range of its outputs that are neither queries nor keys."""
     weight = own["weight"]
     size = weight.shape[kind == "columns"]
     for start, stop in rows_outside(pairs, weight, size):
         at: Region = () if stop - start == size else (slice(start, stop),)
-        parts = {"weight": Part(weight, (slice(None), *at) if at and kind == "columns" else at)}
+        parts = {
+            "weight": ParameterSlice(weight, (slice(None), *at) if at and kind == "columns" else at)
+        }
         if "bias" in own:
-            parts["bias"] = Part(own["bias"], at)
-        yield LinearLayer(name, kind, module, parts, weight.shape[kind != "columns"])
+            parts["bias"] = ParameterSlice(own["bias"], at)
+        yield MeasuredLayer(name, kind, module, parts, weight.shape[kind != "columns"])
 
 
 def _white_layers(
     name: str, module: nn.Module, own: dict[str, Tensor], pairs: list[QueryKeyPair]
-) -> Iterator[LinearLayer]:
+) -> Iterator[MeasuredLayer]:
     for key, p in own.items():
         if p.ndim > 1:
             for start, stop in rows_outside(pairs, p, len(p)):
                 at: Region = () if stop - start == len(p) else (slice(start, stop),)
-                part = {"weight": Part(p, at)}
-                yield LinearLayer(f"{name}.{key}".lstrip("."), "white", module, part)
+                part = {"weight": ParameterSlice(p, at)}
+                yield MeasuredLayer(f"{name}.{key}".lstrip("."), "white", module, part)

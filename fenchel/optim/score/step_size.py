@@ -8,7 +8,7 @@ scores is a quartic,
     y(t) = |e S + t J + t^2 R|^2,     S = <q, k>,  J = c <q, dk> + d <dq, k>,  R = <dq, dk>,
 
 c and d the shrink factors of queries and keys, e = c d - 1; all five coefficients are sums of the
-products of parts (score_line.py). y reaches gamma^2 at or before the t with
+products of parts (score_change.py). y reaches gamma^2 at or before the t with
 |t J + t^2 R| = g = gamma + |e S|, and
 
     t <= (1 + sqrt 2) min(2 g / |J|, sqrt(g / |R|)),
@@ -98,7 +98,7 @@ from torch import Tensor
 
 from fenchel.attention import entropy
 from fenchel.attention.spec import SOFTMAX
-from fenchel.optim.score.score_line import (
+from fenchel.optim.score.score_change import (
     HeadFactors,
     HeadWeights,
     ScoreLine,

@@ -43,7 +43,9 @@ from torch import Tensor, nn
 
 from fenchel.optim.first_order import CombinedOptimiser
 from fenchel.optim.score.output_change import OutputChange, OutputProbes
-from fenchel.optim.score.pair_stack import (
+from fenchel.optim.score.pairs import QueryKeyPair
+from fenchel.optim.score.score_change import HeadWeights, NormGains, ScoreLine
+from fenchel.optim.score.stacked_pairs import (
     STATE_NAMES,
     PairProbes,
     PairStack,
@@ -58,8 +60,6 @@ from fenchel.optim.score.pair_stack import (
     write_gains,
     write_weights,
 )
-from fenchel.optim.score.pairs import QueryKeyPair
-from fenchel.optim.score.score_line import HeadWeights, NormGains, ScoreLine
 from fenchel.optim.score.step_size import HeadStats, StepLimits, WeightUpdate, take_step
 
 

@@ -16,8 +16,8 @@ from fenchel.optim.score.direction import (
     inverse_root,
     partner_grams,
 )
-from fenchel.optim.score.pair_stack import PairProbes, head_weights, stack_parameters
-from fenchel.optim.score.score_line import HeadWeights, ScoreLine
+from fenchel.optim.score.score_change import HeadWeights, ScoreLine
+from fenchel.optim.score.stacked_pairs import PairProbes, head_weights, stack_parameters
 
 KINDS: dict[str, dict[str, Any]] = {
     "mha": {"positions": "learned"},

@@ -1,4 +1,4 @@
-"""Pairs of equal shape as one stack: parameters side by side, their probes, and saved state.
+"""Query-key pairs of equal shape, stacked for batched products; their probes and saved state.
 
 Layers of one shape become one stack, so that a step is a chain of batched products whose length
 does not grow with the depth of the model. Parameters are copied whole, one stacked tensor per kind
@@ -27,7 +27,7 @@ from fenchel.optim.score.probe import (
     StackInput,
     stack_inputs,
 )
-from fenchel.optim.score.score_line import HeadWeights, NormGains
+from fenchel.optim.score.score_change import HeadWeights, NormGains
 from fenchel.optim.score.step_size import HeadStats, StepRecord
 from fenchel.torch_internals import foreach_copy_, guard_on_hooks
 

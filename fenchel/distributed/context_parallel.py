@@ -1,4 +1,4 @@
-"""Sequences divided among the processes of a context group.
+"""Context parallelism: every sequence is divided among the processes of a context group.
 
 C consecutive ranks share every sequence (``train.context_group``). T positions are cut into 2 C
 chunks of n = T / 2C, and rank k of a group has two of them,

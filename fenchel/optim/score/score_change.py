@@ -1,4 +1,4 @@
-"""The scores of several layers along a line of weights, on a sample of pairs of positions.
+"""The change of the scores along a line of weights, on a sample of pairs of positions.
 
     W(t)   = shrink W + t U                              t and shrink for queries and for keys
     g(s)   = g + s dg                                    parameters of the norms n, where they move

@@ -1,4 +1,4 @@
-"""fenchel/cli/attention_lines.py: what an answer read, in a terminal."""
+"""fenchel/cli/token_attention.py: what an answer read, in a terminal."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from fenchel.cli.attention_lines import attention_lines
+from fenchel.cli.token_attention import attention_lines
 from fenchel.generation.attention_trace import AttentionSettings, TraceSettings, trace_text
 from fenchel.model import ModelConfig, Transformer
 

@@ -1,4 +1,4 @@
-"""fenchel/train/machine.py: how fast a step is, and with how many threads."""
+"""fenchel/train/hardware.py: how fast a step is, and with how many threads."""
 
 import os
 from collections.abc import Iterator

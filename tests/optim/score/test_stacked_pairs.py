@@ -1,4 +1,4 @@
-"""fenchel/optim/score/pair_stack.py: processes with different samples take the same step."""
+"""fenchel/optim/score/stacked_pairs.py: processes with different samples take the same step."""
 
 import threading
 from typing import Any

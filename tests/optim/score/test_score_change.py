@@ -1,4 +1,4 @@
-"""optim/score/score_line.py and step_size.py: which pairs count, and the length of a step."""
+"""optim/score/score_change.py and step_size.py: which pairs count, and the length of a step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fenchel.model.norm import RMSNorm, RMSNormPlusOne
 from fenchel.optim import HeadProjection, QueryKeyPair, ScoreDescent, attention_pairs
 from fenchel.optim.score.probe import LayerInput, stack_inputs
-from fenchel.optim.score.score_line import HeadWeights, ScoreLine
+from fenchel.optim.score.score_change import HeadWeights, ScoreLine
 from fenchel.optim.score.step_size import (
     crossing_by_chords,
     crossing_by_parts,
@@ -178,7 +178,7 @@ def test_a_step_through_the_kernels_is_that_of_the_operations(
 ) -> None:
     ends = []
     for fused in (False, True):
-        for page in ("score_line", "direction"):
+        for page in ("score_change", "direction"):
             place = f"fenchel.optim.score.{page}.fused"
             monkeypatch.setattr(place, lambda _, fused=fused: fused)
         model = small(kv_heads=2, qk_norm=qk_norm)

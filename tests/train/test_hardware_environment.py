@@ -1,4 +1,4 @@
-"""fenchel/train/machine.py: what the numbers of a run depend on."""
+"""fenchel/train/hardware.py: what the numbers of a run depend on."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fenchel
-from fenchel.train.machine import commit, device_name, environment, select_device
+from fenchel.train.hardware import commit, device_name, environment, select_device
 
 
 def test_it_is_plain_and_complete() -> None:

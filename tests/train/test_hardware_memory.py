@@ -1,4 +1,4 @@
-"""fenchel/train/machine.py: memory that stays with the process."""
+"""fenchel/train/hardware.py: memory that stays with the process."""
 
 import subprocess
 import sys

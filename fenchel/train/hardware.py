@@ -1,4 +1,4 @@
-"""The machine that a run trains on: what it is, how its memory is managed, how fast a step is.
+"""The hardware that a run trains on: device, dtype, threads, memory, and the time of a step.
 
 **Device.** ``select_device`` is the one place where a device is chosen by name. ``select_dtype``
 avoids a dtype that a CPU has no instructions for: torch then converts the operands of every

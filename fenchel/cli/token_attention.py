@@ -1,4 +1,4 @@
-"""What each token of an answer read, as lines of text for a terminal.
+"""The attention of each token of an answer, drawn as lines of text for a terminal.
 
 A line per token: its probability and rank, the effective number of keys (mean over the layers),
 and the earlier tokens with the largest weights, mean over the heads of the last third of the

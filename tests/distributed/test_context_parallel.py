@@ -1,4 +1,4 @@
-"""fenchel/distributed/context.py: a sequence on several processes is the sequence on one."""
+"""fenchel/distributed/context_parallel.py: several processes compute what one does."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fenchel.data import Batches, BatchSource, DocumentIds, PackedBatches
 from fenchel.distributed.cells import CellStepper, build_stepper, cell_count, require_supported
-from fenchel.distributed.context import ContextPart
+from fenchel.distributed.context_parallel import ContextPart
 from fenchel.distributed.processes import World
 from fenchel.model import ModelConfig, Transformer
 from fenchel.model.forward_context import SequencePart

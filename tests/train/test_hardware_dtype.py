@@ -1,11 +1,11 @@
-"""fenchel/train/machine.py, select_dtype: no dtype that the CPU has no instructions for."""
+"""fenchel/train/hardware.py, select_dtype: no dtype that the CPU has no instructions for."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from fenchel.train.machine import select_dtype
+from fenchel.train.hardware import select_dtype
 
 CPU = torch.device("cpu")
 HALF = {"avx512_bf16": torch.bfloat16, "amx_bf16": torch.bfloat16, "avx512_fp16": torch.float16}
