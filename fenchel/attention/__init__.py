@@ -30,7 +30,6 @@ from fenchel.attention.measure import (
     head_patterns,
     health,
     health_per_head,
-    pack_weights,
     scale_warning,
     trace,
 )
@@ -87,7 +86,6 @@ __all__ = [
     "health_per_head",
     "linear_attend",
     "linear_step",
-    "pack_weights",
     "random_features",
     "rotary",
     "rotate",

@@ -9,7 +9,7 @@ exponents).
 from fenchel.choice import convex_program, hypothesis_test
 from fenchel.choice.base import Choice
 from fenchel.choice.budget import beta_for_budget
-from fenchel.choice.by_name import MAPS, SETTINGS, by_name, maps_with, settings_of
+from fenchel.choice.by_name import MAPS, by_name
 from fenchel.choice.capped import Capped
 from fenchel.choice.entmax import Entmax, Sparsemax
 from fenchel.choice.hard import Hard
@@ -19,7 +19,6 @@ from fenchel.choice.softmax import Softmax
 
 __all__ = [
     "MAPS",
-    "SETTINGS",
     "Capped",
     "Choice",
     "Entmax",
@@ -34,8 +33,6 @@ __all__ = [
     "convex_program",
     "hypothesis_test",
     "kkt",
-    "maps_with",
     "multipliers",
     "reverse_kl",
-    "settings_of",
 ]

@@ -108,8 +108,7 @@ def _load(directory: Path) -> "tuple[CheckpointDirectory, Any]":
 
 def _choice(model: Any, map: str | None, alpha: float | None, beta: float | None) -> "Choice":
     """The map that was named, or the one the checkpoint was saved with."""
-    from fenchel.choice import by_name, maps_with
-    from fenchel.choice.by_name import FIELD, choice_from_record
+    from fenchel.choice.by_name import FIELD, by_name, choice_from_record, maps_with
 
     options = {"alpha": alpha, "beta": beta}
     settings = {name: value for name, value in options.items() if value is not None}

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fenchel.attention import HeadHealth, Health, attend, health_per_head, pack_weights
+from fenchel.attention import HeadHealth, Health, attend, health_per_head
+from fenchel.attention.measure import pack_weights
 from fenchel.attention.spec import AttentionCall
 from fenchel.data import Ids, TextTokenizer
 from fenchel.generation import generate

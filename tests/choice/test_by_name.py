@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from fenchel.choice import MAPS, Entmax, Hard, Softmax, Sparsemax, by_name, maps_with
-from fenchel.choice.by_name import choice_from_record
+from fenchel.choice import MAPS, Entmax, Hard, Softmax, Sparsemax, by_name
+from fenchel.choice.by_name import choice_from_record, maps_with
 from fenchel.cli.doctor import backends
 from fenchel.model import ModelConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fenchel.train import machine
+from fenchel.train import hardware
 
 
 @pytest.fixture(autouse=True)
@@ -19,34 +19,34 @@ def threads_as_before() -> Iterator[None]:
 def clock(monkeypatch: pytest.MonkeyPatch, cost: dict[int, list[float]]) -> None:
     """A clock by which a step with n threads takes the next of ``cost[n]`` seconds."""
     times = {n: iter(costs) for n, costs in cost.items()}
-    monkeypatch.setattr(machine, "_time", lambda _: next(times[torch.get_num_threads()]))
+    monkeypatch.setattr(hardware, "_time", lambda _: next(times[torch.get_num_threads()]))
 
 
 def test_the_fastest_number_of_threads_is_kept_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(hardware, "cores", lambda: 4)
     clock(monkeypatch, {1: [3.0] * 3, 2: [2.0] * 3, 4: [5.0] * 3})
-    assert machine.time_steps(lambda: None) == (2, 2.0)
+    assert hardware.time_steps(lambda: None) == (2, 2.0)
     assert torch.get_num_threads() == 2
 
 
 def test_one_slow_step_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
     clock(monkeypatch, {1: [3.0] * 3, 2: [2.0, 90.0, 2.0]})
-    assert machine.time_steps(lambda: None) == (2, 2.0)
+    assert hardware.time_steps(lambda: None) == (2, 2.0)
 
 
 def test_a_number_that_is_given_is_not_tried_against_others() -> None:
     seen: list[int] = []
-    found = machine.time_steps(lambda: seen.append(torch.get_num_threads()), threads=1, repeats=2)
+    found = hardware.time_steps(lambda: seen.append(torch.get_num_threads()), threads=1, repeats=2)
     assert seen == [1, 1, 1]  # one to warm up, two that count
     assert found.threads == 1
     assert found.seconds > 0
 
 
 def test_cores_that_are_no_power_of_two_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: 3)
+    monkeypatch.setattr(hardware, "cores", lambda: 3)
     seen: set[int] = set()
-    machine.time_steps(lambda: seen.add(torch.get_num_threads()))
+    hardware.time_steps(lambda: seen.add(torch.get_num_threads()))
     assert seen == {1, 2, 3}
 
 
@@ -54,4 +54,4 @@ def test_a_system_without_a_core_count_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert machine.cores() >= 1
+    assert hardware.cores() >= 1
