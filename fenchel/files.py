@@ -38,9 +38,12 @@ from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unicodedata import category
 
 MANIFEST = "manifest.json"
 LOCK = "run.lock"
+CHECKPOINTS = "checkpoints"
+"""The folder of the checkpoints of a run."""
 _JSON_LIMIT = 64 * 2**20
 _TEMPORARY = re.compile(r"\.tmp-(\d+)")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -49,6 +52,7 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, 
 _TEXT_SEAL = re.compile(rb"(?:# |<!doctype html><!-- )fenchel seal ([0-9a-f]{64})[^\n]*\n")
 _LINE_SEAL = re.compile(rb', "crc": (\d{1,10})\}\n?\Z')
 _JOINER = "\u200d"
+_TEXT = "\n\t\u200c\u200d"
 _EMOJI = "[\u2190-\u21ff\u2600-\u27bf\u2b00-\u2bff\U0001f000-\U0001faff]"  # and skin tones
 _LONE_JOINER = re.compile(f"(?<!{_EMOJI})(?<!{_EMOJI}\ufe0f){_JOINER}|{_JOINER}(?!{_EMOJI})")
 """A zero-width joiner that is not between two emoji; the first may have a variation selector."""
@@ -481,14 +485,20 @@ def describe(error: OSError) -> str:
     return f"{printable(error.filename, 200)}: {reason[0].lower()}{reason[1:]}"
 
 
-def printable(value: object, limit: int = 80) -> str:
-    """Untrusted text for a message: shortened, without control and format characters.
+def printable(value: object, limit: int | None = 80) -> str:
+    """Untrusted text that cannot control a terminal.
 
-    A zero-width joiner stays within an emoji sequence, and nowhere else.
+    With a limit it is one line of a message or a table: shortened, and every control or format
+    character is marked by "?"; a zero-width joiner stays within an emoji sequence, and nowhere
+    else. ``limit=None`` is for texts: line breaks, tabs, spaces of any width and joiners stay, and
+    other such characters are left out.
 
-    >>> printable("a\x1b[2Jb")
-    'a?[2Jb'
+    >>> printable("a\x1b[2Jb\u00a0c"), printable("a\x1b[2Jb\u00a0c", None)
+    ('a?[2Jb?c', 'a[2Jb\\xa0c')
     """
+    if limit is None:
+        kept = (c for c in str(value) if c.isprintable() or c in _TEXT or category(c) == "Zs")
+        return "".join(kept)
     text = "".join(c if c.isprintable() or c == _JOINER else "?" for c in str(value))
     text = _LONE_JOINER.sub("?", text)
     return text if len(text) <= limit else f"{text[:limit].removesuffix(_JOINER)}..."

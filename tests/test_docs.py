@@ -53,6 +53,12 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert not [page for page in sorted(pages) if f": {page}\n" not in navigation]
+
+
 def blocks(page: Path) -> list[Block]:
     content = page.read_text()
     return [

@@ -84,6 +84,14 @@ def test_a_message_shows_no_joiner_outside_of_an_emoji_sequence() -> None:
     assert files.printable(f"{emoji}{joiner}{emoji}", 2) == f"{emoji}..."
 
 
+def test_a_text_keeps_its_lines_spaces_and_joiners_and_no_control_character() -> None:
+    text = "a\n\tb\u00a0c\u3000\u0645\u200c\u06cc \U0001f468\u200d\U0001f469"
+    assert files.printable(text, None) == text
+    assert files.printable("x" * 10_000, None) == "x" * 10_000
+    for code in (0x00, 0x07, 0x08, 0x0D, 0x1B, 0x7F, 0x9B, 0xAD, 0x202E, 0x2066, 0xD800, 0xFEFF):
+        assert files.printable(f"a{chr(code)}b", None) == "ab"
+
+
 # --- writing
 
 

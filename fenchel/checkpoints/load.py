@@ -20,7 +20,7 @@ import torch
 
 from fenchel.checkpoints.directory import CheckpointDirectory, has_file, open_directory
 from fenchel.checkpoints.peft_adapter import ADAPTER_CONFIG, merge_adapter
-from fenchel.checkpoints.run_checkpoint import CHECKPOINTS, is_run, model_files, read_checkpoint
+from fenchel.checkpoints.run_checkpoint import is_run, model_files, read_checkpoint
 from fenchel.checkpoints.tokenizer import JSON_FILES, TEXT_FILES, read_files, read_tokenizer
 from fenchel.checkpoints.tuned_run import TunedCheckpoint, read_base
 from fenchel.checkpoints.weights import (
@@ -31,7 +31,7 @@ from fenchel.checkpoints.weights import (
 )
 from fenchel.config import from_mapping, parse_toml
 from fenchel.data import TextTokenizer
-from fenchel.files import Notice, printable, read_regular
+from fenchel.files import CHECKPOINTS, Notice, printable, read_regular
 from fenchel.model.config import ModelConfig
 from fenchel.model.families import family_of
 from fenchel.model.families.config_reader import CONFIG

@@ -51,6 +51,7 @@ from fenchel.checkpoints.safetensors_header import system_errors
 from fenchel.checkpoints.weights import read_state_dict
 from fenchel.config import from_mapping
 from fenchel.files import (
+    CHECKPOINTS,
     MANIFEST,
     Damaged,
     NoSpace,
@@ -67,7 +68,6 @@ from fenchel.model.families.config_reader import CONFIG
 
 FORMAT = 2
 """The format of a run directory and of its checkpoints."""
-CHECKPOINTS = "checkpoints"
 BASE = "base"
 """Folder of a run that tunes a checkpoint: the files of that checkpoint beside its weights."""
 OPTIMISER, STATE, TEXT = "optimiser.safetensors", "state.json", "text.json"

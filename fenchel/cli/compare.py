@@ -8,8 +8,9 @@ from cyclopts import Parameter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fenchel.cli.console import Console, printable
+from fenchel.cli.console import Console
 from fenchel.cli.inspect import require_ours
+from fenchel.files import printable
 
 
 def run(
@@ -46,14 +47,14 @@ def run(
     for column in COLUMNS:
         table.add_column(column.title, justify="right", no_wrap=True)
     for n, (name, result) in enumerate(zip(comparison.names, comparison.results, strict=True), 1):
-        table.add_row(f"{n} {printable(name)}", *(column.cell(result) for column in COLUMNS))
+        table.add_row(f"{n} {printable(name, 200)}", *(column.cell(result) for column in COLUMNS))
     console.terminal.print(table, markup=False)
     if comparison.settings:
         differences = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
         for heading in ("setting", *(f"run {n}" for n in range(1, len(runs) + 1))):
             differences.add_column(heading, overflow="fold")
         for name, values in comparison.settings.items():
-            differences.add_row(printable(name), *map(printable, values))
+            differences.add_row(*(printable(word, 200) for word in (name, *values)))
         console.terminal.print(differences, markup=False)
     for sentence in comparison.notes:
         console.message(sentence)

@@ -36,7 +36,6 @@ from pathlib import Path
 from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TextIO
-from unicodedata import category
 
 from cyclopts import Parameter, Token
 from rich.cells import cell_len
@@ -48,7 +47,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fenchel.config import assign, parse_toml, parse_value
-from fenchel.files import Notice
+from fenchel.files import Notice, printable
 
 if TYPE_CHECKING:
     import torch
@@ -370,7 +369,7 @@ class Console:
     def message(self, text: str) -> None:
         """Prints a sentence without control characters; a terminal breaks it between words."""
         width = self.terminal.width if self.terminal.is_terminal else None
-        shown = break_lines(printable(text), width)
+        shown = break_lines(printable(text, None), width)
         self.terminal.print(shown, highlight=False, markup=False, soft_wrap=True)
 
     def end(self, path: Path, status: str, reason: str, *, json: bool) -> None:
@@ -385,7 +384,7 @@ class Console:
             if status == "interrupted":
                 self.message(f"Go on with:  fenchel train --resume {path}")
         sample = _read(path / "sample.json")
-        prompt, text = (printable(str(sample.get(name, ""))) for name in ("prompt", "text"))
+        prompt, text = (printable(sample.get(name, ""), None) for name in ("prompt", "text"))
         if "validation" in summary:
             self.terminal.print(baseline_table(summary))
             self.terminal.print(
@@ -546,28 +545,15 @@ def baseline_table(summary: Mapping[str, Any]) -> Table:
             "and one is enough to make bits per byte infinite"
         )
     if reason := summary.get("no_baselines"):
-        captions.append(f"baselines not computed: {printable(str(reason))}")
+        captions.append(f"baselines not computed: {printable(reason, 300)}")
     table.caption = "\n".join(captions) or None
     return table
-
-
-def printable(text: str) -> str:
-    """Text without control characters, so that text from a file cannot control the terminal.
-
-    Spaces of any width stay, and so do the joiners that letters and emoji are made with.
-
-    >>> printable("a\x1b[2Jb \u202e c\u00a0d")
-    'a[2Jb  c\\xa0d'
-    """
-    return "".join(
-        c for c in text if c in "\n\t\u200c\u200d" or c.isprintable() or category(c) == "Zs"
-    )
 
 
 def for_stdout(text: str) -> str:
     """Text of a model or a file for standard output: as it is in a pipe, ``printable`` on a
     terminal."""
-    return printable(text) if sys.stdout.isatty() else text
+    return printable(text, None) if sys.stdout.isatty() else text
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from fenchel.cli.console import printable
+from fenchel.files import printable
 
 _TOKENS = 128
 _TEXT = """
@@ -137,7 +137,7 @@ def check_checkpoint(directory: Path) -> dict[str, str]:
     )
     from fenchel.checkpoints.generation_config import GENERATION
     from fenchel.checkpoints.tokenizer import read_tokenizer
-    from fenchel.files import MANIFEST, printable
+    from fenchel.files import MANIFEST
 
     def weights() -> None:
         checked = open_directory(directory)
@@ -225,5 +225,5 @@ def check_run(directory: Path) -> dict[str, str]:
 def _show(title: str, rows: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in rows.items():
-        table.add_row(str(name), printable(str(value)))
+        table.add_row(str(name), printable(value, 200))
     Console().print(table, markup=False)

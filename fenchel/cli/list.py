@@ -9,8 +9,9 @@ from cyclopts import Parameter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fenchel.cli.console import Console, printable
+from fenchel.cli.console import Console
 from fenchel.config import did_you_mean
+from fenchel.files import printable
 
 if TYPE_CHECKING:
     from fenchel.report.run_list import RunRow
@@ -212,7 +213,7 @@ def _run_table(rows: "Iterable[RunRow]") -> Table:
         if row.state != "finished" and row.steps is not None:
             steps = f"{steps or 0}/{_whole(row.steps)}"
         table.add_row(
-            printable(row.path),
+            printable(row.path, 200),
             printable((row.time or "")[5:16]),  # without year and seconds
             row.state,
             _amount(row.parameters),
@@ -264,8 +265,9 @@ def _checkpoint(path: Path, root: Path) -> dict[str, Any]:
 def _checkpoint_table(rows: Rows) -> Table:
     table = _table("checkpoint", "family", ">params", "dtype", "state")
     for row in rows:
-        cells = (printable(row["path"]), printable(row["family"] or ""), _amount(row["parameters"]))
-        table.add_row(*cells, row["dtype"] or "", "not read" if row["note"] else "readable")
+        names = printable(row["path"], 200), printable(row["family"] or "")
+        state = "not read" if row["note"] else "readable"
+        table.add_row(*names, _amount(row["parameters"]), row["dtype"] or "", state)
     return table
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from fenchel.cli.console import Console, Whole, printable, settings_from
+from fenchel.cli.console import Console, Whole, settings_from
 from fenchel.config import did_you_mean
+from fenchel.files import printable
 
 if TYPE_CHECKING:
     from fenchel.distributed.plan import Cluster, Forecast, Plan
@@ -221,7 +222,7 @@ def _sentences(plan: "Plan", cluster: "Cluster", advice: str | None) -> list[str
     if plan.refused:
         layout, why = next(iter(plan.refused.items()))
         more = f" and {len(plan.refused) - 1} more are" if len(plan.refused) > 1 else " is"
-        sentences.append(f"{layout}{more} left out: {printable(why)}")
+        sentences.append(f"{layout}{more} left out: {printable(why, 300)}")
     return sentences
 
 

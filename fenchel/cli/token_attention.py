@@ -12,7 +12,7 @@ from statistics import fmean
 
 from rich.cells import cell_len, set_cell_size
 
-from fenchel.cli.console import printable
+from fenchel.files import printable
 from fenchel.generation.attention_trace import PositionsRead, TokenTrace
 
 RAMP = ((207, 229, 222), (125, 191, 196), (44, 132, 173), (26, 76, 140), (15, 31, 75))
@@ -107,4 +107,4 @@ def _shade(token: str, share: float, *, colour: bool) -> str:
 
 def _visible(token: str) -> str:
     """A token on one line: spaces as dots, line ends as arrows, no control characters."""
-    return printable(token).replace(" ", "·").replace("\n", "↵").replace("\t", "⇥") or "∅"
+    return printable(token, None).replace(" ", "·").replace("\n", "↵").replace("\t", "⇥") or "∅"

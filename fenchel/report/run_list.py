@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fenchel.files import LOCK, describe, is_locked
+from fenchel.files import CHECKPOINTS, LOCK, describe, is_locked
 from fenchel.report.comparison import run_result
 from fenchel.report.html import clean, shorten
 from fenchel.report.run_data import CONSEQUENCES, RunData, mapping, number, read_run, series
@@ -118,7 +118,7 @@ def _folders(root: Path) -> Iterator[tuple[Path, set[str]]]:
 def _is_run(folder: Path, names: set[str]) -> bool:
     if LOCK in names and (folder / LOCK).is_file():
         return True
-    return "checkpoints" in names and not names.isdisjoint(CONSEQUENCES)
+    return CHECKPOINTS in names and not names.isdisjoint(CONSEQUENCES)
 
 
 def run_row(path: Path, root: Path) -> RunRow:

@@ -37,15 +37,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fenchel.checkpoints.run_checkpoint import (
-    BASE,
-    CHECKPOINTS,
-    FORMAT,
-    check_tokenizer,
-    require_format,
-)
+from fenchel.checkpoints.run_checkpoint import BASE, FORMAT, check_tokenizer, require_format
 from fenchel.config import parse_toml, to_toml
 from fenchel.files import (
+    CHECKPOINTS,
     LOCK,
     Damaged,
     Notice,
