@@ -25,7 +25,7 @@ ELSEWHERE = {
     "cli/reliability": "cli/test_eval.py",
     "cli/learn": "lessons/test_server.py",
     "cli/report": "cli/test_reading_commands.py",
-    "data/bounded_process": "data/test_tokenizer_file.py",
+    "data/sandbox": "data/test_tokenizer_file.py",
     "generation/plain_decoder": "generation/test_cpu_step.py",
     "hf/proof": "hf/test_adapter_attach.py",
     "inspection/loader": "inspection/test_refusals.py",

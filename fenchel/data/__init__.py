@@ -3,11 +3,11 @@
 from fenchel.data.batches import Batch, Batches, BatchSource, EvalBatch, windows
 from fenchel.data.chat import PLAIN, ChatTemplate
 from fenchel.data.config import TextConfig
-from fenchel.data.corpus import Corpus, CorpusFacts, ProgressCallback, prepare
 from fenchel.data.document_tokens import DocumentEncoder
 from fenchel.data.packing import DocumentIds, PackedBatches
 from fenchel.data.split import Split
 from fenchel.data.text import Document, Text, holds_conversations, open_text
+from fenchel.data.token_files import Corpus, CorpusFacts, ProgressCallback, prepare
 from fenchel.data.tokens import (
     END,
     PAD,

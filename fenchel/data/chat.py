@@ -2,7 +2,7 @@
 
 A chat template is a jinja2 program that writes a conversation as the text that the model was
 trained on, with control tokens around the turns. It is a file from elsewhere: at most 64 KiB of it
-are read, and it is rendered in a sandbox in a bounded child process (``bounded_process``).
+are read, and it is rendered in a child process bounded in time and memory (``sandbox``).
 
 **What a user writes stays text.** The content of a message may spell a control token, such as
 <|im_end|>, and in the rendered text it could not be told from the template's own. So contents are
@@ -41,7 +41,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-from fenchel.data.bounded_process import RENDER_CHARACTERS, RenderingProcess
+from fenchel.data.sandbox import RENDER_CHARACTERS, RenderingProcess
 from fenchel.data.tokens import TextTokenizer
 from fenchel.files import printable
 

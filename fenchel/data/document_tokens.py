@@ -8,7 +8,7 @@ and the token that ends a document of this model, unless the template has put it
 ends a conversation too, where the chat template writes no control token after answers. Pieces of a
 document that was too long to be read at once are one document again.
 
-Token files (fenchel/data/corpus.py) have, beside the ids of all documents of a stream, where each
+Token files (``token_files``) have, beside the ids of all documents of a stream, where each
 begins, and for conversations which tokens are scored:
 
     train_starts.bin    (documents + 1,), as uint64, the last is the number of ids

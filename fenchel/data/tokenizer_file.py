@@ -16,7 +16,7 @@ very long or a small file very large, in numbers that no tokenizer in use comes 
 
 ``is_plain`` then decides where it encodes. In this process: patterns that are plain strings or take
 a time linear in the text, character maps that no text leads out of. All others encode in a bounded
-process of their own (``bounded_process``).
+process of their own (``sandbox``).
 
 A regular expression is linear when each of its alternatives is: one of ``_LINEAR``, or a sequence
 

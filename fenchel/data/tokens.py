@@ -21,8 +21,7 @@ characters
 Control tokens are never the result of encoding a text: a text that contains ``<|end|>`` becomes the
 tokens of those seven characters. Which of them begin a text is part of the tokenizer, its template
 (``begin_ids``). A tokenizer.json from elsewhere is checked (``tokenizer_file``), and one whose
-patterns are not known to be quick encodes in a bounded process (``bounded_process``), a copy of it
-too.
+patterns are not known to be quick, or a copy of it, encodes in a bounded process (``sandbox``).
 
 Where a text is to have control tokens, as a conversation has, they are given by id between pieces
 of text (``encode_pieces``). The pieces are encoded as one text, in which control tokens have names
@@ -46,8 +45,8 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fenchel.data import tokenizer_file
-from fenchel.data.bounded_process import EncodedText, EncodingProcess
 from fenchel.data.config import LARGEST_VOCABULARY, SMALLEST_VOCABULARY, TOKENIZER_MODELS
+from fenchel.data.sandbox import EncodedText, EncodingProcess
 from fenchel.files import printable, read_json
 
 Ids = np.ndarray[Any, np.dtype[Any]]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fenchel.checkpoints import run_checkpoint
 from fenchel.data import Batches, BatchSource, Corpus, Ids, Text, open_text, prepare
 from fenchel.data.config import vocabulary_for
-from fenchel.data.corpus import most_files
 from fenchel.data.text import Tally
+from fenchel.data.token_files import most_files
 from fenchel.distributed.cells import (
     CellStepper,
     build_stepper,

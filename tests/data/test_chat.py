@@ -30,9 +30,9 @@ from fenchel.data import (
     PLAIN,
     ChatTemplate,
     TextTokenizer,
-    bounded_process,
     chat,
     load_tokenizer,
+    sandbox,
     train_tokenizer,
 )
 from fenchel.data.chat import check_messages
@@ -488,7 +488,7 @@ HOSTILE = {
 def test_a_hostile_template_ends_in_one_sentence_and_the_next_request_is_served(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_process, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox, "RENDER_SECONDS", 0.5)
     source, reason = HOSTILE[kind]
     source = source if kind == "syntax" else "{% if messages[1] %}" + source + "{% endif %}ok"
     template = ChatTemplate(source, TOKENS)
@@ -579,7 +579,7 @@ def test_the_child_ends_when_the_parent_has_gone() -> None:
 
 def test_the_child_imports_nothing_of_fenchel() -> None:
     """It starts with every template: with torch it would take seconds and half a gigabyte."""
-    tree = ast.parse(Path(bounded_process.__file__).read_text())
+    tree = ast.parse(Path(sandbox.__file__).read_text())
     names = {
         name
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""fenchel/data/tokenizer_file.py and bounded_process.py: hostile tokenizers end in a sentence."""
+"""fenchel/data/tokenizer_file.py and sandbox.py: hostile tokenizers end in a sentence."""
 
 import base64
 import gc
@@ -18,8 +18,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from fenchel.data import (
     TextTokenizer,
-    bounded_process,
     load_tokenizer,
+    sandbox,
     tokenizer_file,
     train_tokenizer,
 )
@@ -139,13 +139,13 @@ def test_a_quick_pattern_of_another_form_encodes_as_in_this_process(
 def test_a_tokenizer_that_never_ends_is_refused(
     parts: dict[str, Any], load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_process, "SECONDS", 0.4)
+    monkeypatch.setattr(sandbox, "SECONDS", 0.4)
     with pytest.raises(ValueError, match=r"needs more than 0\.4 s"):
         load(**parts)
 
 
 def test_a_text_that_never_ends_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_process, "SECONDS", 0.4)
+    monkeypatch.setattr(sandbox, "SECONDS", 0.4)
     loaded = load(pre_tokenizer=sequence(split(LATE)))
     assert loaded.encode("a few words")
     with pytest.raises(ValueError, match=r"needs more than 0\.4 s and a second per 50 kB"):
@@ -434,7 +434,7 @@ def test_the_child_serves_where_the_system_limits_time_and_memory(raw: dict[str,
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_CPU, (60, 60))\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\n"
-        "from fenchel.data.bounded_process import EncodingProcess\n"
+        "from fenchel.data.sandbox import EncodingProcess\n"
         "print(len(EncodingProcess(sys.stdin.read(), 'x', ['a']).encode(['abc', 'd'])))\n"
     )
     ran = subprocess.run(
@@ -445,6 +445,6 @@ def test_the_child_serves_where_the_system_limits_time_and_memory(raw: dict[str,
 
 def test_the_child_ends_with_the_error_of_a_file_that_is_none() -> None:
     with pytest.raises(ValueError, match="cannot read x:"):
-        bounded_process.EncodingProcess("{", "x", ["a"])
+        sandbox.EncodingProcess("{", "x", ["a"])
     with pytest.raises(ValueError, match="cannot read x:"):
-        bounded_process.EncodingProcess(Tokenizer(models.BPE()).to_str()[:-5], "x", ["a"])
+        sandbox.EncodingProcess(Tokenizer(models.BPE()).to_str()[:-5], "x", ["a"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fenchel.data.corpus
+import fenchel.data.token_files
 import fenchel.pipeline
 from fenchel.train import StepTime
 
@@ -129,14 +129,14 @@ def while_encoding(act: Callable[[], object]) -> Callable[[], None]:
     """Do something when the first token file is half made."""
 
     def mischief() -> None:
-        encode = fenchel.data.corpus._require_exact
+        encode = fenchel.data.token_files._require_exact
 
         def watched(*args: Any) -> None:
-            fenchel.data.corpus._require_exact = encode
+            fenchel.data.token_files._require_exact = encode
             act()
             encode(*args)
 
-        fenchel.data.corpus._require_exact = watched
+        fenchel.data.token_files._require_exact = watched
 
     return mischief
 

@@ -1,4 +1,4 @@
-"""fenchel/data/corpus.py: what is stored, when it is used again, and how damage is met."""
+"""fenchel/data/token_files.py: what is stored, when it is used again, and how damage is met."""
 
 import errno
 import json
@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fenchel import files
-from fenchel.data import corpus as module
+from fenchel.data import token_files as module
 from fenchel.data.config import SMALLEST_DEFAULT, TextConfig, vocabulary_for
-from fenchel.data.corpus import Corpus, prepare
+from fenchel.data.token_files import Corpus, prepare
 from fenchel.data.tokens import TextTokenizer, train_tokenizer
 from fenchel.files import Damaged, NoSpace
 

@@ -1,4 +1,4 @@
-"""Work on files of other people in a process of its own, bounded in time and memory.
+"""Chat templates and tokenizers of other people, in child processes bounded in time and memory.
 
 A tokenizer.json may hold any regular expression, and some take longer than anyone can wait on a
 short text: each match stays below the limit of the regex library, and there are many matches. A
