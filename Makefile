@@ -28,6 +28,9 @@ kernels: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
+fuzz: $(VENV)/.dev
+	for name in bounds faults hostile_directories hostile_requests; do $(BIN)/python -m tests.fuzz.$$name || exit 1; done
+
 # The site of the documentation, into site/; site/index.html opens without a server.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
@@ -45,4 +48,4 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(BIN)/pip install --quiet --editable '.[docs]' $(PINS)
 	touch $@
 
-.PHONY: demo test lint kernels bench docs
+.PHONY: demo test lint kernels bench fuzz docs

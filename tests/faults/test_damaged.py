@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.faults import flip_bits
 from fenchel import files
 from fenchel.checkpoints import load, run_checkpoint
 from fenchel.cli.doctor import check_run
 from fenchel.train import RunDir
+from tests.fuzz.faults import flip_bits
 
 NAMES = ("model.safetensors", "optimiser.safetensors", "config.json", "state.json", "manifest.json")
 
@@ -371,7 +371,7 @@ def tree(path: Path) -> dict[str, bytes]:
 def test_no_flipped_bit_in_any_file_of_a_run_passes_unseen(
     lab: Any, whole: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Audit F7: some thousand bits; python -m benchmarks faults flips more."""
+    """Audit F7: some thousand bits; python -m tests.fuzz.faults flips more."""
     assert whole["step"] == "step-000040"
     run = tmp_path / "run"
     shutil.copytree(lab.folder / "whole", run)

@@ -1,4 +1,4 @@
-"""benchmarks/faults.py in its small form: errors and kills at calls on the file system, readers."""
+"""tests/fuzz/faults.py in its small form: errors and kills at calls on the file system, readers."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def test_after_any_fault_or_kill_a_run_ends_with_the_bytes_of_one_never_disturbe
     out = tmp_path / "rows.json"
     counts = "--faults 15 --kills 6 --flips 0 --reads 10 --processes 0 --seed 11".split()
     ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.faults", *counts, "--out", str(out)],
+        [sys.executable, "-m", "tests.fuzz.faults", *counts, "--out", str(out)],
         cwd=Path(fenchel.__file__).parents[1],
         env={**os.environ, "PYTHONPATH": str(Path(fenchel.__file__).parents[1])},
         capture_output=True,

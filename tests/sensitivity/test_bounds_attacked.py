@@ -1,4 +1,4 @@
-"""benchmarks/bounds.py in a small form: every function that promises a bound is attacked."""
+"""tests/fuzz/bounds.py in a small form: every function that promises a bound is attacked."""
 
 import importlib
 import inspect
@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.bounds import ATTACKS, DTYPES, Draw, Tally, activations, at_a_point, run
 from fenchel.sensitivity import bounds
+from tests.fuzz.bounds import ATTACKS, DTYPES, Draw, Tally, activations, at_a_point, run
 
 NAME = re.compile(r"(^|_)(upper|lower|bound|bounds|ceiling|lipschitz|sensitivity|exact)(_|$)")
 PROMISE = re.compile(

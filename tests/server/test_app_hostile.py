@@ -1,4 +1,4 @@
-"""fenchel/server/app.py: benchmarks/hostile_requests.py in its small form."""
+"""fenchel/server/app.py: tests/fuzz/hostile_requests.py in its small form."""
 
 import random
 import socket
@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import fenchel.server.app as app_module
-from benchmarks.hostile_requests import SOUND, mutated, post, send, violations
 from fenchel.server.app import listen
+from tests.fuzz.hostile_requests import SOUND, mutated, post, send, violations
 from tests.server.conftest import RunningServer
 
 
@@ -35,7 +35,7 @@ def test_a_hundred_hostile_requests_are_refused_in_a_sentence(
     for number in range(100):
         sent = mutated(random.Random(f"7 {number}"))
         answer = send(address, sent)
-        # How long an answer takes is the benchmark's to say.
+        # How long an answer takes is the fuzzer's to say.
         wrong = list(violations(answer._replace(seconds=0.0), sent.method))
         assert not wrong, (number, sent.changes, answer.status, answer.body[:300])
         refused += answer.status != 200

@@ -1,4 +1,4 @@
-"""benchmarks/hostile_directories.py in its small form: every command, random changes."""
+"""tests/fuzz/hostile_directories.py in its small form: every command, random changes."""
 
 import os
 import subprocess
@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[3]
 
 def test_forty_hostile_directories_over_all_commands() -> None:
     """In a process of its own, which forks: it must have no other threads."""
-    words = ["hostile_directories", "--directories", "40", "--seed", "77", "--dry"]
+    words = ["tests.fuzz.hostile_directories", "--directories", "40", "--seed", "77", "--dry"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks", *words],
+        [sys.executable, "-W", "ignore", "-m", *words],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -1,6 +1,6 @@
 """Faults of the file system, kills, flipped bits and readers beside a writer.
 
-    python -m benchmarks faults [--faults 600] [--kills 100] [--flips 200000] [--reads 200]
+    python -m tests.fuzz.faults [--faults 600] [--kills 100] [--flips 200000] [--reads 200]
                                 [--processes 25]
 
 A run of a few thousand parameters is disturbed, continued by ``--resume`` (or by the same command
@@ -50,6 +50,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+RESULTS = Path(__file__).parent / "results"
 STEPS, SAVE_EVERY, STOPPED_AT = 9, 3, 4
 SETTINGS = f"""
 text.vocabulary=270 model.context=8 model.width=8 model.layers=1 model.heads=2 train.batch=2
@@ -677,7 +678,7 @@ def compile_library(folder: Path) -> Path:
 
 def main(words: list[str] | None = None) -> None:
     """Compile the library, start this file again with it, and record the figures."""
-    parser = argparse.ArgumentParser("benchmarks faults")
+    parser = argparse.ArgumentParser("python -m tests.fuzz.faults")
     for name, value in (("faults", 600), ("kills", 100), ("flips", 200_000), ("reads", 200)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--processes", type=int, default=25)
@@ -694,7 +695,7 @@ def main(words: list[str] | None = None) -> None:
                 "TOKENIZERS_PARALLELISM": "false",
                 "OMP_NUM_THREADS": "1",
             }
-            again = [sys.executable, "-m", "benchmarks.faults", *(words or [])]
+            again = [sys.executable, "-m", "tests.fuzz.faults", *(words or [])]
             subprocess.run(again, env=environment, check=True)
         return
     rows = run(options) if options.faults or options.kills or options.flips else []
@@ -706,7 +707,7 @@ def main(words: list[str] | None = None) -> None:
         return
     from benchmarks.harness import record
 
-    record("faults", rows, ["safetensors", "tokenizers"])
+    record("faults", rows, ["safetensors", "tokenizers"], folder=RESULTS)
 
 
 if __name__ == "__main__":

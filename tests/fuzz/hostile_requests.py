@@ -1,6 +1,6 @@
 """Hostile requests to ``fenchel serve``: each is refused in one sentence and harms no other.
 
-    python -m benchmarks hostile_requests --bodies 1000 --requests 10000 --seed 0
+    python -m tests.fuzz.hostile_requests --bodies 1000 --requests 10000 --seed 0
 
 A tiny model is served by the command itself, in a process of its own, and gets
 
@@ -50,10 +50,11 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness import record
-from benchmarks.hostile_directories import NASTY, NUMBERS, value
 from fenchel.model import ModelConfig, Transformer
 from fenchel.server.app import DISCARDED
+from tests.fuzz.hostile_directories import NASTY, NUMBERS, value
 
+RESULTS = Path(__file__).parent / "results"
 SECONDS = 2.0
 """In which a hostile request is refused, and a sound one beside it answered."""
 LONGEST = 1000
@@ -795,14 +796,14 @@ def attempt(
 
 def main(options: list[str] | None = None) -> None:
     """Run the parts, print the violations and write the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks hostile_requests")
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.hostile_requests")
     parser.add_argument("--bodies", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=10_000, help="of the endurance run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--only", choices=PARTS, action="append", help="one part; repeatable")
     parser.add_argument("--dry", action="store_true", help="write no results")
-    chosen = parser.parse_args(options or [])
+    chosen = parser.parse_args(options)
     figures = attempt(
         tuple(chosen.only or PARTS),
         count=chosen.bodies,
@@ -814,6 +815,11 @@ def main(options: list[str] | None = None) -> None:
     print(f"{found} violations")
     if not chosen.dry:
         rows = [{"part": name, **part} for name, part in figures.items()]
-        record("hostile_requests", rows, ("starlette", "uvicorn", "jinja2", "tokenizers"))
+        packages = ("starlette", "uvicorn", "jinja2", "tokenizers")
+        record("hostile_requests", rows, packages, folder=RESULTS)
     if found:
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

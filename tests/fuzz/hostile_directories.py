@@ -1,6 +1,6 @@
 """Hostile checkpoint directories, over all commands that read one.
 
-    python -m benchmarks hostile_directories --directories 2000 --seed 0
+    python -m tests.fuzz.hostile_directories --directories 2000 --seed 0
 
 Each directory is a copy of a sound one (families of ours and of transformers alone, in one file and
 in several, a run) after one to three random changes: to its settings, headers, weights, index,
@@ -48,6 +48,7 @@ from fenchel.cli import main as fenchel
 from fenchel.files import MANIFEST, verify
 from fenchel.model import ModelConfig, Transformer
 
+RESULTS = Path(__file__).parent / "results"
 SECONDS, BYTES, LONGEST = 10.0, 2**30, 1000
 TEXT = "the people of these States have peace and trade with every nation. "
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
@@ -978,17 +979,22 @@ def _case(
 
 def main(options: list[str] | None = None) -> None:
     """Run the directories, print the violations and write the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks hostile_directories")
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.hostile_directories")
     parser.add_argument("--directories", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many")
     parser.add_argument("--dry", action="store_true", help="write no results")
-    chosen = parser.parse_args(options or [])
+    chosen = parser.parse_args(options)
     figures = attempt(chosen.directories, chosen.seed, chosen.start, chosen.minutes)
     print(json.dumps({k: v for k, v in figures.items() if k != "violations"}, indent=1))
     print(f"{len(figures['violations'])} violations")
     if not chosen.dry:
-        record("hostile_directories", [figures], ("transformers", "tokenizers", "safetensors"))
+        packages = ("transformers", "tokenizers", "safetensors")
+        record("hostile_directories", [figures], packages, folder=RESULTS)
     if figures["violations"]:
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Every bound against attained values: extreme scales, clusters, ties, cancellation, both dtypes.
 
-    python -m benchmarks bounds --attempts 1000000
+    python -m tests.fuzz.bounds --attempts 1000000
 
 An attack draws a batch of inputs, evaluates a bound in the dtype of the inputs, and compares it
 with a value that is attained at the same inputs, computed with other means: the dense Jacobian
@@ -20,6 +20,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +64,7 @@ from fenchel.sensitivity.rounding import frobenius, lengths
 
 Array = npt.NDArray[Any]
 Wide = np.longdouble
+RESULTS = Path(__file__).parent / "results"
 DTYPES = (torch.float32, torch.float64)
 
 
@@ -1079,10 +1081,10 @@ _PER_TURN = 4  # batches of an attack with share 1 in one round of all
 
 def main(options: list[str] | None = None) -> None:
     """Attack every bound and record the table."""
-    parser = ArgumentParser(prog="bounds")
+    parser = ArgumentParser(prog="python -m tests.fuzz.bounds")
     parser.add_argument("--attempts", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args(options or [])
+    chosen = parser.parse_args(options)
     torch.set_num_threads(1)
     started = time.perf_counter()
     tally = run(chosen.attempts, chosen.seed)
@@ -1093,10 +1095,14 @@ def main(options: list[str] | None = None) -> None:
     totals = {key: tally.total(key) for key in ("attempts", "violations")}
     seconds = round(time.perf_counter() - started, 1)
     print(f"{totals['attempts']} attempts, {totals['violations']} violations, {seconds} s")
-    record("bounds", [{**totals, "seed": chosen.seed, "seconds": seconds}, *rows])
+    record("bounds", [{**totals, "seed": chosen.seed, "seconds": seconds}, *rows], folder=RESULTS)
 
 
 def outcomes(seed: int, dtype: torch.dtype, batch: int) -> Iterator[tuple[Attack, Outcome]]:
     """Every attack once."""
     for one in ATTACKS:
         yield one, one.run(Draw(seed, dtype, min(batch, one.batch)))
+
+
+if __name__ == "__main__":
+    main()
